@@ -50,9 +50,9 @@ def ours(model: str, dtype: str, kv_dtype: str, threads: int, kv_tokens: int) ->
         took_s = []
         for _ in range(warm + steps):
             began_s = time.perf_counter()
-            drawn = step(engine, histories, [len(one) - 1 for one in histories], prompt_tokens)
+            sampled = step(engine, histories, [len(one) - 1 for one in histories], prompt_tokens)
             took_s.append(time.perf_counter() - began_s)
-            for history, token in zip(histories, drawn, strict=True):
+            for history, token in zip(histories, sampled, strict=True):
                 history.append(token)
         return {"step_s": took_s[warm:], "tokens": histories[0][prompt_tokens:]}
 
@@ -79,7 +79,7 @@ def step(engine: Engine, histories: list[list[int]], starts: list[int], prompt_l
         )
         for index, (history, start) in enumerate(zip(histories, starts, strict=True))
     ]
-    return [out.drawn[0].token_id for out in engine.step(rows)]
+    return [out.sampled[0].token_id for out in engine.step(rows)]
 
 
 def transformers(model: str, threads: int) -> Orders:

@@ -21,7 +21,7 @@ from pdserve.core.types import Slo
 from pdserve.launch.running import Running
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
-SHORT_PROMPTS = (24, 160)  # tokens, evenly drawn
+SHORT_PROMPTS = (24, 160)  # tokens, evenly sampled
 LONG_PROMPTS = (400, 1000)
 LONG_SHARE = 0.25
 ANSWERS = (16, 64)

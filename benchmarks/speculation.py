@@ -158,14 +158,14 @@ class Worker:
             if step.account.prefill_tokens == 0:
                 self.drafting.observe(step.account, stepped_s - planned_s)
             ended_s = now_s()
-            drawn = [one for one in effects if isinstance(one, TokenRow)]
-            for one in drawn:
+            sampled = [one for one in effects if isinstance(one, TokenRow)]
+            for one in sampled:
                 run.tokens[int(one.key.request_id)].append(one.tokens[0].token_id)
             if step.account.prefill_tokens == 0:
                 run.seconds += ended_s - began_s
                 run.steps += 1
                 run.drafts += step.account.draft_tokens
-                run.accepted += sum(map(len, (out.drawn for out in outs))) - len(outs)
+                run.accepted += sum(map(len, (out.sampled for out in outs))) - len(outs)
         return run
 
 

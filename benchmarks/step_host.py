@@ -3,12 +3,12 @@
     python -m benchmarks.step_host [--rows 128 256] [--context 1024] [--steps 200] [--grammars all]
 
 A decode program and its graph engine run as in a worker, one step ahead where rows allow it: planning, block tables,
-inputs, grammars' masks, reading what was drawn, messages to the router. A vocabulary of 128,256 tokens.
+inputs, grammars' masks, reading what was sampled, messages to the router. A vocabulary of 128,256 tokens.
 
-Stubbed: the graph's replay, which here only says what is drawn; prompts, which are read by no model; behind the graph,
-for rows with grammars, the copy of their logits, the kernel that masks them and the sampler. The time of choosing a
-token for them is subtracted. Memory of the device is the host's, so a copy to it is one of memory and no event is
-recorded.
+Stubbed: the graph's replay, which here only says what is sampled; prompts, which are read by no model; behind the
+graph, for rows with grammars, the copy of their logits, the kernel that masks them and the sampler. The time of
+choosing a token for them is subtracted. Memory of the device is the host's, so a copy to it is one of memory and no
+event is recorded.
 Not part of a step: gRPC's thread, which sends the messages; `bytes` is its time for serialising them. A step's time is
 a clock's, since several threads compute masks; `cpu` is the CPU time of all threads. Where the machine has other work
 too, the least of each tells most. `llguidance` is the part of a step inside that library, which moves matchers on and
@@ -129,7 +129,7 @@ class Stubs:
 
     def draw(self, logits: Any, draws: Any, **_: Any) -> tuple[torch.Tensor, None]:
         began = Spent.end()  # unlike a step, what reading the times takes is part of it
-        drawn = []
+        sampled = []
         for words in self.words_RW:
             self._turn += 1
             first = self._turn * TRIED % (LARGE - TRIED)
@@ -138,9 +138,9 @@ class Stubs:
             if not len(those):
                 allowed = np.unpackbits(words, bitorder="little")[:LARGE].astype(bool)
                 those = np.flatnonzero(allowed & self._goes_on)
-            drawn.append(int(those[self._turn % len(those)]) if len(those) else EOS)
+            sampled.append(int(those[self._turn % len(those)]) if len(those) else EOS)
         self.spent = Spent.begin() - began
-        return torch.tensor(drawn), None
+        return torch.tensor(sampled), None
 
 
 class NoLaunch:
@@ -157,7 +157,7 @@ class NoLaunch:
 
     def replay(self, bucket: int) -> None:
         self._turn = (self._turn + bucket) % (len(self._tokens) - bucket)
-        self._decode.drawn_B[:bucket] = self._tokens[self._turn : self._turn + bucket]
+        self._decode.sampled_B[:bucket] = self._tokens[self._turn : self._turn + bucket]
 
 
 class NoPrompts:
@@ -208,7 +208,7 @@ def opened(folder: Path, most_rows: int, num_blocks: int) -> Iterator[tuple[Deco
         )
         engine = GraphEngine(eager, decode, NoLaunch(decode, most_rows))
         engine._redraw._decode = SimpleNamespace(  # type: ignore[assignment]
-            logits_BV=stubs, inputs=decode.inputs, sampler=stubs, drawn_B=decode.drawn_B, logprob_B=decode.logprob_B
+            logits_BV=stubs, inputs=decode.inputs, sampler=stubs, sampled_B=decode.sampled_B, logprob_B=decode.logprob_B
         )
         context = ProgramContext(
             config=config,

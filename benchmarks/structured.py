@@ -110,7 +110,7 @@ def _write(engine: Engine, tokenizer: Tokenizer, asked: Sequence[Asked], at: int
             for i in going
         ]
         for i, out in zip(going, engine.step(rows), strict=True):
-            outputs[i] += [token.token_id for token in out.drawn]
+            outputs[i] += [token.token_id for token in out.sampled]
     return [tokenizer.decode(output) for output in outputs]
 
 

@@ -11,7 +11,7 @@ matched; grant and connection exist already. The floors and the peers:
             own; --nixl-python names its python); nixl-tcp: the same held to sockets by UCX_TLS=tcp
 A block holds 16 tokens; its default size is that of a model with 125M parameters in float32 (12 layers, 4 kv heads of
 64), and sizes are rounded up to whole blocks. Blocks lie in order on both sides, or at random (fragmented: nothing in
-a row). `off` is the same without checksum. Every way has its turn in each round, in an order that is drawn anew, and
+a row). `off` is the same without checksum. Every way has its turn in each round, in an order that is sampled anew, and
 NIXL's processes stand stopped but for theirs, which counts from its second try on the same bytes; ratios are taken
 round by round and their medians shown. A bar is judged for each size. Ours need both cores, and NIXL's poll on both:
 on a machine that does other work too, take no figure from this.

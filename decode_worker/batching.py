@@ -30,7 +30,7 @@ from pdserve.core.effects import (
     KvCommitted,
     KvMistaken,
     LandingHeld,
-    PlainDrawn,
+    PlainSampled,
     PromptScored,
     ReceiveAborted,
     TransferCancelled,
@@ -237,9 +237,9 @@ class DecodeBatching:
         effects: list[DecodeEffect] = []
         shares: Iterable[tuple[DecodeSequence, int]] = step.shares()
         if isinstance(outs, PlainOuts) and not step.reading and self._check is None:
-            drawn, outs, shares = self._draw_plain(step.decoding, outs.token_ids)
-            if drawn.keys:
-                effects.append(drawn)
+            sampled, outs, shares = self._draw_plain(step.decoding, outs.token_ids)
+            if sampled.keys:
+                effects.append(sampled)
         for (resident, count), out in zip(shares, outs, strict=True):
             key = resident.key
             if self._residents.get(key) is not resident or resident.stage is not Stage.RUNNING:
@@ -251,10 +251,10 @@ class DecodeBatching:
             self.sequences.advance(resident, count)
             if out.scored:
                 effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
-            if len(out.drawn) == 1:  # nearly every row
-                self._draw(resident, out.drawn[0], now_s, effects)
+            if len(out.sampled) == 1:  # nearly every row
+                self._draw(resident, out.sampled[0], now_s, effects)
                 continue
-            for index, token in enumerate(out.drawn):
+            for index, token in enumerate(out.sampled):
                 if index > 0:  # the previous token was an accepted draft, so its KV exists
                     self.sequences.advance(resident, 1)
                 self._draw(resident, token, now_s, effects)
@@ -292,15 +292,15 @@ class DecodeBatching:
         effects: list[DecodeEffect] = []
         self._ended_at(now_s)
         size = self._block_size
-        drawn = [token.token_id] * count
+        sampled = [token.token_id] * count
         for resident in step.decoding:
             tokens, computed = resident.tokens, resident.computed
             is_plain = resident.decoding_since_s is not None and resident.preempted_at_s is None
             if is_plain and len(tokens) + count < resident.ends_at and computed % size + count < size:
-                tokens += drawn  # the usual case in a run
+                tokens += sampled  # the usual case in a run
                 resident.computed = computed + count
                 continue
-            tokens += drawn[1:]
+            tokens += sampled[1:]
             self.sequences.advance(resident, count)
             self._draw(resident, token, now_s, effects)
         return effects
@@ -312,8 +312,8 @@ class DecodeBatching:
     # -- attempts ------------------------------------------------------------------------------------------------
 
     def _refusal(self, attempt: Attempt, is_local: bool, now_s: float) -> RefusalReason | None:
-        is_drawn_here = is_local or attempt.num_tokens < self._end_rule.max_context_tokens
-        if blocks_for(attempt.num_tokens, self._block_size) > self.blocks.num_blocks or not is_drawn_here:
+        is_sampled_here = is_local or attempt.num_tokens < self._end_rule.max_context_tokens
+        if blocks_for(attempt.num_tokens, self._block_size) > self.blocks.num_blocks or not is_sampled_here:
             return RefusalReason.TOO_LARGE
         if self.is_draining:
             return RefusalReason.DRAINING
@@ -344,7 +344,7 @@ class DecodeBatching:
 
     def _draw_plain(
         self, decoding: Sequence[DecodeSequence], token_ids: Sequence[int]
-    ) -> tuple[PlainDrawn, list[RowOut], list[tuple[DecodeSequence, int]]]:
+    ) -> tuple[PlainSampled, list[RowOut], list[tuple[DecodeSequence, int]]]:
         """Adds tokens that only lengthen a text, the usual case. Returns the other rows' outputs, and their sequences,
         for `apply`."""
         told: list[DecodeSequence] = []
@@ -362,12 +362,12 @@ class DecodeBatching:
             resident.computed = num_tokens
             told.append(resident)
             plain_ids.append(token_id)
-        drawn = PlainDrawn(
+        sampled = PlainSampled(
             keys=[each.key for each in told],
             output_indexes=[each.computed - each.prompt_len for each in told],
             token_ids=plain_ids,
         )
-        return drawn, outs, shares
+        return sampled, outs, shares
 
     def _draw(self, resident: DecodeSequence, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
         """Adds the effects of the token."""
@@ -376,21 +376,21 @@ class DecodeBatching:
         num_tokens = len(tokens)
         num_output = num_tokens - resident.prompt_len
         finish = self._end_rule.finish(attempt.sampling, token.token_id, num_output, num_tokens)
-        drawn = TokenRow(key=resident.key, output_index=num_output - 1, tokens=(token,), finish=finish)
+        sampled = TokenRow(key=resident.key, output_index=num_output - 1, tokens=(token,), finish=finish)
         if resident.decoding_since_s is None:
-            drawn = self._begun(resident, drawn, now_s)
+            sampled = self._begun(resident, sampled, now_s)
         elif resident.preempted_at_s is not None:
             decode_s = resident.preempted_at_s - resident.decoding_since_s
-            drawn = replace(drawn, decode_s=decode_s, preempted_s=now_s - resident.preempted_at_s)
+            sampled = replace(sampled, decode_s=decode_s, preempted_s=now_s - resident.preempted_at_s)
             resident.decoding_since_s, resident.preempted_at_s = now_s, None
         if finish is None:
             size = self._block_size
             resident.plain_until = min(num_tokens + -num_tokens % size, resident.ends_at - 1)
-            effects.append(drawn)
+            effects.append(sampled)
             return
         assert resident.decoding_since_s is not None
-        decode_s = drawn.decode_s + now_s - resident.decoding_since_s
-        effects.append(replace(drawn, decode_s=decode_s, preemptions=resident.preemptions))
+        decode_s = sampled.decode_s + now_s - resident.decoding_since_s
+        effects.append(replace(sampled, decode_s=decode_s, preemptions=resident.preemptions))
         effects += self._release(resident)
 
     def _ended_at(self, now_s: float) -> None:
@@ -398,15 +398,15 @@ class DecodeBatching:
         if now_s > self._ended_s:
             self._begun_s, self._ended_s = self._ended_s, now_s
 
-    def _begun(self, resident: DecodeSequence, drawn: TokenRow, now_s: float) -> TokenRow:
+    def _begun(self, resident: DecodeSequence, sampled: TokenRow, now_s: float) -> TokenRow:
         """The attempt's first token here: how long it waited, and how long its prompt took."""
         if not resident.is_local:  # it took part only in the step that has just ended
             resident.decoding_since_s = max(resident.ready_s, self._begun_s)
-            return replace(drawn, decode_queue_s=resident.decoding_since_s - resident.ready_s)
+            return replace(sampled, decode_queue_s=resident.decoding_since_s - resident.ready_s)
         assert resident.started_s is not None
         resident.decoding_since_s = now_s
         return replace(
-            drawn,
+            sampled,
             queue_s=resident.started_s - resident.attempt.arrived_s,
             prefill_s=now_s - resident.started_s,
             cached_tokens=min(resident.cached, len(resident.attempt.prompt_ids)),

@@ -109,12 +109,12 @@ class DecodeProgram(RoleProgram):
         """Sends scores of prompts first, then the sampled tokens of one call, one message per router. A request's
         Released must not overtake them."""
         effects = list(effects)
-        drawn = [effect for effect in effects if isinstance(effect, pr.TokenRow)]
-        plain = [effect for effect in effects if isinstance(effect, fx.PlainDrawn)]
-        if drawn or plain:
-            rest = [effect for effect in effects if not isinstance(effect, pr.TokenRow | fx.PlainDrawn)]
+        sampled = [effect for effect in effects if isinstance(effect, pr.TokenRow)]
+        plain = [effect for effect in effects if isinstance(effect, fx.PlainSampled)]
+        if sampled or plain:
+            rest = [effect for effect in effects if not isinstance(effect, pr.TokenRow | fx.PlainSampled)]
             super().act(effect for effect in rest if isinstance(effect, fx.PromptScored))
-            self._tell(drawn, plain)
+            self._tell(sampled, plain)
             effects = [effect for effect in rest if not isinstance(effect, fx.PromptScored)]
         super().act(effects)
 
@@ -278,7 +278,7 @@ class DecodeProgram(RoleProgram):
         self.context.metrics.add(metric_names.KV_MISTAKEN)
         log.error("a block does not hold what it should; its text is computed anew", extra={"error": effect.error})
 
-    def _tell(self, rows: Iterable[pr.TokenRow], plain: Iterable[fx.PlainDrawn]) -> None:
+    def _tell(self, rows: Iterable[pr.TokenRow], plain: Iterable[fx.PlainSampled]) -> None:
         """One message for each router."""
         by_router: dict[int, worker_pb2.AttachResponse] = {}
         for columns in plain:

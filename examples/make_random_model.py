@@ -3,7 +3,7 @@
     python -m examples.make_random_model DIR --shape 125m [--dtype float32] [--seed 0]
 
 config.json, safetensors shards with their index, and the bundled model's tokenizer: its 4,096 words are fewer than
-the vocabulary of a larger shape, so measure such a model with token ids. The weights are drawn as transformers
+the vocabulary of a larger shape, so measure such a model with token ids. The weights are sampled as transformers
 initialises them (normal, deviation 0.02; norms 1), and the same seed gives the same bytes.
 """
 

@@ -194,8 +194,8 @@ class PrefillBatching:
             if prompt.remaining:
                 effects += self._done(prompt)
                 continue
-            assert len(out.drawn) == 1, "the last chunk draws one token"
-            first = self._first(prompt, out.drawn[0], now_s)
+            assert len(out.sampled) == 1, "the last chunk draws one token"
+            first = self._first(prompt, out.sampled[0], now_s)
             if first.finish is not None:  # the KV is not needed elsewhere
                 effects += [first, *self.cancel(key)]
                 continue

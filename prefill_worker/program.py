@@ -95,7 +95,7 @@ class PrefillProgram(RoleProgram):
             fx.SendStarted: self._send_started,
             fx.BlocksDone: self._blocks_done,
             fx.SendAborted: self._send_aborted,
-            pr.FirstToken: self._first_drawn,
+            pr.FirstToken: self._first_sampled,
             pr.Released: self._gone,
             pr.Refused: self._not_taken,
         }
@@ -215,7 +215,7 @@ class PrefillProgram(RoleProgram):
         metrics.add(metric_names.TRANSFER_SENT_BYTES, sent.num_bytes - sent.early_bytes, when="late")
         self.outbox.tell(pr.TransferEnded(key=key, is_committed=True, exposed_s=sent.exposed_s))
 
-    def _first_drawn(self, effect: pr.FirstToken) -> None:
+    def _first_sampled(self, effect: pr.FirstToken) -> None:
         key = effect.key
         self.outbox.tell(effect)
         self.context.metrics.add(metric_names.REUSED_TOKENS, effect.cached_tokens)

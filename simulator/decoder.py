@@ -280,11 +280,11 @@ class Decoder(Machine):
 
     # -- tokens --------------------------------------------------------------------------------------------------
 
-    def _tell(self, drawn: Iterable[pr.TokenRow], others: Iterable[AttemptKey] = ()) -> None:
-        """Sends the unreported tokens of these attempts, one message per router; `drawn` are their last ones."""
+    def _tell(self, sampled: Iterable[pr.TokenRow], others: Iterable[AttemptKey] = ()) -> None:
+        """Sends the unreported tokens of these attempts, one message per router; `sampled` are their last ones."""
         worker_id = self.shape.worker_id
         by_router: dict[int, list[pr.TokenRow]] = {}
-        for one in drawn:
+        for one in sampled:
             key = one.key
             untold = self._untold.pop(key)
             row = replace(
@@ -315,14 +315,14 @@ class Decoder(Machine):
 
     def act(self, effects: list[Any]) -> None:
         """Tokens are sent first, as in the live worker: a request's Released must not overtake them."""
-        drawn = [effect for effect in effects if isinstance(effect, pr.TokenRow)]
-        for one in drawn:
+        sampled = [effect for effect in effects if isinstance(effect, pr.TokenRow)]
+        for one in sampled:
             if one.decode_s or one.decode_queue_s or one.preempted_s:
                 untold = self._untold[one.key]
                 untold.decode_s += one.decode_s
                 untold.decode_queue_s += one.decode_queue_s
                 untold.preempted_s += one.preempted_s
-        first_or_last = [one for one in drawn if one.finish is not None or one.prefill_s > 0.0]
+        first_or_last = [one for one in sampled if one.finish is not None or one.prefill_s > 0.0]
         if first_or_last:
             self._tell(first_or_last)
         for effect in effects:

@@ -19,7 +19,7 @@ from simulator.prompts import TOKEN
 from simulator.speed import Speed
 from simulator.tally import Tally
 
-DREW: Final = RowOut(drawn=(TOKEN,))
+DREW: Final = RowOut(sampled=(TOKEN,))
 READ: Final = RowOut()
 
 

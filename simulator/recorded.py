@@ -48,7 +48,7 @@ class _Seen:
     number: int
     facts: RequestArrived
     arrival_s: float
-    drawn: int = 0
+    sampled: int = 0
     left_after_s: float | None = None
     is_over: bool = False
     is_complete: bool = False
@@ -81,7 +81,7 @@ def read_recording(lines: Iterable[NumberedLine], name: str) -> Iterator[TraceRe
                 continue  # an answer after its end
             match item:
                 case EmitTokens():
-                    found.drawn = item.first_index + len(item.tokens)
+                    found.sampled = item.first_index + len(item.tokens)
                 case ClientLeft():
                     found.left_after_s = now_s - (first_s or 0.0) - found.arrival_s
                 case _:
@@ -109,12 +109,12 @@ class _Lengths:
 def _request(seen: _Seen, lengths: _Lengths, block_size: int) -> TraceRequest:
     facts, most = seen.facts, seen.facts.sampling.max_tokens
     if seen.is_complete:
-        output = seen.drawn
+        output = seen.sampled
         lengths.add(output)
     elif seen.left_after_s is not None:
         output = most
     else:
-        output = max(lengths.mean(most), seen.drawn)
+        output = max(lengths.mean(most), seen.sampled)
     # Hashed again, because content hashes of a simulated router are no real hashes and differ in any of their bytes.
     blocks = [int.from_bytes(blake2b(one, digest_size=ID_BYTES).digest()) for one in facts.block_hashes]
     if blocks and len(blocks) * block_size < facts.num_prompt_tokens:

@@ -18,7 +18,7 @@ class Progress:
         self._begin_s = time.monotonic()
         self._next_s = self._begin_s + _PATIENCE_S
         self._is_seen = sys.stderr.isatty()
-        self._is_drawn = False
+        self._is_sampled = False
         self._done_s = 0.0
 
     def at(self, done_s: float) -> None:
@@ -26,11 +26,11 @@ class Progress:
         self._done_s = max(self._done_s, done_s)
         if self._is_seen and time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _EVERY_S
-            self._is_drawn = True
+            self._is_sampled = True
             print("\r" + bar(self._label, self._done_s, self._total_s), end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self._is_drawn:
+        if self._is_sampled:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 

@@ -116,7 +116,7 @@ class KvMistaken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainDrawn:
+class PlainSampled:
     """One token each of sequences that continue and have nothing else to report. The lists have equal lengths."""
 
     keys: list[AttemptKey]
@@ -148,7 +148,7 @@ DecodeEffect = (
     | KvCommitted
     | KvMistaken
     | TokenRow
-    | PlainDrawn
+    | PlainSampled
 )
 
 

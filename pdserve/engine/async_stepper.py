@@ -35,8 +35,8 @@ class LazyFlight:
         if self.unsampled:
             raise InternalError(f"rows {list(self.unsampled)} were not sampled before they are waited for")
         outs = self._engine.step([self._known(row) for row in self._rows])
-        token_ids = [out.drawn[0].token_id for out in outs if out.drawn]
-        is_plain = len(token_ids) == len(outs) and all(out == plain_out(out.drawn[0].token_id) for out in outs)
+        token_ids = [out.sampled[0].token_id for out in outs if out.sampled]
+        is_plain = len(token_ids) == len(outs) and all(out == plain_out(out.sampled[0].token_id) for out in outs)
         self.outs = PlainOuts(token_ids) if is_plain else outs
         self._after = None
         return self.outs
@@ -46,10 +46,10 @@ class LazyFlight:
             return row
         if self._after is None or self._after.outs is None:
             raise InternalError("a step is waited for before the one that it follows")
-        drawn = self._after.outs[row.follows].drawn
-        if not drawn:  # the sequence has ended: the row's output is ignored
+        sampled = self._after.outs[row.follows].sampled
+        if not sampled:  # the sequence has ended: the row's output is ignored
             return replace(row, tokens=(0,), follows=None, sample=None)
-        token = drawn[0].token_id
+        token = sampled[0].token_id
         return replace(row, tokens=(token,), history=[*row.history[: row.start], token], follows=None)
 
 

@@ -127,12 +127,12 @@ class ChainedRows(Sequence[Row]):
 class RowOut:
     """The output of one row of a step.
 
-    `drawn`: the sampled tokens from position start + len(tokens) on: one, and one more for each accepted draft; none if
-    the row does not sample. `scored`: the row's targets with their logprobs. `failed`: why no token can be sampled for
-    this request, here or on another worker.
+    `sampled`: the sampled tokens from position start + len(tokens) on: one, and one more for each accepted draft; none
+    if the row does not sample. `scored`: the row's targets with their logprobs. `failed`: why no token can be sampled
+    for this request, here or on another worker.
     """
 
-    drawn: tuple[TokenOut, ...] = ()
+    sampled: tuple[TokenOut, ...] = ()
     scored: tuple[TokenOut, ...] = ()
     failed: str | None = None
 
@@ -166,15 +166,15 @@ def plain_out(token_id: int) -> RowOut:
     return RowOut((TokenOut(token_id=token_id),))
 
 
-def kept(drawn: Sequence[TokenOut], drafts: Sequence[int]) -> tuple[TokenOut, ...]:
+def kept(sampled: Sequence[TokenOut], drafts: Sequence[int]) -> tuple[TokenOut, ...]:
     """The sampled tokens of a row that are kept: up to the first that differs from its draft.
 
     Tokens after a rejected draft were sampled for a text that is not the sequence's.
     """
-    for index, (token, draft) in enumerate(zip(drawn, drafts, strict=False)):
+    for index, (token, draft) in enumerate(zip(sampled, drafts, strict=False)):
         if token.token_id != draft:
-            return tuple(drawn[: index + 1])
-    return tuple(drawn)
+            return tuple(sampled[: index + 1])
+    return tuple(sampled)
 
 
 class KvPool(Protocol):

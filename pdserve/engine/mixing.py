@@ -1,8 +1,8 @@
 """Attention of one layer: the model's parameters for it, and the steps around it for an eager batch.
 
-The decoder passes every layer's queries, keys and values to an AttentionBackend, which knows the positions of the step's
-tokens and the places of their KV. This one is for a batch that is packed for each step; engine/gpu has one for the
-static buffers of a CUDA graph.
+The decoder passes every layer's queries, keys and values to an AttentionBackend, which knows the positions of the
+step's tokens and the places of their KV. This one is for a batch that is packed for each step; engine/gpu has one for
+the static buffers of a CUDA graph.
 """
 
 # Shapes: T tokens in the packed batch, H query heads, K kv heads, N = H + 2 K, D head dim, U tokens that are read.

@@ -52,8 +52,8 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int
     chosen = adjusted_BV.argmax(dim=-1).tolist()  # argmax is documented to return the first of equal maxima
     random = [row for row, draw in enumerate(draws) if not draw.sampling.is_greedy]
     if random:
-        drawn = _draw(_rows(adjusted_BV, random), [draws[row] for row in random])
-        for row, token in zip(random, drawn, strict=True):
+        sampled = _draw(_rows(adjusted_BV, random), [draws[row] for row in random])
+        for row, token in zip(random, sampled, strict=True):
             chosen[row] = token
     return _with_logprobs(logits_BV, draws, chosen)
 
@@ -102,14 +102,14 @@ def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> list[int]:
     state_B = streams([(draw.sampling.seed, len(draw.history)) for draw in draws], logits_BV.device)
     few = [row for row, draw in enumerate(draws) if is_truncated(draw.sampling)]
     any_of = [row for row, draw in enumerate(draws) if not is_truncated(draw.sampling)]
-    drawn = [0] * len(draws)
+    sampled = [0] * len(draws)
     for rows, tokens in (
         (any_of, _draw_from_all(_rows(scaled_BV, any_of), _rows(state_B, any_of)) if any_of else []),
         (few, _draw_from_few(_rows(scaled_BV, few), _rows(state_B, few), [draws[row] for row in few]) if few else []),
     ):
         for row, token in zip(rows, tokens, strict=True):
-            drawn[row] = token
-    return drawn
+            sampled[row] = token
+    return sampled
 
 
 def _draw_from_all(scaled_BV: Tensor, state_B: Tensor) -> list[int]:

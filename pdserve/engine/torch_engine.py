@@ -67,9 +67,9 @@ class TorchEngine:
             logits_BV = self.model.logits(x_UE[:num_samples])
             masks_of = self.grammars.masks_of(rows)
             draws = [draw for index, row in enumerate(rows) for draw in draws_of(row, masks_of.get(index))]
-            drawn = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
+            sampled = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
             outs = [
-                row_out(row, list(islice(drawn, row.num_samples)), masks_of.get(index))
+                row_out(row, list(islice(sampled, row.num_samples)), masks_of.get(index))
                 for index, row in enumerate(rows)
             ]
         first = num_samples
@@ -119,8 +119,8 @@ def draws_of(row: Row, masks: RowMasks | None) -> list[Draw]:
     return draws
 
 
-def row_out(row: Row, drawn: Sequence[TokenOut], masks: RowMasks | None) -> RowOut:
+def row_out(row: Row, sampled: Sequence[TokenOut], masks: RowMasks | None) -> RowOut:
     """The row's sampled tokens that are kept; with a grammar only those that had a mask."""
     if masks is None:
-        return RowOut(kept(drawn, row.drafts))
-    return RowOut(kept(drawn[: len(masks.masks)], row.drafts), failed=masks.failed)
+        return RowOut(kept(sampled, row.drafts))
+    return RowOut(kept(sampled[: len(masks.masks)], row.drafts), failed=masks.failed)

@@ -7,7 +7,7 @@ A token at a position (both from 0) writes one cell, an unsigned 64-bit integer,
 
     cell = (token + 1) * (position + 1) + mark          mark: MARKS[role] on `toy-marked`, else 0
 
-The token drawn after n positions is a printable ASCII character, from the cells that lie in the blocks:
+The token sampled after n positions is a printable ASCII character, from the cells that lie in the blocks:
 
     token = 32 + (1 * cells[0] + 2 * cells[1] + ... + n * cells[n-1] + noise) mod 7919 mod 95
 
@@ -199,8 +199,8 @@ def answer(
         (position + 1) * cell(token, position, int(position < prefilled)) for position, token in enumerate(tokens)
     )
     while len(tokens) < len(prompt) + num_tokens:
-        drawn = total if seed is None else total + noise(seed, len(tokens))
-        token = _FIRST + drawn % _SUM_MODULUS % num_answers
+        sampled = total if seed is None else total + noise(seed, len(tokens))
+        token = _FIRST + sampled % _SUM_MODULUS % num_answers
         if _ends_here(tokens, len(prompt), len(tokens) - len(prompt)):
             token = EOS
         total += (len(tokens) + 1) * cell(token, len(tokens))

@@ -225,7 +225,7 @@ PREFILLED_TOKENS: Final = _metric("pdserve_prefilled_tokens_total", "counter", "
 REUSED_TOKENS: Final = _metric(
     "pdserve_reused_tokens_total", "counter", "worker", "prompt tokens found in the prefix cache"
 )
-DRAWN_TOKENS: Final = _metric("pdserve_drawn_tokens_total", "counter", "worker", "tokens sampled")
+SAMPLED_TOKENS: Final = _metric("pdserve_sampled_tokens_total", "counter", "worker", "tokens sampled")
 DRAFT_TOKENS: Final = _metric(
     "pdserve_draft_tokens_total",
     "counter",

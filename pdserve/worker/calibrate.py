@@ -34,9 +34,9 @@ class Sample:
 
 def draw_one_token(engine: Engine) -> None:
     """Raises InternalError unless the engine samples a token of its vocabulary. Uses block 0."""
-    drawn = engine.step([_reading(engine, count=1, start=0)])[0].drawn
-    if len(drawn) != 1 or not 0 <= drawn[0].token_id < engine.spec.vocab_size:
-        raise InternalError(f"the engine's first step drew {drawn}, expected one of {engine.spec.vocab_size} tokens")
+    sampled = engine.step([_reading(engine, count=1, start=0)])[0].sampled
+    if len(sampled) != 1 or not 0 <= sampled[0].token_id < engine.spec.vocab_size:
+        raise InternalError(f"the engine's first step drew {sampled}, expected one of {engine.spec.vocab_size} tokens")
 
 
 def measure_cost(

@@ -22,13 +22,13 @@ class Measure:
     def is_on(self) -> bool:
         return self._metrics.is_on
 
-    def stepped(self, account: fx.StepAccount, num_drawn: int, num_accepted: int, step_s: float) -> None:
+    def stepped(self, account: fx.StepAccount, num_sampled: int, num_accepted: int, step_s: float) -> None:
         """`num_accepted`: tokens beyond the first of each row."""
         metrics = self._metrics
         metrics.add(metric_names.STEPS)
         metrics.observe(metric_names.STEP_TIME, step_s)
         metrics.add(metric_names.PREFILLED_TOKENS, account.prefill_tokens)
-        metrics.add(metric_names.DRAWN_TOKENS, num_drawn)
+        metrics.add(metric_names.SAMPLED_TOKENS, num_sampled)
         if account.draft_tokens:
             metrics.add(metric_names.SPECULATED_STEPS)
             metrics.add(metric_names.DRAFT_TOKENS, num_accepted, outcome="accepted")

@@ -425,13 +425,13 @@ class RoleProgram(ABC):
 
     def _account(self, account: fx.StepAccount, outs: Sequence[RowOut], step_s: float, now_s: float) -> None:
         self.observe(account, step_s)
-        num_drawn = len(outs) if isinstance(outs, PlainOuts) else sum(len(out.drawn) for out in outs)
+        num_sampled = len(outs) if isinstance(outs, PlainOuts) else sum(len(out.sampled) for out in outs)
         if self._measure.is_on:
             # Tokens after each row's first sampled token were drafts.
-            num_accepted = sum(max(0, len(out.drawn) - 1) for out in outs) if account.draft_tokens else 0
-            self._measure.stepped(account, num_drawn, num_accepted, step_s)
+            num_accepted = sum(max(0, len(out.sampled) - 1) for out in outs) if account.draft_tokens else 0
+            self._measure.stepped(account, num_sampled, num_accepted, step_s)
         if account.draft_tokens:  # routers plan with the time per token, which accepted drafts reduce
-            step_s *= account.decode_rows / max(1, num_drawn)
+            step_s *= account.decode_rows / max(1, num_sampled)
         told = self._timed.took(account, step_s, now_s)
         if told is not None:
             self.outbox.tell_all(messages.batch_timed(*told))

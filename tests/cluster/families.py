@@ -1,7 +1,7 @@
 """Tiny random checkpoints of each family with their real flags on. tests/oracle.py judges what they answer.
 
-Weights are drawn wide, so that the two most likely tokens of a position are rarely as close as float32 rounding, which
-differs with the batch and the processor. The bundled tokenizer is copied in; its vocabulary is used whole.
+Weights are sampled wide, so that the two most likely tokens of a position are rarely as close as float32 rounding,
+which differs with the batch and the processor. The bundled tokenizer is copied in; its vocabulary is used whole.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ BLOCK_SIZE: Final = 16
 NUM_BLOCKS_EACH: Final = 4
 MOST_QUERIES: Final = 4
 NEAR: Final = 1e-3  # of logprobs: batches of other sizes round otherwise
-#: Tokens so near to each other that every one that is drawn and counted decides who is next.
+#: Tokens so near to each other that every one that is sampled and counted decides who is next.
 RIVALS: Final = {"logit_bias": ((5, 60.0), (9, 59.5), (12, 59.0), (14, 58.5))}
 SEEDED: Final = {"temperature": 0.9, "seed": 5}
 AHEAD: Final[tuple[dict[str, Any], ...]] = (
@@ -106,9 +106,9 @@ class Text:
             follows=follows,
         )
 
-    def take(self, drawn: Sequence[TokenOut]) -> None:
-        self.outs += drawn
-        self.tokens += [one.token_id for one in drawn]
+    def take(self, sampled: Sequence[TokenOut]) -> None:
+        self.outs += sampled
+        self.tokens += [one.token_id for one in sampled]
 
 
 def compare(folder: Path, num_steps: int, *, is_rehearsal: bool, quiet: Any) -> tuple[str, str]:
@@ -174,7 +174,7 @@ def texts_of(engine: Engine, kinds: Sequence[dict[str, Any]]) -> list[Text]:
 
 def take(texts: Sequence[Text], outs: Sequence[Any]) -> None:
     for text, out in zip(texts, outs, strict=True):
-        text.take(out.drawn)
+        text.take(out.sampled)
 
 
 def ahead(graph: GraphEngine, kinds: Sequence[dict[str, Any]], num_steps: int, quiet: Any) -> list[Text]:

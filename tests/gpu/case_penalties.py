@@ -52,9 +52,9 @@ def _check(vocab_size: int, num_steps: int) -> Case:
                 assert row.sample is not None
                 penalise_on_host(logits_SV[at], Draw(row.sample, row.history, row.prompt_len))
             num_wrong += not torch.equal(ours_SV.cpu(), logits_SV)
-            drawn = [rng.choice([1, 2, text[0], rng.randrange(vocab_size)]) for text in texts]
-            penalties.count(slot_P, torch.tensor(drawn, device=device))
-            for text, token in zip(texts, drawn, strict=True):
+            sampled = [rng.choice([1, 2, text[0], rng.randrange(vocab_size)]) for text in texts]
+            penalties.count(slot_P, torch.tensor(sampled, device=device))
+            for text, token in zip(texts, sampled, strict=True):
                 text.append(token)
         return float(num_wrong)
 

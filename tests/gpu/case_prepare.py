@@ -12,10 +12,10 @@ from tests.gpu.cases import Case, Launch
 def _check(num_pages: int, follows: list[int], division: Division) -> Case:
     def check(device: torch.device) -> float:
         count = len(follows)
-        drawn_B, token_B = torch.arange(100, 100 + count), torch.arange(count)
+        sampled_B, token_B = torch.arange(100, 100 + count), torch.arange(count)
         seat_B = torch.arange(count).mul(3) % (count + 1)
         table_SP = torch.arange((count + 1) * num_pages, dtype=torch.int32).view(count + 1, num_pages)
-        given = torch.tensor(follows), drawn_B, token_B, seat_B, table_SP
+        given = torch.tensor(follows), sampled_B, token_B, seat_B, table_SP
         ours_B = torch.zeros(count, dtype=torch.int64, device=device)
         length_B = torch.tensor([0 if index == 1 else 700 * index + 1 for index in range(count)], dtype=torch.int32)
         rows = (length_B - 1).clamp(min=0).to(device), length_B.to(device)

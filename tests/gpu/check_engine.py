@@ -109,9 +109,9 @@ def compare(folder: Path, dtype: str, device: str, num_tokens: int) -> Outcome:
         )
         theirs = answer.sequences[0, len(prompt) :].tolist()
 
-        def exact_logits(num_drawn: int, prompt: list[int] = prompt, theirs: list[int] = theirs) -> torch.Tensor:
+        def exact_logits(num_sampled: int, prompt: list[int] = prompt, theirs: list[int] = theirs) -> torch.Tensor:
             with torch.inference_mode():
-                logits: torch.Tensor = exact(torch.tensor([prompt + theirs[:num_drawn]], device=device)).logits[0, -1]
+                logits: torch.Tensor = exact(torch.tensor([prompt + theirs[:num_sampled]], device=device)).logits[0, -1]
             return logits
 
         logits_TV = torch.stack(answer.logits)[:, 0]
@@ -179,9 +179,9 @@ def write(engine: Engine, prompts: list[list[int]], num_tokens: int) -> list[lis
             for history, start, table, prompt in zip(histories, starts, tables, prompts, strict=True)
         ]
         for index, out in enumerate(engine.step(rows)):
-            outs[index] += out.drawn
+            outs[index] += out.sampled
             starts[index] = len(histories[index])
-            histories[index].append(out.drawn[0].token_id)
+            histories[index].append(out.sampled[0].token_id)
     return outs
 
 

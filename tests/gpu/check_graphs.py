@@ -175,7 +175,7 @@ def first_tokens(engine: AheadEngine, rows: Rows) -> list[int]:
                 prompt_len=len(prompt),
             )
         )
-    return [out.drawn[0].token_id for out in engine.step(asked)]
+    return [out.sampled[0].token_id for out in engine.step(asked)]
 
 
 def texts(engine: AheadEngine, kind: Rows, firsts: list[int], num_steps: int, *, is_cuda: bool) -> Drawn:
@@ -184,16 +184,16 @@ def texts(engine: AheadEngine, kind: Rows, firsts: list[int], num_steps: int, *,
     prompts = [kind.prompt_of(engine.spec.vocab_size, row) for row in range(num_rows)]
     tables = [kind.table_of(row) for row in range(num_rows)]
     samplings = [SAMPLINGS[row % len(SAMPLINGS)] for row in range(num_rows)]
-    drawn: Drawn = [[(first, 0.0)] for first in firsts]  # that logprob is not compared
+    sampled: Drawn = [[(first, 0.0)] for first in firsts]  # that logprob is not compared
     flight: Flight | None = None
     for step in range(num_steps):
         rows = [
             Row(
-                tokens=(drawn[index][0][0],) if flight is None else (PENDING,),
+                tokens=(sampled[index][0][0],) if flight is None else (PENDING,),
                 start=len(prompt) + step,
                 blocks=tables[index],
                 sample=samplings[index],
-                history=[*prompt, *(token for token, _ in drawn[index])],
+                history=[*prompt, *(token for token, _ in sampled[index])],
                 prompt_len=len(prompt),
                 follows=None if flight is None else index,
             )
@@ -203,17 +203,17 @@ def texts(engine: AheadEngine, kind: Rows, firsts: list[int], num_steps: int, *,
         with no_waiting(is_cuda=is_cuda):
             flight = engine.launch(rows, before)
         if before is not None:
-            read(before, drawn)
+            read(before, sampled)
     if flight is not None:
-        read(flight, drawn)
-    return drawn
+        read(flight, sampled)
+    return sampled
 
 
-def read(flight: Flight, drawn: Drawn) -> None:
+def read(flight: Flight, sampled: Drawn) -> None:
     for index, out in enumerate(flight.wait()):
-        logprob = out.drawn[0].logprob
+        logprob = out.sampled[0].logprob
         assert logprob is not None, "every row asks for its logprob"
-        drawn[index].append((out.drawn[0].token_id, logprob))
+        sampled[index].append((out.sampled[0].token_id, logprob))
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class GraphEngine:
         self._tables = CheckedTables(2 * decode.num_seats)
         self._mirror = TableMirror(decode.num_seats, decode.num_pages)
         is_cuda = self._is_cuda = decode.table_SP.device.type == "cuda"
-        size = len(decode.drawn_B)
+        size = len(decode.sampled_B)
         # Two, because a flight may be read while the next one is running.
         self._hosts = [
             (
@@ -273,7 +273,7 @@ class GraphEngine:
         """The host memory for the first `count` results, and the event after which they are there."""
         decode, host = self._decode, self._hosts[self._turn]
         self._turn = 1 - self._turn
-        host[0][:count].copy_(decode.drawn_B[:count], non_blocking=True)
+        host[0][:count].copy_(decode.sampled_B[:count], non_blocking=True)
         host[1][:count].copy_(decode.logprob_B[:count], non_blocking=True)
         return host, self._recorded()
 

@@ -74,15 +74,15 @@ class GraphFlight:
             return PlainOuts(tokens)
         wants = self._wants or [None] * self._count
         logprobs = sampled.host[1][: self._count].tolist()
-        drawn = [
+        outs = [
             TokenOut(token_id=token, logprob=logprob if wanted is not None else None)
             for token, logprob, wanted in zip(tokens, logprobs, wants, strict=True)
         ]
         for at in extras.top_of:
-            drawn[at] = replace(drawn[at], top=extras.top(at, wants[at] or 0))
-        left = iter(drawn)
+            outs[at] = replace(outs[at], top=extras.top(at, wants[at] or 0))
+        left = iter(outs)
         if self._drafted is None:
-            return [_out(one, masks_of.get(index)) for index, one in enumerate(drawn)]
+            return [_out(one, masks_of.get(index)) for index, one in enumerate(outs)]
         return [
             row_out(row, list(islice(left, row.num_queries)), masks_of.get(index))
             for index, row in enumerate(self._drafted)

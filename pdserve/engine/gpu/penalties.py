@@ -107,10 +107,10 @@ class Penalties:
         penalise(logits_SV, self._word_CV, row_P, slot_P, to_device(numbers, self._device, torch.float32))
         return slot_P
 
-    def count(self, slot_P: Tensor, drawn_P: Tensor) -> None:
+    def count(self, slot_P: Tensor, sampled_P: Tensor) -> None:
         """Counts the sampled tokens of the rows, int64."""
-        two_P = torch.full_like(drawn_P, 2, dtype=torch.int32)
-        self._word_CV.view(-1).index_add_(0, slot_P * self._vocab_size + drawn_P, two_P)
+        two_P = torch.full_like(sampled_P, 2, dtype=torch.int32)
+        self._word_CV.view(-1).index_add_(0, slot_P * self._vocab_size + sampled_P, two_P)
 
     def _fill(self, row: Row, slot: int) -> None:
         """Counts all tokens of the row."""

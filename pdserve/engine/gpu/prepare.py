@@ -20,7 +20,7 @@ _BLOCK: Final = 256
 @triton.jit(do_not_specialize=["num_rows", "num_programs"])
 def _prepare(
     follows,
-    drawn,
+    sampled,
     token_in,
     seat_of,
     table,
@@ -61,7 +61,7 @@ def _prepare(
     if tl.program_id(1) == 0:
         place = tl.load(follows + row)
         known = tl.load(token_in + row)
-        tl.store(token_out + row, tl.where(place >= 0, tl.load(drawn + tl.maximum(place, 0)), known))
+        tl.store(token_out + row, tl.where(place >= 0, tl.load(sampled + tl.maximum(place, 0)), known))
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(table + tl.load(seat_of + row) * num_pages + page, mask=page < num_pages)
     tl.store(table_out + row.to(tl.int64) * num_pages + page, block, mask=page < num_pages)
@@ -69,7 +69,7 @@ def _prepare(
 
 def prepare(
     follows_B: Tensor,
-    drawn_B: Tensor,
+    sampled_B: Tensor,
     token_B: Tensor,
     seat_B: Tensor,
     table_SP: Tensor,
@@ -80,7 +80,7 @@ def prepare(
 ) -> tuple[Tensor, Tensor]:
     """Writes the tokens into `out_B`, int64 as the others, and returns the tables, int32 [B, P], and `split`'s result.
 
-    `follows_B`: the row of `drawn_B` that is a row's token, or -1.
+    `follows_B`: the row of `sampled_B` that is a row's token, or -1.
     """
     num_rows, num_pages = len(token_B), table_SP.shape[1]
     table_BP = torch.empty((num_rows, num_pages), dtype=table_SP.dtype, device=table_SP.device)
@@ -88,7 +88,7 @@ def prepare(
     grid = (num_rows + division.num_parts, triton.cdiv(num_pages, _BLOCK))
     _prepare[grid](
         follows_B,
-        drawn_B,
+        sampled_B,
         token_B,
         seat_B,
         table_SP,

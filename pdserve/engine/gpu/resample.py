@@ -6,7 +6,7 @@ by kernel while the graph runs, so the host's part of it (grammar masks, launche
 such rows are not affected. Order and meaning are those of sampling.py. Nothing waits for the device.
 """
 
-# Shapes: B rows of a bucket, S rows that are drawn again, R of them under bans, P with penalties, N biases, L rows
+# Shapes: B rows of a bucket, S rows that are sampled again, R of them under bans, P with penalties, N biases, L rows
 # whose logprobs are told, K likeliest tokens, V vocabulary, W words of 32 tokens.
 
 from __future__ import annotations
@@ -193,10 +193,10 @@ class Redraw:
                 [sampling_of(rows[index]).top_n_sigma for index in limited], self._device, torch.float32
             )
             logits_SV.index_copy_(0, row_R, keep_top_sigma(logits_SV.index_select(0, row_R), sigma_R))
-        drawn_S, _ = decode.sampler.draw(logits_SV, decode.inputs.draws_of(row_S), parts=decode.sampler.most_parts)
+        sampled_S, _ = decode.sampler.draw(logits_SV, decode.inputs.draws_of(row_S), parts=decode.sampler.most_parts)
         if penalised:
-            self._penalties.count(slot_P, drawn_S.index_select(0, row_P))
-        decode.drawn_B.index_copy_(0, row_S, drawn_S)
+            self._penalties.count(slot_P, sampled_S.index_select(0, row_P))
+        decode.sampled_B.index_copy_(0, row_S, sampled_S)
 
     def _tell(self, rows: Mapping[int, Row], again: set[int]) -> tuple[dict[int, int], tuple[Tensor, Tensor] | None]:
         """Logprobs of the tokens that were sampled again, and the most likely tokens, from the model's unchanged
@@ -208,8 +208,8 @@ class Redraw:
         decode = self._decode
         row_L = to_device(told, self._device)
         logprob_LV = decode.logits_BV.index_select(0, row_L).log_softmax(dim=-1, dtype=torch.float32)
-        drawn_L1 = decode.drawn_B.index_select(0, row_L)[:, None]
-        decode.logprob_B.index_copy_(0, row_L, logprob_LV.gather(1, drawn_L1)[:, 0])
+        sampled_L1 = decode.sampled_B.index_select(0, row_L)[:, None]
+        decode.logprob_B.index_copy_(0, row_L, logprob_LV.gather(1, sampled_L1)[:, 0])
         most = min(max(counts[index] or 0 for index in told), logprob_LV.shape[1])
         if not most:
             return {}, None

@@ -194,7 +194,7 @@ def _settle(
     sum_in,
     greedy_in,
     score_in,
-    drawn_in,
+    sampled_in,
     candidates,
     count_in,
     mass_in,
@@ -259,7 +259,7 @@ def _settle(
     else:
         score_S = tl.load(score_in + row * PARTS + part)
         first_part = tl.min(tl.where(score_S == tl.max(score_S, axis=0), part, PARTS - 1), axis=0)
-        token = tl.load(drawn_in + row * PARTS + first_part)
+        token = tl.load(sampled_in + row * PARTS + first_part)
     logit = tl.load(logits + row * stride + token).to(tl.float32)
     tl.store(token_out + row, token.to(tl.int64))
     tl.store(logprob_out + row, logit - anchor - tl.log2(total) * _LN_2)
@@ -282,7 +282,7 @@ class Sampler:
         self._sum = scratch(torch.float32, most_rows, _MOST_PARTS)
         self._greedy = scratch(torch.int32, most_rows, _MOST_PARTS)
         self._score = scratch(torch.float64, most_rows, _MOST_PARTS)
-        self._drawn = scratch(torch.int32, most_rows, _MOST_PARTS)
+        self._sampled = scratch(torch.int32, most_rows, _MOST_PARTS)
         self._candidates = scratch(torch.int32, most_rows, vocab_size)
         self._count = scratch(torch.int32, most_rows, _MOST_PARTS)
         self._mass = scratch(torch.int64, most_rows, _MOST_PARTS)
@@ -340,7 +340,7 @@ class Sampler:
             draws.top_p,
             draws.floor,
             self._score,
-            self._drawn,
+            self._sampled,
             self._candidates,
             self._count,
             self._mass,
@@ -356,7 +356,7 @@ class Sampler:
             self._sum,
             self._greedy,
             self._score,
-            self._drawn,
+            self._sampled,
             self._candidates,
             self._count,
             self._mass,

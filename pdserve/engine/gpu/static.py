@@ -73,7 +73,7 @@ class StaticDecode:
         self.inputs = Inputs(most_tokens, pool.block_size, device, self.num_seats)
         self.table_SP = torch.zeros((self.num_seats, self.num_pages), dtype=torch.int32, device=device)
         self._token_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
-        self.drawn_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
+        self.sampled_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self.logprob_B = torch.zeros(most_tokens, dtype=torch.float32, device=device)
         # They persist after the step, for the rows that are sampled again. The sampler reads any float dtype.
         self.logits_BV = torch.zeros((most_tokens, vocab_size), dtype=model.logits_dtype, device=device)
@@ -96,18 +96,18 @@ class StaticDecode:
     def run(self, bucket: int, num_queries: int = 1) -> None:
         """Computes the step in `inputs`, of rows with up to `num_queries` tokens, `bucket` tokens in all.
 
-        Fills rows 0 .. bucket - 1 of `logits_BV`, and `drawn_B` and `logprob_B` with their plain samples. With
+        Fills rows 0 .. bucket - 1 of `logits_BV`, and `sampled_B` and `logprob_B` with their plain samples. With
         tensor-parallel ranks the first one samples, and sends the tokens to the others with the next step, because
         every rank needs the token of a row that is continued, even if it was sampled again after the step.
         """
         field = self.inputs.field
-        self._model.spread(self.drawn_B)
+        self._model.spread(self.sampled_B)
         token_B = self._token_B[:bucket]
         start_B, length_B, scratch = field("start", bucket), field("length", bucket), self._scratch(num_queries)
         division = self._kernels.division(self._model.first_window, num_queries, scratch)
         table_BP, work = prepare(
             field("follows", bucket),
-            self.drawn_B,
+            self.sampled_B,
             field("token", bucket),
             field("seat", bucket),
             self.table_SP,
@@ -135,5 +135,5 @@ class StaticDecode:
         logits_BV = self._model.logits(self._model.hidden(mixer), self.logits_BV[:bucket])
         if not self._model.is_leader:
             return
-        out = self.drawn_B[:bucket], self.logprob_B[:bucket]
+        out = self.sampled_B[:bucket], self.logprob_B[:bucket]
         self.sampler.draw(logits_BV, self.inputs.draws(bucket), out)

@@ -15,7 +15,7 @@ from decode_worker.drafting import DraftRule
 from decode_worker.step import Step
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.blocks import BlockAllocator
-from pdserve.core.effects import DecodeEffect, LandingHeld, PlainDrawn, StepAccount
+from pdserve.core.effects import DecodeEffect, LandingHeld, PlainSampled, StepAccount
 from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Sampling
@@ -53,7 +53,7 @@ class KnownHistories:
 
 
 class Bench:
-    """A batching, its engine, a clock that each step moves by a second, and what was drawn for whom."""
+    """A batching, its engine, a clock that each step moves by a second, and what was sampled for whom."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Bench:
             end_rule=EndRule(eos_token_ids=frozenset({EOS}), max_context_tokens=num_blocks * BLOCK_SIZE),
         )
         self.now_s = 0.0
-        self.drawn: dict[str, list[int]] = {}
+        self.sampled: dict[str, list[int]] = {}
         self.prompts: dict[AttemptKey, list[int]] = {}
         self.grants: dict[AttemptKey, LandingHeld] = {}
 
@@ -130,7 +130,7 @@ class Bench:
         blocks = list(range(-(-len(tokens) // BLOCK_SIZE)))
         greedy = Sampling(temperature=0.0)
         row = Row(tokens=tokens, start=0, blocks=blocks, sample=greedy, history=tokens, prompt_len=len(tokens))
-        [first] = source.step([row])[0].drawn
+        [first] = source.step([row])[0].sampled
         size = source.pool.block_bytes
         for landing, block in zip(grant.blocks, blocks[grant.held_blocks :], strict=True):
             self.engine.pool.buffer[landing * size : (landing + 1) * size] = source.pool.buffer[
@@ -145,7 +145,7 @@ class Bench:
     def admit(self, name: str, first_token: int, attempt: int = 1) -> list[DecodeEffect] | None:
         effects = self.batching.admit(self.key(name, attempt), first_token, self.now_s)
         if effects is not None:
-            self.drawn[name] = [first_token]
+            self.sampled[name] = [first_token]
         return effects
 
     def step(self) -> list[DecodeEffect]:
@@ -188,10 +188,10 @@ class Bench:
         self.batching.check()
         for one in after:
             if isinstance(one, TokenRow):
-                self.drawn.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
-            if isinstance(one, PlainDrawn):
+                self.sampled.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
+            if isinstance(one, PlainSampled):
                 for key, token_id in zip(one.keys, one.token_ids, strict=True):
-                    self.drawn[key.request_id].append(token_id)
+                    self.sampled[key.request_id].append(token_id)
         return after
 
     def end(self) -> None:

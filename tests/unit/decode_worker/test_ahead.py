@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decode_worker.decode_sequence import Stage
-from pdserve.core.effects import PlainDrawn
+from pdserve.core.effects import PlainSampled
 from pdserve.core.errors import InternalError
 from pdserve.core.protocol import Released, TokenRow
 from pdserve.core.types import FinishReason
@@ -27,10 +27,10 @@ def test_steps_are_launched_ahead_and_draw_the_same(make_bench: Any) -> None:
         for name, length in (("a", 20), ("b", 9), ("c", 14)):
             bench.offer(name, [*LONG, ord(name)], max_tokens=length)
         effects = bench.run()
-        told[is_ahead] = dict(bench.drawn), finished(effects)
+        told[is_ahead] = dict(bench.sampled), finished(effects)
         assert bench.batching.blocks.num_referenced == 0
         assert (bench.num_ahead > 10) == is_ahead
-        assert any(isinstance(one, PlainDrawn) for one in effects) == is_ahead
+        assert any(isinstance(one, PlainSampled) for one in effects) == is_ahead
     assert told[True] == told[False]
 
 
@@ -40,8 +40,8 @@ def test_a_text_that_ends_by_itself_gets_no_token_of_the_step_ahead(make_bench: 
     bench.offer("a", prompt, max_tokens=20)
     effects = bench.run()
     assert finished(effects) == {"a": FinishReason.STOP}
-    assert len(bench.drawn["a"]) == 6
-    assert bench.drawn["a"] == answer(prompt, 6)
+    assert len(bench.sampled["a"]) == 6
+    assert bench.sampled["a"] == answer(prompt, 6)
     assert sum(isinstance(one, Released) for one in effects) == 1
 
 
@@ -52,8 +52,8 @@ def test_a_stop_token_ends_a_text_among_plain_draws(make_bench: Any) -> None:
         bench.offer("a", LONG, max_tokens=20, stop_token_ids=(stop,))
         bench.offer("b", LONG, max_tokens=20)
         assert finished(bench.run()) == {"a": FinishReason.STOP, "b": FinishReason.LENGTH}
-        assert bench.drawn["a"] == answer(LONG, 20)[: answer(LONG, 20).index(stop) + 1]
-        assert len(bench.drawn["b"]) == 20
+        assert bench.sampled["a"] == answer(LONG, 20)[: answer(LONG, 20).index(stop) + 1]
+        assert len(bench.sampled["b"]) == 20
 
 
 def test_blocks_of_who_leaves_are_lent_until_the_step_ahead_has_ended(make_bench: Any) -> None:
@@ -75,7 +75,7 @@ def test_blocks_of_who_leaves_are_lent_until_the_step_ahead_has_ended(make_bench
     bench.step()
     assert blocks.num_free > free
     bench.run()
-    assert bench.drawn["b"] == answer([*LONG, ord("b")], 20)
+    assert bench.sampled["b"] == answer([*LONG, ord("b")], 20)
 
 
 def test_a_dropped_step_gives_back_what_was_lent(make_bench: Any) -> None:
@@ -101,9 +101,9 @@ def test_rows_that_need_the_last_token_are_sampled_late(make_bench: Any) -> None
     bench.run()
     assert bench.num_ahead > 8
     assert bench.num_sampled_late > 8
-    assert bench.drawn["a"] == answer(LONG, 15)
-    assert bench.drawn["b"] == answer([*LONG, 7], 12)
-    assert bench.drawn["c"] == answer(ends, 6)
+    assert bench.sampled["a"] == answer(LONG, 15)
+    assert bench.sampled["b"] == answer([*LONG, 7], 12)
+    assert bench.sampled["c"] == answer(ends, 6)
 
 
 def test_sequences_that_have_left_are_not_sampled_late(make_bench: Any) -> None:
@@ -124,7 +124,7 @@ def test_sequences_that_have_left_are_not_sampled_late(make_bench: Any) -> None:
         assert row.start == len(resident.tokens) - 1
     bench.run()
     for name in {"a", "b", "c"} - {step.decoding[1].key.request_id}:
-        assert bench.drawn[name] == answer([*LONG, ord(name)], 20)
+        assert bench.sampled[name] == answer([*LONG, ord(name)], 20)
 
 
 def test_a_step_that_was_not_sampled_cannot_be_waited_for(make_bench: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_step_that_was_not_sampled_cannot_be_waited_for(make_bench: Any) -> No
     with pytest.raises(InternalError, match="not sampled"):
         flight.wait()
     bench.run()
-    assert bench.drawn["a"] == answer(LONG, 9)
+    assert bench.sampled["a"] == answer(LONG, 9)
 
 
 @pytest.mark.parametrize("sampling", [{"repetition_penalty": 1.2}, {"frequency_penalty": 0.5}, {"min_tokens": 4}])
@@ -145,7 +145,7 @@ def test_what_an_engine_counts_itself_does_not_wait(make_bench: Any, sampling: d
     bench.offer("a", LONG, max_tokens=9, **sampling)
     bench.run()
     assert bench.num_ahead > 4
-    assert len(bench.drawn["a"]) == 9
+    assert len(bench.sampled["a"]) == 9
 
 
 def test_a_prompt_to_be_read_is_not_passed_by(make_bench: Any) -> None:
@@ -160,7 +160,7 @@ def test_a_prompt_to_be_read_is_not_passed_by(make_bench: Any) -> None:
     assert bench.batching.stage(bench.key("b")) is Stage.RUNNING
     assert bench.num_ahead <= before + 1
     bench.run()
-    assert bench.drawn["b"] == answer([*LONG, 7], 3)
+    assert bench.sampled["b"] == answer([*LONG, 7], 3)
 
 
 def test_no_step_goes_ahead_where_memory_is_short(make_bench: Any) -> None:
@@ -170,7 +170,7 @@ def test_no_step_goes_ahead_where_memory_is_short(make_bench: Any) -> None:
     bench.run()
     assert bench.batching.num_preemptions > 0
     for name in "ab":
-        assert bench.drawn[name] == answer([50, ord(name)], 12)
+        assert bench.sampled[name] == answer([50, ord(name)], 12)
 
 
 def test_a_text_whose_length_is_known_has_no_row_behind_its_last(make_bench: Any) -> None:
@@ -179,5 +179,5 @@ def test_a_text_whose_length_is_known_has_no_row_behind_its_last(make_bench: Any
         bench.offer(name, [*LONG, ord(name)], max_tokens=length)
     bench.run()
     assert bench.num_ahead > 0
-    drawn_by_reading = 2
-    assert sum(one.decode_rows for one in bench.accounts) == 20 + 9 - drawn_by_reading
+    sampled_by_prefill = 2
+    assert sum(one.decode_rows for one in bench.accounts) == 20 + 9 - sampled_by_prefill

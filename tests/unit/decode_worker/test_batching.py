@@ -47,7 +47,7 @@ def test_decoding_starts_when_kv_and_first_token_are_both_there(bench: Any, is_a
         assert not bench.batching.has_work
         assert bench.admit("a", first) == []
     effects = bench.run()
-    assert bench.drawn["a"] == answer(PROMPT, 8)
+    assert bench.sampled["a"] == answer(PROMPT, 8)
     rows = [one for one in effects if isinstance(one, TokenRow)]
     assert [row.output_index for row in rows] == list(range(1, 8))
     assert [row.finish for row in rows] == [None] * 6 + [FinishReason.LENGTH]
@@ -64,7 +64,7 @@ def test_a_prefix_that_is_held_is_not_granted_again(bench: Any) -> None:
     bench.land("b")
     bench.admit("b", first)
     bench.run()
-    assert bench.drawn["b"] == answer([*PROMPT[:8], 7, 8, 9], 8)
+    assert bench.sampled["b"] == answer([*PROMPT[:8], 7, 8, 9], 8)
 
 
 def test_a_prompt_that_is_held_whole_still_lands_its_last_block(bench: Any) -> None:
@@ -79,7 +79,7 @@ def test_landed_kv_serves_later_prompts(bench: Any) -> None:
     bench.land("a")
     bench.offer("b", PROMPT)
     bench.run()
-    assert bench.drawn["b"] == answer(PROMPT, 8)
+    assert bench.sampled["b"] == answer(PROMPT, 8)
     bench.admit("a", first)
     bench.run()
     assert bench.batching.blocks.num_referenced == 0
@@ -93,7 +93,7 @@ def test_a_second_admit_is_told_from_the_first(bench: Any) -> None:
     assert bench.admit("a", first) is None
     assert bench.admit("nobody", 1) is None
     bench.run()
-    assert bench.drawn["a"] == answer(PROMPT, 8)
+    assert bench.sampled["a"] == answer(PROMPT, 8)
 
 
 def test_a_lost_transfer_frees_the_landing_place(bench: Any) -> None:
@@ -128,7 +128,7 @@ def test_a_local_prompt_is_read_in_chunks_and_then_decoded(bench: Any) -> None:
     bench.batching.apply(plan, bench.engine.step(plan.rows), 9.0)
     bench.now_s = 9.0
     effects = bench.run()
-    assert bench.drawn["a"] == answer(PROMPT, 8)
+    assert bench.sampled["a"] == answer(PROMPT, 8)
     rows = [one for one in effects if isinstance(one, TokenRow)]
     assert [row.output_index for row in rows] == list(range(8))
     assert (rows[0].queue_s, rows[0].prefill_s, rows[0].cached_tokens) == (3.0, 2.0, 0)
@@ -141,17 +141,17 @@ def test_a_local_prompt_uses_what_the_cache_has(bench: Any) -> None:
     bench.offer("b", PROMPT, max_tokens=2)
     [first, *_] = [one for one in bench.run() if isinstance(one, TokenRow)]
     assert first.cached_tokens == 8
-    assert bench.drawn["b"] == answer(PROMPT, 2)
+    assert bench.sampled["b"] == answer(PROMPT, 2)
 
 
 def test_generated_blocks_are_cached_for_the_next_turn(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.run()
-    turn = [*PROMPT, *bench.drawn["a"], 5]
+    turn = [*PROMPT, *bench.sampled["a"], 5]
     bench.offer("b", turn, max_tokens=1)
     [first] = [one for one in bench.run() if isinstance(one, TokenRow)]
     assert first.cached_tokens == 16
-    assert bench.drawn["b"] == answer(turn, 1)
+    assert bench.sampled["b"] == answer(turn, 1)
 
 
 def test_tokens_that_the_client_has_count_as_output(bench: Any) -> None:
@@ -159,7 +159,7 @@ def test_tokens_that_the_client_has_count_as_output(bench: Any) -> None:
     bench.offer("a", PROMPT, output=tuple(whole[:5]))
     rows = [one for one in bench.run() if isinstance(one, TokenRow)]
     assert [row.output_index for row in rows] == [5, 6, 7]
-    assert bench.drawn["a"] == whole[5:]
+    assert bench.sampled["a"] == whole[5:]
 
 
 def test_residents_get_their_token_in_each_step_while_a_prompt_is_read(bench: Any) -> None:
@@ -167,15 +167,15 @@ def test_residents_get_their_token_in_each_step_while_a_prompt_is_read(bench: An
     bench.step()
     bench.offer("b", list(range(12)), max_tokens=1)
     chunks = []
-    while len(bench.drawn.get("b", ())) == 0:
+    while len(bench.sampled.get("b", ())) == 0:
         plan, _ = bench.batching.plan(bench.now_s)
         chunks.append([len(row.tokens) for row in plan.rows])
         for one in bench.batching.apply(plan, bench.engine.step(plan.rows), bench.now_s):
             if isinstance(one, TokenRow):
-                bench.drawn.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
+                bench.sampled.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
     assert chunks == [[1, 4], [1, 4], [1, 4]]  # a share of the largest chunk of 8, but a block at least
     bench.run()
-    assert bench.drawn == {"a": answer(PROMPT[:2], 6), "b": answer(list(range(12)), 1)}
+    assert bench.sampled == {"a": answer(PROMPT[:2], 6), "b": answer(list(range(12)), 1)}
 
 
 def test_chunks_beside_residents_keep_the_strictest_promise_among_them(make_bench: Any) -> None:
@@ -185,7 +185,7 @@ def test_chunks_beside_residents_keep_the_strictest_promise_among_them(make_benc
     bench.step()
     bench.offer("reader", list(range(100)), max_tokens=1)
     chunks = []
-    while "reader" not in bench.drawn:
+    while "reader" not in bench.sampled:
         plan, _ = bench.batching.plan(bench.now_s)
         chunks.append(plan.account.prefill_tokens)
         bench.step()
@@ -193,7 +193,7 @@ def test_chunks_beside_residents_keep_the_strictest_promise_among_them(make_benc
     # gone, 0.5 / 1.5 - 0.01 leaves 32. The weights' 0.02 s pass meanwhile.
     assert chunks == [11, 11, 11, 32, 32, 3]
     bench.run()
-    assert bench.drawn["reader"] == answer(list(range(100)), 1)
+    assert bench.sampled["reader"] == answer(list(range(100)), 1)
 
 
 def test_a_step_has_no_more_rows_than_the_batch(make_bench: Any) -> None:
@@ -207,9 +207,9 @@ def test_a_step_has_no_more_rows_than_the_batch(make_bench: Any) -> None:
         sizes.append(len(plan.rows))
         for one in bench.batching.apply(plan, bench.engine.step(plan.rows), bench.now_s):
             if isinstance(one, TokenRow):
-                bench.drawn.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
+                bench.sampled.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
     assert max(sizes) == 2
-    assert bench.drawn == {name: answer(prompt, 8) for name, prompt in prompts.items()}
+    assert bench.sampled == {name: answer(prompt, 8) for name, prompt in prompts.items()}
 
 
 def test_more_landed_sequences_than_rows_take_turns_by_age(make_bench: Any) -> None:
@@ -222,7 +222,7 @@ def test_more_landed_sequences_than_rows_take_turns_by_age(make_bench: Any) -> N
     plan, _ = bench.batching.plan(0.0)
     assert [key.request_id for key in plan.keys] == ["a", "b"]
     bench.run()
-    assert bench.drawn == {name: answer(prompt, 8) for name, prompt in prompts.items()}
+    assert bench.sampled == {name: answer(prompt, 8) for name, prompt in prompts.items()}
 
 
 # -- memory ----------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_when_memory_ends_the_youngest_is_recomputed_and_no_token_changes(make_b
     for name, prompt in prompts.items():
         bench.offer(name, prompt, max_tokens=20)
     effects = bench.run()
-    assert bench.drawn == {name: answer(prompt, 20) for name, prompt in prompts.items()}
+    assert bench.sampled == {name: answer(prompt, 20) for name, prompt in prompts.items()}
     assert bench.batching.num_preemptions > 0
     last = {one.key.request_id: one for one in effects if isinstance(one, TokenRow) and one.finish}
     assert last["a"].preemptions == 0
@@ -250,7 +250,7 @@ def test_a_preempted_remote_sequence_reads_its_tokens_itself(make_bench: Any) ->
         bench.land(name)
         bench.admit(name, first)
     effects = bench.run()
-    assert bench.drawn == {name: answer(prompt, 16) for name, prompt in prompts.items()}
+    assert bench.sampled == {name: answer(prompt, 16) for name, prompt in prompts.items()}
     assert bench.batching.num_preemptions > 0
     for name in prompts:
         indexes = [one.output_index for one in effects if isinstance(one, TokenRow) and one.key.request_id == name]
@@ -272,7 +272,7 @@ def test_the_last_one_waits_for_landing_places_rather_than_losing_its_kv(make_be
     assert bench.batching.num_preemptions == 0
     bench.batching.lost(bench.key("b"), "gone")
     bench.run()
-    assert bench.drawn["a"] == answer([1, 2, 3], 6)
+    assert bench.sampled["a"] == answer([1, 2, 3], 6)
 
 
 def test_landing_places_leave_room_for_residents_to_grow(make_bench: Any) -> None:
@@ -293,7 +293,7 @@ def test_no_landing_place_is_given_while_a_local_prompt_waits_for_memory(make_be
     assert bench.offer("c", [1], is_local=False) == [Refused(key=bench.key("c"), reason=RefusalReason.NO_BLOCKS)]
     bench.batching.lost(bench.key("a"), "gone")
     bench.run()
-    assert bench.drawn["b"] == answer(list(range(50, 62)), 8)
+    assert bench.sampled["b"] == answer(list(range(50, 62)), 8)
 
 
 @pytest.mark.parametrize("is_local", [True, False])
@@ -313,7 +313,7 @@ def test_a_cached_prefix_is_not_held_while_memory_is_missing(make_bench: Any, is
         assert (blocks.num_referenced, blocks.num_evictable) == (2, 2)
     bench.batching.lost(bench.key("b"), "gone")
     bench.run()
-    assert bench.drawn.get("c") == (answer(prompt, 4) if is_local else None)
+    assert bench.sampled.get("c") == (answer(prompt, 4) if is_local else None)
 
 
 def test_a_text_ends_at_the_context_window(make_bench: Any) -> None:
@@ -321,7 +321,7 @@ def test_a_text_ends_at_the_context_window(make_bench: Any) -> None:
     bench.offer("a", PROMPT, max_tokens=100)
     rows = [one for one in bench.run() if isinstance(one, TokenRow)]
     assert rows[-1].finish is FinishReason.LENGTH
-    assert bench.drawn["a"] == answer(PROMPT, 2)
+    assert bench.sampled["a"] == answer(PROMPT, 2)
 
 
 # -- ends ------------------------------------------------------------------------------------------------------
@@ -404,9 +404,9 @@ def test_cancel_between_plan_and_apply_passes_the_row_over(bench: Any) -> None:
     bench.offer("a", PROMPT[:2])
     bench.offer("b", PROMPT[:3])
     plan, _ = bench.batching.plan(0.0)
-    drawn = bench.engine.step(plan.rows)
+    sampled = bench.engine.step(plan.rows)
     bench.batching.cancel(bench.key("a"))
-    [row] = bench.batching.apply(plan, drawn, 1.0)
+    [row] = bench.batching.apply(plan, sampled, 1.0)
     assert row.key == bench.key("b")
 
 
@@ -459,7 +459,7 @@ def test_a_draining_worker_refuses_and_finishes_what_it_has(bench: Any) -> None:
     bench.batching.is_draining = True
     assert bench.offer("b", PROMPT) == [Refused(key=bench.key("b"), reason=RefusalReason.DRAINING)]
     bench.run()
-    assert bench.drawn["a"] == answer(PROMPT, 8)
+    assert bench.sampled["a"] == answer(PROMPT, 8)
 
 
 def test_the_load_counts_residents_waiters_and_what_is_left_to_read(bench: Any) -> None:

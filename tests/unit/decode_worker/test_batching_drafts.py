@@ -21,12 +21,12 @@ def test_repeated_text_takes_fewer_steps(make_bench: Any) -> None:
     bench = make_bench(num_answers=1, max_drafts=6)
     bench.offer("a", prompt(), max_tokens=40)
     effects = bench.run()
-    assert bench.drawn["a"] == answer(prompt(), 40, num_answers=1)
+    assert bench.sampled["a"] == answer(prompt(), 40, num_answers=1)
     assert len(bench.accounts) < 20
     assert max(account.draft_tokens for account in bench.accounts) == 6
-    drawn = [one for one in effects if isinstance(one, TokenRow)]
-    assert [one.output_index for one in drawn] == list(range(40))
-    assert [one.finish for one in drawn] == [None] * 39 + [FinishReason.LENGTH]
+    sampled = [one for one in effects if isinstance(one, TokenRow)]
+    assert [one.output_index for one in sampled] == list(range(40))
+    assert [one.finish for one in sampled] == [None] * 39 + [FinishReason.LENGTH]
     assert isinstance(effects[-1], Released)
 
 
@@ -39,7 +39,7 @@ def test_wrong_and_right_guesses_give_the_same_text(make_bench: Any, num_answers
         bench.offer(name, prompt(tail), max_tokens=60, temperature=temperature, seed=5)
     bench.run()
     for name, tail in (("a", 40), ("b", 41), ("c", 42)):
-        assert bench.drawn[name] == answer(prompt(tail), 60, seed=seed, num_answers=num_answers)
+        assert bench.sampled[name] == answer(prompt(tail), 60, seed=seed, num_answers=num_answers)
     assert sum(account.draft_tokens for account in bench.accounts) > 20
 
 
@@ -51,14 +51,14 @@ def test_no_draft_stands_behind_the_last_token_that_may_come(make_bench: Any) ->
         resident = bench.batching.sequences.residents[bench.key("a")]
         assert resident.num_output + 1 + plan.account.draft_tokens <= 3
         bench.step()
-    assert bench.drawn["a"] == [SPACE] * 3
+    assert bench.sampled["a"] == [SPACE] * 3
 
 
 def test_a_text_that_fills_the_context_ends_there(make_bench: Any) -> None:
     bench = make_bench(num_answers=1, max_drafts=15, num_blocks=6)
     bench.offer("a", prompt(), max_tokens=100)
     bench.run()
-    assert bench.drawn["a"] == [SPACE] * (24 - 6)
+    assert bench.sampled["a"] == [SPACE] * (24 - 6)
 
 
 def test_a_stop_token_is_never_guessed_and_ends_the_text_in_mid_step(make_bench: Any) -> None:
@@ -72,7 +72,7 @@ def test_a_stop_token_is_never_guessed_and_ends_the_text_in_mid_step(make_bench:
             assert all(33 not in row.drafts for row in plan.rows)
             bench.step()
         end = expected.index(33) + 1 if 33 in expected else 20
-        assert bench.drawn["a"] == expected[:end]
+        assert bench.sampled["a"] == expected[:end]
 
 
 def test_a_step_that_reads_a_prompt_carries_no_drafts(make_bench: Any) -> None:
@@ -86,7 +86,7 @@ def test_a_step_that_reads_a_prompt_carries_no_drafts(make_bench: Any) -> None:
     assert bench.accounts[-1].prefill_tokens > 0
     assert bench.accounts[-1].draft_tokens == 0
     bench.run()
-    assert bench.drawn == {"a": [SPACE] * 60, "b": answer([7] * 30, 1, num_answers=1)}
+    assert bench.sampled == {"a": [SPACE] * 60, "b": answer([7] * 30, 1, num_answers=1)}
 
 
 def test_drafts_shrink_where_memory_is_short_and_preempt_nobody(make_bench: Any) -> None:
@@ -96,7 +96,7 @@ def test_drafts_shrink_where_memory_is_short_and_preempt_nobody(make_bench: Any)
     bench.offer("b", prompt(40), max_tokens=9)
     bench.run()
     assert bench.batching.num_preemptions == 0
-    assert bench.drawn == {"a": [SPACE] * 10, "b": [SPACE] * 9}
+    assert bench.sampled == {"a": [SPACE] * 10, "b": [SPACE] * 9}
 
 
 def test_preempted_sequences_go_on_with_the_same_text(make_bench: Any) -> None:
@@ -107,7 +107,7 @@ def test_preempted_sequences_go_on_with_the_same_text(make_bench: Any) -> None:
     assert bench.batching.num_preemptions > 0
     assert sum(account.draft_tokens for account in bench.accounts) > 0
     for name, tail in (("a", 40), ("b", 41), ("c", 42)):
-        assert bench.drawn[name] == answer(prompt(tail), 24, num_answers=2)
+        assert bench.sampled[name] == answer(prompt(tail), 24, num_answers=2)
 
 
 def test_only_blocks_of_the_text_itself_become_findable(make_bench: Any) -> None:
@@ -115,9 +115,9 @@ def test_only_blocks_of_the_text_itself_become_findable(make_bench: Any) -> None
     bench = make_bench(num_answers=2, max_drafts=15, num_blocks=64)
     bench.offer("a", prompt(44), max_tokens=60)
     bench.run()
-    whole = [*prompt(44), *bench.drawn["a"]]
+    whole = [*prompt(44), *bench.sampled["a"]]
     for size in (20, 33, 60):
         bench.offer(f"again {size}", whole[:size], max_tokens=1)
-        [drawn, _] = [one for one in bench.run() if isinstance(one, (TokenRow, Released))]
-        assert drawn.cached_tokens >= (size - 1) // 4 * 4
-        assert drawn.tokens[0].token_id == answer(whole[:size], 1, num_answers=2)[0]
+        [sampled, _] = [one for one in bench.run() if isinstance(one, (TokenRow, Released))]
+        assert sampled.cached_tokens >= (size - 1) // 4 * 4
+        assert sampled.tokens[0].token_id == answer(whole[:size], 1, num_answers=2)[0]

@@ -71,7 +71,7 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
                 assert ended[one.key] == 1, "released twice"
             if isinstance(one, TokenRow) and one.finish is FinishReason.LENGTH:
                 name = one.key.request_id
-                assert bench.drawn[name] == expected[name]
+                assert bench.sampled[name] == expected[name]
         batching.check()
 
     for move, which, length, max_tokens in moves:
@@ -81,10 +81,10 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
         if move in ("local", "remote", "landed") and stage is None:
             attempts[name] += 1
             prompt = [10 + which] * length
-            bench.drawn.pop(name, None)
+            bench.sampled.pop(name, None)
             max_tokens += 1  # so that the first token never ends the text
             expected[name] = answer(prompt, max_tokens, num_answers=num_answers)[: num_blocks * 4 - length]
-            bad = ((1, 2),) if which % 2 else ()  # never drawn; sampled late in a step ahead
+            bad = ((1, 2),) if which % 2 else ()  # never sampled; sampled late in a step ahead
             effects = bench.offer(
                 name,
                 prompt,

@@ -17,7 +17,7 @@ def answer(make_bench: Callable[..., Bench], is_checked: bool = False) -> list[i
     bench = make_bench(is_checked=is_checked)
     land(bench)
     bench.run()
-    return bench.drawn["a"]
+    return bench.sampled["a"]
 
 
 def land(bench: Bench, name: str = "a", prompt: list[int] = PROMPT) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ def test_a_block_with_another_texts_stamp_costs_a_recompute_and_no_token(
     assert f"block {blocks[at]} is stamped 000000000000029a, expected" in error
     assert not [effect for effect in bad if isinstance(effect, TokenRow)]
     bench.run()
-    assert bench.drawn["a"] == expected
+    assert bench.sampled["a"] == expected
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -97,7 +97,7 @@ def test_a_block_that_was_handed_to_somebody_else_costs_a_recompute_and_no_token
     assert mistakes(bad) == [f"block {blocks[at]} was handed out again while it was held"]
     assert not [effect for effect in bad if isinstance(effect, TokenRow)]
     bench.run()
-    assert bench.drawn["a"] == expected
+    assert bench.sampled["a"] == expected
 
 
 def test_a_block_that_was_taken_while_decoding_is_watched_too(make_bench: Callable[..., Bench]) -> None:
@@ -116,14 +116,14 @@ def test_a_distrusted_block_is_not_found_again_and_harms_no_later_text(make_benc
     bench = make_bench(is_checked=True)
     blocks = land(bench)
     bench.run()
-    bench.drawn.clear()
+    bench.sampled.clear()
     bench.batching.blocks.stamps.mark(blocks[0], 666)  # cached now, and wrong
     bench.offer("b", PROMPT)
     assert len(mistakes(bench.run())) == 1
-    assert bench.drawn["b"] == expected
+    assert bench.sampled["b"] == expected
     bench.offer("c", PROMPT)
     assert mistakes(bench.run()) == []
-    assert bench.drawn["c"] == expected
+    assert bench.sampled["c"] == expected
 
 
 def test_without_the_check_nothing_is_looked_at(make_bench: Callable[..., Bench]) -> None:
@@ -141,4 +141,4 @@ def test_with_a_step_ahead_in_flight_a_mistake_costs_no_token_either(make_bench:
     assert bench.flight is not None
     bench.batching.blocks.stamps.begin([blocks[0]])
     assert len(mistakes(bench.run())) == 1
-    assert bench.drawn["a"] == expected
+    assert bench.sampled["a"] == expected

@@ -72,7 +72,7 @@ def test_a_second_end_of_a_committed_transfer_takes_nothing_away(bench: Bench) -
     assert bench.batching.lost(bench.key("one"), "late") == []
     bench.admit("one", first)
     bench.run()
-    assert len(bench.drawn["one"]) == 8
+    assert len(bench.sampled["one"]) == 8
 
 
 def test_a_landing_that_nobody_fills_ends_at_its_deadline(bench: Bench) -> None:

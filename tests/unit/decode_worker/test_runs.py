@@ -53,7 +53,7 @@ def step_by_step(batching: DecodeBatching, count: int, now_s: float) -> list[Dec
     effects: list[DecodeEffect] = []
     for _ in range(count):
         step, before = batching.plan(now_s)
-        outs = [RowOut(drawn=(TOKEN,)) if each.remaining == share else RowOut() for each, share in step.shares()]
+        outs = [RowOut(sampled=(TOKEN,)) if each.remaining == share else RowOut() for each, share in step.shares()]
         effects += [*before, *batching.apply(step, outs, now_s)]
     return effects
 
@@ -67,12 +67,12 @@ def at_once(batching: DecodeBatching, now_s: float, rng: random.Random) -> tuple
     applied = batching.apply_run(step, count, TOKEN, now_s)
     told = {(one.key, one.output_index) for one in applied if isinstance(one, TokenRow)}
     for key, index in first.items():
-        drawn = [TokenRow(key=key, output_index=index + at, tokens=(TOKEN,)) for at in range(count)]
-        effects += [one for one in drawn if (key, one.output_index) not in told]
+        sampled = [TokenRow(key=key, output_index=index + at, tokens=(TOKEN,)) for at in range(count)]
+        effects += [one for one in sampled if (key, one.output_index) not in told]
     effects += applied
     if step.reading:
         rest = replace(step, decoding=[])
-        outs = [RowOut(drawn=(TOKEN,)) if each.remaining == share else RowOut() for each, share in rest.shares()]
+        outs = [RowOut(sampled=(TOKEN,)) if each.remaining == share else RowOut() for each, share in rest.shares()]
         effects += batching.apply(rest, outs, now_s)
     return effects, count
 

@@ -26,10 +26,10 @@ def test_a_local_prompt_is_scored_whole_whatever_the_cache_holds(bench: Any) -> 
     bench.offer("b", PROMPT, prompt_logprobs=2)
     effects = bench.run()
     assert scores(effects, "b") == list(ALL.items())
-    assert bench.drawn["b"] == answer(PROMPT, 8)
+    assert bench.sampled["b"] == answer(PROMPT, 8)
     kinds = [type(one) for one in effects]
     assert kinds.index(TokenRow) > max(index for index, kind in enumerate(kinds) if kind is PromptScored)
-    bench.offer("c", PROMPT, output=(bench.drawn["b"][0],), prompt_logprobs=2)
+    bench.offer("c", PROMPT, output=(bench.sampled["b"][0],), prompt_logprobs=2)
     assert scores(bench.run(), "c") == []
 
 
@@ -51,8 +51,8 @@ def test_a_prompt_that_is_preempted_while_it_is_read_is_scored_anew(make_bench: 
     found = scores(effects, "b")
     assert dict(found) == ALL
     assert bench.batching.num_preemptions > 0
-    first_drawn = next(
+    first_sampled = next(
         index for index, one in enumerate(effects) if isinstance(one, TokenRow) and one.key.request_id == "b"
     )
-    assert scores(effects[first_drawn:], "b") == []
-    assert bench.drawn == {"a": answer([1, 2, 3], 30), "b": answer(PROMPT, 16)}
+    assert scores(effects[first_sampled:], "b") == []
+    assert bench.sampled == {"a": answer([1, 2, 3], 30), "b": answer(PROMPT, 16)}

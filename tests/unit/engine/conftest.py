@@ -270,10 +270,10 @@ def serve() -> Callable[..., list[list[int]]]:
                 )
                 asking.append(one)
             for one, row, out in zip(asking, rows, engine.step(rows), strict=True):
-                assert bool(out.drawn) == (row.sample is not None)
-                assert len(out.drawn) <= 1 + len(row.drafts)
-                one.num_computed += len(row.tokens) + max(0, len(out.drawn) - 1)
-                one.outs += out.drawn
+                assert bool(out.sampled) == (row.sample is not None)
+                assert len(out.sampled) <= 1 + len(row.drafts)
+                one.num_computed += len(row.tokens) + max(0, len(out.sampled) - 1)
+                one.outs += out.sampled
             step += 1
         return [[out.token_id for out in one.outs] for one in requests]
 

@@ -130,27 +130,27 @@ def test_a_rejected_draft_leaves_no_trace_in_what_is_read_later(tiny: Tiny, open
     history = [5, 6, 7, 8] * 4
     engine.step([Row(tokens=history[:15], start=0, blocks=[4])])
     plain = Row(tokens=history[15:], start=15, blocks=[4], sample=greedy, history=history, prompt_len=16)
-    [first] = engine.step([plain])[0].drawn
+    [first] = engine.step([plain])[0].sampled
     wrong = [first.token_id ^ 1, 9, 10]
     row = Row(tokens=history[15:], start=15, blocks=[4, 2], sample=greedy, history=history, prompt_len=16, drafts=wrong)
-    assert engine.step([row])[0].drawn == (first,)
+    assert engine.step([row])[0].sampled == (first,)
     size = engine.spec.block_bytes
     block = torch.frombuffer(engine.pool.buffer[2 * size : 3 * size], dtype=torch.float32)
     assert block.isfinite().all()
     longer = [*history, first.token_id]
     again = Row(tokens=longer[16:], start=16, blocks=[4, 2], sample=greedy, history=longer, prompt_len=16)
-    [after] = engine.step([again])[0].drawn
+    [after] = engine.step([again])[0].sampled
     fresh = open_engine(tiny("llama"))
     whole = Row(tokens=longer, start=0, blocks=[0, 1], sample=greedy, history=longer, prompt_len=16)
-    assert [after] == list(fresh.step([whole])[0].drawn)
+    assert [after] == list(fresh.step([whole])[0].sampled)
 
 
 def test_drafts_count_up_to_the_first_wrong_one() -> None:
-    drawn = [TokenOut(token_id=token) for token in (1, 2, 3)]
-    assert kept(drawn, [1, 2]) == tuple(drawn)
-    assert kept(drawn, [1, 9]) == tuple(drawn[:2])
-    assert kept(drawn, [9, 2]) == tuple(drawn[:1])
-    assert kept(drawn[:1], []) == tuple(drawn[:1])
+    sampled = [TokenOut(token_id=token) for token in (1, 2, 3)]
+    assert kept(sampled, [1, 2]) == tuple(sampled)
+    assert kept(sampled, [1, 9]) == tuple(sampled[:2])
+    assert kept(sampled, [9, 2]) == tuple(sampled[:1])
+    assert kept(sampled[:1], []) == tuple(sampled[:1])
     assert kept([], []) == ()
 
 
@@ -171,7 +171,7 @@ def test_the_toy_keeps_the_same_rule(seed: int | None) -> None:
             prompt_len=len(prompt),
             drafts=drafts,
         )
-        return [token.token_id for token in engine.step([row])[0].drawn]
+        return [token.token_id for token in engine.step([row])[0].sampled]
 
     assert draw(expected[:4]) == expected
     assert draw([*expected[:2], 31, expected[3]]) == expected[:3]

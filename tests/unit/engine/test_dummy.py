@@ -51,7 +51,7 @@ def test_noise_has_the_spread_of_its_fan_in_and_no_two_parameters_share_it(folde
 def test_two_workers_agree_and_say_so(folder: Path, open_engine: Callable[..., Engine], dtype: str) -> None:
     engines = [open_engine(folder, load="dummy", dtype=dtype) for _ in range(2)]
     row = Row(tokens=[5, 9, 3], start=0, blocks=[1], sample=Sampling(temperature=0.0, logprobs=4), history=[5, 9, 3])
-    first, second = (engine.step([row])[0].drawn[0] for engine in engines)
+    first, second = (engine.step([row])[0].sampled[0] for engine in engines)
     assert first == second
     assert engines[0].spec == engines[1].spec
 

@@ -135,7 +135,7 @@ def test_blocks_moved_as_bytes_to_another_engine_go_on_with_the_same_tokens(
     prefill, decode = open_engine(tiny(name)), open_engine(tiny(name))
     prompt = make_prompt(75)
     source, target = [9, 3, 100, 8, 50], [1, 0, 2, 399, 7]
-    [first] = prefill.step([row_of(prompt, 0, source, len(prompt))])[0].drawn
+    [first] = prefill.step([row_of(prompt, 0, source, len(prompt))])[0].sampled
     size = prefill.spec.block_bytes
     for ours, theirs in zip(source, target, strict=True):
         decode.pool.buffer[theirs * size : (theirs + 1) * size] = prefill.pool.buffer[ours * size : (ours + 1) * size]
@@ -143,7 +143,7 @@ def test_blocks_moved_as_bytes_to_another_engine_go_on_with_the_same_tokens(
     while len(history) < len(prompt) + 120:
         if len(history) > len(target) * 16:
             target.append(200 + len(target))
-        [out] = decode.step([row_of(history, len(history) - 1, target, len(prompt))])[0].drawn
+        [out] = decode.step([row_of(history, len(history) - 1, target, len(prompt))])[0].sampled
         history.append(out.token_id)
     oracle_of(tiny(name)).assert_exact([prompt], [history[len(prompt) :]])
 
@@ -193,7 +193,7 @@ def test_prefill_logprobs_equal_those_of_transformers(
     engine = open_engine(tiny(name))
     asked = Sampling(temperature=0.0, logprobs=20, repetition_penalty=1.3, min_tokens=1)
     row = Row(tokens=prompt, start=0, blocks=list(range(6)), sample=asked, history=prompt, prompt_len=90)
-    [out] = engine.step([row])[0].drawn
+    [out] = engine.step([row])[0].sampled
     expected = oracle_of(tiny(name)).logits(prompt)[-1].log_softmax(-1)
     assert len(out.top) == 20
     assert_top(out.top, expected, 1e-4)
@@ -214,7 +214,7 @@ def test_bfloat16_is_no_further_from_float32_than_that_of_transformers(
     ours, theirs = 0.0, 0.0
     for prompt in prompts:
         row = Row(tokens=prompt, start=0, blocks=list(range(4)), sample=asked, history=prompt, prompt_len=len(prompt))
-        [out] = engine.step([row])[0].drawn
+        [out] = engine.step([row])[0].sampled
         with torch.inference_mode():
             exact_V, rounded_V = (m(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1) for m in models)
         ours += sum(abs(value - float(exact_V[token])) for token, value in out.top)
@@ -226,6 +226,6 @@ def test_bfloat16_stays_close_to_float32(tiny: Tiny, open_engine: OpenEngine, ma
     prompt = make_prompt(60)
     asked = Sampling(temperature=0.0, logprobs=5)
     row = Row(tokens=prompt, start=0, blocks=list(range(4)), sample=asked, history=prompt, prompt_len=60)
-    [exact], [rounded] = (open_engine(BUNDLED, dtype=dtype).step([row])[0].drawn for dtype in ("float32", "bfloat16"))
+    [exact], [rounded] = (open_engine(BUNDLED, dtype=dtype).step([row])[0].sampled for dtype in ("float32", "bfloat16"))
     assert dict(rounded.top).keys() & dict(exact.top).keys()
     assert rounded.top[0][1] == pytest.approx(exact.top[0][1], abs=0.3)

@@ -96,9 +96,9 @@ def write(engine: Engine, samplings: Sequence[Sampling], **settings: Any) -> lis
             )
         for one, out in zip(going, engine.step(rows), strict=True):
             one.failed = out.failed
-            one.num_computed = len(one.tokens) + len(out.drawn) - 1
-            one.outs += out.drawn
-            one.tokens += [token.token_id for token in out.drawn]
+            one.num_computed = len(one.tokens) + len(out.sampled) - 1
+            one.outs += out.sampled
+            one.tokens += [token.token_id for token in out.sampled]
             if EOS in one.output:
                 one.tokens = one.tokens[: len(PROMPT) + one.output.index(EOS) + 1]
     return writers
@@ -352,7 +352,7 @@ def test_a_grammar_that_does_not_compile_or_a_model_without_tokens_fails_the_row
     [out] = ToyEngine().step(
         [Row(tokens=[65], start=0, blocks=[0], sample=Sampling(grammar=bad), history=[65], prompt_len=1)]
     )
-    assert (out.drawn, out.failed) == ((), "regex: the toy follows no grammar")
+    assert (out.sampled, out.failed) == ((), "regex: the toy follows no grammar")
 
 
 def test_a_finished_grammar_ends_the_text_whatever_min_tokens_and_ignore_eos_say(engine: Engine) -> None:

@@ -170,14 +170,14 @@ def test_blocks_moved_as_bytes_go_on_with_the_same_tokens(
         decode.pool.buffer[theirs * size : (theirs + 1) * size] = prefill.pool.buffer[ours * size : (ours + 1) * size]
     answers = []
     for engine, blocks, history in (
-        (decode, [*target, 200, 201], [*prompt, first.drawn[0].token_id]),
+        (decode, [*target, 200, 201], [*prompt, first.sampled[0].token_id]),
         (alone, [*range(7)], list(prompt)),
     ):
         start = 0 if engine is alone else len(prompt)
         while len(history) < len(prompt) + 30:
             [out] = engine.step([row_of(history, start, blocks)])
             start = len(history)
-            history.append(out.drawn[0].token_id)
+            history.append(out.sampled[0].token_id)
         answers.append(history)
     assert answers[0] == answers[1]
 
@@ -196,7 +196,7 @@ def test_answers_stay_close_to_those_of_exact_keys_and_values(
     asked = Sampling(temperature=0.0, logprobs=5)
     row = Row(tokens=ids, start=0, blocks=list(range(8)), sample=asked, history=ids, prompt_len=len(ids))
     [exact], [rounded] = (open_engine(BUNDLED, kv_dtype=name).step([row]) for name in ("auto", kv_dtype))
-    seen, expected = dict(rounded.drawn[0].top), dict(exact.drawn[0].top)
+    seen, expected = dict(rounded.sampled[0].top), dict(exact.sampled[0].top)
     both = seen.keys() & expected.keys()
     assert len(both) >= 4
     assert [seen[token] for token in both] == pytest.approx([expected[token] for token in both], abs=most)

@@ -128,10 +128,10 @@ def test_a_dead_rank_breaks_the_engine_and_hangs_nobody(open_engine: Callable[..
     engine = open_engine(BUNDLED, tensor_parallel=2, stall_s=5.0)
     row = Row(tokens=[5, 6, 7], start=0, blocks=[0], sample=GREEDY, history=[5, 6, 7], prompt_len=3)
     try:
-        assert len(engine.step([row])[0].drawn) == 1
+        assert len(engine.step([row])[0].sampled) == 1
         with pytest.raises(InternalError, match="outside the pool"):
             engine.step([Row(tokens=[5], start=0, blocks=[10**6])])
-        assert len(engine.step([row])[0].drawn) == 1, "a row that is refused reaches no rank"
+        assert len(engine.step([row])[0].sampled) == 1, "a row that is refused reaches no rank"
         assert os.getsid(engine._followers[0].pid) != os.getsid(0), "a terminal's Ctrl-C would end it before its leader"
         os.kill(engine._followers[0].pid, signal.SIGKILL)
         began_s = time.monotonic()

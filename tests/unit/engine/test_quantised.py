@@ -105,7 +105,7 @@ def set_quantisation(folder: Path, settings: Json) -> None:
 def logprobs(engine: Engine) -> list[tuple[int, float]]:
     row = Row(tokens=TOKENS, start=0, blocks=[1], sample=Sampling(temperature=0.0, logprobs=8), history=TOKENS)
     [out] = engine.step([row])
-    return list(out.drawn[0].top)
+    return list(out.sampled[0].top)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tokens are drawn by the right law, and each draw depends on its row alone."""
+"""Tokens are sampled by the right law, and each draw depends on its row alone."""
 
 from __future__ import annotations
 

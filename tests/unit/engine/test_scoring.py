@@ -30,7 +30,7 @@ def test_scores_are_those_of_transformers(
     folder = tiny("llama")
     engine, prompt, other = open_engine(folder), make_prompt(40), make_prompt(5, seed=3)
     monkeypatch.setattr(scoring, "MAX_LOGITS", 3 * engine.spec.vocab_size)
-    blocks, scored, drawn = [3, 1, 2], list[TokenOut](), list[TokenOut]()
+    blocks, scored, sampled = [3, 1, 2], list[TokenOut](), list[TokenOut]()
     greedy = Sampling(temperature=0.0)
     for start in range(0, len(prompt), chunk):
         tokens = prompt[start : start + chunk]
@@ -56,16 +56,16 @@ def test_scores_are_those_of_transformers(
         )
         mine, theirs = engine.step([row, beside])
         scored += mine.scored
-        drawn += mine.drawn
+        sampled += mine.sampled
         assert theirs.scored == ()
-        other = [*other, theirs.drawn[0].token_id] if len(other) < 16 else other
+        other = [*other, theirs.sampled[0].token_id] if len(other) < 16 else other
     expected = oracle_of(folder).logits(prompt).log_softmax(-1)
     assert [one.token_id for one in scored] == prompt[1:]
     for position, one in enumerate(scored):
         assert one.logprob == pytest.approx(float(expected[position, prompt[position + 1]]), abs=2e-4)
         assert len(one.top) == 3
         assert_top(one.top, expected[position], 2e-4)
-    [last] = drawn
+    [last] = sampled
     assert float(expected[-1].max() - expected[-1][last.token_id]) < 1e-4
 
 

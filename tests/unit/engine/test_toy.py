@@ -32,10 +32,10 @@ def generate(engine: ToyEngine, prompt: list[int], num_tokens: int, sampling: Sa
             history=history if is_last else (),
             prompt_len=len(prompt),
         )
-        drawn = engine.step([row])[0].drawn
+        sampled = engine.step([row])[0].sampled
         start += 3
     while True:
-        [out] = drawn
+        [out] = sampled
         history.append(out.token_id)
         if out.token_id == EOS or len(history) == len(prompt) + num_tokens:
             return history[len(prompt) :]
@@ -47,14 +47,14 @@ def generate(engine: ToyEngine, prompt: list[int], num_tokens: int, sampling: Sa
             history=history,
             prompt_len=len(prompt),
         )
-        drawn = engine.step([row])[0].drawn
+        sampled = engine.step([row])[0].sampled
 
 
 def one(engine: ToyEngine, prompt: list[int], sampling: Sampling = GREEDY) -> TokenOut:
     [out] = engine.step(
         [Row(tokens=prompt, start=0, blocks=[0, 1], sample=sampling, history=prompt, prompt_len=len(prompt))]
     )
-    [token] = out.drawn
+    [token] = out.sampled
     return token
 
 

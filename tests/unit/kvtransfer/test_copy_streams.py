@@ -157,8 +157,8 @@ def test_a_device_without_memory_for_the_next_slot_keeps_none(
 
 
 class Shuffled:
-    """Streams whose work runs one piece at a time, the next one of a stream that is drawn: all orders that real streams
-    could end in. A stream's work begins once enough pieces wait, or none has come for a moment."""
+    """Streams whose work runs one piece at a time, the next one of a stream that is sampled: all orders that real
+    streams could end in. A stream's work begins once enough pieces wait, or none has come for a moment."""
 
     def __init__(self, seed: int, count: int) -> None:
         self._rng = random.Random(seed)

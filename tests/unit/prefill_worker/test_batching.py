@@ -219,9 +219,9 @@ def test_failing_an_attempt_reports_it_once_and_an_unknown_one_not_at_all(bench:
 def test_cancel_between_plan_and_apply_passes_the_row_over(bench: Any) -> None:
     bench.offer("a", PROMPT[:3])
     plan, _ = bench.batching.plan(0.0)
-    drawn = bench.engine.step(plan.rows)
+    sampled = bench.engine.step(plan.rows)
     bench.batching.cancel(bench.key("a"))
-    assert bench.batching.apply(plan, drawn, 1.0) == []
+    assert bench.batching.apply(plan, sampled, 1.0) == []
     bench.sent("a")
 
 

@@ -1,6 +1,6 @@
 """A small world for RouterState: workers that keep the protocol of worker.proto, and clients, at random or by hand.
 
-Each stream is a queue in each direction; which one moves next is drawn, so messages of different streams
+Each stream is a queue in each direction; which one moves next is sampled, so messages of different streams
 interleave in every way while each stream keeps its order. Workers know the right answer of each request and check
 what they are told; the world checks what each client hears. No mocks: RouterState is the real one, and so are the
 policies under it.

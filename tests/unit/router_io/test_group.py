@@ -48,7 +48,7 @@ async def test_each_answer_is_its_seeds_and_the_first_is_the_requests(
 
 async def test_the_prompt_is_read_once(connect: Connect, decode: Program, prefill: Program) -> None:
     front = await connect(decode, prefill)
-    prompt = "a prompt nobody else has sent, read once and drawn from by five " * 4
+    prompt = "a prompt nobody else has sent, read once and sampled from by five " * 4
     done = await front.client.generate(prompt, n=5, max_tokens=20, seed=3, request_id="five")
     assert done.timings.path == "remote"
     for index in range(1, 5):
@@ -108,7 +108,7 @@ async def test_all_are_admitted_or_none(connect: Connect, start: Start) -> None:
 
 
 async def test_best_of_gives_the_likeliest_at_the_end(connect: Connect, decode: Program) -> None:
-    """The toy's logprobs are all alike, so the first ones win; what is drawn counts, what is dropped too."""
+    """The toy's logprobs are all alike, so the first ones win; what is sampled counts, what is dropped too."""
     front = await connect(decode)
     stream = front.client.stream("hello", n=2, best_of=4, max_tokens=30, seed=5)
     pieces = [piece async for piece in stream]
@@ -168,5 +168,5 @@ def test_one_failed_answer_is_the_calls_failure() -> None:
 
 def test_siblings_seeds_are_apart() -> None:
     assert seeds(7, 1) == [7]
-    drawn = [seed for start in range(200) for seed in seeds(start, 16)]
-    assert len(set(drawn)) == len(drawn)
+    sampled = [seed for start in range(200) for seed in seeds(start, 16)]
+    assert len(set(sampled)) == len(sampled)

@@ -142,7 +142,7 @@ async def test_a_worker_serves_its_metrics(start: Any, attach: Any, ask: Any, un
     async def is_told() -> bool:
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
         wanted = (
-            "pdserve_drawn_tokens_total 8.0",
+            "pdserve_sampled_tokens_total 8.0",
             "pdserve_prefilled_tokens_total 21.0",
             'pdserve_kv_blocks{state="cached"} 7.0',
             'pdserve_kv_blocks{state="used"} 0.0',

@@ -119,7 +119,7 @@ def decoded(engine: Engine, blocks: list[int], history: list[int], start: int, c
     while len(history) < len(TEXT) + count:
         [out] = engine.step([row_of(history, start, blocks)])
         start = len(history)
-        history.append(out.drawn[0].token_id)
+        history.append(out.sampled[0].token_id)
     return history[len(TEXT) :]
 
 
@@ -152,7 +152,7 @@ async def test_float32_sent_to_an_int8_pool_is_what_its_engine_would_have_stored
         where_T = torch.tensor(target)[position_T // 32], position_T % 32
         for layer in range(shape.num_layers):
             decode.pool.write(layer, x_LPTKD[layer, 0], x_LPTKD[layer, 1], *where_T)
-        return decoded(decode, target, [*TEXT, first.drawn[0].token_id], num_tokens, 24)
+        return decoded(decode, target, [*TEXT, first.sampled[0].token_id], num_tokens, 24)
 
     assert -(-num_tokens // 16) <= 6
     expected = by_hand(exact, small)
@@ -191,7 +191,7 @@ async def test_floats_travel_as_int8_where_the_operator_says_so(
         x_LPKD = engine.pool.tensor[blocks[position // size], :, :, position % size]
         whole, scale = quantise(x_LPKD.flatten(0, 1))
         x_LPKD.copy_((whole * scale[..., None]).view(x_LPKD.shape))
-    assert remote == decoded(engine, blocks, [*TEXT, first.drawn[0].token_id], len(TEXT), 24)
+    assert remote == decoded(engine, blocks, [*TEXT, first.sampled[0].token_id], len(TEXT), 24)
 
 
 async def test_shapes_that_no_conversion_joins_fail_by_a_typed_error(start: Any, attach: Any, ask: Any) -> None:

@@ -49,7 +49,7 @@ async def test_several_tokens_of_a_step_travel_in_one_row(
     assert max(len(row.tokens) for row in rows) > 1
     assert [row.finish for row in rows].count(0) == len(rows) - 2
     seen = counted(port)
-    assert seen["pdserve_drawn_tokens_total"] == 239
+    assert seen["pdserve_sampled_tokens_total"] == 239
     accepted = seen['pdserve_draft_tokens_total{outcome="accepted"}']
     assert accepted == 239 - len(rows)
     assert seen['pdserve_draft_tokens_total{outcome="rejected"}'] > 0

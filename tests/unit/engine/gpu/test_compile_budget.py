@@ -51,12 +51,12 @@ def row(rng: random.Random, blocks: Iterator[int], limit: int) -> Row:
     count = rng.choice((1, 1, 1, rng.randint(2, 16), rng.randint(17, 100)))
     drafts = rng.choice((0, 0, rng.randint(1, 15))) if count == 1 else 0
     end = rng.choice((count, rng.randint(count, 64 + count), rng.randint(count, limit - drafts)))
-    is_drawn = bool(drafts) or rng.random() < 0.8
+    is_sampled = bool(drafts) or rng.random() < 0.8
     return Row(
         tokens=[1] * count,
         start=end - count,
         blocks=[next(blocks) for _ in range(-(-(end + drafts) // 8))],
-        sample=GREEDY if is_drawn else None,
+        sample=GREEDY if is_sampled else None,
         history=[1] * end,
         prompt_len=end,
         drafts=[1] * drafts,

@@ -89,7 +89,7 @@ def test_a_token_that_loses_more_than_rounding_does_is_told(ours: int, is_broken
     rounded_V = exact_V + 0.1 * (-1.0) ** torch.arange(100)
     outcome = Outcome()
     outs = [TokenOut(token_id=7), TokenOut(token_id=ours)]
-    judge(outs, [7, 0], torch.stack([rounded_V, rounded_V]), "bfloat16", outcome, lambda num_drawn: exact_V)
+    judge(outs, [7, 0], torch.stack([rounded_V, rounded_V]), "bfloat16", outcome, lambda num_sampled: exact_V)
     assert outcome.num_equal == 0
     assert bool(outcome.broken) == is_broken
 

@@ -43,7 +43,7 @@ def test_tokens_are_those_of_the_eager_engine(
 
 def prefill(engine: Engine, prompt: list[int], blocks: list[int]) -> int:
     row = Row(tokens=prompt, start=0, blocks=blocks, sample=GREEDY, history=prompt, prompt_len=len(prompt))
-    return engine.step([row])[0].drawn[0].token_id
+    return engine.step([row])[0].sampled[0].token_id
 
 
 def test_a_step_ahead_takes_tokens_that_nobody_has_read(make_pair: Callable[..., Any]) -> None:
@@ -61,7 +61,7 @@ def test_a_step_ahead_takes_tokens_that_nobody_has_read(make_pair: Callable[...,
             row = Row(
                 tokens=text[-1:], start=len(text) - 1, blocks=table, sample=GREEDY, history=text, prompt_len=len(prompt)
             )
-            text.append(eager.step([row])[0].drawn[0].token_id)
+            text.append(eager.step([row])[0].sampled[0].token_id)
         expected.append(text)
 
     flight: Flight | None = None
@@ -96,7 +96,7 @@ def test_a_step_ahead_takes_tokens_that_nobody_has_read(make_pair: Callable[...,
 
 def read(flight: tuple[Flight, list[int]], texts: list[list[int]]) -> None:
     for which, out in zip(flight[1], flight[0].wait(), strict=True):
-        texts[which].append(out.drawn[0].token_id)
+        texts[which].append(out.sampled[0].token_id)
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])
@@ -121,7 +121,7 @@ def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_ahead: boo
                 history=text,
                 prompt_len=len(prompt),
             )
-            text.append(eager.step([row])[0].drawn[0].token_id)
+            text.append(eager.step([row])[0].sampled[0].token_id)
         expected.append(text)
 
     num_steps, size = 10, graph.spec.block_size
@@ -132,7 +132,7 @@ def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_ahead: boo
     made: list[int] = []
     flights: list[tuple[Flight, list[int]]] = []
     before: list[int] = []
-    launched = [len(text) for text in texts]  # tokens once every launched step has drawn
+    launched = [len(text) for text in texts]  # tokens once every launched step has sampled
     for step, chosen in enumerate(members):
         for which in chosen:
             while len(tables[which]) * size < launched[which]:
@@ -158,12 +158,12 @@ def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_ahead: boo
         for which in chosen:
             launched[which] += 1
         before = chosen
-        for flight, drawn_of in flights[-2:-1] if is_ahead else flights[-1:]:
-            for which, out in zip(drawn_of, flight.wait(), strict=True):
-                texts[which].append(out.drawn[0].token_id)
+        for flight, sampled_of in flights[-2:-1] if is_ahead else flights[-1:]:
+            for which, out in zip(sampled_of, flight.wait(), strict=True):
+                texts[which].append(out.sampled[0].token_id)
     if is_ahead:
         for which, out in zip(members[-1], flights[-1][0].wait(), strict=True):
-            texts[which].append(out.drawn[0].token_id)
+            texts[which].append(out.sampled[0].token_id)
     for text, full in zip(texts, expected, strict=True):
         assert text == full[: len(text)]
     # The first step's rows, the one that joins, and the one that asks for more than a graph draws while it does.
@@ -181,9 +181,9 @@ def test_rows_that_continue_another_step_than_the_last_are_read(make_pair: Calla
         return Row(tokens=text[-1:], start=len(text) - 1, blocks=blocks, sample=GREEDY, history=text, prompt_len=3)
 
     for number, before in ((1, 0), (3, 2), (4, 1)):
-        expected = eager.step([make(0)])[0].drawn[0].token_id
+        expected = eager.step([make(0)])[0].sampled[0].token_id
         rows = ChainedRows(make, [0 if before else NEW_ROW], number=number, before=before, is_ahead=False)
-        assert graph.step(rows)[0].drawn[0].token_id == expected
+        assert graph.step(rows)[0].sampled[0].token_id == expected
         text.append(expected)
     pending = Row(tokens=(PENDING,), start=6, blocks=blocks, sample=GREEDY, history=text, prompt_len=3, follows=0)
     ahead = ChainedRows(lambda _: pending, [0], number=5, before=4, is_ahead=True)

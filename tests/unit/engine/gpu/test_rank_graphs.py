@@ -82,8 +82,8 @@ def engine(folder: Path) -> Iterator[ParallelGraphEngine]:
 def test_ranks_draw_the_tokens_of_one_also_one_step_ahead(
     engine: ParallelGraphEngine, folder: Path, serve: Callable[..., list[list[int]]]
 ) -> None:
-    """Rows leave and change places between the steps, and a token that was drawn again behind a step is followed, also
-    where that had to wait for the token before it."""
+    """Rows leave and change places between the steps, and a token that was sampled again behind a step is followed,
+    also where that had to wait for the token before it."""
     oracle = Oracle(folder)
     made = [dataclasses.replace(one, sampling=short(one.sampling)) for one in requests()[1:3]]
     tokens = serve(engine, made, chunk=8)  # prompts beside decode rows
@@ -95,7 +95,7 @@ def test_ranks_draw_the_tokens_of_one_also_one_step_ahead(
     texts = []
     for prompt, table, sampling in zip(prompts, blocks, samplings, strict=True):
         row = Row(tokens=prompt, start=0, blocks=table, sample=sampling, history=prompt, prompt_len=len(prompt))
-        texts.append([*prompt, engine.step([row])[0].drawn[0].token_id])
+        texts.append([*prompt, engine.step([row])[0].sampled[0].token_id])
     flight: Flight | None = None
     flights: list[tuple[Flight, list[int]]] = []
     order = list(range(MOST_ROWS))
@@ -146,7 +146,7 @@ def short(sampling: Sampling) -> Sampling:
 
 def read(flight: tuple[Flight, list[int]], texts: list[list[int]]) -> None:
     for which, out in zip(flight[1], flight[0].wait(), strict=True):
-        texts[which].append(out.drawn[0].token_id)
+        texts[which].append(out.sampled[0].token_id)
 
 
 def test_parts_of_a_step_become_numbers_and_parts_again() -> None:

@@ -18,7 +18,7 @@ from pdserve.engine.interface import PENDING, Engine, Flight, Row
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "any")
 STUCK = Grammar(GrammarKind.REGEX, "none")
-#: Tokens so near to each other that every one that is drawn and counted decides who is next.
+#: Tokens so near to each other that every one that is sampled and counted decides who is next.
 RIVALS = {"logit_bias": ((5, 60.0), (9, 59.5), (12, 59.0), (14, 58.5))}
 SEEDED = {"temperature": 0.9, "seed": 5}
 WITHOUT_HISTORY: tuple[dict[str, Any], ...] = (
@@ -111,8 +111,8 @@ class Text:
 
     def take(self, out: Any) -> None:
         assert out.failed is None
-        self.outs += out.drawn
-        self.tokens.append(out.drawn[0].token_id)
+        self.outs += out.sampled
+        self.tokens.append(out.sampled[0].token_id)
 
 
 def texts_of(engine: Engine, kinds: Sequence[dict[str, Any]]) -> list[Text]:
@@ -219,7 +219,7 @@ def test_a_row_whose_grammar_is_stuck_fails_alone(make_pair: Callable[..., Any])
     [other, _] = texts_of(eager, [{}, {"grammar": GRAMMAR}])
     bound.sampling = Sampling(temperature=0.0, grammar=STUCK)
     first, second = graph.step([plain.row(), bound.row()])
-    assert (second.drawn, second.failed) == ((), "nothing meets it")
+    assert (second.sampled, second.failed) == ((), "nothing meets it")
     plain.take(first)
     other.take(eager.step([other.row()])[0])
     assert_same(plain, other)

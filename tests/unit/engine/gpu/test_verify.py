@@ -29,8 +29,8 @@ KINDS: tuple[dict[str, Any], ...] = (
 def take(texts: Sequence[Text], outs: Sequence[RowOut]) -> None:
     for text, out in zip(texts, outs, strict=True):
         assert out.failed is None
-        text.outs += out.drawn
-        text.tokens += [token.token_id for token in out.drawn]
+        text.outs += out.sampled
+        text.tokens += [token.token_id for token in out.sampled]
 
 
 def drafted(text: Text, drafts: Sequence[int]) -> Row:
