@@ -100,7 +100,7 @@ class Ranks:
         config = WorkerConfig(model="m", worker_id=name, transport=plain, cluster_secret=TEXT)
         degree = len(storage.pools)
         storage.servers = [
-            RankServer(pool, _spec(degree, rank, pool), config, disturbance=disturb)
+            RankServer(pool, _spec(degree, rank, pool), config, fault_injector=disturb)
             for rank, pool in enumerate(storage.shown[1:], 1)
         ]
         self.servers = storage.servers

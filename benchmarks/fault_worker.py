@@ -90,7 +90,7 @@ class Worker:
             self.fingerprint = fingerprint_of_ranks(setup.ranks)
         else:
             self.fingerprint = fingerprint(self.storage.pool.block_bytes, NUM_LAYERS)
-        self.disturbance = FaultInjector(lambda tag: fault_of(setup.seed, tag), self.storage.pool.block_bytes)
+        self.fault_injector = FaultInjector(lambda tag: fault_of(setup.seed, tag), self.storage.pool.block_bytes)
         self.incarnation = secrets.token_hex(4)
         self._ends: deque[tuple[float, Received | Sent]] = deque()
         self._calls: deque[Callable[[], None]] = deque()
@@ -138,7 +138,7 @@ class Worker:
     def late_s(self, deadline_at_s: float) -> float:
         """How long after its deadline a transfer is freed now, not counting the time that this process was stopped."""
         now_s = time.monotonic()
-        pauses = sum(max(0.0, min(end, now_s) - max(begin, deadline_at_s)) for begin, end in self.disturbance.pauses)
+        pauses = sum(max(0.0, min(end, now_s) - max(begin, deadline_at_s)) for begin, end in self.fault_injector.pauses)
         return max(0.0, now_s - deadline_at_s - pauses)
 
     def _check_staging(self) -> None:
@@ -178,7 +178,7 @@ class Worker:
         if not isinstance(self.storage, RankedStorage):
             return None
         setup = self.setup
-        return Ranks(self.storage, setup.transport, setup.name, self.incarnation, self.disturbance)
+        return Ranks(self.storage, setup.transport, setup.name, self.incarnation, self.fault_injector)
 
     # What the roles fill in.
 
@@ -205,7 +205,7 @@ class Decode(Worker):
             incarnation=self.incarnation,
             host=setup.host,
             transport=setup.transport,
-            disturbance=self.disturbance,
+            fault_injector=self.fault_injector,
             stamps=self.storage.stamps,
         )
         self._grpc = GrpcHost(self.end.servicer, host=setup.host)
@@ -299,7 +299,7 @@ class Prefill(Worker):
             worker_id=self.setup.name,
             incarnation=self.incarnation,
             transport=self.setup.transport,
-            disturbance=self.disturbance,
+            fault_injector=self.fault_injector,
             stamps=self.storage.stamps,
         )
         old, self._ranks = self._ranks, self.ranks()

@@ -36,7 +36,7 @@ def step_after(
 
     It waits while a sequence prefills, and if memory is short, because preemption is decided on known tokens.
     """
-    if step.reading or step.drafts is not None or len(running) > max_batch:
+    if step.prefilling or step.drafts is not None or len(running) > max_batch:
         return None
     places = places_in(step, running)
     starts = [len(each.tokens) for each in running]
@@ -81,7 +81,7 @@ def step_after(
     return Step(
         decoding=decoding,
         drafts=None,
-        reading=[],
+        prefilling=[],
         account=account,
         block_size=block_size,
         number=number,

@@ -236,7 +236,7 @@ class DecodeBatching:
         self._ended_at(now_s)
         effects: list[DecodeEffect] = []
         shares: Iterable[tuple[DecodeSequence, int]] = step.shares()
-        if isinstance(outs, PlainOuts) and not step.reading and self._check is None:
+        if isinstance(outs, PlainOuts) and not step.prefilling and self._check is None:
             sampled, outs, shares = self._draw_plain(step.decoding, outs.token_ids)
             if sampled.keys:
                 effects.append(sampled)

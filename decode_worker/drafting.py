@@ -29,7 +29,7 @@ FIRST_DRAFTS: Final = 4.0  # drafts per row at which the prior counts like a mea
 # weight of the present base and slope, in measurements, which keeps them stable if all measurements are similar
 HOLD: Final = (0.1, 1.0)
 OUTLIER: Final = 3.0  # times the expected time; a longer measurement is clipped to it
-SURPRISE: Final = 0.6  # of the expected time; no disturbance makes a step that fast, so older measurements are wrong
+SURPRISE: Final = 0.6  # of the expected time; no fault_injector makes a step that fast, so older measurements are wrong
 
 
 @final

@@ -75,7 +75,7 @@ class Planner:
         step = Step(
             decoding=decoding,
             drafts=drafts,
-            reading=reading,
+            prefilling=reading,
             account=account,
             block_size=sequences.block_size,
             number=self._next_number(),
@@ -124,7 +124,7 @@ class Planner:
         sequence may join or leave in the meantime (`num_changes`), and no sampled token may end a text by itself.
         """
         decoding, size = step.decoding, self._roster.block_size
-        if step.reading or step.drafts is not None or self._is_short:
+        if step.prefilling or step.drafts is not None or self._is_short:
             return 0
         if len(decoding) != min(len(self._roster.running), self._max_batch):
             return 0

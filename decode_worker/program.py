@@ -344,7 +344,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         incarnation=context.incarnation,
         host=config.host,
         transport=config.transport,
-        disturbance=make_fault_injector(config.inject_faults, engine.pool.block_bytes),
+        fault_injector=make_fault_injector(config.inject_faults, engine.pool.block_bytes),
         stamps=stamps,
         limits=CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),
     )

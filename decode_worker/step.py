@@ -52,7 +52,7 @@ class Step:
 
     decoding: list[DecodeSequence]
     drafts: list[list[int]] | None  # one list for each of `decoding`
-    reading: list[tuple[DecodeSequence, int]]
+    prefilling: list[tuple[DecodeSequence, int]]
     account: StepAccount
     block_size: int
     number: int
@@ -60,18 +60,18 @@ class Step:
 
     @property
     def is_empty(self) -> bool:
-        return not self.decoding and not self.reading
+        return not self.decoding and not self.prefilling
 
     @property
     def is_plain(self) -> bool:
         """Whether it has only decode rows of one token each."""
-        return bool(self.decoding) and not self.reading and self.drafts is None
+        return bool(self.decoding) and not self.prefilling and self.drafts is None
 
     def shares(self) -> Iterator[tuple[DecodeSequence, int]]:
         """Each sequence and the number of its computed positions, without drafts; in the order of `rows`."""
         for resident in self.decoding:
             yield resident, 1
-        yield from self.reading
+        yield from self.prefilling
 
     @property
     def keys(self) -> list[AttemptKey]:
@@ -110,7 +110,7 @@ class Step:
             rows = [resident.row(1, size) for resident in self.decoding]
         else:
             rows = [resident.row(1, size, each) for resident, each in zip(self.decoding, self.drafts, strict=True)]
-        rows += [resident.row(count, size) for resident, count in self.reading]
+        rows += [resident.row(count, size) for resident, count in self.prefilling]
         return rows
 
     def _chained(self, index: int) -> Row:

@@ -47,7 +47,7 @@ class Caller:
     transports: tuple[int, ...]  # in order of preference
     checksums: tuple[checksum.Checksum, ...]
     pool: KvPool
-    disturbance: FaultInjector | None = None  # in tests of faults
+    fault_injector: FaultInjector | None = None  # in tests of faults
     wire_dtype: str = ""  # dtype of the blocks that it sends; empty: as they are stored
 
     @property
@@ -85,9 +85,9 @@ def dial(caller: Caller, endpoint: str, incarnation: str) -> Line:
         try:
             line = _connect(caller, answer, endpoint, ends_s)
             line = dataclasses.replace(line, reason="; ".join([*said, line.reason]))
-            if caller.disturbance is None:
+            if caller.fault_injector is None:
                 return line
-            return dataclasses.replace(line, socket=caller.disturbance.between(line.socket, line.path))
+            return dataclasses.replace(line, socket=caller.fault_injector.between(line.socket, line.path))
         except OSError as error:
             said.append(f"{name_of(answer.transport)} to {endpoint}: {error}")
             transports = tuple(kind for kind in transports if kind != answer.transport)

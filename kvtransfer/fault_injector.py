@@ -150,7 +150,7 @@ class _Pump(threading.Thread):
         source: socket.socket,
         target: socket.socket,
     ) -> None:
-        super().__init__(name=f"kv-disturbance-{way.value}", daemon=True)
+        super().__init__(name=f"kv-fault_injector-{way.value}", daemon=True)
         self._owner, self._has_slots, self._ends, self._way = owner, has_slots, ends, way
         self._source, self._target = source, target
         self._held: list[tuple[float, int, bytes]] = []  # due, number, frame

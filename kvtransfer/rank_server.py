@@ -74,10 +74,10 @@ class Endpoint:
         stamps: BlockStamps,
         config: WorkerConfig,
         incarnation: str,
-        disturbance: FaultInjector | None = None,
+        fault_injector: FaultInjector | None = None,
     ) -> None:
         self._pool, self._spec, self._stamps, self._config = pool, spec, stamps, config
-        self._disturbance = disturbance
+        self._fault_injector = fault_injector
         self._incarnation = incarnation
         self.report: Report = lambda report: None
         self.receiver: StreamReceiver | None = None
@@ -91,7 +91,7 @@ class Endpoint:
             "worker_id": config.worker_id,
             "incarnation": self._incarnation,
             "transport": config.transport,
-            "disturbance": self._disturbance,
+            "fault_injector": self._fault_injector,
             "stamps": self._stamps,
             "limits": CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),
         }
@@ -178,10 +178,10 @@ class RankServer:
         spec: EngineSpec,
         config: WorkerConfig,
         use_device: Callable[[], None] = lambda: None,
-        disturbance: FaultInjector | None = None,
+        fault_injector: FaultInjector | None = None,
     ) -> None:
         """`use_device` is called on each thread that may queue work on a device. Raises ConfigError."""
-        self._disturbance = disturbance or make_fault_injector(config.inject_faults, pool.block_bytes)
+        self._fault_injector = fault_injector or make_fault_injector(config.inject_faults, pool.block_bytes)
         self._pool, self._spec, self._config = pool, spec, config
         self._secret = ClusterSecret(config.cluster_secret)
         self._stamps = BlockStamps(pool.num_blocks)
@@ -228,7 +228,7 @@ class RankServer:
         ):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "open: expected first, with the caller's incarnation")
         self._is_led = True
-        endpoint = Endpoint(self._pool, self._spec, self._stamps, self._config, incarnation, self._disturbance)
+        endpoint = Endpoint(self._pool, self._spec, self._stamps, self._config, incarnation, self._fault_injector)
         reports: asyncio.Queue[rank_pb2.FollowResponse | None] = asyncio.Queue()
         endpoint.report = lambda report: _put(self._loop, reports, report)
         writer = asyncio.create_task(_write(context, reports))

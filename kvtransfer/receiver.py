@@ -70,7 +70,7 @@ class StreamReceiver:
         checksums: Sequence[checksum.Checksum] | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         clock: Callable[[], float] = time.monotonic,
-        disturbance: FaultInjector | None = None,
+        fault_injector: FaultInjector | None = None,
     ) -> None:
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
@@ -78,7 +78,7 @@ class StreamReceiver:
         self.shape = fingerprint.shape
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
         self.clock = clock
-        self._disturbance = disturbance
+        self._fault_injector = fault_injector
         self._book = ReceiveTransfers(
             BlockStamps(pool.num_blocks) if stamps is None else stamps,
             grace_s=lease.grace_s,
@@ -214,8 +214,8 @@ class StreamReceiver:
             self._do(self._book.announce(tag, writer, part.lane, part.groups, self.clock(), num_lanes))
 
     def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None:
-        if self._disturbance is not None:
-            self._disturbance.landing(frame.tag)
+        if self._fault_injector is not None:
+            self._fault_injector.landing(frame.tag)
         with self._lock:
             claim = self._book.claim(frame.tag, writer, frame.first, stamps, self.clock(), frame.part)
             if claim is None:

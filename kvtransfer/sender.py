@@ -49,7 +49,7 @@ class StreamSender:
         stamps: BlockStamps | None = None,
         checksums: Sequence[checksum.Checksum] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        disturbance: FaultInjector | None = None,
+        fault_injector: FaultInjector | None = None,
         on_read: OnRead | None = None,
         wire_dtype: str = "",
         lease: Lease = DEFAULT_LEASE,
@@ -63,7 +63,7 @@ class StreamSender:
             tuple(transports),
             tuple(checksums or checksum.available()),
             pool,
-            disturbance,
+            fault_injector,
             wire_dtype,
         )
         self._stamps = BlockStamps(pool.num_blocks) if stamps is None else stamps

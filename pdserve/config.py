@@ -131,7 +131,7 @@ class WorkerConfig:
         "auto",
         choices=SPECULATIONS,
     )
-    ahead: str = setting(
+    async_scheduling: str = setting(
         "launch a decode step before the results of the last one are read, unless speculative decoding runs: on, off, "
         "or auto (on with a GPU)",
         "auto",

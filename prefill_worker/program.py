@@ -258,7 +258,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         worker_id=config.worker_id,
         incarnation=context.incarnation,
         transport=config.transport,
-        disturbance=make_fault_injector(config.inject_faults, engine.pool.block_bytes),
+        fault_injector=make_fault_injector(config.inject_faults, engine.pool.block_bytes),
         stamps=stamps,
         kv_wire=config.kv_wire,
         limits=CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),

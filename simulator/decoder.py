@@ -261,8 +261,8 @@ class Decoder(Machine):
             else:
                 untold[key] = Untold(resident.num_output, count)
         effects = batching.apply_run(step, count, TOKEN, now_s)
-        if step.reading:
-            outs = [DREW if share == each.remaining else READ for each, share in step.reading]
+        if step.prefilling:
+            outs = [DREW if share == each.remaining else READ for each, share in step.prefilling]
             read = batching.apply(replace(step, decoding=[]), outs, now_s)
             for effect in read:
                 if isinstance(effect, pr.TokenRow):

@@ -98,7 +98,7 @@ class RoleProgram(ABC):
 
     def go_ahead(self, batching: AheadBatching) -> None:
         """Launches steps before the previous one is read, if the engine supports it."""
-        engine, choice = self.engine, self.context.config.ahead
+        engine, choice = self.engine, self.context.config.async_scheduling
         if choice == "on" and not hasattr(engine, "launch"):
             engine = AsyncStepper(engine)
         if choice != "off" and hasattr(engine, "launch"):

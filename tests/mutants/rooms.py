@@ -32,12 +32,12 @@ OWN = {
     "router.policy.least_ttft": ("router/test_policy.py",),
     "router.policy.lmetric": ("router/test_baselines.py",),
     "router.policy.mooncake": ("router/test_baselines.py",),
-    "router.policy.availability": ("router/test_rooms.py", "router/test_bound.py"),
+    "router.policy.availability": ("router/test_availability.py", "router/test_bound.py"),
     "router.policy.rules": ("router/test_queue.py", "router/test_refusal.py"),
     "router.policy.static": ("router/test_baselines.py",),
     "router.policy.tuning": ("router/test_goodput.py",),
     "router.policy.two_stage": ("router/test_baselines.py",),
-    "router.policy.candidates": ("router/test_ways.py", "router/test_goodput.py"),
+    "router.policy.candidates": ("router/test_candidates.py", "router/test_goodput.py"),
     "decode_worker.drafter": ("decode_worker/test_batching_drafts.py", "decode_worker/test_drafting.py"),
     "decode_worker.planning": ("decode_worker/test_batching.py", "decode_worker/test_runs.py"),
     "decode_worker.decode_sequence": ("decode_worker/test_batching.py",),
@@ -50,8 +50,8 @@ OWN = {
     "kvtransfer.send_transfers": ("kvtransfer/test_books.py", "kvtransfer/test_plan.py"),
     "kvtransfer.faults": ("kvtransfer/test_fault_plan.py",),
     "kvtransfer.receive_transfer": ("kvtransfer/test_books.py",),
-    "kvtransfer.receive_transfers": ("kvtransfer/test_books.py", "kvtransfer/test_seats.py"),
-    "kvtransfer.lease": ("kvtransfer/test_pulse.py",),
+    "kvtransfer.receive_transfers": ("kvtransfer/test_books.py", "kvtransfer/test_pair_slots.py"),
+    "kvtransfer.lease": ("kvtransfer/test_heartbeat.py",),
 }
 
 # Which tests of the room run after those. In kvtransfer they are the tests of decisions; those of transports start
@@ -85,7 +85,7 @@ _REST = {
                 "known_wrong_data",
                 "known_stuck",
                 "parts",
-                "seats",
+                "pair_slots",
                 "leases",
             ),
         )

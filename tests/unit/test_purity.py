@@ -81,13 +81,13 @@ PURE = [
         f"kvtransfer.{name}"
         for name in (
             "commands",
-            "departure",
-            "departures",
+            "send_transfer",
+            "send_transfers",
             "faults",
             "frames",
             "joint",
-            "landing",
-            "landings",
+            "receive_transfer",
+            "receive_transfers",
             "lease",
             "memory",
             "parts",

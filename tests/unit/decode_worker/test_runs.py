@@ -70,7 +70,7 @@ def at_once(batching: DecodeBatching, now_s: float, rng: random.Random) -> tuple
         sampled = [TokenRow(key=key, output_index=index + at, tokens=(TOKEN,)) for at in range(count)]
         effects += [one for one in sampled if (key, one.output_index) not in told]
     effects += applied
-    if step.reading:
+    if step.prefilling:
         rest = replace(step, decoding=[])
         outs = [RowOut(sampled=(TOKEN,)) if each.remaining == share else RowOut() for each, share in rest.shares()]
         effects += batching.apply(rest, outs, now_s)

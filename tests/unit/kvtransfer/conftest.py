@@ -71,8 +71,13 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
     ) -> Pair:
         make_pool = DevicePool if transport in DEVICE_TRANSPORTS else HostPool
         source, landing = make_pool(num_blocks, block_bytes, seed=7), make_pool(num_blocks, block_bytes)
-        disturbance = None if fault_of is None else FaultInjector(fault_of, block_bytes)
-        common: dict[str, Any] = {"transport": transport, "disturbance": disturbance, "lease": lease, "clock": clock}
+        fault_injector = None if fault_of is None else FaultInjector(fault_of, block_bytes)
+        common: dict[str, Any] = {
+            "transport": transport,
+            "fault_injector": fault_injector,
+            "lease": lease,
+            "clock": clock,
+        }
         stamps = BlockStamps(num_blocks), BlockStamps(num_blocks)
         facts = facts or fingerprint(block_bytes)
         receiver = make_receiver(

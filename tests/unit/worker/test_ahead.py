@@ -69,7 +69,7 @@ async def test_failed_steps_drop_the_one_ahead_and_no_token_is_wrong(start: Any,
 
 async def test_ahead_is_for_engines_that_can_and_can_be_forced(start: Any, attach: Any, ask: Any) -> None:
     for ahead, is_used in (("auto", False), ("on", True), ("off", False)):
-        d = start(Role.DECODE, speculation="off", ahead=ahead, worker_id=f"d-{ahead}")
+        d = start(Role.DECODE, speculation="off", async_scheduling=ahead, worker_id=f"d-{ahead}")
         assert (d.program._in_flight is not None) == is_used
 
 

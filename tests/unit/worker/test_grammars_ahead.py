@@ -55,7 +55,7 @@ async def test_tokens_are_those_of_the_step_by_step_worker(start: Any, attach: A
     monkeypatch.setattr(LazyFlight, "sample", counted)
     answers = {}
     for ahead in ("off", "on"):
-        d = start(Role.DECODE, **SETTINGS, ahead=ahead, worker_id=f"d-{ahead}")
+        d = start(Role.DECODE, **SETTINGS, async_scheduling=ahead, worker_id=f"d-{ahead}")
         router = await attach(d)
         stuck = ask("stuck", prompt, max_tokens=20, grammar=DEAD_END)
         await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=stuck, is_local=True))

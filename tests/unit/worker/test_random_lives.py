@@ -89,7 +89,7 @@ async def test_finished_texts_are_right_and_everything_is_free_at_the_end(
     rng = random.Random(seed)
     settings = {"model": "toy", "transport": transport, "toy_step_s": 0.001, "inbox_depth": 6}
     p = start(Role.PREFILL, **settings, kv_blocks=24, max_batch_tokens=16)
-    d = start(Role.DECODE, **settings, kv_blocks=24, max_context_tokens=96, ahead=ahead, speculation="off")
+    d = start(Role.DECODE, **settings, kv_blocks=24, max_context_tokens=96, async_scheduling=ahead, speculation="off")
     router = await attach(p, d)
     lives = [Life(router, ask, f"r{n}", rng) for n in range(NUM_REQUESTS)]
     async with asyncio.timeout(60):

@@ -88,7 +88,7 @@ async def test_any_two_of_one_and_two_ranks_write_what_float64_does(
 
 
 # Decode steps are planned ahead, as on GPUs: of each, ranks hear when it is computed.
-AHEAD = {"speculation": "off", "ahead": "on"}
+AHEAD = {"speculation": "off", "async_scheduling": "on"}
 OWN: dict[str, Any] = {**COMMON, **AHEAD, "rank_pools": "own", "kv_check": "step", "max_batch_tokens": 64}
 DEGREES = ((1, 2), (2, 1), (2, 2), (2, 4), (4, 2))
 

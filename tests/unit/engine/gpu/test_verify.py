@@ -14,7 +14,7 @@ from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
 from pdserve.engine.gpu.flights import DoneFlight, GraphFlight
 from pdserve.engine.interface import PENDING, Row, RowOut
 from tests.unit.engine.conftest import Request
-from tests.unit.engine.gpu.test_redraw import GRAMMAR, RIVALS, SEEDED, EveryThird, Text, assert_same, texts_of
+from tests.unit.engine.gpu.test_resample import GRAMMAR, RIVALS, SEEDED, EveryThird, Text, assert_same, texts_of
 
 GREEDY_4 = Sampling(temperature=0.0, max_tokens=4)
 KINDS: tuple[dict[str, Any], ...] = (

@@ -277,7 +277,7 @@ def test_frames_are_counted_for_a_limited_number_of_transfers() -> None:
 def test_without_faults_there_is_nobody_in_the_middle(make_pair: Callable[..., Pair], transport: str) -> None:
     pair = make_pair(transport)
     assert pair.move(pair.grant(BLOCKS), SOURCES)[0].outcome.value == "verified"
-    assert not [thread for thread in threading.enumerate() if "disturbance" in thread.name]
+    assert not [thread for thread in threading.enumerate() if "fault_injector" in thread.name]
 
 
 PROCESS = """
