@@ -87,7 +87,7 @@ class Explanations:
         if found is None:
             reason = f"queued for {now_s - request.queued_s:.3f} s"
             if request.bound_to:
-                reason += f", in the line of {request.bound_to}"
+                reason += f", waiting for prefill worker {request.bound_to}"
             found = _explanation(request, Decision(choice=Choice.WAIT, reason=reason), now_s)
         else:
             found = dataclasses.replace(found)

@@ -59,7 +59,7 @@ class TwoStage:
         landing = _cheapest(self._decode, ask, decodes, now_s)[0]
         return Decision(
             choice=Choice.WAIT,
-            reason=f"{self._reason}: in the line of {prefill.worker_id}",
+            reason=f"{self._reason}: waiting for {prefill.worker_id}",
             candidates=tuple([remote_candidate(ask, view, landing, now_s) for view in ranked]),
             obstacle=Obstacle.PREFILL,
             bound_to=prefill.worker_id,

@@ -65,7 +65,7 @@ def test_waiting_counts_from_arrival_to_the_decision() -> None:
     given.arrives("b", spent_s=0.125)
     waiting = explained(given, "b")
     assert (waiting.stage, waiting.decision.choice, waiting.attempt) == ("queued", Choice.WAIT, 0)
-    assert waiting.decision.reason == "queued for 0.000 s, in the line of p0"
+    assert waiting.decision.reason == "queued for 0.000 s, waiting for prefill worker p0"
     given.now_s = 2.5
     given.tokens(1, [101], finish=FinishReason.STOP)
     given.released("d0")
