@@ -156,6 +156,11 @@ def test_a_device_without_memory_for_the_next_slot_keeps_none(
 # Any order of completion.
 
 
+#: In one transfer of several the order is one that matters: threads decide which work waits together. The first that is
+#: found ends a test.
+MOST_TRIES = 200
+
+
 class Shuffled:
     """Streams whose work runs one piece at a time, the next one of a stream that is sampled: all orders that real
     streams could end in. A stream's work begins once enough pieces wait, or none has come for a moment."""
@@ -267,9 +272,12 @@ def test_any_order_of_completion_is_right(
     assert plan.blocks_per_chunk(BLOCK_BYTES, 3 * BLOCK_BYTES) == 3
     shuffled(5)
     pair = make_pair(transport)
-    for seed in range(12):
+    for seed in range(MOST_TRIES):
         assert moves(pair, seed) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
-    assert sum(device.num_overtakings for device in devices.values()) >= 10
+        if seed >= 11 and sum(device.num_overtakings for device in devices.values()) >= 10:
+            break
+    else:
+        pytest.fail("work of different streams hardly ever changed its order")
     assert not any(any(device.loads.outstanding_bytes) for device in devices.values())
 
 
@@ -299,8 +307,7 @@ def test_steps_of_a_slot_in_the_wrong_order_are_noticed(
     monkeypatch.setattr(ShuffledDevice, "keeps_order", False)
     shuffled(5)
     pair = make_pair("tcp_staged")
-    outcomes = [moves(pair, seed)[0] for seed in range(6)]
-    assert ReceiveOutcome.FAILED in outcomes
+    assert any(moves(pair, seed)[0] is ReceiveOutcome.FAILED for seed in range(MOST_TRIES))
 
 
 def test_the_last_chunk_taken_may_be_sent_first(
@@ -314,4 +321,4 @@ def test_the_last_chunk_taken_may_be_sent_first(
     )
     shuffled(5)
     pair = make_pair("cuda_ipc")
-    assert ReceiveOutcome.FAILED in [moves(pair, seed)[0] for seed in range(6)]
+    assert any(moves(pair, seed)[0] is ReceiveOutcome.FAILED for seed in range(MOST_TRIES))
