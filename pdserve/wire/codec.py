@@ -67,7 +67,6 @@ class _Field:
     wire: str  # of the message
     default: Any  # the value that is left out, because the message has the same default
     may_be_absent: bool  # None on one side, absent on the other
-    is_repeated: bool
     encode: Callable[[Any], Any] | None
     decode: Callable[[Any], Any] | None
 
@@ -166,7 +165,7 @@ class Codec(Generic[Value, Wire]):
         default = () if is_repeated else None if field.has_presence or is_optional else field.default_value
         if _is_enum(hint) and not is_optional:
             default = None
-        return _Field(name, field.name, default, may_be_absent, is_repeated, encode, decode)
+        return _Field(name, field.name, default, may_be_absent, encode, decode)
 
     def _repeated(
         self, name: str, hint: Any, field: FieldDescriptor
