@@ -259,14 +259,7 @@ class Machine(ABC):
             return False
         self._timed_s = now_s
         self.num_timed += 1
-        event = pr.BatchTimed(
-            worker_id=self.shape.worker_id,
-            rows=account.decode_rows,
-            prefill_tokens=account.prefill_tokens,
-            prefill_token_context=account.prefill_token_context,
-            context_tokens=account.context_tokens,
-            step_s=step_s,
-        )
+        event = account.timed(step_s, self.shape.worker_id)
         for router in range(self.around.config.num_routers):
             self.tell(router, event)
         return True

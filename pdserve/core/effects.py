@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.core.attempt import AttemptKey
-from pdserve.core.protocol import AttemptFailed, FirstToken, Granted, Refused, Released, TokenRow
+from pdserve.core.protocol import AttemptFailed, BatchTimed, FirstToken, Granted, Refused, Released, TokenRow
 from pdserve.core.types import TokenOut
 
 # -- both roles --------------------------------------------------------------------------------------------------
@@ -161,3 +161,14 @@ class StepAccount:
     prefill_tokens: int = 0
     prefill_token_context: float = 0.0  # sum over prefill rows of tokens * (cached + tokens / 2)
     draft_tokens: int = 0  # drafts in addition to the decode rows' own tokens
+
+    def timed(self, step_s: float, worker_id: str = "") -> BatchTimed:
+        """The report of a step that took `step_s`."""
+        return BatchTimed(
+            worker_id=worker_id,
+            rows=self.decode_rows,
+            prefill_tokens=self.prefill_tokens,
+            prefill_token_context=self.prefill_token_context,
+            context_tokens=self.context_tokens,
+            step_s=step_s,
+        )

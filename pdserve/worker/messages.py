@@ -1,4 +1,4 @@
-"""From a worker's own words to the messages of worker.proto. No I/O."""
+"""Builds the messages of worker.proto that no codec covers. No I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from itertools import compress
 from typing import Any, Final
 
 from pdserve.core import effects as fx
-from pdserve.core import protocol as pr
 from pdserve.core.blocks import CacheChange
 from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.wire.convert import logprobs_to_proto
@@ -38,16 +37,6 @@ def plain_tokens(effect: fx.PlainSampled) -> Iterator[tuple[int, worker_pb2.Plai
             names, numbers, indexes, tokens = (list(compress(column, is_its)) for column in columns)
         plain = worker_pb2.PlainTokens(request_ids=names, attempts=numbers, output_indexes=indexes, token_ids=tokens)
         yield router, plain
-
-
-def batch_timed(account: fx.StepAccount, step_s: float) -> pr.BatchTimed:
-    return pr.BatchTimed(
-        rows=account.decode_rows,
-        prefill_tokens=account.prefill_tokens,
-        prefill_token_context=account.prefill_token_context,
-        context_tokens=account.context_tokens,
-        step_s=step_s,
-    )
 
 
 def kv_events(change: CacheChange) -> worker_pb2.KvEvents:

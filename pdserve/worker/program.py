@@ -32,7 +32,7 @@ from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.convert import role_to_proto
 from pdserve.wire.protocol import COST
-from pdserve.worker import calibrate, messages
+from pdserve.worker import calibrate
 from pdserve.worker.compute import Isolation, RowFailed
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.in_flight import Begun, StepsInFlight
@@ -434,7 +434,8 @@ class RoleProgram(ABC):
             step_s *= account.decode_rows / max(1, num_sampled)
         told = self._timed.took(account, step_s, now_s)
         if told is not None:
-            self.outbox.tell_all(messages.batch_timed(*told))
+            reported, reported_s = told
+            self.outbox.tell_all(reported.timed(reported_s))
 
     def _beat(self, now_s: float) -> None:
         """Sends a load report on each heartbeat, and after a change once a fifth of a heartbeat has passed."""
