@@ -195,7 +195,7 @@ def opened(folder: Path, most_rows: int, num_blocks: int) -> Iterator[tuple[Deco
     )
     tokenizer = load_tokenizer(str(folder))
     stubs = Stubs(tokenizer)
-    with mock.patch.object(resample.Redraw, "warm"), mock.patch.object(resample, "forbid", stubs.forbid):
+    with mock.patch.object(resample.Resampler, "warm"), mock.patch.object(resample, "forbid", stubs.forbid):
         eager = open_torch_engine(config)
         eager.step = NoPrompts(tokenizer)  # type: ignore[method-assign]
         decode = StaticDecode(
@@ -207,7 +207,7 @@ def opened(folder: Path, most_rows: int, num_blocks: int) -> Iterator[tuple[Deco
             num_processors=132,
         )
         engine = GraphEngine(eager, decode, NoLaunch(decode, most_rows))
-        engine._redraw._decode = SimpleNamespace(  # type: ignore[assignment]
+        engine._resampler._decode = SimpleNamespace(  # type: ignore[assignment]
             logits_BV=stubs, inputs=decode.inputs, sampler=stubs, sampled_B=decode.sampled_B, logprob_B=decode.logprob_B
         )
         context = ProgramContext(

@@ -16,7 +16,7 @@ from pdserve.core.attempt import EndRule
 class Drafter:
     def __init__(self, rule: DraftRule, sequences: SequenceTable, end_rule: EndRule) -> None:
         self._rule = rule
-        self._roster = sequences
+        self._sequences = sequences
         self._end_rule = end_rule
 
     def draft(
@@ -37,7 +37,7 @@ class Drafter:
         if counts is None:
             return None
         for resident, guess, count in zip(decoding, guesses, counts, strict=True):
-            del guess[self._roster.room_for(resident, count) :]
+            del guess[self._sequences.room_for(resident, count) :]
         return guesses if any(guesses) else None
 
     def _cut(self, resident: DecodeSequence, guess: list[int]) -> list[int]:

@@ -23,7 +23,7 @@ from pdserve.core.memory_price import held_share
 @final
 class Planner:
     def __init__(self, sequences: SequenceTable, *, max_batch: int, chunks: ChunkRule, drafter: Drafter | None) -> None:
-        self._roster = sequences
+        self._sequences = sequences
         self._max_batch = max_batch
         self._chunks = chunks
         self._drafter = drafter
@@ -34,7 +34,7 @@ class Planner:
 
     def plan(self, now_s: float) -> Step:
         """The next step. No rows: nothing can be computed now."""
-        sequences = self._roster
+        sequences = self._sequences
         decoding, self._is_short = self._grow(now_s)
         starts = [resident.computed for resident in decoding]
         context_tokens = sum(starts)
@@ -93,7 +93,7 @@ class Planner:
 
     def plan_after(self, step: Step) -> Step | None:
         """The step after the running `step`, before its tokens are known; None if it must wait for them."""
-        sequences = self._roster
+        sequences = self._sequences
         if self._drafter is not None or self._is_short or sequences.waiting:
             return None
         following = step_after(
@@ -123,10 +123,10 @@ class Planner:
         Until the first of them ends or fills a block, so that a run affects other sequences only in its last step. No
         sequence may join or leave in the meantime (`num_changes`), and no sampled token may end a text by itself.
         """
-        decoding, size = step.decoding, self._roster.block_size
+        decoding, size = step.decoding, self._sequences.block_size
         if step.prefilling or step.drafts is not None or self._is_short:
             return 0
-        if len(decoding) != min(len(self._roster.running), self._max_batch):
+        if len(decoding) != min(len(self._sequences.running), self._max_batch):
             return 0
         longest = size
         for each in decoding:
@@ -142,7 +142,7 @@ class Planner:
         exhausted."""
         decoding: list[DecodeSequence] = []
         is_short = False
-        sequences, size = self._roster, self._roster.block_size
+        sequences, size = self._sequences, self._sequences.block_size
         for resident in sequences.running[: self._max_batch]:  # the oldest first, which is the last to be preempted
             if len(resident.tokens) - resident.computed != 1 or resident.stage is not Stage.RUNNING:
                 continue
@@ -161,7 +161,7 @@ class Planner:
     def _readers(self, unread: list[DecodeSequence], now_s: float, *, may_start: bool) -> Iterator[DecodeSequence]:
         """The sequences to prefill: running ones first, then waiting ones, which are started as the caller iterates."""
         yield from unread
-        sequences = self._roster
+        sequences = self._sequences
         self.is_starved = not may_start and bool(sequences.waiting)
         while may_start and sequences.waiting and len(sequences.running) < self._max_batch:
             oldest = sequences.waiting[0]

@@ -21,15 +21,15 @@ ANSWER_S: Final = 0.5  # for one pair that is asked: its connection and its comm
 class PairSlot:
     """One pair's place. Any thread may call it."""
 
-    def __init__(self, seats: PairSlots) -> None:
-        self._seats = seats
+    def __init__(self, pair_slots: PairSlots) -> None:
+        self._pair_slots = pair_slots
         self.ask: Callable[[], None] | None = None  # asks the pair to close, and returns; None: it is being made
 
     def used(self) -> None:
-        self._seats.used(self)
+        self._pair_slots.used(self)
 
     def leave(self) -> None:
-        self._seats.leave(self)
+        self._pair_slots.leave(self)
 
 
 @final
@@ -46,10 +46,10 @@ class PairSlots:
         """Waits for a place if none is free. Raises TransferFailed if no pair closes."""
         ends_s = time.monotonic() + PATIENCE_S
         with self._changed:
-            for seat in [None, *self._taken]:
-                if seat is not None and seat.ask is not None:
-                    seat.ask()
-                wait_s = ANSWER_S if seat is not None and seat.ask is not None else 0.0
+            for pair_slot in [None, *self._taken]:
+                if pair_slot is not None and pair_slot.ask is not None:
+                    pair_slot.ask()
+                wait_s = ANSWER_S if pair_slot is not None and pair_slot.ask is not None else 0.0
                 if self._changed.wait_for(self._has_room, min(wait_s, max(0.0, ends_s - time.monotonic()))):
                     self._taken.append(PairSlot(self))
                     return self._taken[-1]
@@ -57,17 +57,17 @@ class PairSlots:
                     break
         raise TransferFailed(f"{self.most} pairs are open already, and none of those asked is without a transfer")
 
-    def used(self, seat: PairSlot) -> None:
+    def used(self, pair_slot: PairSlot) -> None:
         with self._changed:
-            if seat in self._taken:
-                self._taken.remove(seat)
-                self._taken.append(seat)
+            if pair_slot in self._taken:
+                self._taken.remove(pair_slot)
+                self._taken.append(pair_slot)
 
-    def leave(self, seat: PairSlot) -> None:
+    def leave(self, pair_slot: PairSlot) -> None:
         """May be called again."""
         with self._changed:
-            if seat in self._taken:
-                self._taken.remove(seat)
+            if pair_slot in self._taken:
+                self._taken.remove(pair_slot)
                 self._changed.notify_all()
 
     def _has_room(self) -> bool:

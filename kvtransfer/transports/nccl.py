@@ -63,8 +63,8 @@ _MAGIC: Final = b"PDKN"
 
 @final
 class NcclSend:
-    def __init__(self, device: Device, lane: Lane, seat: PairSlot, slots: StagingSlots) -> None:
-        self._device, self._lane, self._seat, self._pool = device, lane, seat, device.pool()
+    def __init__(self, device: Device, lane: Lane, pair_slot: PairSlot, slots: StagingSlots) -> None:
+        self._device, self._lane, self._pair_slot, self._pool = device, lane, pair_slot, device.pool()
         self._is_asked = False  # asked to close
         self._slots, self._free = slots, deque(range(len(slots)))
         self._packing: dict[int, tuple[Job, Copying]] = {}  # by slot
@@ -73,7 +73,7 @@ class NcclSend:
 
     def attach(self, link: SendLink) -> None:
         self._link = link
-        self._seat.ask = self._ask
+        self._pair_slot.ask = self._ask
 
     @property
     def chunk_bytes(self) -> int:
@@ -84,7 +84,7 @@ class NcclSend:
         return bool(self._free)
 
     def post(self, job: Job) -> None:
-        self._seat.used()
+        self._pair_slot.used()
         slot, link, sources = self._free.popleft(), self._link, job.chunk.sources
         extent = link.extent_of(job)
         packed = self._slots.dense(slot, extent.num_bytes)
@@ -118,7 +118,7 @@ class NcclSend:
                 self._free.append(slot)
 
     def close(self) -> None:
-        _close(self._device, self._lane, self._seat, self._slots)
+        _close(self._device, self._lane, self._pair_slot, self._slots)
 
     def _ask(self) -> None:
         self._is_asked = True
@@ -145,12 +145,14 @@ class _Slot:
 
 @final
 class NcclReceive:
-    def __init__(self, link: ReceiveLink, device: Device, lane: Lane, seat: PairSlot, staging: StagingSlots) -> None:
-        self._link, self._device, self._lane, self._seat = link, device, lane, seat
+    def __init__(
+        self, link: ReceiveLink, device: Device, lane: Lane, pair_slot: PairSlot, staging: StagingSlots
+    ) -> None:
+        self._link, self._device, self._lane, self._pair_slot = link, device, lane, pair_slot
         self._pool, self._staging = device.pool(), staging
         self._slots: dict[int, _Slot] = {}
         self._next: dict[int, tuple[Frame, Claim | None]] = {}  # announced for a slot that is still being unpacked
-        seat.ask = self._ask
+        pair_slot.ask = self._ask
 
     def check(self, frame: Frame) -> None:
         extents_of_part(self._link, frame.part)
@@ -159,7 +161,7 @@ class NcclReceive:
             raise BadFrame(f"{frame.count} blocks in slot {frame.slot} with {frame.length} bytes behind the header")
 
     def land(self, frame: Frame, claim: Claim | None) -> None:
-        self._seat.used()
+        self._pair_slot.used()
         if frame.slot in self._slots:
             self._next[frame.slot] = frame, claim
         else:
@@ -178,7 +180,7 @@ class NcclReceive:
                 self._end(number)
 
     def close(self) -> None:
-        _close(self._device, self._lane, self._seat, self._staging)
+        _close(self._device, self._lane, self._pair_slot, self._staging)
 
     def _ask(self) -> None:
         self._link.channel.post(Frame(Kind.CREDIT, Tag(bytes(16), 0, 0), slot=LEAVE).encode())
@@ -219,7 +221,7 @@ class Nccl(OnDevice, TcpDoor):
         """The first two stand in for CUDA and NCCL."""
         super().__init__(device_of)
         self._own_lanes = lanes
-        self.seats = PairSlots(most_pairs)
+        self.pair_slots = PairSlots(most_pairs)
 
     def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
         super().prepare(pool, runs, limits)
@@ -227,10 +229,10 @@ class Nccl(OnDevice, TcpDoor):
             self._lanes()  # imports CuPy, which takes seconds with the GIL held
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
-        seat: PairSlot | None = None
+        pair_slot: PairSlot | None = None
         share: StagingShare | None = None
         try:
-            device, lanes, seat = self._device(pool), self._lanes(), self.seats.take()
+            device, lanes, pair_slot = self._device(pool), self._lanes(), self.pair_slots.take()
             share = device.budget.take(slot_size(pool.block_bytes, SLOT_BYTES), MOST_SLOTS)
             lane_id = lanes.new_id()
             hello = _HELLO.pack(_MAGIC, _padded(lanes.version), pool.block_bytes, share.num_slots, len(lane_id))
@@ -241,10 +243,10 @@ class Nccl(OnDevice, TcpDoor):
             share.shrink(_slots_in(sock.recv(_SLOTS.size), share.num_slots))
             lane = lanes.join(device, lane_id, 0)
             with _closed_on_error(lane):
-                return NcclSend(device, lane, seat, StagingSlots(device, pool.block_bytes, share))
+                return NcclSend(device, lane, pair_slot, StagingSlots(device, pool.block_bytes, share))
         except BaseException as error:
-            if seat is not None:
-                seat.leave()
+            if pair_slot is not None:
+                pair_slot.leave()
             if share is not None:
                 share.close()
             if isinstance(error, TransferFailed):  # another transport may work
@@ -263,16 +265,16 @@ class Nccl(OnDevice, TcpDoor):
         if theirs != lanes.version:
             raise BadFrame(f"NCCL {theirs}, expected {lanes.version}: both ranks must have the same")
         lane_id = receive_patiently(link, size, HANDSHAKE_S)
-        device, seat = self._device(link.pool), self.seats.take()
+        device, pair_slot = self._device(link.pool), self.pair_slots.take()
         share = device.budget.take(slot_size(link.block_bytes, SLOT_BYTES), slots)
         try:
             link.channel.post(TAKEN + _SLOTS.pack(share.num_slots))
             link.channel.flush()
             lane = lanes.join(device, lane_id, 1)
             with _closed_on_error(lane):
-                return NcclReceive(link, device, lane, seat, StagingSlots(device, link.block_bytes, share))
+                return NcclReceive(link, device, lane, pair_slot, StagingSlots(device, link.block_bytes, share))
         except BaseException:
-            seat.leave()
+            pair_slot.leave()
             share.close()
             raise
 
@@ -294,7 +296,7 @@ def _closed_on_error(lane: Lane) -> Iterator[None]:
         raise
 
 
-def _close(device: Device, lane: Lane, seat: PairSlot, staging: StagingSlots) -> None:
+def _close(device: Device, lane: Lane, pair_slot: PairSlot, staging: StagingSlots) -> None:
     try:
         lane.close()
     except TransferFailed as failed:  # it may still write into staging, so it keeps its staging and its place
@@ -303,7 +305,7 @@ def _close(device: Device, lane: Lane, seat: PairSlot, staging: StagingSlots) ->
         return
     device.drain()
     staging.close()
-    seat.leave()
+    pair_slot.leave()
 
 
 def _slots_in(answer: bytes, most: int) -> int:

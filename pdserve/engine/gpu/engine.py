@@ -29,7 +29,7 @@ from pdserve.engine.gpu.graphs import Replays
 from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.plain_rows import PlainRows, follow, read
 from pdserve.engine.gpu.rank_words import Words, drafted_words, from_words, plain_words, row_words
-from pdserve.engine.gpu.resample import NO_EXTRAS, Asking, Redraw, RowsByNumber
+from pdserve.engine.gpu.resample import NO_EXTRAS, Asking, Resampler, RowsByNumber
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.gpu.tables import TableMirror, Update
 from pdserve.engine.grammars import Moves
@@ -67,9 +67,9 @@ class GraphEngine:
         self._tell: Tell | None = None
         self._followed: deque[Any] = deque(maxlen=2)  # events of the last graphs that this rank has followed
         self._last: PlainRows | None = None  # number of the last launch, if its sampled tokens are still on the device
-        self._redraw = Redraw(decode, eager.grammars, eager.spec.eos_token_ids)
+        self._resampler = Resampler(decode, eager.grammars, eager.spec.eos_token_ids)
         if decode.is_leader:  # other ranks do not sample
-            self._redraw.warm()
+            self._resampler.warm()
 
     @property
     def spec(self) -> EngineSpec:
@@ -225,7 +225,7 @@ class GraphEngine:
         moves: Moves | None = None,
     ) -> Sampled:
         """Launches everything beyond the graph for the rows, and the copy of all results to the host."""
-        extras = self._redraw.launch(rows, firsts, asking, moves) if asking.rows else NO_EXTRAS
+        extras = self._resampler.launch(rows, firsts, asking, moves) if asking.rows else NO_EXTRAS
         host, event = self._fetch(count)
         return Sampled(host, event, extras)
 

@@ -83,7 +83,7 @@ def draws_of(row: Row) -> Iterator[Row]:
 
 
 @final
-class Redraw:
+class Resampler:
     def __init__(self, decode: StaticDecode, grammars: Grammars, eos_token_ids: Sequence[int]) -> None:
         self._decode, self._grammars = decode, grammars
         most_tokens, vocab_size = decode.logits_BV.shape

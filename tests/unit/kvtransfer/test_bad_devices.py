@@ -237,7 +237,7 @@ def failing(why: str) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def seats(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> Nccl:
+def pair_slots(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> Nccl:
     """The transport of both ends, whose places are counted."""
 
     def device_of(pool: Any) -> FakeDevice:
@@ -250,7 +250,7 @@ def seats(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> Nc
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_join_gives_its_place_back(
-    make_pair: MakePair, seats: Nccl, monkeypatch: pytest.MonkeyPatch, rank: int
+    make_pair: MakePair, pair_slots: Nccl, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     pair = make_pair("nccl")
     join = FakeLanes.join
@@ -264,14 +264,14 @@ def test_a_rank_that_cannot_join_gives_its_place_back(
         patch.setattr(FakeLanes, "join", one_cannot)
         patch.setattr("benchmarks.fake_lane.JOIN_S", 0.2)
         ends(pair)
-        wait_for(lambda: len(seats.seats) == 0, "both places")
+        wait_for(lambda: len(pair_slots.pair_slots) == 0, "both places")
     assert_still_serves(pair)
-    assert len(seats.seats) == 2
+    assert len(pair_slots.pair_slots) == 2
 
 
 @pytest.mark.parametrize("side", ["source", "landing"])
 def test_a_device_without_memory_for_staging_ends_the_pair_that_it_has_just_made(
-    make_pair: MakePair, seats: Nccl, devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch, side: str
+    make_pair: MakePair, pair_slots: Nccl, devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
     pair = make_pair("nccl")
     device = devices[id(getattr(pair, side))]
@@ -282,12 +282,12 @@ def test_a_device_without_memory_for_staging_ends_the_pair_that_it_has_just_made
         for key in pair.receiver.open_keys:
             pair.receiver.abort(key)
         assert received.wait().outcome in (ReceiveOutcome.DRAINED, ReceiveOutcome.FAILED)
-        wait_for(lambda: len(seats.seats) == 0, "both places")
+        wait_for(lambda: len(pair_slots.pair_slots) == 0, "both places")
     assert_still_serves(pair)
 
 
 def test_a_pair_that_does_not_end_keeps_its_staging_and_its_place(
-    make_pair: MakePair, seats: Nccl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_pair: MakePair, pair_slots: Nccl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The library may still write there: the memory is nobody else's until the process ends."""
     pair = make_pair("nccl")
@@ -308,4 +308,4 @@ def test_a_pair_that_does_not_end_keeps_its_staging_and_its_place(
     pair.sender.close()
     pair.receiver.close()
     assert caplog.text.count("an NCCL pair does not end") == 2
-    assert (len(seats.seats), kept) == (2, [])
+    assert (len(pair_slots.pair_slots), kept) == (2, [])

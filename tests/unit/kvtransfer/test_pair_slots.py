@@ -19,12 +19,12 @@ from tests.unit.kvtransfer.harness import WAIT_S, Pair, wait_for
 MakePair = Callable[..., Pair]
 
 
-def leaving(seat: PairSlot, asked: list[PairSlot]) -> Callable[[], None]:
+def leaving(pair_slot: PairSlot, asked: list[PairSlot]) -> Callable[[], None]:
     """A pair that leaves as it is asked."""
 
     def ask() -> None:
-        asked.append(seat)
-        seat.leave()
+        asked.append(pair_slot)
+        pair_slot.leave()
 
     return ask
 
@@ -36,39 +36,39 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_pair_used_longest_ago_is_asked_first_and_no_more_than_needed() -> None:
-    seats, asked = PairSlots(3), list[PairSlot]()
-    first, second, third = (seats.take() for _ in range(3))
-    for seat in (first, second, third):
-        seat.ask = leaving(seat, asked)
+    pair_slots, asked = PairSlots(3), list[PairSlot]()
+    first, second, third = (pair_slots.take() for _ in range(3))
+    for pair_slot in (first, second, third):
+        pair_slot.ask = leaving(pair_slot, asked)
     first.used()
-    seats.take()
+    pair_slots.take()
     assert asked == [second]
-    seats.take()
+    pair_slots.take()
     assert asked == [second, third]
-    assert len(seats) == 3
+    assert len(pair_slots) == 3
 
 
 def test_pairs_that_are_busy_stay_and_the_next_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", 0.01)
-    seats, asked = PairSlots(2), list[PairSlot]()
-    busy, idle = seats.take(), seats.take()
+    pair_slots, asked = PairSlots(2), list[PairSlot]()
+    busy, idle = pair_slots.take(), pair_slots.take()
     busy.ask, idle.ask = (lambda: asked.append(busy)), leaving(idle, asked)
-    seats.take()
+    pair_slots.take()
     assert asked == [busy, idle]
     with pytest.raises(TransferFailed, match="2 pairs are open"):
-        seats.take()
+        pair_slots.take()
     busy.leave()
     busy.leave()
-    assert len(seats) == 1
+    assert len(pair_slots) == 1
 
 
 def test_whoever_waits_has_a_limited_patience_for_all_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    seats, asked = PairSlots(2), list[int]()
+    pair_slots, asked = PairSlots(2), list[int]()
     for number in range(2):
-        seats.take().ask = lambda number=number: asked.append(number)  # type: ignore[misc]
+        pair_slots.take().ask = lambda number=number: asked.append(number)  # type: ignore[misc]
     monkeypatch.setattr("kvtransfer.pair_slots.PATIENCE_S", 0.0)
     with pytest.raises(TransferFailed, match="2 pairs are open"):
-        seats.take()
+        pair_slots.take()
     assert asked == [], "nobody is asked for a place that is not waited for any more"
 
 
@@ -100,7 +100,7 @@ def test_one_worker_more_gets_the_place_of_the_pair_that_rested_longest(
         received, sent = pair.move(pair.grant((1, 2)), (3, 0))
         assert received.outcome is ReceiveOutcome.VERIFIED, received.error
         assert sent.outcome is SendOutcome.SENT
-    assert len(transport.seats) == most
+    assert len(transport.pair_slots) == most
     wait_for(lambda: not pairs[0].receiver.peers, "the first pair to leave")
     assert all(pair.receiver.peers for pair in pairs[1:])
     grant = pairs[0].grant((0, 3))
@@ -129,7 +129,7 @@ def test_a_pair_with_an_open_transfer_is_not_ended_for_another(
 
 
 def test_a_process_has_places_for_32_pairs_unless_it_is_told_otherwise() -> None:
-    assert Nccl().seats.most == MOST_PAIRS == 32
+    assert Nccl().pair_slots.most == MOST_PAIRS == 32
 
 
 def test_where_every_pair_is_busy_the_transfer_fails_and_says_so(
@@ -160,4 +160,4 @@ def test_a_sender_without_room_asks_its_own_pairs(
     pairs = [make_pair("nccl", num_blocks=4) for _ in range(2)]
     for pair in [*pairs, *pairs]:
         assert pair.move(pair.grant((1,)), (0,))[0].outcome is ReceiveOutcome.VERIFIED
-    assert len(transport.seats) == 2
+    assert len(transport.pair_slots) == 2

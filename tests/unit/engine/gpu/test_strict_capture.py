@@ -21,7 +21,7 @@ from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
 from pdserve.engine.gpu.build_engine import measure_graphs, with_graphs
 from pdserve.engine.gpu.forbid import forbid
-from pdserve.engine.gpu.resample import Redraw
+from pdserve.engine.gpu.resample import Resampler
 from pdserve.engine.ranks import Ranks
 from pdserve.engine.sharding import Shard
 from tests.gpu.strict_capture import Captures, ForbiddenInCapture, strict_capture
@@ -55,7 +55,7 @@ def test_decode_graphs_are_captured(
     name: str, kv_dtype: str, most_drafts: int, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny(name)
-    monkeypatch.setattr(Redraw, "warm", lambda self: None)  # behind the graphs; it computes with the host's numbers
+    monkeypatch.setattr(Resampler, "warm", lambda self: None)  # behind the graphs; it computes with the host's numbers
     with strict_capture() as captures:
         eager = open_torch_engine(config(folder, kv_dtype=kv_dtype))
         meter = Growing()
@@ -72,7 +72,7 @@ def test_decode_graphs_are_captured(
 def test_a_step_launches_what_the_floor_counts(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel between the products that benchmarks/gpu_floor.py does not know."""
     folder = tiny("llama")
-    monkeypatch.setattr(Redraw, "warm", lambda self: None)
+    monkeypatch.setattr(Resampler, "warm", lambda self: None)
     with strict_capture() as captures:
         eager = open_torch_engine(config(folder, dtype="bfloat16"))
         with_graphs(eager, eager.model, 1, "w")
@@ -102,7 +102,7 @@ def test_ranks_capture_the_same_sums_in_the_same_order(
 ) -> None:
     """Each graph holds the sums of all ranks: a rank that captured another order would wait for ever."""
     folder, asked = tiny("llama"), []
-    monkeypatch.setattr(Redraw, "warm", lambda self: None)
+    monkeypatch.setattr(Resampler, "warm", lambda self: None)
     for rank in range(2):
         with strict_capture(num_devices=2) as captures:
             ranks = object.__new__(Ranks)
