@@ -1,6 +1,6 @@
-"""Attempts on a decode worker: how they begin, how steps change them, how they end. Pure: time is passed as `now_s`.
+"""Admits attempts to a decode worker and ends them. Pure: time is passed as `now_s`.
 
-planning.py chooses the work of a step, and sequence_table.py manages blocks.
+planning.py chooses the work of a step, step_results.py applies its results, and sequence_table.py manages blocks.
 
     remote:  LANDING -> RUNNING -> (gone)            LANDING until the KV is verified and the first token is known
     local:   WAITING -> RUNNING -> (gone)
@@ -11,11 +11,10 @@ planning.py chooses the work of a step, and sequence_table.py manages blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import final
 
-from decode_worker.checking import KvCheck, Mistake
+from decode_worker.checking import KvCheck
 from decode_worker.chunking import ChunkRule
 from decode_worker.decode_sequence import DecodeSequence, Stage
 from decode_worker.drafter import Drafter
@@ -23,22 +22,20 @@ from decode_worker.drafting import DraftRule
 from decode_worker.planning import Planner
 from decode_worker.sequence_table import SequenceTable
 from decode_worker.step import Step
+from decode_worker.step_results import StepResults
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule, FailureKind, RefusalReason, blocks_for
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import (
     DecodeEffect,
     KvCommitted,
-    KvMistaken,
     LandingHeld,
-    PlainSampled,
-    PromptScored,
     ReceiveAborted,
     TransferCancelled,
     TransferLost,
 )
-from pdserve.core.protocol import AttemptFailed, Granted, Load, Refused, Released, TokenRow
+from pdserve.core.protocol import AttemptFailed, Granted, Load, Refused, Released
 from pdserve.core.types import TokenOut
-from pdserve.engine.interface import PlainOuts, RowOut, plain_out
+from pdserve.engine.interface import RowOut
 
 
 @final
@@ -63,9 +60,7 @@ class DecodeBatching:
         self._block_size = block_size
         self._inbox_depth = inbox_depth
         self._end_rule = end_rule
-        self._check = check
-        self._ended_s = 0.0  # end of the last step, as passed to `apply`
-        self._begun_s = 0.0  # end of the step before it, when the last step began
+        self._results = StepResults(self.sequences, end_rule, check)
         self._expires_at_s = math.inf  # the earliest deadline
         self.is_draining = False
 
@@ -233,34 +228,7 @@ class DecodeBatching:
     def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         """Applies the results of a step. Sequences that have ended in the meantime are skipped."""
         self.sequences.lending.ended(step)
-        self._ended_at(now_s)
-        effects: list[DecodeEffect] = []
-        shares: Iterable[tuple[DecodeSequence, int]] = step.shares()
-        if isinstance(outs, PlainOuts) and not step.prefilling and self._check is None:
-            sampled, outs, shares = self._draw_plain(step.decoding, outs.token_ids)
-            if sampled.keys:
-                effects.append(sampled)
-        for (resident, count), out in zip(shares, outs, strict=True):
-            key = resident.key
-            if self._residents.get(key) is not resident or resident.stage is not Stage.RUNNING:
-                continue
-            if self._check is not None and (wrong := self._check.find(resident, self._block_size)) is not None:
-                effects.append(self._distrust(resident, wrong, now_s))
-                continue
-            start = resident.computed
-            self.sequences.advance(resident, count)
-            if out.scored:
-                effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
-            if len(out.sampled) == 1:  # nearly every row
-                self._draw(resident, out.sampled[0], now_s, effects)
-                continue
-            for index, token in enumerate(out.sampled):
-                if index > 0:  # the previous token was an accepted draft, so its KV exists
-                    self.sequences.advance(resident, 1)
-                self._draw(resident, token, now_s, effects)
-                if key not in self._residents:
-                    break
-        return effects
+        return self._results.apply(step, outs, now_s)
 
     # -- one step ahead: for engines that support it ---------------------------------------------------------------
 
@@ -278,8 +246,7 @@ class DecodeBatching:
         self._planner.dropped()
         self.sequences.lending.ended(step)
 
-    # -- many steps at once: for the simulator, which computes the time of steps in closed form
-    # --------------------------
+    # -- many steps at once: for the simulator, which computes the time of steps in closed form ---------------------
 
     def run_length(self, step: Step) -> int:
         """How many steps of exactly these rows may follow each other, this one included; 0: the step also prefills or
@@ -289,21 +256,7 @@ class DecodeBatching:
     def apply_run(self, step: Step, count: int, token: TokenOut, now_s: float) -> list[DecodeEffect]:
         """Does what `count` times `plan` and `apply` would do for the decode rows, if each samples `token` each time.
         Returns only effects other than one more token. `count` is 1 or at most `run_length`."""
-        effects: list[DecodeEffect] = []
-        self._ended_at(now_s)
-        size = self._block_size
-        sampled = [token.token_id] * count
-        for resident in step.decoding:
-            tokens, computed = resident.tokens, resident.computed
-            is_plain = resident.decoding_since_s is not None and resident.preempted_at_s is None
-            if is_plain and len(tokens) + count < resident.ends_at and computed % size + count < size:
-                tokens += sampled  # the usual case in a run
-                resident.computed = computed + count
-                continue
-            tokens += sampled[1:]
-            self.sequences.advance(resident, count)
-            self._draw(resident, token, now_s, effects)
-        return effects
+        return self._results.apply_run(step, count, token, now_s)
 
     def check(self) -> None:
         """Raises AssertionError unless the tables of attempts and blocks agree."""
@@ -323,12 +276,6 @@ class DecodeBatching:
             return RefusalReason.INBOX_FULL
         return None
 
-    def _distrust(self, resident: DecodeSequence, wrong: Mistake, now_s: float) -> DecodeEffect:
-        """The step's result for it is discarded; its text is prefilled again into other blocks."""
-        self.blocks.distrust(resident.blocks[wrong.index])
-        self.sequences.preempt(resident, now_s)
-        return KvMistaken(key=resident.key, error=wrong.error)
-
     def _join(self, resident: DecodeSequence) -> list[DecodeEffect]:
         """Begins to decode once the KV and the first token have both arrived."""
         if not resident.has_landed or resident.first_token is None:
@@ -341,76 +288,6 @@ class DecodeBatching:
             return self.fail(resident.key, FailureKind.INVALID, "first_token_id: it ends the text; nothing may follow")
         self.sequences.join(resident)
         return []
-
-    def _draw_plain(
-        self, decoding: Sequence[DecodeSequence], token_ids: Sequence[int]
-    ) -> tuple[PlainSampled, list[RowOut], list[tuple[DecodeSequence, int]]]:
-        """Adds tokens that only lengthen a text, the usual case. Returns the other rows' outputs, and their sequences,
-        for `apply`."""
-        told: list[DecodeSequence] = []
-        plain_ids: list[int] = []
-        outs: list[RowOut] = []
-        shares: list[tuple[DecodeSequence, int]] = []
-        for resident, token_id in zip(decoding, token_ids, strict=True):
-            tokens = resident.tokens
-            num_tokens = len(tokens)
-            if num_tokens >= resident.plain_until or token_id in resident.end_ids:
-                outs.append(plain_out(token_id))
-                shares.append((resident, 1))
-                continue
-            tokens.append(token_id)
-            resident.computed = num_tokens
-            told.append(resident)
-            plain_ids.append(token_id)
-        sampled = PlainSampled(
-            keys=[each.key for each in told],
-            output_indexes=[each.computed - each.prompt_len for each in told],
-            token_ids=plain_ids,
-        )
-        return sampled, outs, shares
-
-    def _draw(self, resident: DecodeSequence, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
-        """Adds the effects of the token."""
-        attempt, tokens = resident.attempt, resident.tokens
-        tokens.append(token.token_id)
-        num_tokens = len(tokens)
-        num_output = num_tokens - resident.prompt_len
-        finish = self._end_rule.finish(attempt.sampling, token.token_id, num_output, num_tokens)
-        sampled = TokenRow(key=resident.key, output_index=num_output - 1, tokens=(token,), finish=finish)
-        if resident.decoding_since_s is None:
-            sampled = self._begun(resident, sampled, now_s)
-        elif resident.preempted_at_s is not None:
-            decode_s = resident.preempted_at_s - resident.decoding_since_s
-            sampled = replace(sampled, decode_s=decode_s, preempted_s=now_s - resident.preempted_at_s)
-            resident.decoding_since_s, resident.preempted_at_s = now_s, None
-        if finish is None:
-            size = self._block_size
-            resident.plain_until = min(num_tokens + -num_tokens % size, resident.ends_at - 1)
-            effects.append(sampled)
-            return
-        assert resident.decoding_since_s is not None
-        decode_s = sampled.decode_s + now_s - resident.decoding_since_s
-        effects.append(replace(sampled, decode_s=decode_s, preemptions=resident.preemptions))
-        effects += self._release(resident)
-
-    def _ended_at(self, now_s: float) -> None:
-        """A step has ended. May be called twice for one step."""
-        if now_s > self._ended_s:
-            self._begun_s, self._ended_s = self._ended_s, now_s
-
-    def _begun(self, resident: DecodeSequence, sampled: TokenRow, now_s: float) -> TokenRow:
-        """The attempt's first token here: how long it waited, and how long its prompt took."""
-        if not resident.is_local:  # it took part only in the step that has just ended
-            resident.decoding_since_s = max(resident.ready_s, self._begun_s)
-            return replace(sampled, decode_queue_s=resident.decoding_since_s - resident.ready_s)
-        assert resident.started_s is not None
-        resident.decoding_since_s = now_s
-        return replace(
-            sampled,
-            queue_s=resident.started_s - resident.attempt.arrived_s,
-            prefill_s=now_s - resident.started_s,
-            cached_tokens=min(resident.cached, len(resident.attempt.prompt_ids)),
-        )
 
     def _release(self, resident: DecodeSequence) -> list[DecodeEffect]:
         self.sequences.remove(resident)
