@@ -19,7 +19,8 @@ from typing import Any, Final, final
 import grpc
 
 from benchmarks.secret import ENVIRONMENT, attach
-from pdserve.config import WorkerConfig, to_flags
+from pdserve.config import WorkerConfig
+from pdserve.config_flags import to_flags
 from pdserve.core.types import Role, Sampling
 from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtransfer.follower import serve
-from pdserve.config import SECRET_ENV, WorkerConfig, forget_secrets, from_env, parse_flags
+from pdserve.config import SECRET_ENV, WorkerConfig, forget_secrets, from_env
+from pdserve.config_flags import parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.proof import ClusterSecret
 from pdserve.engine.follower import follow

@@ -1,27 +1,18 @@
-"""Settings of each process: frozen, checked once, and converted to flags and back by one rule.
-
-A field `kv_blocks: int` is the flag `--kv-blocks`. The launcher builds a config and starts a process with
-`to_flags(config)` and `to_env(config)`; the process reads it with `parse_flags`. Nothing else reads the command line of
-a worker or a router, so manifests and local clusters use the same flags.
-"""
+"""The settings of workers and routers: frozen and checked once; and the environment variables of their secrets."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
-import types
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
 from pdserve.core.policies import POLICIES
-from pdserve.core.setting import LARGEST_COUNT, PORTS, check_fields, is_hidden, setting
-from pdserve.core.urls import hide_password
+from pdserve.core.setting import LARGEST_COUNT, PORTS, check_fields, setting
 
 TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
 DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "fp8")
@@ -281,82 +272,9 @@ def _check_ranks(config: WorkerConfig) -> None:
         raise ConfigError("host", config.host, expected)
 
 
-Config = TypeVar("Config", WorkerConfig, RouterConfig)
 SECRETS: Final = frozenset(
     one.metadata["env"] for kind in (WorkerConfig, RouterConfig) for one in dataclasses.fields(kind)
 ) - {""}
-
-
-def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Mapping[str, str] | None = None) -> Config:
-    """Reads flags; unknown ones end the process with a message, wrong values raise ConfigError.
-
-    Secrets come from `environ`; None: this process's environment.
-    """
-    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
-    hints = typing.get_type_hints(kind)
-    from_environ: dict[str, str] = {}
-    told: list[str] = []
-    for one in dataclasses.fields(kind):
-        flag = "--" + one.name.replace("_", "-")
-        help_text = one.metadata["help"].replace("%", "%%")
-        env = one.metadata["env"]
-        if env:
-            from_environ[one.name] = from_env(env, environ) or str(one.default)
-            told.append(f"{env}: {help_text}")
-            if not one.metadata["is_url"]:
-                continue
-            help_text += f"; with a password it goes into {env}"
-        required = one.default is dataclasses.MISSING
-        if not required and one.default not in ("", ()):
-            help_text += f" ({'on' if one.default is True else 'off' if one.default is False else one.default})"
-        hint = hints[one.name]
-        if hint is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=one.default, help=help_text)
-        elif isinstance(hint, types.GenericAlias) and typing.get_origin(hint) is tuple:
-            parser.add_argument(flag, type=_words, default=one.default, help=help_text + " (comma-separated)")
-        else:
-            default = None if required or env else one.default
-            metavar = "|".join(one.metadata["choices"]) or None
-            parser.add_argument(flag, type=hint, required=required, default=default, help=help_text, metavar=metavar)
-    parser.epilog = (
-        f"Secrets come from the environment, or from files: {'; '.join(told)}. NAME_FILE names a file of it."
-    )
-    flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    for one in dataclasses.fields(kind):
-        if one.name in flags:
-            check_shown(one, flags[one.name], one.name)
-    return kind(**(from_environ | flags))
-
-
-def check_shown(one: dataclasses.Field[Any], value: Any, name: str) -> None:
-    """Raises ConfigError if `value` came from a command line and is a secret."""
-    if is_hidden(one, str(value)):
-        env = one.metadata["env"]
-        expected = f"no secret on a command line, which others can read: set {env}, or name its file in {env}_FILE"
-        raise ConfigError(name, hide_password(str(value)) if one.metadata["is_url"] else "a secret", expected)
-
-
-def to_flags(config: WorkerConfig | RouterConfig) -> list[str]:
-    """The flags from which, together with `to_env`, parse_flags makes an equal config; defaults are left out."""
-    flags: list[str] = []
-    for one in dataclasses.fields(config):
-        value = getattr(config, one.name)
-        if value == one.default or is_hidden(one, str(value)):
-            continue
-        flag = "--" + one.name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(flag if value else "--no-" + flag[2:])
-        elif isinstance(value, tuple):
-            flags.append(f"{flag}={','.join(value)}")
-        else:
-            flags.append(f"{flag}={value}")
-    return flags
-
-
-def to_env(config: WorkerConfig | RouterConfig) -> dict[str, str]:
-    """The environment variables for values that must not be on a command line."""
-    values = ((one, getattr(config, one.name)) for one in dataclasses.fields(config))
-    return {one.metadata["env"]: value for one, value in values if value and is_hidden(one, str(value))}
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
@@ -385,7 +303,3 @@ def from_env(name: str, environ: Mapping[str, str] | None = None) -> str:
         return Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}_FILE", file, f"a text file that can be read ({error})") from None
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word for word in text.split(",") if word)

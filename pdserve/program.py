@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from pdserve.config import Config, RouterConfig, forget_secrets, parse_flags
+from pdserve.config import RouterConfig, forget_secrets
+from pdserve.config_flags import Config, parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import missing
 from pdserve.telemetry.logs import log_to_stderr

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
-from pdserve.config import WorkerConfig, forget_secrets, parse_flags
+from pdserve.config import WorkerConfig, forget_secrets
+from pdserve.config_flags import parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.proof import ClusterSecret
 from pdserve.engine.build_engine import choose_device, open_rank, shared_bytes

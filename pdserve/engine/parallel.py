@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
-from pdserve.config import WorkerConfig, to_flags
+from pdserve.config import WorkerConfig
+from pdserve.config_flags import to_flags
 from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps

@@ -8,7 +8,8 @@ import sys
 import tempfile
 from typing import IO, Final, Protocol, final
 
-from pdserve.config import SECRET_ENV, WorkerConfig, to_flags
+from pdserve.config import SECRET_ENV, WorkerConfig
+from pdserve.config_flags import to_flags
 from pdserve.core.errors import ConfigError
 
 OWN: Final = "own"  # in place of a descriptor: each rank has a pool of its own

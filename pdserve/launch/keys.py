@@ -7,7 +7,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
-from pdserve.config import RouterConfig, WorkerConfig, check_shown
+from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config_flags import check_shown
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import check_value
 

@@ -19,7 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
-from pdserve.config import REDIS_ENV, SECRET_ENV, WorkerConfig, forget_secrets, from_env, parse_flags, to_env, to_flags
+from pdserve.config import REDIS_ENV, SECRET_ENV, WorkerConfig, forget_secrets, from_env
+from pdserve.config_flags import parse_flags, to_env, to_flags
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.launch import own_ray
 from pdserve.launch.child import StartFailed

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from pdserve.config import RouterConfig, WorkerConfig, to_env, to_flags
+from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config_flags import to_env, to_flags
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import Range
 from pdserve.core.types import Role

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtransfer import issuer
 from kvtransfer.stats import EVENTS
-from pdserve.config import RouterConfig, WorkerConfig, parse_flags
+from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config_flags import parse_flags
 from pdserve.core.errors import ConfigError
 from pdserve.launch import settings
 from pdserve.launch.keys import KINDS, TOP

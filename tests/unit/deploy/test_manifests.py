@@ -21,7 +21,8 @@ from redis.exceptions import AuthenticationError
 from redis.retry import Retry
 
 from pdserve.cli import up
-from pdserve.config import RouterConfig, parse_flags
+from pdserve.config import RouterConfig
+from pdserve.config_flags import parse_flags
 from pdserve.launch import settings
 from pdserve.launch.ports import free_ports
 from pdserve.launch.spec import ClusterSpec, ray_resources, worker_config

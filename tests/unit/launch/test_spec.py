@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.config import RouterConfig, WorkerConfig, parse_flags
+from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config_flags import parse_flags
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.launch.spec import ClusterSpec, fixed_ports, processes, ray_resources, remote_ranks, worker_config

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.secret import ENVIRONMENT
-from pdserve.config import to_flags
+from pdserve.config_flags import to_flags
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
 
