@@ -12,6 +12,7 @@ from decode_worker.batching import DecodeBatching
 from decode_worker.checking import KvCheck
 from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
+from decode_worker.token_rows import join_rows, responses_by_router
 from kvtransfer import issuer
 from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.endpoint import make_receiver
@@ -36,8 +37,7 @@ from pdserve.engine.rejected_joins import rejected_joins
 from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
-from pdserve.wire.protocol import FINGERPRINT, TOKEN_ROW
-from pdserve.worker import messages
+from pdserve.wire.protocol import FINGERPRINT
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.intake import key_of
@@ -114,7 +114,7 @@ class DecodeProgram(RoleProgram):
         if sampled or plain:
             rest = [effect for effect in effects if not isinstance(effect, pr.TokenRow | fx.PlainSampled)]
             super().act(effect for effect in rest if isinstance(effect, fx.PromptScored))
-            self._tell(sampled, plain)
+            self._send_tokens(join_rows(sampled), plain)
             effects = [effect for effect in rest if not isinstance(effect, fx.PromptScored)]
         super().act(effects)
 
@@ -278,34 +278,27 @@ class DecodeProgram(RoleProgram):
         self.context.metrics.add(metric_names.KV_MISTAKEN)
         log.error("a block does not hold what it should; its text is computed anew", extra={"error": effect.error})
 
-    def _tell(self, rows: Iterable[pr.TokenRow], plain: Iterable[fx.PlainSampled]) -> None:
-        """One message for each router."""
-        by_router: dict[int, worker_pb2.AttachResponse] = {}
-        for columns in plain:
-            for router, tokens in messages.plain_tokens(columns):
-                by_router[router] = worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=tokens))
-        for row in _joined(rows):
-            response = by_router.setdefault(row.key.router, worker_pb2.AttachResponse())
-            response.tokens.rows.append(TOKEN_ROW.encode(row))
-            metrics = self.context.metrics
+    def _send_tokens(self, rows: list[pr.TokenRow], plain: Iterable[fx.PlainSampled]) -> None:
+        for session, response in responses_by_router(rows, plain).items():
+            self.outbox.send(session, response)
+        metrics = self.context.metrics
+        for row in rows:
             if row.preemptions:
                 metrics.add(metric_names.PREEMPTED, row.preemptions)
             if row.prefill_s > 0.0:
                 metrics.add(metric_names.REUSED_TOKENS, row.cached_tokens)
             if self.context.tracing.is_on:
                 self._trace(row)
-        for session, response in by_router.items():
-            self.outbox.send(session, response)
 
     def _trace(self, one: pr.TokenRow) -> None:
         """A span for each duration that is reported with the row; the last one ends now."""
         key, since_s = one.key, one.preempted_s if one.finish is None else 0.0
         cached = {names.CACHED_TOKENS: one.cached_tokens}
-        self.record_span(Phase.PREFILL_QUEUE, key, one.queue_s, ended_ago_s=one.prefill_s)
-        self.record_span(Phase.PREFILL, key, one.prefill_s, cached)
-        self.record_span(Phase.DECODE_QUEUE, key, one.decode_queue_s, ended_ago_s=one.decode_s)
-        self.record_span(Phase.DECODE, key, one.decode_s, ended_ago_s=since_s)
-        self.record_span(Phase.PREEMPTED, key, one.preempted_s)
+        self.traces.record(Phase.PREFILL_QUEUE, key, one.queue_s, ended_ago_s=one.prefill_s)
+        self.traces.record(Phase.PREFILL, key, one.prefill_s, cached)
+        self.traces.record(Phase.DECODE_QUEUE, key, one.decode_queue_s, ended_ago_s=one.decode_s)
+        self.traces.record(Phase.DECODE, key, one.decode_s, ended_ago_s=since_s)
+        self.traces.record(Phase.PREEMPTED, key, one.preempted_s)
 
     def _gone(self, effect: pr.Released) -> None:
         self._landings.pop(effect.key, None)
@@ -314,21 +307,6 @@ class DecodeProgram(RoleProgram):
     def _not_taken(self, effect: pr.Refused) -> None:
         self._landings.pop(effect.key, None)
         self._refused(effect)
-
-
-def _joined(rows: Iterable[pr.TokenRow]) -> list[pr.TokenRow]:
-    """The tokens of one attempt in one row: accepted drafts make several of one step."""
-    joined: list[pr.TokenRow] = []
-    for row in rows:
-        last = joined[-1] if joined else None
-        if last is None or last.key != row.key:
-            joined.append(replace(row))
-            continue
-        last.tokens += row.tokens
-        last.finish = row.finish
-        last.decode_s += row.decode_s
-        last.preemptions = row.preemptions
-    return joined
 
 
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> DecodeProgram:

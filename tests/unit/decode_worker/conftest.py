@@ -138,6 +138,12 @@ class Bench:
             ]
         return first.token_id
 
+    def reserve_and_write(self, name: str, prompt: list[int], **settings: Any) -> int:
+        """Reserves blocks and writes their KV, without reporting it. Returns the first token."""
+        [effect] = self.offer(name, prompt, is_local=False, **settings)
+        assert isinstance(effect, LandingHeld)
+        return self.write(name)
+
     def land(self, name: str, attempt: int = 1) -> list[DecodeEffect]:
         key = self.key(name, attempt)
         return self.batching.landed(key, transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=self.now_s)

@@ -7,21 +7,13 @@ from typing import Any
 import pytest
 
 from decode_worker.decode_sequence import Stage
-from pdserve.core.attempt import FailureKind, RefusalReason
+from pdserve.core.attempt import FailureKind
 from pdserve.core.effects import KvCommitted, LandingHeld, ReceiveAborted, StepAccount, TransferCancelled, TransferLost
-from pdserve.core.protocol import AttemptFailed, Granted, Refused, Released, TokenRow
+from pdserve.core.protocol import AttemptFailed, Granted, Released, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
 
 PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a third
-
-
-def landing(bench: Any, name: str, prompt: list[int] = PROMPT, **settings: Any) -> int:
-    """Reserved, its KV written but not reported; the first token."""
-    [effect] = bench.offer(name, prompt, is_local=False, **settings)
-    assert isinstance(effect, LandingHeld)
-    first: int = bench.write(name)
-    return first
 
 
 # -- the remote path -------------------------------------------------------------------------------------------
@@ -36,7 +28,7 @@ def test_a_landing_place_covers_the_prompt_in_one_run(bench: Any) -> None:
 
 @pytest.mark.parametrize("is_admitted_first", [True, False])
 def test_decoding_starts_when_kv_and_first_token_are_both_there(bench: Any, is_admitted_first: bool) -> None:
-    first = landing(bench, "a")
+    first = bench.reserve_and_write("a", PROMPT)
     committed = KvCommitted(key=bench.key("a"), transfer_s=0.5, busy_s=0.25, num_bytes=64, held_blocks=0)
     if is_admitted_first:
         assert bench.admit("a", first) == []
@@ -75,7 +67,7 @@ def test_a_prompt_that_is_held_whole_still_lands_its_last_block(bench: Any) -> N
 
 
 def test_landed_kv_serves_later_prompts(bench: Any) -> None:
-    first = landing(bench, "a")
+    first = bench.reserve_and_write("a", PROMPT)
     bench.land("a")
     bench.offer("b", PROMPT)
     bench.run()
@@ -86,7 +78,7 @@ def test_landed_kv_serves_later_prompts(bench: Any) -> None:
 
 
 def test_a_second_admit_is_told_from_the_first(bench: Any) -> None:
-    first = landing(bench, "a")
+    first = bench.reserve_and_write("a", PROMPT)
     assert bench.admit("a", first) == []
     assert bench.admit("a", first) is None
     bench.land("a")
@@ -97,13 +89,13 @@ def test_a_second_admit_is_told_from_the_first(bench: Any) -> None:
 
 
 def test_a_lost_transfer_frees_the_landing_place(bench: Any) -> None:
-    landing(bench, "a")
+    bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
     assert bench.batching.lost(key, "checksum") == [TransferLost(key=key, error="checksum"), Released(key=key)]
 
 
 def test_a_transfer_that_its_sender_cancelled_is_told_as_that(bench: Any) -> None:
-    landing(bench, "a")
+    bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
     lost = TransferLost(key=key, error="enough", is_cancelled=True)
     assert bench.batching.lost(key, "enough", is_cancelled=True) == [lost, Released(key=key)]
@@ -111,7 +103,7 @@ def test_a_transfer_that_its_sender_cancelled_is_told_as_that(bench: Any) -> Non
 
 
 def test_a_first_token_that_ends_the_text_is_not_decoded_from(bench: Any) -> None:
-    landing(bench, "a", max_tokens=1)
+    bench.reserve_and_write("a", PROMPT, max_tokens=1)
     bench.land("a")
     failed, released = bench.admit("a", 81) or []
     assert (failed.kind, released) == (FailureKind.INVALID, Released(key=bench.key("a")))
@@ -216,112 +208,13 @@ def test_more_landed_sequences_than_rows_take_turns_by_age(make_bench: Any) -> N
     bench = make_bench(max_batch=2)
     prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("abc")}
     for name, prompt in prompts.items():
-        first = landing(bench, name, prompt)
+        first = bench.reserve_and_write(name, prompt)
         bench.land(name)
         bench.admit(name, first)
     plan, _ = bench.batching.plan(0.0)
     assert [key.request_id for key in plan.keys] == ["a", "b"]
     bench.run()
     assert bench.sampled == {name: answer(prompt, 8) for name, prompt in prompts.items()}
-
-
-# -- memory ----------------------------------------------------------------------------------------------------
-
-
-def test_when_memory_ends_the_youngest_is_recomputed_and_no_token_changes(make_bench: Any) -> None:
-    bench = make_bench(num_blocks=9)
-    prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("abc")}
-    for name, prompt in prompts.items():
-        bench.offer(name, prompt, max_tokens=20)
-    effects = bench.run()
-    assert bench.sampled == {name: answer(prompt, 20) for name, prompt in prompts.items()}
-    assert bench.batching.num_preemptions > 0
-    last = {one.key.request_id: one for one in effects if isinstance(one, TokenRow) and one.finish}
-    assert last["a"].preemptions == 0
-    assert last["c"].preemptions > 0
-    assert list(last) == ["a", "b", "c"]
-
-
-def test_a_preempted_remote_sequence_reads_its_tokens_itself(make_bench: Any) -> None:
-    bench = make_bench(num_blocks=7)
-    prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("ab")}
-    for name, prompt in prompts.items():
-        first = landing(bench, name, prompt, max_tokens=16)
-        bench.land(name)
-        bench.admit(name, first)
-    effects = bench.run()
-    assert bench.sampled == {name: answer(prompt, 16) for name, prompt in prompts.items()}
-    assert bench.batching.num_preemptions > 0
-    for name in prompts:
-        indexes = [one.output_index for one in effects if isinstance(one, TokenRow) and one.key.request_id == name]
-        assert indexes == list(range(1, 16))
-
-
-def test_the_last_one_waits_for_landing_places_rather_than_losing_its_kv(make_bench: Any) -> None:
-    bench = make_bench(num_blocks=4)
-    bench.offer("a", [1, 2, 3], max_tokens=6)
-    bench.step()
-    landing(bench, "b", list(range(8)))
-    while bench.batching.blocks.num_available:
-        bench.step()
-    bench.step()
-    bench.step()
-    bench.step()
-    plan, _ = bench.batching.plan(bench.now_s)
-    assert plan.rows == []
-    assert bench.batching.num_preemptions == 0
-    bench.batching.lost(bench.key("b"), "gone")
-    bench.run()
-    assert bench.sampled["a"] == answer([1, 2, 3], 6)
-
-
-def test_landing_places_leave_room_for_residents_to_grow(make_bench: Any) -> None:
-    bench = make_bench(num_blocks=4)
-    bench.offer("a", [1, 2, 3])
-    bench.step()
-    assert bench.offer("b", list(range(12)), is_local=False) == [
-        Refused(key=bench.key("b"), reason=RefusalReason.NO_BLOCKS)
-    ]
-    assert isinstance(bench.offer("c", list(range(8)), is_local=False)[0], LandingHeld)
-
-
-def test_no_landing_place_is_given_while_a_local_prompt_waits_for_memory(make_bench: Any) -> None:
-    bench = make_bench(num_blocks=6)
-    landing(bench, "a", list(range(16)))
-    bench.offer("b", list(range(50, 62)))
-    bench.step()
-    assert bench.offer("c", [1], is_local=False) == [Refused(key=bench.key("c"), reason=RefusalReason.NO_BLOCKS)]
-    bench.batching.lost(bench.key("a"), "gone")
-    bench.run()
-    assert bench.sampled["b"] == answer(list(range(50, 62)), 8)
-
-
-@pytest.mark.parametrize("is_local", [True, False])
-def test_a_cached_prefix_is_not_held_while_memory_is_missing(make_bench: Any, is_local: bool) -> None:
-    bench = make_bench(num_blocks=4)
-    blocks = bench.batching.blocks
-    bench.offer("a", PROMPT[:8], max_tokens=1)
-    bench.run()
-    landing(bench, "b", list(range(100, 108)))  # takes the two free blocks
-    prompt = [*PROMPT[:8], 99]  # two blocks are in the cache, and there is none for the third
-    refused = [Refused(key=bench.key("c"), reason=RefusalReason.NO_BLOCKS)]
-    assert bench.offer("c", prompt, is_local=is_local, max_tokens=4) == (
-        [Granted(key=bench.key("c"))] if is_local else refused
-    )
-    for _ in range(3):
-        bench.step()
-        assert (blocks.num_referenced, blocks.num_evictable) == (2, 2)
-    bench.batching.lost(bench.key("b"), "gone")
-    bench.run()
-    assert bench.sampled.get("c") == (answer(prompt, 4) if is_local else None)
-
-
-def test_a_text_ends_at_the_context_window(make_bench: Any) -> None:
-    bench = make_bench(num_blocks=3)
-    bench.offer("a", PROMPT, max_tokens=100)
-    rows = [one for one in bench.run() if isinstance(one, TokenRow)]
-    assert rows[-1].finish is FinishReason.LENGTH
-    assert bench.sampled["a"] == answer(PROMPT, 2)
 
 
 # -- ends ------------------------------------------------------------------------------------------------------
@@ -345,7 +238,7 @@ def test_a_text_ends_by_its_rules(
 
 
 def test_cancel_while_landing_holds_the_blocks_until_nobody_writes(bench: Any) -> None:
-    landing(bench, "a")
+    bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
     assert bench.batching.cancel(key) == [ReceiveAborted(key=key)]
     assert bench.batching.cancel(key) == []
@@ -357,7 +250,7 @@ def test_cancel_while_landing_holds_the_blocks_until_nobody_writes(bench: Any) -
 
 
 def test_a_transfer_that_ended_well_after_the_cancel_frees_too(bench: Any) -> None:
-    landing(bench, "a")
+    bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
     bench.batching.cancel(key)
     assert bench.land("a") == [TransferCancelled(key=key), Released(key=key)]
@@ -365,7 +258,7 @@ def test_a_transfer_that_ended_well_after_the_cancel_frees_too(bench: Any) -> No
 
 
 def test_cancel_after_the_commit_frees_at_once(bench: Any) -> None:
-    landing(bench, "a")
+    bench.reserve_and_write("a", PROMPT)
     bench.land("a")
     assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
     assert bench.batching.blocks.num_referenced == 0
@@ -392,7 +285,7 @@ def test_failing_an_unknown_attempt_does_nothing(bench: Any) -> None:
 
 
 def test_failing_an_attempt_whose_kv_is_on_its_way_reports_it_once(bench: Any) -> None:
-    landing(bench, "a")
+    bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
     failed, aborted = bench.batching.fail(key, FailureKind.INTERNAL, "the engine raised")
     assert (failed.kind, aborted) == (FailureKind.INTERNAL, ReceiveAborted(key=key))
@@ -425,48 +318,3 @@ def test_a_deadline_ends_an_attempt_at_every_stage(bench: Any) -> None:
     key = bench.key("landing")
     assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
     assert bench.batching.live() == []
-
-
-# -- refusals --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"prompt": list(range(129))}, RefusalReason.TOO_LARGE),
-        ({"prompt": list(range(128)), "is_local": False}, RefusalReason.TOO_LARGE),
-        ({"deadline_at_s": 0.0}, RefusalReason.DEADLINE),
-        ({"deadline_at_s": -1.0, "is_local": False}, RefusalReason.DEADLINE),
-    ],
-)
-def test_what_cannot_be_taken_is_refused_with_its_reason(
-    bench: Any, settings: dict[str, Any], reason: RefusalReason
-) -> None:
-    assert bench.offer("a", **{"prompt": PROMPT, **settings}) == [Refused(key=bench.key("a"), reason=reason)]
-
-
-def test_the_inbox_is_bounded_over_both_paths(make_bench: Any) -> None:
-    bench = make_bench(inbox_depth=2)
-    bench.offer("a", PROMPT, is_local=False)
-    bench.offer("b", PROMPT)
-    assert bench.offer("c", PROMPT) == [Refused(key=bench.key("c"), reason=RefusalReason.INBOX_FULL)]
-    bench.step()
-    assert bench.offer("d", PROMPT) == [Granted(key=bench.key("d"))]  # "b" runs, so there is room
-
-
-def test_a_draining_worker_refuses_and_finishes_what_it_has(bench: Any) -> None:
-    bench.offer("a", PROMPT)
-    bench.batching.is_draining = True
-    assert bench.offer("b", PROMPT) == [Refused(key=bench.key("b"), reason=RefusalReason.DRAINING)]
-    bench.run()
-    assert bench.sampled["a"] == answer(PROMPT, 8)
-
-
-def test_the_load_counts_residents_waiters_and_what_is_left_to_read(bench: Any) -> None:
-    bench.offer("a", PROMPT)
-    bench.step()
-    bench.offer("b", PROMPT)
-    bench.offer("c", [9] * 8, is_local=False)
-    load = bench.batching.load()
-    assert (load.running, load.waiting, load.context_tokens, load.pending_prefill_tokens) == (1, 2, 8, 12)
-    assert (load.free_blocks, load.evictable_blocks) == (27, 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.protocol import TokenRow
-from tests.unit.decode_worker.test_batching import PROMPT, landing
+from tests.unit.decode_worker.test_batching import PROMPT
 
 
 def reported(effects: list[Any], name: str) -> dict[str, float]:
@@ -20,7 +20,7 @@ def test_a_remote_attempt_waits_from_when_all_was_there_to_its_first_step(bench:
     bench.offer("busy", PROMPT, max_tokens=20)
     for _ in range(4):
         bench.step()
-    first = landing(bench, "a", [7, 8, 9])
+    first = bench.reserve_and_write("a", [7, 8, 9])
     ready_s = bench.now_s - 0.25  # both came while the last step ran
     bench.batching.landed(bench.key("a"), transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=ready_s - 0.5)
     bench.batching.admit(bench.key("a"), first, ready_s)
@@ -38,7 +38,7 @@ def test_a_remote_attempt_waits_from_when_all_was_there_to_its_first_step(bench:
 
 
 def test_the_wait_is_told_with_the_first_row(bench: Any) -> None:
-    first = landing(bench, "a")
+    first = bench.reserve_and_write("a", PROMPT)
     bench.land("a")
     bench.batching.admit(bench.key("a"), first, bench.now_s)
     rows = [one for one in bench.run() if isinstance(one, TokenRow)]
@@ -56,7 +56,7 @@ def test_decoding_and_preemptions_add_up(make_bench: Any, is_local: bool, is_ahe
         if is_local:
             bench.offer(name, prompt, max_tokens=20)
         else:
-            first = landing(bench, name, prompt, max_tokens=20)
+            first = bench.reserve_and_write(name, prompt, max_tokens=20)
             bench.land(name)
             bench.batching.admit(bench.key(name), first, bench.now_s)
     begin_s, ends_s, effects = bench.now_s, {}, []
