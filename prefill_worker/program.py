@@ -219,8 +219,8 @@ class PrefillProgram(RoleProgram):
         key = effect.key
         self.outbox.tell(effect)
         self.context.metrics.add(metric_names.REUSED_TOKENS, effect.cached_tokens)
-        self.record_span(Phase.PREFILL_QUEUE, key, effect.queue_s, ended_ago_s=effect.prefill_s)
-        self.record_span(Phase.PREFILL, key, effect.prefill_s, {names.CACHED_TOKENS: effect.cached_tokens})
+        self.traces.record(Phase.PREFILL_QUEUE, key, effect.queue_s, ended_ago_s=effect.prefill_s)
+        self.traces.record(Phase.PREFILL, key, effect.prefill_s, {names.CACHED_TOKENS: effect.cached_tokens})
 
     def _gone(self, effect: pr.Released) -> None:
         self._grants.pop(effect.key, None)

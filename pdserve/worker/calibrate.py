@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from pdserve.config import WorkerConfig
 from pdserve.core.attempt import blocks_for
 from pdserve.core.errors import InternalError
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine, Row
+from pdserve.profiles import load_profile
 
 BUDGET_S: Final = 0.6
 UNKNOWN: Final = CostPrior(
@@ -37,6 +39,13 @@ def draw_one_token(engine: Engine) -> None:
     sampled = engine.step([_reading(engine, count=1, start=0)])[0].sampled
     if len(sampled) != 1 or not 0 <= sampled[0].token_id < engine.spec.vocab_size:
         raise InternalError(f"the engine's first step drew {sampled}, expected one of {engine.spec.vocab_size} tokens")
+
+
+def expected_cost(engine: Engine, role: Role, config: WorkerConfig) -> CostPrior:
+    """From the configured profile; measured if there is none."""
+    if config.profile:
+        return load_profile(config.profile).cost
+    return measure_cost(engine, role, max_batch=config.max_batch, max_batch_tokens=config.max_batch_tokens)
 
 
 def measure_cost(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from pdserve.core.blocks import BlockAllocator
 from pdserve.core.errors import InternalError
 from pdserve.engine.interface import Engine, OnLayer, Row, RowOut
 
@@ -84,3 +85,13 @@ class Isolation:
             return self._engine.step([row])[0]
         except Exception as error:  # reported to the request's router
             return RowFailed(f"{type(error).__name__}: {error}")
+
+
+def free_row(blocks: BlockAllocator) -> Row | None:
+    """A row that any working engine can compute, in a free block, whose contents are unused; None if no block is
+    free."""
+    free = blocks.allocate(1)
+    if free is None:
+        return None
+    blocks.release(free)
+    return Row(tokens=[0], start=0, blocks=free)

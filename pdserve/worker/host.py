@@ -25,6 +25,7 @@ from pdserve.core.durations import clamped_s
 from pdserve.core.errors import PdserveError
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.types import Role
+from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Tracing, make_tracing
@@ -34,7 +35,6 @@ from pdserve.worker.context import ProgramContext
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.health import Health
 from pdserve.worker.program import RoleProgram
-from pdserve.worker.publish import make_publisher
 from pdserve.worker.session import WorkerServicer
 from pdserve.worker.watchdog import Watchdog, dump_and_exit
 
@@ -106,7 +106,8 @@ class WorkerHost:
             self.address = f"{self._config.advertise or self._config.host}:{port}"
             program = self._engine.start(self._make_program)
             self._on_loop(self._serve(program))
-            self.memory = program.memory
+            plan: MemoryPlan | None = getattr(program.engine, "memory", None)
+            self.memory = "" if plan is None else plan.to_json()
         except BaseException:
             self.stop()
             raise
@@ -281,3 +282,21 @@ def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
     if isinstance(context.get("exception"), BlockingIOError):
         return
     loop.default_exception_handler(context)
+
+
+def make_publisher(
+    config: WorkerConfig, role: Role, incarnation: str, endpoint: str, hash_seed: bytes
+) -> WorkerPublisher | None:
+    """Publishes to Redis that this worker is alive, and what it has cached. None without a Redis URL.
+
+    It is not started yet, and keeps changes that are offered before. Its failures never affect a request: it keeps
+    what it could not send, and retries. Raises ConfigError.
+    """
+    if not config.redis:
+        return None
+    # imported here, because a worker without a registry needs no Redis client
+    from pdserve.prefix.publisher import WorkerPublisher
+    from pdserve.prefix.registry import Registration
+
+    registration = Registration(worker_id=config.worker_id, incarnation=incarnation, role=role, endpoint=endpoint)
+    return WorkerPublisher(config.redis, config.cluster, registration, hash_seed=hash_seed, lease_s=config.lease_s)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final
 
-from pdserve.engine.interface import AheadEngine, Flight, Row, RowOut
+from pdserve.engine.async_stepper import AsyncStepper
+from pdserve.engine.interface import AheadEngine, Engine, Flight, Row, RowOut
 from pdserve.worker.compute import Isolation, RowFailed
 from pdserve.worker.interface import AheadBatching
 
@@ -75,3 +76,14 @@ class StepsInFlight:
                     dropped.flight.sample({})
                 dropped.flight.wait()
             self._batching.dropped(dropped.step)
+
+
+def make_steps_in_flight(
+    engine: Engine, choice: str, batching: AheadBatching, isolation: Isolation
+) -> StepsInFlight | None:
+    """`choice` is the setting async_scheduling. None: each step is read before the next one is launched."""
+    if choice == "on" and not hasattr(engine, "launch"):
+        engine = AsyncStepper(engine)
+    if choice == "off" or not hasattr(engine, "launch"):
+        return None
+    return StepsInFlight(cast(AheadEngine, engine), batching, isolation)

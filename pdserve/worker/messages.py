@@ -8,10 +8,39 @@ from typing import Any, Final
 
 from pdserve.core import effects as fx
 from pdserve.core.blocks import CacheChange
-from pdserve.v1 import inference_pb2, worker_pb2
-from pdserve.wire.convert import logprobs_to_proto
+from pdserve.core.latency import CostPrior
+from pdserve.engine.interface import EngineSpec
+from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
+from pdserve.wire.convert import logprobs_to_proto, role_to_proto
+from pdserve.wire.protocol import COST
+from pdserve.worker.context import ProgramContext
+from pdserve.worker.intake import Limits
 
 MAX_SCORED: Final = 16_384  # logprobs in one message: some 200 kB
+
+
+def worker_hello(
+    context: ProgramContext, spec: EngineSpec, limits: Limits, cost: CostPrior, fingerprint: transfer_pb2.Fingerprint
+) -> worker_pb2.WorkerHello:
+    config = context.config
+    return worker_pb2.WorkerHello(
+        worker_id=config.worker_id,
+        incarnation=context.incarnation,
+        role=role_to_proto(context.role),
+        model=spec.model,
+        fingerprint=fingerprint,
+        block_size=spec.block_size,
+        num_blocks=spec.num_blocks,
+        max_context_tokens=limits.max_context_tokens,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        max_batch=config.max_batch,
+        max_batch_tokens=config.max_batch_tokens,
+        inbox_depth=config.inbox_depth,
+        cost=COST.encode(cost),
+        hash_seed=limits.hash_seed,
+        reads_batches=True,
+    )
 
 
 def prompt_scored(effect: fx.PromptScored) -> Iterator[worker_pb2.PromptScored]:

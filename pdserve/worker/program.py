@@ -7,12 +7,12 @@ no thread and no socket: tests and the host drive it in the same way.
 from __future__ import annotations
 
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
@@ -20,40 +20,23 @@ from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, Fa
 from pdserve.core.blocks import BlockAllocator, CacheChange
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import hash_seed
-from pdserve.core.latency import CostPrior
-from pdserve.core.phases import Phase
 from pdserve.core.stamps import BlockStamps
-from pdserve.engine.async_stepper import AsyncStepper
 from pdserve.engine.device_defaults import with_device_defaults
-from pdserve.engine.interface import AheadEngine, Engine, OnLayer, PlainOuts, Row, RowOut
-from pdserve.engine.memory_plan import MemoryPlan
-from pdserve.profiles import load_profile
-from pdserve.telemetry import metric_names, names
+from pdserve.engine.interface import Engine, OnLayer, PlainOuts, RowOut
+from pdserve.telemetry import metric_names
 from pdserve.v1 import transfer_pb2, worker_pb2
-from pdserve.wire.convert import role_to_proto
-from pdserve.wire.protocol import COST
 from pdserve.worker import calibrate
-from pdserve.worker.compute import Isolation, RowFailed
+from pdserve.worker.attempt_traces import AttemptTraces
+from pdserve.worker.compute import Isolation, RowFailed, free_row
 from pdserve.worker.context import ProgramContext
-from pdserve.worker.in_flight import Begun, StepsInFlight
+from pdserve.worker.in_flight import Begun, StepsInFlight, make_steps_in_flight
 from pdserve.worker.intake import Limits, key_of, read_sequence
 from pdserve.worker.interface import AheadBatching, Batching
-from pdserve.worker.measure import Measure
+from pdserve.worker.messages import worker_hello
 from pdserve.worker.outbox import Outbox
-from pdserve.worker.timed import TimedSteps
+from pdserve.worker.reports import Reports
 
 log = logging.getLogger(__name__)
-
-TIMED_BATCHES_PER_HEARTBEAT: Final = 10
-NO_ATTRIBUTES: Final[Mapping[str, str | int | float | bool]] = {}
-
-
-@dataclass(slots=True)
-class Track:
-    """Telemetry data of a running attempt."""
-
-    traceparent: str
-    attributes: Mapping[str, Any]  # of the request, as far as the client has set them
 
 
 class RoleProgram(ABC):
@@ -72,11 +55,9 @@ class RoleProgram(ABC):
         self.limits = Limits(vocab_size=spec.vocab_size, max_context_tokens=max_context_tokens, hash_seed=seed)
         self.end_rule = EndRule(eos_token_ids=frozenset(spec.eos_token_ids), max_context_tokens=max_context_tokens)
         calibrate.draw_one_token(engine)
-        self.cost = load_profile(config.profile).cost if config.profile else self._measure_cost()
-        self.tracks: dict[AttemptKey, Track] = {}
-        self._links: list[tuple[str, str, str]] = []  # as last reported to routers
-        self._measure = Measure(context.metrics)
-        self._isolation = Isolation(engine, self._probe)
+        self.cost = calibrate.expected_cost(engine, context.role, config)
+        self.traces = AttemptTraces(self.context)
+        self._isolation = Isolation(engine, partial(free_row, self.blocks))
         self._in_flight: StepsInFlight | None = None  # for a role that supports one step ahead
         self._ledger = AttemptLedger()
         self.outbox = Outbox()
@@ -84,9 +65,7 @@ class RoleProgram(ABC):
         self._is_leaving = False  # drained by its own process, which then ends
         self.is_between_steps = False  # a step follows the last one at once
         self._step_ended_s = 0.0
-        self._beat_at_s = float("-inf")
-        self._timed = TimedSteps(config.heartbeat_s / TIMED_BATCHES_PER_HEARTBEAT)
-        self._told: pr.Load | None = None
+        self.reports = Reports(self.outbox, context.metrics, config.heartbeat_s)
         self._actions: dict[type, Callable[[Any], None]] = {
             pr.Refused: self._refused,
             pr.AttemptFailed: self._failed,
@@ -98,14 +77,10 @@ class RoleProgram(ABC):
 
     def go_ahead(self, batching: AheadBatching) -> None:
         """Launches steps before the previous one is read, if the engine supports it."""
-        engine, choice = self.engine, self.context.config.async_scheduling
-        if choice == "on" and not hasattr(engine, "launch"):
-            engine = AsyncStepper(engine)
-        if choice != "off" and hasattr(engine, "launch"):
-            self._in_flight = StepsInFlight(cast(AheadEngine, engine), batching, self._isolation)
+        choice = self.context.config.async_scheduling
+        self._in_flight = make_steps_in_flight(self.engine, choice, batching, self._isolation)
 
-    # -- implemented by each role
-    # ---------------------------------------------------------------------------------------
+    # -- implemented by each role -------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -149,33 +124,13 @@ class RoleProgram(ABC):
     # -- called by the host -------------------------------------------------------------------------------------
 
     def hello(self) -> worker_pb2.WorkerHello:
-        config, spec = self.context.config, self.engine.spec
-        return worker_pb2.WorkerHello(
-            worker_id=config.worker_id,
-            incarnation=self.context.incarnation,
-            role=role_to_proto(self.context.role),
-            model=spec.model,
-            fingerprint=self.fingerprint(),
-            block_size=spec.block_size,
-            num_blocks=spec.num_blocks,
-            max_context_tokens=self.limits.max_context_tokens,
-            vocab_size=spec.vocab_size,
-            eos_token_ids=spec.eos_token_ids,
-            max_batch=config.max_batch,
-            max_batch_tokens=config.max_batch_tokens,
-            inbox_depth=config.inbox_depth,
-            cost=COST.encode(self.cost),
-            hash_seed=self.limits.hash_seed,
-            reads_batches=True,
-        )
+        return worker_hello(self.context, self.engine.spec, self.limits, self.cost, self.fingerprint())
 
     def attached(self, session: int, hello: worker_pb2.RouterHello) -> None:
         self.outbox.attach(session, wants_kv_events=hello.wants_kv_events)
         if hello.wants_kv_events:
             self.outbox.tell_cache(self.blocks.snapshot(), session)
-        self.outbox.tell_load(session, self._load(self.batching.load()))
-        if self._links:
-            self.outbox.tell_links(self._links, session)
+        self.reports.attached(session, self._with_state(self.batching.load()))
 
     def lost(self, session: int) -> None:
         """The router's stream ended: its requests are abandoned."""
@@ -209,12 +164,6 @@ class RoleProgram(ABC):
             log.warning("a message was dropped", extra={"field": error.field, "expected": error.expected})
 
     @property
-    def memory(self) -> str:
-        """How the engine's memory is divided, as JSON; empty if unknown."""
-        plan: MemoryPlan | None = getattr(self.engine, "memory", None)
-        return "" if plan is None else plan.to_json()
-
-    @property
     def is_healthy(self) -> bool:
         """False once a required part has died, such as another rank of the engine."""
         return bool(getattr(self.engine, "is_healthy", True))
@@ -242,9 +191,9 @@ class RoleProgram(ABC):
         if is_drained is not self.is_drained:
             self.is_drained = is_drained
             self.batching.is_draining = is_drained or self._is_leaving
-            self._told = None  # routers are told with the next report
+            self.reports.changed()
             extra = {"worker_id": self.context.config.worker_id, "is_drained": is_drained}
-            log.info("an operator drains the worker, or takes that back", extra=extra)
+            log.info("an operator has drained the worker, or has undone the drain", extra=extra)
 
     def step(self) -> bool:
         """Plans and computes one step. False: there was nothing to compute."""
@@ -263,7 +212,8 @@ class RoleProgram(ABC):
         self.num_steps += 1
         outs = entries if isinstance(entries, PlainOuts) else self._checked(step.keys, entries)
         self.act(self.batching.apply(step, outs, ended_s))
-        self._account(step.account, outs, ended_s - started_s, ended_s)
+        self.observe(step.account, ended_s - started_s)
+        self.reports.step(step.account, outs, ended_s - started_s, ended_s)
         return True
 
     def _checked(self, keys: Sequence[AttemptKey], entries: Sequence[RowOut | RowFailed]) -> list[RowOut]:
@@ -297,7 +247,9 @@ class RoleProgram(ABC):
         """Between steps and while idle: deadlines, heartbeats, cache changes."""
         now_s = self.context.now()
         self.act(self.batching.expire(now_s))
-        self._beat(now_s)
+        load = self.reports.due_load(now_s, self.batching.load)
+        if load is not None:
+            self._report(load)
 
     def take_messages(self) -> list[tuple[int, worker_pb2.AttachResponse]]:
         """(session, message) pairs since the last call, in order."""
@@ -318,7 +270,7 @@ class RoleProgram(ABC):
     def check(self) -> None:
         """Raises AssertionError unless all tables are consistent; for tests."""
         self.batching.check()
-        assert set(self.tracks) == set(self.batching.live()), "telemetry follows attempts that are gone, or lost some"
+        assert self.traces.keys == set(self.batching.live()), "traces differ from the attempts"
 
     # -- for roles ----------------------------------------------------------------------------------------------
 
@@ -347,34 +299,8 @@ class RoleProgram(ABC):
             self._failed(pr.AttemptFailed(key=key, kind=FailureKind.INVALID, message=error.message))
             self._released(pr.Released(key=key))
             return None
-        self.tracks[key] = Track(
-            message.traceparent, {name: value for name, value in attempt.attributes().items() if value}
-        )
+        self.traces.add(attempt, message.traceparent)
         return attempt
-
-    def record_span(
-        self,
-        phase: Phase,
-        key: AttemptKey,
-        duration_s: float,
-        attributes: Mapping[str, str | int | float | bool] = NO_ATTRIBUTES,
-        *,
-        ended_ago_s: float = 0.0,
-    ) -> None:
-        """Only if the duration is reported to the router, which then records no span of its own for it."""
-        track = self.tracks.get(key)
-        if track is None or not self.context.tracing.is_on or duration_s <= 0.0:
-            return
-        common: dict[str, str | int | float | bool] = {
-            names.REQUEST_ID: key.request_id,
-            names.ATTEMPT: key.attempt,
-            names.WORKER_ID: self.context.config.worker_id,
-            names.WORKER_ROLE: self.context.role.value,
-            **{names.REQUEST_ATTRIBUTES[one]: value for one, value in track.attributes.items()},
-        }
-        end_ns = time.time_ns() - int(ended_ago_s * 1e9)
-        name = names.PHASE_SPANS[phase]
-        self.context.tracing.record(name, track.traceparent, duration_s, {**common, **attributes}, end_ns)
 
     # -- effects of both roles ----------------------------------------------------------------------------------
 
@@ -384,9 +310,7 @@ class RoleProgram(ABC):
         self.outbox.tell(effect)
 
     def _failed(self, effect: pr.AttemptFailed) -> None:
-        track = self.tracks.get(effect.key)
-        extra = {"request_id": effect.key.request_id, "attempt": effect.key.attempt, "kind": effect.kind.value}
-        extra |= {} if track is None else track.attributes
+        extra = {"kind": effect.kind.value, **self.traces.log_fields(effect.key)}
         log.log(logging.ERROR if effect.kind is FailureKind.INTERNAL else logging.INFO, "attempt failed", extra=extra)
         self.outbox.tell(effect)
 
@@ -404,58 +328,18 @@ class RoleProgram(ABC):
         self.outbox.tell(effect)
 
     def _forget(self, key: AttemptKey) -> None:
-        self.tracks.pop(key, None)
+        self.traces.remove(key)
         self._ledger.forget(key)
 
     # -- reports ------------------------------------------------------------------------------------------------
 
-    def _measure_cost(self) -> CostPrior:
-        config = self.context.config
-        return calibrate.measure_cost(
-            self.engine, self.context.role, max_batch=config.max_batch, max_batch_tokens=config.max_batch_tokens
-        )
+    def _report(self, load: pr.Load) -> None:
+        self.reports.send(self._with_state(load), self.kv_links())
+        measure = self.reports.measure
+        if measure.is_on:
+            measure.loaded(load, self.blocks.num_referenced)
+            measure.transferred(self.transfer_events())
+            measure.rejected_rank_joins(self.rejected_rank_joins())
 
-    def _probe(self) -> Row | None:
-        """Uses a free block, whose contents are unused."""
-        blocks = self.blocks.allocate(1)
-        if blocks is None:
-            return None
-        self.blocks.release(blocks)
-        return Row(tokens=[0], start=0, blocks=blocks)
-
-    def _account(self, account: fx.StepAccount, outs: Sequence[RowOut], step_s: float, now_s: float) -> None:
-        self.observe(account, step_s)
-        num_sampled = len(outs) if isinstance(outs, PlainOuts) else sum(len(out.sampled) for out in outs)
-        if self._measure.is_on:
-            # Tokens after each row's first sampled token were drafts.
-            num_accepted = sum(max(0, len(out.sampled) - 1) for out in outs) if account.draft_tokens else 0
-            self._measure.stepped(account, num_sampled, num_accepted, step_s)
-        if account.draft_tokens:  # routers plan with the time per token, which accepted drafts reduce
-            step_s *= account.decode_rows / max(1, num_sampled)
-        told = self._timed.took(account, step_s, now_s)
-        if told is not None:
-            reported, reported_s = told
-            self.outbox.tell_all(reported.timed(reported_s))
-
-    def _beat(self, now_s: float) -> None:
-        """Sends a load report on each heartbeat, and after a change once a fifth of a heartbeat has passed."""
-        heartbeat_s = self.context.config.heartbeat_s
-        since_s = now_s - self._beat_at_s
-        if since_s < heartbeat_s / 5:
-            return
-        load = self.batching.load()
-        if since_s < heartbeat_s and load == self._told:
-            return
-        links = self.kv_links()
-        if links != self._links:
-            self._links = links
-            self.outbox.tell_links(links)
-        self._beat_at_s, self._told = now_s, load
-        self.outbox.tell_all(self._load(load))
-        if self._measure.is_on:
-            self._measure.loaded(load, self.blocks.num_referenced)
-            self._measure.transferred(self.transfer_events())
-            self._measure.rejected_rank_joins(self.rejected_rank_joins())
-
-    def _load(self, load: pr.Load) -> pr.Load:
+    def _with_state(self, load: pr.Load) -> pr.Load:
         return replace(load, steps=self.num_steps, is_draining=self.batching.is_draining, is_drained=self.is_drained)
