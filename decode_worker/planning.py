@@ -50,7 +50,7 @@ class Planner:
             budget = self._chunks.tokens(
                 rows=len(decoding),
                 context_tokens=context_tokens,
-                tpot_s=tpot_s,
+                allowed_s=tpot_s,
                 cached=unread[0].computed if unread else 0,
                 held_share=held_share(context_tokens, len(decoding), sequences.blocks.num_blocks, sequences.block_size),
             )

@@ -4,8 +4,8 @@ Computed from a WorkerView when a decision needs it, and cached until the worker
 only a dozen multiplications per worker.
 
     step_s      one step with all running and all arriving requests (the tandem queue)
-    reading     the worker's ChunkRule gives each step as many prompt tokens as the strictest TPOT target allows; such a
-                token takes `prefill_slowdown` times as long as on an idle worker, and running requests wait for the
+    reading     a step prefills as many prompt tokens as pdserve.core.step_rule allows; such a token
+                takes `prefill_slowdown` times as long as on an idle worker, and running requests wait for the
                 share `hold` of the prefill time
 """
 
@@ -16,12 +16,10 @@ from collections.abc import Iterable
 from typing import Final, final
 
 from pdserve.core.latency import CostModel
-from pdserve.core.memory_price import held_share, longest_step_s
+from pdserve.core.memory_price import held_share
+from pdserve.core.step_rule import StepLimit, chunk_tokens, step_limit
 from router.events import WorkerConnected
 
-# The same as in decode_worker.chunking, because the router predicts that rule. A test compares the two.
-CHUNK_SHARE: Final = 0.9
-FREE_SHARE: Final = 0.02
 MID_PROMPT: Final = 4096  # assumed context in the cost of a prompt token, independent of prompts
 TRUSTED_SAMPLES: Final = 16  # steps before the model's error is used
 WIDEST_BAND: Final = 0.25  # relative; a larger error does not leave a worker emptier
@@ -31,8 +29,8 @@ WIDEST_BAND: Final = 0.25  # relative; a larger error does not leave a worker em
 class DecodeLoad:
     __slots__ = (
         "_cost",
+        "_limit",
         "_most",
-        "_within_s",
         "alone_s",
         "arriving",
         "band",
@@ -87,13 +85,18 @@ class DecodeLoad:
         self.free_tokens = math.inf if is_empty else (blocks - rows) * hello.block_size
         self._cost, self._most = cost, hello.max_batch_tokens
         most = hello.max_batch_tokens
-        self._within_s = math.inf
+        self._limit = StepLimit(math.inf, most)
         token_at_mid_s = per_token_s + per_token_context_s * MID_PROMPT
         chunk = most
         if rows:
-            target_s = tightest_s * min(CHUNK_SHARE, 1.0 / (1.0 + cost.step_error))
-            worth_s = rows_s + longest_step_s(base_s, held_share(context, rows, hello.num_blocks, hello.block_size))
-            self._within_s = max((1.0 + FREE_SHARE) * step_s, min(target_s, worth_s))
+            self._limit = step_limit(
+                cost,
+                decode_s=step_s,
+                allowed_s=tightest_s if tightest_s < math.inf else None,
+                held_share=held_share(context, rows, hello.num_blocks, hello.block_size),
+                least=hello.block_size,
+                most=most,
+            )
             chunk = self._chunk(MID_PROMPT)
         self.reads_s = reads_s = cost.step_s(rows, context, chunk, chunk * MID_PROMPT)
         self.prefill_slowdown = max(1.0, reads_s / (chunk * token_at_mid_s)) if token_at_mid_s > 0.0 else 1.0
@@ -123,10 +126,9 @@ class DecodeLoad:
         """Prompt tokens of one step after `cached` tokens of the prompt."""
         if not self.rows:
             return self._most
-        tokens = self._cost.chunk_tokens(self._within_s, self.rows, self.context, cached) + 1e-6
-        if tokens >= self._most:
-            return self._most
-        return int(tokens) if tokens > self.block_size else min(self._most, self.block_size)
+        return chunk_tokens(
+            self._cost, self._limit, rows=self.rows, context_tokens=self.context, cached=cached, most=self._most
+        )
 
     def grew(self, tokens: int, blocks: int) -> None:
         """Rows have grown by `tokens` in `blocks` more blocks. The cost of prefill is not updated."""

@@ -15,7 +15,8 @@ from typing import Final, NamedTuple, final
 
 from pdserve.core.latency import LinkModel
 from pdserve.core.overlap import chunked_exposed_s
-from router.load import CHUNK_SHARE, DecodeLoad
+from pdserve.core.step_rule import TARGET_SHARE
+from router.load import DecodeLoad
 from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Links, PolicyInput
 from router.policy.tuning import (
@@ -292,11 +293,11 @@ def _local(
     waits_s = load.step_s + (queue_s + read_s) * load.hold / _steps(ask)
     residents_s = max(step_s, min(waits_s, load.reads_s))
     if not is_only:
-        # Steps are filled up to CHUNK_SHARE of the target. If decode rows fill them, only tiny chunks are left.
+        # Steps are filled up to TARGET_SHARE of the target. If decode rows fill them, only tiny chunks are left.
         left_s = ask.slo.ttft_s - ask.waited_s - queue_s
         alone_s = decode.prefill_s(ask.num_tokens - held, held)
         left = 1.0 - alone_s / left_s if alone_s < left_s else 0.0
-        residents_s = max(residents_s, step_s / (CHUNK_SHARE * left)) if left > 0.0 else math.inf
+        residents_s = max(residents_s, step_s / (TARGET_SHARE * left)) if left > 0.0 else math.inf
     # The end of a prefill is known only roughly, so one prompt may wait behind it; otherwise some steps would prefill
     # nothing.
     opens_s = 0.0 if queue_s <= load.batch_s or decode.totals.prefills <= 1 else queue_s - load.batch_s

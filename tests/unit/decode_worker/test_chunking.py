@@ -19,26 +19,26 @@ def sure(chunks: ChunkRule) -> None:
 
 
 def test_nobody_decodes_so_the_chunk_is_as_large_as_may_be() -> None:
-    assert rule().tokens(rows=0, context_tokens=0, tpot_s=None, cached=0) == 512
+    assert rule().tokens(rows=0, context_tokens=0, allowed_s=None, cached=0) == 512
 
 
 def test_a_chunk_takes_the_time_that_the_strictest_promise_leaves() -> None:
     chunks = rule(prefill_base_s=0.0, prefill_per_token_s=0.001, prefill_per_token_context_s=0.0, decode_base_s=0.02)
     sure(chunks)
-    assert chunks.tokens(rows=1, context_tokens=10, tpot_s=0.1, cached=0) == 89  # 0.9 * 0.1 - a row's 1e-4 - context
-    assert chunks.tokens(rows=1, context_tokens=10, tpot_s=10.0, cached=0) == 512
+    assert chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 89  # 0.9 * 0.1 - a row's 1e-4 - context
+    assert chunks.tokens(rows=1, context_tokens=10, allowed_s=10.0, cached=0) == 512
 
 
 def test_who_does_not_know_the_machine_leaves_more_of_the_promise() -> None:
     chunks = rule(prefill_base_s=0.0, prefill_per_token_s=0.001, prefill_per_token_context_s=0.0, decode_base_s=0.02)
-    assert chunks.tokens(rows=1, context_tokens=10, tpot_s=0.1, cached=0) == 66  # error 0.5: 0.1 / 1.5
+    assert chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 66  # error 0.5: 0.1 / 1.5
 
 
 def test_what_the_chunk_attends_to_takes_of_its_length() -> None:
     prior = {"prefill_base_s": 0.0, "prefill_per_token_s": 0.001, "decode_base_s": 0.02}
     prior["prefill_per_token_context_s"] = 1e-6
-    near = rule(**prior).tokens(rows=1, context_tokens=10, tpot_s=0.1, cached=0)
-    far = rule(**prior).tokens(rows=1, context_tokens=10, tpot_s=0.1, cached=1000)
+    near = rule(**prior).tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0)
+    far = rule(**prior).tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=1000)
     assert near == 64
     assert far == 33
 
@@ -48,27 +48,27 @@ def test_the_arithmetic_that_the_weights_leave_free_is_used_though_the_promise_i
         prefill_base_s=0.0, prefill_per_token_s=0.001, prefill_per_token_context_s=0.0, decode_per_row_s=0.0,
         decode_base_s=0.2, decode_per_context_token_s=0.0,
     )  # fmt: skip
-    assert chunks.tokens(rows=1, context_tokens=10, tpot_s=0.1, cached=0) == 204
+    assert chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 204
 
 
 def test_no_time_left_still_lets_a_waiting_prompt_get_on() -> None:
     full = rule(decode_base_s=0.01, decode_per_row_s=0.2, prefill_per_token_s=0.001)
-    assert full.tokens(rows=1, context_tokens=10, tpot_s=0.1, cached=0) == 16
+    assert full.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 16
 
 
 def test_tokens_that_cost_nothing_divide_nothing() -> None:
     """A calibration may find no cost per token, as with the toy engine."""
     free = rule(decode_base_s=0.2, prefill_per_token_s=0.0, prefill_per_token_context_s=0.0)
-    assert free.tokens(rows=1, context_tokens=10, tpot_s=0.1, cached=0) == 512
+    assert free.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 512
     nothing = rule(**dict.fromkeys(CostPrior.__dataclass_fields__, 0.0))
-    assert nothing.tokens(rows=1, context_tokens=10, tpot_s=0.1, cached=0) == 512
+    assert nothing.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 512
 
 
 def test_residents_who_hold_much_memory_shorten_a_step_whatever_was_promised() -> None:
     chunks = rule()
 
     def tokens(held_share: float) -> int:
-        return chunks.tokens(rows=1, context_tokens=10, tpot_s=0.1, cached=0, held_share=held_share)
+        return chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0, held_share=held_share)
 
     unpriced, full = tokens(0.0), tokens(1.0)
     sizes = [tokens(held / 10) for held in range(11)]

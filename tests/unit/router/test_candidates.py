@@ -10,8 +10,9 @@ import pytest
 
 from pdserve.core.latency import LinkModel
 from pdserve.core.overlap import exposed_s
+from pdserve.core.step_rule import TARGET_SHARE
 from pdserve.core.types import Slo
-from router.load import CHUNK_SHARE, DecodeLoad
+from router.load import DecodeLoad
 from router.policy.availability import can_start, opens_in_s
 from router.policy.candidates import (
     PlacementOption,
@@ -181,7 +182,7 @@ def test_local_prices_are_those_of_the_docs(seed: int, is_only: bool, short: flo
         residents_s = max(step_s, min(load.step_s + (queue_s + read_s) * load.hold / steps(request), load.reads_s))
         if not is_only:
             left = 1.0 - decode.prefill_s(uncached, held) / max(1e-9, slo.ttft_s - request.waited_s - queue_s)
-            residents_s = max(residents_s, step_s / (CHUNK_SHARE * left) if left > 0.0 else math.inf)
+            residents_s = max(residents_s, step_s / (TARGET_SHARE * left) if left > 0.0 else math.inf)
         cost = (ttft_s + WORK_WEIGHT * read_s) / slo.ttft_s + read_s * load.hold / (steps(request) * slo.tpot_s)
         if short < math.inf:
             cost += WORTH_WAITING if uncached > short else -WORTH_WAITING

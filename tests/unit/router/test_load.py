@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from decode_worker import chunking
 from decode_worker.chunking import ChunkRule
 from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.protocol import BatchTimed, Load
@@ -43,17 +42,13 @@ def read(cost: CostModel, rows: int, tokens: int, tpot_s: float, prompt: int, he
     at, seconds, alone_s = 0, 0.0, 0.0
     while at < prompt:
         chunk = rule.tokens(
-            rows=rows, context_tokens=rows * tokens, tpot_s=tpot_s if rows else None, cached=at, held_share=held
+            rows=rows, context_tokens=rows * tokens, allowed_s=tpot_s if rows else None, cached=at, held_share=held
         )
         chunk = min(chunk, prompt - at)
         seconds += cost.step_s(rows, rows * tokens, chunk, chunk * (at + chunk / 2))
         alone_s += cost.decode_s(rows, rows * tokens)
         at += chunk
     return seconds, alone_s
-
-
-def test_it_takes_the_chunk_rule_for_what_it_is() -> None:
-    assert (load.CHUNK_SHARE, load.FREE_SHARE) == (chunking.SLACK_SHARE, chunking.FREE_SHARE)
 
 
 @pytest.mark.parametrize("rows", [0, 4, 16, 30])
@@ -75,7 +70,7 @@ def test_prompts_share_steps_so_that_a_queue_is_shorter_than_its_prompts_each_al
     prompts, rows, context = [700] * 6, 8, 8 * 12_000
     seconds, left = 0.0, list(prompts)
     while left:  # as the worker reads: what a prompt leaves of a step's budget is the next one's
-        budget = rule.tokens(rows=rows, context_tokens=context, tpot_s=0.05, cached=0, held_share=context / 400_000)
+        budget = rule.tokens(rows=rows, context_tokens=context, allowed_s=0.05, cached=0, held_share=context / 400_000)
         tokens = work = 0.0
         while left and budget:
             count = min(left[0], budget)

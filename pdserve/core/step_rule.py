@@ -1,0 +1,53 @@
+"""How many prompt tokens a step may prefill beside decode rows. Pure.
+
+Decode workers apply this rule, and the router and the simulator predict by it. A step is as long as the decode rows
+allow, but not longer than is worth their memory (pdserve.core.memory_price).
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from pdserve.core.latency import CostModel
+from pdserve.core.memory_price import longest_step_s
+
+TARGET_SHARE: Final = 0.9  # of the time that the rows allow; the rest is for the time between steps
+FREE_SHARE: Final = 0.02  # of a step: what a chunk may add if the rows allow nothing
+BLIND_SHARE: Final = 4  # of the largest chunk, if no row has a target
+ROUNDING: Final = 1e-6  # tokens; a chunk that fits exactly is not shortened by rounding
+
+
+class StepLimit(NamedTuple):
+    """The longest step with prompt chunks, and the fewest prompt tokens of one: a waiting prompt must make progress."""
+
+    step_s: float
+    least_tokens: int
+
+
+def step_limit(
+    cost: CostModel, *, decode_s: float, allowed_s: float | None, held_share: float, least: int, most: int
+) -> StepLimit:
+    """For a step whose decode rows alone take `decode_s`.
+
+    `allowed_s` is the longest step that the TPOT targets of the rows allow; None if no row has a target. `held_share`
+    is the share of the KV memory that the rows hold: a larger share makes shorter steps better. A chunk has `least` to
+    `most` tokens.
+    """
+    # Arithmetic that fits into the time for reading the weights is almost free, whatever the targets.
+    free_s = (1.0 + FREE_SHARE) * decode_s
+    if allowed_s is None:
+        return StepLimit(free_s, max(least, most // BLIND_SHARE))
+    target_s = allowed_s * min(TARGET_SHARE, 1.0 / (1.0 + cost.step_error))
+    weights_s = cost.decode_coefficients[0]
+    worth_s = longest_step_s(weights_s, held_share) + decode_s - weights_s
+    return StepLimit(max(free_s, min(target_s, worth_s)), min(least, most))
+
+
+def chunk_tokens(
+    cost: CostModel, limit: StepLimit, *, rows: int, context_tokens: float, cached: float, most: int
+) -> int:
+    """Prompt tokens of a step beside `rows` decode rows over `context_tokens`, after `cached` tokens of the prompt."""
+    tokens = cost.chunk_tokens(limit.step_s, rows, context_tokens, cached) + ROUNDING
+    if tokens >= most:
+        return most
+    return max(limit.least_tokens, int(tokens))
