@@ -18,7 +18,6 @@ from pdserve.client.answer import Answer
 from pdserve.client.base import Attempts, BaseClient, BaseStream
 from pdserve.client.beam import Beam, EarlyStopping, Tops
 from pdserve.client.calls import Call
-from pdserve.client.connect import Target
 from pdserve.client.options import Options
 from pdserve.client.request import Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
@@ -129,7 +128,7 @@ class AsyncClient(BaseClient):
 
     def _connection(self) -> grpc.aio.Channel:
         if self._channel is None:
-            self._channel = _open(self._target)
+            self._channel = self._transport.open_aio(self._target)
         return self._channel
 
     def _start(self, prompt: Prompt, options: Options, call: str) -> AsyncStream:
@@ -212,10 +211,3 @@ class AsyncStream(BaseStream, AsyncIterator[Piece]):
         # the connection may already be closed.
         with contextlib.suppress(Exception):
             self.close()
-
-
-def _open(target: Target) -> grpc.aio.Channel:
-    credentials = target.credentials()
-    if credentials is None:
-        return grpc.aio.insecure_channel(target.address, options=target.channel_options())
-    return grpc.aio.secure_channel(target.address, credentials, options=target.channel_options())

@@ -15,6 +15,7 @@ from pdserve.client.options import Options
 from pdserve.client.request import Prompt, checked_timeout_s, generate_request
 from pdserve.client.results import Completion, Model, TokenLogprob
 from pdserve.client.retry import Retries
+from pdserve.client.transport import GrpcTransport, Transport
 from pdserve.core.errors import PdserveError
 from pdserve.telemetry import propagate
 from pdserve.v1 import inference_pb2_grpc
@@ -44,7 +45,8 @@ class BaseClient:
     """A connection to a cluster.
 
     `timeout_s` bounds a whole call, retries included; `connect_timeout_s` bounds one connection attempt. A call is
-    retried (`retries`) only before its first token. `token` is sent over TLS or to this host only.
+    retried (`retries`) only before its first token. `token` is sent over TLS or to this host only. `transport` opens
+    the channel; a test replaces it with a pdserve.testing.MockTransport.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class BaseClient:
         timeout_s: float = connect.TIMEOUT_S,
         connect_timeout_s: float = connect.CONNECT_S,
         retries: Retries | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self._timeout_s = checked_timeout_s("timeout_s", timeout_s)
         self._target = connect.target(
             target, tls=tls, token=token, connect_timeout_s=checked_timeout_s("connect_timeout_s", connect_timeout_s)
         )
         self._retries = retries or Retries()
+        self._transport = transport or GrpcTransport()
         self._connect()
 
     def _connect(self) -> None:

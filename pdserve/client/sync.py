@@ -17,7 +17,6 @@ from pdserve.client.answer import Answer
 from pdserve.client.base import Attempts, BaseClient, BaseStream
 from pdserve.client.beam import Beam, EarlyStopping, Tops
 from pdserve.client.calls import Call
-from pdserve.client.connect import Target
 from pdserve.client.options import Options
 from pdserve.client.request import Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
@@ -126,7 +125,7 @@ class Client(BaseClient):
         self.close()
 
     def _connect(self) -> None:
-        self._channel = _open(self._target)
+        self._channel = self._transport.open(self._target)
 
     def _start(self, prompt: Prompt, options: Options, call: str) -> Stream:
         return Stream(*self._begin(self._channel, prompt, options, call))
@@ -198,10 +197,3 @@ class Stream(BaseStream, Iterator[Piece]):
         # grpc and the connection may already be gone.
         with contextlib.suppress(Exception):
             self.close()
-
-
-def _open(target: Target) -> grpc.Channel:
-    credentials = target.credentials()
-    if credentials is None:
-        return grpc.insecure_channel(target.address, options=target.channel_options())
-    return grpc.secure_channel(target.address, credentials, options=target.channel_options())
