@@ -1,10 +1,12 @@
-"""Explains why a port cannot be used for listening. Standard library only."""
+"""Shared by all servers: why a port cannot be used, and errors of event loops. Standard library only."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import socket
+from typing import Any
 
 from pdserve.core.errors import ConfigError, port_in_use
 
@@ -23,3 +25,10 @@ def bind_error(name: str, host: str, port: int) -> ConfigError | None:
                 return ConfigError(name, port, "a port that this user may listen on, such as one from 1024")
             return ConfigError("host", host, f"an address of this machine ({error.strerror})")
     return None
+
+
+def ignore_poller_races(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Handles errors of an event loop. grpc.aio shares one poller among all loops of a process, and a loop that loses
+    the race reads nothing: not an error."""
+    if not isinstance(context.get("exception"), BlockingIOError):
+        loop.default_exception_handler(context)

@@ -12,6 +12,7 @@ from typing import Any, Final, final
 
 from pdserve.config import RouterConfig
 from pdserve.core.durations import clamped_s
+from pdserve.listening import ignore_poller_races
 from router.server import STOP_GRACE_S, RouterServer
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class RouterHost:
         self._drain_s = config.drain_s
         self._on_fatal = on_fatal
         self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(_on_loop_error)
+        self._loop.set_exception_handler(ignore_poller_races)
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
         self._has_ended = threading.Event()
         self._stop_lock = threading.Lock()
@@ -113,9 +114,3 @@ class RouterHost:
 
 def make_router(config: RouterConfig) -> RouterHost:
     return RouterHost(config)
-
-
-def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # grpc.aio shares one poller among all loops of a process; loops that lose the race read nothing.
-    if not isinstance(context.get("exception"), BlockingIOError):
-        loop.default_exception_handler(context)

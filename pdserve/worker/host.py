@@ -26,6 +26,7 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.types import Role
 from pdserve.engine.memory_plan import MemoryPlan
+from pdserve.listening import ignore_poller_races
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Tracing, make_tracing
@@ -79,7 +80,7 @@ class WorkerHost:
         self._on_fatal, self._on_stall = on_fatal, on_stall
         self._incarnation = secrets.token_hex(8)
         self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(_on_loop_error)
+        self._loop.set_exception_handler(ignore_poller_races)
         self._loop_thread = threading.Thread(target=self._run_loop, name="grpc", daemon=True)
         self._engine = EngineThread(self, config.heartbeat_s, self._engine_died)
         self._watchdog = Watchdog(self._engine, config.stall_s, on_stall)
@@ -275,13 +276,6 @@ async def _within(limit_s: float, farewell: Coroutine[Any, Any, None]) -> None:
     done, _ = await asyncio.wait({task}, timeout=limit_s)
     if not done or task.exception() is not None:
         log.warning("a farewell failed", extra={"error": repr(task.exception()) if done else "it took too long"})
-
-
-def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # grpc.aio shares one poller among all loops of a process; loops that lose the race read nothing.
-    if isinstance(context.get("exception"), BlockingIOError):
-        return
-    loop.default_exception_handler(context)
 
 
 def make_publisher(
