@@ -213,11 +213,11 @@ class PrefillProgram(RoleProgram):
         metrics.add(metric_names.TRANSFER_WIRE_BYTES, sent.num_bytes, dtype=sent.wire_dtype or self._shape.dtype)
         metrics.add(metric_names.TRANSFER_SENT_BYTES, sent.early_bytes, when="early")
         metrics.add(metric_names.TRANSFER_SENT_BYTES, sent.num_bytes - sent.early_bytes, when="late")
-        self.outbox.tell(pr.TransferEnded(key=key, is_committed=True, exposed_s=sent.exposed_s))
+        self.outbox.report(pr.TransferEnded(key=key, is_committed=True, exposed_s=sent.exposed_s))
 
     def _first_sampled(self, effect: pr.FirstToken) -> None:
         key = effect.key
-        self.outbox.tell(effect)
+        self.outbox.report(effect)
         self.context.metrics.add(metric_names.REUSED_TOKENS, effect.cached_tokens)
         self.traces.record(Phase.PREFILL_QUEUE, key, effect.queue_s, ended_ago_s=effect.prefill_s)
         self.traces.record(Phase.PREFILL, key, effect.prefill_s, {names.CACHED_TOKENS: effect.cached_tokens})

@@ -9,7 +9,7 @@ from functools import cached_property
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
 from pdserve.core.effects import StepAccount
 from pdserve.engine.interface import Row
-from prefill_worker.pushing import BY_CHUNK, Push
+from prefill_worker.pushing import BY_CHUNK, PushPlan
 
 
 class Stage(Enum):
@@ -34,7 +34,7 @@ class Prompt:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # leading positions whose KV is in `blocks`
     cached: int = 0  # the part of them that was found in the prefix cache
-    push: Push = BY_CHUNK
+    push: PushPlan = BY_CHUNK
     pushed: int = 0  # leading blocks that were passed to the sender or are held by the receiver
     pushed_groups: int = 0  # number of layers of the following blocks that were passed to the sender
     started_s: float = 0.0

@@ -38,7 +38,7 @@ MAX_LINKS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
+class PushPlan:
     """How one prompt's KV is sent."""
 
     is_early: bool  # finished blocks are sent while the rest of the prompt is computed
@@ -49,8 +49,8 @@ class Push:
         return "layers" if self.groups > 1 else "chunk" if self.is_early else "end"
 
 
-AT_END: Final = Push(is_early=False)
-BY_CHUNK: Final = Push(is_early=True)
+AT_END: Final = PushPlan(is_early=False)
+BY_CHUNK: Final = PushPlan(is_early=True)
 
 
 @dataclass(slots=True)
@@ -107,7 +107,9 @@ class PushRule:
     def link(self, receiver: str) -> LinkModel:
         return self._links.get(receiver, self._any_link)
 
-    def choose(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int, may_divide: bool = True) -> Push:
+    def choose(
+        self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int, may_divide: bool = True
+    ) -> PushPlan:
         """The plan for a prompt whose first `cached` tokens are in the cache.
 
         The receiver has `held_blocks` leading blocks; `may_divide`: it accepts blocks in groups of layers.
@@ -129,18 +131,18 @@ class PushRule:
         self._num_late += 1
         return BY_CHUNK if self._num_late % REVISIT == 0 and num_tokens - cached > self._chunk else AT_END
 
-    def prices(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[Push, float]:
+    def prices(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[PushPlan, float]:
         """Seconds, in addition to the compute time, until the receiver has everything: for sending at the end, and for
         each early plan."""
         return self._weigh(receiver, cached, num_tokens, held_blocks, self.stolen_s, self._message_s)
 
-    def exposed(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[Push, float]:
+    def exposed(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[PushPlan, float]:
         """Only the part between the first token and the arrival of the KV."""
         return self._weigh(receiver, cached, num_tokens, held_blocks, 0.0, 0.0)
 
     def _weigh(
         self, receiver: str, cached: int, num_tokens: int, held_blocks: int, stolen_s: float, message_s: float
-    ) -> dict[Push, float]:
+    ) -> dict[PushPlan, float]:
         link = self.link(receiver)
         latency_s, bandwidth = link.latency_s, link.bandwidth_bytes_s
         parts = self._parts(cached, num_tokens, held_blocks)
@@ -157,7 +159,7 @@ class PushRule:
             exposed_s = max(behind, grouped_s(last_bytes, computing_s, groups, bandwidth))
             hidden = max(0.0, total - exposed_s * bandwidth)
             messages = len(parts) - 1 + groups
-            push = Push(is_early=True, groups=groups)
+            push = PushPlan(is_early=True, groups=groups)
             weights[push] = latency_s + exposed_s + stolen_s * hidden + message_s * messages
         return weights
 
@@ -177,7 +179,7 @@ class PushRule:
         link.observe(exposed_bytes, exposed_s)
         self._any_link.observe(exposed_bytes, exposed_s)
 
-    def ended(self, receiver: str, push: Push, *, is_whole: bool) -> None:
+    def ended(self, receiver: str, push: PushPlan, *, is_whole: bool) -> None:
         """A transfer was sent (`is_whole`) or failed. Not called for cancelled transfers."""
         if push.groups == 1:
             return

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdserve.cli.target import add_target_flags, connect
-from pdserve.client.results import Candidate, Explanation
+from pdserve.client.results import ExplainedCandidate, Explanation
 from pdserve.core.errors import ConfigError, NotFound, PdserveError
 from pdserve.core.json_text import to_json
 
@@ -80,7 +80,7 @@ def render(explanation: Explanation) -> str:
         f"waited     {_ms(one.waited_s)} before the decision" + (f" of {one.router_id}" if one.router_id else ""),
     ]
     if one.retry_after_s is not None:
-        lines.append(f"told       to retry after {one.retry_after_s:.2f} s")
+        lines.append(f"client     to retry after {one.retry_after_s:.2f} s")
     lines += ["", *_outcome(one)]
     if one.candidates:
         lines += ["", *_table([HEAD, *map(_row, one.candidates)])]
@@ -113,7 +113,7 @@ def _against(slo_s: float, predicted_s: float | None, actual_s: float | None) ->
     return _ms(slo_s), _ms(predicted_s), _ms(actual_s), off
 
 
-def _row(candidate: Candidate) -> tuple[str, ...]:
+def _row(candidate: ExplainedCandidate) -> tuple[str, ...]:
     return (
         "->" if candidate.is_chosen else "",
         candidate.prefill_worker or "(itself)",

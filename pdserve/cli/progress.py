@@ -12,7 +12,7 @@ _PATIENCE_S: Final = 1.0  # shorter operations show no bar
 
 
 @final
-class Progress:
+class ProgressLine:
     def __init__(self, label: str, total_s: float) -> None:
         self._label, self._total_s = label, total_s
         self._begin_s = time.monotonic()

@@ -14,10 +14,10 @@ import grpc
 import grpc.aio
 
 from pdserve.client import base, beam, calls
-from pdserve.client.answer import Answer
+from pdserve.client.answer import AnswerBuilder
 from pdserve.client.base import Attempts, BaseClient, BaseStream
 from pdserve.client.beam import Beam, EarlyStopping, Tops
-from pdserve.client.calls import Call
+from pdserve.client.calls import UnaryCall
 from pdserve.client.options import Options
 from pdserve.client.request import Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
@@ -134,7 +134,7 @@ class AsyncClient(BaseClient):
     def _start(self, prompt: Prompt, options: Options, call: str) -> AsyncStream:
         return AsyncStream(*self._begin(self._connection(), prompt, options, call))
 
-    async def _ask(self, call: Call[Result]) -> Result:
+    async def _ask(self, call: UnaryCall[Result]) -> Result:
         method, attempts = getattr(call.stub(self._connection()), call.method), self._attempts()
         while True:
             try:
@@ -151,7 +151,7 @@ class AsyncClient(BaseClient):
 class AsyncStream(BaseStream, AsyncIterator[Piece]):
     """Pieces of one answer, for `async for`; `completion` is available after the last piece."""
 
-    def __init__(self, begin: Callable[[float], Any], answer: Answer, attempts: Attempts) -> None:
+    def __init__(self, begin: Callable[[float], Any], answer: AnswerBuilder, attempts: Attempts) -> None:
         self._is_closed = False
         super().__init__(begin, answer, attempts)
 

@@ -13,7 +13,7 @@ from pdserve.telemetry.propagate import AttributeValue, ClientSpan
 from pdserve.v1 import inference_pb2
 
 
-class Answer:
+class AnswerBuilder:
     """One call's answer so far. An attempt that failed before its first token leaves nothing here."""
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:

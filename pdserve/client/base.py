@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from pdserve.client import connect
-from pdserve.client.answer import Answer
+from pdserve.client.answer import AnswerBuilder
 from pdserve.client.beam import BeamSearch, EarlyStopping
 from pdserve.client.connect import Tls
 from pdserve.client.options import Options
 from pdserve.client.request import Prompt, checked_timeout_s, generate_request
 from pdserve.client.results import Completion, Model, TokenLogprob
 from pdserve.client.retry import Retries
-from pdserve.client.transport import GrpcTransport, Transport
+from pdserve.client.transport import ClientTransport, GrpcTransport
 from pdserve.core.errors import PdserveError
 from pdserve.telemetry import propagate
 from pdserve.v1 import inference_pb2_grpc
@@ -58,7 +58,7 @@ class BaseClient:
         timeout_s: float = connect.TIMEOUT_S,
         connect_timeout_s: float = connect.CONNECT_S,
         retries: Retries | None = None,
-        transport: Transport | None = None,
+        transport: ClientTransport | None = None,
     ) -> None:
         self._timeout_s = checked_timeout_s("timeout_s", timeout_s)
         self._target = connect.target(
@@ -80,10 +80,10 @@ class BaseClient:
 
     def _begin(
         self, channel: Any, prompt: Prompt, options: Options, call: str
-    ) -> tuple[Callable[[float], Any], Answer, Attempts]:
+    ) -> tuple[Callable[[float], Any], AnswerBuilder, Attempts]:
         """The arguments of a stream. Raises TypeError and InvalidRequest on invalid arguments."""
         request = generate_request(prompt, options, call)
-        answer = Answer(request)
+        answer = AnswerBuilder(request)
         metadata = self._target.metadata(answer.traceparent)
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
@@ -122,7 +122,7 @@ def as_text(prompt: Prompt) -> str | Sequence[Mapping[str, str]]:
 class BaseStream:
     """One answer and its attempts."""
 
-    def __init__(self, begin: Callable[[float], Any], answer: Answer, attempts: Attempts) -> None:
+    def __init__(self, begin: Callable[[float], Any], answer: AnswerBuilder, attempts: Attempts) -> None:
         self._begin, self._answer, self._attempts = begin, answer, attempts
         self._call: Any = begin(attempts.remaining_s)
 

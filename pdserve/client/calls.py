@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[Result]):
+class UnaryCall(Generic[Result]):
     """`read` converts the response for the caller."""
 
     stub: Callable[[Any], Any]  # made from a channel
@@ -24,40 +24,40 @@ class Call(Generic[Result]):
     read: Callable[[Any], Result]
 
 
-def model() -> Call[Model]:
+def model() -> UnaryCall[Model]:
     return _inference("GetModel", inference_pb2.GetModelRequest(), results.MODEL.decode)
 
 
-def tokenize(prompt: str | Sequence[Mapping[str, str]]) -> Call[list[int]]:
+def tokenize(prompt: str | Sequence[Mapping[str, str]]) -> UnaryCall[list[int]]:
     return _inference("Tokenize", tokenize_request(prompt), lambda response: list(response.token_ids))
 
 
-def detokenize(token_ids: Sequence[int], prompt: Sequence[int]) -> Call[str]:
+def detokenize(token_ids: Sequence[int], prompt: Sequence[int]) -> UnaryCall[str]:
     return _inference("Detokenize", detokenize_request(token_ids, prompt), lambda response: str(response.text))
 
 
-def topology() -> Call[Topology]:
+def topology() -> UnaryCall[Topology]:
     return _cluster("GetTopology", cluster_pb2.GetTopologyRequest(), results.topology)
 
 
-def drain(worker_id: str) -> Call[None]:
+def drain(worker_id: str) -> UnaryCall[None]:
     return _cluster("Drain", cluster_pb2.DrainRequest(worker_id=worker_id), lambda _: None)
 
 
-def undrain(worker_id: str) -> Call[None]:
+def undrain(worker_id: str) -> UnaryCall[None]:
     return _cluster("Undrain", cluster_pb2.UndrainRequest(worker_id=worker_id), lambda _: None)
 
 
-def explain(request_id: str) -> Call[Explanation]:
+def explain(request_id: str) -> UnaryCall[Explanation]:
     """Raises TypeError."""
     if not isinstance(request_id, str):
         raise TypeError(f"request_id must be str, not {type(request_id).__name__}")
     return _cluster("Explain", cluster_pb2.ExplainRequest(request_id=request_id), results.EXPLANATION.decode)
 
 
-def _inference(method: str, request: Any, read: Callable[[Any], Result]) -> Call[Result]:
-    return Call(inference_pb2_grpc.InferenceServiceStub, method, request, read)
+def _inference(method: str, request: Any, read: Callable[[Any], Result]) -> UnaryCall[Result]:
+    return UnaryCall(inference_pb2_grpc.InferenceServiceStub, method, request, read)
 
 
-def _cluster(method: str, request: Any, read: Callable[[Any], Result]) -> Call[Result]:
-    return Call(cluster_pb2_grpc.ClusterServiceStub, method, request, read)
+def _cluster(method: str, request: Any, read: Callable[[Any], Result]) -> UnaryCall[Result]:
+    return UnaryCall(cluster_pb2_grpc.ClusterServiceStub, method, request, read)

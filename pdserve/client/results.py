@@ -117,7 +117,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class ExplainedCandidate:
     prefill_worker: str
     decode_worker: str
     predicted_ttft_s: float
@@ -135,7 +135,7 @@ class Explanation:
     router_id: str
     decision: str  # remote, local, refuse; wait while it is queued
     reason: str
-    candidates: tuple[Candidate, ...]  # the compared placements, with predictions from the decision on
+    candidates: tuple[ExplainedCandidate, ...]  # the compared placements, with predictions from the decision on
     waited_s: float  # from arrival to the decision
     slo_ttft_s: float
     slo_tpot_s: float
@@ -152,7 +152,7 @@ class Explanation:
     retry_after_s: float | None  # of a refusal
 
     @property
-    def chosen(self) -> Candidate | None:
+    def chosen(self) -> ExplainedCandidate | None:
         return next((one for one in self.candidates if one.is_chosen), None)
 
     @property
@@ -187,7 +187,7 @@ _WORKER: Final = Codec(
 _TOPOLOGY: Final = Codec(
     Topology, cluster_pb2.GetTopologyResponse, given=("workers",), ignored=("workers",), is_lenient=True
 )
-_CANDIDATE: Final = Codec(Candidate, cluster_pb2.Candidate, is_lenient=True)
+_CANDIDATE: Final = Codec(ExplainedCandidate, cluster_pb2.Candidate, is_lenient=True)
 EXPLANATION: Final = Codec(Explanation, cluster_pb2.ExplainResponse, nested=(_CANDIDATE,), is_lenient=True)
 
 

@@ -13,10 +13,10 @@ from typing import Any, Self, TypeVar, Unpack, final
 import grpc
 
 from pdserve.client import base, beam, calls
-from pdserve.client.answer import Answer
+from pdserve.client.answer import AnswerBuilder
 from pdserve.client.base import Attempts, BaseClient, BaseStream
 from pdserve.client.beam import Beam, EarlyStopping, Tops
-from pdserve.client.calls import Call
+from pdserve.client.calls import UnaryCall
 from pdserve.client.options import Options
 from pdserve.client.request import Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
@@ -130,7 +130,7 @@ class Client(BaseClient):
     def _start(self, prompt: Prompt, options: Options, call: str) -> Stream:
         return Stream(*self._begin(self._channel, prompt, options, call))
 
-    def _ask(self, call: Call[Result]) -> Result:
+    def _ask(self, call: UnaryCall[Result]) -> Result:
         method, attempts = getattr(call.stub(self._channel), call.method), self._attempts()
         while True:
             try:
@@ -147,7 +147,7 @@ class Client(BaseClient):
 class Stream(BaseStream, Iterator[Piece]):
     """Pieces of one answer, for iteration; `completion` is available after the last piece."""
 
-    def __init__(self, begin: Callable[[float], Any], answer: Answer, attempts: Attempts) -> None:
+    def __init__(self, begin: Callable[[float], Any], answer: AnswerBuilder, attempts: Attempts) -> None:
         self._closed = threading.Event()
         super().__init__(begin, answer, attempts)
 

@@ -10,7 +10,7 @@ import grpc.aio
 from pdserve.client.connect import Target
 
 
-class Transport(Protocol):
+class ClientTransport(Protocol):
     """Each method returns a channel of its kind: what generated stubs call, and `close`."""
 
     def open(self, target: Target) -> Any: ...

@@ -10,7 +10,7 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import PdserveError
 from pdserve.launch.child import Child, StartFailed, outcome
-from pdserve.launch.report import Report
+from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import Process
 from pdserve.prefix.embedded import EmbeddedRedis
 
@@ -52,7 +52,7 @@ def member(process: Process) -> Member:
 class Crew:
     """Starts processes and, after `keep` was called, restarts those that end. Belongs to one event loop."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: LauncherReport) -> None:
         self._report = report
         self._children: dict[str, Child] = {}
         self._members: dict[str, Member] = {}

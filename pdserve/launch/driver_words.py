@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
+class ActorHealth:
     """The state of an actor; `error` is why its worker could not start."""
 
     pid: int
@@ -17,7 +17,7 @@ class Health:
     memory: str = ""  # how it is divided, as JSON
 
 
-def tell(name: str, text: str) -> None:
+def emit(name: str, text: str) -> None:
     sys.stdout.write(f"@{name} {text}\n")
     sys.stdout.flush()
 

@@ -13,7 +13,7 @@ from pdserve.launch.crew import Crew, member, side_by_side
 from pdserve.launch.neighbours import check_alone
 from pdserve.launch.ports import check_free, free_ports
 from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
-from pdserve.launch.report import Report
+from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, fixed_ports, processes, router_config
 from pdserve.prefix.embedded import loopback_url
 
@@ -22,7 +22,7 @@ from pdserve.prefix.embedded import loopback_url
 class LocalCluster:
     """`start`, then `run`, then `stop`; `stop` is safe at any point."""
 
-    def __init__(self, spec: ClusterSpec, report: Report) -> None:
+    def __init__(self, spec: ClusterSpec, report: LauncherReport) -> None:
         self._report = report
         self._crew = Crew(report)
         self.spec, self._redis = with_ports(spec)
@@ -80,7 +80,7 @@ def with_ports(spec: ClusterSpec, *, are_workers_here: bool = True) -> tuple[Clu
     return filled, own
 
 
-async def ask_first(spec: ClusterSpec, address: str, report: Report) -> None:
+async def ask_first(spec: ClusterSpec, address: str, report: LauncherReport) -> None:
     """Tests the cluster with a real answer."""
     config = router_config(spec, ())
     if config.host not in ("127.0.0.1", "localhost", "::1"):

@@ -14,7 +14,7 @@ _LISTEN: Final = "0A"
 _SOCKET: Final = re.compile(r"socket:\[(\d+)\]")
 
 
-class Listener(NamedTuple):
+class ListeningSocket(NamedTuple):
     process: str
     pid: int
     address: str
@@ -30,7 +30,7 @@ class Listener(NamedTuple):
         return f"{self.process} (pid {self.pid}) on {self.address}:{self.port}"
 
 
-def listeners(pids: Iterable[int]) -> list[Listener]:
+def listeners(pids: Iterable[int]) -> list[ListeningSocket]:
     """All listening TCP sockets of these processes; none for ended processes and those of other users."""
     sockets = dict(_listening_sockets())
     found = set()
@@ -41,7 +41,7 @@ def listeners(pids: Iterable[int]) -> list[Listener]:
                 with contextlib.suppress(OSError):
                     inode = _SOCKET.fullmatch(os.readlink(descriptor))
                     if inode is not None and inode[1] in sockets:
-                        found.add(Listener(name, pid, *sockets[inode[1]]))
+                        found.add(ListeningSocket(name, pid, *sockets[inode[1]]))
     return sorted(found)
 
 

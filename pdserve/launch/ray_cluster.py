@@ -24,7 +24,7 @@ from pdserve.config_flags import parse_flags, to_env, to_flags
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.launch import own_ray
 from pdserve.launch.child import StartFailed
-from pdserve.launch.driver_words import Health, last_line, tell
+from pdserve.launch.driver_words import ActorHealth, emit, last_line
 from pdserve.launch.open_ports import listeners, session_of
 from pdserve.launch.rank_actor import RankActor
 from pdserve.launch.spec import (
@@ -82,10 +82,12 @@ class WorkerActor:
             self._error = str(error)
 
     @ray.method(concurrency_group="health")
-    def health(self) -> Health:
+    def health(self) -> ActorHealth:
         is_healthy = not self._error and bool(self._host.is_healthy())
         memory = "" if self._error else str(self._host.memory)
-        return Health(pid=os.getpid(), address=self._address, is_healthy=is_healthy, error=self._error, memory=memory)
+        return ActorHealth(
+            pid=os.getpid(), address=self._address, is_healthy=is_healthy, error=self._error, memory=memory
+        )
 
     def drain(self, timeout_s: float) -> None:
         """Returns when the running attempts have ended or the time limit is reached."""
@@ -95,7 +97,7 @@ class WorkerActor:
 
 
 @final
-class Driver:
+class RayDriver:
     """Owns the actors. `address` is of a Ray cluster; empty starts one on this host, which keeps its files in
     `folder`."""
 
@@ -108,7 +110,7 @@ class Driver:
         self._actors: dict[str, Any] = {}
         # for workers with ranks on other nodes: rendezvous address, actors
         self._ranks: dict[str, tuple[str, list[Any]]] = {}
-        self._last: dict[str, Health] = {}
+        self._last: dict[str, ActorHealth] = {}
         self._group: Any = None
         self._is_on_many_hosts = False
         self._actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerActor)
@@ -118,9 +120,9 @@ class Driver:
         for name, work in (("ray init", self._init), ("placement", self._place), ("workers", self._wait_for_workers)):
             began_s = time.monotonic()
             work()
-            tell(name.replace(" ", "_"), f"took {time.monotonic() - began_s:.2f} s")
+            emit(name.replace(" ", "_"), f"took {time.monotonic() - began_s:.2f} s")
         for warning in own_ray.warnings(os.environ, self._open_ports(), is_own=not self._address):
-            tell("ray", warning)
+            emit("ray", warning)
         return str(ray.get_runtime_context().gcs_address)
 
     def reconcile(self, stop: threading.Event) -> None:
@@ -135,7 +137,7 @@ class Driver:
                 except (ray.exceptions.RayError, TimeoutError, ConnectionError, RuntimeError, ValueError) as error:
                     if time.monotonic() - told_s > _QUIET_S:
                         told_s = time.monotonic()
-                        tell("ray", f"no word of {worker_id} ({last_line(error)}); requests go on")
+                        emit("ray", f"{worker_id} does not report ({last_line(error)}); requests continue")
 
     def stop(self) -> None:
         """Drains the workers in parallel, then frees their placement; ends Ray if it is ours."""
@@ -256,11 +258,11 @@ class Driver:
             self._lost(worker_id)
         except ray.exceptions.ActorDiedError as error:
             self._lost(worker_id)
-            tell(worker_id, f"Ray has given it up ({last_line(error)}); making it anew")
+            emit(worker_id, f"Ray has given it up ({last_line(error)}); it is created again")
             self._create_again(worker_id)
         else:
             if health.error:
-                tell(worker_id, f"did not come back: {health.error}; making it anew")
+                emit(worker_id, f"did not come back: {health.error}; it is created again")
                 self._create_again(worker_id)
             else:
                 self._note(worker_id, health)
@@ -269,8 +271,8 @@ class Driver:
         ray.kill(self._actors[worker_id], no_restart=True)
         self._create(worker_id)
 
-    def _health(self, worker_id: str, timeout_s: float) -> Health:
-        health: Health = ray.get(self._actors[worker_id].health.remote(), timeout=timeout_s)
+    def _health(self, worker_id: str, timeout_s: float) -> ActorHealth:
+        health: ActorHealth = ray.get(self._actors[worker_id].health.remote(), timeout=timeout_s)
         return health
 
     def _resources(self, worker_id: str, ranks: int = 0) -> dict[str, float]:
@@ -281,20 +283,20 @@ class Driver:
     def _lost(self, worker_id: str) -> None:
         health = self._last.pop(worker_id, None)
         if health is not None:
-            tell(worker_id, f"pid {health.pid} was lost; Ray starts it again")
+            emit(worker_id, f"pid {health.pid} was lost; Ray starts it again")
 
-    def _note(self, worker_id: str, health: Health) -> None:
+    def _note(self, worker_id: str, health: ActorHealth) -> None:
         if worker_id in self._last and self._last[worker_id].pid != health.pid:
             self._lost(worker_id)
         if worker_id not in self._last:
-            tell(worker_id, f"pid {health.pid} listens on {health.address}")
+            emit(worker_id, f"pid {health.pid} listens on {health.address}")
             if health.memory:
-                tell(worker_id, f"memory {health.memory}")
+                emit(worker_id, f"memory {health.memory}")
         self._last[worker_id] = health
 
 
 def main(address: str, spec: str, folder: OwnedFolder | None) -> int:
-    driver = Driver(spec_from_json(spec, from_env(SECRET_ENV), from_env(REDIS_ENV)), address, folder)
+    driver = RayDriver(spec_from_json(spec, from_env(SECRET_ENV), from_env(REDIS_ENV)), address, folder)
     forget_secrets()  # Ray's child processes would inherit them; actors receive theirs separately
     stop = threading.Event()
     try:

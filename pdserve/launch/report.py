@@ -30,7 +30,7 @@ _PARTS: Final = {  # parts of a memory plan, with their column names
 
 
 @final
-class Report:
+class LauncherReport:
     """Writes whole lines, so that those of several processes are not mixed. Used from one thread."""
 
     def __init__(self, log_dir: Path | None = None, *, is_quiet: bool = False) -> None:

@@ -15,7 +15,7 @@ from pdserve.core.urls import place
 from pdserve.launch.capacity import capacity_warnings
 from pdserve.launch.degraded import degradations
 from pdserve.launch.local import LocalCluster
-from pdserve.launch.report import Report
+from pdserve.launch.report import LauncherReport
 from pdserve.launch.settings import Asked
 from pdserve.launch.spec import ClusterSpec
 from pdserve.launch.with_ray import RayCluster
@@ -24,7 +24,7 @@ from pdserve.owned_folder import sweep
 INTERRUPTED: Final = 130
 
 
-class Cluster(Protocol):
+class ServedCluster(Protocol):
     @property
     def spec(self) -> ClusterSpec: ...
 
@@ -39,7 +39,7 @@ async def serve(asked: Asked) -> int:
     """Returns the exit status. Raises PdserveError if the cluster cannot start; all its processes have then ended."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     _on_signals(stop, hurry)
-    report = Report(asked.log_dir)
+    report = LauncherReport(asked.log_dir)
     if swept := sweep():  # folders of killed launchers
         report.say("launcher", f"removed {len(swept)} temporary folders that have no owner")
     if not asked.ray:  # another Ray cluster has other hosts
@@ -74,7 +74,7 @@ def ready_line(spec: ClusterSpec, address: str, missing: Sequence[str]) -> str:
     )
 
 
-def _cluster(asked: Asked, report: Report) -> Cluster:
+def _cluster(asked: Asked, report: LauncherReport) -> ServedCluster:
     if asked.ray is None:
         return LocalCluster(asked.spec, report)
     if importlib.util.find_spec("ray") is None:
@@ -82,7 +82,7 @@ def _cluster(asked: Asked, report: Report) -> Cluster:
     return RayCluster(asked.spec, asked.ray, report)
 
 
-async def _unless_set(stop: asyncio.Event, cluster: Cluster) -> str | None:
+async def _unless_set(stop: asyncio.Event, cluster: ServedCluster) -> str | None:
     """The address of the started cluster; None if `stop` came first."""
     starting, stopping = asyncio.ensure_future(cluster.start()), asyncio.ensure_future(stop.wait())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -94,7 +94,7 @@ async def _unless_set(stop: asyncio.Event, cluster: Cluster) -> str | None:
     return None
 
 
-async def _stop(cluster: Cluster, hurry: asyncio.Event, *, is_graceful: bool) -> None:
+async def _stop(cluster: ServedCluster, hurry: asyncio.Event, *, is_graceful: bool) -> None:
     draining, hurrying = (
         asyncio.ensure_future(cluster.stop(is_graceful=is_graceful)),
         asyncio.ensure_future(hurry.wait()),

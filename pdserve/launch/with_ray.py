@@ -17,7 +17,7 @@ from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
 from pdserve.launch.crew import Crew, Member, member
 from pdserve.launch.local import ask_first, with_ports
 from pdserve.launch.neighbours import check_alone
-from pdserve.launch.report import Report, memory_of
+from pdserve.launch.report import LauncherReport, memory_of
 from pdserve.launch.spec import ClusterSpec, router, worker_config
 
 DRIVER: Final = "ray"
@@ -31,7 +31,7 @@ _PHASE: Final = re.compile(r"^took (\d+\.\d+) s$")
 class RayCluster:
     """`start`, then `run`, then `stop`, like LocalCluster. `address` of a Ray cluster; empty starts one here."""
 
-    def __init__(self, spec: ClusterSpec, address: str, report: Report) -> None:
+    def __init__(self, spec: ClusterSpec, address: str, report: LauncherReport) -> None:
         self._report = report
         self._crew = Crew(report)
         spec, self._redis = with_ports(spec, are_workers_here=not address)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pdserve.cli.progress import Progress
+from pdserve.cli.progress import ProgressLine
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from simulator.commands.scene import make_input
@@ -39,7 +39,7 @@ def carry_out(args: argparse.Namespace) -> None:
 
 
 def _run(policy: str, scale: float, trace: Trace, config: SimConfig, span_s: float) -> Run:
-    progress = Progress(f"{policy} x{scale:g}", span_s)
+    progress = ProgressLine(f"{policy} x{scale:g}", span_s)
 
     def on_ended(row: RequestRow) -> bool:
         progress.at(row.arrival_s)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from pdserve.cli.progress import Progress, bar
+from pdserve.cli.progress import ProgressLine, bar
 from pdserve.core.errors import ConfigError
 from simulator.commands.disturb import add_disturbance_flags, disturbances
 from simulator.model import Disturbance, DisturbanceKind
@@ -61,7 +61,7 @@ def test_a_bar_shows_the_share_of_the_trace() -> None:
 
 
 def test_nobody_who_reads_a_file_gets_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress("goodput", 10.0)
+    progress = ProgressLine("goodput", 10.0)
     progress.at(5.0)
     progress.close()
     assert capsys.readouterr().err == ""
@@ -71,7 +71,7 @@ def test_a_bar_never_runs_back(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     now_s = iter(range(100, 200, 10))
     monkeypatch.setattr("time.monotonic", lambda: float(next(now_s)))
-    progress = Progress("goodput", 10.0)
+    progress = ProgressLine("goodput", 10.0)
     for done_s in (5.0, 3.0):
         progress.at(done_s)
     progress.close()

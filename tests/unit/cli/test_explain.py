@@ -10,7 +10,7 @@ import pytest
 from pdserve import Client
 from pdserve.cli.explain import render
 from pdserve.cli.main import main
-from pdserve.client.results import Candidate, Explanation
+from pdserve.client.results import ExplainedCandidate, Explanation
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself, and of its own kind"
 
@@ -20,7 +20,7 @@ EXPLANATION = Explanation(
     decision="remote",
     reason="least predicted TTFT",
     candidates=(
-        Candidate(
+        ExplainedCandidate(
             prefill_worker="p0",
             decode_worker="d0",
             predicted_ttft_s=0.3,
@@ -29,7 +29,7 @@ EXPLANATION = Explanation(
             is_feasible=True,
             is_chosen=True,
         ),
-        Candidate(
+        ExplainedCandidate(
             prefill_worker="",
             decode_worker="d0",
             predicted_ttft_s=0.9,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.launch import own_ray
-from pdserve.launch.open_ports import Listener, _endpoint, listeners
+from pdserve.launch.open_ports import ListeningSocket, _endpoint, listeners
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_the_kernel_tells_who_listens_where() -> None:
 def test_addresses_as_the_kernel_prints_them(text: str, address: str, is_on_loopback: bool) -> None:
     found, port = _endpoint(text)
     assert port == 8080
-    one = Listener("raylet", 1, found, port)
+    one = ListeningSocket("raylet", 1, found, port)
     assert one.is_on_loopback is is_on_loopback
     if not address.startswith("::ffff"):
         assert found == address

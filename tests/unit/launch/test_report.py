@@ -8,11 +8,11 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.engine.memory_plan import MemoryPlan
-from pdserve.launch.report import LogFile, Report
+from pdserve.launch.report import LauncherReport, LogFile
 
 
 def test_each_process_has_its_file(tmp_path: Path) -> None:
-    report = Report(tmp_path / "logs")
+    report = LauncherReport(tmp_path / "logs")
     for name in ("p0", "d0"):
         report.relay(name)(f"a line of {name}: é")
     report.close()
@@ -21,7 +21,7 @@ def test_each_process_has_its_file(tmp_path: Path) -> None:
 
 
 def test_a_restarted_process_goes_on_in_its_file(tmp_path: Path) -> None:
-    report = Report(tmp_path)
+    report = LauncherReport(tmp_path)
     report.relay("p0")("before")
     report.relay("p0")("after")
     report.close()
@@ -30,7 +30,7 @@ def test_a_restarted_process_goes_on_in_its_file(tmp_path: Path) -> None:
 
 def test_a_full_disk_costs_lines_and_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p0.log").symlink_to("/dev/full")
-    report = Report(tmp_path)
+    report = LauncherReport(tmp_path)
     write = report.relay("p0")
     for number in range(3):
         write(f"line {number}")
@@ -81,7 +81,7 @@ class Left:
 def test_nobody_who_reads_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     left = Left()
     monkeypatch.setattr("sys.stderr", left)
-    report = Report()
+    report = LauncherReport()
     report.say("p0", "starting")
     report.relay("p0")("a line")
     report.table()
@@ -91,11 +91,11 @@ def test_nobody_who_reads_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("folder", ["/dev/full", "/proc/nowhere"])
 def test_a_folder_for_logs_that_cannot_be_is_refused_by_name(folder: str) -> None:
     with pytest.raises(ConfigError, match=f"log_dir: got {folder}, expected a folder that can be written to"):
-        Report(Path(folder))
+        LauncherReport(Path(folder))
 
 
 def test_the_table_of_the_start_divides_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report()
+    report = LauncherReport()
     gpu = MemoryPlan(
         device="cuda:0",
         total=80 * 10**9,

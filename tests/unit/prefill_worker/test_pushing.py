@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostPrior
 from pdserve.core.overlap import exposed_s
-from prefill_worker.pushing import AT_END, BY_CHUNK, MAX_LINKS, MESSAGE_S, STEP_SHARE, Push, PushRule
+from prefill_worker.pushing import AT_END, BY_CHUNK, MAX_LINKS, MESSAGE_S, STEP_SHARE, PushPlan, PushRule
 
 COST = CostPrior(prefill_base_s=0.01, prefill_per_token_s=1e-3, prefill_per_token_context_s=1e-7)
 CHUNK = 512
@@ -31,7 +31,7 @@ def rule(
     return made
 
 
-def choose(made: PushRule, num_tokens: int, cached: int = 0, held_blocks: int = 0) -> Push:
+def choose(made: PushRule, num_tokens: int, cached: int = 0, held_blocks: int = 0) -> PushPlan:
     return made.choose("d", cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
 
 
@@ -44,7 +44,7 @@ def test_a_long_prompt_over_a_slow_link_leaves_by_chunk_and_its_last_chunk_by_la
 def test_one_token_more_than_a_chunk_has_little_to_gain() -> None:
     prices = rule(bandwidth=5e7).prices("d", cached=0, num_tokens=CHUNK + 1, held_blocks=0)
     assert prices[AT_END] - 0.02 < prices[BY_CHUNK] < prices[AT_END], "a step of one token hides little"
-    assert prices[Push(True, 6)] > prices[BY_CHUNK], "six messages for one token"
+    assert prices[PushPlan(True, 6)] > prices[BY_CHUNK], "six messages for one token"
 
 
 def test_a_short_prompt_over_a_fast_link_leaves_at_the_end() -> None:
@@ -97,7 +97,7 @@ def test_sent_groups_reset_failures() -> None:
 def test_failure_records_are_bounded() -> None:
     made = rule(bandwidth=5e7)
     for number in range(2 * MAX_LINKS):
-        made.ended(f"d{number}", Push(is_early=True, groups=2), is_whole=False)
+        made.ended(f"d{number}", PushPlan(is_early=True, groups=2), is_whole=False)
     assert len(made._failures) == MAX_LINKS
 
 
@@ -176,9 +176,9 @@ def test_steps_without_prompt_tokens_teach_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "expected"), [("end", AT_END), ("chunk", BY_CHUNK), ("layers", Push(is_early=True, groups=6))]
+    ("choice", "expected"), [("end", AT_END), ("chunk", BY_CHUNK), ("layers", PushPlan(is_early=True, groups=6))]
 )
-def test_a_measurement_may_choose_itself(choice: str, expected: Push) -> None:
+def test_a_measurement_may_choose_itself(choice: str, expected: PushPlan) -> None:
     assert choose(rule(choice, bandwidth=1e12), 40) == expected
 
 
@@ -220,7 +220,7 @@ def test_prices_are_those_of_a_link_that_moves_one_part_after_the_other(seed: in
     total = sum(num_bytes for _, num_bytes in parts)
     *before, (last_s, last_bytes) = parts
     computing_s = last_s - before[-1][0]
-    assert set(prices) == {AT_END, *(Push(is_early=True, groups=groups) for groups in (1, *made.groups))}
+    assert set(prices) == {AT_END, *(PushPlan(is_early=True, groups=groups) for groups in (1, *made.groups))}
     assert exposed[AT_END] == pytest.approx(link.transfer_s(total), rel=1e-6)
     for push in prices.keys() - {AT_END}:
         pieces = [

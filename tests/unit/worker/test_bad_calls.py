@@ -18,7 +18,7 @@ from pdserve.core.types import Role
 from pdserve.v1 import worker_pb2
 from pdserve.wire import peers
 from pdserve.worker import host
-from pdserve.worker.session import Outbox
+from pdserve.worker.session import SessionOutbox
 
 GARBAGE = b"\xff\xff\xff"
 ATTACH = peers.ATTACH
@@ -90,11 +90,11 @@ async def test_a_router_that_goes_in_mid_write_is_no_fault(
     """gRPC fails the write that was pending. Here it fails the first report of load."""
     worker = start(Role.DECODE)
 
-    async def failing(self: Outbox) -> AsyncIterator[worker_pb2.AttachResponse]:
+    async def failing(self: SessionOutbox) -> AsyncIterator[worker_pb2.AttachResponse]:
         raise grpc.aio.InternalError("Failed execute_batch")
         yield worker_pb2.AttachResponse()
 
-    monkeypatch.setattr(Outbox, "__aiter__", failing)
+    monkeypatch.setattr(SessionOutbox, "__aiter__", failing)
     hello = worker_pb2.AttachRequest(hello=worker_pb2.RouterHello(router_id="r0")).SerializeToString()
     async with grpc.aio.insecure_channel(worker.address) as channel:
         call = channel.stream_stream(ATTACH)(metadata=await proof(channel, peers.ATTACH, worker.address))

@@ -21,7 +21,7 @@ from pdserve.prefix.redis_index import RedisIndex
 from pdserve.prefix.registry import Registry
 from pdserve.telemetry import metric_names, names
 from pdserve.telemetry.metrics import Metrics
-from pdserve.worker.measure import Measure
+from pdserve.worker.measure import WorkerMetrics
 from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
 
 PROMPT = list(range(10, 31))
@@ -161,9 +161,9 @@ async def test_what_transfers_meet_is_counted_once_for_each_time(start: Any, mon
         seen.append((metric.name, amount, labels["event"]))
 
     monkeypatch.setattr(program.context.metrics, "add", add)
-    await d.on_engine(lambda one: one.reports.measure.transferred({"late_messages": 2, "silent": 0}))
-    await d.on_engine(lambda one: one.reports.measure.transferred({"late_messages": 2, "silent": 0}))
-    await d.on_engine(lambda one: one.reports.measure.transferred({"late_messages": 5, "silent": 1}))
+    await d.on_engine(lambda one: one.reports.metrics.transferred({"late_messages": 2, "silent": 0}))
+    await d.on_engine(lambda one: one.reports.metrics.transferred({"late_messages": 2, "silent": 0}))
+    await d.on_engine(lambda one: one.reports.metrics.transferred({"late_messages": 5, "silent": 1}))
     name = metric_names.TRANSFER_EVENTS.name
     assert seen == [(name, 2, "late_messages"), (name, 3, "late_messages"), (name, 1, "silent")]
     assert set(program.transfer_events()) == {*EVENTS, "stuck_nccl_calls"}
@@ -176,7 +176,7 @@ async def test_rejected_rank_joins_are_counted(start: Any, role: Role) -> None:
     count_rejected_join("ALL_JOINED")
     worker = start(role)
     metrics = Metrics("worker")
-    await worker.on_engine(lambda program: setattr(program.reports, "measure", Measure(metrics)))
+    await worker.on_engine(lambda program: setattr(program.reports, "metrics", WorkerMetrics(metrics)))
     series = f'{metric_names.REJECTED_RANK_JOINS.name}{{reason="ALL_JOINED"}}'
     for count in (before + 1, before + 2):
 

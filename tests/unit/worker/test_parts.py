@@ -20,7 +20,7 @@ from pdserve.profiles import load_profile
 from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.worker import calibrate, messages
 from pdserve.worker.compute import MAX_BARREN_STEPS, EngineBroken, Isolation, RowFailed
-from pdserve.worker.session import Outbox
+from pdserve.worker.session import SessionOutbox
 from pdserve.worker.watchdog import StallRule, Watchdog
 
 # -- the stall rule --------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def test_the_scores_of_a_long_prompt_travel_in_messages_of_bounded_size(monkeypa
 
 async def test_scores_fill_an_outbox_as_token_rows_do() -> None:
     scores = inference_pb2.PromptLogprobs(tokens=[inference_pb2.TokenLogprobs(token_id=1, logprob=-1.0)] * 1000)
-    outbox = Outbox(limit=100)
+    outbox = SessionOutbox(limit=100)
     outbox.put([worker_pb2.AttachResponse(prompt_scored=worker_pb2.PromptScored(scores=scores))])
     assert outbox.is_closed
 
@@ -73,7 +73,7 @@ async def test_scores_fill_an_outbox_as_token_rows_do() -> None:
 
 
 async def test_messages_leave_the_outbox_in_order() -> None:
-    outbox = Outbox()
+    outbox = SessionOutbox()
     messages = [worker_pb2.AttachResponse(load=worker_pb2.Load(steps=n)) for n in range(5)]
     outbox.put(messages[:2])
     seen = []
@@ -93,7 +93,7 @@ async def test_messages_leave_the_outbox_in_order() -> None:
 
 
 async def test_an_outbox_that_nobody_reads_closes_at_its_limit() -> None:
-    outbox = Outbox(limit=3)
+    outbox = SessionOutbox(limit=3)
     outbox.put([worker_pb2.AttachResponse()] * 3)
     assert not outbox.is_closed
     outbox.put([worker_pb2.AttachResponse()])
@@ -102,7 +102,7 @@ async def test_an_outbox_that_nobody_reads_closes_at_its_limit() -> None:
 
 
 async def test_what_is_ready_together_leaves_as_one_but_for_changes_of_the_cache() -> None:
-    outbox, seen = Outbox(is_batching=True), []
+    outbox, seen = SessionOutbox(is_batching=True), []
     loads = [worker_pb2.AttachResponse(load=worker_pb2.Load(steps=n)) for n in range(5)]
     change = worker_pb2.AttachResponse(kv_events=worker_pb2.KvEvents(sequence=7))
     outbox.put([*loads[:3], change, change, *loads[3:4]])
@@ -117,7 +117,7 @@ async def test_what_is_ready_together_leaves_as_one_but_for_changes_of_the_cache
 
 
 async def test_a_batch_is_bounded() -> None:
-    outbox, sizes = Outbox(is_batching=True), []
+    outbox, sizes = SessionOutbox(is_batching=True), []
     row = worker_pb2.TokenRow(request_id="a", tokens=[worker_pb2.Token(token_id=1)])
     load = worker_pb2.AttachResponse(load=worker_pb2.Load())
     step = worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(rows=[row] * 600))
@@ -130,7 +130,7 @@ async def test_a_batch_is_bounded() -> None:
 
 
 async def test_steps_that_wait_are_merged_in_their_order() -> None:
-    outbox, seen = Outbox(), []
+    outbox, seen = SessionOutbox(), []
     plain = worker_pb2.PlainTokens(request_ids=["a"], attempts=[1], output_indexes=[3], token_ids=[1])
     row = worker_pb2.TokenRow(request_id="a", tokens=[worker_pb2.Token(token_id=2)])
     steps = [worker_pb2.Tokens(plain=plain), worker_pb2.Tokens(plain=plain, rows=[row]), worker_pb2.Tokens(plain=plain)]

@@ -17,12 +17,12 @@ def decodes(rows: int, context_tokens: int) -> StepAccount:
 def test_like_decode_steps_are_told_as_their_mean() -> None:
     steps = TimedSteps(0.025)
     for number in range(STEPS - 1):
-        assert steps.took(decodes(2, 100 + 2 * number), 0.004, 0.004 * number) is None
-    assert steps.took(decodes(2, 100 + 2 * (STEPS - 1)), 0.012, 0.1) == (
+        assert steps.observe(decodes(2, 100 + 2 * number), 0.004, 0.004 * number) is None
+    assert steps.observe(decodes(2, 100 + 2 * (STEPS - 1)), 0.012, 0.1) == (
         decodes(2, 100 + STEPS - 1),
         pytest.approx((0.004 * (STEPS - 1) + 0.012) / STEPS),
     )
-    assert steps.took(decodes(2, 120), 0.004, 0.2) is None, "the next mean begins anew"
+    assert steps.observe(decodes(2, 120), 0.004, 0.2) is None, "the next mean begins anew"
 
 
 def test_steps_of_other_rows_are_not_mixed_in_and_lose_nothing() -> None:
@@ -30,11 +30,11 @@ def test_steps_of_other_rows_are_not_mixed_in_and_lose_nothing() -> None:
     told = []
     for number in range(2 * STEPS):
         rows = 2 + number % 2
-        told.append(steps.took(decodes(rows, 100 * rows), 0.002 * rows, 0.005 * number))
+        told.append(steps.observe(decodes(rows, 100 * rows), 0.002 * rows, 0.005 * number))
     assert told[:-2] == [None] * (2 * STEPS - 2)
     assert told[-2] == (decodes(2, 200), pytest.approx(0.004))
     assert told[-1] is None, "so soon after the other"
-    assert steps.took(decodes(3, 300), 0.006, 1.0) == (decodes(3, 300), pytest.approx(0.006))
+    assert steps.observe(decodes(3, 300), 0.006, 1.0) == (decodes(3, 300), pytest.approx(0.006))
 
 
 def test_slow_spells_count_by_their_steps_not_by_their_time() -> None:
@@ -42,7 +42,7 @@ def test_slow_spells_count_by_their_steps_not_by_their_time() -> None:
     for number in range(100 * STEPS):
         step_s = 0.004 if number // STEPS % 2 else 0.012
         now_s += step_s
-        found = steps.took(decodes(1, 50), step_s, now_s)
+        found = steps.observe(decodes(1, 50), step_s, now_s)
         if found is not None:
             told.append(found[1])
     assert sum(told) / len(told) == pytest.approx(0.008, rel=0.02)
@@ -50,19 +50,19 @@ def test_slow_spells_count_by_their_steps_not_by_their_time() -> None:
 
 def test_long_steps_are_not_waited_for() -> None:
     steps = TimedSteps(0.025)
-    assert steps.took(decodes(1, 50), LONGEST_SPANS * 0.025, 1.0) == (decodes(1, 50), LONGEST_SPANS * 0.025)
+    assert steps.observe(decodes(1, 50), LONGEST_SPANS * 0.025, 1.0) == (decodes(1, 50), LONGEST_SPANS * 0.025)
 
 
 def test_a_step_that_reads_is_told_alone() -> None:
     steps = TimedSteps(1.0)
     mixed = StepAccount(decode_rows=2, context_tokens=100, prefill_tokens=64, prefill_token_context=2048.0)
-    assert steps.took(decodes(2, 100), 0.010, 0.0) is None
-    assert steps.took(mixed, 0.2, 0.5) == (mixed, 0.2)
-    assert steps.took(READS, 0.1, 1.1) is None
-    assert steps.took(READS, 0.1, 1.6) == (READS, 0.1)
+    assert steps.observe(decodes(2, 100), 0.010, 0.0) is None
+    assert steps.observe(mixed, 0.2, 0.5) == (mixed, 0.2)
+    assert steps.observe(READS, 0.1, 1.1) is None
+    assert steps.observe(READS, 0.1, 1.6) == (READS, 0.1)
 
 
 def test_many_short_steps_are_told_no_more_often() -> None:
     steps = TimedSteps(1.0)
-    told = [number for number in range(3000) if steps.took(decodes(1, 50), 0.001, 0.001 * number) is not None]
+    told = [number for number in range(3000) if steps.observe(decodes(1, 50), 0.001, 0.001 * number) is not None]
     assert told == [STEPS - 1, 1000 + STEPS - 1, 2000 + STEPS - 1]
