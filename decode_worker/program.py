@@ -224,7 +224,7 @@ class DecodeProgram(RoleProgram):
         )
         remaining_s = None if landing.deadline_at_s is None else max(0.0, landing.deadline_at_s - context.now())
         post, now = context.post, context.now
-        try:  # opened before any other process is told of it
+        try:  # opened before any other process learns of it
             check_movable(self.engine.spec.tp_degree, 1 + len(grant.rank_endpoints))
             is_open = self._receiver.expect(
                 grant,
@@ -240,15 +240,15 @@ class DecodeProgram(RoleProgram):
             self._opened(key, grant)
 
     def _opened(self, key: AttemptKey, grant: Grant) -> None:
-        """A prefill worker may be told of the grant, unless the attempt was abandoned in the meantime."""
+        """Sends the grant to the router, unless the attempt was abandoned in the meantime."""
         landing = self._landings.get(key)
         if landing is not None and landing.key == grant.key:
             grant_s = self.context.now() - landing.asked_s
-            self.outbox.tell(pr.Granted(key=key, grant=encode_grant(grant), grant_s=grant_s))
+            self.outbox.report(pr.Granted(key=key, grant=encode_grant(grant), grant_s=grant_s))
 
     def _granted(self, effect: pr.Granted) -> None:
         """Of a local attempt: batching answers while the Reserve is handled."""
-        self.outbox.tell(replace(effect, grant_s=self.context.now() - self.received_s))
+        self.outbox.report(replace(effect, grant_s=self.context.now() - self.received_s))
 
     def _receive_aborted(self, effect: fx.ReceiveAborted) -> None:
         self._receiver.abort(self._landings[effect.key].key)
@@ -264,7 +264,7 @@ class DecodeProgram(RoleProgram):
             num_bytes=effect.num_bytes,
             saved_bytes=saved_bytes,
         )
-        self.outbox.tell(ended)
+        self.outbox.report(ended)
         metrics.add(metric_names.TRANSFERS, outcome="committed")
         metrics.add(metric_names.TRANSFER_BYTES_TOTAL, effect.num_bytes)
         metrics.add(metric_names.TRANSFER_SAVED_BYTES, saved_bytes)
@@ -276,7 +276,7 @@ class DecodeProgram(RoleProgram):
 
     def _kv_mistaken(self, effect: fx.KvMistaken) -> None:
         self.context.metrics.add(metric_names.KV_MISTAKEN)
-        log.error("a block does not hold what it should; its text is computed anew", extra={"error": effect.error})
+        log.error("a block has wrong content; its text is computed again", extra={"error": effect.error})
 
     def _send_tokens(self, rows: list[pr.TokenRow], plain: Iterable[fx.PlainSampled]) -> None:
         for session, response in responses_by_router(rows, plain).items():

@@ -2,7 +2,7 @@
 
 One router, one prefill worker and one decode worker serve the bundled model. A short prompt stays on the decode
 worker; longer ones are read by the prefill worker, and their KV cache travels, unless the router predicts that the
-decode worker is quicker, as it may be on a busy machine. Each timeline ends with the way that was taken.
+decode worker is quicker, as it may be on a busy machine. Each timeline ends with the path that the request took.
 """
 
 from __future__ import annotations
@@ -184,13 +184,13 @@ def show_topology(client: Client) -> None:
 
 
 def show_start(line: str) -> None:
-    """Of what `up` tells, the launcher's own lines; the workers' logs are for `pdserve up`."""
+    """The launcher's own lines of the output of `pdserve up`, without the workers' logs."""
     if LAUNCHER.match(line) and any(word in line for word in (" listens on ", " still ", " again ")):
         say(dim(line))
 
 
 def say(line: str) -> None:
-    """One write, so that the lines of two threads do not mix."""
+    """One write, so that two threads do not write into each other's lines."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -164,9 +164,9 @@ class BlockAllocator:
         assert cached <= set(self._hash_of), "a cached block has no hash"
         assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hashes and blocks are not one to one"
         assert self.num_referenced == len(referenced), "counts do not add up"
-        assert not set(self._stored) & set(self._removed), "a hash is told as both stored and removed"
-        assert all(one in self._block_of for one in self._stored), "a hash is told as stored but cannot be found"
-        assert not any(one in self._block_of for one in self._removed), "a hash is told as removed but can be found"
+        assert not set(self._stored) & set(self._removed), "a hash is reported as both stored and removed"
+        assert all(one in self._block_of for one in self._stored), "a hash is reported as stored but cannot be found"
+        assert not any(one in self._block_of for one in self._removed), "a hash is reported as removed but can be found"
         if holders is not None:
             held = Counter(block for blocks in holders for block in blocks)
             wrong = {

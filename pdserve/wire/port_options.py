@@ -3,7 +3,7 @@
 connections   at most so many at a time; further ones are closed as they are accepted
 half-open     a connection that has not sent its HTTP/2 preface within HANDSHAKE_S is closed
 idle          a connection without a call is closed after a while; gRPC's clients open a new one with the next call
-age           a connection is closed at some age, 10 % less or more, so that connections spread over routers anew.
+age           a connection is closed at some age, 10 % less or more, so that connections spread over routers again.
               Calls that run on it may finish within the grace; a client opens a new connection for the next call.
 streams       calls of one connection at a time; further ones wait in the client
 """

@@ -27,7 +27,7 @@ UNKNOWN: Final = CostPrior(
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class StepSample:
     """Seconds that a step took, and the factors of its coefficients in the closed form."""
 
     factors: tuple[float, ...]
@@ -114,10 +114,10 @@ def _reading(engine: Engine, *, count: int, start: int) -> Row:
     )
 
 
-def _time(engine: Engine, steps: Iterator[tuple[list[Row], tuple[float, ...]]], budget_s: float) -> list[Sample]:
+def _time(engine: Engine, steps: Iterator[tuple[list[Row], tuple[float, ...]]], budget_s: float) -> list[StepSample]:
     """The best of two runs of each step: the first one of a size may compile or allocate. On a GPU the first run
     imports, compiles and loads kernels for seconds, so a size that was started runs twice, whatever the budget."""
-    samples: list[Sample] = []
+    samples: list[StepSample] = []
     until_s = time.monotonic() + budget_s
     for rows, factors in steps:
         best_s = float("inf")
@@ -128,13 +128,13 @@ def _time(engine: Engine, steps: Iterator[tuple[list[Row], tuple[float, ...]]], 
             best_s = min(best_s, ended_s - started_s)
             if ended_s > until_s and engine.pool.is_on_host:
                 break
-        samples.append(Sample(factors, best_s))
+        samples.append(StepSample(factors, best_s))
         if ended_s > until_s:
             break
     return samples
 
 
-def _fit(samples: Sequence[Sample]) -> tuple[float, float, float]:
+def _fit(samples: Sequence[StepSample]) -> tuple[float, float, float]:
     """Non-negative least squares of relative errors over (1, x, y); coefficients that the samples do not determine stay
     0."""
     active = list(range(min(3, len(samples))))
@@ -151,7 +151,7 @@ def _fit(samples: Sequence[Sample]) -> tuple[float, float, float]:
     return 0.0, 0.0, 0.0
 
 
-def _least_squares(samples: Sequence[Sample], active: Sequence[int]) -> list[float] | None:
+def _least_squares(samples: Sequence[StepSample], active: Sequence[int]) -> list[float] | None:
     """Solves the normal equations by elimination; None if there is no unique solution."""
     weighted = [[sample.factors[index] / sample.seconds for index in active] for sample in samples if sample.seconds]
     size = len(active)

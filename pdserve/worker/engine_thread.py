@@ -100,7 +100,7 @@ class EngineThread:
             self._loop(program)
         except BaseException as error:  # the process ends, because no other thread can own the engine
             log.critical("the engine thread died", exc_info=True)
-            self._tell_last(program, error)
+            self._report_death(program, error)
             self._on_death(error)
         finally:
             self.is_busy = False
@@ -154,9 +154,9 @@ class EngineThread:
         if by_session:
             self._outlet.send(by_session)
 
-    def _tell_last(self, program: RoleProgram, error: BaseException) -> None:
+    def _report_death(self, program: RoleProgram, error: BaseException) -> None:
         try:
             program.fail_all(f"{type(error).__name__}: {error}")
             self._hand_out(program)
         except Exception:  # the program is in an unknown state; routers detect it by the lost stream
-            log.exception("routers could not be told")
+            log.exception("the error could not be reported to routers")

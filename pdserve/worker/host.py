@@ -207,7 +207,7 @@ class WorkerHost:
         program.add_servicers(self._server)
         await self._health.say(is_serving=True)
         await self._server.start()
-        if self._publisher is not None:  # routers are told of the worker once it answers
+        if self._publisher is not None:  # routers learn of the worker once it answers
             await self._publisher.start()
         self._follower = asyncio.create_task(self._follow())
 

@@ -20,7 +20,7 @@ MAX_SALT_BYTES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SequenceLimits:
     vocab_size: int
     max_context_tokens: int
     hash_seed: bytes
@@ -35,7 +35,7 @@ def key_of(router: int, request_id: str, attempt: int) -> AttemptKey:
     return AttemptKey(router, request_id, attempt)
 
 
-def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Limits, now_s: float) -> Attempt:
+def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: SequenceLimits, now_s: float) -> Attempt:
     """Raises InvalidRequest, naming the field and its limit."""
     num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
     if not message.prompt_token_ids:

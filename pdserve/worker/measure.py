@@ -13,10 +13,10 @@ from pdserve.telemetry.metrics import Metrics
 
 
 @final
-class Measure:
+class WorkerMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._told: dict[str, Mapping[str, int]] = {}  # by metric
+        self._reported: dict[str, Mapping[str, int]] = {}  # by metric
 
     @property
     def is_on(self) -> bool:
@@ -51,9 +51,9 @@ class Measure:
         self._add_new(metric_names.REJECTED_RANK_JOINS, "reason", by_reason)
 
     def _add_new(self, spec: MetricSpec, label: str, counts: Mapping[str, int]) -> None:
-        told = self._told.get(spec.name, {})
+        reported = self._reported.get(spec.name, {})
         for value, count in counts.items():
-            new = count - told.get(value, 0)
+            new = count - reported.get(value, 0)
             if new > 0:
                 self._metrics.add(spec, new, **{label: value})
-        self._told[spec.name] = dict(counts)
+        self._reported[spec.name] = dict(counts)

@@ -14,13 +14,17 @@ from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
 from pdserve.wire.convert import logprobs_to_proto, role_to_proto
 from pdserve.wire.protocol import COST
 from pdserve.worker.context import ProgramContext
-from pdserve.worker.intake import Limits
+from pdserve.worker.intake import SequenceLimits
 
 MAX_SCORED: Final = 16_384  # logprobs in one message: some 200 kB
 
 
 def worker_hello(
-    context: ProgramContext, spec: EngineSpec, limits: Limits, cost: CostPrior, fingerprint: transfer_pb2.Fingerprint
+    context: ProgramContext,
+    spec: EngineSpec,
+    limits: SequenceLimits,
+    cost: CostPrior,
+    fingerprint: transfer_pb2.Fingerprint,
 ) -> worker_pb2.WorkerHello:
     config = context.config
     return worker_pb2.WorkerHello(

@@ -40,30 +40,30 @@ class Outbox:
         if session in self._routers:
             self._pending.append((session, response))
 
-    def tell(self, message: pr.AttemptMessage) -> None:
+    def report(self, message: pr.AttemptMessage) -> None:
         """To the router whose attempt it is about."""
         self.send(message.key.router, encode_response(message))
 
-    def tell_all(self, message: pr.Load | pr.BatchTimed) -> None:
+    def report_all(self, message: pr.Load | pr.BatchTimed) -> None:
         response = encode_response(message)
         for session in self._routers:
             self.send(session, response)
 
-    def tell_load(self, session: int, load: pr.Load) -> None:
+    def report_load(self, session: int, load: pr.Load) -> None:
         self.send(session, encode_response(load))
 
-    def tell_scores(self, effect: fx.PromptScored) -> None:
+    def report_scores(self, effect: fx.PromptScored) -> None:
         for message in messages.prompt_scored(effect):
             self.send(effect.key.router, worker_pb2.AttachResponse(prompt_scored=message))
 
-    def tell_links(self, links: Iterable[tuple[str, str, str]], session: int | None = None) -> None:
+    def report_links(self, links: Iterable[tuple[str, str, str]], session: int | None = None) -> None:
         """(decode worker, transport, reason) of each link, to one router or all."""
-        told = [worker_pb2.KvLink(decode_worker=one[0], transport=one[1], reason=one[2]) for one in links]
-        response = worker_pb2.AttachResponse(kv_links=worker_pb2.KvLinks(links=told))
+        reported = [worker_pb2.KvLink(decode_worker=one[0], transport=one[1], reason=one[2]) for one in links]
+        response = worker_pb2.AttachResponse(kv_links=worker_pb2.KvLinks(links=reported))
         for one in self._routers if session is None else (session,):
             self.send(one, response)
 
-    def tell_cache(self, change: CacheChange, session: int | None = None) -> None:
+    def report_cache(self, change: CacheChange, session: int | None = None) -> None:
         """To one router, or all that want KV events."""
         response = worker_pb2.AttachResponse(kv_events=messages.kv_events(change))
         wanting = [one for one, wants in self._routers.items() if wants]

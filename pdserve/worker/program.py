@@ -30,11 +30,11 @@ from pdserve.worker.attempt_traces import AttemptTraces
 from pdserve.worker.compute import Isolation, RowFailed, free_row
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.in_flight import Begun, StepsInFlight, make_steps_in_flight
-from pdserve.worker.intake import Limits, key_of, read_sequence
+from pdserve.worker.intake import SequenceLimits, key_of, read_sequence
 from pdserve.worker.interface import AheadBatching, Batching
 from pdserve.worker.messages import worker_hello
 from pdserve.worker.outbox import Outbox
-from pdserve.worker.reports import Reports
+from pdserve.worker.reports import StatusReports
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class RoleProgram(ABC):
         # A sequence must fit into the whole pool.
         max_context_tokens = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
         seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
-        self.limits = Limits(vocab_size=spec.vocab_size, max_context_tokens=max_context_tokens, hash_seed=seed)
+        self.limits = SequenceLimits(vocab_size=spec.vocab_size, max_context_tokens=max_context_tokens, hash_seed=seed)
         self.end_rule = EndRule(eos_token_ids=frozenset(spec.eos_token_ids), max_context_tokens=max_context_tokens)
         calibrate.draw_one_token(engine)
         self.cost = calibrate.expected_cost(engine, context.role, config)
@@ -65,13 +65,13 @@ class RoleProgram(ABC):
         self._is_leaving = False  # drained by its own process, which then ends
         self.is_between_steps = False  # a step follows the last one at once
         self._step_ended_s = 0.0
-        self.reports = Reports(self.outbox, context.metrics, config.heartbeat_s)
+        self.reports = StatusReports(self.outbox, context.metrics, config.heartbeat_s)
         self._actions: dict[type, Callable[[Any], None]] = {
             pr.Refused: self._refused,
             pr.AttemptFailed: self._failed,
             fx.TransferLost: self._transfer_lost,
             pr.Released: self._released,
-            fx.PromptScored: self.outbox.tell_scores,
+            fx.PromptScored: self.outbox.report_scores,
             **self.actions(),
         }
 
@@ -129,7 +129,7 @@ class RoleProgram(ABC):
     def attached(self, session: int, hello: worker_pb2.RouterHello) -> None:
         self.outbox.attach(session, wants_kv_events=hello.wants_kv_events)
         if hello.wants_kv_events:
-            self.outbox.tell_cache(self.blocks.snapshot(), session)
+            self.outbox.report_cache(self.blocks.snapshot(), session)
         self.reports.attached(session, self._with_state(self.batching.load()))
 
     def lost(self, session: int) -> None:
@@ -259,7 +259,7 @@ class RoleProgram(ABC):
         """Changes of the prefix cache: sent to the routers that asked for them, and returned for the index."""
         change = self.blocks.take_changes()
         if change is not None:
-            self.outbox.tell_cache(change)
+            self.outbox.report_cache(change)
         return change
 
     def fail_all(self, message: str) -> None:
@@ -283,7 +283,7 @@ class RoleProgram(ABC):
             self._actions[type(effect)](effect)
 
     def begin(self, session: int, message: worker_pb2.Sequence) -> Attempt | None:
-        """The attempt of a new Reserve or Prefill; None if it is late, a duplicate, or invalid (the router is told)."""
+        """The attempt of a new Reserve or Prefill. None if it is late or a duplicate; or invalid, which is reported."""
         key = key_of(session, message.request_id, message.attempt)
         before = self._ledger.newest(key)
         if not self._ledger.begin(key):
@@ -307,12 +307,12 @@ class RoleProgram(ABC):
     def _refused(self, effect: pr.Refused) -> None:
         self._forget(effect.key)
         self.context.metrics.add(metric_names.REFUSED_BY_WORKER, reason=effect.reason.value)
-        self.outbox.tell(effect)
+        self.outbox.report(effect)
 
     def _failed(self, effect: pr.AttemptFailed) -> None:
         extra = {"kind": effect.kind.value, **self.traces.log_fields(effect.key)}
         log.log(logging.ERROR if effect.kind is FailureKind.INTERNAL else logging.INFO, "attempt failed", extra=extra)
-        self.outbox.tell(effect)
+        self.outbox.report(effect)
 
     def _transfer_lost(self, effect: fx.TransferLost) -> None:
         extra = {"request_id": effect.key.request_id, "attempt": effect.key.attempt, "error": effect.error}
@@ -321,11 +321,11 @@ class RoleProgram(ABC):
         else:
             log.warning("KV was not moved", extra=extra)
         self.context.metrics.add(metric_names.TRANSFERS, outcome="cancelled" if effect.is_cancelled else "failed")
-        self.outbox.tell(pr.TransferEnded(key=effect.key, is_committed=False, error=effect.error))
+        self.outbox.report(pr.TransferEnded(key=effect.key, is_committed=False, error=effect.error))
 
     def _released(self, effect: pr.Released) -> None:
         self._forget(effect.key)
-        self.outbox.tell(effect)
+        self.outbox.report(effect)
 
     def _forget(self, key: AttemptKey) -> None:
         self.traces.remove(key)
@@ -335,11 +335,11 @@ class RoleProgram(ABC):
 
     def _report(self, load: pr.Load) -> None:
         self.reports.send(self._with_state(load), self.kv_links())
-        measure = self.reports.measure
-        if measure.is_on:
-            measure.loaded(load, self.blocks.num_referenced)
-            measure.transferred(self.transfer_events())
-            measure.rejected_rank_joins(self.rejected_rank_joins())
+        metrics = self.reports.metrics
+        if metrics.is_on:
+            metrics.loaded(load, self.blocks.num_referenced)
+            metrics.transferred(self.transfer_events())
+            metrics.rejected_rank_joins(self.rejected_rank_joins())
 
     def _with_state(self, load: pr.Load) -> pr.Load:
         return replace(load, steps=self.num_steps, is_draining=self.batching.is_draining, is_drained=self.is_drained)

@@ -9,7 +9,7 @@ from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.engine.interface import PlainOuts, RowOut
 from pdserve.telemetry.metrics import Metrics
-from pdserve.worker.measure import Measure
+from pdserve.worker.measure import WorkerMetrics
 from pdserve.worker.outbox import Outbox
 from pdserve.worker.timed import TimedSteps
 
@@ -19,9 +19,9 @@ Links = list[tuple[str, str, str]]  # (decode worker, transport, reason)
 
 
 @final
-class Reports:
+class StatusReports:
     def __init__(self, outbox: Outbox, metrics: Metrics, heartbeat_s: float) -> None:
-        self.measure = Measure(metrics)
+        self.metrics = WorkerMetrics(metrics)
         self._outbox = outbox
         self._heartbeat_s = heartbeat_s
         self._timed = TimedSteps(heartbeat_s / TIMED_BATCHES_PER_HEARTBEAT)
@@ -31,9 +31,9 @@ class Reports:
 
     def attached(self, session: int, load: pr.Load) -> None:
         """A router has attached: it gets the load, and the links that the others know."""
-        self._outbox.tell_load(session, load)
+        self._outbox.report_load(session, load)
         if self._links:
-            self._outbox.tell_links(self._links, session)
+            self._outbox.report_links(self._links, session)
 
     def changed(self) -> None:
         """The worker's state has changed beside its load: the next report is due after a fifth of a heartbeat."""
@@ -54,19 +54,19 @@ class Reports:
         """Reports to all routers; links only if they have changed."""
         if links != self._links:
             self._links = links
-            self._outbox.tell_links(links)
-        self._outbox.tell_all(load)
+            self._outbox.report_links(links)
+        self._outbox.report_all(load)
 
     def step(self, account: fx.StepAccount, outs: Sequence[RowOut], step_s: float, now_s: float) -> None:
         """A step took `step_s` and has given `outs`."""
         num_sampled = len(outs) if isinstance(outs, PlainOuts) else sum(len(out.sampled) for out in outs)
-        if self.measure.is_on:
+        if self.metrics.is_on:
             # Tokens after each row's first sampled token were drafts.
             num_accepted = sum(max(0, len(out.sampled) - 1) for out in outs) if account.draft_tokens else 0
-            self.measure.stepped(account, num_sampled, num_accepted, step_s)
+            self.metrics.stepped(account, num_sampled, num_accepted, step_s)
         if account.draft_tokens:  # routers plan with the time per token, which accepted drafts reduce
             step_s *= account.decode_rows / max(1, num_sampled)
-        reported = self._timed.took(account, step_s, now_s)
+        reported = self._timed.observe(account, step_s, now_s)
         if reported is not None:
             mean, mean_s = reported
-            self._outbox.tell_all(mean.timed(mean_s))
+            self._outbox.report_all(mean.timed(mean_s))

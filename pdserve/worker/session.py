@@ -29,7 +29,7 @@ INBOX_PAUSE_S: Final = 0.005
 
 
 @final
-class Outbox:
+class SessionOutbox:
     """Messages that wait to be sent to one router. `put` is called on the event loop."""
 
     def __init__(self, limit: int = MAX_OUTBOX, *, is_batching: bool = False) -> None:
@@ -118,7 +118,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._post = post
         self._num_waiting_calls = num_waiting_calls
         self._numbers = itertools.count(1)
-        self._outboxes: dict[int, Outbox] = {}
+        self._outboxes: dict[int, SessionOutbox] = {}
         # Router process -> its newest session. Two processes with the same name have separate sessions; otherwise each
         # would end the other's session whenever it connects.
         self._session_of: dict[tuple[str, str], int] = {}
@@ -144,7 +144,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello: expected first, with a router_id")
             return
         hello = first.hello
-        session, outbox = next(self._numbers), Outbox(is_batching=hello.reads_batches)
+        session, outbox = next(self._numbers), SessionOutbox(is_batching=hello.reads_batches)
         router = (hello.router_id, hello.router_incarnation)
         older = self._outboxes.get(self._session_of.get(router, 0))
         if older is not None:  # a dead stream may stay open for long; only one stream per router
@@ -171,7 +171,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._post(partial(self.program.lost, session))
             log.info("router gone", extra={"router_id": hello.router_id, "session": session})
 
-    async def _read(self, session: int, context: Any, outbox: Outbox) -> None:
+    async def _read(self, session: int, context: Any, outbox: SessionOutbox) -> None:
         """Reads until the router ends its stream or disconnects, which are treated alike."""
         try:
             while True:

@@ -28,19 +28,19 @@ class _Sum:
 class TimedSteps:
     """One at most in `every_s`."""
 
-    __slots__ = ("_every_s", "_sums", "_told_s")
+    __slots__ = ("_every_s", "_reported_s", "_sums")
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._told_s = float("-inf")
+        self._reported_s = float("-inf")
         self._sums: dict[int, _Sum] = {}  # rows -> their decode steps since the last mean
 
-    def took(self, account: StepAccount, step_s: float, now_s: float) -> tuple[StepAccount, float] | None:
+    def observe(self, account: StepAccount, step_s: float, now_s: float) -> tuple[StepAccount, float] | None:
         """The step, or the mean of similar ones, to be reported now."""
-        every_s, is_due = self._every_s, now_s - self._told_s >= self._every_s
+        every_s, is_due = self._every_s, now_s - self._reported_s >= self._every_s
         if account.prefill_tokens:
             if is_due:
-                self._told_s = now_s
+                self._reported_s = now_s
             return (account, step_s) if is_due else None
         rows = account.decode_rows
         like = self._sums.setdefault(rows, _Sum())
@@ -49,6 +49,6 @@ class TimedSteps:
         like.seconds += step_s
         if not is_due or (like.steps < STEPS and like.seconds < LONGEST_SPANS * every_s):
             return None
-        self._told_s = now_s
+        self._reported_s = now_s
         del self._sums[rows]
         return replace(account, context_tokens=round(like.context_tokens / like.steps)), like.seconds / like.steps

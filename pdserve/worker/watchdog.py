@@ -21,7 +21,7 @@ SHORTEST_LOOK_S: Final = 0.001
 LONGEST_LOOK_S: Final = 1.0
 
 
-class Progress(Protocol):
+class EngineProgress(Protocol):
     @property
     def is_busy(self) -> bool:
         """Whether the thread should make progress; False while it waits for work."""
@@ -60,7 +60,7 @@ def dump_and_exit() -> None:
 class Watchdog:
     """A thread that observes the engine thread; `on_stall` is called once."""
 
-    def __init__(self, progress: Progress, stall_s: float, on_stall: Callable[[], None] = dump_and_exit) -> None:
+    def __init__(self, progress: EngineProgress, stall_s: float, on_stall: Callable[[], None] = dump_and_exit) -> None:
         self._progress = progress
         self._rule = StallRule(stall_s=stall_s)
         self._interval_s = clamped_s(stall_s / 10, SHORTEST_LOOK_S, LONGEST_LOOK_S)
