@@ -71,9 +71,7 @@ def _late(edges: Sequence[float], demands: Sequence[Demand], done: Sequence[floa
         row = [0] * (count + 1)
         here = [one for one in placed if one[2] >= begin]
         for end in range(begin + 1, count + 1):
-            work = [
-                total if last <= end else first for total, first, _, first_end, last in here if first_end <= end
-            ]
+            work = [total if last <= end else first for total, first, _, first_end, last in here if first_end <= end]
             if work:
                 row[end] = len(work) - most_that_fit(work, done[end] - done[begin])
         found.append(row)

@@ -205,9 +205,10 @@ def test_a_disturbed_worker_computes_less(kind: DisturbanceKind) -> None:
     trace = Listed([asked(0.0, 1000, 1) for _ in range(20)])
     whole = upper_bound(trace, config).most
     trouble = Disturbance(at_s=0.1, worker_id="d0", kind=kind, for_s=0.9, factor=9.0)
-    assert met(trace, replace(config, disturbances=(trouble,))) <= upper_bound(
-        trace, replace(config, disturbances=(trouble,))
-    ).most
+    assert (
+        met(trace, replace(config, disturbances=(trouble,)))
+        <= upper_bound(trace, replace(config, disturbances=(trouble,))).most
+    )
     long = Disturbance(at_s=0.0, worker_id="d0", kind=kind, for_s=10.0, factor=50.0)
     slow = replace(config, slo=Slo(ttft_s=8.0, tpot_s=1.0), disturbances=(long,))
     many = Listed([asked(0.0, 1000, 1) for _ in range(100)])
