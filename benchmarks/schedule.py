@@ -34,12 +34,14 @@ from benchmarks.schedule_work import (
     SEED,
     TRACES,
     folder,
+    highest_possible_rps,
     mixed,
     published,
     question,
     slo,
 )
 from router.policy.rules import RULES
+from simulator.bound import upper_bound
 from simulator.goodput import Goodput
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimResult
@@ -100,7 +102,8 @@ def _goodput(cell: Cell, out: Path) -> dict[str, Any]:
     full = question(cell.trace, cell.pair, cell.policy, FINAL_REQUESTS, FINAL_TOLERANCE)
     # The longer window has a rate of its own; what a cluster bears is a rate, not a scale.
     first = chosen.rate_rps / full.windows[0].rate_rps
-    return line | _told(measure(full, plan.best, simulate, first=first))
+    found = measure(full, plan.best, simulate, first=first)
+    return line | _told(found) | {"bound_rps": highest_possible_rps(full, plan.best, found.rate_rps)}
 
 
 def _told(found: Goodput) -> dict[str, Any]:
@@ -128,13 +131,14 @@ def _overload(cell: Cell, out: Path) -> dict[str, Any]:
     peak = _read(out, Cell("goodput", cell.trace, cell.pair, cell.policy))
     if not peak["scale"]:
         return {"peak_rps": 0.0}
-    wild = _run_at(cell, peak, OVERLOAD)
+    wild, bound = _run_at(cell, peak, OVERLOAD)
     refused = [row for row in wild.requests if row.outcome == "refused" and row.ended_s is not None]
     waits_s = sorted((row.ended_s or 0.0) - row.arrival_s for row in refused)
     seen = summarise(wild)
     return {
         "peak_rps": peak["met_rps"],
         "met_rps": _met(wild.requests) / wild.span_s,
+        "bound_rps": bound / wild.span_s,
         "attainment": seen.attainment,
         "outcomes": seen.outcomes,
         "refused": len(refused),
@@ -144,10 +148,12 @@ def _overload(cell: Cell, out: Path) -> dict[str, Any]:
     }
 
 
-def _run_at(cell: Cell, peak: dict[str, Any], times: float) -> SimResult:
+def _run_at(cell: Cell, peak: dict[str, Any], times: float) -> tuple[SimResult, int]:
+    """The run, and the number of requests that any scheduler could serve in time."""
     asked = question(cell.trace, cell.pair, cell.policy, OVERLOAD_REQUESTS, FINAL_TOLERANCE)
     trace = Reshaped(asked.windows[0], rate_scaled(times * peak["rate_rps"] / asked.windows[0].rate_rps))
-    return simulate(trace, asked.config(peak["split"]))
+    config = asked.config(peak["split"])
+    return simulate(trace, config), upper_bound(trace, config).most
 
 
 def _met(rows: list[RequestRow]) -> int:

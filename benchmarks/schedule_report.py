@@ -31,7 +31,10 @@ def _promises(lines: Lines) -> Iterator[str]:
 
 
 def _goodput(lines: Lines) -> Iterator[str]:
-    yield "### Goodput, requests/s per worker, at each policy's best split (prefill:decode, prompt tokens in time)\n"
+    yield (
+        "### Goodput, requests/s per worker, at each policy's best split (prefill:decode, prompt tokens in time, share"
+        " of the highest rate that is possible on it)\n"
+    )
     for trace in TRACES:
         yield f"| {trace} | " + " | ".join(pair.name for pair in PAIRS) + " |"
         yield "|---" * (len(PAIRS) + 1) + "|"
@@ -46,7 +49,13 @@ def _shown(line: dict[str, Any] | None) -> str:
         return ""
     if not line["rate_rps"]:
         return "not attainable"
-    return f"{line['rate_rps'] / NUM_WORKERS:.3g} ({line['split']}:{line['decode']}, {line['token_attainment']:.0%})"
+    split, tokens = f"{line['split']}:{line['decode']}", f"{line['token_attainment']:.0%}"
+    return f"{line['rate_rps'] / NUM_WORKERS:.3g} ({split}, {tokens}, {_of_bound(line['rate_rps'], line)})"
+
+
+def _of_bound(rate_rps: float, line: dict[str, Any]) -> str:
+    """Share of the rate that no scheduler exceeds; empty in results that were computed without it."""
+    return f"{rate_rps / line['bound_rps']:.0%} of bound" if line.get("bound_rps") else "no bound"
 
 
 def _ratios(lines: Lines) -> Iterator[str]:
@@ -79,17 +88,25 @@ def _overload(lines: Lines) -> Iterator[str]:
         return
     yield "### Three times the peak rate: requests/s that met both promises\n"
     columns = (
-        "trace, pair|policy|at the peak|at 3x|kept|refused|within 10 ms|refused after p50 / max|retry_after_s p50 / max"
+        "trace, pair|policy|at the peak|at 3x|kept|at 3x, of bound|"
+        "refused|within 10 ms|refused after p50 / max|retry_after_s p50 / max"
     )
     yield "| " + columns.replace("|", " | ") + " |"
-    yield "|---" * 9 + "|"
+    yield "|---" * 10 + "|"
     for line in found:
         _, trace, pair, policy = line["cell"].split(".")
         kept = line["met_rps"] / line["peak_rps"]
         within = f"{line['refused_within_10ms'] / line['refused']:.1%}" if line["refused"] else ""
         waited, again = line["refusal_s"], line["retry_after_s"]
         row = [f"{trace}, {pair}", policy, f"{line['peak_rps']:.3g}", f"{line['met_rps']:.3g}"]
-        row += [f"{kept:.0%}", str(line["refused"]), within, _times(waited, 1e3, " ms"), _times(again, 1.0, " s")]
+        row += [
+            f"{kept:.0%}",
+            _of_bound(line["met_rps"], line),
+            str(line["refused"]),
+            within,
+            _times(waited, 1e3, " ms"),
+            _times(again, 1.0, " s"),
+        ]
         yield f"| {' | '.join(row)} |"
     yield ""
 

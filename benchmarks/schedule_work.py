@@ -16,7 +16,8 @@ from pdserve.core.profile import Profile
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
 from router.settings import RouterSettings
-from simulator.goodput import Window, cut
+from simulator.bound import upper_bound
+from simulator.goodput import TARGET, TRICKLE, Window, cut
 from simulator.metrics import nearest_rank
 from simulator.model import Trace, TraceRequest
 from simulator.plan import CHUNK_TOKENS, Question, demand
@@ -141,6 +142,24 @@ def question(
         seed=SEED,
         tolerance=tolerance,
     )
+
+
+def highest_possible_rps(asked: Question, num_prefill: int, rate_rps: float) -> float:
+    """The highest rate, to FINAL_TOLERANCE, at which some scheduler might serve the target share of the requests in
+    time on this split; `rate_rps` is a rate at which a policy does."""
+    [only], config = asked.windows, asked.config(num_prefill)
+
+    def is_possible(rate_rps: float) -> bool:
+        bound = upper_bound(Reshaped(only, rate_scaled(rate_rps / only.rate_rps)), config)
+        return bound.most >= TARGET * bound.requests
+
+    low, high = rate_rps, 1.1 * rate_rps
+    while rate_rps and high < TRICKLE * rate_rps and is_possible(high):
+        low, high = high, 1.5 * high
+    while high > low * (1.0 + FINAL_TOLERANCE):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if is_possible(middle) else (low, middle)
+    return high
 
 
 def mixed(seed: int) -> Step:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.core.types import Role
+from simulator.bound import Bound
 from simulator.metrics import Summary
 from simulator.misses import why
 from simulator.model import RequestRow, SimResult
@@ -21,6 +22,7 @@ class Run:
     rate_scale: float
     result: SimResult
     summary: Summary
+    bound: Bound | None = None  # of the same trace and workers
 
     @property
     def split(self) -> str:
@@ -58,6 +60,8 @@ def as_json(run: Run) -> dict[str, Any]:
         "refused": summary.outcomes.get("refused", 0),
     }
     body = dataclasses.asdict(summary)
+    if run.bound is not None:
+        body["bound"] = {"requests": run.bound.most, "limit": run.bound.limit, "share": run.bound.share(summary.met)}
     body["paths"] = {path: {"requests": count, "met": met} for path, (count, met) in summary.paths.items()}
     return head | body | {"counters": dict(sorted(run.result.counters.items()))}
 

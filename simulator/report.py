@@ -16,6 +16,7 @@ from simulator.misses import why, worst
 from simulator.tables import count, details, held_text, line, seconds, short_note
 
 _WORST: Final = 20
+_TIMES: Final = ("TTFT p50", "p99", "TPOT p50", "p99")
 _LIGHT: Final = ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#008300", "#4a3aa7", "#e34948")
 _DARK: Final = ("#3987e5", "#d95926", "#199e70", "#c98500", "#d55181", "#008300", "#9085e9", "#e66767")
 _STYLE: Final = """
@@ -118,7 +119,7 @@ def _tiles(focus: Sequence[Run]) -> str:
 
 def _runs(runs: Sequence[Run]) -> str:
     colour_of = colours(runs)
-    head = ("policy", "P:D", "req/s", "attained", "goodput/s", "TTFT p50", "p99", "TPOT p50", "p99", "refused")
+    head = ("policy", "P:D", "req/s", "attained", "bound", "of bound", "goodput/s", *_TIMES, "refused")
     rows = [[_key(colour_of[run.policy]) + _safe(run.policy), *map(_safe, line(run)[1:])] for run in runs]
     held = ""
     if len({run.rate_scale for run in runs}) > 1:
@@ -126,7 +127,7 @@ def _runs(runs: Sequence[Run]) -> str:
         note = short_note(runs)
         said = f"Highest of these rates that held with {TARGET:.0%} of the requests: {best}. {note}"
         held = f"<p>{_safe(said.strip())}</p>"
-    about = "" if len(runs) > 1 else f"<pre>{_safe(chr(10).join(details(runs[0].summary)))}</pre>"
+    about = "" if len(runs) > 1 else f"<pre>{_safe(chr(10).join(details(runs[0])))}</pre>"
     return f"<section><h2>Runs</h2>{held}{_table(head, rows)}{about}</section>"
 
 

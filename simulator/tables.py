@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from simulator.comparison import TARGET, Run, highest_held
-from simulator.metrics import Summary
 
-_HEAD = ("POLICY", "P:D", "REQ/S", "ATTAINED", "GOODPUT/S", "TTFT p50", "p99", "TPOT p50", "p99", "REFUSED")
+_TIMES = ("TTFT p50", "p99", "TPOT p50", "p99")
+_HEAD = ("POLICY", "P:D", "REQ/S", "ATTAINED", "BOUND", "OF BOUND", "GOODPUT/S", *_TIMES, "REFUSED")
 
 
 def render(runs: Sequence[Run], cluster: str) -> str:
@@ -22,7 +22,7 @@ def render(runs: Sequence[Run], cluster: str) -> str:
     )
     lines = [begin, table([_HEAD, *(line(run) for run in runs)])]
     if len(runs) == 1:
-        lines += ["", *details(first.summary)]
+        lines += ["", *details(first)]
     elif len({run.rate_scale for run in runs}) > 1:
         lines += ["", f"highest of these rates at which {TARGET:.0%} of the requests met both targets:"]
         lines += [f"  {policy}: {held_text(held)}" for policy, held in highest_held(runs).items()]
@@ -48,8 +48,14 @@ def short_note(runs: Sequence[Run]) -> str:
     )
 
 
-def details(summary: Summary) -> list[str]:
+def details(run: Run) -> list[str]:
+    summary, bound = run.summary, run.bound
     lines = []
+    if bound is not None:
+        lines.append(
+            f"bound     no scheduler serves more than {bound.most} of them in time ({bound.limit}); "
+            f"{summary.met} were, {bound.share(summary.met):.1%} of that"
+        )
     if summary.misses:
         lines.append("missed    " + ", ".join(f"{held} {name}" for name, held in summary.misses.items()))
     if summary.refusal_s.p99 is not None:
@@ -96,12 +102,14 @@ def seconds(value: float | None) -> str:
 
 
 def line(run: Run) -> tuple[str, ...]:
-    one = run.summary
+    one, bound = run.summary, run.bound
     return (
         run.policy,
         run.split,
         f"{one.rate_rps:.3g}",
         f"{one.attainment:.1%}",
+        "-" if bound is None else f"{bound.most / max(bound.requests, 1):.1%}",
+        "-" if bound is None else f"{bound.share(one.met):.1%}",
         f"{one.goodput_rps:.3g}",
         seconds(one.ttft_s.p50),
         seconds(one.ttft_s.p99),

@@ -12,10 +12,11 @@ from pathlib import Path
 from pdserve.cli.progress import ProgressLine
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
+from simulator.bound import Bound, upper_bound
 from simulator.commands.scene import make_input
 from simulator.comparison import Run, as_json, highest_held, rows_of
 from simulator.metrics import summarise
-from simulator.model import RequestRow, SimConfig, Trace
+from simulator.model import RequestRow, SimConfig, Trace, WorkerShape
 from simulator.report import page
 from simulator.reshape import Reshaped, rate_scaled
 from simulator.tables import render
@@ -30,7 +31,12 @@ def carry_out(args: argparse.Namespace) -> None:
     runs = []
     for scale in scene.rate_scales:
         trace = Reshaped(scene.trace, rate_scaled(scale))
-        runs += [_run(policy, scale, trace, scene.config(policy), span_s / scale) for policy in scene.policies]
+        bounds: dict[tuple[WorkerShape, ...], Bound] = {}
+        for policy in scene.policies:
+            config = scene.config(policy)
+            if config.workers not in bounds:
+                bounds[config.workers] = upper_bound(trace, config)
+            runs.append(_run(policy, scale, trace, config, span_s / scale, bounds[config.workers]))
     if args.rows:
         _write_rows(args.rows, runs)
     if args.html:
@@ -38,7 +44,7 @@ def carry_out(args: argparse.Namespace) -> None:
     print(to_json(_object(runs, scene.cluster)) if args.json else render(runs, scene.cluster))
 
 
-def _run(policy: str, scale: float, trace: Trace, config: SimConfig, span_s: float) -> Run:
+def _run(policy: str, scale: float, trace: Trace, config: SimConfig, span_s: float, bound: Bound) -> Run:
     progress = ProgressLine(f"{policy} x{scale:g}", span_s)
 
     def on_ended(row: RequestRow) -> bool:
@@ -51,7 +57,7 @@ def _run(policy: str, scale: float, trace: Trace, config: SimConfig, span_s: flo
     finally:
         progress.close()
     result = dataclasses.replace(result, trace=trace.name, wall_s=time.monotonic() - begin_s)
-    return Run(policy=policy, rate_scale=scale, result=result, summary=summarise(result))
+    return Run(policy=policy, rate_scale=scale, result=result, summary=summarise(result), bound=bound)
 
 
 def _span_s(trace: Trace) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import Path, Role, Slo
 from router.settings import RouterSettings
+from simulator.bound import Bound
 from simulator.comparison import Run, as_json, highest_held, rows_of
 from simulator.metrics import summarise
 from simulator.model import RequestRow, Sample, SimConfig, SimResult, WorkerRow, WorkerShape
@@ -185,8 +187,19 @@ def test_a_table_for_people_has_a_line_for_each_run() -> None:
         ["colocated", "1:1", "1.11", "20.0%"],
     ]
     assert "missed    1 refused" in render([run()], "h100")
+    assert "-" in text.splitlines()[4].split(), "a run without a bound has none to show"
     long = [run(met=900, of=1000), run(scale=2.0, met=100, of=1000)]
     assert "  goodput: 1 requests/s" in render(long, "h100")
+
+
+def test_the_bound_stands_beside_each_result() -> None:
+    bound = Bound(requests=10, alone=10, deadlines=9, periods=8)
+    one = replace(run(met=6), bound=bound)
+    text = render([one, run("colocated", met=2)], "h100")
+    assert text.splitlines()[4].split()[3:6] == ["60.0%", "80.0%", "75.0%"]
+    assert "no scheduler serves more than 8 of them in time (periods); 6 were, 75.0% of that" in render([one], "h100")
+    assert as_json(one)["bound"] == {"requests": 8, "limit": "periods", "share": 0.75}
+    assert "bound" not in as_json(run())
 
 
 @pytest.mark.parametrize(
