@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.fake_device import HiddenPool
-from benchmarks.fault_storage import NUM_BLOCKS, Memory, Storage, chain_of
+from benchmarks.fault_storage import NUM_BLOCKS, Memory, Storage, content_hash_of
 from benchmarks.secret import SECRET, TEXT
 from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.grants import PROTOCOL
@@ -48,7 +48,7 @@ class RankedStorage(Storage):
         self.stamps.take_begun()  # they are counted from here on
 
     def write(self, block: int, number: int, place: int) -> None:
-        self._tell_lives()
+        self._send_epochs()
         values = torch.from_numpy(self._contents(number, place).view(np.float32)).view(_INNER)
         for pool, part in zip(self.pools, values.chunk(len(self.pools), dim=-2), strict=True):
             pool.tensor[block].view(torch.int32).copy_(part.contiguous().view(torch.int32))
@@ -58,7 +58,7 @@ class RankedStorage(Storage):
         parts = [pool.tensor[block].view(torch.int32) for pool in self.pools]
         return torch.cat(parts, dim=-2).contiguous().view(-1).numpy().view(np.uint64)
 
-    def _tell_lives(self) -> None:
+    def _send_epochs(self) -> None:
         """As a leader before each step, which alone writes blocks."""
         begun = self.stamps.take_begun()
         for server in self.servers:
@@ -83,7 +83,7 @@ def fingerprint_of_ranks(ranks: int) -> Fingerprint:
 
 def text_of(number: int, count: int) -> Text:
     """What a sender of another degree must know."""
-    names = tuple(chain_of(number, place) for place in range(count))
+    names = tuple(content_hash_of(number, place) for place in range(count))
     return Text(num_tokens=count * SHAPE.block_size, own=names, theirs=names)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.fake_device import HiddenPool
 from pdserve.core.blocks import BlockAllocator
-from pdserve.core.stamps import chain64
+from pdserve.core.stamps import content_hash64
 from pdserve.engine.pool import BlockShape, TorchPool
 
 NUM_BLOCKS: Final = 512
@@ -67,7 +67,7 @@ class Storage:
         """As an engine that has computed a prompt."""
         for place, block in enumerate(blocks):
             self.write(block, number, place)
-            self.stamps.mark(block, chain_of(number, place))
+            self.stamps.mark(block, content_hash_of(number, place))
 
     def must_hold(self, block: int, number: int, place: int) -> None:
         """The block has come from elsewhere."""
@@ -104,5 +104,5 @@ def block_hash(number: int, place: int) -> bytes:
     return hashlib.blake2b(b"%d %d" % (number, place), digest_size=16).digest()
 
 
-def chain_of(number: int, place: int) -> int:
-    return chain64(block_hash(number, place))
+def content_hash_of(number: int, place: int) -> int:
+    return content_hash64(block_hash(number, place))

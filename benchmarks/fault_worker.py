@@ -23,7 +23,7 @@ from benchmarks.fake_ends import stand_in_each
 from benchmarks.fault_cases import Case, OwnerFault, case_of, fault_of
 from benchmarks.fault_ranks import RANKS_PATIENCE, RankedStorage, Ranks, fingerprint_of_ranks, in_order, text_of
 from benchmarks.fault_report import kind_of
-from benchmarks.fault_storage import OTHER_TEXT, REUSED, SHAPES, Memory, Storage, block_hash, chain_of
+from benchmarks.fault_storage import OTHER_TEXT, REUSED, SHAPES, Memory, Storage, block_hash, content_hash_of
 from benchmarks.gpu_ends import nccl_environment
 from benchmarks.netns import enter
 from benchmarks.secret import SECRET
@@ -234,9 +234,9 @@ class Decode(Worker):
             self.storage.expects_anything(block)
         deadline_s = self.setup.deadline_s(case)
         self._landings[number] = (case, blocks, time.monotonic() + deadline_s)
-        chains = [chain_of(number, place) for place in range(case.count)]
+        content_hashes = [content_hash_of(number, place) for place in range(case.count)]
         told = partial(self._granted, number, grant)
-        if self.end.expect(grant, self.on_end, deadline_s, chains, lambda: self.soon(told)):
+        if self.end.expect(grant, self.on_end, deadline_s, content_hashes, lambda: self.soon(told)):
             told()
         if case.fault is OwnerFault.RECEIVER_ABORTS:
             self.after(case.hold_s / 10, lambda: self.end.abort(case.key))
@@ -263,7 +263,7 @@ class Decode(Worker):
             return
         for place, block in enumerate(blocks):
             self.storage.must_hold(block, number, place)
-            self.storage.stamps.mark(block, chain_of(number, place))
+            self.storage.stamps.mark(block, content_hash_of(number, place))
             self.storage.allocator.publish(block, block_hash(number, place))
         self._kept[number] = blocks
         self.after(case.hold_s, lambda: self._let_go(number))

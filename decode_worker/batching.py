@@ -83,9 +83,9 @@ class DecodeBatching:
         resident = self._residents.get(key)
         return 0 if resident is None else len(resident.blocks)
 
-    def chains(self, key: AttemptKey) -> tuple[int, ...]:
+    def content_hashes(self, key: AttemptKey) -> tuple[int, ...]:
         """The content hashes that the blocks granted to the attempt will have after its KV has arrived."""
-        return self.sequences.chains(self._residents[key])
+        return self.sequences.content_hashes(self._residents[key])
 
     @property
     def has_work(self) -> bool:

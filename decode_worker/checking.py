@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from decode_worker.decode_sequence import DecodeSequence
-from pdserve.core.stamps import BlockStamps, chain64
+from pdserve.core.stamps import BlockStamps, content_hash64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +26,26 @@ class KvCheck:
 
     def hold(self, resident: DecodeSequence) -> None:
         """The resident has just received its blocks."""
-        resident.lives = self._stamps.lives(resident.blocks)
+        resident.epochs = self._stamps.epochs(resident.blocks)
 
     def find(self, resident: DecodeSequence, block_size: int) -> Mistake | None:
         """The first block that was reassigned, or whose content hash is not that of the resident's tokens."""
-        blocks, held = resident.blocks, resident.lives
-        resident.lives = lives = self._stamps.lives(blocks)
-        if lives[: len(held)] != held:
-            index = next(index for index, life in enumerate(held) if life != lives[index])
+        blocks, held = resident.blocks, resident.epochs
+        resident.epochs = epochs = self._stamps.epochs(blocks)
+        if epochs[: len(held)] != held:
+            index = next(index for index, epoch in enumerate(held) if epoch != epochs[index])
             return Mistake(index, f"block {blocks[index]} was handed out again while it was held")
         full = resident.computed // block_size
-        expected = tuple(map(chain64, resident.hashes[:full]))
+        expected = tuple(map(content_hash64, resident.hashes[:full]))
         attempt = resident.attempt
         if resident.has_landed and resident.computed == attempt.num_tokens and resident.preemptions == 0:
-            expected = attempt.chains(resident.hashes, attempt.token_ids, block_size)  # the partly filled one too
-        chains = self._stamps.chains(blocks[: len(expected)])
-        if chains == expected:
+            expected = attempt.content_hashes(
+                resident.hashes, attempt.token_ids, block_size
+            )  # the partly filled one too
+        content_hashes = self._stamps.content_hashes(blocks[: len(expected)])
+        if content_hashes == expected:
             return None
-        index = next(index for index, chain in enumerate(chains) if chain != expected[index])
-        return Mistake(index, f"block {blocks[index]} is stamped {chains[index]:016x}, expected {expected[index]:016x}")
+        index = next(index for index, content_hash in enumerate(content_hashes) if content_hash != expected[index])
+        return Mistake(
+            index, f"block {blocks[index]} is stamped {content_hashes[index]:016x}, expected {expected[index]:016x}"
+        )

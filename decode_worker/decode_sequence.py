@@ -43,7 +43,7 @@ class DecodeSequence:
     #: While it has fewer tokens, its next token fills no block, cannot be its last one by length, and reports nothing
     #: else.
     plain_until: int = 0
-    lives: tuple[int, ...] = ()  # epochs of `blocks` when they were allocated, if kv_check is on
+    epochs: tuple[int, ...] = ()  # epochs of `blocks` when they were allocated, if kv_check is on
     guesser: Guesser | None = None  # if the worker speculates
 
     @property

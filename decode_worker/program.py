@@ -230,7 +230,7 @@ class DecodeProgram(RoleProgram):
                 grant,
                 lambda received: post(partial(self._received, key, received, now())),
                 remaining_s,
-                self._batching.chains(key),
+                self._batching.content_hashes(key),
                 lambda: post(partial(self._opened, key, grant)),
             )
         except PdserveError as error:

@@ -10,7 +10,7 @@ from decode_worker.checking import KvCheck
 from decode_worker.decode_sequence import DecodeSequence, Stage
 from pdserve.core.attempt import AttemptKey, blocks_for, shareable_blocks
 from pdserve.core.blocks import BlockAllocator
-from pdserve.core.stamps import chain64
+from pdserve.core.stamps import content_hash64
 
 
 @final
@@ -67,7 +67,7 @@ class SequenceTable:
         if resident.preempted_at_s is None and resident.decoding_since_s is not None:
             resident.preempted_at_s = now_s
         self.lending.release(resident)
-        resident.lives = ()
+        resident.epochs = ()
         resident.computed = resident.cached = resident.plain_until = 0
         resident.preemptions += 1
         resident.stage = Stage.WAITING
@@ -126,13 +126,13 @@ class SequenceTable:
         resident.has_landed = True
         resident.computed = len(resident.tokens)
         granted = resident.blocks[resident.cached // self.block_size :]
-        for block, chain in zip(granted, self.chains(resident), strict=True):
-            self.blocks.stamps.mark(block, chain)
+        for block, content_hash in zip(granted, self.content_hashes(resident), strict=True):
+            self.blocks.stamps.mark(block, content_hash)
         self._publish(resident, 0)
 
-    def chains(self, resident: DecodeSequence) -> tuple[int, ...]:
+    def content_hashes(self, resident: DecodeSequence) -> tuple[int, ...]:
         """The content hashes of the blocks that were granted to one in stage LANDING."""
-        names = resident.attempt.chains(resident.hashes, resident.tokens, self.block_size)
+        names = resident.attempt.content_hashes(resident.hashes, resident.tokens, self.block_size)
         return names[resident.cached // self.block_size :]
 
     def advance(self, resident: DecodeSequence, count: int) -> None:
@@ -148,7 +148,7 @@ class SequenceTable:
         if full > len(resident.hashes):
             resident.hashes = resident.attempt.extend_hashes(resident.hashes, resident.tokens, self.block_size)
         for index in range(first, full):
-            self.blocks.stamps.mark(resident.blocks[index], chain64(resident.hashes[index]))
+            self.blocks.stamps.mark(resident.blocks[index], content_hash64(resident.hashes[index]))
             self.blocks.publish(resident.blocks[index], resident.hashes[index])
 
     def check(self) -> None:

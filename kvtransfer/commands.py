@@ -29,7 +29,7 @@ class Start:
 class Push:
     key: TransferKey
     blocks: tuple[tuple[int, int], ...]
-    lives: tuple[int, ...]  # epochs of the source blocks when they were pushed
+    epochs: tuple[int, ...]  # epochs of the source blocks when they were pushed
     is_last: bool
     groups: range | None  # of layers; None: all
     after: Fence | None = None  # device work that may still write the blocks

@@ -131,7 +131,7 @@ class JoinedReceiver(_Joined[RankReceiver, int, Received]):
         grant: Grant,
         on_end: OnReceived,
         deadline_s: float | None = None,
-        chains: Sequence[int] | None = None,
+        content_hashes: Sequence[int] | None = None,
         on_open: OnOpen | None = None,
     ) -> bool:
         """Raises what the first rank raises. An error of another rank ends the transfer."""
@@ -144,7 +144,7 @@ class JoinedReceiver(_Joined[RankReceiver, int, Received]):
                     rank_grant(grant, index),
                     partial(self._ended, key, index),
                     deadline_s,
-                    chains,
+                    content_hashes,
                     partial(self._opened_later, key, index, on_open),
                 )
             except PdserveError as error:

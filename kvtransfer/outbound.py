@@ -283,7 +283,7 @@ class Outbound(threading.Thread):
                     command.is_last,
                     now_s,
                     unacknowledged_bytes,
-                    command.lives,
+                    command.epochs,
                     command.groups,
                     command.after,
                 )

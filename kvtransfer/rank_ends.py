@@ -26,7 +26,7 @@ def joined_receiver(
     links = _links(local, engine, Identity.of(secret, "leader", worker_id, incarnation), incarnation, is_sender=False)
     if not links:
         return local
-    _count_lives(engine, stamps)
+    _send_epochs(engine, stamps)
     ranks: list[RankReceiver] = [local, *(RemoteReceiver(link, stamps) for link in links)]
     return JoinedReceiver(ranks, [link.endpoint for link in links], engine.spec.tp_degree)
 
@@ -40,7 +40,7 @@ def joined_sender(
     """
     links = _links(local, engine, Identity.of(secret, "leader", worker_id, incarnation), incarnation, is_sender=True)
     if links:
-        _count_lives(engine, stamps)
+        _send_epochs(engine, stamps)
     ranks: list[RankSender] = [local, *(RemoteSender(link, stamps) for link in links)]
     return JoinedSender(ranks, fingerprint_of(engine.spec).shape, is_on_host=engine.pool.is_on_host)
 
@@ -61,6 +61,6 @@ def _links(
     return links
 
 
-def _count_lives(engine: Any, stamps: BlockStamps) -> None:
-    tell_lives: Callable[[BlockStamps], None] = engine.tell_lives
-    tell_lives(stamps)
+def _send_epochs(engine: Any, stamps: BlockStamps) -> None:
+    send_epochs: Callable[[BlockStamps], None] = engine.send_epochs
+    send_epochs(stamps)

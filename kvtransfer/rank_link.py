@@ -167,7 +167,7 @@ class RemoteReceiver(_RemoteEnd):
         grant: Grant,
         on_end: Callable[[Received], None],
         deadline_s: float | None = None,
-        chains: Sequence[int] | None = None,
+        content_hashes: Sequence[int] | None = None,
         on_open: OnOpen | None = None,
     ) -> bool:
         with self._lock:
@@ -176,7 +176,7 @@ class RemoteReceiver(_RemoteEnd):
             if grant.key in self._owners:
                 raise InvalidRequest("grant.key", grant.key, "one that is not expected already")
             self._owners[grant.key] = on_end, on_open
-        self._link.order(expect_order(grant, self._stamps.lives(grant.blocks), chains, deadline_s))
+        self._link.order(expect_order(grant, self._stamps.epochs(grant.blocks), content_hashes, deadline_s))
         return False
 
     def _report(self, report: rank_pb2.FollowResponse) -> None:

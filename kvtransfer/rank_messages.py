@@ -25,14 +25,14 @@ def key_from_proto(message: rank_pb2.RankTransferKey) -> TransferKey:
 
 
 def expect_order(
-    grant: Grant, lives: Sequence[int], chains: Sequence[int] | None, deadline_s: float | None
+    grant: Grant, epochs: Sequence[int], content_hashes: Sequence[int] | None, deadline_s: float | None
 ) -> rank_pb2.FollowRequest:
     return rank_pb2.FollowRequest(
         expect=rank_pb2.ExpectTransfer(
             grant=grant_to_proto(grant),
-            lives=lives,
-            chains=chains or (),
-            has_chains=chains is not None,
+            epochs=epochs,
+            content_hashes=content_hashes or (),
+            has_content_hashes=content_hashes is not None,
             deadline_s=deadline_s,
         )
     )
@@ -54,8 +54,8 @@ def push_order(
             key=key_to_proto(key),
             indices=[index for index, _ in blocks],
             blocks=sources,
-            lives=stamps.lives(sources),
-            chains=stamps.chains(sources),
+            epochs=stamps.epochs(sources),
+            content_hashes=stamps.content_hashes(sources),
             is_last=is_last,
             first_group=0 if groups is None else groups.start,
             end_group=0 if groups is None else groups.stop,
@@ -71,9 +71,11 @@ def read_expect(order: rank_pb2.ExpectTransfer, num_blocks: int) -> tuple[Grant,
     """The grant, and the content hashes that its blocks must have. Raises InvalidRequest."""
     grant = grant_from_proto(order.grant)
     check_blocks("grant.blocks", grant.blocks, num_blocks)
-    if len(order.lives) != len(grant.blocks):
-        raise InvalidRequest("lives", f"{len(order.lives)} lives", f"{len(grant.blocks)}, one for each granted block")
-    return grant, tuple(order.chains) if order.has_chains else None
+    if len(order.epochs) != len(grant.blocks):
+        raise InvalidRequest(
+            "epochs", f"{len(order.epochs)} epochs", f"{len(grant.blocks)}, one for each granted block"
+        )
+    return grant, tuple(order.content_hashes) if order.has_content_hashes else None
 
 
 def read_text(order: rank_pb2.StartTransfer) -> Text | None:
@@ -85,8 +87,8 @@ def read_text(order: rank_pb2.StartTransfer) -> Text | None:
 def read_push(order: rank_pb2.PushBlocks, num_blocks: int) -> tuple[list[tuple[int, int]], range | None]:
     """Blocks and layer groups. Raises InvalidRequest."""
     count = len(order.indices)
-    if not len(order.blocks) == len(order.lives) == len(order.chains) == count:
-        raise InvalidRequest("blocks", "lists of different lengths", "one index, block, life and name for each block")
+    if not len(order.blocks) == len(order.epochs) == len(order.content_hashes) == count:
+        raise InvalidRequest("blocks", "lists of different lengths", "one index, block, epoch and hash for each block")
     check_blocks("blocks", order.blocks, num_blocks)
     groups = range(order.first_group, order.end_group) if order.end_group else None
     return list(zip(order.indices, order.blocks, strict=True)), groups

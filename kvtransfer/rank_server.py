@@ -127,10 +127,12 @@ class Endpoint:
 
     def _expect(self, receiver: StreamReceiver, order: rank_pb2.ExpectTransfer) -> None:
         try:
-            grant, chains = read_expect(order, self._pool.num_blocks)
-            for block, life in zip(grant.blocks, order.lives, strict=True):
-                self._stamps.reach(block, life)
-            receiver.expect(grant, self._ended, order.deadline_s if order.HasField("deadline_s") else None, chains)
+            grant, content_hashes = read_expect(order, self._pool.num_blocks)
+            for block, epoch in zip(grant.blocks, order.epochs, strict=True):
+                self._stamps.reach(block, epoch)
+            receiver.expect(
+                grant, self._ended, order.deadline_s if order.HasField("deadline_s") else None, content_hashes
+            )
         except PdserveError as error:
             key = TransferKey(
                 transfer_id=order.grant.transfer_id, attempt=order.grant.attempt, generation=order.grant.generation
@@ -151,11 +153,11 @@ class Endpoint:
     def _push(self, sender: ShapedSender, order: rank_pb2.PushBlocks) -> None:
         key = key_from_proto(order.key)
         blocks, groups = read_push(order, self._pool.num_blocks)
-        if self._stamps.lives(order.blocks) != tuple(order.lives):
+        if self._stamps.epochs(order.blocks) != tuple(order.epochs):
             sender.fail(key, _STOPPED)
             return
-        for block, chain in zip(order.blocks, order.chains, strict=True):
-            self._stamps.mark(block, chain)
+        for block, content_hash in zip(order.blocks, order.content_hashes, strict=True):
+            self._stamps.mark(block, content_hash)
         try:
             sender.push(key, blocks, order.is_last, groups)
         except PdserveError as error:
@@ -197,8 +199,8 @@ class RankServer:
 
     def reached(self, blocks: Sequence[tuple[int, int]]) -> None:
         """The leader has reassigned these blocks: (block, epoch)."""
-        for block, life in blocks:
-            self._stamps.reach(block, life)
+        for block, epoch in blocks:
+            self._stamps.reach(block, epoch)
 
     def close(self) -> None:
         """Idempotent."""

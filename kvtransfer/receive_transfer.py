@@ -31,8 +31,8 @@ class Landing:
     tag: Tag
     session: Session
     deadline_at_s: float | None
-    chains: tuple[int, ...] | None  # content hashes that the blocks must have, if the owner knows them
-    lives: tuple[int, ...]  # the blocks' epochs when they were granted
+    content_hashes: tuple[int, ...] | None  # content hashes that the blocks must have, if the owner knows them
+    epochs: tuple[int, ...]  # the blocks' epochs when they were granted
     after: Fence | None  # device work that may still have used the blocks then
     lanes: dict[int, LaneWriter] = field(default_factory=dict)
     num_lanes: int | None = None  # number of lanes that fill the blocks; None before a sender has announced it
@@ -56,9 +56,11 @@ class Landing:
 
     def mistake(self, first: int, stamps: bytes, part: Part) -> str:
         """What is wrong with the stamps of the blocks from `first` on; empty if they match."""
-        chains = stamping.chains_in(stamps) if self.chains is None else self.chains[first:]
+        content_hashes = (
+            stamping.content_hashes_in(stamps) if self.content_hashes is None else self.content_hashes[first:]
+        )
         count = len(stamps) // stamping.STAMP_BYTES
-        found = stamping.difference(stamps, stamping.pack(chains[:count], self.tag.generation, part.mask))
+        found = stamping.difference(stamps, stamping.pack(content_hashes[:count], self.tag.generation, part.mask))
         return "" if found is None else f"the stamp of block {first + found[0]} of the grant has {found[1]}"
 
     def missing(self, lane: LaneWriter) -> int:

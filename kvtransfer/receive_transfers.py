@@ -100,7 +100,7 @@ class ReceiveTransfers:
         grant: Grant,
         now_s: float,
         deadline_at_s: float | None,
-        chains: Sequence[int] | None = None,
+        content_hashes: Sequence[int] | None = None,
         after: Fence | None = None,
     ) -> list[Action]:
         """Opens the grant. Raises InvalidRequest if the key is open already, which is an error of the owner.
@@ -108,8 +108,10 @@ class ReceiveTransfers:
         `after` is passed to the transport that writes the blocks on a device.
         """
         tag, size = tag_of(grant.key), len(grant.blocks)
-        if chains is not None and len(chains) != size:
-            raise InvalidRequest("chains", f"{len(chains)} names", f"{size}, one for each granted block")
+        if content_hashes is not None and len(content_hashes) != size:
+            raise InvalidRequest(
+                "content_hashes", f"{len(content_hashes)} hashes", f"{size}, one for each granted block"
+            )
         if tag in self._open:
             raise InvalidRequest("grant.key", grant.key, "one that is not expected already")
         self._ended.pop(tag, None)
@@ -118,8 +120,8 @@ class ReceiveTransfers:
             tag,
             Session(RECEIVER_MOVES, 0, awaits=1 if size else 0),
             deadline_at_s,
-            None if chains is None else tuple(chains),
-            self.stamps.lives(grant.blocks),
+            None if content_hashes is None else tuple(content_hashes),
+            self.stamps.epochs(grant.blocks),
             after,
         )
         self._open[tag] = landing
@@ -315,10 +317,10 @@ class ReceiveTransfers:
     def _is_reused(self, claim: Claim) -> bool:
         """Whether a block of the claim was reassigned. This is an error of the owner, and ends the transfer."""
         landing = claim.landing
-        granted, lives = landing.lives[claim.first : claim.first + claim.count], self.stamps.lives(claim.blocks)
-        if lives == granted:
+        granted, epochs = landing.epochs[claim.first : claim.first + claim.count], self.stamps.epochs(claim.blocks)
+        if epochs == granted:
             return False
-        block = next(block for block, was, is_ in zip(claim.blocks, granted, lives, strict=True) if was != is_)
+        block = next(block for block, was, is_ in zip(claim.blocks, granted, epochs, strict=True) if was != is_)
         if landing.session.handle(Event.STALE, f"block {block} was handed out again while it was granted"):
             self.stats.stale_landing += 1
         return True

@@ -145,7 +145,7 @@ class StreamReceiver:
         grant: Grant,
         on_end: OnReceived,
         deadline_s: float | None = None,
-        chains: Sequence[int] | None = None,
+        content_hashes: Sequence[int] | None = None,
         on_open: OnOpen | None = None,
     ) -> bool:
         blocks = grant.blocks
@@ -159,7 +159,7 @@ class StreamReceiver:
             if self._is_closed or not self._thread.is_alive():
                 raise Unavailable("the KV receiver is closed")
             deadline_at_s = None if deadline_s is None else now_s + deadline_s
-            actions = self._book.expect(grant, now_s, deadline_at_s, chains, after)
+            actions = self._book.expect(grant, now_s, deadline_at_s, content_hashes, after)
             self._reports.own(grant.key, on_end)
             self._do(actions)
         self._waker.set()  # the listening thread has a new deadline, or reports to deliver

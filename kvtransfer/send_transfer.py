@@ -22,7 +22,7 @@ class SendTransfer:
     lane: int
     num_lanes: int  # number of lanes that fill the grant's blocks, this one included
     groups: int
-    lives: list[int]  # epochs of the source blocks when they were first pushed, by grant index
+    epochs: list[int]  # epochs of the source blocks when they were first pushed, by grant index
     began_at_s: float | None = None
     # layer group, device work to wait for
     pending: deque[tuple[Chunk, int, Fence | None]] = field(default_factory=deque)

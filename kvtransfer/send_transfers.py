@@ -123,11 +123,11 @@ class SendTransfers:
         is_last: bool,
         now_s: float,
         unacknowledged_bytes: int = 0,
-        lives: Sequence[int] | None = None,
+        epochs: Sequence[int] | None = None,
         groups: range | None = None,
         after: Fence | None = None,
     ) -> list[Action]:
-        """Queues blocks with the epochs (`lives`) that they had when they were pushed; None: the present ones. `groups`
+        """Queues blocks with the `epochs` that they had when they were pushed; None: the present ones. `groups`
         of layers; None: all.
 
         `after` is passed to the transport that reads them on a device.
@@ -141,10 +141,10 @@ class SendTransfers:
             return []
         session = departure.session
         self._progress(departure, now_s)
-        pushed = self.stamps.lives([source for _, source in blocks]) if lives is None else lives
-        for (index, _), life in zip(blocks, pushed, strict=True):
+        pushed = self.stamps.epochs([source for _, source in blocks]) if epochs is None else epochs
+        for (index, _), epoch in zip(blocks, pushed, strict=True):
             if groups is None or groups.start == 0:
-                departure.lives[index] = life  # of a block that is sent in parts: when the first part was pushed
+                departure.epochs[index] = epoch  # of a block that is sent in parts: when the first part was pushed
         if is_last:
             departure.last_pushed_at_s = now_s
             departure.early_bytes = max(0, departure.num_bytes - unacknowledged_bytes)
@@ -203,11 +203,11 @@ class SendTransfers:
         In this order a reused block is detected: by its epoch if it was reused before the copy, by the checksum if
         after.
         """
-        chains = self.stamps.chains(job.chunk.sources)
+        content_hashes = self.stamps.content_hashes(job.chunk.sources)
         if stale := self._reused(job):
             raise StaleSource(stale)
         job.departure.num_stamped += job.chunk.count
-        return stamping.pack(chains, job.departure.tag.generation, job.part.mask)
+        return stamping.pack(content_hashes, job.departure.tag.generation, job.part.mask)
 
     def stale(self, job: Job, error: str, now_s: float) -> list[Action]:
         """The chunk was not sent, because `stamp` raised. It is no longer read."""
@@ -314,10 +314,10 @@ class SendTransfers:
     def _reused(self, job: Job) -> str:
         """The source block that was reassigned since it was pushed; empty if there is none."""
         sources, first = job.chunk.sources, job.chunk.first
-        pushed, lives = job.departure.lives[first : first + len(sources)], self.stamps.lives(sources)
-        if tuple(pushed) == lives:
+        pushed, epochs = job.departure.epochs[first : first + len(sources)], self.stamps.epochs(sources)
+        if tuple(pushed) == epochs:
             return ""
-        block = next(block for block, was, is_ in zip(sources, pushed, lives, strict=True) if was != is_)
+        block = next(block for block, was, is_ in zip(sources, pushed, epochs, strict=True) if was != is_)
         return f"source block {block} was handed out again while it was being sent"
 
     def _announce(self, departure: SendTransfer) -> list[Action]:

@@ -150,9 +150,9 @@ class StreamSender:
             for odd in (min(numbers, default=0), max(numbers, default=0)):
                 if numbers and not 0 <= odd < limit:
                     raise InvalidRequest("blocks", f"{name} {odd}", f"0..{limit - 1}")
-        lives = self._stamps.lives(sources)
+        epochs = self._stamps.epochs(sources)
         after = fence_of(self.caller.pool, self.caller.transports)
-        outbound.post(Push(key, tuple(blocks), lives, is_last, groups, after))
+        outbound.post(Push(key, tuple(blocks), epochs, is_last, groups, after))
 
     def abort(self, key: TransferKey) -> None:
         self._give_up(Abort(key))

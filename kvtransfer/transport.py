@@ -31,7 +31,7 @@ class Text:
     """What a sender needs to convert a sequence to another shape: its length, and the content hashes of its blocks.
 
     `own` are the hashes of the sender's blocks, from the first that contains a token to send; `theirs` those of the
-    granted blocks (`Attempt.chains`).
+    granted blocks (`Attempt.content_hashes`).
     """
 
     num_tokens: int
@@ -112,14 +112,15 @@ class Receiver(Protocol):
         grant: Grant,
         on_end: Callable[[Received], None],
         deadline_s: float | None = None,
-        chains: Sequence[int] | None = None,
+        content_hashes: Sequence[int] | None = None,
         on_open: OnOpen | None = None,
     ) -> bool:
         """Opens the grant for writing. `on_end` is called once with VERIFIED or FAILED, or through abort().
 
-        `chains` are the content hashes that the granted blocks must have (`Attempt.chains`); None: not checked. True:
-        the grant may be sent to a sender. False: not yet, because other ranks must open it too. `on_open` is called
-        when they have, never from inside this call, and not if the transfer has ended before.
+        `content_hashes` are those that the granted blocks must have (`Attempt.content_hashes`); None: not checked.
+
+        True: the grant may be sent to a sender. False: not yet, because other ranks must open it too. `on_open` is
+        called when they have, never from inside this call, and not if the transfer has ended before.
         """
         ...
 

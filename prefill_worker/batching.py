@@ -36,7 +36,7 @@ from pdserve.core.effects import (
     TransferLost,
 )
 from pdserve.core.protocol import AttemptFailed, FirstToken, Load, Refused, Released
-from pdserve.core.stamps import chain64
+from pdserve.core.stamps import content_hash64
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import RowOut
 from prefill_worker.prompt import Prompt, Stage, Step
@@ -168,8 +168,10 @@ class PrefillBatching:
             is_due = count == prompt.remaining and prompt.pushed_groups < done < push.groups
             if not is_due or prompt.attempt.key not in self._computing:
                 continue
-            for block, chain in zip(prompt.blocks, prompt.chains(self._block_size), strict=True):
-                self.blocks.stamps.mark(block, chain)  # the sender needs a block's content hash with its first group
+            for block, content_hash in zip(prompt.blocks, prompt.content_hashes(self._block_size), strict=True):
+                self.blocks.stamps.mark(
+                    block, content_hash
+                )  # the sender needs a block's content hash with its first group
             effects.append(self._pushed(prompt, len(prompt.blocks), is_last=False, end_group=done))
             prompt.pushed_groups = done
         return effects
@@ -185,10 +187,10 @@ class PrefillBatching:
             full = start // self._block_size
             prompt.computed += count
             for index in range(full, prompt.computed // self._block_size):
-                self.blocks.stamps.mark(prompt.blocks[index], chain64(prompt.hashes[index]))
+                self.blocks.stamps.mark(prompt.blocks[index], content_hash64(prompt.hashes[index]))
                 self.blocks.publish(prompt.blocks[index], prompt.hashes[index])
             if prompt.remaining == 0 and prompt.computed % self._block_size:
-                self.blocks.stamps.mark(prompt.blocks[-1], prompt.chains(self._block_size)[-1])
+                self.blocks.stamps.mark(prompt.blocks[-1], prompt.content_hashes(self._block_size)[-1])
             if out.scored:
                 effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
             if prompt.remaining:

@@ -235,8 +235,8 @@ def text_of(attempt: Attempt, block_size: int, grant: Grant, their_key: bytes) -
     """The content hashes of the blocks to send, on this worker and on the granting one."""
     tokens, theirs = attempt.token_ids, replace(attempt, chain_key=their_key)
     their_size = grant.fingerprint.shape.block_size
-    own = attempt.chains(attempt.extend_hashes([], tokens, block_size), tokens, block_size)
-    names = theirs.chains(theirs.extend_hashes([], tokens, their_size), tokens, their_size)
+    own = attempt.content_hashes(attempt.extend_hashes([], tokens, block_size), tokens, block_size)
+    names = theirs.content_hashes(theirs.extend_hashes([], tokens, their_size), tokens, their_size)
     return Text(
         num_tokens=len(tokens),
         own=own[grant.held_blocks * their_size // block_size :],

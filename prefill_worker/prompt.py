@@ -43,9 +43,9 @@ class Prompt:
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
 
-    def chains(self, block_size: int) -> tuple[int, ...]:
+    def content_hashes(self, block_size: int) -> tuple[int, ...]:
         """The content hashes of its blocks."""
-        return self.attempt.chains(self.hashes, self.tokens, block_size)
+        return self.attempt.content_hashes(self.hashes, self.tokens, block_size)
 
     def row(self, count: int, block_size: int) -> Row:
         """Its next `count` positions. The row samples if no more remain."""

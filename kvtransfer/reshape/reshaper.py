@@ -50,7 +50,7 @@ class Passage:
     on_end: OnSent
     groups: int  # groups of layers in which blocks are pushed; a block is converted once its last group has been pushed
     sources: list[int] = field(default_factory=list)  # this side's blocks, from the first that contains a token to send
-    lives: list[int] = field(default_factory=list)  # epochs of these blocks when they were pushed
+    epochs: list[int] = field(default_factory=list)  # epochs of these blocks when they were pushed
     last_pushed_at_s: float | None = None
     num_ready: int = 0  # number of granted blocks whose tokens have all been pushed
     num_packed: int = 0
@@ -164,7 +164,7 @@ class Reshaper:
                     passage.error = f"source block {index} was pushed, expected {len(passage.sources)}"
                     break
                 passage.sources.append(source)
-                passage.lives.append(self._stamps.life(source))
+                passage.epochs.append(self._stamps.epoch(source))
             if is_last:
                 passage.last_pushed_at_s = time.monotonic()
             if not passage.error:
@@ -246,10 +246,10 @@ class Reshaper:
         self._staging_stamps.begin(blocks)
         pack(self._memory, sources, self._window, self._out, blocks, pieces)
         # Checked after the copy: the epoch shows whether a source block was reassigned in the meantime.
-        if self._stamps.lives(sources) != tuple(passage.lives[begin:end]):
+        if self._stamps.epochs(sources) != tuple(passage.epochs[begin:end]):
             self._own.stale_source += 1
             return "a source block was handed out again while it was being converted"
-        if self._stamps.chains(sources) != tuple(names):
+        if self._stamps.content_hashes(sources) != tuple(names):
             self._own.stamp_mismatches += 1
             return "a source block does not hold what the prompt says"
         for block, name in zip(blocks, passage.text.theirs[first : first + len(blocks)], strict=True):

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import NamedTuple, cast, final
 
 from pdserve.core.hashing import extend_hashes, tail_hash
-from pdserve.core.stamps import chain64
+from pdserve.core.stamps import content_hash64
 from pdserve.core.types import FinishReason, RequestAttributes, Sampling
 
 
@@ -92,12 +92,12 @@ class Attempt(RequestAttributes):
         """`known` and the hashes of the following full blocks of `token_ids`; equal hashes mean equal KV."""
         return extend_hashes(known, token_ids, block_size, self.chain_key)
 
-    def chains(self, hashes: Sequence[bytes], token_ids: Sequence[int], block_size: int) -> tuple[int, ...]:
+    def content_hashes(self, hashes: Sequence[bytes], token_ids: Sequence[int], block_size: int) -> tuple[int, ...]:
         """The content hashes of the blocks of `token_ids` as in stamps, including the last, partly filled one; `hashes`
         as above."""
-        full = tuple(map(chain64, hashes[: len(token_ids) // block_size]))
+        full = tuple(map(content_hash64, hashes[: len(token_ids) // block_size]))
         tail = tail_hash(hashes, token_ids, block_size, self.chain_key)
-        return full if tail is None else (*full, chain64(tail))
+        return full if tail is None else (*full, content_hash64(tail))
 
     def is_late(self, now_s: float) -> bool:
         return self.deadline_at_s is not None and now_s >= self.deadline_at_s

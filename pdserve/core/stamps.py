@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Final, final
 
-CHAIN_BITS: Final = 64
+CONTENT_HASH_BITS: Final = 64
 UNMARKED: Final = 0  # the block's contents have no hash (yet)
-_CHAIN_BYTES: Final = CHAIN_BITS // 8
+_CONTENT_HASH_BYTES: Final = CONTENT_HASH_BITS // 8
 
 
-def chain64(block_hash: bytes) -> int:
+def content_hash64(block_hash: bytes) -> int:
     """The 64-bit form of a chain hash in a stamp; never UNMARKED."""
-    return int.from_bytes(block_hash[:_CHAIN_BYTES], "little") or 1
+    return int.from_bytes(block_hash[:_CONTENT_HASH_BYTES], "little") or 1
 
 
 @final
@@ -27,51 +27,51 @@ class BlockStamps:
     """Blocks 0 .. num_blocks - 1."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._lives = array("Q", bytes(8 * num_blocks))
-        self._chains = array("Q", bytes(8 * num_blocks))
+        self._epochs = array("Q", bytes(8 * num_blocks))
+        self._content_hashes = array("Q", bytes(8 * num_blocks))
         # reassigned blocks since the last `take_begun`, in order; None: not recorded
         self._begun: dict[int, None] | None = None
 
     def __len__(self) -> int:
-        return len(self._lives)
+        return len(self._epochs)
 
     def begin(self, blocks: Iterable[int]) -> None:
         """These blocks were reassigned: their contents are invalid."""
         for block in blocks:
-            self._lives[block] += 1
-            self._chains[block] = UNMARKED
+            self._epochs[block] += 1
+            self._content_hashes[block] = UNMARKED
             if self._begun is not None:
                 self._begun[block] = None
 
     def take_begun(self) -> list[tuple[int, int]]:
         """(block, epoch) of the blocks that were reassigned since the last call, for a follower that calls `reach`."""
         begun, self._begun = self._begun or {}, {}
-        return [(block, self._lives[block]) for block in begun]
+        return [(block, self._epochs[block]) for block in begun]
 
-    def reach(self, block: int, life: int) -> None:
+    def reach(self, block: int, epoch: int) -> None:
         """Sets the block's epoch to the leader's; a later epoch invalidates its contents."""
-        if life > self._lives[block]:
-            self._chains[block] = UNMARKED
-            self._lives[block] = life
+        if epoch > self._epochs[block]:
+            self._content_hashes[block] = UNMARKED
+            self._epochs[block] = epoch
 
-    def mark(self, block: int, chain: int) -> None:
+    def mark(self, block: int, content_hash: int) -> None:
         """The block's contents are final and have this hash."""
-        self._chains[block] = chain
+        self._content_hashes[block] = content_hash
 
-    def life(self, block: int) -> int:
+    def epoch(self, block: int) -> int:
         """How often the block was assigned. If it is equal before and after a copy, the block was not reused in
         between."""
-        return self._lives[block]
+        return self._epochs[block]
 
-    def chain(self, block: int) -> int:
+    def content_hash(self, block: int) -> int:
         """The hash of its contents, or UNMARKED."""
-        return self._chains[block]
+        return self._content_hashes[block]
 
-    def lives(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        return _picked(self._lives, blocks)
+    def epochs(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        return _picked(self._epochs, blocks)
 
-    def chains(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        return _picked(self._chains, blocks)
+    def content_hashes(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        return _picked(self._content_hashes, blocks)
 
 
 def _picked(of: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:

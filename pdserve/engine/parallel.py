@@ -77,8 +77,8 @@ class _Leading:
         self._broken = ""
         self._is_told = False  # the current computation
 
-    def tell_lives(self, stamps: BlockStamps) -> None:
-        """From the next step on, ranks are told before they compute which blocks were reassigned."""
+    def send_epochs(self, stamps: BlockStamps) -> None:
+        """From the next step on, sends each rank the new epochs of reassigned blocks before it computes."""
         stamps.take_begun()  # counted from here on
         self._stamps = stamps
 

@@ -95,18 +95,18 @@ class RankTransferKey(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ExpectTransfer(_message.Message):
-    __slots__ = ("grant", "lives", "chains", "has_chains", "deadline_s")
+    __slots__ = ("grant", "epochs", "content_hashes", "has_content_hashes", "deadline_s")
     GRANT_FIELD_NUMBER: _ClassVar[int]
-    LIVES_FIELD_NUMBER: _ClassVar[int]
-    CHAINS_FIELD_NUMBER: _ClassVar[int]
-    HAS_CHAINS_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HAS_CONTENT_HASHES_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     grant: _transfer_pb2.Grant
-    lives: _containers.RepeatedScalarFieldContainer[int]
-    chains: _containers.RepeatedScalarFieldContainer[int]
-    has_chains: bool
+    epochs: _containers.RepeatedScalarFieldContainer[int]
+    content_hashes: _containers.RepeatedScalarFieldContainer[int]
+    has_content_hashes: bool
     deadline_s: float
-    def __init__(self, grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., lives: _Optional[_Iterable[int]] = ..., chains: _Optional[_Iterable[int]] = ..., has_chains: _Optional[bool] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., epochs: _Optional[_Iterable[int]] = ..., content_hashes: _Optional[_Iterable[int]] = ..., has_content_hashes: _Optional[bool] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class TransferExpected(_message.Message):
     __slots__ = ("key",)
@@ -137,24 +137,24 @@ class SequenceText(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ..., own: _Optional[_Iterable[int]] = ..., theirs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushBlocks(_message.Message):
-    __slots__ = ("key", "indices", "blocks", "lives", "chains", "is_last", "first_group", "end_group")
+    __slots__ = ("key", "indices", "blocks", "epochs", "content_hashes", "is_last", "first_group", "end_group")
     KEY_FIELD_NUMBER: _ClassVar[int]
     INDICES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    LIVES_FIELD_NUMBER: _ClassVar[int]
-    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_HASHES_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_FIELD_NUMBER: _ClassVar[int]
     FIRST_GROUP_FIELD_NUMBER: _ClassVar[int]
     END_GROUP_FIELD_NUMBER: _ClassVar[int]
     key: RankTransferKey
     indices: _containers.RepeatedScalarFieldContainer[int]
     blocks: _containers.RepeatedScalarFieldContainer[int]
-    lives: _containers.RepeatedScalarFieldContainer[int]
-    chains: _containers.RepeatedScalarFieldContainer[int]
+    epochs: _containers.RepeatedScalarFieldContainer[int]
+    content_hashes: _containers.RepeatedScalarFieldContainer[int]
     is_last: bool
     first_group: int
     end_group: int
-    def __init__(self, key: _Optional[_Union[RankTransferKey, _Mapping]] = ..., indices: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Iterable[int]] = ..., lives: _Optional[_Iterable[int]] = ..., chains: _Optional[_Iterable[int]] = ..., is_last: _Optional[bool] = ..., first_group: _Optional[int] = ..., end_group: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[RankTransferKey, _Mapping]] = ..., indices: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., content_hashes: _Optional[_Iterable[int]] = ..., is_last: _Optional[bool] = ..., first_group: _Optional[int] = ..., end_group: _Optional[int] = ...) -> None: ...
 
 class GiveUpTransfer(_message.Message):
     __slots__ = ("key", "error")

@@ -1,21 +1,21 @@
-"""Block stamps: a life begins unmarked and is told from the one before it."""
+"""Block stamps: a reassigned block has a new epoch and no content hash."""
 
-from pdserve.core.stamps import UNMARKED, BlockStamps, chain64
+from pdserve.core.stamps import UNMARKED, BlockStamps, content_hash64
 
 
-def test_a_new_life_forgets_the_old_name() -> None:
+def test_reassignment_clears_the_hash() -> None:
     stamps = BlockStamps(4)
     stamps.begin([1, 2])
-    stamps.mark(1, chain64(b"\x05" + bytes(15)))
-    before = stamps.lives([0, 1, 2])
-    assert stamps.chains([0, 1, 2]) == (UNMARKED, 5, UNMARKED)
+    stamps.mark(1, content_hash64(b"\x05" + bytes(15)))
+    before = stamps.epochs([0, 1, 2])
+    assert stamps.content_hashes([0, 1, 2]) == (UNMARKED, 5, UNMARKED)
     stamps.begin([1])
-    assert stamps.chain(1) == UNMARKED
-    assert stamps.life(1) == before[1] + 1
-    assert stamps.lives([0, 2]) == (before[0], before[2])
+    assert stamps.content_hash(1) == UNMARKED
+    assert stamps.epoch(1) == before[1] + 1
+    assert stamps.epochs([0, 2]) == (before[0], before[2])
 
 
-def test_a_name_is_never_the_missing_one() -> None:
-    assert chain64(bytes(16)) != UNMARKED
-    assert chain64(bytes(8) + b"\xff" * 8) != UNMARKED
-    assert chain64(b"\xff" * 16) == 2**64 - 1
+def test_no_hash_equals_unmarked() -> None:
+    assert content_hash64(bytes(16)) != UNMARKED
+    assert content_hash64(bytes(8) + b"\xff" * 8) != UNMARKED
+    assert content_hash64(b"\xff" * 16) == 2**64 - 1

@@ -40,12 +40,12 @@ def test_an_undisturbed_text_passes_every_check_and_is_the_same(make_bench: Call
 def test_commit_marks_every_landed_block_the_last_half_one_too(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     bench.offer("a", PROMPT, is_local=False)
-    chains = bench.batching.chains(bench.key("a"))
+    content_hashes = bench.batching.content_hashes(bench.key("a"))
     blocks = bench.grants[bench.key("a")].blocks
-    assert len(set(chains)) == len(blocks) == 3
-    assert bench.batching.blocks.stamps.chains(blocks) == (0, 0, 0)
+    assert len(set(content_hashes)) == len(blocks) == 3
+    assert bench.batching.blocks.stamps.content_hashes(blocks) == (0, 0, 0)
     bench.land("a")
-    assert bench.batching.blocks.stamps.chains(blocks) == chains
+    assert bench.batching.blocks.stamps.content_hashes(blocks) == content_hashes
     bench.batching.cancel(bench.key("a"))
 
 
@@ -55,7 +55,7 @@ def test_the_names_of_granted_blocks_leave_out_the_held_ones(make_bench: Callabl
     bench.run()
     bench.offer("b", PROMPT, is_local=False)
     assert bench.grants[bench.key("b")].held_blocks == 2
-    assert len(bench.batching.chains(bench.key("b"))) == 1
+    assert len(bench.batching.content_hashes(bench.key("b"))) == 1
     bench.batching.cancel(bench.key("b"))
     bench.batching.lost(bench.key("b"), "over")
 
@@ -76,7 +76,7 @@ def test_a_block_with_another_texts_stamp_costs_a_recompute_and_no_token(
     bench.engine.pool.buffer[blocks[at] * size : (blocks[at] + 1) * size] = b"\x11" * size  # what it would have read
     bad = bench.step()
     if at == 2 and steps in (1, 5):
-        return  # a partly filled block has no name while it grows; its life is what is checked
+        return  # a partly filled block has no name while it grows; its epoch is what is checked
     [error] = mistakes(bad)
     assert f"block {blocks[at]} is stamped 000000000000029a, expected" in error
     assert not [effect for effect in bad if isinstance(effect, TokenRow)]

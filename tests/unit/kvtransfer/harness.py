@@ -93,11 +93,11 @@ class Pair:
         return replace(plain, **changes)
 
     def begin(
-        self, grant: Grant, deadline_s: float | None = None, chains: Sequence[int] | None = None
+        self, grant: Grant, deadline_s: float | None = None, content_hashes: Sequence[int] | None = None
     ) -> tuple[Heard, Heard]:
         """Opens both sides."""
         received, sent = Heard(), Heard()
-        self.receiver.expect(grant, received, deadline_s, chains)
+        self.receiver.expect(grant, received, deadline_s, content_hashes)
         self.sender.start(grant, sent, deadline_s)
         return received, sent
 

@@ -66,7 +66,9 @@ class RawSender:
     def announce(self, tag: Tag) -> None:
         self.send(Frame(Kind.ANNOUNCE, tag).encode())
 
-    def chunk(self, tag: Tag, first: int, payload: bytes, is_last: bool = False, chains: Sequence[int] = ()) -> None:
+    def chunk(
+        self, tag: Tag, first: int, payload: bytes, is_last: bool = False, content_hashes: Sequence[int] = ()
+    ) -> None:
         """shm: the payload lies in blocks of the pool that nobody else reads."""
         count, checksum = len(payload) // BLOCK_BYTES, self._digest([memoryview(payload)])
         body = payload
@@ -75,7 +77,7 @@ class RawSender:
             self._next_block = blocks.stop
             self.pool.memory[blocks.start * BLOCK_BYTES : blocks.stop * BLOCK_BYTES] = payload
             body = numbers(blocks)
-        stamps = pack(chains or [0] * count, tag.generation, 1)
+        stamps = pack(content_hashes or [0] * count, tag.generation, 1)
         self.send(Frame(Kind.CHUNK, tag, first, count, 0, len(body), checksum, is_last).encode() + stamps + body)
 
     def hear(self) -> Frame:

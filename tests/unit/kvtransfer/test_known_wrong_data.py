@@ -121,14 +121,14 @@ def test_the_blocks_of_another_prompt_are_refused_by_their_names(pair: Pair) -> 
     for block, name in ((5, 0x55), (6, 0x66), (7, 0x77)):
         pair.source_stamps.mark(block, name)
     grant = pair.grant((1, 2))
-    received, sent = pair.begin(grant, chains=(0x55, 0x66))
+    received, sent = pair.begin(grant, content_hashes=(0x55, 0x66))
     pair.sender.push(grant.key, [(0, 5), (1, 7)], True)
     assert received.wait().outcome is ReceiveOutcome.FAILED
     assert sent.wait().outcome is SendOutcome.FAILED
     assert "expected 0000000000000066" in received.all[0].error
     assert pair.receiver.stats.stamp_mismatches == 1
     right = pair.grant((1, 2))
-    received, _ = pair.begin(right, chains=(0x55, 0x66))
+    received, _ = pair.begin(right, content_hashes=(0x55, 0x66))
     pair.sender.push(right.key, [(0, 5), (1, 6)], True)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
 
@@ -139,7 +139,7 @@ def test_a_source_block_that_was_handed_out_again_is_not_sent(pair: Pair) -> Non
     pair.sender.push(grant.key, [(0, 5)], False)
     wait_for(lambda: pair.receiver.stats.chunks == 1, "the first block")
     outbound, _ = pair.sender.plain._transfers[grant.key]
-    pushed = Push(grant.key, ((1, 6),), pair.source_stamps.lives([6]), True, None)
+    pushed = Push(grant.key, ((1, 6),), pair.source_stamps.epochs([6]), True, None)
     pair.source_stamps.begin([6])  # while the push stood in the queue
     outbound.post(pushed)
     assert sent.wait().outcome is SendOutcome.FAILED

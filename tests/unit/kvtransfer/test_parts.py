@@ -121,9 +121,9 @@ def book() -> ReceiveTransfers:
 
 
 def land(
-    book: ReceiveTransfers, writer: int, part: Part, first: int, chains: list[int], is_last: bool = False
+    book: ReceiveTransfers, writer: int, part: Part, first: int, content_hashes: list[int], is_last: bool = False
 ) -> list[Any]:
-    claim = book.claim(TAG, writer, first, pack(chains, 5, part.mask), 0.0, part)
+    claim = book.claim(TAG, writer, first, pack(content_hashes, 5, part.mask), 0.0, part)
     assert claim is not None
     assert book.enter(claim)
     book.leave(claim, 0.0)

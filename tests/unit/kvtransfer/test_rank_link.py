@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fake_ends import stand_ins
-from benchmarks.fault_ranks import SHAPE, RankedStorage, Ranks, chain_of, fingerprint_of_ranks, text_of
+from benchmarks.fault_ranks import SHAPE, RankedStorage, Ranks, content_hash_of, fingerprint_of_ranks, text_of
 from benchmarks.fault_storage import Memory
 from benchmarks.secret import SECRET, TEXT
 from kvtransfer.endpoint import make_receiver, make_sender
@@ -101,8 +101,8 @@ class Move:
         self.blocks, self.sources = blocks, sources
         p.storage.fill(sources, number)
         self.grant = d.grant(number, blocks)
-        chains = [chain_of(number, place) for place in range(COUNT)]
-        if d.receiver.expect(self.grant, self.received, 60.0, chains, lambda: self.opened(None)):  # type: ignore[arg-type]
+        content_hashes = [content_hash_of(number, place) for place in range(COUNT)]
+        if d.receiver.expect(self.grant, self.received, 60.0, content_hashes, lambda: self.opened(None)):  # type: ignore[arg-type]
             self.opened(None)  # type: ignore[arg-type]
         self.opened.wait()
         p.sender.start(self.grant, self.sent, 60.0, text_of(number, COUNT))

@@ -15,7 +15,7 @@ from kvtransfer.dial import Line, dial
 from kvtransfer.frames import GREETING_BYTES, BadFrame, Frame, Greeting, Kind, decode_greeting, tag_of
 from kvtransfer.receive_transfers import ReceiveTransfers
 from kvtransfer.send_transfers import SendTransfers, StaleSource
-from kvtransfer.stamping import STAMP_BYTES, chains_in, difference, pack
+from kvtransfer.stamping import STAMP_BYTES, content_hashes_in, difference, pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.tcp import TcpReceive
 from pdserve.core.errors import InvalidRequest
@@ -33,18 +33,18 @@ U32 = st.integers(0, 2**32 - 1)
 
 
 @given(st.lists(U64, max_size=9), U64, U32)
-def test_stamps_survive_the_wire(chains: list[int], generation: int, mask: int) -> None:
-    packed = pack(chains, generation, mask)
-    assert len(packed) == STAMP_BYTES * len(chains)
-    assert chains_in(packed) == tuple(chains)
+def test_stamps_survive_the_wire(content_hashes: list[int], generation: int, mask: int) -> None:
+    packed = pack(content_hashes, generation, mask)
+    assert len(packed) == STAMP_BYTES * len(content_hashes)
+    assert content_hashes_in(packed) == tuple(content_hashes)
     assert difference(packed, packed) is None
 
 
 @given(st.lists(U64, min_size=1, max_size=9), U32, U32, st.data())
 def test_any_flipped_bit_is_a_difference_in_its_own_stamp(
-    chains: list[int], generation: int, mask: int, data: st.DataObject
+    content_hashes: list[int], generation: int, mask: int, data: st.DataObject
 ) -> None:
-    good = pack(chains, generation, mask)
+    good = pack(content_hashes, generation, mask)
     bit = data.draw(st.integers(0, len(good) * 8 - 1))
     bad = bytearray(good)
     bad[bit // 8] ^= 1 << bit % 8
@@ -56,7 +56,7 @@ def test_any_flipped_bit_is_a_difference_in_its_own_stamp(
 @pytest.mark.parametrize(
     ("seen", "said"),
     [
-        (pack([1, 9], 7, 1), "chain 0000000000000009, expected 0000000000000002"),
+        (pack([1, 9], 7, 1), "content hash 0000000000000009, expected 0000000000000002"),
         (pack([1, 2], 8, 1), "generation 8, expected 7"),
         (pack([1, 2], 7, 3), "layer groups 0x3, expected 0x1"),
         (pack([1], 7, 1), "16 bytes of stamps, expected 32"),
@@ -119,26 +119,26 @@ def test_a_source_block_that_was_reused_before_it_was_written_fails_the_transfer
     assert (out.stats.stale_source, out.stats.failed, out.keys) == (1, 1, [])
 
 
-def test_the_life_that_counts_is_that_at_the_push_not_that_at_the_command() -> None:
+def test_the_epoch_at_the_push_counts() -> None:
     stamps = BlockStamps(8)
     out = SendTransfers(1, stamps)
     grant = grant_of("t", 1, 5, (0,))
     out.start(grant, 0.0, None)
     out.linked()
-    pushed = stamps.lives([3])
+    pushed = stamps.epochs([3])
     stamps.begin([3])  # between the engine thread's push and this thread's turn
-    out.push(grant.key, [(0, 3)], True, 0.0, lives=pushed)
+    out.push(grant.key, [(0, 3)], True, 0.0, epochs=pushed)
     job = out.take(1, 0.0)
     assert job is not None
     with pytest.raises(StaleSource):
         out.stamp(job)
 
 
-def landing(chains: list[int] | None) -> tuple[ReceiveTransfers, BlockStamps]:
+def landing(content_hashes: list[int] | None) -> tuple[ReceiveTransfers, BlockStamps]:
     stamps = BlockStamps(8)
     stamps.begin((5, 6))
     book, grant = ReceiveTransfers(stamps), grant_of("t", 1, 5, (5, 6))
-    book.expect(grant, 0.0, None, chains)
+    book.expect(grant, 0.0, None, content_hashes)
     book.announce(tag_of(grant.key), 1)
     return book, stamps
 
@@ -158,14 +158,14 @@ def test_a_chunk_with_a_wrong_stamp_may_not_be_written_and_ends_the_transfer(sta
     assert (book.stats.stamp_mismatches, book.stats.chunks, book.keys) == (1, 0, [])
 
 
-def test_a_second_chunk_is_compared_with_its_own_names() -> None:
+def test_a_second_chunk_is_compared_with_its_own_hashes() -> None:
     book, _ = landing([1, 2])
     assert book.claim(TAG, 1, 1, pack([2], 5, 1), 0.0) is not None
     assert book.claim(TAG, 1, 0, pack([2], 5, 1), 0.0) is None
-    assert "the stamp of block 0 of the grant has chain 0000000000000002" in book.review(TAG, 0.0)[0].error  # type: ignore[union-attr]
+    assert "the stamp of block 0 of the grant has content hash 0000000000000002" in book.review(TAG, 0.0)[0].error  # type: ignore[union-attr]
 
 
-def test_where_nobody_knows_the_names_the_grant_and_the_groups_are_still_compared() -> None:
+def test_without_expected_hashes_grant_and_groups_are_compared() -> None:
     book, _ = landing(None)
     assert book.claim(TAG, 1, 0, pack([8], 5, 1), 0.0) is not None
     assert book.claim(TAG, 1, 1, pack([8], 4, 1), 0.0) is None
@@ -198,26 +198,26 @@ def test_a_granted_block_that_was_handed_out_again_is_not_verified() -> None:
     assert book.stats.stale_landing == 1
 
 
-def test_names_for_another_number_of_blocks_are_refused() -> None:
+def test_hashes_for_another_number_of_blocks_are_refused() -> None:
     book = ReceiveTransfers(BlockStamps(8))
-    with pytest.raises(InvalidRequest, match="chains: got 1 names, expected 2, one for each granted block"):
+    with pytest.raises(InvalidRequest, match="content_hashes: got 1 hashes, expected 2, one for each granted block"):
         book.expect(grant_of("t", 1, 5, (5, 6)), 0.0, None, [1])
 
 
 # Over real connections.
 
 
-def ready(pair: Pair, chains: dict[int, int]) -> None:
+def ready(pair: Pair, content_hashes: dict[int, int]) -> None:
     """The source blocks hold these."""
-    pair.source_stamps.begin(chains)
-    for block, chain in chains.items():
-        pair.source_stamps.mark(block, chain)
+    pair.source_stamps.begin(content_hashes)
+    for block, content_hash in content_hashes.items():
+        pair.source_stamps.mark(block, content_hash)
 
 
 def test_blocks_of_the_text_that_was_asked_for_land(pair: Pair) -> None:
     ready(pair, {7: 70, 8: 80, 9: 90})
     grant = pair.grant((3, 1, 2))
-    received, sent = pair.begin(grant, chains=(70, 80, 90))
+    received, sent = pair.begin(grant, content_hashes=(70, 80, 90))
     pair.sender.push(grant.key, [(0, 7), (1, 8), (2, 9)], True)
     assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
     pair.assert_equal(grant, (7, 8, 9))
@@ -228,11 +228,13 @@ def test_another_texts_block_is_refused_before_a_byte_is_written(pair: Pair) -> 
     ready(pair, {7: 70, 8: 80})
     pair.landing.fill((1, 2), 0xEE)
     grant = pair.grant((1, 2))
-    received, sent = pair.begin(grant, chains=(70, 81))
+    received, sent = pair.begin(grant, content_hashes=(70, 81))
     pair.sender.push(grant.key, [(0, 7), (1, 8)], True)
     end = received.wait()
     assert (end.outcome, end.fault) == (ReceiveOutcome.FAILED, "mistaken")
-    assert end.error == ("the stamp of block 1 of the grant has chain 0000000000000050, expected 0000000000000051")
+    assert end.error == (
+        "the stamp of block 1 of the grant has content hash 0000000000000050, expected 0000000000000051"
+    )
     assert sent.wait().outcome is SendOutcome.FAILED
     assert pair.landing.block(1) + pair.landing.block(2) == b"\xee" * 2 * BLOCK_BYTES
     assert pair.receiver.stats.stamp_mismatches == 1
@@ -242,7 +244,7 @@ def test_another_texts_block_is_refused_before_a_byte_is_written(pair: Pair) -> 
 def test_a_block_that_was_never_marked_is_refused(pair: Pair) -> None:
     pair.source_stamps.begin([7])
     grant = pair.grant((1,))
-    received, _ = pair.begin(grant, chains=(70,))
+    received, _ = pair.begin(grant, content_hashes=(70,))
     pair.sender.push(grant.key, [(0, 7)], True)
     assert received.wait().fault == "mistaken"
 
@@ -260,10 +262,10 @@ def test_a_source_block_that_is_reused_while_it_waits_to_be_sent_is_never_sent(
     monkeypatch.setattr("kvtransfer.outbound.dial", slowly)
     ready(pair, {7: 70, 8: 80})
     grant = pair.grant((1, 2))
-    received, sent = pair.begin(grant, chains=(70, 80))
+    received, sent = pair.begin(grant, content_hashes=(70, 80))
     pair.sender.push(grant.key, [(0, 7), (1, 8)], True)
     pair.source_stamps.begin([8])
-    pair.source_stamps.mark(8, 80)  # even with the right name
+    pair.source_stamps.mark(8, 80)  # even with the right hash
     pair.source.fill((8,), 0x66)
     release.set()
     end = sent.wait()
@@ -286,7 +288,7 @@ def test_a_landing_block_that_is_reused_is_not_written(make_pair: MakePair, tran
     pair = make_pair(transport, hook=hook)
     ready(pair, {7: 70})
     grant = pair.grant((1,))
-    received, sent = pair.begin(grant, chains=(70,))
+    received, sent = pair.begin(grant, content_hashes=(70,))
     pair.sender.push(grant.key, [(0, 7)], True)
     assert held.wait(WAIT_S)
     pair.landing_stamps.begin([1])  # the worker has given it away under the open grant: its own mistake

@@ -299,18 +299,20 @@ def test_finished_blocks_are_named_before_the_sender_hears_of_them_the_last_half
     prompt = list(range(10, 20))
     bench.offer("a", prompt)
     [live] = bench.batching._prompts.values()
-    names = live.attempt.chains(live.hashes, prompt, 4)
+    names = live.attempt.content_hashes(live.hashes, prompt, 4)
     assert len(set(names)) == 3
     stamps = bench.batching.blocks.stamps
     for _ in range(3):
         [done] = [effect for effect in bench.step() if isinstance(effect, BlocksDone)]
-        assert stamps.chains([block for _, block in done.blocks]) == tuple(names[index] for index, _ in done.blocks)
+        assert stamps.content_hashes([block for _, block in done.blocks]) == tuple(
+            names[index] for index, _ in done.blocks
+        )
     bench.sent("a")
     bench.offer("b", [*prompt[:8], 1])  # two blocks come from the cache, and keep their names
     effects = bench.run()
     blocks = [block for effect in effects if isinstance(effect, BlocksDone) for _, block in effect.blocks]
-    assert stamps.chains(blocks)[:2] == names[:2]
-    assert stamps.chains(blocks)[2] not in names
+    assert stamps.content_hashes(blocks)[:2] == names[:2]
+    assert stamps.content_hashes(blocks)[2] not in names
     bench.sent("b")
 
 

@@ -18,7 +18,7 @@ from kvtransfer.transport import Received, ReceiveOutcome
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.grant import TransferKey
 from tests.unit.kvtransfer.model.checker import Event, Output, Violated
-from tests.unit.kvtransfer.model.wire import JUNK, TORN, Chunk, Content, Scenario, chain_of, grant_of
+from tests.unit.kvtransfer.model.wire import JUNK, TORN, Chunk, Content, Scenario, content_hash_of, grant_of
 
 
 class At(Enum):
@@ -134,8 +134,8 @@ class DecodeSide:
         for block in blocks:
             self.memory[block] = JUNK
         self.orders[transfer] = Order(grant.key, blocks)
-        chains = [chain_of(transfer, index) for index in range(len(blocks))]
-        actions = self.book.expect(grant, self.now_s, self._deadline_at_s(), chains)
+        content_hashes = [content_hash_of(transfer, index) for index in range(len(blocks))]
+        actions = self.book.expect(grant, self.now_s, self._deadline_at_s(), content_hashes)
         return [("grant", transfer), *self._do(actions)]
 
     def _hear(self, writer: int, message: object) -> list[Output] | None:

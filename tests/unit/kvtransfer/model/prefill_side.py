@@ -16,7 +16,7 @@ from kvtransfer.transport import Sent
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.grant import TransferKey
 from tests.unit.kvtransfer.model.checker import Event, Output, Violated
-from tests.unit.kvtransfer.model.wire import BLOCK_BYTES, JUNK, Chunk, Content, Scenario, chain_of, grant_of
+from tests.unit.kvtransfer.model.wire import BLOCK_BYTES, JUNK, Chunk, Content, Scenario, content_hash_of, grant_of
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class PrefillSide:
         order.num_pushed += 1
         block = order.blocks[index]
         self.memory[block] = (transfer, index)
-        self.pool.stamps.mark(block, chain_of(transfer, index))
+        self.pool.stamps.mark(block, content_hash_of(transfer, index))
         is_last = order.num_pushed == len(order.blocks)
         return self._do(self.book.push(order.key, [(index, block)], is_last, self.now_s))
 

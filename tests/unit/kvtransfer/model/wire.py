@@ -64,6 +64,6 @@ def grant_of(transfer: int, incarnation: int, blocks: tuple[int, ...]) -> Grant:
     )
 
 
-def chain_of(transfer: int, index: int) -> int:
+def content_hash_of(transfer: int, index: int) -> int:
     """The name of what the prompt's block with that number holds."""
     return 16 * transfer + index + 1
