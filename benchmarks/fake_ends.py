@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from benchmarks.fake_device import PLAIN, FakeDevice, Trouble
-from benchmarks.fake_lane import FakeLanes
+from benchmarks.fake_nccl import FakeConnector
 from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.transports.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.transports.nccl import NCCL, Nccl
@@ -43,7 +43,7 @@ def stand_in_each(trouble: Trouble = PLAIN, limits: CopyLimits | None = None) ->
 
 
 def install(device_of: DeviceOf, trouble: Trouble = PLAIN) -> None:
-    TRANSPORTS[CUDA_IPC], TRANSPORTS[NCCL] = CudaIpc(device_of), Nccl(device_of, FakeLanes(trouble=trouble))
+    TRANSPORTS[CUDA_IPC], TRANSPORTS[NCCL] = CudaIpc(device_of), Nccl(device_of, FakeConnector(trouble=trouble))
     TRANSPORTS[TCP_STAGED] = TcpStaged(device_of)
 
 

@@ -5,7 +5,7 @@
 Several prefill and decode processes with the engine's pools and the workers' allocators move blocks whose every byte
 is known (benchmarks/fault_worker.py); which fault a transfer meets follows from the seed (benchmarks/fault_cases.py);
 this process plays the router, and starts again what was killed. Ends with status 1 if anything was wrong. Those
-between GPUs run over stand-ins for CUDA and NCCL (benchmarks/fake_device.py, fake_lane.py) or, with --gpu, over them.
+between GPUs run over stand-ins for CUDA and NCCL (benchmarks/fake_device.py, fake_nccl.py) or, with --gpu, over them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.endpoint import make_receiver
 from kvtransfer.fault_injector import make_fault_injector
 from kvtransfer.grants import check_movable, encode_grant, fingerprint_of
-from kvtransfer.rank_ends import joined_receiver
+from kvtransfer.rank_endpoints import joined_receiver
 from kvtransfer.stats import events
 from kvtransfer.transport import Received, ReceiveOutcome, Receiver
 from pdserve.config import WorkerConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.device import Fence
-from kvtransfer.parts import Lanes
+from kvtransfer.parts import PartLayout
 from kvtransfer.transport import Sent
 from pdserve.core.grant import Grant, TransferKey
 
@@ -21,7 +21,7 @@ class Start:
     on_end: OnSent
     deadline_at_s: float | None
     groups: int = 1
-    lanes: Lanes | None = None  # None: the receiver's shape does not suit this sender
+    layout: PartLayout | None = None  # None: the receiver's shape does not suit this sender
     error: str = ""  # it has failed already
 
 

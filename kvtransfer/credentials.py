@@ -1,4 +1,4 @@
-"""Proofs on a data connection: both ends know the ticket and the cluster's secret. Pure.
+"""Proofs on a data connection: both parties know the ticket and the cluster's secret. Pure.
 
 A ticket alone does not admit a third party that has read it: the greeting must also prove the secret. A ticket is new
 for each connection, so a proof cannot be replayed.
@@ -13,7 +13,7 @@ from pdserve.core.proof import ClusterSecret
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class Parties:
     """The two workers of a connection, and how it was agreed on."""
 
     sender: str  # proof.caller_name
@@ -21,18 +21,18 @@ class Ends:
     transport: int
 
 
-def sender_greeting(secret: ClusterSecret, ends: Ends, ticket: bytes, nonce: bytes) -> Greeting:
-    return Greeting(ticket, nonce, secret.mac("kv sender", *_parts(ends, ticket, nonce)))
+def sender_greeting(secret: ClusterSecret, parties: Parties, ticket: bytes, nonce: bytes) -> Greeting:
+    return Greeting(ticket, nonce, secret.mac("kv sender", *_parts(parties, ticket, nonce)))
 
 
-def is_proven(secret: ClusterSecret, ends: Ends, greeting: Greeting) -> bool:
-    return secret.matches(greeting.mac, "kv sender", *_parts(ends, greeting.ticket, greeting.nonce))
+def is_proven(secret: ClusterSecret, parties: Parties, greeting: Greeting) -> bool:
+    return secret.matches(greeting.mac, "kv sender", *_parts(parties, greeting.ticket, greeting.nonce))
 
 
-def receiver_answer(secret: ClusterSecret, ends: Ends, greeting: Greeting) -> bytes:
+def receiver_answer(secret: ClusterSecret, parties: Parties, greeting: Greeting) -> bytes:
     """ANSWER_BYTES bytes, which only the receiver of this connection can make."""
-    return secret.mac("kv receiver", *_parts(ends, greeting.ticket, greeting.nonce))
+    return secret.mac("kv receiver", *_parts(parties, greeting.ticket, greeting.nonce))
 
 
-def _parts(ends: Ends, ticket: bytes, nonce: bytes) -> tuple[str | bytes, ...]:
-    return ends.sender, ends.receiver_incarnation, str(int(ends.transport)), ticket, nonce
+def _parts(parties: Parties, ticket: bytes, nonce: bytes) -> tuple[str | bytes, ...]:
+    return parties.sender, parties.receiver_incarnation, str(int(parties.transport)), ticket, nonce

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it locks, and what decides about transfers imports this mod
     from kvtransfer.staging_budget import StagingBudget
 
 COPY_S: Final = 10.0  # a copy that takes longer is assumed not to end
-LANE_S: Final = 3.0  # the same for a message, which is queued only when the other end is ready for it
+MESSAGE_S: Final = 3.0  # the same for a message, which is queued only when the other end is ready for it
 
 Wake = Callable[[], None]
 Fence = Any  # a point in the engine's stream: everything queued before it
@@ -120,7 +120,7 @@ class Device(Protocol):
         ...
 
 
-class Lane(Protocol):
+class DeviceConnection(Protocol):
     """An ordered channel between the device memories of two processes. Both ends must issue their calls in the same
     order."""
 
@@ -131,18 +131,18 @@ class Lane(Protocol):
     def receive(self, target: Blocks, num_bytes: int, wake: Wake) -> Copying: ...
 
     def close(self) -> None:
-        """Aborts everything in progress; afterwards the lane does not access memory of this process. Raises
+        """Aborts everything in progress; afterwards the connection does not access memory of this process. Raises
         TransferFailed if that cannot be ensured."""
         ...
 
 
-class Lanes(Protocol):
+class DeviceConnector(Protocol):
     version: str  # of the library; both ends must have the same
 
     def new_id(self) -> bytes:
-        """The id from which both ends of a new lane are made."""
+        """The id from which both ends of a new connection are made."""
         ...
 
-    def join(self, device: Any, lane_id: bytes, rank: int) -> Lane:
+    def join(self, device: Any, unique_id: bytes, rank: int) -> DeviceConnection:
         """Connects to the other end. Blocking. Raises TransferFailed."""
         ...

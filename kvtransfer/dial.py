@@ -17,7 +17,7 @@ from typing import Final
 import grpc
 
 from kvtransfer import checksum
-from kvtransfer.credentials import Ends, receiver_answer, sender_greeting
+from kvtransfer.credentials import Parties, receiver_answer, sender_greeting
 from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.frames import ANSWER_BYTES, MAX_TEXT_BYTES, TICKET_BYTES, decode_text
 from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS
@@ -56,7 +56,7 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class DataConnection:
     """An authenticated data connection."""
 
     socket: socket.socket
@@ -71,7 +71,7 @@ class Line:
         self.path.close()
 
 
-def dial(caller: Caller, endpoint: str, incarnation: str) -> Line:
+def dial(caller: Caller, endpoint: str, incarnation: str) -> DataConnection:
     """Tries the transports in order until one connects. Raises TransferFailed with the error of each."""
     ends_s = time.monotonic() + DIAL_S
     said: list[str] = []
@@ -83,11 +83,13 @@ def dial(caller: Caller, endpoint: str, incarnation: str) -> Line:
         if answer.transport not in transports:
             raise TransferFailed(f"{endpoint} chose transport {answer.transport}, which was not offered")
         try:
-            line = _connect(caller, answer, endpoint, ends_s)
-            line = dataclasses.replace(line, reason="; ".join([*said, line.reason]))
+            connection = _connect(caller, answer, endpoint, ends_s)
+            connection = dataclasses.replace(connection, reason="; ".join([*said, connection.reason]))
             if caller.fault_injector is None:
-                return line
-            return dataclasses.replace(line, socket=caller.fault_injector.between(line.socket, line.path))
+                return connection
+            return dataclasses.replace(
+                connection, socket=caller.fault_injector.between(connection.socket, connection.path)
+            )
         except OSError as error:
             said.append(f"{name_of(answer.transport)} to {endpoint}: {error}")
             transports = tuple(kind for kind in transports if kind != answer.transport)
@@ -123,7 +125,7 @@ def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: floa
     return answer
 
 
-def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, ends_s: float) -> Line:
+def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, ends_s: float) -> DataConnection:
     """Raises OSError."""
     kind = CHECKSUM_OF.get(answer.checksum)
     block_bytes = caller.pool.block_bytes
@@ -134,18 +136,20 @@ def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, e
     transport = TRANSPORTS[answer.transport]
     sock = transport.dial(answer.address, endpoint, max(0.1, ends_s - time.monotonic()))
     try:
-        ends = Ends(caller.identity.name, answer.receiver_incarnation, answer.transport)
-        _greet(caller.secret, ends, sock, answer.ticket, ends_s)
+        parties = Parties(caller.identity.name, answer.receiver_incarnation, answer.transport)
+        _greet(caller.secret, parties, sock, answer.ticket, ends_s)
         reason = decode_text(answer.transport_reason.encode()[:MAX_TEXT_BYTES])
-        return Line(sock, transport.sender(sock, caller.pool), transport.name, reason, kind, answer.chunk_bytes)
+        return DataConnection(
+            sock, transport.sender(sock, caller.pool), transport.name, reason, kind, answer.chunk_bytes
+        )
     except BaseException:
         sock.close()
         raise
 
 
-def _greet(secret: ClusterSecret, ends: Ends, sock: socket.socket, ticket: bytes, ends_s: float) -> None:
+def _greet(secret: ClusterSecret, parties: Parties, sock: socket.socket, ticket: bytes, ends_s: float) -> None:
     """The pool is not shared before the receiver has answered. Raises OSError."""
-    greeting = sender_greeting(secret, ends, ticket, secrets.token_bytes(NONCE_BYTES))
+    greeting = sender_greeting(secret, parties, ticket, secrets.token_bytes(NONCE_BYTES))
     sock.sendall(greeting.encode())
     answer, patience_s = bytearray(), sock.gettimeout()
     while len(answer) < ANSWER_BYTES:
@@ -155,5 +159,5 @@ def _greet(secret: ClusterSecret, ends: Ends, sock: socket.socket, ticket: bytes
             raise OSError("the receiver did not accept the ticket")
         answer += received
     sock.settimeout(patience_s)
-    if not hmac.compare_digest(answer, receiver_answer(secret, ends, greeting)):
+    if not hmac.compare_digest(answer, receiver_answer(secret, parties, greeting)):
         raise OSError("the receiver did not prove that it knows the cluster's secret")

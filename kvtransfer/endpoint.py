@@ -10,7 +10,7 @@ from kvtransfer.commands import OnRead
 from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.lease import DEFAULT_LEASE, Lease
-from kvtransfer.parts import MAX_GROUPS, Lanes, Part
+from kvtransfer.parts import MAX_GROUPS, Part, PartLayout
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES, DEVICE_CHUNK_BYTES
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.reshape.sender import ShapedSender
@@ -106,7 +106,7 @@ def make_sender(
 
 def _runs_of(shape: KvShape) -> list[Extent]:
     """All byte runs in which layer groups of a block may be sent."""
-    lanes = Lanes.to_send(shape, shape)
+    layout = PartLayout.to_send(shape, shape)
     possible = [groups for groups in range(2, MAX_GROUPS + 1) if shape.num_layers % groups == 0]
-    found = (lanes.extent(Part(0, group, groups)) for groups in possible for group in range(groups))
+    found = (layout.extent(Part(0, group, groups)) for groups in possible for group in range(groups))
     return [one for one in found if one is not None]

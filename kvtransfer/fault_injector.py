@@ -61,14 +61,14 @@ class FaultInjector:
         near, far = socket.socketpair()
         near.settimeout(sock.gettimeout())
         sock.setblocking(True)
-        ends = _Ends(far, sock)
-        for way, source, target in ((Where.SENT, far, sock), (Where.ANSWERED, sock, far)):
-            _Pump(self, has_slots, ends, way, source, target).start()
+        pair = _SocketPair(far, sock)
+        for direction, source, target in ((Where.SENT, far, sock), (Where.ANSWERED, sock, far)):
+            _Pump(self, has_slots, pair, direction, source, target).start()
         return near
 
-    def landing(self, tag: Tag) -> None:
+    def before_write(self, tag: Tag) -> None:
         """A receiver is about to write a chunk."""
-        fault = self.due(tag, Where.LANDING)
+        fault = self.due(tag, Where.WRITTEN)
         if fault is None:
             return
         if fault.kind is FaultKind.STALL:
@@ -119,7 +119,7 @@ def make_fault_injector(faults: str, block_bytes: int) -> FaultInjector | None:
     return FaultInjector(parse(faults).fault_of, block_bytes)
 
 
-class _Ends:
+class _SocketPair:
     """The two sockets of one connection: closed when both directions are done with them."""
 
     def __init__(self, *sockets: socket.socket) -> None:
@@ -145,15 +145,15 @@ class _Pump(threading.Thread):
         self,
         owner: FaultInjector,
         has_slots: bool,
-        ends: _Ends,
-        way: Where,
+        pair: _SocketPair,
+        direction: Where,
         source: socket.socket,
         target: socket.socket,
     ) -> None:
-        super().__init__(name=f"kv-fault_injector-{way.value}", daemon=True)
-        self._owner, self._has_slots, self._ends, self._way = owner, has_slots, ends, way
+        super().__init__(name=f"kv-fault_injector-{direction.value}", daemon=True)
+        self._owner, self._has_slots, self._pair, self._direction = owner, has_slots, pair, direction
         self._source, self._target = source, target
-        self._held: list[tuple[float, int, bytes]] = []  # due, number, frame
+        self._delayed: list[tuple[float, int, bytes]] = []  # due, number, frame
         self._number = 0
 
     def run(self) -> None:
@@ -162,7 +162,7 @@ class _Pump(threading.Thread):
                 while self._forward():
                     pass
         finally:
-            self._ends.leave()
+            self._pair.leave()
 
     def _forward(self) -> bool:
         """Forwards one frame, or the delayed ones that are due. False: the connection must end."""
@@ -176,7 +176,7 @@ class _Pump(threading.Thread):
         if not self._fill(memoryview(rest)):
             return False
         message += rest
-        fault = None if frame.kind is Kind.BEAT else self._owner.due(frame.tag, self._way)
+        fault = None if frame.kind is Kind.BEAT else self._owner.due(frame.tag, self._direction)
         if fault is None:
             self._target.sendall(message)
             return True
@@ -195,7 +195,7 @@ class _Pump(threading.Thread):
                 pass
             case FaultKind.DELAY:
                 self._number += 1
-                heapq.heappush(self._held, (time.monotonic() + fault.for_s, self._number, bytes(message)))
+                heapq.heappush(self._delayed, (time.monotonic() + fault.for_s, self._number, bytes(message)))
             case FaultKind.DUPLICATE:
                 self._target.sendall(message + message)
             case FaultKind.CORRUPT:
@@ -223,10 +223,10 @@ class _Pump(threading.Thread):
     def _wait(self) -> bool:
         """True if there is something to read. Sends delayed frames that are due in the meantime."""
         timeout_ms = None
-        if self._held:
-            left_s = self._held[0][0] - time.monotonic()
+        if self._delayed:
+            left_s = self._delayed[0][0] - time.monotonic()
             if left_s <= 0:
-                self._target.sendall(heapq.heappop(self._held)[2])
+                self._target.sendall(heapq.heappop(self._delayed)[2])
                 return False
             timeout_ms = left_s * 1000 + 1
         poll = select.poll()

@@ -36,11 +36,11 @@ class Where(Enum):
 
     SENT = "sent"  # a frame of the sender; the sender's process
     ANSWERED = "answered"  # a frame of the receiver, before the sender reads it
-    LANDING = "landing"  # a chunk that the receiver is about to write; the receiver's process
+    WRITTEN = "written"  # a chunk that the receiver is about to write; the receiver's process
 
 
 OF_FRAMES: Final = tuple(kind for kind in FaultKind if kind not in (FaultKind.KILL, FaultKind.STOP))
-OF_LANDINGS: Final = (FaultKind.STALL, FaultKind.KILL, FaultKind.STOP)
+OF_WRITES: Final = (FaultKind.STALL, FaultKind.KILL, FaultKind.STOP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class FaultPlan:
             return None
         kind = rng.choices(list(self.weights), list(self.weights.values()))[0]
         places = {Where.SENT: 3.0}  # where the bytes are
-        if kind in OF_LANDINGS:
-            places[Where.LANDING] = 3.0
+        if kind in OF_WRITES:
+            places[Where.WRITTEN] = 3.0
         if kind in OF_FRAMES:
             places[Where.ANSWERED] = 1.0
         where = rng.choices(list(places), list(places.values()))[0]

@@ -1,7 +1,7 @@
 """The frames of the data connection: one fixed header of 68 bytes, little-endian, and what follows it. Pure.
 
     magic 4, version 1, kind 1, flags 2, attempt 4, generation 8, transfer 16, first 4, count 4,
-    slot 4, length 4, checksum 8, lane 2, group 1, groups 1, crc32 of all that 4
+    slot 4, length 4, checksum 8, shard 2, group 1, groups 1, crc32 of all that 4
 
 A transfer's id is sent as a 16-byte digest, so that headers have one size. A chunk's header is followed by the stamps
 of its blocks, then by `length` bytes whose meaning depends on the transport: the blocks themselves (tcp), or the

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtransfer.checksum import Checksum
-from kvtransfer.credentials import Ends, is_proven, receiver_answer
+from kvtransfer.credentials import Parties, is_proven, receiver_answer
 from kvtransfer.frames import TICKET_BYTES, Greeting
 from kvtransfer.grants import compare
-from kvtransfer.parts import Lanes
+from kvtransfer.parts import PartLayout
 from kvtransfer.reshape.mapping import arrival_of
 from kvtransfer.stats import TransferStats
 from kvtransfer.transports.registry import TRANSPORTS, name_of, names_of
@@ -113,17 +113,17 @@ class Gate:
             if not found:
                 return None
             peer, _ = self._tickets[found[0]]
-            ends = Ends(caller_name(peer.sender_id, peer.incarnation), self._incarnation, transport)
-            if peer.transport != transport or not is_proven(self._secret, ends, greeting):
+            parties = Parties(caller_name(peer.sender_id, peer.incarnation), self._incarnation, transport)
+            if peer.transport != transport or not is_proven(self._secret, parties, greeting):
                 self._stats.unproven += 1
                 return None
             del self._tickets[found[0]]
-        return peer, receiver_answer(self._secret, ends, greeting)
+        return peer, receiver_answer(self._secret, parties, greeting)
 
     def _judge(self, request: transfer_pb2.OpenRequest) -> Peer:
         theirs = FINGERPRINT.decode(request.fingerprint)
         compare(self._fingerprint, theirs)
-        Lanes.to_receive(theirs.shape, self._fingerprint.shape)
+        PartLayout.to_receive(theirs.shape, self._fingerprint.shape)
         arrival_of(theirs.shape, self._fingerprint.shape, request.wire_dtype)
         for name in ("sender_id", "sender_incarnation"):
             size = len(getattr(request, name))

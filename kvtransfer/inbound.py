@@ -1,6 +1,6 @@
 """One connection from a prefill worker, served by one thread of the decode worker: reads frames and sends answers.
 
-The transport moves a chunk's bytes. It asks the transfer table (`book`), through this connection, before each write, so
+The transport moves a chunk's bytes. It asks the transfer table, through this connection, before each write, so
 no byte is written after a transfer was reported as drained.
 """
 
@@ -30,7 +30,7 @@ from kvtransfer.frames import (
 )
 from kvtransfer.gate import Peer
 from kvtransfer.lease import Heartbeat, Lease
-from kvtransfer.parts import Lanes, Part
+from kvtransfer.parts import Part, PartLayout
 from kvtransfer.receive_transfer import Claim
 from kvtransfer.reshape.mapping import arrival_of
 from kvtransfer.reshape.unpacker import Unpacker
@@ -57,7 +57,7 @@ class Hub(Protocol):
     clock: Callable[[], float]
 
     def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None: ...
-    def announce(self, tag: Tag, writer: int, part: Part, num_lanes: int) -> None: ...
+    def announce(self, tag: Tag, writer: int, part: Part, num_shards: int) -> None: ...
     def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None: ...
     def enter(self, claim: Claim) -> bool: ...
     def leave(self, claim: Claim) -> None: ...
@@ -159,7 +159,7 @@ class Inbound(threading.Thread):
         self.checksum = self.peer.checksum
         self._digest = hasher(self.checksum)
         peer, mine = self.peer, self._hub.shape
-        self.target = Lanes.to_receive(peer.shape, mine)
+        self.target = PartLayout.to_receive(peer.shape, mine)
         self.source = self._source_of(peer, mine)
         if peer.wire_dtype != mine.dtype:
             if not self.pool.is_on_host:
@@ -171,12 +171,12 @@ class Inbound(threading.Thread):
         log.info("kv connection taken", extra=facts)
         return True
 
-    def _source_of(self, peer: Peer, mine: KvShape) -> Lanes:
+    def _source_of(self, peer: Peer, mine: KvShape) -> PartLayout:
         """Between ranks of different degrees, a sender on a device takes the heads out of its blocks."""
-        plain = Lanes.to_send(peer.shape, mine, peer.wire_dtype)
+        plain = PartLayout.to_send(peer.shape, mine, peer.wire_dtype)
         is_cut = self._transport.is_for_devices and not is_same_bytes(peer.shape, mine)
         try:
-            return Lanes.to_cut(peer.shape, mine) if is_cut and peer.wire_dtype == mine.dtype else plain
+            return PartLayout.to_cut(peer.shape, mine) if is_cut and peer.wire_dtype == mine.dtype else plain
         except ConfigError:  # a sender in host memory sends converted blocks
             return plain
 
@@ -188,7 +188,7 @@ class Inbound(threading.Thread):
             self.channel.fill(memoryview(header))
             frame = decode(header, self.chunk_bytes)
             if frame.kind is Kind.CHUNK:
-                self._land(frame, self._path)
+                self._receive_chunk(frame, self._path)
             elif frame.kind is Kind.ANNOUNCE:
                 self._announce(frame)
             elif frame.kind is Kind.RETRACT:
@@ -204,14 +204,14 @@ class Inbound(threading.Thread):
         self._hub.announce(frame.tag, self.number, frame.part, self.target.count)
 
     def _require_part(self, frame: Frame) -> None:
-        if frame.part.lane != self.target.index:
-            raise BadFrame(f"lane {frame.part.lane} from the rank that has lane {self.target.index}")
+        if frame.part.shard != self.target.index:
+            raise BadFrame(f"shard {frame.part.shard} from the rank that has shard {self.target.index}")
         try:
             self.target.runs(frame.part)
         except ConfigError as error:
             raise BadFrame(error.message) from error
 
-    def _land(self, frame: Frame, path: ReceivePath) -> None:
+    def _receive_chunk(self, frame: Frame, path: ReceivePath) -> None:
         self._require_part(frame)
         if not 0 < self._link.size_of(frame) <= self.chunk_bytes:
             raise BadFrame(f"a chunk of {frame.count} blocks of {self.block_bytes} bytes, at most {self.chunk_bytes}")
@@ -219,4 +219,4 @@ class Inbound(threading.Thread):
         stamps = bytearray(frame.count * STAMP_BYTES)
         self.channel.fill(memoryview(stamps))
         claim = self._hub.claim(frame, self.number, bytes(stamps))
-        path.land(frame, claim if claim is None or self._unpacker is None else self._unpacker.staged(claim))
+        path.receive(frame, claim if claim is None or self._unpacker is None else self._unpacker.staged(claim))

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar, final
 
 from kvtransfer.commands import OnSent
 from kvtransfer.grants import check_movable
-from kvtransfer.joint import End, GiveUp, JointTransfers, Member, Opened, Report, join_received, join_sent
+from kvtransfer.joint import GiveUp, JointTransfers, Member, Opened, Report, Result, join_received, join_sent
 from kvtransfer.rank_grants import rank_grant, rank_key, rank_pairs
 from kvtransfer.reports import Reports
 from kvtransfer.stats import TransferStats, total
@@ -36,14 +36,14 @@ Rank = TypeVar("Rank", RankReceiver, RankSender)
 OnReceived = Callable[[Received], None]
 
 
-class _Joined(Generic[Rank, Member, End]):
-    """The transfer table (`book`) with its lock, and the reports in the order of the table's decisions."""
+class _Joined(Generic[Rank, Member, Result]):
+    """The transfer table with its lock, and the reports in the order of the table's decisions."""
 
-    def __init__(self, ranks: Sequence[Rank], book: JointTransfers[Member, End]) -> None:
+    def __init__(self, ranks: Sequence[Rank], table: JointTransfers[Member, Result]) -> None:
         self._ranks: Sequence[Rank] = ranks
-        self._book: JointTransfers[Member, End] = book
-        self._lock = threading.Lock()  # guards the book and the reports
-        self._reports: Reports[End] = Reports(self._lock)
+        self._table: JointTransfers[Member, Result] = table
+        self._lock = threading.Lock()  # guards the table and the reports
+        self._reports: Reports[Result] = Reports(self._lock)
         self._is_closed = False
 
     @property
@@ -60,11 +60,11 @@ class _Joined(Generic[Rank, Member, End]):
     def open_keys(self) -> list[TransferKey]:
         """Transfers that have not ended."""
         with self._lock:
-            return self._book.keys
+            return self._table.keys
 
     def abort(self, key: TransferKey) -> None:
         with self._lock:
-            actions = self._book.abort(key)
+            actions = self._table.abort(key)
         self._act(actions)
 
     def close(self) -> None:
@@ -73,22 +73,22 @@ class _Joined(Generic[Rank, Member, End]):
         for rank in self._ranks:
             rank.close()
 
-    def _open(self, key: TransferKey, members: Sequence[Member], on_end: Callable[[End], None]) -> None:
+    def _open(self, key: TransferKey, members: Sequence[Member], on_end: Callable[[Result], None]) -> None:
         """Raises Unavailable after close(), and InvalidRequest on a key in use."""
         with self._lock:
             if self._is_closed:
                 raise Unavailable("the KV endpoints of the worker's ranks are closed")
-            self._book.open(key, members, members)
+            self._table.open(key, members, members)
             self._reports.own(key, on_end)
 
     def _forget(self, key: TransferKey) -> None:
         with self._lock:
-            self._book.forget(key)
+            self._table.forget(key)
             self._reports.disown(key)
 
-    def _ended(self, key: TransferKey, member: Member, end: End) -> None:
+    def _ended(self, key: TransferKey, member: Member, end: Result) -> None:
         with self._lock:
-            actions = self._book.ended(key, member, end)
+            actions = self._table.ended(key, member, end)
             for report in actions:
                 if isinstance(report, Report):
                     self._reports.add(report.end)
@@ -102,7 +102,7 @@ class _Joined(Generic[Rank, Member, End]):
     def _repeat(self, key: TransferKey) -> None:
         """A part may have ended before all others began."""
         with self._lock:
-            actions = self._book.given_up(key)
+            actions = self._table.given_up(key)
         self._act(actions)
 
     def _give_up(self, action: GiveUp[Member]) -> None:
@@ -160,7 +160,7 @@ class JoinedReceiver(_Joined[RankReceiver, int, Received]):
     def _is_open(self, key: TransferKey, rank: int) -> bool:
         """True if this rank was the last to open its part."""
         with self._lock:
-            return self._book.opened(key, rank) == [Opened(key)]
+            return self._table.opened(key, rank) == [Opened(key)]
 
     def _opened_later(self, key: TransferKey, rank: int, on_open: OnOpen | None) -> None:
         if self._is_open(key, rank) and on_open is not None:
@@ -235,7 +235,7 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
 
     def _part_ended(self, key: TransferKey, pair: tuple[int, int], end: Sent) -> None:
         with self._lock:
-            if self._book.members(key) == [pair]:  # the last
+            if self._table.members(key) == [pair]:  # the last
                 self._keys.pop(key, None)
         self._ended(key, pair, end)
 

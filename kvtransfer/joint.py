@@ -17,7 +17,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.grant import TransferKey
 
 Member = TypeVar("Member", bound=Hashable)
-End = TypeVar("End", Received, Sent)
+Result = TypeVar("Result", Received, Sent)
 
 _WHOLE: Final = (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
 
@@ -40,29 +40,29 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Report(Generic[End]):
+class Report(Generic[Result]):
     """Tell the owner."""
 
-    end: End
+    end: Result
 
 
 @dataclass(slots=True)
-class _Joint(Generic[Member, End]):
+class _Joint(Generic[Member, Result]):
     waiting: dict[Member, None]  # members whose parts have not ended, in order
     unopened: set[Member]
-    ends: list[End] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
     failure: str | None = None  # the error that the other members are told; empty: their parts are not needed
     is_aborted: bool = False  # by the owner
     is_quarantined: bool = False
 
 
 @final
-class JointTransfers(Generic[Member, End]):
+class JointTransfers(Generic[Member, Result]):
     """All open transfers of one worker. `join` combines the ends of all parts (`join_received`, `join_sent`)."""
 
-    def __init__(self, join: Callable[[TransferKey, Sequence[End], bool], End]) -> None:
-        self._join: Callable[[TransferKey, Sequence[End], bool], End] = join
-        self._open: dict[TransferKey, _Joint[Member, End]] = {}
+    def __init__(self, join: Callable[[TransferKey, Sequence[Result], bool], Result]) -> None:
+        self._join: Callable[[TransferKey, Sequence[Result], bool], Result] = join
+        self._open: dict[TransferKey, _Joint[Member, Result]] = {}
         self.num_late = 0  # ends of parts of unknown transfers
 
     @property
@@ -104,7 +104,7 @@ class JointTransfers(Generic[Member, End]):
         joint.unopened.discard(member)
         return [] if joint.unopened or self.given_up(key) else [Opened(key)]
 
-    def ended(self, key: TransferKey, member: Member, end: End) -> list[GiveUp[Member] | Report[End]]:
+    def ended(self, key: TransferKey, member: Member, end: Result) -> list[GiveUp[Member] | Report[Result]]:
         """A member's part has ended, or (receivers, after an abort) is quarantined."""
         joint = self._open.get(key)
         if joint is None or member not in joint.waiting:
@@ -117,14 +117,14 @@ class JointTransfers(Generic[Member, End]):
             return [Report(replace(end, key=key))]
         del joint.waiting[member]
         joint.unopened.discard(member)
-        joint.ends.append(end)
-        actions: list[GiveUp[Member] | Report[End]] = []
+        joint.results.append(end)
+        actions: list[GiveUp[Member] | Report[Result]] = []
         if end.outcome not in _WHOLE and joint.failure is None and not joint.is_aborted:
             joint.failure = "" if end.is_cancelled else f"another rank's part failed: {end.error}"
             actions += self.given_up(key)
         if not joint.waiting:
             del self._open[key]
-            actions.append(Report(self._join(key, joint.ends, joint.is_aborted)))
+            actions.append(Report(self._join(key, joint.results, joint.is_aborted)))
         return actions
 
     def abort(self, key: TransferKey) -> list[GiveUp[Member]]:
@@ -136,40 +136,40 @@ class JointTransfers(Generic[Member, End]):
         return self.given_up(key)
 
 
-def join_received(key: TransferKey, ends: Sequence[Received], is_aborted: bool) -> Received:
-    if all(end.outcome is ReceiveOutcome.VERIFIED for end in ends):
-        outcome, cause = ReceiveOutcome.VERIFIED, ends[0]
+def join_received(key: TransferKey, results: Sequence[Received], is_aborted: bool) -> Received:
+    if all(end.outcome is ReceiveOutcome.VERIFIED for end in results):
+        outcome, cause = ReceiveOutcome.VERIFIED, results[0]
     else:
-        outcome, cause = ReceiveOutcome.DRAINED if is_aborted else ReceiveOutcome.FAILED, _cause(ends)
+        outcome, cause = ReceiveOutcome.DRAINED if is_aborted else ReceiveOutcome.FAILED, _cause(results)
     return Received(
         key=key,
         outcome=outcome,
-        num_bytes=sum(end.num_bytes for end in ends),
-        transfer_s=max(end.transfer_s for end in ends),
-        busy_s=max(end.busy_s for end in ends),
+        num_bytes=sum(end.num_bytes for end in results),
+        transfer_s=max(end.transfer_s for end in results),
+        busy_s=max(end.busy_s for end in results),
         error=cause.error,
         fault=cause.fault,
     )
 
 
-def join_sent(key: TransferKey, ends: Sequence[Sent], is_aborted: bool) -> Sent:
-    is_sent = all(end.outcome is SendOutcome.SENT for end in ends)
-    cause = ends[0] if is_sent else _cause(ends)
+def join_sent(key: TransferKey, results: Sequence[Sent], is_aborted: bool) -> Sent:
+    is_sent = all(end.outcome is SendOutcome.SENT for end in results)
+    cause = results[0] if is_sent else _cause(results)
     return Sent(
         key=key,
         outcome=SendOutcome.SENT if is_sent else SendOutcome.FAILED,
-        num_bytes=sum(end.num_bytes for end in ends),
-        send_s=max(end.send_s for end in ends),
-        busy_s=max(end.busy_s for end in ends),
-        exposed_s=max(end.exposed_s for end in ends),
-        early_bytes=sum(end.early_bytes for end in ends),
+        num_bytes=sum(end.num_bytes for end in results),
+        send_s=max(end.send_s for end in results),
+        busy_s=max(end.busy_s for end in results),
+        exposed_s=max(end.exposed_s for end in results),
+        early_bytes=sum(end.early_bytes for end in results),
         error=cause.error,
         fault=cause.fault,
-        wire_dtype=next((end.wire_dtype for end in ends if end.wire_dtype), ""),
+        wire_dtype=next((end.wire_dtype for end in results if end.wire_dtype), ""),
     )
 
 
-def _cause(ends: Sequence[End]) -> End:
+def _cause(results: Sequence[Result]) -> Result:
     """The first real failure or, if there is none, the first part that was abandoned."""
-    failed = [end for end in ends if end.outcome not in _WHOLE]
+    failed = [end for end in results if end.outcome not in _WHOLE]
     return next((end for end in failed if not end.is_cancelled), failed[0])

@@ -64,7 +64,7 @@ class Export(NamedTuple):
 
 
 @final
-class Read:
+class NixlRead:
     """One read into staging. The agent's thread reports how it ended."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Read:
 
 
 @dataclass(slots=True, eq=False)
-class Reader:
+class NixlReader:
     """One connection's source and staging. Only the agent's thread changes it."""
 
     agent: Agent
@@ -95,9 +95,9 @@ class Reader:
     num_under_way: int = 0
     is_closed: bool = False
 
-    def read(self, at: int, runs: Runs, wake: Callable[[], None]) -> Read:
+    def read(self, at: int, runs: Runs, wake: Callable[[], None]) -> NixlRead:
         """Begins to read these runs of the other process into staging, from `at` on."""
-        read = Read()
+        read = NixlRead()
         self.agent.post(lambda: self.agent.begin(self, read, at, runs, wake))
         return read
 
@@ -107,8 +107,8 @@ class Reader:
 
 @dataclass(slots=True, eq=False)
 class _UnderWay:
-    reader: Reader
-    read: Read
+    reader: NixlReader
+    read: NixlRead
     handle: Any
     wake: Callable[[], None]
 
@@ -165,14 +165,14 @@ class Agent:
         """Changes the number of chunks that other processes may read. They need this side to poll for that."""
         self.post(lambda: self._serve(change))
 
-    def reader(self, metadata: bytes, num_bytes: int) -> Reader:
+    def reader(self, metadata: bytes, num_bytes: int) -> NixlReader:
         """With staging of that size. Raises TransferFailed on invalid metadata."""
-        reader: Reader = self.call(lambda: self._join(metadata, num_bytes))
+        reader: NixlReader = self.call(lambda: self._join(metadata, num_bytes))
         return reader
 
     # On the agent's thread.
 
-    def begin(self, reader: Reader, read: Read, at: int, runs: Runs, wake: Callable[[], None]) -> None:
+    def begin(self, reader: NixlReader, read: NixlRead, at: int, runs: Runs, wake: Callable[[], None]) -> None:
         here = []
         for _, size in runs:
             here.append((reader.address + at, size, 0))
@@ -191,7 +191,7 @@ class Agent:
         self._under_way.append(under_way)
         self._look(under_way, self._library.transfer)
 
-    def retire(self, reader: Reader) -> None:
+    def retire(self, reader: NixlReader) -> None:
         """Its staging is reused, and its remote agent forgotten, once the library reports all its reads as ended."""
         reader.is_closed = True
         if reader.num_under_way:
@@ -202,13 +202,13 @@ class Agent:
             del self._users[reader.remote]
             self._try(lambda: self._library.remove_remote_agent(reader.remote))
 
-    def _join(self, metadata: bytes, num_bytes: int) -> Reader:
+    def _join(self, metadata: bytes, num_bytes: int) -> NixlReader:
         if sum(self._users.values()) >= MOST_READERS:
             raise TransferFailed(f"{MOST_READERS} connections read already")
         remote = self._library.add_remote_agent(metadata)
         memory = self._spare[num_bytes].pop() if self._spare[num_bytes] else self._new_staging(num_bytes)
         self._users[remote] += 1
-        return Reader(self, remote, memory, _address_of(memory))
+        return NixlReader(self, remote, memory, _address_of(memory))
 
     def _new_staging(self, num_bytes: int) -> memoryview:
         memory = memoryview(mmap.mmap(-1, num_bytes))

@@ -1,7 +1,7 @@
 """One pair's connection on the prefill side, served by one thread: connects, sends chunks, receives how transfers
 ended.
 
-The thread owns the transfer table (`book`), the socket and the transport; other threads only queue commands. The thread
+The thread owns the transfer table, the socket and the transport; other threads only queue commands. The thread
 ends with its connection, and so does every transfer on it. A new connection is a new Outbound.
 """
 
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from kvtransfer.channel import Channel, Gone, Silent, Waker
 from kvtransfer.checksum import hasher
 from kvtransfer.commands import Abort, OnRead, OnSent, Push, Start
-from kvtransfer.dial import Caller, Line, dial
+from kvtransfer.dial import Caller, DataConnection, dial
 from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, beat, decode, decode_text, encode_text
 from kvtransfer.lease import DEFAULT_LEASE, Heartbeat, Lease
-from kvtransfer.parts import WHOLE, Lanes, Part
+from kvtransfer.parts import WHOLE, Part, PartLayout
 from kvtransfer.plan import blocks_per_chunk
 from kvtransfer.send_transfer import Job
 from kvtransfer.send_transfers import Action, Announce, Report, SendTransfers, StaleSource
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Dialled:
-    line: Line | None
+    connection: DataConnection | None
     error: str = ""
 
 
@@ -67,9 +67,9 @@ class Outbound(threading.Thread):
         self._caller, self._endpoint, self._incarnation = caller, endpoint, incarnation
         self._worker_id = worker_id
         self._clock, self._on_read = clock, on_read
-        self._lanes: Lanes | None = None  # of this pair; known once a transfer has given the receiver's shape
+        self._layout: PartLayout | None = None  # of this pair; known once a transfer has given the receiver's shape
         self.stats = TransferStats()  # written by this thread only
-        self._book = SendTransfers(
+        self._table = SendTransfers(
             self.block_bytes,
             stamps,
             self.stats,
@@ -87,7 +87,7 @@ class Outbound(threading.Thread):
         self._waker = Waker()
         self.wake = self._waker.set
         self._channel: Channel | None = None
-        self._line: Line | None = None
+        self._connection: DataConnection | None = None
         self._is_dialling = False
         self._jobs: list[Job] = []  # chunks whose source blocks the transport is reading
         self._inbox = bytearray()
@@ -118,10 +118,10 @@ class Outbound(threading.Thread):
     @property
     def link(self) -> Link | None:
         """None before it is connected and after it has ended."""
-        line = self._line
-        if line is None or self._is_over:
+        connection = self._connection
+        if connection is None or self._is_over:
             return None
-        return Link(self._worker_id, self._endpoint, line.transport, line.reason)
+        return Link(self._worker_id, self._endpoint, connection.transport, connection.reason)
 
     def stop(self) -> None:
         with self._lock:
@@ -135,19 +135,19 @@ class Outbound(threading.Thread):
         return self._digest(views)
 
     def head(self, job: Job, checksum: bytes, *, slot: int = 0, length: int = 0) -> bytes:
-        chunk, departure = job.chunk, job.departure
-        stamps = self._book.stamp(job)
-        is_last = departure.is_stamped
-        frame = Frame(Kind.CHUNK, departure.tag, chunk.first, chunk.count, slot, length, checksum, is_last, job.part)
+        chunk, transfer = job.chunk, job.transfer
+        stamps = self._table.stamp(job)
+        is_last = transfer.is_stamped
+        frame = Frame(Kind.CHUNK, transfer.tag, chunk.first, chunk.count, slot, length, checksum, is_last, job.part)
         return frame.encode() + stamps
 
     def views(self, job: Job) -> list[memoryview]:
-        assert self._lanes is not None
-        return self._lanes.views(self.memory, job.chunk.sources, job.part)
+        assert self._layout is not None
+        return self._layout.views(self.memory, job.chunk.sources, job.part)
 
     def extent_of(self, job: Job) -> Extent:
-        assert self._lanes is not None
-        extent = self._lanes.extent(job.part)
+        assert self._layout is not None
+        extent = self._layout.extent(job.part)
         if extent is None:
             raise TransferFailed(f"{job.part}: between devices a part of a block is equal runs of bytes")
         return extent
@@ -155,16 +155,16 @@ class Outbound(threading.Thread):
     def finished(self, job: Job) -> None:
         self._jobs.remove(job)
         if self._on_read is not None:
-            self._on_read(job.departure.grant.key, job.chunk.sources)
-        self._act(self._book.written(job, self._clock()))
+            self._on_read(job.transfer.grant.key, job.chunk.sources)
+        self._act(self._table.written(job, self._clock()))
 
     def stale(self, job: Job, error: str) -> None:
         self._jobs.remove(job)
-        self._act(self._book.stale(job, error, self._clock()))
+        self._act(self._table.stale(job, error, self._clock()))
 
     def retire(self) -> None:
         with self._lock:
-            if self._commands or self._book.keys:
+            if self._commands or self._table.keys:
                 return
             self._is_over = True  # no transfer can be added in between: `post` refuses it from here on
         raise Gone("its place was needed by another pair")
@@ -192,15 +192,15 @@ class Outbound(threading.Thread):
         log.info("kv connection ended", extra={"endpoint": self._endpoint, "error": error})
         for command in late:
             if isinstance(command, Dialled):
-                if command.line is not None:
-                    command.line.close()
+                if command.connection is not None:
+                    command.connection.close()
             else:
                 self._apply(command)
         self.writer.clear()
         self._jobs.clear()
-        if self._line is not None:
-            self._line.close()  # before the owners are told: nothing reads their blocks from here on
-        self._act(self._book.cut(error, self._clock()))
+        if self._connection is not None:
+            self._connection.close()  # before the owners are told: nothing reads their blocks from here on
+        self._act(self._table.cut(error, self._clock()))
         self._waker.close()
 
     def _serve(self) -> None:
@@ -208,14 +208,14 @@ class Outbound(threading.Thread):
             self._take_commands()
             if self._is_stopping:
                 raise Gone("the sender is closed")
-            self._act(self._book.expire(self._clock()))
-            if self._channel is None or self._line is None:
-                if self._book.needs_link and not self._is_dialling:
+            self._act(self._table.expire(self._clock()))
+            if self._channel is None or self._connection is None:
+                if self._table.needs_link and not self._is_dialling:
                     self._is_dialling = True
                     threading.Thread(target=self._dial, name=f"kv-dial-{self._endpoint}", daemon=True).start()
                 self._waker.wait(self._timeout_s())
                 continue
-            progress = self._write(self._channel, self._line.path)
+            progress = self._write(self._channel, self._connection.path)
             timeout_s = 0.0 if progress is Progress.BUSY else self._timeout_s()
             self._channel.wait(timeout_s, is_writing=progress is Progress.BLOCKED)
             if self._channel.is_readable:
@@ -223,7 +223,7 @@ class Outbound(threading.Thread):
             self._live()
 
     def _timeout_s(self) -> float | None:
-        now_s, alarm_s = self._clock(), self._book.next_alarm_s
+        now_s, alarm_s = self._clock(), self._table.next_alarm_s
         left = [] if alarm_s is None else [clamped_s(alarm_s - now_s)]
         if self._pulse is not None:
             left.append(self._pulse.left_s(now_s))
@@ -231,7 +231,7 @@ class Outbound(threading.Thread):
 
     def _live(self) -> None:
         now_s, pulse = self._clock(), self._pulse
-        if self._book.is_stuck:
+        if self._table.is_stuck:
             raise Gone("source blocks were still read after their transfer was given up")
         assert pulse is not None, "it is connected"
         if pulse.is_silent(now_s):
@@ -248,8 +248,8 @@ class Outbound(threading.Thread):
         except Exception as error:  # any error must reach the transfers that wait for this connection
             log.exception("dialling failed", extra={"endpoint": self._endpoint})
             result = Dialled(None, f"dialling failed: {error}")
-        if not self.post(result) and result.line is not None:
-            result.line.close()
+        if not self.post(result) and result.connection is not None:
+            result.connection.close()
 
     def _take_commands(self) -> None:
         while self._commands:
@@ -259,25 +259,25 @@ class Outbound(threading.Thread):
         now_s = self._clock()
         if isinstance(command, Start):
             self._owners[command.grant.key] = command.on_end
-            if command.lanes is not None:
-                self._lanes = command.lanes
-                self._book.block_bytes = command.lanes.bytes_of(WHOLE)
-            lane, num_lanes = (0, 1) if command.lanes is None else (command.lanes.index, command.lanes.count)
+            if command.layout is not None:
+                self._layout = command.layout
+                self._table.block_bytes = command.layout.bytes_of(WHOLE)
+            shard, num_shards = (0, 1) if command.layout is None else (command.layout.index, command.layout.count)
             self._act(
-                self._book.start(
+                self._table.start(
                     command.grant,
                     now_s,
                     command.deadline_at_s,
                     command.error,
-                    lane=lane,
-                    num_lanes=num_lanes,
+                    shard=shard,
+                    num_shards=num_shards,
                     groups=command.groups,
                 )
             )
         elif isinstance(command, Push):
             unacknowledged_bytes = self._unacknowledged(command)
             self._act(
-                self._book.push(
+                self._table.push(
                     command.key,
                     command.blocks,
                     command.is_last,
@@ -290,26 +290,26 @@ class Outbound(threading.Thread):
             )
         elif isinstance(command, Abort):
             if command.error:
-                self._act(self._book.fail(command.key, command.error, now_s))
+                self._act(self._table.fail(command.key, command.error, now_s))
             else:
-                self._act(self._book.abort(command.key, now_s))
-        elif command.line is None:
+                self._act(self._table.abort(command.key, now_s))
+        elif command.connection is None:
             raise TransferFailed(command.error)
         else:
-            self._link(command.line)
+            self._link(command.connection)
 
     def _unacknowledged(self, push: Push) -> int:
         return self._channel.unacknowledged_bytes if push.is_last and self._channel is not None else 0
 
-    def _link(self, line: Line) -> None:
-        self._line = line
-        self._channel = Channel(line.socket, self._waker)
-        self._digest = hasher(line.checksum)
+    def _link(self, connection: DataConnection) -> None:
+        self._connection = connection
+        self._channel = Channel(connection.socket, self._waker)
+        self._digest = hasher(connection.checksum)
         self._pulse = Heartbeat(self._lease, self._clock())
-        line.path.attach(self)
-        facts = {"endpoint": self._endpoint, "transport": line.transport, "reason": line.reason}
+        connection.path.attach(self)
+        facts = {"endpoint": self._endpoint, "transport": connection.transport, "reason": connection.reason}
         log.info("kv connection up", extra=facts)
-        self._act(self._book.linked())
+        self._act(self._table.linked())
 
     def _act(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -320,24 +320,24 @@ class Outbound(threading.Thread):
                 except Exception:  # an error of one owner must not end the other owners' transfers
                     log.exception("on_end of a transfer raised", extra={"transfer_id": action.sent.key.transfer_id})
             elif isinstance(action, Announce):
-                self.writer.say(Frame(Kind.ANNOUNCE, action.tag, part=Part(action.lane, 0, action.groups)).encode())
+                self.writer.say(Frame(Kind.ANNOUNCE, action.tag, part=Part(action.shard, 0, action.groups)).encode())
             else:
                 self.writer.say(encode_text(Kind.RETRACT, action.tag, action.error, is_cancelled=action.is_cancelled))
 
     def _write(self, channel: Channel, path: SendPath) -> Progress:
         """Sends at most one chunk."""
         path.poll()
-        for forsaken in [one for one in self._jobs if not one.departure.session.is_open]:
+        for forsaken in [one for one in self._jobs if not one.transfer.session.is_open]:
             path.forsake(forsaken)  # its owner is waiting for its blocks
-        job = self._book.take(self._limit_blocks(path), self._clock()) if path.is_free else None
+        job = self._table.take(self._limit_blocks(path), self._clock()) if path.is_free else None
         if job is not None:
             self._post(path, job)
         return self.writer.advance(channel)
 
     def _limit_blocks(self, path: SendPath) -> int:
-        assert self._line is not None
-        agreed, own = self._line.chunk_bytes, path.chunk_bytes
-        block_bytes = self.block_bytes if self._lanes is None else max(self.block_bytes, self._lanes.largest_bytes)
+        assert self._connection is not None
+        agreed, own = self._connection.chunk_bytes, path.chunk_bytes
+        block_bytes = self.block_bytes if self._layout is None else max(self.block_bytes, self._layout.largest_bytes)
         return blocks_per_chunk(block_bytes, agreed if own is None else min(agreed, own))
 
     def _post(self, path: SendPath, job: Job) -> None:
@@ -364,10 +364,10 @@ class Outbound(threading.Thread):
     def _hear(self, frame: Frame, text: str) -> None:
         now_s = self._clock()
         if frame.kind is Kind.DONE:
-            self._act(self._book.done(frame.tag, now_s, frame.slot * 1e-6))
+            self._act(self._table.done(frame.tag, now_s, frame.slot * 1e-6))
         elif frame.kind is Kind.REFUSE:
-            self._act(self._book.refused(frame.tag, text, now_s, is_cancelled=frame.is_cancelled))
-        elif frame.kind is Kind.CREDIT and self._line is not None:
-            self._line.path.hear(frame)
+            self._act(self._table.refused(frame.tag, text, now_s, is_cancelled=frame.is_cancelled))
+        elif frame.kind is Kind.CREDIT and self._connection is not None:
+            self._connection.path.hear(frame)
         elif frame.kind is not Kind.BEAT:
             raise BadFrame(f"a {frame.kind.name} frame from a receiver")

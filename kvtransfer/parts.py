@@ -1,8 +1,8 @@
 """Which bytes of a block are sent in one chunk. Pure.
 
-A block is sent whole or in parts. A part is one *group* of layers of one *lane*. A lane is the heads that one
+A block is sent whole or in parts. A part is one *group* of layers of one *shard*. A shard is the heads that one
 tensor-parallel rank of the sender has. The sender announces the number of equal groups. Coverage is counted by (block,
-part): a transfer is complete when every part of every lane has arrived for each block. Each lane has one writer.
+part): a transfer is complete when every part of every shard has arrived for each block. Each shard has one writer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple, final
 
 from kvtransfer.memory import views_of
-from kvtransfer.reshape.mapping import Lane, Window, lane_of, lanes_of, runs_of
+from kvtransfer.reshape.mapping import HeadShard, Window, runs_of, shard_of, shards_of
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_shape import SCALE_BYTES, BlockForm, KvShape
 from pdserve.engine.gpu.extent import Extent
@@ -21,7 +21,7 @@ MAX_GROUPS: Final = 32  # bits of a stamp's mask
 
 
 class Part(NamedTuple):
-    lane: int = 0
+    shard: int = 0
     group: int = 0
     groups: int = 1
 
@@ -35,43 +35,43 @@ WHOLE: Final = Part()
 
 
 @final
-class Lanes:
-    """One side of a pair: where the parts of the pair's lane are in its blocks.
+class PartLayout:
+    """One side of a pair: where the parts of the pair's shard are in its blocks.
 
     `form` is the format of this side's blocks, and `first_head` .. `first_head + num_heads - 1` are the heads of the
-    lane. Both sides list the same bytes in the same order.
+    shard. Both sides list the same bytes in the same order.
     """
 
-    def __init__(self, form: BlockForm, lane: Lane, count: int, first_head: int, largest_bytes: int = 0) -> None:
+    def __init__(self, form: BlockForm, shard: HeadShard, count: int, first_head: int, largest_bytes: int = 0) -> None:
         """`largest_bytes`: size of the larger of both sides' blocks, if they differ."""
-        self.form, self.index, self.count = form, lane.index, count
+        self.form, self.index, self.count = form, shard.index, count
         self.largest_bytes = max(largest_bytes, form.block_bytes)
-        self._first_head, self._num_heads = first_head, lane.num_heads
+        self._first_head, self._num_heads = first_head, shard.num_heads
         self.block_bytes = form.block_bytes
 
     @staticmethod
-    def to_send(source: KvShape, target: KvShape, dtype: str = "") -> Lanes:
-        """For a sender that sends blocks in the receiver's format, narrowed to the lane, in `dtype` (empty: the
+    def to_send(source: KvShape, target: KvShape, dtype: str = "") -> PartLayout:
+        """For a sender that sends blocks in the receiver's format, narrowed to the shard, in `dtype` (empty: the
         receiver's dtype). Raises ConfigError."""
-        lane, count = _lane(source, target)
-        form = target.form.narrowed(target.num_layers, lane.num_heads).stored_as(dtype or target.dtype)
-        return Lanes(form, lane, count, 0)
+        shard, count = _shard(source, target)
+        form = target.form.narrowed(target.num_layers, shard.num_heads).stored_as(dtype or target.dtype)
+        return PartLayout(form, shard, count, 0)
 
     @staticmethod
-    def to_cut(source: KvShape, target: KvShape) -> Lanes:
-        """For a sender that sends the lane's heads directly out of its blocks: on a device, between ranks of different
+    def to_cut(source: KvShape, target: KvShape) -> PartLayout:
+        """For a sender that sends the shard's heads directly out of its blocks: on a device, between ranks of different
         degrees. Raises ConfigError if more than the heads differs."""
-        lane, count = _lane(source, target)
+        shard, count = _shard(source, target)
         if source.form.narrowed(source.num_layers, 1) != target.form.narrowed(target.num_layers, 1):
             expected = f"{target}, but for the tensor-parallel rank: a pool on a GPU is not converted on its way"
             raise ConfigError("kv_shape", source, expected)
-        return Lanes(source.form, lane, count, lane.source_head, target.block_bytes)
+        return PartLayout(source.form, shard, count, shard.source_head, target.block_bytes)
 
     @staticmethod
-    def to_receive(source: KvShape, target: KvShape) -> Lanes:
+    def to_receive(source: KvShape, target: KvShape) -> PartLayout:
         """For the receiver. Raises ConfigError if the sender's rank has no heads for it."""
-        lane, count = _lane(source, target)
-        return Lanes(target.form, lane, count, lane.target_head)
+        shard, count = _shard(source, target)
+        return PartLayout(target.form, shard, count, shard.target_head)
 
     def is_all(self, part: Part) -> bool:
         """Whether the part is the whole block."""
@@ -103,12 +103,12 @@ class Lanes:
         return [memory[start + at : start + at + size] for start in starts for at, size in runs]
 
 
-def _lane(source: KvShape, target: KvShape) -> tuple[Lane, int]:
-    lane = lane_of(source, target)
-    if lane is None:
+def _shard(source: KvShape, target: KvShape) -> tuple[HeadShard, int]:
+    shard = shard_of(source, target)
+    if shard is None:
         expected = f"a rank that holds heads of rank {target.tp_rank} of {target.tp_degree}"
         raise ConfigError("kv_shape.tp_rank", f"{source.tp_rank} of {source.tp_degree}", expected)
-    return lane, len(lanes_of(source, target))
+    return shard, len(shards_of(source, target))
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvtransfer.reshape.mapping import lanes_of
+from kvtransfer.reshape.mapping import shards_of
 from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.kv_shape import KvShape
 
@@ -13,9 +13,9 @@ from pdserve.core.kv_shape import KvShape
 def rank_pairs(source: KvShape, target: KvShape) -> list[tuple[int, int]]:
     """(sending rank, receiving rank) of each part; the ranks in both shapes do not matter."""
     return [
-        (lane.source_rank, rank)
+        (shard.source_rank, rank)
         for rank in range(target.tp_degree)
-        for lane in lanes_of(source, replace(target, tp_rank=rank))
+        for shard in shards_of(source, replace(target, tp_rank=rank))
     ]
 
 

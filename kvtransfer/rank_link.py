@@ -120,7 +120,7 @@ class RankLink:
             log.error("a tensor-parallel rank is gone", extra={"rank": self.rank, "error": error})
 
 
-class _RemoteEnd:
+class _RemoteEndpoint:
     """What the sender and the receiver of a rank in another process share. `stamps`: the leader's table of the blocks'
     epochs and content hashes."""
 
@@ -151,7 +151,7 @@ class _RemoteEnd:
 
 
 @final
-class RemoteReceiver(_RemoteEnd):
+class RemoteReceiver(_RemoteEndpoint):
     """A RankReceiver in another process."""
 
     def __init__(self, link: RankLink, stamps: BlockStamps) -> None:
@@ -195,7 +195,7 @@ class RemoteReceiver(_RemoteEnd):
 
 
 @final
-class RemoteSender(_RemoteEnd):
+class RemoteSender(_RemoteEndpoint):
     """A RankSender in another process."""
 
     divides_blocks = True  # the leader's own sender decides whether this is allowed

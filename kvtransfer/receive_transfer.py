@@ -14,19 +14,19 @@ from pdserve.core.grant import Grant
 
 
 @dataclass(slots=True, eq=False)
-class LaneWriter:
-    """The connection on which a lane arrives, and the state of the lane."""
+class ShardWriter:
+    """The connection on which a shard arrives, and the state of the shard."""
 
     writer: int
     groups: int
-    base: int  # number of the lane's first piece in the session
+    base: int  # number of the shard's first piece in the session
     accesses: int = 0  # that it has open
     has_said_last: bool = False
     is_answered: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Landing:
+class ReceiveTransfer:
     grant: Grant
     tag: Tag
     session: Session
@@ -34,8 +34,8 @@ class Landing:
     content_hashes: tuple[int, ...] | None  # content hashes that the blocks must have, if the owner knows them
     epochs: tuple[int, ...]  # the blocks' epochs when they were granted
     after: Fence | None  # device work that may still have used the blocks then
-    lanes: dict[int, LaneWriter] = field(default_factory=dict)
-    num_lanes: int | None = None  # number of lanes that fill the blocks; None before a sender has announced it
+    shards: dict[int, ShardWriter] = field(default_factory=dict)
+    num_shards: int | None = None  # number of shards that fill the blocks; None before a sender has announced it
     first_byte_at_s: float | None = None
     lease_at_s: float | None = None  # when it ends for lack of progress, if it has no deadline
     given_up_at_s: float | None = None  # while a write is still open
@@ -44,15 +44,15 @@ class Landing:
     busy: LinkBusyTime = field(default_factory=LinkBusyTime)
     reported: State | None = None
 
-    def of(self, writer: int) -> list[LaneWriter]:
-        """The lanes that arrive on this connection."""
-        return [lane for lane in self.lanes.values() if lane.writer == writer]
+    def of(self, writer: int) -> list[ShardWriter]:
+        """The shards that arrive on this connection."""
+        return [shard for shard in self.shards.values() if shard.writer == writer]
 
-    def lane(self, writer: int, part: Part) -> LaneWriter | None:
-        """The lane that may write this part; None if this connection may not write it, or has not announced such
+    def shard(self, writer: int, part: Part) -> ShardWriter | None:
+        """The shard that may write this part; None if this connection may not write it, or has not announced such
         parts."""
-        lane = self.lanes.get(part.lane)
-        return lane if lane is not None and lane.writer == writer and lane.groups == part.groups else None
+        shard = self.shards.get(part.shard)
+        return shard if shard is not None and shard.writer == writer and shard.groups == part.groups else None
 
     def mistake(self, first: int, stamps: bytes, part: Part) -> str:
         """What is wrong with the stamps of the blocks from `first` on; empty if they match."""
@@ -63,27 +63,27 @@ class Landing:
         found = stamping.difference(stamps, stamping.pack(content_hashes[:count], self.tag.generation, part.mask))
         return "" if found is None else f"the stamp of block {first + found[0]} of the grant has {found[1]}"
 
-    def missing(self, lane: LaneWriter) -> int:
-        """Pieces of the lane that are missing, if no chunk of it is being transferred any more; otherwise 0."""
-        size = len(self.grant.blocks) * lane.groups
-        claimed = self.session.claimed.count_in(lane.base, size)
-        landed = self.session.landed.count_in(lane.base, size)
-        return size - landed if claimed == landed else 0
+    def missing(self, shard: ShardWriter) -> int:
+        """Pieces of the shard that are missing, if no chunk of it is being transferred any more; otherwise 0."""
+        size = len(self.grant.blocks) * shard.groups
+        claimed = self.session.claimed.count_in(shard.base, size)
+        transferred = self.session.transferred.count_in(shard.base, size)
+        return size - transferred if claimed == transferred else 0
 
     @property
     def progress(self) -> str:
         """The transfer's name for error messages."""
         session, num_blocks = self.session, len(self.grant.blocks)
         if session.size in (0, num_blocks):
-            return f"{session.landed.count} of {num_blocks} blocks"
-        return f"{session.landed.count} of {session.size} parts of blocks"
+            return f"{session.transferred.count} of {num_blocks} blocks"
+        return f"{session.transferred.count} of {session.size} parts of blocks"
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """Permission to receive one chunk, still to be confirmed by `enter` for each write."""
 
-    landing: Landing
+    transfer: ReceiveTransfer
     first: int
     count: int
     blocks: tuple[int, ...]
@@ -91,5 +91,5 @@ class Claim:
     at: int  # number of the chunk's first piece in the session
 
     @property
-    def lane(self) -> LaneWriter:
-        return self.landing.lanes[self.part.lane]
+    def shard(self) -> ShardWriter:
+        return self.transfer.shards[self.part.shard]

@@ -16,7 +16,7 @@ from kvtransfer import stamping
 from kvtransfer.device import Fence
 from kvtransfer.frames import Tag, tag_of
 from kvtransfer.parts import WHOLE, Part
-from kvtransfer.receive_transfer import Claim, Landing, LaneWriter
+from kvtransfer.receive_transfer import Claim, ReceiveTransfer, ShardWriter
 from kvtransfer.session import RECEIVER_MOVES, Event, Session, State
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Received, ReceiveOutcome
@@ -80,7 +80,7 @@ class ReceiveTransfers:
     quarantine_s: float = 4.0
     stall_s: float = 60.0
     unclaimed_s: float = 120.0
-    _open: dict[Tag, Landing] = field(default_factory=dict)
+    _open: dict[Tag, ReceiveTransfer] = field(default_factory=dict)
     #: is_verified, error and is_cancelled of ended transfers, for senders that come late.
     _ended: OrderedDict[Tag, tuple[bool, str, bool]] = field(default_factory=OrderedDict)
     _alarms: Alarms[Tag] = field(default_factory=Alarms)  # of open transfers: when the next timeout is due
@@ -88,7 +88,7 @@ class ReceiveTransfers:
     @property
     def keys(self) -> list[TransferKey]:
         """Transfers that have not ended."""
-        return [landing.grant.key for landing in self._open.values()]
+        return [transfer.grant.key for transfer in self._open.values()]
 
     @property
     def next_alarm_s(self) -> float | None:
@@ -115,7 +115,7 @@ class ReceiveTransfers:
         if tag in self._open:
             raise InvalidRequest("grant.key", grant.key, "one that is not expected already")
         self._ended.pop(tag, None)
-        landing = Landing(
+        transfer = ReceiveTransfer(
             grant,
             tag,
             Session(RECEIVER_MOVES, 0, awaits=1 if size else 0),
@@ -124,253 +124,255 @@ class ReceiveTransfers:
             self.stamps.epochs(grant.blocks),
             after,
         )
-        self._open[tag] = landing
+        self._open[tag] = transfer
         self.stats.transfers += 1
         if deadline_at_s is None:
-            landing.lease_at_s = now_s + self.unclaimed_s
+            transfer.lease_at_s = now_s + self.unclaimed_s
         self._alarms.set(tag, now_s + self.unclaimed_s if deadline_at_s is None else deadline_at_s)
         if not grant.blocks:
-            landing.session.handle(Event.COVERED)
-            landing.session.writer_gone()
-        return self._after(landing, now_s)
+            transfer.session.handle(Event.COVERED)
+            transfer.session.writer_gone()
+        return self._after(transfer, now_s)
 
     def announce(
-        self, tag: Tag, writer: int, lane: int = 0, groups: int = 1, now_s: float = 0.0, num_lanes: int = 1
+        self, tag: Tag, writer: int, shard: int = 0, groups: int = 1, now_s: float = 0.0, num_shards: int = 1
     ) -> list[Action]:
-        """A sender announces that it will write a lane, in so many groups of layers. If its connection ends, so does
+        """A sender announces that it will write a shard, in so many groups of layers. If its connection ends, so does
         the transfer.
 
-        `num_lanes` of the sender's ranks fill the blocks; the first announcement sets the number. A lane has one
+        `num_shards` of the sender's ranks fill the blocks; the first announcement sets the number. A shard has one
         writer: a second one is rejected.
         """
-        landing = self._open.get(tag)
-        if landing is None and tag in self._ended:
+        transfer = self._open.get(tag)
+        if transfer is None and tag in self._ended:
             is_verified, error, is_cancelled = self._ended[tag]
             return [Answer(writer, tag, is_verified, error, is_cancelled=is_cancelled)]
-        if landing is None or not landing.session.is_open:
+        if transfer is None or not transfer.session.is_open:
             self.stats.late_messages += 1
             return [Answer(writer, tag, False, "the receiver does not expect this transfer")]
-        known = landing.lanes.get(lane)
+        known = transfer.shards.get(shard)
         if known is not None and (known.writer, known.groups) == (writer, groups):
             return []
-        expected = landing.num_lanes or num_lanes
-        if known is not None or num_lanes != expected or not 0 <= lane < expected:
+        expected = transfer.num_shards or num_shards
+        if known is not None or num_shards != expected or not 0 <= shard < expected:
             self.stats.late_messages += 1
             why = "has its writer" if known is not None else f"is not of {expected}"
-            return [Answer(writer, tag, False, f"the receiver does not expect this transfer: lane {lane} {why}")]
-        if landing.num_lanes is None:
-            landing.num_lanes = landing.session.awaits = num_lanes
-        landing.lanes[lane] = LaneWriter(writer, groups, landing.session.extend(len(landing.grant.blocks) * groups))
-        landing.session.handle(Event.ANNOUNCED)
-        self._progress(landing, now_s)
+            return [Answer(writer, tag, False, f"the receiver does not expect this transfer: shard {shard} {why}")]
+        if transfer.num_shards is None:
+            transfer.num_shards = transfer.session.awaits = num_shards
+        transfer.shards[shard] = ShardWriter(
+            writer, groups, transfer.session.extend(len(transfer.grant.blocks) * groups)
+        )
+        transfer.session.handle(Event.ANNOUNCED)
+        self._progress(transfer, now_s)
         return []
 
     def claim(self, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float, part: Part = WHOLE) -> Claim | None:
         """A claim if a chunk with these stamps may be written. None: discard its payload, then call `review`."""
         count = len(stamps) // stamping.STAMP_BYTES
-        landing = self._open.get(tag)
-        lane = None if landing is None else landing.lane(writer, part)
-        if landing is None or lane is None or not landing.session.is_open:
+        transfer = self._open.get(tag)
+        shard = None if transfer is None else transfer.shard(writer, part)
+        if transfer is None or shard is None or not transfer.session.is_open:
             self.stats.late_messages += 1
             return None
-        num_blocks = len(landing.grant.blocks)
-        at = lane.base + part.group * num_blocks + first
-        if first + count > num_blocks or not landing.session.claim(at, count):
+        num_blocks = len(transfer.grant.blocks)
+        at = shard.base + part.group * num_blocks + first
+        if first + count > num_blocks or not transfer.session.claim(at, count):
             self.stats.duplicate_chunks += 1
             return None
-        if wrong := landing.mistake(first, stamps, part):
+        if wrong := transfer.mistake(first, stamps, part):
             self.stats.stamp_mismatches += 1
-            landing.session.handle(Event.MISTAKEN, wrong)
+            transfer.session.handle(Event.MISTAKEN, wrong)
             return None
-        if landing.first_byte_at_s is None:
-            landing.first_byte_at_s = now_s
+        if transfer.first_byte_at_s is None:
+            transfer.first_byte_at_s = now_s
         self.stats.chunks += 1
-        landing.busy.begin(now_s)
-        return Claim(landing, first, count, landing.grant.blocks[first : first + count], part, at)
+        transfer.busy.begin(now_s)
+        return Claim(transfer, first, count, transfer.grant.blocks[first : first + count], part, at)
 
     def enter(self, claim: Claim) -> bool:
         """Opens one write. False: the transfer has ended, and no byte may be written; then call `review`."""
-        if self._is_reused(claim) or not claim.landing.session.enter():
+        if self._is_reused(claim) or not claim.transfer.session.enter():
             return False
-        claim.lane.accesses += 1
+        claim.shard.accesses += 1
         return True
 
     def review(self, tag: Tag, now_s: float) -> list[Action]:
         """The actions after a refused claim or write."""
-        landing = self._open.get(tag)
-        return [] if landing is None else self._after(landing, now_s)
+        transfer = self._open.get(tag)
+        return [] if transfer is None else self._after(transfer, now_s)
 
     def leave(self, claim: Claim, now_s: float) -> list[Action]:
         """Closes the write."""
-        claim.lane.accesses -= 1
-        claim.landing.session.leave()
-        return self._after(claim.landing, now_s)
+        claim.shard.accesses -= 1
+        claim.transfer.session.leave()
+        return self._after(claim.transfer, now_s)
 
     def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool, now_s: float) -> list[Action]:
         """The chunk is in memory and its checksum was compared. `is_last`: the sender will send no more."""
-        session = claim.landing.session
+        session = claim.transfer.session
         if not session.is_open:
             return []
         if self._is_reused(claim):
-            return self._after(claim.landing, now_s)
-        claim.landing.num_bytes += num_bytes
-        claim.landing.busy.end(now_s)
-        self._progress(claim.landing, now_s)
-        session.land(claim.at, claim.count)
+            return self._after(claim.transfer, now_s)
+        claim.transfer.num_bytes += num_bytes
+        claim.transfer.busy.end(now_s)
+        self._progress(claim.transfer, now_s)
+        session.mark_transferred(claim.at, claim.count)
         session.check(claim.at, claim.count, matches)
         self.stats.checksum_mismatches += not matches
-        claim.lane.has_said_last |= is_last
-        missing = claim.landing.missing(claim.lane) if claim.lane.has_said_last else 0
+        claim.shard.has_said_last |= is_last
+        missing = claim.transfer.missing(claim.shard) if claim.shard.has_said_last else 0
         if missing:
             pieces = "blocks" if claim.part.groups == 1 else "parts of blocks"
-            size = len(claim.landing.grant.blocks) * claim.part.groups
+            size = len(claim.transfer.grant.blocks) * claim.part.groups
             session.handle(Event.INCOMPLETE, f"{missing} of {size} {pieces} never came")
-        return self._after(claim.landing, now_s)
+        return self._after(claim.transfer, now_s)
 
     def retract(self, tag: Tag, writer: int, error: str, now_s: float, *, is_cancelled: bool = False) -> list[Action]:
         """The sender abandons the transfer; with `is_cancelled`, because it is no longer needed."""
-        landing = self._open.get(tag)
-        lanes = [] if landing is None else landing.of(writer)
+        transfer = self._open.get(tag)
+        shards = [] if transfer is None else transfer.of(writer)
         # A sender that announced nothing may still retract a grant that has no writer.
-        if landing is None or (landing.lanes and not lanes):
+        if transfer is None or (transfer.shards and not shards):
             self.stats.late_messages += 1
             return []
-        for lane in lanes:
-            lane.is_answered = True
+        for shard in shards:
+            shard.is_answered = True
         event = Event.CANCELLED if is_cancelled else Event.REFUSED
-        landing.session.handle(event, f"the sender gave up: {error}")
-        return self._after(landing, now_s)
+        transfer.session.handle(event, f"the sender gave up: {error}")
+        return self._after(transfer, now_s)
 
     def abort(self, key: TransferKey, now_s: float) -> list[Action]:
         """The owner aborts. No-op if the transfer has ended or was never expected."""
-        landing = self._open.get(tag_of(key))
-        if landing is None or not landing.session.handle(Event.ABORTED, "aborted by the receiver"):
+        transfer = self._open.get(tag_of(key))
+        if transfer is None or not transfer.session.handle(Event.ABORTED, "aborted by the receiver"):
             return []
-        return self._after(landing, now_s)
+        return self._after(transfer, now_s)
 
     def fail(self, key: TransferKey, error: str, now_s: float) -> list[Action]:
         """Another rank's part of the transfer has failed. No-op if this part has ended."""
-        landing = self._open.get(tag_of(key))
-        if landing is None or not landing.session.handle(Event.REFUSED, error):
+        transfer = self._open.get(tag_of(key))
+        if transfer is None or not transfer.session.handle(Event.REFUSED, error):
             return []
-        return self._after(landing, now_s)
+        return self._after(transfer, now_s)
 
     def cut(self, writer: int, error: str, now_s: float) -> list[Action]:
         """The connection is gone, and its thread no longer writes."""
         actions: list[Action] = []
-        for landing in [one for one in self._open.values() if one.of(writer)]:
-            landing.session.handle(Event.CUT, error)
-            for lane in landing.of(writer):
-                lane.is_answered = True  # there is no sender to answer
-                landing.session.writer_gone(lane.accesses)
-                lane.accesses = 0
-            actions += self._after(landing, now_s)
+        for transfer in [one for one in self._open.values() if one.of(writer)]:
+            transfer.session.handle(Event.CUT, error)
+            for shard in transfer.of(writer):
+                shard.is_answered = True  # there is no sender to answer
+                transfer.session.writer_gone(shard.accesses)
+                shard.accesses = 0
+            actions += self._after(transfer, now_s)
         return actions
 
     def fail_all(self, error: str, now_s: float) -> list[Action]:
         """This side cannot serve any more. Open writes are still waited for."""
         actions: list[Action] = []
-        for landing in list(self._open.values()):
-            landing.session.handle(Event.CUT, error)
-            actions += self._after(landing, now_s)
+        for transfer in list(self._open.values()):
+            transfer.session.handle(Event.CUT, error)
+            actions += self._after(transfer, now_s)
         return actions
 
     def expire(self, now_s: float) -> list[Action]:
         """Ends transfers that are past their deadline, and quarantines aborts that do not drain."""
         actions: list[Action] = []
         while (tag := self._alarms.pop_due(now_s)) is not None:
-            landing = self._open[tag]
-            if landing.deadline_at_s is not None and landing.deadline_at_s <= now_s:
-                landing.session.handle(Event.EXPIRED, f"the deadline passed when {landing.progress} had come")
-            if landing.lease_at_s is not None and landing.lease_at_s <= now_s:
-                why = "no sender came" if not landing.lanes else f"no block came for {self.stall_s:g} s"
-                landing.session.handle(Event.EXPIRED, f"{why}; {landing.progress} had come")
-            actions += self._after(landing, now_s)
-            actions += self._press(landing, now_s)
-            if landing.lease_at_s is not None and landing.session.is_open:
-                self._alarms.set(tag, landing.lease_at_s)
+            transfer = self._open[tag]
+            if transfer.deadline_at_s is not None and transfer.deadline_at_s <= now_s:
+                transfer.session.handle(Event.EXPIRED, f"the deadline passed when {transfer.progress} had come")
+            if transfer.lease_at_s is not None and transfer.lease_at_s <= now_s:
+                why = "no sender came" if not transfer.shards else f"no block came for {self.stall_s:g} s"
+                transfer.session.handle(Event.EXPIRED, f"{why}; {transfer.progress} had come")
+            actions += self._after(transfer, now_s)
+            actions += self._press(transfer, now_s)
+            if transfer.lease_at_s is not None and transfer.session.is_open:
+                self._alarms.set(tag, transfer.lease_at_s)
         return actions
 
-    def _progress(self, landing: Landing, now_s: float) -> None:
-        if landing.lease_at_s is not None:
-            landing.lease_at_s = max(landing.lease_at_s, now_s + self.stall_s)
+    def _progress(self, transfer: ReceiveTransfer, now_s: float) -> None:
+        if transfer.lease_at_s is not None:
+            transfer.lease_at_s = max(transfer.lease_at_s, now_s + self.stall_s)
 
-    def _press(self, landing: Landing, now_s: float) -> list[Action]:
+    def _press(self, transfer: ReceiveTransfer, now_s: float) -> list[Action]:
         """The actions for writes that stay open after their transfer was abandoned."""
-        if landing.given_up_at_s is None or landing.session.has_ended:
+        if transfer.given_up_at_s is None or transfer.session.has_ended:
             return []
-        overdue_at_s = landing.given_up_at_s + self.grace_s
+        overdue_at_s = transfer.given_up_at_s + self.grace_s
         if overdue_at_s > now_s:
             return []
         actions: list[Action] = []
-        if landing.session.handle(Event.OVERDUE):
-            self._alarms.set(landing.tag, overdue_at_s + self.quarantine_s)
-            actions += self._after(landing, now_s)
-        is_waiting = landing.session.state is State.QUARANTINED and overdue_at_s + self.quarantine_s > now_s
-        if not is_waiting and not landing.is_severed:
-            landing.is_severed = True
-            writers = {lane.writer for lane in landing.lanes.values() if lane.accesses}
+        if transfer.session.handle(Event.OVERDUE):
+            self._alarms.set(transfer.tag, overdue_at_s + self.quarantine_s)
+            actions += self._after(transfer, now_s)
+        is_waiting = transfer.session.state is State.QUARANTINED and overdue_at_s + self.quarantine_s > now_s
+        if not is_waiting and not transfer.is_severed:
+            transfer.is_severed = True
+            writers = {shard.writer for shard in transfer.shards.values() if shard.accesses}
             self.stats.severed += len(writers)
             actions += [Sever(writer) for writer in sorted(writers)]
         return actions
 
     def _is_reused(self, claim: Claim) -> bool:
         """Whether a block of the claim was reassigned. This is an error of the owner, and ends the transfer."""
-        landing = claim.landing
-        granted, epochs = landing.epochs[claim.first : claim.first + claim.count], self.stamps.epochs(claim.blocks)
+        transfer = claim.transfer
+        granted, epochs = transfer.epochs[claim.first : claim.first + claim.count], self.stamps.epochs(claim.blocks)
         if epochs == granted:
             return False
         block = next(block for block, was, is_ in zip(claim.blocks, granted, epochs, strict=True) if was != is_)
-        if landing.session.handle(Event.STALE, f"block {block} was handed out again while it was granted"):
-            self.stats.stale_landing += 1
+        if transfer.session.handle(Event.STALE, f"block {block} was handed out again while it was granted"):
+            self.stats.stale_target += 1
         return True
 
-    def _after(self, landing: Landing, now_s: float) -> list[Action]:
+    def _after(self, transfer: ReceiveTransfer, now_s: float) -> list[Action]:
         """The actions after a change of state, each once."""
         actions: list[Action] = []
-        session = landing.session
-        for lane in () if session.is_open else landing.lanes.values():
-            if not lane.is_answered:
-                lane.is_answered = True
+        session = transfer.session
+        for shard in () if session.is_open else transfer.shards.values():
+            if not shard.is_answered:
+                shard.is_answered = True
                 is_verified = session.state is State.VERIFIED
                 answer = Answer(
-                    lane.writer,
-                    landing.tag,
+                    shard.writer,
+                    transfer.tag,
                     is_verified,
                     session.error,
-                    landing.busy.total_s,
+                    transfer.busy.total_s,
                     is_cancelled=session.is_cancelled,
                 )
                 actions.append(answer)
-        if not session.is_open and not session.has_ended and landing.given_up_at_s is None:
-            landing.given_up_at_s = now_s
-            self._alarms.set(landing.tag, now_s + self.grace_s)
+        if not session.is_open and not session.has_ended and transfer.given_up_at_s is None:
+            transfer.given_up_at_s = now_s
+            self._alarms.set(transfer.tag, now_s + self.grace_s)
         outcome = OUTCOMES.get(session.state)
-        if outcome is None or landing.reported is session.state:
+        if outcome is None or transfer.reported is session.state:
             return actions
-        landing.reported = session.state
+        transfer.reported = session.state
         self._count(session)
         if session.has_ended:
-            del self._open[landing.tag]
-            self._alarms.clear(landing.tag)
+            del self._open[transfer.tag]
+            self._alarms.clear(transfer.tag)
             # A second announcement uses a grant that is used up. It is an error unless the grant is empty.
-            is_spent = session.state is State.VERIFIED and bool(landing.grant.blocks)
+            is_spent = session.state is State.VERIFIED and bool(transfer.grant.blocks)
             error = "the transfer was verified before" if is_spent else session.error
             is_verified = session.state is State.VERIFIED and not is_spent
-            self._ended[landing.tag] = (is_verified, error, session.is_cancelled)
+            self._ended[transfer.tag] = (is_verified, error, session.is_cancelled)
             if len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
         if session.state is State.VERIFIED:
-            self.stats.bytes += landing.num_bytes
-        began_s = now_s if landing.first_byte_at_s is None else landing.first_byte_at_s
+            self.stats.bytes += transfer.num_bytes
+        began_s = now_s if transfer.first_byte_at_s is None else transfer.first_byte_at_s
         actions.append(
             Report(
                 Received(
-                    key=landing.grant.key,
+                    key=transfer.grant.key,
                     outcome=outcome,
-                    num_bytes=landing.num_bytes,
+                    num_bytes=transfer.num_bytes,
                     transfer_s=now_s - began_s,
-                    busy_s=landing.busy.total_s,
+                    busy_s=transfer.busy.total_s,
                     error=session.error,
                     fault="" if session.fault is None else session.fault.value,
                 )

@@ -1,4 +1,4 @@
-"""The decode side over sockets: a listening thread, one thread per prefill worker, one transfer table (`book`) with one
+"""The decode side over sockets: a listening thread, one thread per prefill worker, one transfer table with one
 lock.
 
 The listening thread is also the clock: it ends transfers at their deadline. Callbacks come from these threads, in the
@@ -79,7 +79,7 @@ class StreamReceiver:
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
         self.clock = clock
         self._fault_injector = fault_injector
-        self._book = ReceiveTransfers(
+        self._table = ReceiveTransfers(
             BlockStamps(pool.num_blocks) if stamps is None else stamps,
             grace_s=lease.grace_s,
             quarantine_s=lease.quarantine_s,
@@ -87,7 +87,7 @@ class StreamReceiver:
             unclaimed_s=lease.unclaimed_s,
         )
         self.lease = lease
-        self._lock = threading.Lock()  # guards the book, the connections and the reports
+        self._lock = threading.Lock()  # guards the table, the connections and the reports
         self._reports: Reports[Received] = Reports(self._lock)
         self._connections: dict[int, Inbound] = {}
         self._ending: list[Inbound] = []  # they no longer write, but their threads have yet to report and to close
@@ -104,7 +104,7 @@ class StreamReceiver:
             {kind: TRANSPORTS[kind].address(door) for kind, door in self._doors.items()},
             checksums or checksum.available(),
             self.chunk_bytes,
-            self._book.stats,
+            self._table.stats,
             clock,
         )
         self.servicer = TransferServicer(self._gate)
@@ -126,7 +126,7 @@ class StreamReceiver:
     @property
     def stats(self) -> TransferStats:
         with self._lock:
-            return dataclasses.replace(self._book.stats)
+            return dataclasses.replace(self._table.stats)
 
     @property
     def peers(self) -> list[str]:
@@ -138,7 +138,7 @@ class StreamReceiver:
     def open_keys(self) -> list[TransferKey]:
         """Transfers that have not ended."""
         with self._lock:
-            return self._book.keys
+            return self._table.keys
 
     def expect(
         self,
@@ -159,7 +159,7 @@ class StreamReceiver:
             if self._is_closed or not self._thread.is_alive():
                 raise Unavailable("the KV receiver is closed")
             deadline_at_s = None if deadline_s is None else now_s + deadline_s
-            actions = self._book.expect(grant, now_s, deadline_at_s, content_hashes, after)
+            actions = self._table.expect(grant, now_s, deadline_at_s, content_hashes, after)
             self._reports.own(grant.key, on_end)
             self._do(actions)
         self._waker.set()  # the listening thread has a new deadline, or reports to deliver
@@ -167,12 +167,12 @@ class StreamReceiver:
 
     def abort(self, key: TransferKey) -> None:
         with self._lock:
-            self._do(self._book.abort(key, self.clock()))
+            self._do(self._table.abort(key, self.clock()))
         self._waker.set()
 
     def fail(self, key: TransferKey, error: str) -> None:
         with self._lock:
-            self._do(self._book.fail(key, error, self.clock()))
+            self._do(self._table.fail(key, error, self.clock()))
         self._waker.set()
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class StreamReceiver:
         for thread in (self._thread, *connections):
             thread.join(_JOIN_S)
         with self._lock:
-            self._do(self._book.fail_all("the receiver is closed", self.clock()))
+            self._do(self._table.fail_all("the receiver is closed", self.clock()))
         self._reports.deliver()
         for door in self._doors.values():
             door.close()
@@ -209,41 +209,41 @@ class StreamReceiver:
         log.info("kv sender connected", extra={"sender_id": peer.sender_id, "transport": transport})
         return admitted
 
-    def announce(self, tag: Tag, writer: int, part: Part, num_lanes: int) -> None:
+    def announce(self, tag: Tag, writer: int, part: Part, num_shards: int) -> None:
         with self._lock:
-            self._do(self._book.announce(tag, writer, part.lane, part.groups, self.clock(), num_lanes))
+            self._do(self._table.announce(tag, writer, part.shard, part.groups, self.clock(), num_shards))
 
     def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None:
         if self._fault_injector is not None:
-            self._fault_injector.landing(frame.tag)
+            self._fault_injector.before_write(frame.tag)
         with self._lock:
-            claim = self._book.claim(frame.tag, writer, frame.first, stamps, self.clock(), frame.part)
+            claim = self._table.claim(frame.tag, writer, frame.first, stamps, self.clock(), frame.part)
             if claim is None:
-                self._do(self._book.review(frame.tag, self.clock()))
+                self._do(self._table.review(frame.tag, self.clock()))
         self._reports.deliver()
         return claim
 
     def enter(self, claim: Claim) -> bool:
         with self._lock:
-            if self._book.enter(claim):
+            if self._table.enter(claim):
                 return True
-            self._do(self._book.review(claim.landing.tag, self.clock()))
+            self._do(self._table.review(claim.transfer.tag, self.clock()))
         self._reports.deliver()
         return False
 
     def leave(self, claim: Claim) -> None:
         with self._lock:
-            self._do(self._book.leave(claim, self.clock()))
+            self._do(self._table.leave(claim, self.clock()))
         self._reports.deliver()
 
     def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool) -> None:
         with self._lock:
-            self._do(self._book.settle(claim, num_bytes, matches, is_last, self.clock()))
+            self._do(self._table.settle(claim, num_bytes, matches, is_last, self.clock()))
         self._reports.deliver()
 
     def retract(self, tag: Tag, writer: int, error: str, *, is_cancelled: bool) -> None:
         with self._lock:
-            self._do(self._book.retract(tag, writer, error, self.clock(), is_cancelled=is_cancelled))
+            self._do(self._table.retract(tag, writer, error, self.clock(), is_cancelled=is_cancelled))
         self._reports.deliver()
 
     def ended(self, inbound: Inbound, error: str, *, is_peers_fault: bool, is_silent: bool) -> None:
@@ -251,10 +251,10 @@ class StreamReceiver:
         with self._lock:
             self._connections.pop(inbound.number, None)
             self._ending = [inbound, *(one for one in self._ending if one.is_alive() and one is not inbound)]
-            self._book.stats.refused_connections += inbound.peer is None
-            self._book.stats.protocol_errors += is_peers_fault
-            self._book.stats.silent += is_silent
-            self._do(self._book.cut(inbound.number, f"sender {who}: {error}", self.clock()))
+            self._table.stats.refused_connections += inbound.peer is None
+            self._table.stats.protocol_errors += is_peers_fault
+            self._table.stats.silent += is_silent
+            self._do(self._table.cut(inbound.number, f"sender {who}: {error}", self.clock()))
             if inbound.peer is None:
                 self._log_refusal(error)
         if inbound.peer is not None:
@@ -290,19 +290,19 @@ class StreamReceiver:
             log.critical("the KV receiver's thread died", exc_info=True)
             with self._lock:
                 self._is_closed = True
-                self._do(self._book.fail_all("the receiver's thread died", self.clock()))
+                self._do(self._table.fail_all("the receiver's thread died", self.clock()))
             self._reports.deliver()
 
     def _tick(self, selector: selectors.BaseSelector) -> None:
         with self._lock:
-            alarm_s = self._book.next_alarm_s
+            alarm_s = self._table.next_alarm_s
         timeout_s = None if alarm_s is None else clamped_s(alarm_s - self.clock())
         for key, _ in selector.select(timeout_s):
             if key.data is not None:
                 self._accept(self._doors[key.data], key.data)
         self._waker.clear()
         with self._lock:
-            self._do(self._book.expire(self.clock()))
+            self._do(self._table.expire(self.clock()))
         self._reports.deliver()
 
     def _accept(self, door: socket.socket, kind: int) -> None:
@@ -320,7 +320,7 @@ class StreamReceiver:
         # the peer has disconnected again, or descriptors or threads are exhausted
         except (OSError, RuntimeError) as error:
             with self._lock:
-                self._book.stats.refused_connections += 1
+                self._table.stats.refused_connections += 1
                 self._log_refusal(str(error))
             if sock is not None:
                 sock.close()

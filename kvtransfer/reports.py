@@ -13,24 +13,24 @@ from pdserve.core.grant import TransferKey
 
 log = logging.getLogger(__name__)
 
-End = TypeVar("End", Received, Sent)
+Result = TypeVar("Result", Received, Sent)
 
 
 @final
-class Reports(Generic[End]):
+class Reports(Generic[Result]):
     """`lock` guards the transfer table and this object."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
-        self._owners: dict[TransferKey, Callable[[End], None]] = {}
-        self._ends: deque[End] = deque()
+        self._owners: dict[TransferKey, Callable[[Result], None]] = {}
+        self._results: deque[Result] = deque()
         self._delivery = threading.Lock()  # held while ends are delivered, so that they stay in order
 
     def __len__(self) -> int:
         """Transfers that have an owner."""
         return len(self._owners)
 
-    def own(self, key: TransferKey, owner: Callable[[End], None]) -> None:
+    def own(self, key: TransferKey, owner: Callable[[Result], None]) -> None:
         """With the lock held."""
         self._owners[key] = owner
 
@@ -38,20 +38,20 @@ class Reports(Generic[End]):
         """With the lock held."""
         self._owners.pop(key, None)
 
-    def add(self, end: End) -> None:
+    def add(self, end: Result) -> None:
         """With the lock held."""
-        self._ends.append(end)
+        self._results.append(end)
 
     def deliver(self) -> None:
         """Without the lock."""
-        if not self._ends:
+        if not self._results:
             return
         with self._delivery:
             while True:
                 with self._lock:
-                    if not self._ends:
+                    if not self._results:
                         return
-                    end = self._ends.popleft()
+                    end = self._results.popleft()
                     keeps = end.outcome is ReceiveOutcome.QUARANTINED
                     owner = self._owners[end.key] if keeps else self._owners.pop(end.key)
                 try:

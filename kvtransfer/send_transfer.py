@@ -19,8 +19,8 @@ class SendTransfer:
     tag: Tag
     session: Session
     deadline_at_s: float | None
-    lane: int
-    num_lanes: int  # number of lanes that fill the grant's blocks, this one included
+    shard: int
+    num_shards: int  # number of shards that fill the grant's blocks, this one included
     groups: int
     epochs: list[int]  # epochs of the source blocks when they were first pushed, by grant index
     began_at_s: float | None = None
@@ -49,7 +49,7 @@ class SendTransfer:
 class Job:
     """A chunk whose source blocks are being read, until `written`."""
 
-    departure: SendTransfer
+    transfer: SendTransfer
     chunk: Chunk
     part: Part
     after: Fence | None  # device work that may still write the source blocks

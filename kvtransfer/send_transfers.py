@@ -35,7 +35,7 @@ class Announce:
     """Tell the receiver that this transfer uses this connection."""
 
     tag: Tag
-    lane: int = 0
+    shard: int = 0
     groups: int = 1
 
 
@@ -73,7 +73,7 @@ class SendTransfers:
 
     @property
     def keys(self) -> list[TransferKey]:
-        return [departure.grant.key for departure in self._open.values()]
+        return [transfer.grant.key for transfer in self._open.values()]
 
     @property
     def needs_link(self) -> bool:
@@ -95,26 +95,26 @@ class SendTransfers:
         deadline_at_s: float | None,
         error: str = "",
         *,
-        lane: int = 0,
-        num_lanes: int = 1,
+        shard: int = 0,
+        num_shards: int = 1,
         groups: int = 1,
     ) -> list[Action]:
         """Opens the transfer. With `error` it has failed already, and only the owner is told.
 
-        This sender fills one of the grant's lanes, in `num_groups` groups of layers.
+        This sender fills one of the grant's shards, in `num_groups` groups of layers.
         """
         tag = tag_of(grant.key)
         assert tag not in self._open, "the sender has refused a key that is in use"
         self.stats.transfers += 1
         size = len(grant.blocks)
         session = Session(SENDER_MOVES, size * groups)
-        departure = SendTransfer(grant, tag, session, deadline_at_s, lane, num_lanes, groups, [0] * size)
-        self._open[tag] = departure
+        transfer = SendTransfer(grant, tag, session, deadline_at_s, shard, num_shards, groups, [0] * size)
+        self._open[tag] = transfer
         if deadline_at_s is None:
-            departure.lease_at_s = now_s + self.stall_s
+            transfer.lease_at_s = now_s + self.stall_s
         if error:
-            departure.session.handle(Event.REFUSED, error)
-        return self._after(departure, now_s) + self._announce(departure)
+            transfer.session.handle(Event.REFUSED, error)
+        return self._after(transfer, now_s) + self._announce(transfer)
 
     def push(
         self,
@@ -135,64 +135,64 @@ class SendTransfers:
         A block that was pushed before, or a last push that leaves a gap, fails the transfer.
         `unacknowledged_bytes` of what was written on this connection have not reached the receiver's host.
         """
-        departure = self._open.get(tag_of(key))
-        if departure is None or not departure.session.is_open:
+        transfer = self._open.get(tag_of(key))
+        if transfer is None or not transfer.session.is_open:
             self.stats.late_messages += 1
             return []
-        session = departure.session
-        self._progress(departure, now_s)
+        session = transfer.session
+        self._progress(transfer, now_s)
         pushed = self.stamps.epochs([source for _, source in blocks]) if epochs is None else epochs
         for (index, _), epoch in zip(blocks, pushed, strict=True):
             if groups is None or groups.start == 0:
-                departure.epochs[index] = epoch  # of a block that is sent in parts: when the first part was pushed
+                transfer.epochs[index] = epoch  # of a block that is sent in parts: when the first part was pushed
         if is_last:
-            departure.last_pushed_at_s = now_s
-            departure.early_bytes = max(0, departure.num_bytes - unacknowledged_bytes)
-        num_blocks = len(departure.grant.blocks)
-        for group in range(departure.groups) if groups is None else groups:
+            transfer.last_pushed_at_s = now_s
+            transfer.early_bytes = max(0, transfer.num_bytes - unacknowledged_bytes)
+        num_blocks = len(transfer.grant.blocks)
+        for group in range(transfer.groups) if groups is None else groups:
             for chunk in chunks_of(blocks, max(1, num_blocks)):
-                if group >= departure.groups or not session.claim(departure.at(chunk.first, group), chunk.count):
+                if group >= transfer.groups or not session.claim(transfer.at(chunk.first, group), chunk.count):
                     error = f"blocks {chunk.first}..{chunk.first + chunk.count - 1} of {num_blocks} were pushed twice"
                     session.handle(Event.INCOMPLETE, error)
-                    return self._after(departure, now_s)
-                departure.pending.append((chunk, group, after))
-        if departure.pending and departure.tag not in self._ready:
-            self._ready.append(departure.tag)
+                    return self._after(transfer, now_s)
+                transfer.pending.append((chunk, group, after))
+        if transfer.pending and transfer.tag not in self._ready:
+            self._ready.append(transfer.tag)
         if is_last and not session.claimed.is_full:
-            pieces = "blocks" if departure.groups == 1 else "parts of blocks"
+            pieces = "blocks" if transfer.groups == 1 else "parts of blocks"
             error = f"the last push leaves {session.size - session.claimed.count} of {session.size} {pieces} out"
             session.handle(Event.INCOMPLETE, error)
         elif is_last and session.size == 0:
             session.handle(Event.COVERED)
             session.handle(Event.CHECKED)
-        return self._after(departure, now_s)
+        return self._after(transfer, now_s)
 
     def linked(self) -> list[Action]:
         """The pair is connected."""
         self.is_linked = True
         actions: list[Action] = [*self._unsaid]
         self._unsaid.clear()
-        for departure in list(self._open.values()):
-            actions += self._announce(departure)
+        for transfer in list(self._open.values()):
+            actions += self._announce(transfer)
         return actions
 
     def take(self, limit_blocks: int, now_s: float) -> Job | None:
         """The next chunk to send; its source blocks are being read until `written`."""
         while self._ready:
             tag = self._ready.popleft()
-            departure = self._open.get(tag)
-            if departure is None or not departure.pending or not departure.session.enter():
+            transfer = self._open.get(tag)
+            if transfer is None or not transfer.pending or not transfer.session.enter():
                 continue
-            waiting, group, after = departure.pending.popleft()
-            chunk, rest = waiting.split(limit_blocks * departure.groups)
+            waiting, group, after = transfer.pending.popleft()
+            chunk, rest = waiting.split(limit_blocks * transfer.groups)
             if rest is not None:
-                departure.pending.appendleft((rest, group, after))
-            if departure.pending:
+                transfer.pending.appendleft((rest, group, after))
+            if transfer.pending:
                 self._ready.append(tag)
-            if departure.began_at_s is None:
-                departure.began_at_s = now_s
-            part = Part(departure.lane, group, departure.groups)
-            return Job(departure, chunk, part, after)
+            if transfer.began_at_s is None:
+                transfer.began_at_s = now_s
+            part = Part(transfer.shard, group, transfer.groups)
+            return Job(transfer, chunk, part, after)
         return None
 
     def stamp(self, job: Job) -> bytes:
@@ -206,156 +206,156 @@ class SendTransfers:
         content_hashes = self.stamps.content_hashes(job.chunk.sources)
         if stale := self._reused(job):
             raise StaleSource(stale)
-        job.departure.num_stamped += job.chunk.count
-        return stamping.pack(content_hashes, job.departure.tag.generation, job.part.mask)
+        job.transfer.num_stamped += job.chunk.count
+        return stamping.pack(content_hashes, job.transfer.tag.generation, job.part.mask)
 
     def stale(self, job: Job, error: str, now_s: float) -> list[Action]:
         """The chunk was not sent, because `stamp` raised. It is no longer read."""
         self.stats.stale_source += 1
-        job.departure.session.handle(Event.STALE, error)
-        job.departure.session.leave()
-        return self._after(job.departure, now_s)
+        job.transfer.session.handle(Event.STALE, error)
+        job.transfer.session.leave()
+        return self._after(job.transfer, now_s)
 
     def written(self, job: Job, now_s: float) -> list[Action]:
         """The chunk's source blocks are no longer read."""
-        departure, session = job.departure, job.departure.session
+        transfer, session = job.transfer, job.transfer.session
         if session.is_open and (stale := self._reused(job)):
             self.stats.stale_source += 1
             session.handle(Event.STALE, stale)
         num_bytes = job.chunk.count * job.share(self.block_bytes)
-        departure.num_bytes += num_bytes
+        transfer.num_bytes += num_bytes
         self.stats.moved_bytes += num_bytes
         self.stats.chunks += 1
-        self._progress(departure, now_s)
+        self._progress(transfer, now_s)
         session.leave()
         if session.is_open:
-            session.land(departure.at(job.chunk.first, job.part.group), job.chunk.count)
-        if session.state is State.SENT and departure.num_lanes == 1:  # with several lanes, each waits for the slowest
-            departure.lease_at_s = now_s + self.unconfirmed_s
-        return self._after(departure, now_s)
+            session.mark_transferred(transfer.at(job.chunk.first, job.part.group), job.chunk.count)
+        if session.state is State.SENT and transfer.num_shards == 1:  # with several shards, each waits for the slowest
+            transfer.lease_at_s = now_s + self.unconfirmed_s
+        return self._after(transfer, now_s)
 
     def done(self, tag: Tag, now_s: float, busy_s: float = 0.0) -> list[Action]:
         """The receiver has verified every block; chunks were being transferred for `busy_s`."""
-        departure = self._open.get(tag)
-        if departure is not None:
-            departure.busy_s = busy_s
-        if departure is None or not departure.session.handle(Event.CHECKED):
+        transfer = self._open.get(tag)
+        if transfer is not None:
+            transfer.busy_s = busy_s
+        if transfer is None or not transfer.session.handle(Event.CHECKED):
             self.stats.late_messages += 1
             return []
-        return self._after(departure, now_s)
+        return self._after(transfer, now_s)
 
     def refused(self, tag: Tag, error: str, now_s: float, *, is_cancelled: bool = False) -> list[Action]:
         """The receiver has abandoned this transfer; with `is_cancelled`, because it is no longer needed."""
-        departure = self._open.get(tag)
-        if departure is None or not departure.session.is_open:
+        transfer = self._open.get(tag)
+        if transfer is None or not transfer.session.is_open:
             self.stats.late_messages += 1
             return []
-        departure.is_announced = False  # the receiver knows
+        transfer.is_announced = False  # the receiver knows
         event = Event.CANCELLED if is_cancelled else Event.REFUSED
-        departure.session.handle(event, f"the receiver refused: {error}")
-        return self._after(departure, now_s)
+        transfer.session.handle(event, f"the receiver refused: {error}")
+        return self._after(transfer, now_s)
 
     def abort(self, key: TransferKey, now_s: float) -> list[Action]:
-        departure = self._open.get(tag_of(key))
-        if departure is None:
+        transfer = self._open.get(tag_of(key))
+        if transfer is None:
             return []
-        departure.session.handle(Event.ABORTED, "aborted by the sender")
-        return self._after(departure, now_s)
+        transfer.session.handle(Event.ABORTED, "aborted by the sender")
+        return self._after(transfer, now_s)
 
     def fail(self, key: TransferKey, error: str, now_s: float) -> list[Action]:
         """The owner cannot complete the transfer, for example because another part has failed. No-op if it has
         ended."""
-        departure = self._open.get(tag_of(key))
-        if departure is None:
+        transfer = self._open.get(tag_of(key))
+        if transfer is None:
             return []
         # the receiver is told of it, even if it was never told of the transfer
-        departure.session.handle(Event.INCOMPLETE, error)
-        return self._after(departure, now_s)
+        transfer.session.handle(Event.INCOMPLETE, error)
+        return self._after(transfer, now_s)
 
     def cut(self, error: str, now_s: float) -> list[Action]:
         """The connection is gone, and no source block is read for it any more."""
         self.is_linked = False
         self._unsaid.clear()
         actions: list[Action] = []
-        for departure in list(self._open.values()):
-            departure.is_announced = False
-            departure.session.handle(Event.CUT, error)
-            departure.session.writer_gone()
-            actions += self._after(departure, now_s)
+        for transfer in list(self._open.values()):
+            transfer.is_announced = False
+            transfer.session.handle(Event.CUT, error)
+            transfer.session.writer_gone()
+            actions += self._after(transfer, now_s)
         return actions
 
     def expire(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        for departure in list(self._open.values()):
-            if departure.given_up_at_s is not None and departure.given_up_at_s + self.grace_s <= now_s:
-                departure.given_up_at_s = None
+        for transfer in list(self._open.values()):
+            if transfer.given_up_at_s is not None and transfer.given_up_at_s + self.grace_s <= now_s:
+                transfer.given_up_at_s = None
                 self.is_stuck = True
-            if departure.deadline_at_s is not None and departure.deadline_at_s <= now_s:
-                session = departure.session
-                pieces = "blocks" if departure.groups == 1 else "parts of blocks"
-                seen = f"{session.landed.count} of {session.size} {pieces} were sent"
+            if transfer.deadline_at_s is not None and transfer.deadline_at_s <= now_s:
+                session = transfer.session
+                pieces = "blocks" if transfer.groups == 1 else "parts of blocks"
+                seen = f"{session.transferred.count} of {session.size} {pieces} were sent"
                 session.handle(Event.EXPIRED, f"the deadline passed when {seen}")
-                departure.deadline_at_s = None
-                actions += self._after(departure, now_s)
-            elif departure.lease_at_s is not None and departure.lease_at_s <= now_s:
-                if departure.session.state is State.SENT:
+                transfer.deadline_at_s = None
+                actions += self._after(transfer, now_s)
+            elif transfer.lease_at_s is not None and transfer.lease_at_s <= now_s:
+                if transfer.session.state is State.SENT:
                     why = f"the receiver did not confirm it within {self.unconfirmed_s:g} s of its last block"
                 else:
                     why = f"nothing was pushed or taken for {self.stall_s:g} s"
-                departure.session.handle(Event.EXPIRED, why)
-                departure.lease_at_s = None
-                actions += self._after(departure, now_s)
+                transfer.session.handle(Event.EXPIRED, why)
+                transfer.lease_at_s = None
+                actions += self._after(transfer, now_s)
         return actions
 
-    def _progress(self, departure: SendTransfer, now_s: float) -> None:
-        if departure.lease_at_s is not None and departure.session.state is not State.SENT:
-            departure.lease_at_s = now_s + self.stall_s
+    def _progress(self, transfer: SendTransfer, now_s: float) -> None:
+        if transfer.lease_at_s is not None and transfer.session.state is not State.SENT:
+            transfer.lease_at_s = now_s + self.stall_s
 
     def _reused(self, job: Job) -> str:
         """The source block that was reassigned since it was pushed; empty if there is none."""
         sources, first = job.chunk.sources, job.chunk.first
-        pushed, epochs = job.departure.epochs[first : first + len(sources)], self.stamps.epochs(sources)
+        pushed, epochs = job.transfer.epochs[first : first + len(sources)], self.stamps.epochs(sources)
         if tuple(pushed) == epochs:
             return ""
         block = next(block for block, was, is_ in zip(sources, pushed, epochs, strict=True) if was != is_)
         return f"source block {block} was handed out again while it was being sent"
 
-    def _announce(self, departure: SendTransfer) -> list[Action]:
-        if not self.is_linked or not departure.grant.blocks or not departure.session.handle(Event.ANNOUNCED):
+    def _announce(self, transfer: SendTransfer) -> list[Action]:
+        if not self.is_linked or not transfer.grant.blocks or not transfer.session.handle(Event.ANNOUNCED):
             return []
-        departure.is_announced = True
-        return [Announce(departure.tag, departure.lane, departure.groups)]
+        transfer.is_announced = True
+        return [Announce(transfer.tag, transfer.shard, transfer.groups)]
 
-    def _after(self, departure: SendTransfer, now_s: float) -> list[Action]:
+    def _after(self, transfer: SendTransfer, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        session = departure.session
+        session = transfer.session
         if not session.is_open:
-            departure.pending.clear()
-            departure.lease_at_s = None
-            if departure.given_up_at_s is None and not self.is_stuck:
-                departure.given_up_at_s = now_s
-        if departure.is_announced and not session.is_open and session.state is not State.VERIFIED:
-            departure.is_announced = False
-            actions.append(Retract(departure.tag, session.error, session.is_cancelled))
-        elif session.fault in _OWN_FAULTS and not self.is_linked and session.has_ended and departure.grant.blocks:
-            self._unsaid.append(Retract(departure.tag, session.error, session.is_cancelled))
-        if session.has_ended and self._open.pop(departure.tag, None) is not None:
+            transfer.pending.clear()
+            transfer.lease_at_s = None
+            if transfer.given_up_at_s is None and not self.is_stuck:
+                transfer.given_up_at_s = now_s
+        if transfer.is_announced and not session.is_open and session.state is not State.VERIFIED:
+            transfer.is_announced = False
+            actions.append(Retract(transfer.tag, session.error, session.is_cancelled))
+        elif session.fault in _OWN_FAULTS and not self.is_linked and session.has_ended and transfer.grant.blocks:
+            self._unsaid.append(Retract(transfer.tag, session.error, session.is_cancelled))
+        if session.has_ended and self._open.pop(transfer.tag, None) is not None:
             count_end(self.stats, session)
             is_sent = session.state is State.VERIFIED
             if is_sent:
-                self.stats.bytes += departure.num_bytes
-            began_s = now_s if departure.began_at_s is None else departure.began_at_s
-            pushed_s = now_s if departure.last_pushed_at_s is None else departure.last_pushed_at_s
+                self.stats.bytes += transfer.num_bytes
+            began_s = now_s if transfer.began_at_s is None else transfer.began_at_s
+            pushed_s = now_s if transfer.last_pushed_at_s is None else transfer.last_pushed_at_s
             actions.append(
                 Report(
                     Sent(
-                        key=departure.grant.key,
+                        key=transfer.grant.key,
                         outcome=SendOutcome.SENT if is_sent else SendOutcome.FAILED,
-                        num_bytes=departure.num_bytes,
+                        num_bytes=transfer.num_bytes,
                         send_s=now_s - began_s,
-                        busy_s=departure.busy_s,
+                        busy_s=transfer.busy_s,
                         exposed_s=now_s - pushed_s,
-                        early_bytes=departure.early_bytes,
+                        early_bytes=transfer.early_bytes,
                         error=session.error,
                         fault="" if session.fault is None else session.fault.value,
                     )

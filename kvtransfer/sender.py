@@ -15,7 +15,7 @@ from kvtransfer.grants import compare
 from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.memory import host_view
 from kvtransfer.outbound import Outbound
-from kvtransfer.parts import Lanes, Part
+from kvtransfer.parts import Part, PartLayout
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import Link, Sent, Text
 from kvtransfer.transports.registry import fence_of
@@ -105,13 +105,13 @@ class StreamSender:
 
         Raises InvalidRequest if the transfer was started already. All other errors are passed to `on_end`.
         """
-        error, lanes = "", None
+        error, layout = "", None
         try:
             compare(grant.fingerprint, self.caller.fingerprint)
-            lanes = self._lanes(grant.fingerprint.shape)
-            if self.caller.pool.block_bytes != lanes.block_bytes:
-                raise ConfigError("kv_shape.block_bytes", self.caller.pool.block_bytes, f"{lanes.block_bytes}")
-            if lanes.extent(Part(groups=groups)) is None and not self.caller.pool.is_on_host:
+            layout = self._layout(grant.fingerprint.shape)
+            if self.caller.pool.block_bytes != layout.block_bytes:
+                raise ConfigError("kv_shape.block_bytes", self.caller.pool.block_bytes, f"{layout.block_bytes}")
+            if layout.extent(Part(groups=groups)) is None and not self.caller.pool.is_on_host:
                 if groups == 1:
                     expected = "the receiver's: int8 and fp8 blocks on a GPU are not divided by heads"
                     raise ConfigError("tensor_parallel", self.caller.fingerprint.shape.tp_degree, expected)
@@ -120,7 +120,7 @@ class StreamSender:
         except ConfigError as differs:
             error = differs.message
         deadline_at_s = None if deadline_s is None else self._clock() + deadline_s
-        command = Start(grant, self._forgetting(grant.key, on_end), deadline_at_s, groups, lanes, error)
+        command = Start(grant, self._forgetting(grant.key, on_end), deadline_at_s, groups, layout, error)
         pair = (grant.endpoint, grant.worker_id, grant.incarnation)
         with self._lock:
             if self._is_closed:
@@ -176,12 +176,12 @@ class StreamSender:
         for outbound in outbounds:
             outbound.join(_JOIN_S)
 
-    def _lanes(self, target: KvShape) -> Lanes:
+    def _layout(self, target: KvShape) -> PartLayout:
         """Raises ConfigError."""
         source = self.caller.fingerprint.shape
         if self.caller.pool.is_on_host or is_same_bytes(source, target):
-            return Lanes.to_send(source, target, self.caller.wire_dtype)
-        return Lanes.to_cut(source, target)
+            return PartLayout.to_send(source, target, self.caller.wire_dtype)
+        return PartLayout.to_cut(source, target)
 
     def _connect(self, pair: Pair) -> Outbound:
         """With the lock held. Forgets the connections that have ended."""

@@ -86,10 +86,12 @@ SENDER_MOVES: Final[Moves] = {
 class Session:
     """One transfer's state, coverage and open accesses.
 
-    It covers `size` pieces; a piece is one block of one part. The sender of each lane tells the receiver how many
-    pieces the lane has; until then the session `awaits` lanes and cannot be complete. `claimed` pieces belong to a
-    chunk that is being transferred or was. `landed` pieces are in memory (receiver) or were sent (sender). `checked`
-    pieces have a matching checksum.
+    It covers `size` pieces; a piece is one block of one part. The sender of each shard announces how many pieces the
+    shard has; until then the session `awaits` shards and cannot be complete.
+
+    - `claimed` pieces belong to a chunk that is being transferred or was transferred.
+    - `transferred` pieces are in memory (receiver) or were sent (sender).
+    - `checked` pieces have a matching checksum.
     """
 
     moves: Moves
@@ -100,24 +102,24 @@ class Session:
     error: str = ""
     fault: Event | None = None  # the first error
     claimed: Coverage = field(init=False)
-    landed: Coverage = field(init=False)
+    transferred: Coverage = field(init=False)
     checked: Coverage = field(init=False)
 
     def __post_init__(self) -> None:
-        self.claimed, self.landed, self.checked = Coverage(self.size), Coverage(self.size), Coverage(self.size)
+        self.claimed, self.transferred, self.checked = Coverage(self.size), Coverage(self.size), Coverage(self.size)
 
     def extend(self, count: int) -> int:
-        """Sets the number of pieces of an awaited lane. Returns the number of its first piece."""
+        """Sets the number of pieces of an awaited shard. Returns the number of its first piece."""
         first = self.size
         self.size += count
         self.awaits -= 1
-        for coverage in (self.claimed, self.landed, self.checked):
+        for coverage in (self.claimed, self.transferred, self.checked):
             coverage.size = self.size
         return first
 
     @property
     def is_covered(self) -> bool:
-        return self.awaits == 0 and self.landed.is_full
+        return self.awaits == 0 and self.transferred.is_full
 
     @property
     def is_open(self) -> bool:
@@ -169,15 +171,15 @@ class Session:
         self.accesses -= self.accesses if accesses is None else accesses
         return self._settle()
 
-    def land(self, first: int, count: int) -> None:
+    def mark_transferred(self, first: int, count: int) -> None:
         """The whole chunk is in memory (receiver) or was sent (sender)."""
-        self.landed.add(first, count)
+        self.transferred.add(first, count)
         if self.is_covered:
             self.handle(Event.COVERED)
             self._settle()
 
     def check(self, first: int, count: int, matches: bool) -> None:
-        """The chunk's checksum was compared. The transfer is verified when all have landed and all match."""
+        """The chunk's checksum was compared. The transfer is verified when all pieces are transferred and match."""
         if not matches:
             self.handle(Event.CORRUPT, f"checksum mismatch in blocks {first}..{first + count - 1} of the grant")
             return

@@ -26,7 +26,7 @@ class TransferStats:
     checksum_mismatches: int = 0
     stamp_mismatches: int = 0  # stamps of another prompt, grant or layer group
     stale_source: int = 0  # transfers that failed because a source block was reassigned while it was needed
-    stale_landing: int = 0  # the same for a granted block
+    stale_target: int = 0  # the same for a granted block
     refused_opens: int = 0  # rejected handshakes
     refused_connections: int = 0  # no greeting of this version, no valid ticket, or too many
     unproven: int = 0  # a peer had a ticket, or asked for one, and did not prove that it knows the cluster's secret
@@ -45,7 +45,7 @@ EVENTS: Final = (  # counters for operators; throughput is measured where it is 
     "checksum_mismatches",
     "stamp_mismatches",
     "stale_source",
-    "stale_landing",
+    "stale_target",
     "refused_opens",
     "refused_connections",
     "unproven",

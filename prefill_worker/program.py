@@ -14,7 +14,7 @@ from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.endpoint import make_sender
 from kvtransfer.fault_injector import make_fault_injector
 from kvtransfer.grants import check_movable, decode_grant, fingerprint_of, shape_of
-from kvtransfer.rank_ends import joined_sender
+from kvtransfer.rank_endpoints import joined_sender
 from kvtransfer.stats import events
 from kvtransfer.transport import Sender, SendOutcome, Sent, Text
 from pdserve.config import WorkerConfig

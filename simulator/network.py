@@ -219,7 +219,7 @@ class Network:
         first, count = transfer.chunk
         transfer.busy_s += self._agenda.now_s - transfer.chunk_began_s
         self._agenda.after(transfer.latency_s, self._chunk_landed, transfer, first, count)
-        transfer.outward.land(first, count)
+        transfer.outward.mark_transferred(first, count)
         transfer.outward.leave()
         self._next_chunk(transfer)
 
@@ -227,7 +227,7 @@ class Network:
         inward = transfer.inward
         if not inward.is_open:
             return
-        inward.land(first, count)
+        inward.mark_transferred(first, count)
         inward.check(first, count, True)
         inward.leave()
         if inward.state is State.VERIFIED:

@@ -1,6 +1,6 @@
 """Converts KV between two block formats: gathers, casts or rounds, and scatters. numpy only.
 
-A transferred block has the target's format, narrowed to the lane's heads and the part's layers, so packing and
+A transferred block has the target's format, narrowed to the shard's heads and the part's layers, so packing and
 unpacking are the same copy between two memories. float32 is rounded to bfloat16 as torch does, and to int8 and fp8 as
 pdserve.engine.pool.quantise does: the result is bit for bit what the target's engine would have stored.
 """

@@ -1,8 +1,8 @@
 """Which tokens and heads of which source blocks fill which rectangle of which target block. Pure.
 
-Heads: a target rank gets its heads from one or several source ranks, each of which is a *lane*. Tokens: a target block
-is filled by *pieces*, which are runs of tokens in one source block. The pieces are the same for every lane and layer,
-so a transfer consists of lanes x layers x pieces. Target blocks are counted as in the grant: index 0 comes after the
+Heads: a target rank gets its heads from one or several source ranks, each of which is a *shard*. Tokens: a target block
+is filled by *pieces*, which are runs of tokens in one source block. The pieces are the same for every shard and layer,
+so a transfer consists of shards x layers x pieces. Target blocks are counted as in the grant: index 0 comes after the
 held blocks.
 
     source blocks of 16    |0      |1      |2   :   |          40 tokens
@@ -18,10 +18,10 @@ from pdserve.core.kv_shape import LOSSES, BlockForm, KvShape
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class HeadShard:
     """The heads that one source rank sends to one target rank. Heads are counted within each side's own rank."""
 
-    index: int  # among the target's lanes, by rising head
+    index: int  # among the target's shards, by rising head
     source_rank: int
     source_head: int
     target_head: int
@@ -56,7 +56,7 @@ class Window:
         return Window(0, form.num_layers, 0, form.num_heads)
 
 
-def lanes_of(source: KvShape, target: KvShape) -> tuple[Lane, ...]:
+def shards_of(source: KvShape, target: KvShape) -> tuple[HeadShard, ...]:
     """The ranks of the source's worker that fill the target rank, whatever the source's own rank is.
 
     If several source ranks hold a head, the target's replicas are divided among them.
@@ -64,17 +64,17 @@ def lanes_of(source: KvShape, target: KvShape) -> tuple[Lane, ...]:
     begin, end = target.first_head, target.first_head + target.num_heads
     share = source.num_heads
     replica = target.tp_rank % target.replicas * source.replicas // target.replicas
-    lanes = []
+    shards = []
     for index, shard in enumerate(range(begin // share, -(-end // share))):
         first, last = max(begin, shard * share), min(end, (shard + 1) * share)
         rank = shard * source.replicas + replica
-        lanes.append(Lane(index, rank, first - shard * share, first - begin, last - first))
-    return tuple(lanes)
+        shards.append(HeadShard(index, rank, first - shard * share, first - begin, last - first))
+    return tuple(shards)
 
 
-def lane_of(source: KvShape, target: KvShape) -> Lane | None:
-    """The lane of the source's own rank; None if other ranks provide all that the target needs."""
-    return next((lane for lane in lanes_of(source, target) if lane.source_rank == source.tp_rank), None)
+def shard_of(source: KvShape, target: KvShape) -> HeadShard | None:
+    """The shard of the source's own rank; None if other ranks provide all that the target needs."""
+    return next((shard for shard in shards_of(source, target) if shard.source_rank == source.tp_rank), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +89,17 @@ class Arrival:
 
 def arrival_of(source: KvShape, target: KvShape, dtype: str) -> Arrival:
     """For the source's own rank, if blocks are sent in `dtype`. Raises ConfigError if that is impossible."""
-    lane = lane_of(source, target)
-    if lane is None:
+    shard = shard_of(source, target)
+    if shard is None:
         raise ConfigError("kv_shape.tp_rank", source.tp_rank, f"a rank that holds heads of rank {target.tp_rank}")
     if not {(source.dtype, dtype), (dtype, target.dtype)} <= LOSSES.keys():
         raise ConfigError("wire_dtype", dtype, f"one between {source.dtype} and {target.dtype}")
     layers = target.num_layers
-    form = target.form.narrowed(layers, lane.num_heads).stored_as(dtype)
+    form = target.form.narrowed(layers, shard.num_heads).stored_as(dtype)
     return Arrival(
         form=form,
-        out_of=Window(0, layers, lane.source_head, lane.num_heads),
-        into=Window(0, layers, lane.target_head, lane.num_heads),
+        out_of=Window(0, layers, shard.source_head, shard.num_heads),
+        into=Window(0, layers, shard.target_head, shard.num_heads),
     )
 
 

@@ -42,7 +42,7 @@ _JOIN_S: Final = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class Passage:
+class ReshapedTransfer:
     """One transfer."""
 
     grant: Grant
@@ -86,8 +86,8 @@ class Reshaper:
         self._staging_stamps = BlockStamps(staging.num_blocks)
         self._lock = threading.Condition()  # guards all below
         self._free = deque(range(staging.num_blocks))
-        self._passages: dict[TransferKey, Passage] = {}
-        self._turns: deque[Passage] = deque()  # transfers that may have blocks to pack
+        self._transfers: dict[TransferKey, ReshapedTransfer] = {}
+        self._turns: deque[ReshapedTransfer] = deque()  # transfers that may have blocks to pack
         self._is_closed = False
         self._own = TransferStats()  # in addition to what the plain sender counts
         self._inner = make_stream(staging, self._staging_stamps, self._read, dtype)
@@ -106,11 +106,11 @@ class Reshaper:
     def open_keys(self) -> list[TransferKey]:
         """Transfers that have not ended."""
         with self._lock:
-            return list(self._passages)
+            return list(self._transfers)
 
     def __contains__(self, key: TransferKey) -> bool:
         with self._lock:
-            return key in self._passages
+            return key in self._transfers
 
     @property
     def num_staged(self) -> int:
@@ -134,18 +134,18 @@ class Reshaper:
             raise InvalidRequest(
                 "text", seen, f"what fills {len(grant.blocks)} blocks of {size} after {grant.held_blocks}"
             )
-        passage = Passage(grant, text, on_end, groups)
+        transfer = ReshapedTransfer(grant, text, on_end, groups)
         with self._lock:
             if self._is_closed:
                 raise Unavailable("the KV reshaper is closed")
-            if grant.key in self._passages:
+            if grant.key in self._transfers:
                 raise InvalidRequest("grant.key", grant.key, "one that has not been started already")
-            self._passages[grant.key] = passage
+            self._transfers[grant.key] = transfer
         try:
-            self._inner.start(grant, lambda sent: self._end(passage, sent), deadline_s)
+            self._inner.start(grant, lambda sent: self._end(transfer, sent), deadline_s)
         except BaseException:
             with self._lock:
-                del self._passages[grant.key]
+                del self._transfers[grant.key]
             raise
 
     def push(
@@ -156,23 +156,23 @@ class Reshaper:
             if not 0 <= source < self._num_blocks:
                 raise InvalidRequest("blocks", f"source block {source}", f"0..{self._num_blocks - 1}")
         with self._lock:
-            passage = self._passages.get(key)
-            if passage is None or passage.error or (groups is not None and groups.stop < passage.groups):
+            transfer = self._transfers.get(key)
+            if transfer is None or transfer.error or (groups is not None and groups.stop < transfer.groups):
                 return
             for index, source in blocks:
-                if index != len(passage.sources):
-                    passage.error = f"source block {index} was pushed, expected {len(passage.sources)}"
+                if index != len(transfer.sources):
+                    transfer.error = f"source block {index} was pushed, expected {len(transfer.sources)}"
                     break
-                passage.sources.append(source)
-                passage.epochs.append(self._stamps.epoch(source))
+                transfer.sources.append(source)
+                transfer.epochs.append(self._stamps.epoch(source))
             if is_last:
-                passage.last_pushed_at_s = time.monotonic()
-            if not passage.error:
-                self._count_ready(passage, is_last)
-            error = passage.error
+                transfer.last_pushed_at_s = time.monotonic()
+            if not transfer.error:
+                self._count_ready(transfer, is_last)
+            error = transfer.error
         if error:
             self._inner.abort(key)
-        elif is_last and not passage.grant.blocks:
+        elif is_last and not transfer.grant.blocks:
             self._inner.push(key, (), True)
 
     def abort(self, key: TransferKey) -> None:
@@ -191,88 +191,88 @@ class Reshaper:
 
     # Inside.
 
-    def _count_ready(self, passage: Passage, is_last: bool) -> None:
+    def _count_ready(self, transfer: ReshapedTransfer, is_last: bool) -> None:
         """With the lock held."""
-        text, grant = passage.text, passage.grant
+        text, grant = transfer.text, transfer.grant
         first = grant.held_blocks * self._target.block_size // self._source.block_size
-        final = min((first + len(passage.sources)) * self._source.block_size, text.num_tokens)
+        final = min((first + len(transfer.sources)) * self._source.block_size, text.num_tokens)
         if is_last and final < text.num_tokens:
-            passage.error = f"the last push leaves {text.num_tokens - final} of {text.num_tokens} tokens out"
+            transfer.error = f"the last push leaves {text.num_tokens - final} of {text.num_tokens} tokens out"
             return
-        passage.num_ready = ready_blocks(final, self._target.block_size, text.num_tokens) - grant.held_blocks
-        if passage.num_ready > passage.num_packed and passage not in self._turns:
-            self._turns.append(passage)
+        transfer.num_ready = ready_blocks(final, self._target.block_size, text.num_tokens) - grant.held_blocks
+        if transfer.num_ready > transfer.num_packed and transfer not in self._turns:
+            self._turns.append(transfer)
             self._lock.notify_all()
 
     def _run(self) -> None:
         while (taken := self._take()) is not None:
-            passage, first, blocks = taken
+            transfer, first, blocks = taken
             try:
-                error = self._pack(passage, first, blocks)
+                error = self._pack(transfer, first, blocks)
             except Exception as failed:  # ends this transfer, not the others
-                log.exception("converting KV failed", extra={"transfer_id": passage.grant.key.transfer_id})
+                log.exception("converting KV failed", extra={"transfer_id": transfer.grant.key.transfer_id})
                 error = f"converting KV failed: {failed}"
-            self._packed(passage, blocks, error)
+            self._packed(transfer, blocks, error)
 
-    def _take(self) -> tuple[Passage, int, list[int]] | None:
+    def _take(self) -> tuple[ReshapedTransfer, int, list[int]] | None:
         """The next granted blocks to fill, and staging blocks for them. Transfers take turns. None: closed."""
         with self._lock:
             while not self._is_closed:
                 if self._turns and self._free:
-                    passage = self._turns.popleft()
-                    count = min(passage.num_ready - passage.num_packed, len(self._free), self._limit)
-                    if passage.ended is not None or passage.error or count <= 0:
+                    transfer = self._turns.popleft()
+                    count = min(transfer.num_ready - transfer.num_packed, len(self._free), self._limit)
+                    if transfer.ended is not None or transfer.error or count <= 0:
                         continue
                     blocks = [self._free.popleft() for _ in range(count)]
-                    passage.is_packing = True
-                    return passage, passage.num_packed, blocks
+                    transfer.is_packing = True
+                    return transfer, transfer.num_packed, blocks
                 self._lock.wait()
         return None
 
-    def _pack(self, passage: Passage, first: int, blocks: list[int]) -> str:
+    def _pack(self, transfer: ReshapedTransfer, first: int, blocks: list[int]) -> str:
         """Fills staging blocks for the granted blocks from `first` on. Returns the error of their sources, if any."""
         source_size, target_size = self._source.block_size, self._target.block_size
-        held = passage.grant.held_blocks
+        held = transfer.grant.held_blocks
         pieces = pieces_of(
             source_size,
             target_size,
-            num_tokens=passage.text.num_tokens,
+            num_tokens=transfer.text.num_tokens,
             first_block=held + first,
             num_blocks=len(blocks),
         )
         begin = (held + first) * target_size // source_size - held * target_size // source_size
         end = begin + pieces[-1].source + 1
-        sources, names = passage.sources[begin:end], passage.text.own[begin:end]
+        sources, names = transfer.sources[begin:end], transfer.text.own[begin:end]
         self._staging_stamps.begin(blocks)
         pack(self._memory, sources, self._window, self._out, blocks, pieces)
         # Checked after the copy: the epoch shows whether a source block was reassigned in the meantime.
-        if self._stamps.epochs(sources) != tuple(passage.epochs[begin:end]):
+        if self._stamps.epochs(sources) != tuple(transfer.epochs[begin:end]):
             self._own.stale_source += 1
             return "a source block was handed out again while it was being converted"
         if self._stamps.content_hashes(sources) != tuple(names):
             self._own.stamp_mismatches += 1
             return "a source block does not hold what the prompt says"
-        for block, name in zip(blocks, passage.text.theirs[first : first + len(blocks)], strict=True):
+        for block, name in zip(blocks, transfer.text.theirs[first : first + len(blocks)], strict=True):
             self._staging_stamps.mark(block, name)
         return ""
 
-    def _packed(self, passage: Passage, blocks: list[int], error: str) -> None:
-        key = passage.grant.key
+    def _packed(self, transfer: ReshapedTransfer, blocks: list[int], error: str) -> None:
+        key = transfer.grant.key
         with self._lock:
-            passage.is_packing = False
-            first = passage.num_packed
-            passage.error = passage.error or error
-            is_over = bool(passage.error) or passage.ended is not None
+            transfer.is_packing = False
+            first = transfer.num_packed
+            transfer.error = transfer.error or error
+            is_over = bool(transfer.error) or transfer.ended is not None
             if is_over:
                 self._release(blocks)
             else:
-                passage.num_packed += len(blocks)
-                passage.staged.update(blocks)
-                if passage.num_ready > passage.num_packed and passage not in self._turns:
-                    self._turns.append(passage)
-            is_last = passage.num_packed == len(passage.grant.blocks)
-        if passage.ended is not None:
-            self._report(passage)
+                transfer.num_packed += len(blocks)
+                transfer.staged.update(blocks)
+                if transfer.num_ready > transfer.num_packed and transfer not in self._turns:
+                    self._turns.append(transfer)
+            is_last = transfer.num_packed == len(transfer.grant.blocks)
+        if transfer.ended is not None:
+            self._report(transfer)
         elif is_over:
             self._inner.abort(key)
         else:
@@ -280,31 +280,31 @@ class Reshaper:
 
     def _read(self, key: TransferKey, blocks: Sequence[int]) -> None:
         with self._lock:
-            passage = self._passages.get(key)
-            if passage is not None:
-                done = passage.staged.intersection(blocks)
-                passage.staged -= done
+            transfer = self._transfers.get(key)
+            if transfer is not None:
+                done = transfer.staged.intersection(blocks)
+                transfer.staged -= done
                 self._release(sorted(done))
 
-    def _end(self, passage: Passage, sent: Sent) -> None:
+    def _end(self, transfer: ReshapedTransfer, sent: Sent) -> None:
         with self._lock:
-            passage.ended = sent
-            self._release(sorted(passage.staged))
-            passage.staged.clear()
-            is_packing = passage.is_packing
+            transfer.ended = sent
+            self._release(sorted(transfer.staged))
+            transfer.staged.clear()
+            is_packing = transfer.is_packing
         if not is_packing:  # otherwise `_packed` reports: the source blocks are being read
-            self._report(passage)
+            self._report(transfer)
 
-    def _report(self, passage: Passage) -> None:
+    def _report(self, transfer: ReshapedTransfer) -> None:
         with self._lock:
-            sent = passage.ended
-            if sent is None or self._passages.pop(passage.grant.key, None) is None:
+            sent = transfer.ended
+            if sent is None or self._transfers.pop(transfer.grant.key, None) is None:
                 return
-        if passage.last_pushed_at_s is not None:  # the exposed time includes the conversion
-            sent = replace(sent, exposed_s=time.monotonic() - passage.last_pushed_at_s)
-        if passage.error and sent.outcome is SendOutcome.FAILED:
-            sent = replace(sent, error=passage.error)
-        passage.on_end(replace(sent, wire_dtype=self._dtype))
+        if transfer.last_pushed_at_s is not None:  # the exposed time includes the conversion
+            sent = replace(sent, exposed_s=time.monotonic() - transfer.last_pushed_at_s)
+        if transfer.error and sent.outcome is SendOutcome.FAILED:
+            sent = replace(sent, error=transfer.error)
+        transfer.on_end(replace(sent, wire_dtype=self._dtype))
 
     def _release(self, blocks: Sequence[int]) -> None:
         """With the lock held."""

@@ -45,7 +45,7 @@ class Unpacker:
 
     def staged(self, claim: Claim) -> StagedClaim:
         numbers = tuple(range(claim.count))
-        return StagedClaim(claim.landing, claim.first, claim.count, numbers, claim.part, claim.at, claim)
+        return StagedClaim(claim.transfer, claim.first, claim.count, numbers, claim.part, claim.at, claim)
 
     def digest(self, views: Iterable[memoryview]) -> bytes:
         return self._link.digest(views)

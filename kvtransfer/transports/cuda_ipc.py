@@ -80,7 +80,7 @@ class CudaIpcSend:
 
     def _announce(self, slot: int, job: Job, digest: bytes) -> None:
         link = self._link
-        if not job.departure.session.is_open:
+        if not job.transfer.session.is_open:
             self._slots.put_back(slot)
             link.finished(job)
             return
@@ -102,13 +102,13 @@ class CudaIpcReceive:
         extents_of_part(self._link, frame.part)
         check_numbers(frame, WINDOW)
 
-    def land(self, frame: Frame, claim: Claim | None) -> None:
+    def receive(self, frame: Frame, claim: Claim | None) -> None:
         link = self._link
         sources = read_numbers(link, frame, self._source.num_blocks)
         if claim is None or not link.enter(claim):
             give_back(self._link, frame)
             return
-        wake, after = link.channel.waker.set, claim.landing.after
+        wake, after = link.channel.waker.set, claim.transfer.after
         out_of, into = extents_of_part(link, frame.part)
         source, target = self._source.narrowed(out_of), self._pool.narrowed(into)
         copying = self._device.copy(source, sources, target, claim.blocks, wake, after)

@@ -5,11 +5,11 @@ side. A path is how the bytes of an announced chunk are moved: behind their fram
 sender's pool (shm), or by a library. Each side has one half of the path, which only the connection's thread calls.
 
     sender                                          receiver
-    post(job): the frame, through the link  ------> land(frame, claim), where the book allowed a claim
+    post(job): the frame, through the link  ------> receive(frame, claim), if the table allowed a claim
     hear(frame)  <--------------------------------- CREDIT, as often as the path needs
     link.finished(job): nobody reads it any more    link.settle(claim, ...): all is in place, this is its checksum
 
-`post` and `land` may return before the bytes have moved: `poll` is called whenever the thread wakes, and any thread
+`post` and `receive` may return before the bytes have moved: `poll` is called whenever the thread wakes, and any thread
 may wake it.
 """
 
@@ -22,7 +22,7 @@ from typing import Protocol
 from kvtransfer.channel import Channel
 from kvtransfer.checksum import Checksum
 from kvtransfer.frames import Frame
-from kvtransfer.parts import Lanes
+from kvtransfer.parts import PartLayout
 from kvtransfer.receive_transfer import Claim
 from kvtransfer.send_transfer import Job
 from kvtransfer.writer import Writer
@@ -118,8 +118,8 @@ class ReceiveLink(Protocol):
     memory: memoryview  # the pool's
     block_bytes: int
     chunk_bytes: int  # the maximum size of one chunk
-    source: Lanes  # layout of the sender's blocks, for paths that read them in the sender's pool
-    target: Lanes  # of this pool's blocks
+    source: PartLayout  # layout of the sender's blocks, for paths that read them in the sender's pool
+    target: PartLayout  # of this pool's blocks
     channel: Channel
     checksum: Checksum  # that the pair has agreed on
 
@@ -153,7 +153,7 @@ class ReceivePath(Protocol):
         """Raises BadFrame on an invalid chunk; the number of blocks was checked before."""
         ...
 
-    def land(self, frame: Frame, claim: Claim | None) -> None:
+    def receive(self, frame: Frame, claim: Claim | None) -> None:
         """Receives a chunk; without a claim its bytes are discarded. Settles it, now or from `poll`."""
         ...
 

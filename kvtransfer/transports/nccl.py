@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.device import Copying, Device, Lane, Lanes
+from kvtransfer.device import Copying, Device, DeviceConnection, DeviceConnector
 from kvtransfer.frames import BadFrame, Frame, Kind, Tag
 from kvtransfer.pair_slots import PairSlot, PairSlots
 from kvtransfer.receive_transfer import Claim
@@ -63,8 +63,8 @@ _MAGIC: Final = b"PDKN"
 
 @final
 class NcclSend:
-    def __init__(self, device: Device, lane: Lane, pair_slot: PairSlot, slots: StagingSlots) -> None:
-        self._device, self._lane, self._pair_slot, self._pool = device, lane, pair_slot, device.pool()
+    def __init__(self, device: Device, connection: DeviceConnection, pair_slot: PairSlot, slots: StagingSlots) -> None:
+        self._device, self._connection, self._pair_slot, self._pool = device, connection, pair_slot, device.pool()
         self._is_asked = False  # asked to close
         self._slots, self._free = slots, deque(range(len(slots)))
         self._packing: dict[int, tuple[Job, Copying]] = {}  # by slot
@@ -102,7 +102,7 @@ class NcclSend:
         num_bytes = self._announced.pop(frame.slot, None)
         if num_bytes is None:
             raise BadFrame(f"credit for slot {frame.slot}, which is not announced")
-        self._sending[frame.slot] = self._lane.send(self._slots[frame.slot], num_bytes, self._link.wake)
+        self._sending[frame.slot] = self._connection.send(self._slots[frame.slot], num_bytes, self._link.wake)
 
     def poll(self) -> None:
         if self._is_asked:
@@ -118,7 +118,7 @@ class NcclSend:
                 self._free.append(slot)
 
     def close(self) -> None:
-        _close(self._device, self._lane, self._pair_slot, self._slots)
+        _close(self._device, self._connection, self._pair_slot, self._slots)
 
     def _ask(self) -> None:
         self._is_asked = True
@@ -146,9 +146,14 @@ class _Slot:
 @final
 class NcclReceive:
     def __init__(
-        self, link: ReceiveLink, device: Device, lane: Lane, pair_slot: PairSlot, staging: StagingSlots
+        self,
+        link: ReceiveLink,
+        device: Device,
+        connection: DeviceConnection,
+        pair_slot: PairSlot,
+        staging: StagingSlots,
     ) -> None:
-        self._link, self._device, self._lane, self._pair_slot = link, device, lane, pair_slot
+        self._link, self._device, self._connection, self._pair_slot = link, device, connection, pair_slot
         self._pool, self._staging = device.pool(), staging
         self._slots: dict[int, _Slot] = {}
         self._next: dict[int, tuple[Frame, Claim | None]] = {}  # announced for a slot that is still being unpacked
@@ -160,7 +165,7 @@ class NcclReceive:
         if frame.length or frame.slot >= len(self._staging) or is_too_long or frame.slot in self._next:
             raise BadFrame(f"{frame.count} blocks in slot {frame.slot} with {frame.length} bytes behind the header")
 
-    def land(self, frame: Frame, claim: Claim | None) -> None:
+    def receive(self, frame: Frame, claim: Claim | None) -> None:
         self._pair_slot.used()
         if frame.slot in self._slots:
             self._next[frame.slot] = frame, claim
@@ -180,14 +185,14 @@ class NcclReceive:
                 self._end(number)
 
     def close(self) -> None:
-        _close(self._device, self._lane, self._pair_slot, self._staging)
+        _close(self._device, self._connection, self._pair_slot, self._staging)
 
     def _ask(self) -> None:
         self._link.channel.post(Frame(Kind.CREDIT, Tag(bytes(16), 0, 0), slot=LEAVE).encode())
 
     def _begin(self, frame: Frame, claim: Claim | None) -> None:
         link = self._link
-        receiving = self._lane.receive(self._staging[frame.slot], link.size_of(frame), link.channel.waker.set)
+        receiving = self._connection.receive(self._staging[frame.slot], link.size_of(frame), link.channel.waker.set)
         self._slots[frame.slot] = _Slot(frame, claim, receiving)
         give_back(link, frame)
 
@@ -198,7 +203,7 @@ class NcclReceive:
             return
         _, into = extents_of_part(link, frame.part)
         packed = self._staging.dense(number, into.num_bytes)
-        wake, after = link.channel.waker.set, claim.landing.after
+        wake, after = link.channel.waker.set, claim.transfer.after
         sources, target = range(frame.count), self._pool.narrowed(into)
         slot.unpacking = self._device.copy(packed, sources, target, claim.blocks, wake, after)
 
@@ -216,34 +221,34 @@ class Nccl(OnDevice, TcpDoor):
     packages = ("cupy",)
 
     def __init__(
-        self, device_of: DeviceOf | None = None, lanes: Lanes | None = None, most_pairs: int = MOST_PAIRS
+        self, device_of: DeviceOf | None = None, connector: DeviceConnector | None = None, most_pairs: int = MOST_PAIRS
     ) -> None:
         """The first two stand in for CUDA and NCCL."""
         super().__init__(device_of)
-        self._own_lanes = lanes
+        self._given_connector = connector
         self.pair_slots = PairSlots(most_pairs)
 
     def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
         super().prepare(pool, runs, limits)
         with suppress(TransferFailed):  # the next connection raises this error again
-            self._lanes()  # imports CuPy, which takes seconds with the GIL held
+            self._connector()  # imports CuPy, which takes seconds with the GIL held
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
         pair_slot: PairSlot | None = None
         share: StagingShare | None = None
         try:
-            device, lanes, pair_slot = self._device(pool), self._lanes(), self.pair_slots.take()
+            device, connector, pair_slot = self._device(pool), self._connector(), self.pair_slots.take()
             share = device.budget.take(slot_size(pool.block_bytes, SLOT_BYTES), MOST_SLOTS)
-            lane_id = lanes.new_id()
-            hello = _HELLO.pack(_MAGIC, _padded(lanes.version), pool.block_bytes, share.num_slots, len(lane_id))
+            unique_id = connector.new_id()
+            hello = _HELLO.pack(_MAGIC, _padded(connector.version), pool.block_bytes, share.num_slots, len(unique_id))
             sock.settimeout(HANDSHAKE_S)
-            sock.sendall(hello + lane_id)
+            sock.sendall(hello + unique_id)
             # Only after the other end has confirmed that it will join: a rank that waits alone cannot be interrupted.
             await_taken(sock, "communicator")
             share.shrink(_slots_in(sock.recv(_SLOTS.size), share.num_slots))
-            lane = lanes.join(device, lane_id, 0)
-            with _closed_on_error(lane):
-                return NcclSend(device, lane, pair_slot, StagingSlots(device, pool.block_bytes, share))
+            connection = connector.join(device, unique_id, 0)
+            with _closed_on_error(connection):
+                return NcclSend(device, connection, pair_slot, StagingSlots(device, pool.block_bytes, share))
         except BaseException as error:
             if pair_slot is not None:
                 pair_slot.leave()
@@ -254,7 +259,7 @@ class Nccl(OnDevice, TcpDoor):
             raise
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
-        lanes = self._lanes()
+        connector = self._connector()
         magic, version, block_bytes, slots, size = _HELLO.unpack(receive_patiently(link, _HELLO.size, HANDSHAKE_S))
         theirs = version.rstrip(b"\0").decode("ascii", "replace")
         expected = link.source.block_bytes
@@ -262,43 +267,43 @@ class Nccl(OnDevice, TcpDoor):
             raise BadFrame(f"blocks of {block_bytes} bytes, expected {expected}")
         if not 1 <= slots <= MOST_SLOTS:
             raise BadFrame(f"{slots} slots of staging, expected 1 to {MOST_SLOTS}")
-        if theirs != lanes.version:
-            raise BadFrame(f"NCCL {theirs}, expected {lanes.version}: both ranks must have the same")
-        lane_id = receive_patiently(link, size, HANDSHAKE_S)
+        if theirs != connector.version:
+            raise BadFrame(f"NCCL {theirs}, expected {connector.version}: both ranks must have the same")
+        unique_id = receive_patiently(link, size, HANDSHAKE_S)
         device, pair_slot = self._device(link.pool), self.pair_slots.take()
         share = device.budget.take(slot_size(link.block_bytes, SLOT_BYTES), slots)
         try:
             link.channel.post(TAKEN + _SLOTS.pack(share.num_slots))
             link.channel.flush()
-            lane = lanes.join(device, lane_id, 1)
-            with _closed_on_error(lane):
-                return NcclReceive(link, device, lane, pair_slot, StagingSlots(device, link.block_bytes, share))
+            connection = connector.join(device, unique_id, 1)
+            with _closed_on_error(connection):
+                return NcclReceive(link, device, connection, pair_slot, StagingSlots(device, link.block_bytes, share))
         except BaseException:
             pair_slot.leave()
             share.close()
             raise
 
-    def _lanes(self) -> Lanes:
-        if self._own_lanes is not None:
-            return self._own_lanes
-        from kvtransfer.nccl_lane import NcclLanes
+    def _connector(self) -> DeviceConnector:
+        if self._given_connector is not None:
+            return self._given_connector
+        from kvtransfer.nccl_connection import NcclConnector
 
-        return NcclLanes()
+        return NcclConnector()
 
 
 @contextmanager
-def _closed_on_error(lane: Lane) -> Iterator[None]:
+def _closed_on_error(connection: DeviceConnection) -> Iterator[None]:
     """There may be no memory for staging."""
     try:
         yield
     except BaseException:
-        lane.close()
+        connection.close()
         raise
 
 
-def _close(device: Device, lane: Lane, pair_slot: PairSlot, staging: StagingSlots) -> None:
+def _close(device: Device, connection: DeviceConnection, pair_slot: PairSlot, staging: StagingSlots) -> None:
     try:
-        lane.close()
+        connection.close()
     except TransferFailed as failed:  # it may still write into staging, so it keeps its staging and its place
         log.warning("an NCCL pair does not end", extra={"error": failed.message})
         device.drain()

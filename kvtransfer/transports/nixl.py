@@ -2,7 +2,7 @@
 
     sender                                                  receiver
     sums a chunk, then CHUNK(slot, source numbers)  ----->  READ into staging slot
-                                                            DONE: copies under the claim, sums what landed, settles
+                                                            DONE: copies under the claim, sums the copy, settles
     may post to the slot again                      <-----  CREDIT(slot)
 
 The receiver's own thread is the only writer of its pool. After an abort, a write by the sender or a read directly into
@@ -25,7 +25,7 @@ from typing import Final, final
 
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.memory import copy
-from kvtransfer.nixl_agent import Agent, MakeLibrary, Read, Reader, make_library
+from kvtransfer.nixl_agent import Agent, MakeLibrary, NixlRead, NixlReader, make_library
 from kvtransfer.plan import byte_ranges
 from kvtransfer.receive_transfer import Claim
 from kvtransfer.send_transfer import Job
@@ -85,17 +85,17 @@ class NixlSend:
 
 @final
 class NixlReceive:
-    def __init__(self, link: ReceiveLink, reader: Reader, address: int, num_blocks: int) -> None:
+    def __init__(self, link: ReceiveLink, reader: NixlReader, address: int, num_blocks: int) -> None:
         self._link, self._reader = link, reader
         self._address, self._num_blocks = address, num_blocks  # of the sender's pool
-        self._reading: dict[int, tuple[Frame, Claim, Read]] = {}  # by slot
+        self._reading: dict[int, tuple[Frame, Claim, NixlRead]] = {}  # by slot
 
     def check(self, frame: Frame) -> None:
         check_numbers(frame, WINDOW)
         if frame.slot in self._reading:
             raise BadFrame(f"{frame.count} blocks in slot {frame.slot}, which is still read into")
 
-    def land(self, frame: Frame, claim: Claim | None) -> None:
+    def receive(self, frame: Frame, claim: Claim | None) -> None:
         link = self._link
         sources = read_numbers(link, frame, self._num_blocks)
         if claim is None:
@@ -131,11 +131,11 @@ class NixlReceive:
 
     def _runs(self, frame: Frame, sources: array[int]) -> list[tuple[int, int]]:
         """(address, bytes) of the chunk in the sender's process."""
-        lanes, base = self._link.source, self._address
-        if lanes.is_all(frame.part):
-            return [(base + begin, end - begin) for begin, end in byte_ranges(sources, lanes.block_bytes)]
-        runs = lanes.runs(frame.part)
-        return [(base + block * lanes.block_bytes + at, size) for block in sources for at, size in runs]
+        layout, base = self._link.source, self._address
+        if layout.is_all(frame.part):
+            return [(base + begin, end - begin) for begin, end in byte_ranges(sources, layout.block_bytes)]
+        runs = layout.runs(frame.part)
+        return [(base + block * layout.block_bytes + at, size) for block in sources for at, size in runs]
 
 
 @final

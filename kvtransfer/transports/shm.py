@@ -81,7 +81,7 @@ class ShmReceive:
     def check(self, frame: Frame) -> None:
         check_numbers(frame, WINDOW)
 
-    def land(self, frame: Frame, claim: Claim | None) -> None:
+    def receive(self, frame: Frame, claim: Claim | None) -> None:
         link = self._link
         sources = read_numbers(link, frame, self._source.num_blocks)
         if claim is None or not link.enter(claim):

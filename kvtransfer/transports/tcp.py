@@ -67,7 +67,7 @@ class TcpReceive:
         if frame.length != size:
             raise BadFrame(f"a chunk of {frame.count} blocks with {frame.length} bytes, expected {size}")
 
-    def land(self, frame: Frame, claim: Claim | None) -> None:
+    def receive(self, frame: Frame, claim: Claim | None) -> None:
         if claim is None:
             discard(self._link.channel, frame.length)
             return

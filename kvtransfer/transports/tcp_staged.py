@@ -111,7 +111,7 @@ class TcpStagedReceive:
         if frame.length != size or size > self._slots.num_bytes:
             raise BadFrame(f"a chunk of {frame.count} blocks with {frame.length} bytes, expected {size}")
 
-    def land(self, frame: Frame, claim: Claim | None) -> None:
+    def receive(self, frame: Frame, claim: Claim | None) -> None:
         if claim is None:
             discard(self._link.channel, frame.length)
             return
@@ -127,7 +127,7 @@ class TcpStagedReceive:
         _, into = extents_of_part(link, frame.part)
         moving = device.move(slots[slot], slots.host(slot), frame.length, wake_nobody, is_to_host=False)
         dense, target = slots.dense(slot, into.num_bytes), self._pool.narrowed(into)
-        wake, after = link.channel.waker.set, claim.landing.after
+        wake, after = link.channel.waker.set, claim.transfer.after
         scattering = device.copy(dense, range(frame.count), target, claim.blocks, wake, after, behind=moving)
         self._scattering[slot] = frame, claim, scattering
 

@@ -76,7 +76,7 @@ _REASONS: Final = tuple(
 _OUTCOMES: Final = ("served", "late", "refused", "cancelled", "expired", "failed")
 _TRANSFER_EVENTS: Final = (
     "cancelled", "expired", "cut", "quarantined", "late_messages", "duplicate_chunks", "silent", "severed",
-    "checksum_mismatches", "stamp_mismatches", "stale_source", "stale_landing", "refused_opens", "refused_connections",
+    "checksum_mismatches", "stamp_mismatches", "stale_source", "stale_target", "refused_opens", "refused_connections",
     "unproven", "protocol_errors", "stuck_nccl_calls", "layer_groups_withheld",
 )  # fmt: skip
 

@@ -93,7 +93,7 @@ def _large(device: torch.device) -> float:
 CASES = [
     _case("whole", range(3), range(4)),
     _case("a layer", range(1, 2), range(4)),
-    _case("a lane", range(3), range(1, 3)),
+    _case("a shard", range(3), range(1, 3)),
     _case("a layer of one head", range(2, 3), range(3, 4)),
     Case("extents of several programs", _large, 0.0),
 ]

@@ -1,6 +1,6 @@
 """The bytes of a KV block that belong to a part of a transfer, and their checksum. Pure.
 
-A part (a range of layers, and the kv heads of one tensor-parallel lane) is one or two extents of a block: its values
+A part (a range of layers, and the kv heads of one tensor-parallel shard) is one or two extents of a block: its values
 and, in a scaled block, its scales. An extent consists of runs of equal length at equal distances.
 
 The checksum of n bytes, as little-endian 32-bit words w[0], w[1] ..., is a sum, so that thousands of programs can add

@@ -70,7 +70,7 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
         facts: Fingerprint | None = None,
     ) -> Pair:
         make_pool = DevicePool if transport in DEVICE_TRANSPORTS else HostPool
-        source, landing = make_pool(num_blocks, block_bytes, seed=7), make_pool(num_blocks, block_bytes)
+        source, target = make_pool(num_blocks, block_bytes, seed=7), make_pool(num_blocks, block_bytes)
         fault_injector = None if fault_of is None else FaultInjector(fault_of, block_bytes)
         common: dict[str, Any] = {
             "transport": transport,
@@ -81,7 +81,7 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
         stamps = BlockStamps(num_blocks), BlockStamps(num_blocks)
         facts = facts or fingerprint(block_bytes)
         receiver = make_receiver(
-            landing,
+            target,
             facts,
             secret=SECRET,
             worker_id="d0",
@@ -98,7 +98,7 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
             servicer = Proxy(receiver, hook, block_bytes)
             proxies.append(servicer)
         host = GrpcHost(servicer)
-        pairs.append(Pair(transport, source, landing, receiver, sender, host, *stamps))
+        pairs.append(Pair(transport, source, target, receiver, sender, host, *stamps))
         return pairs[-1]
 
     yield make

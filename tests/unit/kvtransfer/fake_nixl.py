@@ -22,7 +22,7 @@ class FakeHandle:
         self.state = "PROC"
         self.is_released = False
 
-    def land(self, most: int | None = None) -> None:
+    def receive(self, most: int | None = None) -> None:
         for to, from_, size in self.runs[:most]:
             ctypes.memmove(to, from_, size)
         del self.runs[:most]
@@ -100,7 +100,7 @@ class FakeNixl:
             return handle.state
         failing = self._world.failing
         if failing is None:
-            handle.land(most=4)
+            handle.receive(most=4)
             handle.state = "PROC" if handle.runs else "DONE"
         elif failing == "ERR":
             handle.state = "ERR"

@@ -70,12 +70,12 @@ class Pair:
 
     transport: str
     source: HostPool
-    landing: HostPool
+    target: HostPool
     receiver: StreamReceiver
     sender: StreamSender
     host: GrpcHost
     source_stamps: BlockStamps
-    landing_stamps: BlockStamps
+    target_stamps: BlockStamps
     _attempts: int = 0
     _generation: int = field(default=0)
 
@@ -86,7 +86,7 @@ class Pair:
             endpoint=self.host.endpoint,
             worker_id="d0",
             incarnation="d0-1",
-            fingerprint=fingerprint(self.landing.block_bytes),
+            fingerprint=fingerprint(self.target.block_bytes),
             blocks=blocks,
             held_blocks=0,
         )
@@ -108,7 +108,7 @@ class Pair:
 
     def assert_equal(self, grant: Grant, sources: tuple[int, ...]) -> None:
         for index, source in enumerate(sources):
-            assert self.landing.block(grant.blocks[index]) == self.source.block(source), f"block {index} differs"
+            assert self.target.block(grant.blocks[index]) == self.source.block(source), f"block {index} differs"
 
 
 __all__ = [

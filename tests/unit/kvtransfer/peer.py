@@ -48,9 +48,9 @@ def main(argv: list[str]) -> None:
             transport=transport,
             lease=PATIENT,
         )
-        landing = grant(endpoint, num_blocks)
-        sender.start(landing, lambda sent: say(sent=sent.outcome.value, error=sent.error))
-        sender.push(landing.key, [(i, i) for i in range(num_blocks - 1)], False)
+        target = grant(endpoint, num_blocks)
+        sender.start(target, lambda sent: say(sent=sent.outcome.value, error=sent.error))
+        sender.push(target.key, [(i, i) for i in range(num_blocks - 1)], False)
     else:
         num_blocks = int(rest[0])
         receiver = make_receiver(

@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.secret import SECRET
 from benchmarks.transfer_proxy import read_exactly
 from kvtransfer.checksum import hasher
-from kvtransfer.credentials import Ends, sender_greeting
-from kvtransfer.dial import Line, dial
+from kvtransfer.credentials import Parties, sender_greeting
+from kvtransfer.dial import DataConnection, dial
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, tag_of
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome
@@ -45,7 +45,7 @@ def connect(pair: Pair, answer: transfer_pb2.OpenResponse) -> socket.socket:
 
 def greet(pair: Pair, answer: transfer_pb2.OpenResponse, secret: ClusterSecret = SECRET, **changes: Any) -> bytes:
     """The first words of the pair's sender on a data connection."""
-    ends = Ends(pair.sender.caller.identity.name, answer.receiver_incarnation, answer.transport)
+    ends = Parties(pair.sender.caller.identity.name, answer.receiver_incarnation, answer.transport)
     return sender_greeting(secret, replace(ends, **changes), answer.ticket, b"n" * NONCE_BYTES).encode()
 
 
@@ -54,14 +54,14 @@ class RawSender:
 
     def __init__(self, pair: Pair, name: str = "raw") -> None:
         caller = replace(pair.sender.caller, worker_id=name)
-        self.line: Line = dial(caller, pair.host.endpoint, "d0-1")
-        self.line.socket.settimeout(WAIT_S)
+        self.connection: DataConnection = dial(caller, pair.host.endpoint, "d0-1")
+        self.connection.socket.settimeout(WAIT_S)
         self.pool, self._next_block = pair.source, FIRST_BLOCK
-        self.is_shm = isinstance(self.line.path, ShmSend)
-        self._digest = hasher(self.line.checksum)
+        self.is_shm = isinstance(self.connection.path, ShmSend)
+        self._digest = hasher(self.connection.checksum)
 
     def send(self, data: bytes) -> None:
-        self.line.socket.sendall(data)
+        self.connection.socket.sendall(data)
 
     def announce(self, tag: Tag) -> None:
         self.send(Frame(Kind.ANNOUNCE, tag).encode())
@@ -83,14 +83,14 @@ class RawSender:
     def hear(self) -> Frame:
         """The next frame that is neither a credit nor a sign of life."""
         while True:
-            frame = decode(read_exactly(self.line.socket, HEADER_BYTES), 0)
-            read_exactly(self.line.socket, frame.length)
+            frame = decode(read_exactly(self.connection.socket, HEADER_BYTES), 0)
+            read_exactly(self.connection.socket, frame.length)
             if frame.kind not in (Kind.CREDIT, Kind.BEAT):
                 return frame
 
     def is_cut(self) -> bool:
         try:
-            while self.line.socket.recv(4096):
+            while self.connection.socket.recv(4096):
                 pass
         except ConnectionError:
             pass
@@ -99,7 +99,7 @@ class RawSender:
         return True
 
     def close(self) -> None:
-        self.line.close()
+        self.connection.close()
 
 
 def expected(pair: Pair, blocks: tuple[int, ...]) -> tuple[Grant, Tag, Heard]:

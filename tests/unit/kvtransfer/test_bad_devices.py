@@ -12,12 +12,12 @@ import pytest
 
 from benchmarks.fake_device import DevicePool, FakeBlocks, FakeDevice
 from benchmarks.fake_ends import DEVICE_TRANSPORTS
-from benchmarks.fake_lane import FakeLane, FakeLanes
+from benchmarks.fake_nccl import FakeConnection, FakeConnector
 from benchmarks.secret import SECRET
 from kvtransfer.dial import dial
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import BadFrame, Frame, Kind, tag_of
-from kvtransfer.parts import Lanes, Part
+from kvtransfer.parts import Part, PartLayout
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports import cuda_ipc, nccl
@@ -60,9 +60,11 @@ def test_scattered_parts_are_refused() -> None:
         (rank, replace(rank, tp_degree=1), Part(groups=2), True),  # its heads lie apart, at equal distances
         (floats, replace(floats, block_size=2 * floats.block_size), Part(groups=2), False),
     ]:
-        sides = SimpleNamespace(source=Lanes.to_send(source, source), target=Lanes.to_receive(target, target))
+        sides = SimpleNamespace(source=PartLayout.to_send(source, source), target=PartLayout.to_receive(target, target))
         if source.tp_degree > 1:
-            sides = SimpleNamespace(source=Lanes.to_send(source, target), target=Lanes.to_receive(source, target))
+            sides = SimpleNamespace(
+                source=PartLayout.to_send(source, target), target=PartLayout.to_receive(source, target)
+            )
         link: Any = sides
         if is_taken:
             extents_of_part(link, part)
@@ -243,7 +245,7 @@ def pair_slots(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) 
     def device_of(pool: Any) -> FakeDevice:
         return devices.setdefault(id(pool), FakeDevice(pool))
 
-    transport = Nccl(device_of, FakeLanes())
+    transport = Nccl(device_of, FakeConnector())
     monkeypatch.setitem(TRANSPORTS, NCCL, transport)
     return transport
 
@@ -253,23 +255,23 @@ def test_a_rank_that_cannot_join_gives_its_place_back(
     make_pair: MakePair, pair_slots: Nccl, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     pair = make_pair("nccl")
-    join = FakeLanes.join
+    join = FakeConnector.join
 
-    def one_cannot(lanes: FakeLanes, device: Any, lane_id: bytes, which: int) -> FakeLane:
+    def one_cannot(connector: FakeConnector, device: Any, unique_id: bytes, which: int) -> FakeConnection:
         if which == rank:
             raise TransferFailed("the other NCCL rank has not come")
-        return join(lanes, device, lane_id, which)
+        return join(connector, device, unique_id, which)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FakeLanes, "join", one_cannot)
-        patch.setattr("benchmarks.fake_lane.JOIN_S", 0.2)
+        patch.setattr(FakeConnector, "join", one_cannot)
+        patch.setattr("benchmarks.fake_nccl.JOIN_S", 0.2)
         ends(pair)
         wait_for(lambda: len(pair_slots.pair_slots) == 0, "both places")
     assert_still_serves(pair)
     assert len(pair_slots.pair_slots) == 2
 
 
-@pytest.mark.parametrize("side", ["source", "landing"])
+@pytest.mark.parametrize("side", ["source", "target"])
 def test_a_device_without_memory_for_staging_ends_the_pair_that_it_has_just_made(
     make_pair: MakePair, pair_slots: Nccl, devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
@@ -293,18 +295,18 @@ def test_a_pair_that_does_not_end_keeps_its_staging_and_its_place(
     pair = make_pair("nccl")
     assert_still_serves(pair)
     kept: list[FakeBlocks] = []
-    close, give_up = FakeBlocks.close, FakeLane.close
+    close, give_up = FakeBlocks.close, FakeConnection.close
 
     def closed(blocks: FakeBlocks) -> None:
         kept.append(blocks)
         close(blocks)
 
-    def never(lane: FakeLane) -> None:
-        give_up(lane)
+    def never(connection: FakeConnection) -> None:
+        give_up(connection)
         raise TransferFailed("an NCCL communicator's abort has not returned")
 
     monkeypatch.setattr(FakeBlocks, "close", closed)
-    monkeypatch.setattr(FakeLane, "close", never)
+    monkeypatch.setattr(FakeConnection, "close", never)
     pair.sender.close()
     pair.receiver.close()
     assert caplog.text.count("an NCCL pair does not end") == 2

@@ -1,4 +1,4 @@
-"""Both books joined by a simulated connection, under random schedules with faults. No thread, clock or socket.
+"""Both tables joined by a simulated connection, under random schedules with faults. No thread, clock or socket.
 
 Memory is modelled: the moment a side hands memory back, its owner scribbles over it, and any later access by the
 transfer is an error. A transfer that is reported VERIFIED must equal its source at that moment.
@@ -59,13 +59,13 @@ class World:
     is_faulty: bool = True
     now_s: float = 0.0
     writer: int = 1
-    book: ReceiveTransfers = field(
+    table: ReceiveTransfers = field(
         default_factory=lambda: ReceiveTransfers(STAMPS, grace_s=1.0, stall_s=1e6, unclaimed_s=1e6)
     )
     out: SendTransfers = field(default_factory=lambda: SendTransfers(1, STAMPS, stall_s=1e6))
     to_receiver: deque[Any] = field(default_factory=deque)
     to_sender: deque[Any] = field(default_factory=deque)
-    landing: dict[int, int] = field(default_factory=dict)  # block -> value
+    target: dict[int, int] = field(default_factory=dict)  # block -> value
     source: dict[int, int] = field(default_factory=dict)
     next_block: int = 0
     generation: int = 0
@@ -83,7 +83,7 @@ class World:
     def fault(self, chance: float) -> bool:
         return self.rng.random() < chance and self.is_faulty
 
-    # Acting on what the books decide.
+    # Acting on what the tables decide.
 
     def receiver_acts(self, actions: list[receive_transfers.Action]) -> None:
         for action in actions:
@@ -102,13 +102,13 @@ class World:
                 continue
             grant = self.grants[key]
             if self.writing is not None:
-                assert self.writing[0].landing.grant.key != key, "handed back while a write was open"
+                assert self.writing[0].target.grant.key != key, "handed back while a write was open"
             if outcome is ReceiveOutcome.VERIFIED:
-                got = [self.landing[block] for block in grant.blocks]
+                got = [self.target[block] for block in grant.blocks]
                 assert got == [100 + source for source in self.sources[key]], "wrong bytes were verified"
             self.handed_back.add(key)
             for block in grant.blocks:
-                self.landing[block] = SCRIBBLE
+                self.target[block] = SCRIBBLE
 
     def sender_acts(self, actions: list[send_transfers.Action]) -> None:
         for action in actions:
@@ -116,7 +116,7 @@ class World:
                 key = action.sent.key
                 self.sender_said[key] += 1
                 assert self.sender_said[key] == 1, f"{key} was told twice"
-                assert self.job is None or self.job.departure.grant.key != key, "handed back while being read"
+                assert self.job is None or self.job.transfer.grant.key != key, "handed back while being read"
                 if action.sent.outcome is SendOutcome.SENT:
                     assert self.receiver_said[key] == [ReceiveOutcome.VERIFIED]
                 self.returned.add(key)
@@ -137,10 +137,10 @@ class World:
         sources = self.rng.sample(range(1000 * self.generation, 1000 * self.generation + 10), count)
         self.grants[grant.key], self.sources[grant.key] = grant, sources
         self.source.update({source: 100 + source for source in sources})
-        self.landing.update(dict.fromkeys(blocks, 0))
+        self.target.update(dict.fromkeys(blocks, 0))
         self.unpushed[grant.key] = list(enumerate(sources))
         deadline_at_s = self.now_s + self.rng.uniform(1, 30) if self.fault(0.5) else None
-        self.receiver_acts(self.book.expect(grant, self.now_s, deadline_at_s))
+        self.receiver_acts(self.table.expect(grant, self.now_s, deadline_at_s))
         self.sender_acts(self.out.start(grant, self.now_s, deadline_at_s))
 
     def push(self) -> None:
@@ -173,7 +173,7 @@ class World:
         values = [self.source[source] for source in job.chunk.sources]
         assert SCRIBBLE not in values, "read after it was handed back"
         self.out.stamp(job)
-        chunk = Chunk(job.departure.tag, job.chunk.first, values, hash(tuple(values)), job.departure.is_stamped)
+        chunk = Chunk(job.transfer.tag, job.chunk.first, values, hash(tuple(values)), job.transfer.is_stamped)
         if self.fault(0.05):
             chunk.payload[self.rng.randrange(len(values))] += 1
         self.to_receiver.append(chunk)
@@ -188,27 +188,27 @@ class World:
             return
         message = self.to_receiver.popleft()
         if isinstance(message, send_transfers.Announce):
-            self.receiver_acts(self.book.announce(message.tag, self.writer))
+            self.receiver_acts(self.table.announce(message.tag, self.writer))
         elif isinstance(message, send_transfers.Retract):
-            self.receiver_acts(self.book.retract(message.tag, self.writer, message.error, self.now_s))
+            self.receiver_acts(self.table.retract(message.tag, self.writer, message.error, self.now_s))
         else:
-            claim = self.book.claim(
+            claim = self.table.claim(
                 message.tag, self.writer, message.first, stamps(message.tag, len(message.payload)), self.now_s
             )
-            if claim is not None and self.book.enter(claim):
+            if claim is not None and self.table.enter(claim):
                 self.writing = claim, message
 
-    def land(self) -> None:
+    def receive(self) -> None:
         if self.writing is None:
             return
         (claim, chunk), self.writing = self.writing, None
-        assert claim.landing.grant.key not in self.handed_back, "written after it was handed back"
+        assert claim.target.grant.key not in self.handed_back, "written after it was handed back"
         for block, value in zip(claim.blocks, chunk.payload, strict=True):
-            self.landing[block] = value
-        self.receiver_acts(self.book.leave(claim, self.now_s))
-        values = tuple(self.landing[block] for block in claim.blocks)
+            self.target[block] = value
+        self.receiver_acts(self.table.leave(claim, self.now_s))
+        values = tuple(self.target[block] for block in claim.blocks)
         matches = hash(values) == chunk.checksum
-        self.receiver_acts(self.book.settle(claim, len(values), matches, chunk.is_last, self.now_s))
+        self.receiver_acts(self.table.settle(claim, len(values), matches, chunk.is_last, self.now_s))
 
     def answer(self) -> None:
         if not self.to_sender:
@@ -223,12 +223,12 @@ class World:
         if self.to_sender:
             self.to_sender.append(self.to_sender[0])
 
-    def abort_landing(self) -> None:
+    def abort_receive(self) -> None:
         if self.grants:
             key = self.rng.choice(list(self.grants))
-            self.receiver_acts(self.book.abort(key, self.now_s))
+            self.receiver_acts(self.table.abort(key, self.now_s))
 
-    def abort_departure(self) -> None:
+    def abort_send(self) -> None:
         if self.grants:
             self.sender_acts(self.out.abort(self.rng.choice(list(self.grants)), self.now_s))
 
@@ -239,13 +239,13 @@ class World:
         self.to_sender.clear()
         if self.writing is not None:
             (claim, _), self.writing = self.writing, None
-            self.receiver_acts(self.book.leave(claim, self.now_s))
-        self.receiver_acts(self.book.cut(self.writer, "cut", self.now_s))
+            self.receiver_acts(self.table.leave(claim, self.now_s))
+        self.receiver_acts(self.table.cut(self.writer, "cut", self.now_s))
         self.sender_acts(self.out.cut("cut", self.now_s))
 
     def tick(self) -> None:
         self.now_s += self.rng.uniform(0, 3)
-        self.receiver_acts(self.book.expire(self.now_s))
+        self.receiver_acts(self.table.expire(self.now_s))
         self.sender_acts(self.out.expire(self.now_s))
         if self.must_cut or self.out.is_stuck:
             self.must_cut = self.out.is_stuck = False
@@ -254,22 +254,22 @@ class World:
     def drain(self) -> None:
         """No more faults: everything must come to an end."""
         for _ in range(10_000):
-            if not self.book.keys and not self.out.keys:
+            if not self.table.keys and not self.out.keys:
                 return
-            for happen in (self.link, self.push, self.take, self.written, self.deliver, self.land, self.answer):
+            for happen in (self.link, self.push, self.take, self.written, self.deliver, self.receive, self.answer):
                 happen()
             if not (self.to_receiver or self.to_sender or self.job or self.writing):
                 self.tick()
                 if self.is_faulty:
-                    self.abort_landing()
-        raise AssertionError(f"stuck: {self.book.keys} {self.out.keys}")
+                    self.abort_receive()
+        raise AssertionError(f"stuck: {self.table.keys} {self.out.keys}")
 
 
-BENIGN = (World.grant, World.push, World.link, World.take, World.written, World.deliver, World.land, World.answer)
+BENIGN = (World.grant, World.push, World.link, World.take, World.written, World.deliver, World.receive, World.answer)
 HAPPENINGS = (
     *[World.grant] * 5, *[World.push] * 10, *[World.link] * 10, *[World.take] * 20, *[World.written] * 20,
-    *[World.deliver] * 30, *[World.land] * 30, *[World.answer] * 15,
-    World.repeat_an_answer, World.abort_landing, World.abort_departure, World.cut, World.tick,
+    *[World.deliver] * 30, *[World.receive] * 30, *[World.answer] * 15,
+    World.repeat_an_answer, World.abort_receive, World.abort_send, World.cut, World.tick,
 )  # fmt: skip
 
 
@@ -291,9 +291,9 @@ def test_long_random_schedules_end_cleanly(seed: int) -> None:
         rng.choice(HAPPENINGS)(world)
     world.drain()
     check_the_end(world)
-    assert world.book.stats.verified > 10
+    assert world.table.stats.verified > 10
     assert world.out.stats.verified > 10
-    assert world.book.stats.late_messages > 0
+    assert world.table.stats.late_messages > 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -304,13 +304,13 @@ def test_without_faults_every_transfer_is_verified_and_sent(seed: int) -> None:
         rng.choice(BENIGN)(world)
     world.drain()
     check_the_end(world)
-    assert world.book.stats.verified == world.out.stats.verified == len(world.grants) > 100
-    assert world.book.stats.late_messages == world.out.stats.late_messages == 0
+    assert world.table.stats.verified == world.out.stats.verified == len(world.grants) > 100
+    assert world.table.stats.late_messages == world.out.stats.late_messages == 0
 
 
 def check_the_end(world: World) -> None:
     assert world.handed_back == world.returned == set(world.grants)
-    stats = world.book.stats
+    stats = world.table.stats
     outcomes = Counter(said[-1] for said in world.receiver_said.values())
     assert outcomes[ReceiveOutcome.VERIFIED] == stats.verified
     assert outcomes[ReceiveOutcome.FAILED] == stats.failed
@@ -322,11 +322,11 @@ def check_the_end(world: World) -> None:
 def opened(
     blocks: tuple[int, ...] = (0, 1, 2, 3), deadline_at_s: float | None = None
 ) -> tuple[ReceiveTransfers, Grant, Tag]:
-    book, grant = ReceiveTransfers(STAMPS, grace_s=1.0), grant_of("t", 1, 1, blocks)
-    assert book.expect(grant, 0.0, deadline_at_s) == []
+    table, grant = ReceiveTransfers(STAMPS, grace_s=1.0), grant_of("t", 1, 1, blocks)
+    assert table.expect(grant, 0.0, deadline_at_s) == []
     tag = receive_transfers.tag_of(grant.key)
-    assert book.announce(tag, 1) == []
-    return book, grant, tag
+    assert table.announce(tag, 1) == []
+    return table, grant, tag
 
 
 def outcomes_of(actions: list[receive_transfers.Action]) -> list[tuple[ReceiveOutcome, str]]:
@@ -334,82 +334,82 @@ def outcomes_of(actions: list[receive_transfers.Action]) -> list[tuple[ReceiveOu
 
 
 def test_a_chunk_of_an_old_generation_or_attempt_gets_no_claim_and_is_counted() -> None:
-    book, _, tag = opened()
-    assert book.claim(tag._replace(generation=0), 1, 0, stamps(tag, 1), 0.0) is None
-    assert book.claim(tag._replace(attempt=9), 1, 0, stamps(tag, 1), 0.0) is None
-    assert book.stats.late_messages == 2
+    table, _, tag = opened()
+    assert table.claim(tag._replace(generation=0), 1, 0, stamps(tag, 1), 0.0) is None
+    assert table.claim(tag._replace(attempt=9), 1, 0, stamps(tag, 1), 0.0) is None
+    assert table.stats.late_messages == 2
 
 
 def test_a_chunk_from_a_connection_that_did_not_announce_gets_no_claim() -> None:
-    book, _, tag = opened()
-    assert book.claim(tag, 2, 0, stamps(tag, 1), 0.0) is None
-    assert book.stats.late_messages == 1
+    table, _, tag = opened()
+    assert table.claim(tag, 2, 0, stamps(tag, 1), 0.0) is None
+    assert table.stats.late_messages == 1
 
 
 def test_a_chunk_outside_the_grant_or_over_another_gets_no_claim() -> None:
-    book, _, tag = opened()
-    assert book.claim(tag, 1, 3, stamps(tag, 2), 0.0) is None
-    assert book.claim(tag, 1, 2**31, stamps(tag, 2**10), 0.0) is None
-    assert book.claim(tag, 1, 0, stamps(tag, 2), 0.0) is not None
-    assert book.claim(tag, 1, 1, stamps(tag, 2), 0.0) is None
-    assert book.stats.duplicate_chunks == 3
+    table, _, tag = opened()
+    assert table.claim(tag, 1, 3, stamps(tag, 2), 0.0) is None
+    assert table.claim(tag, 1, 2**31, stamps(tag, 2**10), 0.0) is None
+    assert table.claim(tag, 1, 0, stamps(tag, 2), 0.0) is not None
+    assert table.claim(tag, 1, 1, stamps(tag, 2), 0.0) is None
+    assert table.stats.duplicate_chunks == 3
 
 
 def test_an_empty_grant_is_verified_at_once_and_a_late_announcement_learns_it() -> None:
-    book, grant = ReceiveTransfers(STAMPS), grant_of("t", 1, 1, ())
-    assert outcomes_of(book.expect(grant, 0.0, None)) == [(ReceiveOutcome.VERIFIED, "")]
+    table, grant = ReceiveTransfers(STAMPS), grant_of("t", 1, 1, ())
+    assert outcomes_of(table.expect(grant, 0.0, None)) == [(ReceiveOutcome.VERIFIED, "")]
     tag = receive_transfers.tag_of(grant.key)
-    assert book.announce(tag, 5) == [receive_transfers.Answer(5, tag, True)]
+    assert table.announce(tag, 5) == [receive_transfers.Answer(5, tag, True)]
 
 
 def test_a_last_chunk_that_leaves_a_gap_fails_the_transfer_at_once() -> None:
-    book, _, tag = opened()
-    claim = book.claim(tag, 1, 3, stamps(tag, 1), 0.0)
+    table, _, tag = opened()
+    claim = table.claim(tag, 1, 3, stamps(tag, 1), 0.0)
     assert claim is not None
-    actions = book.settle(claim, 1, True, True, 0.0)
+    actions = table.settle(claim, 1, True, True, 0.0)
     assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "3 of 4 blocks never came")]
     assert receive_transfers.Answer(1, tag, False, "3 of 4 blocks never came") in actions
 
 
 def test_an_abort_that_does_not_drain_in_time_is_quarantined_and_then_drained() -> None:
-    book, grant, tag = opened()
-    claim = book.claim(tag, 1, 0, stamps(tag, 1), 0.0)
+    table, grant, tag = opened()
+    claim = table.claim(tag, 1, 0, stamps(tag, 1), 0.0)
     assert claim is not None
-    assert book.enter(claim)
-    assert outcomes_of(book.abort(grant.key, 10.0)) == []
-    assert book.next_alarm_s == 11.0
-    assert outcomes_of(book.expire(10.9)) == []
-    assert outcomes_of(book.expire(11.0)) == [(ReceiveOutcome.QUARANTINED, "aborted by the receiver")]
-    assert outcomes_of(book.leave(claim, 12.0)) == [(ReceiveOutcome.DRAINED, "aborted by the receiver")]
-    assert (book.stats.quarantined, book.stats.cancelled) == (1, 1)
+    assert table.enter(claim)
+    assert outcomes_of(table.abort(grant.key, 10.0)) == []
+    assert table.next_alarm_s == 11.0
+    assert outcomes_of(table.expire(10.9)) == []
+    assert outcomes_of(table.expire(11.0)) == [(ReceiveOutcome.QUARANTINED, "aborted by the receiver")]
+    assert outcomes_of(table.leave(claim, 12.0)) == [(ReceiveOutcome.DRAINED, "aborted by the receiver")]
+    assert (table.stats.quarantined, table.stats.cancelled) == (1, 1)
 
 
 def test_a_deadline_fails_the_transfer_and_says_how_far_it_came() -> None:
-    book, _, tag = opened(deadline_at_s=5.0)
-    claim = book.claim(tag, 1, 0, stamps(tag, 3), 0.0)
+    table, _, tag = opened(deadline_at_s=5.0)
+    claim = table.claim(tag, 1, 0, stamps(tag, 3), 0.0)
     assert claim is not None
-    book.settle(claim, 3, True, False, 0.0)
-    assert book.expire(4.9) == []
+    table.settle(claim, 3, True, False, 0.0)
+    assert table.expire(4.9) == []
     error = "the deadline passed when 3 of 4 blocks had come"
-    assert outcomes_of(book.expire(5.0)) == [(ReceiveOutcome.FAILED, error)]
-    assert book.stats.expired == 1
+    assert outcomes_of(table.expire(5.0)) == [(ReceiveOutcome.FAILED, error)]
+    assert table.stats.expired == 1
 
 
 def test_an_abort_of_what_ended_or_never_was_does_nothing() -> None:
-    book, grant, _ = opened()
-    book.cut(1, "gone", 0.0)
-    assert book.abort(grant.key, 0.0) == []
-    assert book.abort(TransferKey(transfer_id="x", attempt=1, generation=1), 0.0) == []
+    table, grant, _ = opened()
+    table.cut(1, "gone", 0.0)
+    assert table.abort(grant.key, 0.0) == []
+    assert table.abort(TransferKey(transfer_id="x", attempt=1, generation=1), 0.0) == []
 
 
 def test_alarms_of_ended_transfers_do_not_pile_up() -> None:
-    book = ReceiveTransfers(STAMPS)
+    table = ReceiveTransfers(STAMPS)
     for generation in range(5000):
         grant = grant_of("t", 1, generation, (0,))
-        book.expect(grant, 0.0, 600.0)
-        book.abort(grant.key, 0.0)
-    assert len(book._alarms) < 300
-    assert len(book._ended) <= receive_transfers.REMEMBERED
+        table.expect(grant, 0.0, 600.0)
+        table.abort(grant.key, 0.0)
+    assert len(table._alarms) < 300
+    assert len(table._ended) <= receive_transfers.REMEMBERED
 
 
 def test_chunks_of_two_transfers_take_turns() -> None:
@@ -422,7 +422,7 @@ def test_chunks_of_two_transfers_take_turns() -> None:
     order = []
     while (job := out.take(2, 0.0)) is not None:
         out.stamp(job)
-        order.append((job.departure.grant.key.transfer_id, job.chunk.first, job.departure.is_stamped))
+        order.append((job.transfer.grant.key.transfer_id, job.chunk.first, job.transfer.is_stamped))
         out.written(job, 0.0)
     assert order == [("long", 0, False), ("short", 0, False), ("long", 2, True), ("short", 2, True)]
 
@@ -441,49 +441,49 @@ def test_the_last_chunk_is_the_last_one_sent(order: tuple[int, ...]) -> None:
         job = jobs[number]
         assert job is not None
         out.stamp(job)
-        says_last.append(job.departure.is_stamped)
+        says_last.append(job.transfer.is_stamped)
     assert says_last == [False, False, True]
 
 
 def test_a_connection_that_ends_closes_the_writes_that_it_had_open() -> None:
-    book, grant, tag = opened()
-    first, second = (book.claim(tag, 1, at, stamps(tag, 1), 0.0) for at in (0, 1))
+    table, grant, tag = opened()
+    first, second = (table.claim(tag, 1, at, stamps(tag, 1), 0.0) for at in (0, 1))
     assert first is not None
     assert second is not None
-    assert book.enter(first)
-    assert book.enter(second)
-    book.leave(first, 0.0)
-    assert outcomes_of(book.abort(grant.key, 1.0)) == [], "a write is open"
-    assert outcomes_of(book.cut(1, "the connection broke", 2.0)) == [
+    assert table.enter(first)
+    assert table.enter(second)
+    table.leave(first, 0.0)
+    assert outcomes_of(table.abort(grant.key, 1.0)) == [], "a write is open"
+    assert outcomes_of(table.cut(1, "the connection broke", 2.0)) == [
         (ReceiveOutcome.DRAINED, "aborted by the receiver")
     ]
 
 
-def test_the_end_of_one_lane_does_not_close_the_writes_of_another() -> None:
-    book = ReceiveTransfers(STAMPS, grace_s=1.0)
+def test_the_end_of_one_shard_does_not_close_the_writes_of_another() -> None:
+    table = ReceiveTransfers(STAMPS, grace_s=1.0)
     grant = grant_of("t", 1, 1, (0, 1))
-    book.expect(grant, 0.0, None)
+    table.expect(grant, 0.0, None)
     tag = receive_transfers.tag_of(grant.key)
     claims = []
-    for lane, writer in enumerate((1, 2)):
-        assert book.announce(tag, writer, lane, num_lanes=2) == []
-        claims.append(book.claim(tag, writer, 0, lane_stamps(tag, lane), 0.0, Part(lane, 0, 1)))
+    for shard, writer in enumerate((1, 2)):
+        assert table.announce(tag, writer, shard, num_shards=2) == []
+        claims.append(table.claim(tag, writer, 0, shard_stamps(tag, shard), 0.0, Part(shard, 0, 1)))
     for claim in claims:
         assert claim is not None
-        assert book.enter(claim)
-    assert outcomes_of(book.cut(1, "the connection broke", 2.0)) == [], "the other lane still writes"
-    assert outcomes_of(book.cut(2, "the connection broke", 2.0)) == [(ReceiveOutcome.FAILED, "the connection broke")]
+        assert table.enter(claim)
+    assert outcomes_of(table.cut(1, "the connection broke", 2.0)) == [], "the other shard still writes"
+    assert outcomes_of(table.cut(2, "the connection broke", 2.0)) == [(ReceiveOutcome.FAILED, "the connection broke")]
 
 
-def lane_stamps(tag: Tag, lane: int) -> bytes:
-    return pack([0], tag.generation, Part(lane, 0, 1).mask)
+def shard_stamps(tag: Tag, shard: int) -> bytes:
+    return pack([0], tag.generation, Part(shard, 0, 1).mask)
 
 
 def test_a_deadline_before_the_sender_came_says_that_no_block_did() -> None:
-    book, grant = ReceiveTransfers(STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
-    book.expect(grant, 0.0, 5.0)
+    table, grant = ReceiveTransfers(STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
+    table.expect(grant, 0.0, 5.0)
     error = "the deadline passed when 0 of 4 blocks had come"
-    assert outcomes_of(book.expire(5.0)) == [(ReceiveOutcome.FAILED, error)]
+    assert outcomes_of(table.expire(5.0)) == [(ReceiveOutcome.FAILED, error)]
 
 
 @pytest.mark.parametrize(("groups", "pieces"), [(1, "1 of 2 blocks"), (2, "1 of 4 parts of blocks")])
@@ -554,30 +554,32 @@ def test_a_transfer_that_was_verified_is_not_retracted_over_a_later_connection()
 
 
 def test_an_announcement_that_is_not_expected_is_answered_and_counted() -> None:
-    book, _, tag = opened()
+    table, _, tag = opened()
     unknown = tag._replace(generation=9)
     refused = "the receiver does not expect this transfer"
-    assert book.announce(unknown, 1) == [receive_transfers.Answer(1, unknown, False, refused)]
-    assert book.announce(tag, 2) == [receive_transfers.Answer(2, tag, False, f"{refused}: lane 0 has its writer")]
-    assert book.announce(tag, 1, lane=1) == [receive_transfers.Answer(1, tag, False, f"{refused}: lane 1 is not of 1")]
-    assert book.announce(tag, 1, lane=-1) == [
-        receive_transfers.Answer(1, tag, False, f"{refused}: lane -1 is not of 1")
+    assert table.announce(unknown, 1) == [receive_transfers.Answer(1, unknown, False, refused)]
+    assert table.announce(tag, 2) == [receive_transfers.Answer(2, tag, False, f"{refused}: shard 0 has its writer")]
+    assert table.announce(tag, 1, shard=1) == [
+        receive_transfers.Answer(1, tag, False, f"{refused}: shard 1 is not of 1")
     ]
-    assert book.stats.late_messages == 4
-    assert book.announce(tag, 1) == [], "the writer repeats itself"
-    assert book.stats.late_messages == 4
+    assert table.announce(tag, 1, shard=-1) == [
+        receive_transfers.Answer(1, tag, False, f"{refused}: shard -1 is not of 1")
+    ]
+    assert table.stats.late_messages == 4
+    assert table.announce(tag, 1) == [], "the writer repeats itself"
+    assert table.stats.late_messages == 4
 
 
 @pytest.mark.parametrize(("is_cancelled", "count"), [(False, "failed"), (True, "cancelled")])
 def test_a_sender_that_gives_up_ends_the_transfer_at_once(is_cancelled: bool, count: str) -> None:
-    book, _, tag = opened()
-    assert book.retract(tag, 2, "not mine", 0.0) == [], "only the writer speaks for it"
-    actions = book.retract(tag, 1, "the client left", 1.0, is_cancelled=is_cancelled)
+    table, _, tag = opened()
+    assert table.retract(tag, 2, "not mine", 0.0) == [], "only the writer speaks for it"
+    actions = table.retract(tag, 1, "the client left", 1.0, is_cancelled=is_cancelled)
     assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "the sender gave up: the client left")]
     assert not [one for one in actions if isinstance(one, receive_transfers.Answer)], "it knows"
-    assert getattr(book.stats, count) == 1
-    assert book.retract(tag, 1, "again", 2.0) == []
-    assert book.stats.late_messages == 2
+    assert getattr(table.stats, count) == 1
+    assert table.retract(tag, 1, "again", 2.0) == []
+    assert table.stats.late_messages == 2
 
 
 @pytest.mark.parametrize(("groups", "pieces"), [(1, "2 of 4 blocks"), (2, "6 of 8 parts of blocks")])

@@ -48,7 +48,7 @@ def test_a_transfer_equals_a_plain_copy(pair: Pair) -> None:
     assert received.transfer_s > 0
     assert events(pair.receiver.stats) == dict.fromkeys(EVENTS, 0), "nothing went wrong"
     pair.assert_equal(grant, sources)
-    assert pair.landing.block(9) == pair.landing.block(50) == bytes(BLOCK_BYTES), "neighbours are untouched"
+    assert pair.target.block(9) == pair.target.block(50) == bytes(BLOCK_BYTES), "neighbours are untouched"
 
 
 def test_scattered_blocks_land_in_the_granted_order(pair: Pair) -> None:
@@ -91,11 +91,11 @@ def test_blocks_pushed_in_any_order_and_in_pieces_make_one_transfer(pair: Pair) 
 
 
 def test_held_blocks_are_neither_sent_nor_written(pair: Pair) -> None:
-    pair.landing.fill(range(4), 0xAA)
+    pair.target.fill(range(4), 0xAA)
     grant = pair.grant((4, 5), held_blocks=4)
     received, _ = pair.move(grant, (10, 11))
     assert (received.outcome, received.num_bytes) == (ReceiveOutcome.VERIFIED, 2 * BLOCK_BYTES)
-    assert all(pair.landing.block(held) == b"\xaa" * BLOCK_BYTES for held in range(4))
+    assert all(pair.target.block(held) == b"\xaa" * BLOCK_BYTES for held in range(4))
 
 
 def test_a_transfer_of_nothing_is_verified_at_once(pair: Pair) -> None:
@@ -123,7 +123,7 @@ def test_many_transfers_at_once_from_many_threads(make_pair: MakePair, transport
         thread.join()
     assert {received.wait().outcome for received, _ in heard} == {ReceiveOutcome.VERIFIED}
     assert {sent.wait().outcome for _, sent in heard} == {SendOutcome.SENT}
-    assert pair.landing.memory == pair.source.memory
+    assert pair.target.memory == pair.source.memory
     assert pair.receiver.stats.verified == pair.sender.stats.verified == 64
 
 
@@ -151,7 +151,7 @@ def test_several_senders_share_a_receiver(make_pair: MakePair, transport: str) -
         heard.append((grant, received))
     for i, (grant, received) in enumerate(heard):
         assert received.wait().outcome is ReceiveOutcome.VERIFIED
-        assert [pair.landing.block(block) for block in grant.blocks] == [pools[i].block(j) for j in range(10)]
+        assert [pair.target.block(block) for block in grant.blocks] == [pools[i].block(j) for j in range(10)]
     for sender in senders:
         sender.close()
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.reshape.convert import FP8_VALUES, Blocks, fp8_bits, move, pack, quantised, rounded, unpack, widened
-from kvtransfer.reshape.mapping import Piece, Window, lane_of, pieces_of
+from kvtransfer.reshape.mapping import Piece, Window, pieces_of, shard_of
 from pdserve.core.kv_shape import KvShape, Loss, check_convertible
 from pdserve.engine.pool import BlockShape, TorchPool, quantise
 
@@ -134,7 +134,7 @@ def within(seen: np.ndarray, expected: np.ndarray, loss: Loss) -> bool:
 @settings(max_examples=50, deadline=None)
 @given(cases())
 def test_what_lands_is_what_was_computed(case: Case) -> None:
-    """All ranks of the source send to each rank of the target, in lanes and layer groups, over a staging area."""
+    """All ranks of the source send to each rank of the target, in shards and layer groups, over a staging area."""
     rng, order = np.random.default_rng(case.seed), random.Random(case.seed)
     source, target = case.source, case.target
     loss = check_convertible(source, target)
@@ -151,17 +151,17 @@ def test_what_lands_is_what_was_computed(case: Case) -> None:
         senders.append((shape, blocks, memory))
     for rank in range(target.tp_degree):
         shape = replace(target, tp_rank=rank)
-        landing = order.sample(range(num_targets + 5), num_targets)
+        target = order.sample(range(num_targets + 5), num_targets)
         memory = bytearray([DIRT]) * ((num_targets + 5) * shape.block_bytes)
-        granted = landing[case.held :]
+        granted = target[case.held :]
         for sender, blocks, sent in senders:
-            lane = lane_of(sender, shape)
-            if lane is None:
+            shard = shard_of(sender, shape)
+            if shard is None:
                 continue
             for group in range(case.num_groups):
                 layers = shape.num_layers // case.num_groups
-                out_of = Window(group * layers, layers, lane.source_head, lane.num_heads)
-                into = Window(group * layers, layers, lane.target_head, lane.num_heads)
+                out_of = Window(group * layers, layers, shard.source_head, shard.num_heads)
+                into = Window(group * layers, layers, shard.target_head, shard.num_heads)
                 at = 0
                 while at < len(granted):  # in chunks
                     count = min(order.randint(1, 3), len(granted) - at)
@@ -173,7 +173,7 @@ def test_what_lands_is_what_was_computed(case: Case) -> None:
                         num_blocks=count,
                     )
                     touched = blocks[(case.held + at) * shape.block_size // sender.block_size :]
-                    form = shape.form.narrowed(layers, lane.num_heads)
+                    form = shape.form.narrowed(layers, shard.num_heads)
                     staging = Blocks(bytearray([DIRT]) * (count * form.block_bytes), form)
                     pack(Blocks(sent, sender.form), touched, out_of, staging, range(count), pieces)
                     unpack(staging, Blocks(memory, shape.form), granted[at : at + count], into)
@@ -181,20 +181,20 @@ def test_what_lands_is_what_was_computed(case: Case) -> None:
         first = case.held * shape.block_size
         heads = slice(shape.first_head, shape.first_head + shape.num_heads)
         stored = read_all(senders, case.num_tokens)[first:, :, :, heads]
-        seen = read(shape, memory, landing, case.num_tokens)[first:]
+        seen = read(shape, memory, target, case.num_tokens)[first:]
         if loss == Loss():
             np.testing.assert_array_equal(seen, stored)
         assert within(seen, stored, loss)
         if source.dtype == "float32" and case.held == 0:
             expected = bytearray(memory)
-            write(shape, expected, landing, dense)
+            write(shape, expected, target, dense)
             assert memory == expected, "bit for bit what the target's engine stores"
         for block in set(range(num_targets + 5)) - set(granted):
             whole = memory[block * shape.block_bytes : (block + 1) * shape.block_bytes]
             assert whole == bytearray([DIRT]) * shape.block_bytes, "a block outside the grant was touched"
         behind = -case.num_tokens % shape.block_size
         if behind:
-            tail = read(shape, memory, landing, case.num_tokens + behind)[case.num_tokens :]
+            tail = read(shape, memory, target, case.num_tokens + behind)[case.num_tokens :]
             assert not tail.any(), "behind the end of the sequence there are zeros"
 
 

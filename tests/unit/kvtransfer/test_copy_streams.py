@@ -100,7 +100,7 @@ def test_connections_give_their_staging_back(
 ) -> None:
     pair = make_pair(transport)
     pair.move(pair.grant((1, 2)), (3, 4))
-    ends = [devices[id(pair.source)], devices[id(pair.landing)]]
+    ends = [devices[id(pair.source)], devices[id(pair.target)]]
     module = {"nccl": nccl, "tcp_staged": tcp_staged}.get(transport)
     size = 0 if module is None else module.MOST_SLOTS * slot_size(BLOCK_BYTES, module.SLOT_BYTES)
     assert [device.budget.taken_bytes for device in ends] == [size, size]
@@ -108,7 +108,7 @@ def test_connections_give_their_staging_back(
     wait_for(lambda: not any(device.budget.taken_bytes for device in ends), "the staging of both ends")
 
 
-@pytest.mark.parametrize("side", ["source", "landing"])
+@pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("transport", ["nccl", "tcp_staged"])
 def test_a_small_budget_leaves_one_slot(
     make_pair: MakePair, devices: dict[int, FakeDevice], transport: str, side: str
@@ -316,7 +316,7 @@ def test_the_last_chunk_taken_may_be_sent_first(
     """A mutant: "last" is said by the order of the pushes. The receiver then misses blocks."""
     monkeypatch.setattr(
         "kvtransfer.send_transfer.SendTransfer.is_stamped",
-        property(lambda departure: not departure.pending),
+        property(lambda transfer: not transfer.pending),
         raising=True,
     )
     shuffled(5)

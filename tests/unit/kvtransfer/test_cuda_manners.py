@@ -22,11 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fake_device import FakeBlocks
-from kvtransfer import cuda, cuda_driver, nccl_lane
+from kvtransfer import cuda, cuda_driver, nccl_connection
 from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice, Watcher, moved, poll_s
 from kvtransfer.cuda_driver import HANDLE_BYTES, Driver
 from kvtransfer.host_device import HostBlocks, copy_and_sum, digest_of, word_sum
-from kvtransfer.nccl_lane import NcclLanes
+from kvtransfer.nccl_connection import NcclConnector
 from kvtransfer.transports.cuda_ipc import CudaIpc
 from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
@@ -73,7 +73,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     )
     plain = SimpleNamespace(**{name: getattr(torch, name) for name in KEPT}, cuda=fake)
     monkeypatch.setattr(cuda, "torch", plain)
-    monkeypatch.setattr(nccl_lane, "torch", plain)
+    monkeypatch.setattr(nccl_connection, "torch", plain)
     return made
 
 
@@ -346,8 +346,8 @@ def test_a_system_without_the_packages_or_a_device_says_which_it_lacks(
 
 
 class Communicator:
-    def __init__(self, size: int, lane_id: tuple[int, ...], rank: int) -> None:
-        self.made_of, self.calls = (size, lane_id, rank), list[str]()
+    def __init__(self, size: int, unique_id: tuple[int, ...], rank: int) -> None:
+        self.made_of, self.calls = (size, unique_id, rank), list[str]()
 
     def check_async_error(self) -> None: ...
 
@@ -362,10 +362,10 @@ class Communicator:
 
 
 @pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NcclLanes]:
-    """lanes(available=True): CuPy's binding is a stand-in; the communicators that it makes stand in `made`."""
+def connector(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NcclConnector]:
+    """connector(available=True): CuPy's binding is a stand-in; the communicators that it makes stand in `made`."""
 
-    def make(available: bool = True) -> NcclLanes:
+    def make(available: bool = True) -> NcclConnector:
         made: list[Communicator] = []
 
         def communicator(*arguments: Any) -> Communicator:
@@ -383,7 +383,7 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NcclLanes]:
         cupy.cuda.nccl = nccl
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
-        return Nccl()._lanes()  # type: ignore[return-value]
+        return Nccl()._connector()  # type: ignore[return-value]
 
     return make
 
@@ -404,45 +404,45 @@ def device_that(copying: Any) -> Any:
     )
 
 
-def test_a_cupy_without_the_library_is_named(lanes: Callable[..., NcclLanes]) -> None:
+def test_a_cupy_without_the_library_is_named(connector: Callable[..., NcclConnector]) -> None:
     with pytest.raises(TransferFailed, match="CuPy finds no NCCL library"):
-        lanes(available=False)
+        connector(available=False)
 
 
 @pytest.mark.parametrize(("rank", "word"), [(0, "send"), (1, "recv")])
 def test_a_pair_is_made_of_both_ranks_and_warmed_by_a_message(
-    events: list[Event], lanes: Callable[..., NcclLanes], rank: int, word: str
+    events: list[Event], connector: Callable[..., NcclConnector], rank: int, word: str
 ) -> None:
-    library = lanes()
+    library = connector()
     assert library.version == "23004"
-    lane_id = library.new_id()
-    lane = library.join(device_that(SimpleNamespace(is_done=True)), lane_id, rank)
+    unique_id = library.new_id()
+    connection = library.join(device_that(SimpleNamespace(is_done=True)), unique_id, rank)
     [made] = library._nccl.made
     assert made.made_of == (2, bytes([255, 5, 127]), rank)
     assert made.calls == [word]
-    lane.close()
-    lane.close()
+    connection.close()
+    connection.close()
     assert made.calls == [word, "abort"], "once"
 
 
 def test_a_pair_whose_first_message_does_not_come_is_ended(
-    events: list[Event], lanes: Callable[..., NcclLanes]
+    events: list[Event], connector: Callable[..., NcclConnector]
 ) -> None:
-    library = lanes()
+    library = connector()
     with pytest.raises(TransferFailed, match="the other NCCL rank has not answered"):
         library.join(device_that(SimpleNamespace(is_done=False)), library.new_id(), 1)
     assert library._nccl.made[0].calls == ["recv", "abort"]
 
 
 def test_a_pair_whose_abort_fails_has_ended_all_the_same(
-    events: list[Event], lanes: Callable[..., NcclLanes], caplog: pytest.LogCaptureFixture
+    events: list[Event], connector: Callable[..., NcclConnector], caplog: pytest.LogCaptureFixture
 ) -> None:
-    library = lanes()
-    lane = library.join(device_that(SimpleNamespace(is_done=True)), library.new_id(), 1)
+    library = connector()
+    connection = library.join(device_that(SimpleNamespace(is_done=True)), library.new_id(), 1)
 
     def fails() -> None:
         raise KeyError(7)
 
     library._nccl.made[0].abort = fails
-    lane.close()
+    connection.close()
     assert "failed when it was aborted" in caplog.text

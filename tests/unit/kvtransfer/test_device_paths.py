@@ -12,14 +12,14 @@ import pytest
 
 from benchmarks.fake_device import DevicePool, FakeCopying, FakeDevice, Trouble
 from benchmarks.fake_ends import DEVICE_TRANSPORTS
-from benchmarks.fake_lane import FakeLane, FakeLanes
+from benchmarks.fake_nccl import FakeConnection, FakeConnector
 from benchmarks.secret import SECRET
 from kvtransfer.cuda import why_no_cuda
 from kvtransfer.endpoint import make_sender
 from kvtransfer.frames import Frame, Kind
 from kvtransfer.issuer import Issuer, answer_of, on_its_own_thread, status_of
 from kvtransfer.lease import Lease
-from kvtransfer.nccl_lane import communicator
+from kvtransfer.nccl_connection import communicator
 from kvtransfer.outbound import Outbound
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome, Text
@@ -66,7 +66,7 @@ def held(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> Cal
         return made
 
     monkeypatch.setitem(TRANSPORTS, CUDA_IPC, CudaIpc(device_of))
-    monkeypatch.setitem(TRANSPORTS, NCCL, Nccl(device_of, FakeLanes()))
+    monkeypatch.setitem(TRANSPORTS, NCCL, Nccl(device_of, FakeConnector()))
     monkeypatch.setitem(TRANSPORTS, TCP_STAGED, TcpStaged(device_of))
     return device_of
 
@@ -77,21 +77,21 @@ def test_an_abort_drains_only_when_the_copy_into_the_pool_has_ended(
 ) -> None:
     pair = make_pair(transport)
     pair.move(pair.grant((1, 2)), (1, 2))
-    device = held(pair.landing)
+    device = held(pair.target)
     device.gate.clear()
     before = device.num_copies
     grant = pair.grant(tuple(range(10, 20)))
     received, sent = pair.begin(grant)
     pair.sender.push(grant.key, [(i, i) for i in range(10)], True)
-    wait_for(lambda: device.num_copies > before, "a copy into the landing pool")
+    wait_for(lambda: device.num_copies > before, "a copy into the target pool")
     pair.receiver.abort(grant.key)
     assert not received.all or received.outcomes == ["quarantined"]
     device.gate.set()
     wait_for(lambda: "drained" in received.outcomes, "the drained abort")
-    after = pair.landing.block(10)
+    after = pair.target.block(10)
     assert sent.wait().outcome is SendOutcome.FAILED
     pair.move(pair.grant((30,)), (5,))
-    assert pair.landing.block(10) == after, "nothing is written after it was drained"
+    assert pair.target.block(10) == after, "nothing is written after it was drained"
 
 
 @PATHS
@@ -170,7 +170,7 @@ def test_a_copy_that_ends_while_the_rest_of_a_frame_is_late_frees_its_blocks_at_
     make_pair: MakePair, held: Callable[[Any], HeldDevice]
 ) -> None:
     pair = make_pair("cuda_ipc")
-    device = held(pair.landing)
+    device = held(pair.target)
     raw = RawSender(pair)
     try:
         device.gate.clear()
@@ -179,7 +179,7 @@ def test_a_copy_that_ends_while_the_rest_of_a_frame_is_late_frees_its_blocks_at_
         raw.announce(tag)
         chunk = Frame(Kind.CHUNK, tag, 0, 1, 0, 4, bytes(8), True).encode() + pack([0], tag.generation, 1)
         raw.send(chunk + numbers(range(5, 6)))
-        wait_for(lambda: device.num_copies > before, "the copy into the landing pool")
+        wait_for(lambda: device.num_copies > before, "the copy into the target pool")
         raw.send(chunk[:-1])
         pair.receiver.abort(grant.key)
         device.gate.set()
@@ -210,8 +210,8 @@ def test_a_sender_that_never_sends_ends_its_own_pair_alone(
     """The receive waits in staging until the connection goes; another pair's transfers pass meanwhile."""
     lost, well = make_pair("nccl"), make_pair("nccl")
     lost.move(lost.grant((1,)), (1,))
-    monkeypatch.setattr(FakeLane, "send", lambda *_: FakeCopying())
-    before = lost.landing.block(10)
+    monkeypatch.setattr(FakeConnection, "send", lambda *_: FakeCopying())
+    before = lost.target.block(10)
     grant = lost.grant((10,))
     received, _ = lost.begin(grant)
     lost.sender.push(grant.key, [(0, 3)], True)
@@ -219,7 +219,7 @@ def test_a_sender_that_never_sends_ends_its_own_pair_alone(
     monkeypatch.undo()
     lost.sender.close()
     assert received.wait().outcome is ReceiveOutcome.FAILED
-    assert lost.landing.block(10) == before, "a late sender touches staging, never a page"
+    assert lost.target.block(10) == before, "a late sender touches staging, never a page"
     assert well.receiver.is_healthy
 
 
@@ -227,8 +227,8 @@ def test_versions_of_nccl_that_differ_are_refused_by_name(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]
 ) -> None:
     class Newer(Nccl):
-        def _lanes(self) -> Any:
-            return FakeLanes("2.31")
+        def _connector(self) -> Any:
+            return FakeConnector("2.31")
 
     pair = make_pair("nccl")
     plain = TRANSPORTS[NCCL]
@@ -297,7 +297,7 @@ def test_layer_groups_arrive(make_pair: MakePair, devices: dict[int, FakeDevice]
     shape = replace(facts.shape, layout="block-major.v1", dtype="float32", num_layers=4, head_dim=64)
     facts = replace(facts, shape=shape)
     pair = make_pair(transport, block_bytes=shape.block_bytes, facts=facts)
-    before = [pair.landing.block(block) for block in range(64)]
+    before = [pair.target.block(block) for block in range(64)]
     granted, sources = tuple(range(63, 3, -3)), tuple(range(5, 45, 2))
     grant = pair.grant(granted, fingerprint=facts)
     received, sent = Heard(), Heard()
@@ -311,7 +311,7 @@ def test_layer_groups_arrive(make_pair: MakePair, devices: dict[int, FakeDevice]
     assert received.all[-1].num_bytes == len(granted) * shape.block_bytes
     for block in range(64):
         expected = pair.source.block(sources[granted.index(block)]) if block in granted else before[block]
-        assert pair.landing.block(block) == expected, f"block {block}"
+        assert pair.target.block(block) == expected, f"block {block}"
 
 
 def test_this_system_says_what_it_lacks() -> None:
@@ -337,10 +337,10 @@ def test_statuses_that_cupy_does_not_know_are_still_statuses() -> None:
 def test_an_nccl_id_reaches_cupy_14_as_bytes_and_older_ones_as_signed_chars(kind: type) -> None:
     class Cupy:
         @staticmethod
-        def NcclCommunicator(num_ranks: int, lane_id: Any, rank: int) -> Any:
-            if type(lane_id) is not kind:
+        def NcclCommunicator(num_ranks: int, unique_id: Any, rank: int) -> Any:
+            if type(unique_id) is not kind:
                 raise TypeError(f"Argument 'commId' has incorrect type (expected {kind.__name__})")
-            return num_ranks, lane_id, rank
+            return num_ranks, unique_id, rank
 
     chars = tuple(range(-128, 128))
     packed = bytes(number % 256 for number in chars)
@@ -378,9 +378,9 @@ def test_both_ends_make_their_first_copies_before_anybody_can_wait_for_them(
 
     monkeypatch.setattr(FakeDevice, "copy", noted)
     pair = make_pair(transport)
-    made = [devices[id(pool)] for pool in (pair.landing, pair.source)]
+    made = [devices[id(pool)] for pool in (pair.target, pair.source)]
     assert seen == [(device, is_stored) for device in made for is_stored in (False, True)]
-    assert not any(bytes(devices[id(pair.landing)].pool().view(0)))  # nothing is stored in a pool
+    assert not any(bytes(devices[id(pair.target)].pool().view(0)))  # nothing is stored in a pool
 
 
 @PATHS

@@ -78,7 +78,7 @@ GOES_WELL = ("verified", "sent")
         (FaultKind.CORRUPT, Where.SENT, 0, FAILS),
         (FaultKind.CORRUPT, Where.SENT, CHUNK, FAILS),
         (FaultKind.STALL, Where.SENT, CHUNK, GOES_WELL),
-        (FaultKind.STALL, Where.LANDING, 0, GOES_WELL),
+        (FaultKind.STALL, Where.WRITTEN, 0, GOES_WELL),
         (FaultKind.CUT, Where.SENT, 0, FAILS),
         (FaultKind.CUT, Where.SENT, CHUNK, FAILS),
     ],
@@ -105,8 +105,8 @@ DEADLINE_S = 600.0
 def state_of(pair: Pair, grant: Grant) -> State | None:
     """The sender's; None once it has ended."""
     [outbound] = pair.sender.plain._pairs.values()
-    departure = outbound._book._open.get(tag_of(grant.key))
-    return None if departure is None else departure.session.state
+    transfer = outbound._table._open.get(tag_of(grant.key))
+    return None if transfer is None else transfer.session.state
 
 
 def unconfirmed(pair: Pair, grant: Grant, sent: Heard, clock: Clock) -> None:
@@ -150,7 +150,7 @@ def test_an_announcement_that_comes_after_its_chunk_ends_both_sides_before_the_d
     received, sent = pair.begin(grant, DEADLINE_S)
     pair.sender.push(grant.key, list(enumerate(SOURCES)), True)
     wait_for(lambda: pair.receiver.stats.late_messages == 1, "the chunk")
-    wait_for(lambda: bool(pair.receiver._book._open[tag_of(grant.key)].lanes), "the announcement")
+    wait_for(lambda: bool(pair.receiver._table._open[tag_of(grant.key)].shards), "the announcement")
     assert received.all == []
     unconfirmed(pair, grant, sent, clock)
     told_by_the_sender(received)
@@ -295,8 +295,8 @@ mine, theirs = socket.socketpair()
 near = trap.between(mine, TcpSend())
 frame = Frame(Kind.ANNOUNCE, tag).encode()
 def pass_one():
-    if where is Where.LANDING:
-        trap.landing(tag)
+    if where is Where.WRITTEN:
+        trap.target(tag)
     else:
         near.sendall(frame)
         assert theirs.recv(4096) == frame
@@ -308,7 +308,7 @@ print(f"{time.monotonic() - began:.2f}", trap.pauses[0][1] - trap.pauses[0][0] >
 """
 
 
-@pytest.mark.parametrize("where", ["landing", "sent"])
+@pytest.mark.parametrize("where", ["target", "sent"])
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_a_process_dies_or_stops_at_the_chunk_or_frame_that_was_named(kind: str, where: str) -> None:
     done = subprocess.run(

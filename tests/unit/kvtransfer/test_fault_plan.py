@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvtransfer.faults import OF_FRAMES, OF_LANDINGS, FaultKind, FaultPlan, Where, parse
+from kvtransfer.faults import OF_FRAMES, OF_WRITES, FaultKind, FaultPlan, Where, parse
 from kvtransfer.frames import tag_of
 from pdserve.core.errors import ConfigError
 from pdserve.core.grant import TransferKey
@@ -36,7 +36,7 @@ def test_a_fault_happens_only_where_it_can() -> None:
     plan = FaultPlan(seed=4, share=1.0, weights=dict.fromkeys(FaultKind, 1.0))
     seen = {(fault.kind, fault.where) for tag in TAGS if (fault := plan.fault_of(tag)) is not None}
     expected = {(kind, Where.SENT) for kind in FaultKind}
-    expected |= {(kind, Where.ANSWERED) for kind in OF_FRAMES} | {(kind, Where.LANDING) for kind in OF_LANDINGS}
+    expected |= {(kind, Where.ANSWERED) for kind in OF_FRAMES} | {(kind, Where.WRITTEN) for kind in OF_WRITES}
     assert seen == expected
 
 

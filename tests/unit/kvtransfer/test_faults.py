@@ -60,16 +60,16 @@ def test_after_drained_nothing_writes_into_the_memory(make_pair: MakePair, trans
     gate.wait_for_chunk()
     gate.allowed.release()  # the first chunk lands, the second is held on the wire
     gate.wait_for_chunk()
-    wait_for(lambda: pair.landing.block(0) == pair.source.block(0), "the first chunk")
+    wait_for(lambda: pair.target.block(0) == pair.source.block(0), "the first chunk")
     pair.receiver.abort(grant.key)
     assert received.wait().outcome is ReceiveOutcome.DRAINED
-    pair.landing.fill(blocks, STAMP)
+    pair.target.fill(blocks, STAMP)
     gate.open()
     assert sent.wait().outcome is SendOutcome.FAILED
     assert "aborted by the receiver" in sent.all[0].error
     wait_for(lambda: pair.receiver.stats.late_messages >= 1, "the late chunk")
     assert pair.move(pair.grant((), transfer_id="x"), ())[1].outcome is SendOutcome.SENT
-    assert pair.landing.memory == bytes([STAMP]) * len(pair.landing.memory)
+    assert pair.target.memory == bytes([STAMP]) * len(pair.target.memory)
     assert received.outcomes == ["drained"]
 
 
@@ -88,7 +88,7 @@ def test_an_abort_at_any_moment_of_a_stream_of_chunks_fences_exactly(
     end = received.wait()
     if end.outcome is ReceiveOutcome.VERIFIED:
         return  # it was faster
-    pair.landing.fill(blocks, STAMP)
+    pair.target.fill(blocks, STAMP)
     assert end.outcome is ReceiveOutcome.DRAINED
     assert sent.wait().outcome is SendOutcome.FAILED
     follower = pair.grant((255,), transfer_id="after")
@@ -96,7 +96,7 @@ def test_an_abort_at_any_moment_of_a_stream_of_chunks_fences_exactly(
     pair.sender.start(follower, Heard())
     pair.sender.push(follower.key, [(0, 0)], True)
     assert after.wait().outcome is ReceiveOutcome.VERIFIED  # so every chunk before it has been dealt with
-    assert pair.landing.memory[: 255 * 16_384] == bytes([STAMP]) * (255 * 16_384)
+    assert pair.target.memory[: 255 * 16_384] == bytes([STAMP]) * (255 * 16_384)
 
 
 def test_the_same_blocks_granted_again_take_nothing_from_the_old_transfer(
@@ -204,10 +204,10 @@ def test_a_deadline_fails_both_sides_and_frees_the_memory(
     assert sent.wait().outcome is SendOutcome.FAILED
     assert received.all[0].error == f"the deadline passed when 0 of {MANY} blocks had come"
     assert "the deadline passed when" in sent.all[0].error  # its own, or the receiver's word for it
-    pair.landing.fill(blocks, STAMP)
+    pair.target.fill(blocks, STAMP)
     gate.open()
     wait_for(lambda: pair.receiver.stats.late_messages >= 1, "the late chunks")
-    assert pair.landing.memory == bytes([STAMP]) * len(pair.landing.memory)
+    assert pair.target.memory == bytes([STAMP]) * len(pair.target.memory)
     assert pair.receiver.stats.expired == 1
 
 
@@ -281,15 +281,15 @@ def test_a_killed_sender_fails_its_transfers_at_once_not_by_timeout(
     pair.receiver.expect(grant, received, 60.0)
     sender = start_process("sender", transport, pair.host.endpoint, "32")
     assert sender.say() == {"ready": True}
-    wait_for(lambda: pair.landing.block(30) == pair.source.block(30), "all blocks but the last")
+    wait_for(lambda: pair.target.block(30) == pair.source.block(30), "all blocks but the last")
     sender.kill()
     end = received.wait()
     assert end.outcome is ReceiveOutcome.FAILED
     assert end.error.startswith("sender p9: connection ")
-    pair.landing.fill(range(32), STAMP)
+    pair.target.fill(range(32), STAMP)
     unrelated = pair.grant((40,))
     pair.receiver.expect(unrelated, other)
-    assert pair.landing.block(3) == bytes([STAMP]) * BLOCK_BYTES
+    assert pair.target.block(3) == bytes([STAMP]) * BLOCK_BYTES
     pair.receiver.abort(unrelated.key)
     assert other.wait().outcome is ReceiveOutcome.DRAINED
 

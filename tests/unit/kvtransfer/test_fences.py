@@ -32,8 +32,8 @@ def test_steps_that_are_queued_after_grant_and_push_are_not_waited_for(
     pair.move(pair.grant((1,)), (1,))
     grant = pair.grant((10, 11))
     received, sent = pair.begin(grant)
-    landing, source = devices[id(pair.landing)], devices[id(pair.source)]
-    steps = [landing.begin_step(), landing.begin_step()]
+    target, source = devices[id(pair.target)], devices[id(pair.source)]
+    steps = [target.begin_step(), target.begin_step()]
     pair.sender.push(grant.key, [(0, 3), (1, 4)], True)
     steps.append(source.begin_step())  # the prompt's next chunk
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
@@ -45,21 +45,21 @@ def test_steps_that_are_queued_after_grant_and_push_are_not_waited_for(
 
 
 @PATHS
-def test_a_landing_waits_for_the_steps_that_ran_when_its_blocks_were_granted(
+def test_a_receive_waits_for_the_steps_that_ran_when_its_blocks_were_granted(
     make_pair: MakePair, devices: dict[int, FakeDevice], transport: str
 ) -> None:
     """Such a step may still write to a block whose owner has left."""
     pair = make_pair(transport)
     pair.move(pair.grant((1,)), (1,))
-    device = devices[id(pair.landing)]
+    device = devices[id(pair.target)]
     step = device.begin_step()
     grant = pair.grant((10,))
     received, _ = pair.begin(grant)
-    before, num_copies = pair.landing.block(10), device.num_copies
+    before, num_copies = pair.target.block(10), device.num_copies
     pair.sender.push(grant.key, [(0, 3)], True)
     wait_for(lambda: device.num_copies > num_copies, "the copy to be asked for")
     time.sleep(A_WHILE_S)
-    assert pair.landing.block(10) == before
+    assert pair.target.block(10) == before
     assert received.all == []
     step.set()
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
@@ -87,7 +87,7 @@ def test_a_source_is_read_when_the_step_that_computes_it_has_ended(
     step.set()
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     pair.assert_equal(grant, (3, 4))
-    assert pair.landing.block(11) == b"\2" * pair.landing.block_bytes
+    assert pair.target.block(11) == b"\2" * pair.target.block_bytes
 
 
 class Recorder:

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.transfer_proxy import read_exactly
 from kvtransfer.checksum import Checksum
-from kvtransfer.dial import Line, dial, open_request
+from kvtransfer.dial import DataConnection, dial, open_request
 from kvtransfer.frames import ANSWER_BYTES, GREETING_BYTES
 from kvtransfer.gate import MAX_TICKETS, TICKET_LIFE_S
 from kvtransfer.host import host_id
@@ -40,8 +40,8 @@ def test_without_its_ticket_a_connection_is_closed(pair: Pair, first_bytes: byte
     answer = pair.host.open(pair.sender)
     with connect(pair, answer) as sock:
         sock.sendall(first_bytes)
-        line = Line(sock, TcpSend(), "tcp", "", Checksum.XXH3_64, 1)
-        assert RawSender.is_cut(type("S", (), {"line": line})())  # type: ignore[arg-type]
+        connection = DataConnection(sock, TcpSend(), "tcp", "", Checksum.XXH3_64, 1)
+        assert RawSender.is_cut(type("S", (), {"connection": connection})())  # type: ignore[arg-type]
     wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
     assert_still_serves(pair)
 

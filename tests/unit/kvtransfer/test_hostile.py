@@ -32,7 +32,7 @@ def test_a_duplicate_chunk_changes_nothing_and_is_counted(pair: Pair, raw: RawSe
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     assert raw.hear().kind is Kind.DONE
     wait_for(lambda: pair.receiver.stats.late_messages == 1, "the last chunk, which came after the end")
-    assert pair.landing.block(1) + pair.landing.block(2) == b"a" * BLOCK_BYTES + b"c" * BLOCK_BYTES
+    assert pair.target.block(1) + pair.target.block(2) == b"a" * BLOCK_BYTES + b"c" * BLOCK_BYTES
     assert pair.receiver.stats.duplicate_chunks == 1
 
 
@@ -44,7 +44,7 @@ def test_old_generations_and_attempts_write_nothing_and_are_counted(pair: Pair, 
     raw.announce(tag._replace(generation=0))
     assert raw.hear() == Frame(Kind.REFUSE, tag._replace(generation=0), length=42)
     assert pair.receiver.stats.late_messages == 4
-    assert pair.landing.block(1) == bytes(BLOCK_BYTES)
+    assert pair.target.block(1) == bytes(BLOCK_BYTES)
     pair.receiver.abort(grant.key)
     assert received.wait().outcome is ReceiveOutcome.DRAINED
 
@@ -53,7 +53,7 @@ def test_a_chunk_without_an_announcement_writes_nothing(pair: Pair, raw: RawSend
     grant, tag, received = expected(pair, (1,))
     raw.chunk(tag, 0, b"z" * BLOCK_BYTES, is_last=True)
     wait_for(lambda: pair.receiver.stats.late_messages == 1, "the chunk")
-    assert pair.landing.block(1) == bytes(BLOCK_BYTES)
+    assert pair.target.block(1) == bytes(BLOCK_BYTES)
     pair.receiver.abort(grant.key)
     assert received.wait().outcome is ReceiveOutcome.DRAINED
 
@@ -72,13 +72,13 @@ def test_one_sender_cannot_write_into_or_end_anothers_transfer(pair: Pair, raw: 
     wait_for(lambda: pair.receiver.stats.late_messages == 4, "the thief's words")
     raw.chunk(tag, 0, b"a" * BLOCK_BYTES, is_last=True)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
-    assert pair.landing.block(1) == b"a" * BLOCK_BYTES
+    assert pair.target.block(1) == b"a" * BLOCK_BYTES
     thief.close()
 
 
 def test_an_abort_under_a_write_that_does_not_end_is_quarantined_until_it_does(pair: Pair, raw: RawSender) -> None:
     """The test is the writer here, as a transport with slow DMA would be."""
-    pair.receiver._book.grace_s = 0.05
+    pair.receiver._table.grace_s = 0.05
     grant, tag, received = expected(pair, (1, 2))
     raw.announce(tag)
     raw.announce(tag._replace(generation=0))
@@ -117,7 +117,7 @@ def bad_frames(tag: Tag) -> dict[str, bytes]:
         "an unknown kind": good.encode()[:5] + b"\x63" + good.encode()[6:],
         "an unknown kind whose CRC is right": with_crc(good.encode()[:5] + b"\x63" + good.encode()[6:]),
         "groups that the layers do not make": Frame(Kind.ANNOUNCE, tag, part=Part(0, 0, 3)).encode(),
-        "a lane of another rank": Frame(Kind.ANNOUNCE, tag, part=Part(1, 0, 1)).encode(),
+        "a shard of another rank": Frame(Kind.ANNOUNCE, tag, part=Part(1, 0, 1)).encode(),
         "another version": good.encode()[:4] + b"\x63" + good.encode()[5:],
         "a flipped header bit": bytes([*good.encode()[:20], good.encode()[20] ^ 1, *good.encode()[21:]]),
     }
@@ -149,7 +149,7 @@ def test_indices_outside_the_grant_write_nothing(pair: Pair, raw: RawSender) -> 
     raw.chunk(tag, 2**32 - 1, b"z" * BLOCK_BYTES)
     raw.chunk(tag, 0, b"a" * 2 * BLOCK_BYTES, is_last=True)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
-    assert pair.landing.block(0) + pair.landing.block(3) == bytes(2 * BLOCK_BYTES)
+    assert pair.target.block(0) + pair.target.block(3) == bytes(2 * BLOCK_BYTES)
     assert pair.receiver.stats.duplicate_chunks == 2
 
 

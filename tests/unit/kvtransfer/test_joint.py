@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from tests.unit.kvtransfer.test_transfer_tables import grant_of
 
 from kvtransfer.joint import GiveUp, JointTransfers, Opened, Report, join_received, join_sent
 from kvtransfer.rank_grants import rank_grant, rank_key, rank_pairs
@@ -14,7 +15,6 @@ from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grant import Fingerprint, TransferKey
 from pdserve.core.kv_shape import KvShape
-from tests.unit.kvtransfer.test_books import grant_of
 
 KEY = TransferKey(transfer_id="t", attempt=1, generation=5)
 
@@ -32,99 +32,99 @@ QUARANTINED = received(ReceiveOutcome.QUARANTINED, "aborted")
 
 
 def joint(members: Sequence[int] = (0, 1), unopened: Sequence[int] = ()) -> JointTransfers[int, Received]:
-    book: JointTransfers[int, Received] = JointTransfers(join_received)
-    book.open(KEY, members, unopened)
-    return book
+    table: JointTransfers[int, Received] = JointTransfers(join_received)
+    table.open(KEY, members, unopened)
+    return table
 
 
 def test_a_transfer_is_verified_when_every_rank_has_verified_its_part() -> None:
-    book = joint((0, 1, 2))
+    table = joint((0, 1, 2))
     for member, num_bytes in ((2, 10), (0, 20)):
-        assert book.ended(KEY, member, replace(VERIFIED, num_bytes=num_bytes, transfer_s=member)) == []
-    [report] = book.ended(KEY, 1, replace(VERIFIED, num_bytes=30, busy_s=0.5))
+        assert table.ended(KEY, member, replace(VERIFIED, num_bytes=num_bytes, transfer_s=member)) == []
+    [report] = table.ended(KEY, 1, replace(VERIFIED, num_bytes=30, busy_s=0.5))
     assert report == Report(replace(VERIFIED, num_bytes=60, transfer_s=2, busy_s=0.5))
-    assert book.keys == []
+    assert table.keys == []
 
 
 def test_a_part_that_fails_ends_the_others_and_is_the_reason() -> None:
-    book = joint((0, 1, 2))
-    assert book.ended(KEY, 0, VERIFIED) == []
-    assert book.ended(KEY, 1, CUT) == [GiveUp(KEY, 2, "another rank's part failed: it was cut")]
-    [report] = book.ended(KEY, 2, received(ReceiveOutcome.FAILED, "refused"))
+    table = joint((0, 1, 2))
+    assert table.ended(KEY, 0, VERIFIED) == []
+    assert table.ended(KEY, 1, CUT) == [GiveUp(KEY, 2, "another rank's part failed: it was cut")]
+    [report] = table.ended(KEY, 2, received(ReceiveOutcome.FAILED, "refused"))
     assert report == Report(CUT)
 
 
 def test_a_part_that_was_cancelled_cancels_the_others() -> None:
-    book = joint()
-    assert book.ended(KEY, 1, CANCELLED) == [GiveUp(KEY, 0, "")]
-    [report] = book.ended(KEY, 0, DRAINED)
+    table = joint()
+    assert table.ended(KEY, 1, CANCELLED) == [GiveUp(KEY, 0, "")]
+    [report] = table.ended(KEY, 0, DRAINED)
     assert isinstance(report, Report)
     assert (report.end.outcome, report.end.is_cancelled) == (ReceiveOutcome.FAILED, True)
 
 
 def test_a_failure_counts_more_than_the_cancel_that_came_before_it() -> None:
-    """Both are heard of one event: a sender that fails cancels no other lane on purpose."""
-    book = joint()
-    book.ended(KEY, 1, CANCELLED)
-    assert book.ended(KEY, 0, CUT) == [Report(CUT)]
+    """Both are heard of one event: a sender that fails cancels no other shard on purpose."""
+    table = joint()
+    table.ended(KEY, 1, CANCELLED)
+    assert table.ended(KEY, 0, CUT) == [Report(CUT)]
 
 
 def test_an_owner_that_aborts_hears_of_quarantine_once_and_then_of_the_end() -> None:
-    book = joint()
-    assert book.ended(KEY, 0, QUARANTINED) == [], "nobody has aborted"
-    assert book.abort(KEY) == [GiveUp(KEY, 0, ""), GiveUp(KEY, 1, "")]
-    assert book.abort(KEY) == []
-    assert book.ended(KEY, 1, QUARANTINED) == [Report(QUARANTINED)]
-    assert book.ended(KEY, 0, QUARANTINED) == []
-    assert book.ended(KEY, 0, DRAINED) == []
-    assert book.ended(KEY, 1, DRAINED) == [Report(DRAINED)]
-    assert book.abort(KEY) == []
-    assert book.ended(KEY, 1, DRAINED) == []
-    assert book.num_late == 1
+    table = joint()
+    assert table.ended(KEY, 0, QUARANTINED) == [], "nobody has aborted"
+    assert table.abort(KEY) == [GiveUp(KEY, 0, ""), GiveUp(KEY, 1, "")]
+    assert table.abort(KEY) == []
+    assert table.ended(KEY, 1, QUARANTINED) == [Report(QUARANTINED)]
+    assert table.ended(KEY, 0, QUARANTINED) == []
+    assert table.ended(KEY, 0, DRAINED) == []
+    assert table.ended(KEY, 1, DRAINED) == [Report(DRAINED)]
+    assert table.abort(KEY) == []
+    assert table.ended(KEY, 1, DRAINED) == []
+    assert table.num_late == 1
 
 
 def test_an_abort_while_parts_fail_reaches_those_that_have_not_ended() -> None:
-    book = joint((0, 1, 2))
-    book.ended(KEY, 0, CUT)
-    assert book.abort(KEY) == [GiveUp(KEY, 1, ""), GiveUp(KEY, 2, "")]
-    book.ended(KEY, 1, DRAINED)
-    assert book.ended(KEY, 2, DRAINED) == [Report(replace(CUT, outcome=ReceiveOutcome.DRAINED))]
+    table = joint((0, 1, 2))
+    table.ended(KEY, 0, CUT)
+    assert table.abort(KEY) == [GiveUp(KEY, 1, ""), GiveUp(KEY, 2, "")]
+    table.ended(KEY, 1, DRAINED)
+    assert table.ended(KEY, 2, DRAINED) == [Report(replace(CUT, outcome=ReceiveOutcome.DRAINED))]
 
 
 def test_an_abort_that_comes_when_all_parts_are_verified_is_too_late() -> None:
-    book = joint()
-    book.ended(KEY, 0, VERIFIED)
-    book.abort(KEY)
-    assert book.ended(KEY, 1, VERIFIED) == [Report(VERIFIED)], "the sender was told that it is"
+    table = joint()
+    table.ended(KEY, 0, VERIFIED)
+    table.abort(KEY)
+    assert table.ended(KEY, 1, VERIFIED) == [Report(VERIFIED)], "the sender was told that it is"
 
 
 def test_a_grant_is_open_when_every_rank_has_opened_it() -> None:
-    book = joint((0, 1, 2), unopened=(1, 2))
-    assert book.opened(KEY, 2) == []
-    assert book.opened(KEY, 2) == []
-    assert book.opened(KEY, 0) == []
-    assert book.opened(KEY, 1) == [Opened(KEY)]
-    assert book.opened(KEY, 1) == []
+    table = joint((0, 1, 2), unopened=(1, 2))
+    assert table.opened(KEY, 2) == []
+    assert table.opened(KEY, 2) == []
+    assert table.opened(KEY, 0) == []
+    assert table.opened(KEY, 1) == [Opened(KEY)]
+    assert table.opened(KEY, 1) == []
 
 
 @pytest.mark.parametrize("ends", ["abort", "fail"])
 def test_a_grant_that_was_given_up_is_not_told_to_anybody(ends: str) -> None:
-    book = joint((0, 1), unopened=(1,))
+    table = joint((0, 1), unopened=(1,))
     if ends == "abort":
-        book.abort(KEY)
+        table.abort(KEY)
     else:
-        book.ended(KEY, 0, CUT)
-    assert book.opened(KEY, 1) == []
+        table.ended(KEY, 0, CUT)
+    assert table.opened(KEY, 1) == []
 
 
 def test_a_key_that_is_open_is_refused_and_a_forgotten_one_is_free() -> None:
-    book = joint()
+    table = joint()
     with pytest.raises(InvalidRequest, match=r"grant\.key"):
-        book.open(KEY, (0,))
-    book.forget(KEY)
-    assert KEY not in book
-    book.open(KEY, (0,))
-    assert book.members(KEY) == [0]
+        table.open(KEY, (0,))
+    table.forget(KEY)
+    assert KEY not in table
+    table.open(KEY, (0,))
+    assert table.members(KEY) == [0]
 
 
 def test_sent_parts_add_up() -> None:
@@ -174,11 +174,11 @@ def explore(num_members: int) -> int:
     """Depth first over all sequences of events; the number of complete ones."""
 
     def run(history: list[Any]) -> tuple[JointTransfers[int, Received], list[Rank], list[Received], bool]:
-        book = joint(range(num_members))
+        table = joint(range(num_members))
         ranks, told, is_aborted = [Rank() for _ in range(num_members)], [], False
         for event in history:
             if event == "abort":
-                actions: Sequence[Any] = book.abort(KEY)
+                actions: Sequence[Any] = table.abort(KEY)
                 is_aborted = True
             else:
                 member, end = event
@@ -187,7 +187,7 @@ def explore(num_members: int) -> int:
                     ranks[member] = replace(rank, is_quarantined=True)
                 else:
                     ranks[member] = replace(rank, end=end)
-                actions = book.ended(KEY, member, end)
+                actions = table.ended(KEY, member, end)
             for action in actions:
                 if isinstance(action, GiveUp):
                     rank = ranks[action.member]
@@ -195,15 +195,15 @@ def explore(num_members: int) -> int:
                     ranks[action.member] = replace(rank, told=(*rank.told, action.error))
                 else:
                     told.append(action.end)
-        return book, ranks, told, is_aborted
+        return table, ranks, told, is_aborted
 
     def check(history: list[Any]) -> bool:
-        book, ranks, told, is_aborted = run(history)
+        table, ranks, told, is_aborted = run(history)
         ends = [rank.end for rank in ranks]
         is_over = all(end is not None for end in ends)
         last = [end for end in told if end.outcome is not ReceiveOutcome.QUARANTINED]
         assert len(last) == is_over, "one end, when the last part has ended and not before"
-        assert bool(book.keys) is not is_over
+        assert bool(table.keys) is not is_over
         assert len(told) - len(last) <= is_aborted, "quarantine at most once, and only after an abort"
         if any(end is not None and end is not VERIFIED for end in ends) or is_aborted:
             assert all(rank.told or rank.end for rank in ranks), "a part goes on although the transfer is lost"

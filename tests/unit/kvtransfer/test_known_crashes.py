@@ -1,6 +1,6 @@
 """Known failures of other systems, third family: one request's late or repeated word kills everybody's engine.
 
-Each test names the thread that it answers to. The words come over real transports; what the workers' books do with
+Each test names the thread that it answers to. The words come over real transports; what the workers' tables do with
 them is in tests/unit/decode_worker/ and tests/unit/prefill_worker/, under the same name.
 """
 
@@ -112,7 +112,7 @@ def test_a_key_that_is_in_use_is_refused_and_its_first_owner_goes_on(pair: Pair)
 def test_close_waits_for_a_connection_that_is_over_but_for_its_last_word(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It left the receiver's books before its thread had ended: close returned while that still ran."""
+    """It left the receiver's tables before its thread had ended: close returned while that still ran."""
     assert_still_serves(pair)
     close = Channel.close
 
@@ -158,7 +158,7 @@ def test_a_peer_that_is_replaced_in_the_middle_harms_no_one_who_stays(pair: Pair
     second.announce(tag)
     second.chunk(tag, 0, b"c" * BLOCK_BYTES + b"d" * BLOCK_BYTES, is_last=True)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
-    assert pair.landing.block(1) + pair.landing.block(2) == b"c" * BLOCK_BYTES + b"d" * BLOCK_BYTES
+    assert pair.target.block(1) + pair.target.block(2) == b"c" * BLOCK_BYTES + b"d" * BLOCK_BYTES
     assert_still_serves(pair)
     first.close()
     second.close()
@@ -180,4 +180,4 @@ def test_an_ended_transfer_leaves_no_alarm(pair: Pair) -> None:
     received, _ = pair.begin(grant := pair.grant((1,)), 600.0)
     pair.sender.push(grant.key, [(0, 5)], True)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
-    assert pair.receiver._book.next_alarm_s is None
+    assert pair.receiver._table.next_alarm_s is None

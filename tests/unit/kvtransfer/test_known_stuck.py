@@ -26,16 +26,16 @@ FAILED_BOTH = (ReceiveOutcome.FAILED, SendOutcome.FAILED)
 
 def kept(pair: Pair) -> dict[str, int]:
     """Sizes of whatever is kept for a transfer on either side."""
-    book = pair.receiver._book
+    table = pair.receiver._table
     outbounds = list(pair.sender.plain._pairs.values())
     return {
-        "grants": len(book._open),
-        "owners of landings": len(pair.receiver._reports),
+        "grants": len(table._open),
+        "owners of targets": len(pair.receiver._reports),
         "transfers of the sender": len(pair.sender.plain._transfers),
-        "departures": sum(len(one._book._open) for one in outbounds),
+        "departures": sum(len(one._table._open) for one in outbounds),
         "owners of departures": sum(len(one._owners) for one in outbounds),
         "jobs": sum(len(one._jobs) for one in outbounds),
-        "words unsaid": sum(len(one._book._unsaid) for one in outbounds),
+        "words unsaid": sum(len(one._table._unsaid) for one in outbounds),
     }
 
 
@@ -46,7 +46,7 @@ def assert_nothing_is_kept(pair: Pair) -> None:
 # Nobody reports.
 
 
-def test_a_landing_place_that_no_sender_ever_mentions_is_freed_at_its_deadline(pair: Pair) -> None:
+def test_unclaimed_blocks_are_freed_at_the_deadline(pair: Pair) -> None:
     """vllm#46283: in push mode the decode side's blocks were only freed by a word of the prefill side."""
     received = Heard()
     pair.receiver.expect(pair.grant((1, 2)), received, deadline_s=0.2)
@@ -71,7 +71,7 @@ def test_an_abort_frees_the_other_side_at_once(pair: Pair, side: str, is_connect
     """vllm PR#19223, dynamo PR#7489: a client that left early stranded the other worker's blocks."""
     received, sent = pair.begin(grant := pair.grant((1, 2)))
     if is_connected:
-        wait_for(lambda: bool(pair.receiver._book._open[tag_of(grant.key)].lanes), "the first word")
+        wait_for(lambda: bool(pair.receiver._table._open[tag_of(grant.key)].shards), "the first word")
     getattr(pair, side).abort(grant.key)
     received.wait()
     sent.wait()
@@ -123,7 +123,7 @@ def test_transfers_that_end_badly_leave_nothing_behind(pair: Pair) -> None:
         assert received.wait().outcome in (ReceiveOutcome.FAILED, ReceiveOutcome.DRAINED)
         assert sent.wait().outcome is SendOutcome.FAILED
     assert_nothing_is_kept(pair)
-    assert len(pair.receiver._book._alarms) <= 64 + 2
+    assert len(pair.receiver._table._alarms) <= 64 + 2
     assert_still_serves(pair)
 
 
@@ -145,12 +145,12 @@ def test_a_burst_of_cancellations_does_not_wedge_the_pair(make_pair: MakePair, t
 def test_announcements_of_what_nobody_granted_use_no_memory(pair: Pair, raw: RawSender) -> None:
     """sglang#39428: each unknown room that was named made an entry that stayed."""
     before = kept(pair)
-    remembered = len(pair.receiver._book._ended)
+    remembered = len(pair.receiver._table._ended)
     for number in range(500):
         raw.announce(Tag(number.to_bytes(16, "little"), 1, 1))
         assert raw.hear().kind is Kind.REFUSE
     assert kept(pair) == before
-    assert len(pair.receiver._book._ended) == remembered
+    assert len(pair.receiver._table._ended) == remembered
     assert len(pair.receiver._connections) == 1
 
 

@@ -32,7 +32,7 @@ EMPTY = bytes(BLOCK_BYTES)
 def test_block_ids_out_of_range_are_refused_on_every_way_in(pair: Pair, raw: RawSender) -> None:
     """vllm#52234, case 1: block ids outside the pool or the request were used as offsets into memory."""
     with pytest.raises(InvalidRequest, match=r"grant\.blocks"):
-        pair.receiver.expect(pair.grant((pair.landing.num_blocks,)), Heard())
+        pair.receiver.expect(pair.grant((pair.target.num_blocks,)), Heard())
     mine = pair.grant((10,))
     received, sent = pair.begin(mine)
     with pytest.raises(InvalidRequest, match="source block 64"):
@@ -48,7 +48,7 @@ def test_block_ids_out_of_range_are_refused_on_every_way_in(pair: Pair, raw: Raw
     raw.send(frame.encode() + pack([0], tag.generation, 1) + beyond)
     assert other.wait().outcome is ReceiveOutcome.FAILED
     assert pair.receiver.stats.protocol_errors == 1
-    assert all(pair.landing.block(block) == EMPTY for block in range(pair.landing.num_blocks))
+    assert all(pair.target.block(block) == EMPTY for block in range(pair.target.num_blocks))
     assert_still_serves(pair)
 
 
@@ -56,7 +56,7 @@ def test_a_consumed_reference_that_is_used_again_writes_nothing_and_ends_at_once
     """vllm#52234, case 2: a reference that had been consumed was accepted a second time."""
     grant = pair.grant((1, 2))
     assert pair.move(grant, (5, 6))[0].outcome is ReceiveOutcome.VERIFIED
-    pair.landing.fill((1, 2), 0x5A)  # committed, and decoding has gone on in them
+    pair.target.fill((1, 2), 0x5A)  # committed, and decoding has gone on in them
     again = Heard()
     pair.sender.start(grant, again)  # without a deadline: the answer must end it
     pair.sender.push(grant.key, [(0, 7), (1, 8)], True)
@@ -67,7 +67,7 @@ def test_a_consumed_reference_that_is_used_again_writes_nothing_and_ends_at_once
     raw.chunk(tag_of(grant.key), 0, A + B, is_last=True)
     wait_for(lambda: pair.receiver.stats.late_messages >= 1, "the chunk")
     assert_still_serves(pair)
-    assert pair.landing.block(1) + pair.landing.block(2) == b"\x5a" * 2 * BLOCK_BYTES
+    assert pair.target.block(1) + pair.target.block(2) == b"\x5a" * 2 * BLOCK_BYTES
 
 
 def test_a_stale_reference_to_blocks_that_were_granted_again_writes_nothing(pair: Pair, raw: RawSender) -> None:
@@ -88,7 +88,7 @@ def test_a_stale_reference_to_blocks_that_were_granted_again_writes_nothing(pair
     raw.chunk(tag_of(old.key), 0, A)
     raw.chunk(tag_of(new.key), 1, C, is_last=True)
     assert heard.wait().outcome is ReceiveOutcome.VERIFIED
-    assert pair.landing.block(1) + pair.landing.block(2) == B + C
+    assert pair.target.block(1) + pair.target.block(2) == B + C
     assert pair.receiver.stats.late_messages == 2
 
 
@@ -106,7 +106,7 @@ def test_chunks_under_another_requests_name_write_nothing(pair: Pair, raw: RawSe
     raw.chunk(mine, 0, A, is_last=True)
     raw.chunk(other, 0, B, is_last=True)
     assert [received.wait().outcome, others.wait().outcome] == [ReceiveOutcome.VERIFIED] * 2
-    assert (pair.landing.block(1), pair.landing.block(2)) == (A, B)
+    assert (pair.target.block(1), pair.target.block(2)) == (A, B)
     thief.close()
 
 
@@ -163,7 +163,7 @@ def test_source_blocks_that_a_timeout_gave_back_are_never_committed_with_their_n
         assert sent.wait().outcome is SendOutcome.FAILED
         pair.source.fill((5, 6), 0x77)
     if received.wait().outcome is ReceiveOutcome.VERIFIED:  # tcp: the bytes had left before
-        assert [pair.landing.block(block) for block in (1, 2)] == before
+        assert [pair.target.block(block) for block in (1, 2)] == before
     else:
         assert received.all[0].outcome is ReceiveOutcome.FAILED
 
@@ -195,7 +195,7 @@ def test_memory_is_not_given_back_before_the_writer_has_left_it(pair: Pair) -> N
         leave(claim)  # type: ignore[arg-type]
 
     pair.receiver.leave = held  # type: ignore[method-assign, assignment]
-    pair.receiver._book.grace_s = 0.05
+    pair.receiver._table.grace_s = 0.05
     grant = pair.grant((1, 2))
     received, _ = pair.begin(grant)
     pair.sender.push(grant.key, [(0, 5), (1, 6)], True)
@@ -205,9 +205,9 @@ def test_memory_is_not_given_back_before_the_writer_has_left_it(pair: Pair) -> N
     assert pair.receiver.open_keys == [grant.key]
     may_leave.set()
     assert received.wait(2).outcome is ReceiveOutcome.DRAINED
-    pair.landing.fill((1, 2), 0x5A)
+    pair.target.fill((1, 2), 0x5A)
     assert_still_serves(pair)
-    assert pair.landing.block(1) + pair.landing.block(2) == b"\x5a" * 2 * BLOCK_BYTES
+    assert pair.target.block(1) + pair.target.block(2) == b"\x5a" * 2 * BLOCK_BYTES
 
 
 def test_blocks_that_are_granted_a_hundred_times_hold_what_the_last_grant_brought(pair: Pair) -> None:
@@ -244,5 +244,5 @@ def test_each_side_numbers_its_blocks_itself(pair: Pair) -> None:
     sources = (2, 63, 0, 30, 11)
     assert pair.move(grant, sources)[0].outcome is ReceiveOutcome.VERIFIED
     pair.assert_equal(grant, sources)
-    untouched = set(range(pair.landing.num_blocks)) - set(grant.blocks)
-    assert all(pair.landing.block(block) == EMPTY for block in untouched)
+    untouched = set(range(pair.target.num_blocks)) - set(grant.blocks)
+    assert all(pair.target.block(block) == EMPTY for block in untouched)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.unit.kvtransfer.test_transfer_tables import grant_of
 
 from kvtransfer import receive_transfers
 from kvtransfer.frames import Frame, Kind, tag_of
@@ -23,7 +24,6 @@ from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pair, wait_for
 from tests.unit.kvtransfer.process import Process
 from tests.unit.kvtransfer.raw import RawSender, expected
-from tests.unit.kvtransfer.test_books import grant_of
 
 MakePair = Callable[..., Pair]
 # A minute of silence, which only a test's clock makes pass, and beats that come at once when it has.
@@ -55,13 +55,13 @@ def test_a_lease_that_cannot_work_is_a_config_error(changes: dict[str, float], f
         Lease(**changes)
 
 
-# The receiver's book.
+# The receiver's table.
 
 
-def book(deadline_at_s: float | None = None) -> ReceiveTransfers:
-    book = ReceiveTransfers(BlockStamps(8), grace_s=1.0, quarantine_s=4.0, stall_s=60.0, unclaimed_s=120.0)
-    book.expect(GRANT, 0.0, deadline_at_s)
-    return book
+def table(deadline_at_s: float | None = None) -> ReceiveTransfers:
+    table = ReceiveTransfers(BlockStamps(8), grace_s=1.0, quarantine_s=4.0, stall_s=60.0, unclaimed_s=120.0)
+    table.expect(GRANT, 0.0, deadline_at_s)
+    return table
 
 
 def ends_of(actions: list[receive_transfers.Action]) -> list[tuple[str, str]]:
@@ -79,14 +79,14 @@ def rung(it: ReceiveTransfers, until_s: float) -> list[receive_transfers.Action]
 
 
 def test_a_grant_without_deadline_that_no_sender_takes_ends() -> None:
-    it = book()
+    it = table()
     assert rung(it, 119.9) == []
     assert ends_of(rung(it, 120.0)) == [("failed", "no sender came; 0 of 2 blocks had come")]
     assert it.stats.expired == 1
 
 
 def test_a_transfer_without_deadline_lives_while_it_progresses_and_ends_when_it_stands_still() -> None:
-    it = book()
+    it = table()
     it.announce(TAG, 1, now_s=100.0)
     assert rung(it, 150.0) == []
     claim = it.claim(TAG, 1, 0, pack([0], 5, 1), 150.0)
@@ -97,7 +97,7 @@ def test_a_transfer_without_deadline_lives_while_it_progresses_and_ends_when_it_
 
 
 def test_a_deadline_is_all_that_counts_where_there_is_one() -> None:
-    it = book(deadline_at_s=500.0)
+    it = table(deadline_at_s=500.0)
     assert rung(it, 499.0) == []
     assert ends_of(rung(it, 500.0)) == [("failed", "the deadline passed when 0 of 2 blocks had come")]
 
@@ -111,7 +111,7 @@ def writing(it: ReceiveTransfers) -> Claim:
 
 
 def test_a_write_that_outlives_its_deadline_has_its_connection_closed_within_a_second() -> None:
-    it = book(deadline_at_s=10.0)
+    it = table(deadline_at_s=10.0)
     writing(it)
     assert ends_of(rung(it, 10.9)) == []
     assert rung(it, 11.0) == [Sever(7)]
@@ -121,7 +121,7 @@ def test_a_write_that_outlives_its_deadline_has_its_connection_closed_within_a_s
 
 
 def test_a_quarantine_ends_with_its_connection() -> None:
-    it = book(deadline_at_s=500.0)
+    it = table(deadline_at_s=500.0)
     writing(it)
     it.abort(GRANT.key, 20.0)
     assert ends_of(rung(it, 20.9)) == []
@@ -132,7 +132,7 @@ def test_a_quarantine_ends_with_its_connection() -> None:
 
 
 def test_a_write_that_ends_in_time_severs_nobody() -> None:
-    it = book(deadline_at_s=500.0)
+    it = table(deadline_at_s=500.0)
     claim = writing(it)
     it.abort(GRANT.key, 20.0)
     assert ends_of(it.leave(claim, 20.5)) == [("drained", "aborted by the receiver")]
@@ -140,7 +140,7 @@ def test_a_write_that_ends_in_time_severs_nobody() -> None:
     assert it.stats.severed == it.stats.quarantined == 0
 
 
-# The sender's book.
+# The sender's table.
 
 
 def test_a_departure_without_deadline_ends_when_nothing_is_pushed_or_taken() -> None:
@@ -158,10 +158,10 @@ def test_a_departure_without_deadline_ends_when_nothing_is_pushed_or_taken() -> 
     assert report.sent.error == retract.error == "nothing was pushed or taken for 60 s"  # type: ignore[union-attr]
 
 
-def sent_whole(grant: Grant, deadline_at_s: float | None, num_lanes: int = 1) -> SendTransfers:
+def sent_whole(grant: Grant, deadline_at_s: float | None, num_shards: int = 1) -> SendTransfers:
     """The last block is on the wire at 10 s."""
     out = SendTransfers(1, BlockStamps(8), stall_s=60.0, unconfirmed_s=5.0)
-    out.start(grant, 0.0, deadline_at_s, num_lanes=num_lanes)
+    out.start(grant, 0.0, deadline_at_s, num_shards=num_shards)
     out.linked()
     out.push(grant.key, [(0, 0), (1, 1)], True, 0.0)
     job = out.take(2, 1.0)
@@ -203,8 +203,8 @@ def test_a_deadline_before_the_confirmation_is_due_still_counts() -> None:
     assert sent_whole(GRANT, 12.0).expire(12.0) != []
 
 
-def test_one_lane_of_several_waits_for_the_others() -> None:
-    out = sent_whole(GRANT, 500.0, num_lanes=2)
+def test_one_shard_of_several_waits_for_the_others() -> None:
+    out = sent_whole(GRANT, 500.0, num_shards=2)
     assert out.expire(499.0) == []
     assert out.expire(500.0) != []
 
@@ -341,13 +341,13 @@ def test_a_stopped_sender_frees_everything_and_is_late_when_it_wakes(
     pair.receiver.expect(grant, received)
     sender = start_process("sender", transport, pair.host.endpoint, "32")
     assert sender.say() == {"ready": True}
-    wait_for(lambda: pair.landing.block(30) == pair.source.block(30), "all blocks but the last")
+    wait_for(lambda: pair.target.block(30) == pair.source.block(30), "all blocks but the last")
     sender.stop()
     assert fall_silent(clock, received).error == "sender p9: nothing was heard of the peer for 60 s"
-    pair.landing.fill(range(32), 0x5A)
+    pair.target.fill(range(32), 0x5A)
     sender.go_on()
     assert sender.say()["sent"] == "failed"
-    assert pair.landing.block(3) == b"\x5a" * BLOCK_BYTES
+    assert pair.target.block(3) == b"\x5a" * BLOCK_BYTES
 
 
 def test_a_stopped_receiver_gives_the_source_back_and_delays_no_other_pair(
@@ -397,7 +397,7 @@ def test_a_receiver_that_stops_reading_keeps_no_source_block_beyond_the_deadline
 
 def test_a_path_whose_write_never_ends_is_closed_and_its_memory_freed(pair: Pair) -> None:
     """The test is the writer, as a transport would be that cannot prove that writing has stopped."""
-    pair.receiver._book.grace_s, pair.receiver._book.quarantine_s = 0.05, 0.2
+    pair.receiver._table.grace_s, pair.receiver._table.quarantine_s = 0.05, 0.2
     raw = RawSender(pair)
     grant, tag, received = expected(pair, (1, 2))
     raw.announce(tag)

@@ -52,7 +52,7 @@ def begin_slow(pair: Pair, world: World) -> tuple[Heard, Heard, FakeHandle]:
 
 
 def assert_untouched(pair: Pair) -> None:
-    assert all(pair.landing.block(block) == bytes(BLOCK_BYTES) for block in BLOCKS)
+    assert all(pair.target.block(block) == bytes(BLOCK_BYTES) for block in BLOCKS)
 
 
 def test_an_abort_drains_while_the_read_is_under_way_and_what_comes_later_touches_no_page(
@@ -100,7 +100,7 @@ def test_a_read_that_fails_ends_the_connection_and_what_it_writes_later_no_page(
     again = pair.grant(tuple(range(30, 40)))
     received, _ = pair.move(again, tuple(range(40, 50)))
     assert received.outcome is ReceiveOutcome.VERIFIED
-    failed.land()
+    failed.receive()
     assert_untouched(pair)
     pair.assert_equal(again, tuple(range(40, 50)))
 
@@ -119,7 +119,7 @@ def test_bytes_of_a_failed_read_that_overwrite_a_later_one_in_staging_fail_its_c
 
     def late_copy(destination: list[memoryview], source: list[memoryview]) -> None:
         assert (ctypes.addressof(ctypes.c_char.from_buffer(source[0])), len(source[0])) == (at, num_bytes)
-        late.land()
+        late.receive()
         copy(destination, source)
 
     monkeypatch.setattr(nixl, "copy", late_copy)
@@ -391,9 +391,9 @@ def test_a_killed_sender_costs_its_transfer_and_the_next_one_reads_as_before(
 ) -> None:
     num_blocks = 16_384  # 64 MiB, in 16 chunks
     transport = prepared("nixl")
-    landing = HostPool(num_blocks)
+    target = HostPool(num_blocks)
     receiver = make_receiver(
-        landing, fingerprint(), secret=SECRET, worker_id="d0", incarnation="d0-1", host="127.0.0.1", transport=transport
+        target, fingerprint(), secret=SECRET, worker_id="d0", incarnation="d0-1", host="127.0.0.1", transport=transport
     )
     host, received = GrpcHost(receiver.servicer), Heard()
     receiver.expect(grant_of_peer(host.endpoint, num_blocks), received)

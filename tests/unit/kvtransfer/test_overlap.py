@@ -60,8 +60,8 @@ def test_what_was_pushed_early_is_not_exposed(transport: str, make_pair: Callabl
     received, sent = pair.begin(grant)
     pair.sender.push(grant.key, [(0, 1), (1, 2), (2, 3)], False)
     [outbound] = pair.sender.plain._pairs.values()
-    landed = pair.receiver._book._open[tag_of(grant.key)].session.checked
-    wait_for(lambda: pair.sender.stats.chunks > 0 and landed.count == 3, "the first blocks")
+    transferred = pair.receiver._table._open[tag_of(grant.key)].session.checked
+    wait_for(lambda: pair.sender.stats.chunks > 0 and transferred.count == 3, "the first blocks")
     assert outbound._channel is not None
     wait_for(lambda: outbound._channel.unacknowledged_bytes == 0, "the network to say so")
     clock.added_s += rest_s

@@ -18,7 +18,7 @@ from benchmarks.secret import SECRET
 from kvtransfer import fused, host, outbound
 from kvtransfer.channel import MAX_OUTBOX, Channel, Gone
 from kvtransfer.checksum import Checksum, available
-from kvtransfer.dial import Line
+from kvtransfer.dial import DataConnection
 from kvtransfer.frames import tag_of
 from kvtransfer.inbound import Inbound
 from kvtransfer.outbound import Outbound
@@ -85,7 +85,7 @@ def test_a_bug_in_a_receivers_connection_ends_its_transfers_visibly_and_no_other
         raise ZeroDivisionError("a bug of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShmReceive if transport == "shm" else TcpReceive, "land", broken)
+        patch.setattr(ShmReceive if transport == "shm" else TcpReceive, "receive", broken)
         received, sent = pair.move(pair.grant((1, 2)), (5, 6))
     assert (received.outcome, sent.outcome) == (ReceiveOutcome.FAILED, SendOutcome.FAILED)
     assert received.error == "sender p0: the connection's thread died"
@@ -100,7 +100,7 @@ def test_a_bug_in_a_senders_connection_ends_its_transfers_visibly_and_no_others(
         raise ZeroDivisionError("a bug of ours")
 
     received, sent = pair.begin(grant := pair.grant((1, 2)))
-    wait_for(lambda: bool(pair.receiver._book._open[tag_of(grant.key)].lanes), "the announcement")
+    wait_for(lambda: bool(pair.receiver._table._open[tag_of(grant.key)].shards), "the announcement")
     with monkeypatch.context() as patch:
         patch.setattr(SendTransfers, "take", broken)
         pair.sender.push(grant.key, [(0, 5), (1, 6)], True)
@@ -132,11 +132,11 @@ def test_a_connection_that_is_made_too_late_is_closed_again(
     is_dialled, go_on = threading.Event(), threading.Event()
     dial = outbound.dial
 
-    def late(*args: Any) -> Line:
-        line = dial(*args)
+    def late(*args: Any) -> DataConnection:
+        connection = dial(*args)
         is_dialled.set()
         assert go_on.wait(WAIT_S)
-        return line
+        return connection
 
     monkeypatch.setattr(outbound, "dial", late)
     received, sent = pair.begin(pair.grant((1,)))
@@ -145,7 +145,7 @@ def test_a_connection_that_is_made_too_late_is_closed_again(
     [connection] = pair.sender.plain._pairs.values()
     if is_heard:
 
-        def give_up(book: SendTransfers, now_s: float) -> list[Any]:
+        def give_up(table: SendTransfers, now_s: float) -> list[Any]:
             """The connection comes up between the commands' being taken and the end."""
             go_on.set()
             wait_for(lambda: bool(connection._commands), "the word that it is up")

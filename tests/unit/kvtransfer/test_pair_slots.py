@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fake_device import FakeDevice
-from benchmarks.fake_lane import FakeLanes
+from benchmarks.fake_nccl import FakeConnector
 from kvtransfer.pair_slots import PairSlot, PairSlots
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.nccl import MOST_PAIRS, NCCL, Nccl
@@ -80,8 +80,8 @@ def bounded(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> 
         def device_of(pool: Any) -> FakeDevice:
             return devices.setdefault(id(pool), FakeDevice(pool))
 
-        lanes = FakeLanes()
-        receivers, senders = Nccl(device_of, lanes, most), Nccl(device_of, lanes, 1000)
+        connector = FakeConnector()
+        receivers, senders = Nccl(device_of, connector, most), Nccl(device_of, connector, 1000)
         monkeypatch.setattr(receivers, "sender", senders.sender)
         monkeypatch.setitem(TRANSPORTS, NCCL, receivers)
         return receivers
@@ -155,7 +155,7 @@ def test_a_sender_without_room_asks_its_own_pairs(
 ) -> None:
     """Both ends of both pairs in one process with two places: the second pair needs those of the first."""
     patient(monkeypatch)
-    transport = Nccl(lambda pool: devices.setdefault(id(pool), FakeDevice(pool)), FakeLanes(), 2)  # type: ignore[arg-type]
+    transport = Nccl(lambda pool: devices.setdefault(id(pool), FakeDevice(pool)), FakeConnector(), 2)  # type: ignore[arg-type]
     monkeypatch.setitem(TRANSPORTS, NCCL, transport)
     pairs = [make_pair("nccl", num_blocks=4) for _ in range(2)]
     for pair in [*pairs, *pairs]:

@@ -1,4 +1,4 @@
-"""Blocks that come in parts: by groups of layers, and by lanes, the heads of each of the sender's ranks."""
+"""Blocks that come in parts: by groups of layers, and by shards, the heads of each of the sender's ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.kvtransfer.test_transfer_tables import grant_of
 
 from benchmarks.secret import SECRET
 from kvtransfer import receive_transfers
 from kvtransfer.endpoint import make_receiver
 from kvtransfer.frames import tag_of
-from kvtransfer.parts import MAX_GROUPS, WHOLE, Lanes, Part
+from kvtransfer.parts import MAX_GROUPS, WHOLE, Part, PartLayout
 from kvtransfer.receive_transfers import ReceiveTransfers
 from kvtransfer.send_transfers import SendTransfers
 from kvtransfer.sender import StreamSender
@@ -27,7 +28,6 @@ from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.kv_shape import KvShape
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, HostPool, fingerprint, wait_for
-from tests.unit.kvtransfer.test_books import grant_of
 
 SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=4, num_kv_heads=4, head_dim=8, block_size=2)
 INT8 = replace(SHAPE, layout="block-major-int8.v1", dtype="int8")
@@ -50,7 +50,7 @@ def test_the_parts_of_a_block_fill_every_value_once_and_are_the_same_on_both_sid
     original = bytes(HostPool(8, shape.block_bytes, seed=3).memory)
     for rank in range(ranks):
         source_shape = replace(shape, tp_degree=ranks, tp_rank=rank)
-        to, out = Lanes.to_receive(source_shape, shape), Lanes.to_send(source_shape, shape)
+        to, out = PartLayout.to_receive(source_shape, shape), PartLayout.to_send(source_shape, shape)
         assert (to.index, to.count, out.index, out.count) == (rank, ranks, rank, ranks)
         assert out.block_bytes == source_shape.block_bytes
         source = bytearray(8 * source_shape.block_bytes)
@@ -80,8 +80,8 @@ def scatter(data: bytes, views: list[memoryview]) -> None:
 
 
 def test_one_part_is_one_run_of_bytes() -> None:
-    lanes = Lanes.to_receive(SHAPE, SHAPE)
-    assert [len(view) for view in lanes.views(memoryview(bytearray(8 * SHAPE.block_bytes)), [3, 4, 5], WHOLE)] == [
+    shards = PartLayout.to_receive(SHAPE, SHAPE)
+    assert [len(view) for view in shards.views(memoryview(bytearray(8 * SHAPE.block_bytes)), [3, 4, 5], WHOLE)] == [
         3 * SHAPE.block_bytes
     ]
 
@@ -89,76 +89,76 @@ def test_one_part_is_one_run_of_bytes() -> None:
 @pytest.mark.parametrize("part", [Part(0, 0, 3), Part(0, 4, 4), Part(0, 0, 8), Part(0, 0, 64), Part(0, 0, 0)])
 def test_groups_that_the_layers_do_not_make_are_refused(part: Part) -> None:
     with pytest.raises(ConfigError, match="a divisor of the 4 layers, at most 32"):
-        Lanes.to_receive(SHAPE, SHAPE).runs(part)
+        PartLayout.to_receive(SHAPE, SHAPE).runs(part)
 
 
 def test_as_many_groups_as_a_stamp_can_name_are_allowed() -> None:
     deep = replace(SHAPE, num_layers=2 * MAX_GROUPS)
-    lanes = Lanes.to_receive(deep, deep)
-    assert sum(lanes.bytes_of(Part(0, group, MAX_GROUPS)) for group in range(MAX_GROUPS)) == deep.block_bytes
+    shards = PartLayout.to_receive(deep, deep)
+    assert sum(shards.bytes_of(Part(0, group, MAX_GROUPS)) for group in range(MAX_GROUPS)) == deep.block_bytes
     with pytest.raises(ConfigError):
-        lanes.runs(Part(0, 0, 2 * MAX_GROUPS))
+        shards.runs(Part(0, 0, 2 * MAX_GROUPS))
 
 
 def test_a_rank_that_has_nothing_for_the_target_is_refused() -> None:
     source, target = replace(SHAPE, tp_degree=2, tp_rank=1), replace(SHAPE, tp_degree=4, tp_rank=0)
     with pytest.raises(ConfigError, match=r"kv_shape.tp_rank: got 1 of 2, expected a rank that holds heads of rank 0"):
-        Lanes.to_receive(source, target)
+        PartLayout.to_receive(source, target)
 
 
-# The receiver's book.
+# The receiver's table.
 
 GRANT = grant_of("t", 1, 5, (3, 4))
 TAG = tag_of(GRANT.key)
 
 
-def book() -> ReceiveTransfers:
-    book = ReceiveTransfers(BlockStamps(8))
-    book.expect(GRANT, 0.0, 10.0, [1, 2])
-    assert book.announce(TAG, 10, 0, 2, num_lanes=2) == []
-    assert book.announce(TAG, 20, 1, 1, num_lanes=2) == []
-    return book
+def table() -> ReceiveTransfers:
+    table = ReceiveTransfers(BlockStamps(8))
+    table.expect(GRANT, 0.0, 10.0, [1, 2])
+    assert table.announce(TAG, 10, 0, 2, num_shards=2) == []
+    assert table.announce(TAG, 20, 1, 1, num_shards=2) == []
+    return table
 
 
-def land(
-    book: ReceiveTransfers, writer: int, part: Part, first: int, content_hashes: list[int], is_last: bool = False
+def receive(
+    table: ReceiveTransfers, writer: int, part: Part, first: int, content_hashes: list[int], is_last: bool = False
 ) -> list[Any]:
-    claim = book.claim(TAG, writer, first, pack(content_hashes, 5, part.mask), 0.0, part)
+    claim = table.claim(TAG, writer, first, pack(content_hashes, 5, part.mask), 0.0, part)
     assert claim is not None
-    assert book.enter(claim)
-    book.leave(claim, 0.0)
-    return book.settle(claim, 1, True, is_last, 0.0)
+    assert table.enter(claim)
+    table.leave(claim, 0.0)
+    return table.settle(claim, 1, True, is_last, 0.0)
 
 
-def test_a_transfer_is_whole_when_each_block_has_come_in_every_part_of_every_lane() -> None:
-    it = book()
-    assert land(it, 20, Part(1, 0, 1), 0, [1, 2], is_last=True) == []
-    assert land(it, 10, Part(0, 1, 2), 0, [1, 2]) == []
-    assert land(it, 10, Part(0, 0, 2), 1, [2]) == []
-    *answers, report = land(it, 10, Part(0, 0, 2), 0, [1], is_last=True)
+def test_a_transfer_is_whole_when_each_block_has_come_in_every_part_of_every_shard() -> None:
+    it = table()
+    assert receive(it, 20, Part(1, 0, 1), 0, [1, 2], is_last=True) == []
+    assert receive(it, 10, Part(0, 1, 2), 0, [1, 2]) == []
+    assert receive(it, 10, Part(0, 0, 2), 1, [2]) == []
+    *answers, report = receive(it, 10, Part(0, 0, 2), 0, [1], is_last=True)
     assert report.received.outcome is ReceiveOutcome.VERIFIED
     assert {(answer.writer, answer.is_verified) for answer in answers} == {(10, True), (20, True)}
 
 
-def test_nothing_is_whole_before_every_lane_has_spoken() -> None:
+def test_nothing_is_whole_before_every_shard_has_spoken() -> None:
     it = ReceiveTransfers(BlockStamps(8))
     it.expect(GRANT, 0.0, 10.0)
-    it.announce(TAG, 10, 0, 1, num_lanes=2)
-    assert land(it, 10, Part(0, 0, 1), 0, [1, 2], is_last=True) == []
-    it.announce(TAG, 20, 1, 1, num_lanes=2)
-    assert land(it, 20, Part(1, 0, 1), 0, [1, 2])[-1].received.outcome is ReceiveOutcome.VERIFIED
+    it.announce(TAG, 10, 0, 1, num_shards=2)
+    assert receive(it, 10, Part(0, 0, 1), 0, [1, 2], is_last=True) == []
+    it.announce(TAG, 20, 1, 1, num_shards=2)
+    assert receive(it, 20, Part(1, 0, 1), 0, [1, 2])[-1].received.outcome is ReceiveOutcome.VERIFIED
 
 
 def test_a_part_that_came_already_is_dropped_and_another_of_the_same_block_is_not() -> None:
-    it = book()
-    land(it, 10, Part(0, 0, 2), 0, [1, 2])
+    it = table()
+    receive(it, 10, Part(0, 0, 2), 0, [1, 2])
     assert it.claim(TAG, 10, 1, pack([2], 5, 1), 0.0, Part(0, 0, 2)) is None
     assert it.stats.duplicate_chunks == 1
     assert it.claim(TAG, 10, 1, pack([2], 5, 2), 0.0, Part(0, 1, 2)) is not None
 
 
 def test_a_chunk_does_not_reach_from_one_part_into_the_next() -> None:
-    it = book()
+    it = table()
     assert it.claim(TAG, 10, 1, pack([2, 1], 5, 1), 0.0, Part(0, 0, 2)) is None
     assert it.stats.duplicate_chunks == 1
 
@@ -167,52 +167,52 @@ def test_a_chunk_does_not_reach_from_one_part_into_the_next() -> None:
     ("writer", "part"),
     [(20, Part(0, 0, 2)), (10, Part(1, 0, 1)), (10, Part(0, 0, 1)), (10, Part(0, 2, 4)), (10, Part(7, 0, 1))],
 )
-def test_a_lane_is_written_by_its_own_writer_in_the_groups_that_it_announced(writer: int, part: Part) -> None:
-    it = book()
+def test_a_shard_is_written_by_its_own_writer_in_the_groups_that_it_announced(writer: int, part: Part) -> None:
+    it = table()
     assert it.claim(TAG, writer, 0, pack([1], 5, part.mask), 0.0, part) is None
     assert (it.stats.late_messages, it.stats.chunks) == (1, 0)
 
 
 def test_a_stamp_for_another_group_is_refused() -> None:
-    it = book()
+    it = table()
     assert it.claim(TAG, 10, 0, pack([1], 5, 1), 0.0, Part(0, 1, 2)) is None
     assert it.stats.stamp_mismatches == 1
     answers = it.review(TAG, 0.0)
     assert "layer groups 0x1, expected 0x2" in answers[-1].received.error  # type: ignore[union-attr]
 
 
-def test_a_second_writer_of_a_lane_and_a_lane_that_is_not_there_are_refused() -> None:
-    it = book()
-    [taken] = it.announce(TAG, 30, 0, 2, num_lanes=2)
-    [absent] = it.announce(TAG, 30, 2, 1, num_lanes=2)
-    assert "lane 0 has its writer" in taken.error  # type: ignore[union-attr]
-    assert "lane 2 is not of 2" in absent.error  # type: ignore[union-attr]
-    assert it.announce(TAG, 10, 0, 2, num_lanes=2) == [], "again, from its own"
+def test_a_second_writer_of_a_lane_and_a_shard_that_is_not_there_are_refused() -> None:
+    it = table()
+    [taken] = it.announce(TAG, 30, 0, 2, num_shards=2)
+    [absent] = it.announce(TAG, 30, 2, 1, num_shards=2)
+    assert "shard 0 has its writer" in taken.error  # type: ignore[union-attr]
+    assert "shard 2 is not of 2" in absent.error  # type: ignore[union-attr]
+    assert it.announce(TAG, 10, 0, 2, num_shards=2) == [], "again, from its own"
     assert it.stats.late_messages == 2
 
 
 def test_the_first_sender_says_how_many_ranks_fill_the_blocks() -> None:
     it = ReceiveTransfers(BlockStamps(8))
     it.expect(GRANT, 0.0, 10.0)
-    assert it.announce(TAG, 10, 1, num_lanes=4) == []
-    [other] = it.announce(TAG, 20, 0, num_lanes=2)
-    assert "lane 0 is not of 4" in other.error  # type: ignore[union-attr]
-    for lane, writer in ((0, 20), (2, 30), (3, 40)):
-        assert it.announce(TAG, writer, lane, num_lanes=4) == []
-    for lane, writer in ((1, 10), (0, 20), (2, 30)):
-        assert land(it, writer, Part(lane, 0, 1), 0, [1, 2], is_last=True) == []
-    assert land(it, 40, Part(3, 0, 1), 0, [1, 2])[-1].received.outcome is ReceiveOutcome.VERIFIED
+    assert it.announce(TAG, 10, 1, num_shards=4) == []
+    [other] = it.announce(TAG, 20, 0, num_shards=2)
+    assert "shard 0 is not of 4" in other.error  # type: ignore[union-attr]
+    for shard, writer in ((0, 20), (2, 30), (3, 40)):
+        assert it.announce(TAG, writer, shard, num_shards=4) == []
+    for shard, writer in ((1, 10), (0, 20), (2, 30)):
+        assert receive(it, writer, Part(shard, 0, 1), 0, [1, 2], is_last=True) == []
+    assert receive(it, 40, Part(3, 0, 1), 0, [1, 2])[-1].received.outcome is ReceiveOutcome.VERIFIED
 
 
 def test_a_deadline_says_how_many_parts_had_come() -> None:
-    it = book()
-    land(it, 10, Part(0, 0, 2), 0, [1, 2])
+    it = table()
+    receive(it, 10, Part(0, 0, 2), 0, [1, 2])
     *_, report = it.expire(10.0)
     assert report.received.error == "the deadline passed when 2 of 6 parts of blocks had come"  # type: ignore[union-attr]
 
 
-def test_a_fault_of_one_lane_reaches_all_and_frees_nothing_under_the_others_write() -> None:
-    it = book()
+def test_a_fault_of_one_shard_reaches_all_and_frees_nothing_under_the_others_write() -> None:
+    it = table()
     claim = it.claim(TAG, 20, 0, pack([1], 5, 1), 0.0, Part(1, 0, 1))
     assert claim is not None
     assert it.enter(claim)
@@ -225,7 +225,7 @@ def test_a_fault_of_one_lane_reaches_all_and_frees_nothing_under_the_others_writ
 
 
 def test_the_end_of_one_writer_closes_its_own_writes_only() -> None:
-    it = book()
+    it = table()
     claims = [
         it.claim(TAG, 10, 0, pack([1], 5, 1), 0.0, Part(0, 0, 2)),
         it.claim(TAG, 20, 0, pack([1], 5, 1), 0.0, Part(1, 0, 1)),
@@ -238,28 +238,28 @@ def test_the_end_of_one_writer_closes_its_own_writes_only() -> None:
     assert report.received.outcome is ReceiveOutcome.FAILED  # type: ignore[union-attr]
 
 
-def test_a_lanes_last_word_is_about_its_own_pieces() -> None:
-    it = book()
-    land(it, 20, Part(1, 0, 1), 0, [1, 2], is_last=True)
+def test_a_shards_last_word_is_about_its_own_pieces() -> None:
+    it = table()
+    receive(it, 20, Part(1, 0, 1), 0, [1, 2], is_last=True)
     assert it.keys == [GRANT.key]
-    *_, report = land(it, 10, Part(0, 0, 2), 0, [1, 2], is_last=True)
+    *_, report = receive(it, 10, Part(0, 0, 2), 0, [1, 2], is_last=True)
     assert report.received.error == "2 of 4 parts of blocks never came"
 
 
-def test_a_retraction_of_one_lane_is_told_to_the_others() -> None:
-    it = book()
+def test_a_retraction_of_one_shard_is_told_to_the_others() -> None:
+    it = table()
     [answer, report] = it.retract(TAG, 10, "enough", 0.0)
     assert (answer.writer, report.received.error) == (20, "the sender gave up: enough")  # type: ignore[union-attr]
 
 
-# The sender's book.
+# The sender's table.
 
 
 def departures(groups: int) -> SendTransfers:
     out = SendTransfers(100, BlockStamps(8))
-    out.start(grant_of("t", 1, 5, (0, 1)), 0.0, None, lane=1, groups=groups)
+    out.start(grant_of("t", 1, 5, (0, 1)), 0.0, None, shard=1, groups=groups)
     [announce] = out.linked()
-    assert (announce.lane, announce.groups) == (1, groups)  # type: ignore[union-attr]
+    assert (announce.shard, announce.groups) == (1, groups)  # type: ignore[union-attr]
     return out
 
 
@@ -270,14 +270,14 @@ def test_groups_leave_as_they_are_pushed_and_the_last_is_the_last() -> None:
     assert first is not None
     assert (first.part, first.chunk.sources) == (Part(1, 0, 2), (3, 4))
     assert out.stamp(first) == pack([0, 0], 5, 1)
-    assert not first.departure.is_stamped
+    assert not first.transfer.is_stamped
     out.written(first, 0.0)
     out.push(key, [(0, 3), (1, 4)], True, 0.0, groups=range(1, 2))
     second = out.take(1, 0.0)
     assert second is not None
     assert second.part.group == 1
     assert out.stamp(second) == pack([0, 0], 5, 2)
-    assert second.departure.is_stamped
+    assert second.transfer.is_stamped
     out.written(second, 0.0)
     [report] = out.done(tag_of(key), 0.0)
     assert report.sent.num_bytes == 200  # type: ignore[union-attr]
@@ -301,9 +301,9 @@ class Rig:
 
     def __init__(self, transport: str, shape: KvShape, ranks: int) -> None:
         facts = replace(fingerprint(), shape=shape)
-        self.landing = HostPool(16, shape.block_bytes)
+        self.target = HostPool(16, shape.block_bytes)
         self.receiver = make_receiver(
-            self.landing,
+            self.target,
             facts,
             secret=SECRET,
             worker_id="d",
@@ -340,11 +340,11 @@ class Rig:
 
     def assert_equal(self, sources: list[int], groups: int) -> None:
         for rank, (pool, one) in enumerate(zip(self.pools, self.shapes, strict=True)):
-            to, out = Lanes.to_receive(one, self.shape), Lanes.to_send(one, self.shape)
+            to, out = PartLayout.to_receive(one, self.shape), PartLayout.to_send(one, self.shape)
             for group in range(groups):
                 part = Part(rank, group, groups)
-                landed = b"".join(to.views(memoryview(self.landing.memory), self.grant.blocks, part))
-                assert landed == b"".join(out.views(memoryview(pool.memory), sources, part))
+                received = b"".join(to.views(memoryview(self.target.memory), self.grant.blocks, part))
+                assert received == b"".join(out.views(memoryview(pool.memory), sources, part))
 
     def close(self) -> None:
         for sender in self.senders:

@@ -111,7 +111,7 @@ class Move:
         blocks = [(index, self.sources[index]) for index in indices]
         self.p.sender.push(self.grant.key, blocks, indices.stop == COUNT)
 
-    def assert_landed(self) -> None:
+    def assert_received(self) -> None:
         assert (self.received.wait().outcome, self.received.all[0].error) == (ReceiveOutcome.VERIFIED, "")
         assert self.sent.wait().outcome is SendOutcome.SENT
         for place, block in enumerate(self.blocks):
@@ -135,7 +135,7 @@ def test_every_rank_gets_its_heads_of_every_block(
         move = Move(p, d, number)
         move.push(range(2))
         move.push(range(2, COUNT))
-        move.assert_landed()
+        move.assert_received()
         assert move.received.all[0].num_bytes == COUNT * SHAPE.block_bytes
         assert move.is_over_everywhere
     assert d.receiver.stats.verified == 2 * degrees[1]
@@ -153,7 +153,7 @@ def test_ranks_on_devices_cut_their_heads_out_of_blocks(degrees: tuple[int, int]
                 move = Move(p, d, number)
                 move.push(range(2))
                 move.push(range(2, COUNT))
-                move.assert_landed()
+                move.assert_received()
                 assert move.received.all[0].num_bytes == COUNT * SHAPE.block_bytes
                 assert move.sent.all[0].num_bytes == COUNT * SHAPE.block_bytes
             assert len(devices) == sum(degrees)
@@ -205,7 +205,7 @@ def test_an_abort_frees_every_rank_on_both_sides(worker: Callable[..., Worker], 
     assert move.is_over_everywhere
     again = Move(p, d, 2)
     again.push()
-    again.assert_landed()
+    again.assert_received()
 
 
 def test_a_worker_that_lost_a_rank_is_ill_and_gives_no_block_back(worker: Callable[..., Worker]) -> None:

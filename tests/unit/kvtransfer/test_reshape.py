@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from kvtransfer.plan import byte_ranges
 from kvtransfer.reshape.mapping import (
-    Lane,
+    HeadShard,
     Piece,
     Window,
     arrival_of,
-    lane_of,
-    lanes_of,
     pieces_of,
     ready_blocks,
     runs_of,
+    shard_of,
+    shards_of,
 )
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_shape import KvShape
@@ -118,25 +118,28 @@ def ranks(shape: KvShape, degree: int) -> list[KvShape]:
 
 def test_two_ranks_fill_one() -> None:
     source = ranks(PLAIN, 2)
-    assert lanes_of(source[0], PLAIN) == (Lane(0, 0, 0, 0, 4), Lane(1, 1, 0, 4, 4))
-    assert [lane_of(one, PLAIN) for one in source] == list(lanes_of(source[1], PLAIN))
+    assert shards_of(source[0], PLAIN) == (HeadShard(0, 0, 0, 0, 4), HeadShard(1, 1, 0, 4, 4))
+    assert [shard_of(one, PLAIN) for one in source] == list(shards_of(source[1], PLAIN))
 
 
 def test_one_rank_fills_each_of_two() -> None:
-    assert [lanes_of(PLAIN, target) for target in ranks(PLAIN, 2)] == [(Lane(0, 0, 0, 0, 4),), (Lane(0, 0, 4, 0, 4),)]
+    assert [shards_of(PLAIN, target) for target in ranks(PLAIN, 2)] == [
+        (HeadShard(0, 0, 0, 0, 4),),
+        (HeadShard(0, 0, 4, 0, 4),),
+    ]
 
 
 def test_degrees_that_divide_each_other_not() -> None:
     twelve = replace(PLAIN, num_kv_heads=12)
     source, target = ranks(twelve, 4), ranks(twelve, 6)
-    assert lanes_of(source[0], target[1]) == (Lane(0, 0, 2, 0, 1), Lane(1, 1, 0, 1, 1))
-    assert lane_of(source[2], target[1]) is None
+    assert shards_of(source[0], target[1]) == (HeadShard(0, 0, 2, 0, 1), HeadShard(1, 1, 0, 1, 1))
+    assert shard_of(source[2], target[1]) is None
 
 
 def test_replicas_of_a_head_share_the_work() -> None:
     pair = replace(PLAIN, num_kv_heads=2)
     source, target = ranks(pair, 8), ranks(pair, 4)
-    senders = [[lane.source_rank for lane in lanes_of(source[0], one)] for one in target]
+    senders = [[shard.source_rank for shard in shards_of(source[0], one)] for one in target]
     assert senders == [[0], [2], [4], [6]]
 
 
@@ -145,28 +148,28 @@ degrees = st.sampled_from([1, 2, 3, 4, 6, 12, 24])
 
 @settings(deadline=None)
 @given(source_degree=degrees, target_degree=degrees)
-def test_lanes_fill_every_head_of_a_rank_once_with_that_head(source_degree: int, target_degree: int) -> None:
+def test_shards_fill_every_head_of_a_rank_once_with_that_head(source_degree: int, target_degree: int) -> None:
     twelve = replace(PLAIN, num_kv_heads=12)
     senders = ranks(twelve, source_degree)
     for target in ranks(twelve, target_degree):
-        lanes = lanes_of(senders[0], target)
+        shards = shards_of(senders[0], target)
         seen = []
-        for index, lane in enumerate(lanes):
-            sender = senders[lane.source_rank]
-            assert lane.index == index
-            assert lane == lane_of(sender, target)
-            assert lane.source_head + lane.num_heads <= sender.num_heads
-            for head in range(lane.num_heads):
-                assert sender.first_head + lane.source_head + head == target.first_head + lane.target_head + head
-                seen.append(lane.target_head + head)
+        for index, shard in enumerate(shards):
+            sender = senders[shard.source_rank]
+            assert shard.index == index
+            assert shard == shard_of(sender, target)
+            assert shard.source_head + shard.num_heads <= sender.num_heads
+            for head in range(shard.num_heads):
+                assert sender.first_head + shard.source_head + head == target.first_head + shard.target_head + head
+                seen.append(shard.target_head + head)
         assert seen == list(range(target.num_heads))
 
 
 def test_the_identity_is_whole_blocks_and_so_todays_extents() -> None:
     """Nothing is cut: each piece is a block, and its window is one run, the whole block."""
     for shape in (PLAIN, SMALL):
-        [lane] = lanes_of(shape, shape)
-        window = Window(0, shape.num_layers, lane.source_head, lane.num_heads)
+        [shard] = shards_of(shape, shape)
+        window = Window(0, shape.num_layers, shard.source_head, shard.num_heads)
         assert window == Window.whole(shape.form)
         assert runs_of(shape.form, window) == [(0, shape.block_bytes)]
     assert byte_ranges([4, 5, 6, 2], PLAIN.block_bytes)[0] == (4 * PLAIN.block_bytes, 7 * PLAIN.block_bytes)

@@ -22,7 +22,7 @@ from kvtransfer.parts import Part
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.reshape import reshaper, wire_rule
 from kvtransfer.reshape.convert import Blocks, pack, unpack
-from kvtransfer.reshape.mapping import arrival_of, lanes_of, pieces_of
+from kvtransfer.reshape.mapping import arrival_of, pieces_of, shards_of
 from kvtransfer.reshape.sender import ShapedSender
 from kvtransfer.transport import ReceiveOutcome, SendOutcome, Text
 from pdserve.core.errors import InvalidRequest, Unavailable
@@ -40,7 +40,7 @@ class Shapes:
     """Both ends, their pools and stamps."""
 
     source: HostPool
-    landing: HostPool
+    target: HostPool
     stamps: tuple[BlockStamps, BlockStamps]
     shapes: tuple[KvShape, KvShape]
     sender: ShapedSender
@@ -86,13 +86,13 @@ class Shapes:
     def expected(
         self, grant: Grant, text: Text, sources: list[int], dtype: str | None = None, *, is_whole: bool = True
     ) -> bytes:
-        """The landing pool with the transfer in it, converted without connection, by way of blocks of `dtype`.
+        """The target pool with the transfer in it, converted without connection, by way of blocks of `dtype`.
 
         `is_whole`: it fills the blocks alone.
         """
         source, target = self.shapes
         arrival = arrival_of(source, target, dtype or target.dtype)
-        memory = bytearray(self.landing.memory)
+        memory = bytearray(self.target.memory)
         pool = Blocks(memory, target.form)
         if is_whole:
             pool.raw[list(grant.blocks)] = 0
@@ -201,7 +201,7 @@ def test_what_lands_is_what_conversion_gives(make_shapes: MakeShapes, source: Kv
         arrival = arrival_of(source, target, wire_dtype(source, target))
         assert sent.wait().num_bytes == len(grant.blocks) * arrival.form.block_bytes
         assert sent.wait().wire_dtype == wire_dtype(source, target)
-        assert bytes(shapes.landing.memory) == expected
+        assert bytes(shapes.target.memory) == expected
     assert shapes.sender.open_keys == []
     wait_for(lambda: shapes.num_staged == 0, "staging blocks")
     assert shapes.sender.stats.verified == 4
@@ -224,7 +224,7 @@ def test_floats_may_travel_as_int8(make_shapes: MakeShapes, source: KvShape, tar
     received, sent = shapes.begin(grant, text)
     shapes.sender.push(grant.key, list(enumerate(sources)), True)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED, received.all
-    assert bytes(shapes.landing.memory) == expected
+    assert bytes(shapes.target.memory) == expected
     assert sent.wait().wire_dtype == "int8"
     assert sent.wait().num_bytes < 0.8 * len(grant.blocks) * min(source.block_bytes, target.block_bytes)
 
@@ -275,7 +275,7 @@ def test_equal_shapes_move_without_a_reshaper(make_shapes: MakeShapes) -> None:
     assert sent.wait().outcome is SendOutcome.SENT
     tail = len(sources) * 16 - 40  # here the source's own bytes travel, also behind the end of the text
     assert tail > 0
-    values = Blocks(bytearray(shapes.landing.memory), FLOAT_16.form).values[list(grant.blocks)]
+    values = Blocks(bytearray(shapes.target.memory), FLOAT_16.form).values[list(grant.blocks)]
     np.testing.assert_array_equal(
         values[:-1], Blocks(bytearray(expected), FLOAT_16.form).values[list(grant.blocks)][:-1]
     )
@@ -447,7 +447,7 @@ def test_blocks_that_are_pushed_by_layer_groups_are_converted_when_the_last_grou
     has_all = True
     shapes.sender.push(grant.key, list(enumerate(sources)), True, range(1, 2))
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
-    assert bytes(shapes.landing.memory) == expected
+    assert bytes(shapes.target.memory) == expected
     assert all(packed)
 
 
@@ -567,7 +567,7 @@ def test_an_abort_between_the_checksum_and_the_conversion_leaves_the_blocks_unto
 ) -> None:
     shapes = make_shapes(*INT8_TO_FLOAT)
     grant, text, sources = shapes.grant(64)
-    before = bytes(shapes.landing.memory)
+    before = bytes(shapes.target.memory)
     received, sent = shapes.begin(grant, text)
 
     def matches(one: bytes, other: bytes) -> bool:
@@ -579,7 +579,7 @@ def test_an_abort_between_the_checksum_and_the_conversion_leaves_the_blocks_unto
         shapes.sender.push(grant.key, list(enumerate(sources)), True)
         assert received.wait().outcome is ReceiveOutcome.DRAINED
         assert sent.wait().outcome is SendOutcome.FAILED
-    assert bytes(shapes.landing.memory) == before
+    assert bytes(shapes.target.memory) == before
 
 
 def test_layers_that_come_alone_are_not_converted(make_shapes: MakeShapes) -> None:
@@ -591,16 +591,16 @@ def test_layers_that_come_alone_are_not_converted(make_shapes: MakeShapes) -> No
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     [one] = shapes.sender.reshapers
     caller = replace(one._inner.caller, worker_id="raw")
-    line = dial(caller, shapes.host.endpoint, "d0-1")
+    connection = dial(caller, shapes.host.endpoint, "d0-1")
     grant, text, _ = shapes.grant(64)
     received, tag = Heard(), tag_of(grant.key)
     shapes.receiver.expect(grant, received, None, text.theirs)
     part = Part(0, 0, 2)
-    line.socket.sendall(Frame(Kind.ANNOUNCE, tag, part=part).encode())
-    line.socket.sendall(Frame(Kind.CHUNK, tag, 0, 1, 0, 4, b"c" * 8, False, part).encode())
+    connection.socket.sendall(Frame(Kind.ANNOUNCE, tag, part=part).encode())
+    connection.socket.sendall(Frame(Kind.CHUNK, tag, 0, 1, 0, 4, b"c" * 8, False, part).encode())
     expected = "protocol error: layer group 0 of 2 of blocks that are to be converted"
     assert received.wait().error == f"sender raw: {expected}"
-    line.close()
+    connection.close()
 
 
 def test_closing_ends_what_is_open(make_shapes: MakeShapes) -> None:
@@ -629,15 +629,15 @@ def test_closing_ends_what_is_open(make_shapes: MakeShapes) -> None:
         (replace(FLOAT_16, tp_degree=4), replace(FLOAT_16, block_size=5, tp_degree=2, tp_rank=1)),
     ],
 )
-def test_ranks_fill_their_lanes_of_one_receiver(
+def test_ranks_fill_their_shards_of_one_receiver(
     make_shapes: MakeShapes, transport: str, source: KvShape, target: KvShape, kv_wire: str
 ) -> None:
     """Each rank has its own pool, sender and source blocks; the receiver's blocks hold the heads of all."""
-    lanes = lanes_of(source, target)
-    assert len(lanes) == 2
-    shapes = make_shapes(replace(source, tp_rank=lanes[0].source_rank), target, kv_wire)
+    shards = shards_of(source, target)
+    assert len(shards) == 2
+    shapes = make_shapes(replace(source, tp_rank=shards[0].source_rank), target, kv_wire)
     dtype = "int8" if kv_wire == "int8" or source.dtype == "int8" else wire_dtype(source, target)
-    other = replace(source, tp_rank=lanes[1].source_rank)
+    other = replace(source, tp_rank=shards[1].source_rank)
     pool, stamps = HostPool(NUM_BLOCKS, other.block_bytes, seed=4), BlockStamps(NUM_BLOCKS)
     if source.dtype == "float32":
         values = Blocks(pool.memory, other.form).values
@@ -666,7 +666,7 @@ def test_ranks_fill_their_lanes_of_one_receiver(
         shapes.receiver,
         shapes.host,
     )
-    both.landing.memory[:] = first
+    both.target.memory[:] = first
     received, sent = Heard(), (Heard(), Heard())
     shapes.receiver.expect(grant, received, None, text.theirs)
     try:
@@ -677,8 +677,8 @@ def test_ranks_fill_their_lanes_of_one_receiver(
         assert [one.wait().outcome for one in sent] == [SendOutcome.SENT] * 2
     finally:
         second.close()
-    landed = Blocks(shapes.landing.memory, target.form)
+    received = Blocks(shapes.target.memory, target.form)
     whole = Blocks(bytearray(both.expected(grant, text, sources[::-1], dtype, is_whole=False)), target.form)
-    np.testing.assert_array_equal(landed.values[list(grant.blocks)], whole.values[list(grant.blocks)])
+    np.testing.assert_array_equal(received.values[list(grant.blocks)], whole.values[list(grant.blocks)])
     others = sorted(set(range(NUM_BLOCKS)) - set(grant.blocks))
-    np.testing.assert_array_equal(landed.raw[others], whole.raw[others])
+    np.testing.assert_array_equal(received.raw[others], whole.raw[others])

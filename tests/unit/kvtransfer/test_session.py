@@ -64,7 +64,7 @@ def test_the_last_checksum_does_not_verify_while_a_write_is_open() -> None:
     session.handle(Event.ANNOUNCED)
     assert session.claim(0, 1)
     assert session.enter()
-    session.land(0, 1)
+    session.mark_transferred(0, 1)
     session.check(0, 1, True)
     assert session.state is State.SENT
     session.leave()
@@ -95,7 +95,7 @@ STEPS = st.lists(
     st.one_of(
         st.sampled_from(sorted(Event, key=lambda e: e.value)),
         st.tuples(st.just("claim"), st.integers(-1, 4), st.integers(0, 4)),
-        st.tuples(st.sampled_from(["land", "enter", "leave", "good", "bad"]), st.integers(0, 10)),
+        st.tuples(st.sampled_from(["transferred", "enter", "leave", "good", "bad"]), st.integers(0, 10)),
     ),
     max_size=40,
 )
@@ -108,7 +108,7 @@ def test_no_schedule_verifies_without_coverage_or_ends_with_an_open_access(moves
     size = 4
     session = Session(moves, size)
     claims: list[tuple[int, int]] = []
-    landed, good = set[int](), set[int]()
+    transferred, good = set[int](), set[int]()
     ended: State | None = None
     for step in steps:
         if isinstance(step, Event):
@@ -125,14 +125,14 @@ def test_no_schedule_verifies_without_coverage_or_ends_with_an_open_access(moves
             elif claims and name != "claim":
                 first, count = claims[numbers[0] % len(claims)]
                 span = set(range(first, first + count))
-                if name == "land":
-                    landed |= span
-                    session.land(first, count)
-                elif span <= landed:
+                if name == "transferred":
+                    transferred |= span
+                    session.mark_transferred(first, count)
+                elif span <= transferred:
                     good |= span if name == "good" else set()
                     session.check(first, count, name == "good")
         if session.state is State.VERIFIED:
-            assert landed == good == set(range(size))
+            assert transferred == good == set(range(size))
         if session.has_ended:
             assert session.accesses == 0
             assert not session.enter()

@@ -1,4 +1,4 @@
-"""The three mix-ups that stamps are for: another text's block, a source and a landing block that were reused."""
+"""The three mix-ups that stamps are for: another text's block, a source and a target block that were reused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.kvtransfer.test_transfer_tables import grant_of
 
-from kvtransfer.dial import Line, dial
+from kvtransfer.dial import DataConnection, dial
 from kvtransfer.frames import GREETING_BYTES, BadFrame, Frame, Greeting, Kind, decode_greeting, tag_of
 from kvtransfer.receive_transfers import ReceiveTransfers
 from kvtransfer.send_transfers import SendTransfers, StaleSource
@@ -22,7 +23,6 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Pair, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves
-from tests.unit.kvtransfer.test_books import grant_of
 
 MakePair = Callable[..., Pair]
 U64 = st.integers(0, 2**64 - 1)
@@ -72,7 +72,7 @@ def test_only_the_low_half_of_a_generation_travels() -> None:
     assert pack([1], (5 << 32) + 7, 1) == pack([1], 7, 1)
 
 
-# The books.
+# The tables.
 
 
 def departures() -> tuple[SendTransfers, BlockStamps]:
@@ -134,13 +134,13 @@ def test_the_epoch_at_the_push_counts() -> None:
         out.stamp(job)
 
 
-def landing(content_hashes: list[int] | None) -> tuple[ReceiveTransfers, BlockStamps]:
+def target(content_hashes: list[int] | None) -> tuple[ReceiveTransfers, BlockStamps]:
     stamps = BlockStamps(8)
     stamps.begin((5, 6))
-    book, grant = ReceiveTransfers(stamps), grant_of("t", 1, 5, (5, 6))
-    book.expect(grant, 0.0, None, content_hashes)
-    book.announce(tag_of(grant.key), 1)
-    return book, stamps
+    table, grant = ReceiveTransfers(stamps), grant_of("t", 1, 5, (5, 6))
+    table.expect(grant, 0.0, None, content_hashes)
+    table.announce(tag_of(grant.key), 1)
+    return table, stamps
 
 
 TAG = tag_of(grant_of("t", 1, 5, ()).key)
@@ -150,58 +150,58 @@ TAG = tag_of(grant_of("t", 1, 5, ()).key)
     "stamps", [pack([1, 3], 5, 1), pack([2, 1], 5, 1), pack([1, 2], 6, 1), pack([1, 2], 5, 2), pack([0, 0], 5, 1)]
 )
 def test_a_chunk_with_a_wrong_stamp_may_not_be_written_and_ends_the_transfer(stamps: bytes) -> None:
-    book, _ = landing([1, 2])
-    assert book.claim(TAG, 1, 0, stamps, 0.0) is None
-    answer, report = book.review(TAG, 0.0)
+    table, _ = target([1, 2])
+    assert table.claim(TAG, 1, 0, stamps, 0.0) is None
+    answer, report = table.review(TAG, 0.0)
     assert (report.received.outcome, report.received.fault) == (ReceiveOutcome.FAILED, "mistaken")  # type: ignore[union-attr]
     assert answer.error == report.received.error  # type: ignore[union-attr]
-    assert (book.stats.stamp_mismatches, book.stats.chunks, book.keys) == (1, 0, [])
+    assert (table.stats.stamp_mismatches, table.stats.chunks, table.keys) == (1, 0, [])
 
 
 def test_a_second_chunk_is_compared_with_its_own_hashes() -> None:
-    book, _ = landing([1, 2])
-    assert book.claim(TAG, 1, 1, pack([2], 5, 1), 0.0) is not None
-    assert book.claim(TAG, 1, 0, pack([2], 5, 1), 0.0) is None
-    assert "the stamp of block 0 of the grant has content hash 0000000000000002" in book.review(TAG, 0.0)[0].error  # type: ignore[union-attr]
+    table, _ = target([1, 2])
+    assert table.claim(TAG, 1, 1, pack([2], 5, 1), 0.0) is not None
+    assert table.claim(TAG, 1, 0, pack([2], 5, 1), 0.0) is None
+    assert "the stamp of block 0 of the grant has content hash 0000000000000002" in table.review(TAG, 0.0)[0].error  # type: ignore[union-attr]
 
 
 def test_without_expected_hashes_grant_and_groups_are_compared() -> None:
-    book, _ = landing(None)
-    assert book.claim(TAG, 1, 0, pack([8], 5, 1), 0.0) is not None
-    assert book.claim(TAG, 1, 1, pack([8], 4, 1), 0.0) is None
+    table, _ = target(None)
+    assert table.claim(TAG, 1, 0, pack([8], 5, 1), 0.0) is not None
+    assert table.claim(TAG, 1, 1, pack([8], 4, 1), 0.0) is None
 
 
 @pytest.mark.parametrize("block", [5, 6])
 def test_a_granted_block_that_was_handed_out_again_is_not_written(block: int) -> None:
-    book, stamps = landing([1, 2])
-    claim = book.claim(TAG, 1, 0, pack([1, 2], 5, 1), 0.0)
+    table, stamps = target([1, 2])
+    claim = table.claim(TAG, 1, 0, pack([1, 2], 5, 1), 0.0)
     assert claim is not None
-    assert book.enter(claim)
-    book.leave(claim, 0.0)
+    assert table.enter(claim)
+    table.leave(claim, 0.0)
     stamps.begin([block])
-    assert not book.enter(claim)
-    [_, report] = book.review(TAG, 0.0)
+    assert not table.enter(claim)
+    [_, report] = table.review(TAG, 0.0)
     assert report.received.fault == "stale"  # type: ignore[union-attr]
     assert report.received.error == f"block {block} was handed out again while it was granted"  # type: ignore[union-attr]
-    assert book.stats.stale_landing == 1
+    assert table.stats.stale_target == 1
 
 
 def test_a_granted_block_that_was_handed_out_again_is_not_verified() -> None:
-    book, stamps = landing([1, 2])
-    claim = book.claim(TAG, 1, 0, pack([1, 2], 5, 1), 0.0)
+    table, stamps = target([1, 2])
+    claim = table.claim(TAG, 1, 0, pack([1, 2], 5, 1), 0.0)
     assert claim is not None
-    assert book.enter(claim)
+    assert table.enter(claim)
     stamps.begin([6])
-    book.leave(claim, 0.0)
-    [_, report] = book.settle(claim, 2, True, True, 0.0)
+    table.leave(claim, 0.0)
+    [_, report] = table.settle(claim, 2, True, True, 0.0)
     assert report.received.outcome is ReceiveOutcome.FAILED  # type: ignore[union-attr]
-    assert book.stats.stale_landing == 1
+    assert table.stats.stale_target == 1
 
 
 def test_hashes_for_another_number_of_blocks_are_refused() -> None:
-    book = ReceiveTransfers(BlockStamps(8))
+    table = ReceiveTransfers(BlockStamps(8))
     with pytest.raises(InvalidRequest, match="content_hashes: got 1 hashes, expected 2, one for each granted block"):
-        book.expect(grant_of("t", 1, 5, (5, 6)), 0.0, None, [1])
+        table.expect(grant_of("t", 1, 5, (5, 6)), 0.0, None, [1])
 
 
 # Over real connections.
@@ -226,7 +226,7 @@ def test_blocks_of_the_text_that_was_asked_for_land(pair: Pair) -> None:
 def test_another_texts_block_is_refused_before_a_byte_is_written(pair: Pair) -> None:
     """The sender is sure of itself: checksum, coverage and grant are all right."""
     ready(pair, {7: 70, 8: 80})
-    pair.landing.fill((1, 2), 0xEE)
+    pair.target.fill((1, 2), 0xEE)
     grant = pair.grant((1, 2))
     received, sent = pair.begin(grant, content_hashes=(70, 81))
     pair.sender.push(grant.key, [(0, 7), (1, 8)], True)
@@ -236,7 +236,7 @@ def test_another_texts_block_is_refused_before_a_byte_is_written(pair: Pair) -> 
         "the stamp of block 1 of the grant has content hash 0000000000000050, expected 0000000000000051"
     )
     assert sent.wait().outcome is SendOutcome.FAILED
-    assert pair.landing.block(1) + pair.landing.block(2) == b"\xee" * 2 * BLOCK_BYTES
+    assert pair.target.block(1) + pair.target.block(2) == b"\xee" * 2 * BLOCK_BYTES
     assert pair.receiver.stats.stamp_mismatches == 1
     assert_still_serves(pair)
 
@@ -255,7 +255,7 @@ def test_a_source_block_that_is_reused_while_it_waits_to_be_sent_is_never_sent(
     """The pair is being connected while the worker gives the block to somebody else, who marks it in his turn."""
     release = threading.Event()
 
-    def slowly(*args: Any) -> Line:
+    def slowly(*args: Any) -> DataConnection:
         assert release.wait(WAIT_S)
         return dial(*args)
 
@@ -276,7 +276,7 @@ def test_a_source_block_that_is_reused_while_it_waits_to_be_sent_is_never_sent(
     assert_still_serves(pair)
 
 
-def test_a_landing_block_that_is_reused_is_not_written(make_pair: MakePair, transport: str) -> None:
+def test_a_reused_target_block_is_not_written(make_pair: MakePair, transport: str) -> None:
     held, release = threading.Event(), threading.Event()
 
     def hook(frame: Frame, message: bytearray, body: memoryview) -> bytearray:
@@ -291,15 +291,15 @@ def test_a_landing_block_that_is_reused_is_not_written(make_pair: MakePair, tran
     received, sent = pair.begin(grant, content_hashes=(70,))
     pair.sender.push(grant.key, [(0, 7)], True)
     assert held.wait(WAIT_S)
-    pair.landing_stamps.begin([1])  # the worker has given it away under the open grant: its own mistake
-    pair.landing.fill((1,), 0x77)
+    pair.target_stamps.begin([1])  # the worker has given it away under the open grant: its own mistake
+    pair.target.fill((1,), 0x77)
     release.set()
     end = received.wait()
     assert (end.outcome, end.fault) == (ReceiveOutcome.FAILED, "stale")
     assert end.error == "block 1 was handed out again while it was granted"
     assert sent.wait().outcome is SendOutcome.FAILED
-    assert pair.landing.block(1) == b"\x77" * BLOCK_BYTES
-    assert pair.receiver.stats.stale_landing == 1
+    assert pair.target.block(1) == b"\x77" * BLOCK_BYTES
+    assert pair.receiver.stats.stale_target == 1
     assert_still_serves(pair)
 
 

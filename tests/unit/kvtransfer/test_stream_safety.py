@@ -24,11 +24,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvtransfer import cuda, nccl_lane
+from kvtransfer import cuda, nccl_connection
 from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.cuda import CudaBlocks, CudaDevice
 from kvtransfer.cuda_driver import Driver
-from kvtransfer.nccl_lane import NcclLane
+from kvtransfer.nccl_connection import NcclConnection
 from kvtransfer.transports.on_device import OnDevice
 from kvtransfer.transports.tcp_staged import TcpStagedReceive, TcpStagedSend
 from pdserve.engine.gpu.extent import Extent
@@ -172,7 +172,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     fake_cuda = SimpleNamespace(
         Event=lambda: Event(streams),
         Stream=lambda device: streams.stream(f"copy {next(numbers)}"),
-        ExternalStream=lambda pointer, device: streams.stream("lane"),
+        ExternalStream=lambda pointer, device: streams.stream("connection"),
         default_stream=lambda device: streams.stream("engine"),
         stream=streams.on,
         device=lambda device: nullcontext(),
@@ -184,7 +184,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     )
     driver = Driver(FakeLibrary())
     monkeypatch.setattr(cuda, "torch", fake)
-    monkeypatch.setattr(nccl_lane, "torch", fake)
+    monkeypatch.setattr(nccl_connection, "torch", fake)
     monkeypatch.setattr(cuda, "driver", lambda: driver)
     monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.relay", SimpleNamespace(relay=relay))
     cupy_cuda = SimpleNamespace(Device=lambda index: nullcontext(), Stream=lambda non_blocking: SimpleNamespace(ptr=1))
@@ -247,24 +247,24 @@ def test_two_reads_are_no_race(streams: Streams) -> None:
 
 def test_staging_is_apart_from_the_engine(streams: Streams, device: CudaDevice) -> None:
     """As nccl does it: pack, send; receive, unpack."""
-    lane = NcclLane(AT_ONCE, device, communicator(streams), 1)
+    connection = NcclConnection(AT_ONCE, device, communicator(streams), 1)
     pool, packed, received, scratch = device.pool(), device.staging(2), device.staging(2), device.staging(1)
-    lane.warm(0, scratch)
+    connection.warm(0, scratch)
     assert device.copy(pool, [3, 1], packed, [0, 1], nobody, None).is_done
-    assert lane.send(packed, 128, nobody).is_done
-    assert lane.receive(received, 64, nobody).is_done
+    assert connection.send(packed, 128, nobody).is_done
+    assert connection.receive(received, 64, nobody).is_done
     assert device.copy(received, [0], pool, [7], nobody, None).is_done
-    lane.close()
+    connection.close()
 
 
 def test_unpacking_before_the_message_is_a_race(streams: Streams, device: CudaDevice) -> None:
     """What the host's look at the message's event is for."""
-    lane = NcclLane(AT_ONCE, device, communicator(streams), 1)
+    connection = NcclConnection(AT_ONCE, device, communicator(streams), 1)
     received = device.staging(1)
-    lane.receive(received, 64, nobody)
-    with pytest.raises(AssertionError, match="written on lane, read on copy 0 without a wait"):
+    connection.receive(received, 64, nobody)
+    with pytest.raises(AssertionError, match="written on connection, read on copy 0 without a wait"):
         device.copy(received, [0], device.pool(), [7], nobody, None)
-    lane.close()
+    connection.close()
 
 
 def test_a_fence_orders_copies_behind_the_engine(streams: Streams, device: CudaDevice) -> None:
@@ -355,17 +355,19 @@ def staged_sender(device: CudaDevice) -> Callable[[int], None]:
 
 
 def staged_receiver(device: CudaDevice) -> Callable[[int], None]:
-    """land(block): copies a chunk to the device and scatters it."""
-    lanes = SimpleNamespace(extent=lambda part: Extent(0, 64))
+    """receive(block): copies a chunk to the device and scatters it."""
+    connector = SimpleNamespace(extent=lambda part: Extent(0, 64))
     channel = SimpleNamespace(waker=SimpleNamespace(set=nobody), fill=lambda view, least: None)
-    link = SimpleNamespace(block_bytes=64, source=lanes, target=lanes, channel=channel, enter=lambda claim: True)
+    link = SimpleNamespace(
+        block_bytes=64, source=connector, target=connector, channel=channel, enter=lambda claim: True
+    )
     path = TcpStagedReceive(link, device)  # type: ignore[arg-type]
 
-    def land(block: int) -> None:
-        claim = SimpleNamespace(blocks=(block,), landing=SimpleNamespace(after=device.fence()))
-        path.land(SimpleNamespace(length=64, count=1, part=None), claim)  # type: ignore[arg-type]
+    def receive(block: int) -> None:
+        claim = SimpleNamespace(blocks=(block,), target=SimpleNamespace(after=device.fence()))
+        path.receive(SimpleNamespace(length=64, count=1, part=None), claim)  # type: ignore[arg-type]
 
-    return land
+    return receive
 
 
 @pytest.mark.parametrize("side", [staged_sender, staged_receiver])

@@ -30,16 +30,16 @@ pytestmark = pytest.mark.gpu_checks
 
 @pytest.fixture
 def make_ends(devices: dict[int, FakeDevice]) -> Iterator[MakeEnds]:
-    """make_ends(source, landing): a pair between such memories, by the transports that a user would get."""
+    """make_ends(source, target): a pair between such memories, by the transports that a user would get."""
     made: list[Pair] = []
 
-    def make(source: str, landing: str, *, transport: str = "auto", num_layers: int = 1) -> Pair:
+    def make(source: str, target: str, *, transport: str = "auto", num_layers: int = 1) -> Pair:
         facts = fingerprint(BLOCK_BYTES)
         if num_layers > 1:
             shape = replace(facts.shape, layout="block-major.v1", dtype="float32", num_layers=num_layers, head_dim=64)
             facts = replace(facts, shape=shape)
         block_bytes = facts.shape.block_bytes
-        pools = POOLS[source](64, block_bytes, seed=7), POOLS[landing](64, block_bytes)
+        pools = POOLS[source](64, block_bytes, seed=7), POOLS[target](64, block_bytes)
         stamps = BlockStamps(64), BlockStamps(64)
         common: dict[str, Any] = {"secret": SECRET, "transport": transport}
         receiver = make_receiver(
@@ -67,14 +67,14 @@ def test_a_pair_of_a_gpu_and_a_host_has_a_path(make_ends: MakeEnds, ends: tuple[
         assert (received.outcome, received.error) == (ReceiveOutcome.VERIFIED, "")
         assert sent.outcome is SendOutcome.SENT
     for target, source in zip(granted, sources, strict=True):
-        assert pair.landing.block(target) == pair.source.block(source)
+        assert pair.target.block(target) == pair.source.block(source)
     [link] = pair.sender.links
     assert link.transport == "tcp_staged"
 
 
-@pytest.mark.parametrize("landing", ["host", "device"])
-def test_layer_groups_reach_host_and_device(make_ends: MakeEnds, landing: str) -> None:
-    pair = make_ends("device", landing, num_layers=4, transport="tcp_staged")
+@pytest.mark.parametrize("target", ["host", "device"])
+def test_layer_groups_reach_host_and_device(make_ends: MakeEnds, target: str) -> None:
+    pair = make_ends("device", target, num_layers=4, transport="tcp_staged")
     shape = pair.sender.plain.caller.fingerprint
     grant = pair.grant(tuple(range(63, 3, -3)), fingerprint=shape)
     received, sent = Heard(), Heard()
@@ -84,7 +84,7 @@ def test_layer_groups_reach_host_and_device(make_ends: MakeEnds, landing: str) -
         pair.sender.push(grant.key, list(enumerate(range(5, 25))), group == 3, range(group, group + 1))
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     for index, block in enumerate(grant.blocks):
-        assert pair.landing.block(block) == pair.source.block(5 + index)
+        assert pair.target.block(block) == pair.source.block(5 + index)
 
 
 def test_two_pools_in_host_memory_need_no_staging(make_ends: MakeEnds) -> None:
@@ -108,7 +108,7 @@ def test_a_bit_that_changes_between_the_devices_is_seen(
         return flipped(move, self, staging, host, *rest, is_to_host=is_to_host, behind=behind)
 
     monkeypatch.setattr(FakeDevice, "move", flip)
-    before = pair.landing.block(10)
+    before = pair.target.block(10)
     received, sent = pair.move(pair.grant((10,)), (3,))
     assert received.outcome is ReceiveOutcome.FAILED
     assert "checksum" in received.error

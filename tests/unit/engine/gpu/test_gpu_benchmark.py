@@ -69,7 +69,7 @@ def test_what_the_gpu_scripts_import_is_there(bare: dict[str, str]) -> None:
             *(f"benchmarks.{path.stem}" for path in sorted((ROOT / "benchmarks").glob("gpu*.py"))),
             "benchmarks.fault_storm",
             "kvtransfer.cuda",
-            "kvtransfer.nccl_lane",
+            "kvtransfer.nccl_connection",
             "kvtransfer.cuda_driver",
             "decode_worker.program",
             "prefill_worker.program",

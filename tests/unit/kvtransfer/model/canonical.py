@@ -1,6 +1,6 @@
 """A value that is equal for two local states exactly where they behave the same.
 
-Every field of every object is walked, so that a field which a book gains is part of the state from its first day;
+Every field of every object is walked, so that a field which a table gains is part of the state from its first day;
 only what is listed here as without influence is left out. Times are taken relative to the side's clock. An object
 that is reached twice is one object: the second time only its number stands there.
 """
@@ -76,12 +76,12 @@ def _names(value: Any) -> tuple[str, ...]:
     return names
 
 
-def _alarms(book: Any, alarms: Any, now_s: float) -> Hashable:
+def _alarms(table: Any, alarms: Any, now_s: float) -> Hashable:
     """Without the numbers that break ties, and the stale entries."""
     return tuple(sorted((at_s - now_s, tag) for tag, (at_s, _) in alarms._at.items()))
 
 
-def _ends(book: Any, ended: dict[Any, tuple[bool, str, bool]], now_s: float) -> Hashable:
+def _ends(table: Any, ended: dict[Any, tuple[bool, str, bool]], now_s: float) -> Hashable:
     return tuple((tag, is_verified) for tag, (is_verified, _, _) in ended.items())
 
 

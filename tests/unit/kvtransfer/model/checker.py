@@ -1,6 +1,6 @@
 """A small explicit-state model checker: breadth first, so that the first trail to a violation is a shortest one.
 
-Sides are deterministic machines around the product's own books. Their reactions are computed once per (local state,
+Sides are deterministic machines around the product's own tables. Their reactions are computed once per (local state,
 event) and looked up ever after, because the product of the sides has many times more states than each side.
 """
 
@@ -110,7 +110,7 @@ class Machine:
             outputs = side.react(event)
         except Violated as violated:
             return violated
-        except Exception as error:  # whatever the books raise is a counterexample, never the checker's end
+        except Exception as error:  # whatever the tables raise is a counterexample, never the checker's end
             return Violated("no crash", f"{type(error).__name__}: {error}")
         return None if outputs is None else (self.add(side), tuple(outputs))
 

@@ -51,7 +51,7 @@ class Order:
 @dataclass
 class DecodeSide:
     scenario: Scenario
-    book: ReceiveTransfers
+    table: ReceiveTransfers
     pool: BlockAllocator
     memory: list[Content]
     incarnation: int = 1
@@ -62,9 +62,9 @@ class DecodeSide:
 
     @classmethod
     def begun(cls, scenario: Scenario, incarnation: int = 1, num_granted: int = 0) -> DecodeSide:
-        pool = BlockAllocator(scenario.landing_blocks)
-        book = ReceiveTransfers(pool.stamps, grace_s=scenario.grace_s)
-        side = cls(scenario, book, pool, [JUNK] * scenario.landing_blocks, incarnation)
+        pool = BlockAllocator(scenario.target_blocks)
+        table = ReceiveTransfers(pool.stamps, grace_s=scenario.grace_s)
+        side = cls(scenario, table, pool, [JUNK] * scenario.target_blocks, incarnation)
         side.num_granted = num_granted
         return side
 
@@ -84,7 +84,7 @@ class DecodeSide:
             case ("abort", int(transfer)):
                 order = self.orders.get(transfer)
                 is_waiting = order is not None and order.said in ([], [ReceiveOutcome.QUARANTINED])
-                return self._do(self.book.abort(order.key, self.now_s)) if order is not None and is_waiting else None
+                return self._do(self.table.abort(order.key, self.now_s)) if order is not None and is_waiting else None
             case ("free", int(transfer)):
                 return self._free(transfer)
             case ("time passes",):
@@ -111,7 +111,7 @@ class DecodeSide:
 
     def next_alarm_s(self) -> float | None:
         """When time has an effect."""
-        return self.book.next_alarm_s
+        return self.table.next_alarm_s
 
     def _deadline_at_s(self) -> float | None:
         return None if self.scenario.deadline_s is None else self.now_s + self.scenario.deadline_s
@@ -119,7 +119,7 @@ class DecodeSide:
     def deadline_s(self) -> float:
         """When the last open transfer ends by itself: at its deadline, or for want of progress where it has none."""
         return max(
-            (one.deadline_at_s or one.lease_at_s or self.now_s for one in self.book._open.values()), default=self.now_s
+            (one.deadline_at_s or one.lease_at_s or self.now_s for one in self.table._open.values()), default=self.now_s
         )
 
     def _grant(self) -> list[Output] | None:
@@ -135,7 +135,7 @@ class DecodeSide:
             self.memory[block] = JUNK
         self.orders[transfer] = Order(grant.key, blocks)
         content_hashes = [content_hash_of(transfer, index) for index in range(len(blocks))]
-        actions = self.book.expect(grant, self.now_s, self._deadline_at_s(), content_hashes)
+        actions = self.table.expect(grant, self.now_s, self._deadline_at_s(), content_hashes)
         return [("grant", transfer), *self._do(actions)]
 
     def _hear(self, writer: int, message: object) -> list[Output] | None:
@@ -144,37 +144,37 @@ class DecodeSide:
             return None
         match message:
             case Announce(tag):
-                return self._do(self.book.announce(tag, writer))
+                return self._do(self.table.announce(tag, writer))
             case Retract(tag, error):
-                return self._do(self.book.retract(tag, writer, error, self.now_s))
+                return self._do(self.table.retract(tag, writer, error, self.now_s))
             case Chunk(tag, first, stamps):
-                claim = self.book.claim(tag, writer, first, stamps, self.now_s)
+                claim = self.table.claim(tag, writer, first, stamps, self.now_s)
                 if claim is None:
-                    return self._do(self.book.review(tag, self.now_s))
+                    return self._do(self.table.review(tag, self.now_s))
                 self.threads[writer] = Thread(At.CLAIMED, claim, message, self.scenario.slices)
                 return []
         raise AssertionError(message)
 
     def _go_on(self, writer: int) -> list[Output] | None:
-        """The thread's next call of the book."""
+        """The thread's next call of the table."""
         thread = self.threads[writer]
         claim, chunk = thread.claim, thread.chunk
         if claim is None or chunk is None:
             return None
         if thread.at is At.CLAIMED:
-            if self.book.enter(claim):
+            if self.table.enter(claim):
                 thread.at = At.WRITING
                 return []
             self.threads[writer] = Thread()  # the rest is read past
-            return self._do(self.book.review(chunk.tag, self.now_s))
+            return self._do(self.table.review(chunk.tag, self.now_s))
         if thread.at is At.WRITING:
             thread.left -= 1
             self._write(claim, chunk, is_whole=thread.left == 0)
             thread.at = At.WRITTEN if thread.left == 0 else At.CLAIMED
-            return self._do(self.book.leave(claim, self.now_s))
+            return self._do(self.table.leave(claim, self.now_s))
         matches = tuple(self.memory[block] for block in claim.blocks) == chunk.checksum
         self.threads[writer] = Thread()
-        return self._do(self.book.settle(claim, len(chunk.payload), matches, chunk.is_last, self.now_s))
+        return self._do(self.table.settle(claim, len(chunk.payload), matches, chunk.is_last, self.now_s))
 
     def _write(self, claim: Claim, chunk: Chunk, *, is_whole: bool) -> None:
         order = self.orders.get(chunk.origin)
@@ -188,7 +188,7 @@ class DecodeSide:
         if thread.at is At.WRITING:
             return None  # it leaves first
         del self.threads[writer]
-        return self._do(self.book.cut(writer, "cut", self.now_s))
+        return self._do(self.table.cut(writer, "cut", self.now_s))
 
     def _free(self, transfer: int) -> list[Output] | None:
         """The request has ended; so have its committed blocks."""
@@ -203,7 +203,7 @@ class DecodeSide:
         if alarm_s is None:
             return None
         self.now_s = max(self.now_s, alarm_s)
-        return self._do(self.book.expire(self.now_s))
+        return self._do(self.table.expire(self.now_s))
 
     def _do(self, actions: list[Action]) -> list[Output]:
         outputs: list[Output] = []

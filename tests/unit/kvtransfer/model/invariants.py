@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 INVARIANTS: Final = {
-    "no old writer": "A landing block is written only while it belongs to the transfer for which the bytes were read: "
+    "no old writer": "A target block is written only while it belongs to the transfer for which the bytes were read: "
     "never while it is free, committed, or granted to another transfer.",
     "only whole and right": "When a transfer is reported VERIFIED, each of its blocks holds what the prompt's block "
     "with that number holds on the sender: all of it, nothing else, and nothing of another prompt.",

@@ -47,7 +47,7 @@ def next_alone(side: DecodeSide | PrefillSide) -> Event | None:
         for writer, thread in side.threads.items():
             if thread.at in (At.WRITING, At.WRITTEN):
                 return "go on", writer
-    elif isinstance(side.job, Job) and not side.job.departure.session.is_open:
+    elif isinstance(side.job, Job) and not side.job.transfer.session.is_open:
         return ("send",)  # what is left of the frame goes out from a copy
     if side.next_alarm_s() is not None:
         return ("time passes",)

@@ -1,4 +1,4 @@
-"""Seeded errors in the product's tables and books. The checker must find each, with a trail; a guard whose loss it
+"""Seeded errors in the product's tables and tables. The checker must find each, with a trail; a guard whose loss it
 does not notice is either not needed or not modelled, and stands in no list."""
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _any_writer(patch: pytest.MonkeyPatch) -> None:
     def careless(
         self: ReceiveTransfers, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float
     ) -> Claim | None:
-        landing = self._open.get(tag)
-        known = writer if landing is None or not landing.lanes else landing.lanes[0].writer
+        transfer = self._open.get(tag)
+        known = writer if transfer is None or not transfer.shards else transfer.shards[0].writer
         return claim(self, tag, known, first, stamps, now_s)
 
     patch.setattr(ReceiveTransfers, "claim", careless)
@@ -103,9 +103,9 @@ def _cut_hits_everybody(patch: pytest.MonkeyPatch) -> None:
     cut = ReceiveTransfers.cut
 
     def wide(self: ReceiveTransfers, writer: int, error: str, now_s: float) -> list[receive_transfers.Action]:
-        for landing in self._open.values():
-            for lane in landing.lanes.values():
-                lane.writer = writer
+        for transfer in self._open.values():
+            for shard in transfer.shards.values():
+                shard.writer = writer
         return cut(self, writer, error, now_s)
 
     patch.setattr(ReceiveTransfers, "cut", wide)
@@ -117,8 +117,8 @@ def _cut_leaves_accesses_open(patch: pytest.MonkeyPatch) -> None:
 
 def _deaf_to_deadlines(patch: pytest.MonkeyPatch) -> None:
     def expire(self: SendTransfers, now_s: float) -> list[send_transfers.Action]:
-        for departure in self._open.values():
-            departure.deadline_at_s = None
+        for transfer in self._open.values():
+            transfer.deadline_at_s = None
         return []
 
     patch.setattr(SendTransfers, "expire", expire)
@@ -138,9 +138,9 @@ def _ended_is_an_error(patch: pytest.MonkeyPatch) -> None:
 def _never_forgotten(patch: pytest.MonkeyPatch) -> None:
     after = SendTransfers._after
 
-    def keeping(self: SendTransfers, departure: Any, now_s: float) -> list[send_transfers.Action]:
-        actions = after(self, departure, now_s)
-        self._open[departure.tag] = departure
+    def keeping(self: SendTransfers, transfer: Any, now_s: float) -> list[send_transfers.Action]:
+        actions = after(self, transfer, now_s)
+        self._open[transfer.tag] = transfer
         return actions
 
     patch.setattr(SendTransfers, "_after", keeping)
@@ -181,7 +181,7 @@ MUTANTS: Final = (
     Mutant("a cut leaves the sender's access open", "freed in time", _cut_leaves_accesses_open),
     Mutant("the sender reads without an access", "sources kept", _uncounted_access),
     Mutant("the sender fails while it reads", "sources kept", _move(S, *SENDING_LATE, State.FAILED)),
-    Mutant("an ended transfer stays in the sender's book", "one end", _never_forgotten),
+    Mutant("an ended transfer stays in the sender's table", "one end", _never_forgotten),
     Mutant("sent when written", "sent means verified", _move(S, State.SENDING, Event.COVERED, State.VERIFIED)),
     Mutant("a late chunk is asserted on", "no crash", _ended_is_an_error),
 )

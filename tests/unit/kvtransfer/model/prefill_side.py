@@ -34,7 +34,7 @@ class PrefillSide:
     scenario: Scenario
     pool: BlockAllocator
     memory: list[Content]
-    book: SendTransfers | None = None  # of the pair's connection; a new one has a new book
+    table: SendTransfers | None = None  # of the pair's connection; a new one has a new table
     to_incarnation: int = 0  # of the worker at the other end
     now_s: float = 0.0
     job: Job | None = None
@@ -61,20 +61,20 @@ class PrefillSide:
             case ("restart",):
                 self.__dict__.update(PrefillSide.begun(self.scenario).__dict__)
                 return []
-        if self.book is None:
+        if self.table is None:
             return None
         match event:
             case ("dial",):
                 return (
-                    [("linked", self.to_incarnation), *self._do(self.book.linked())] if self.book.needs_link else None
+                    [("linked", self.to_incarnation), *self._do(self.table.linked())] if self.table.needs_link else None
                 )
             case ("hear", Answer(_, tag, True)):
-                return self._do(self.book.done(tag, self.now_s))
+                return self._do(self.table.done(tag, self.now_s))
             case ("hear", Answer(_, tag, False)):
-                return self._do(self.book.refused(tag, "", self.now_s))
+                return self._do(self.table.refused(tag, "", self.now_s))
             case ("abort", int(transfer)):
                 order = self.orders.get(transfer)
-                return None if order is None or order.num_ends else self._do(self.book.abort(order.key, self.now_s))
+                return None if order is None or order.num_ends else self._do(self.table.abort(order.key, self.now_s))
             case ("time passes",):
                 return self._tick()
         raise AssertionError(event)
@@ -94,34 +94,34 @@ class PrefillSide:
         return [block for order in self.orders.values() for block in order.blocks]
 
     def next_alarm_s(self) -> float | None:
-        return None if self.book is None else self.book.next_alarm_s
+        return None if self.table is None else self.table.next_alarm_s
 
     def _deadline_at_s(self) -> float | None:
         return None if self.scenario.deadline_s is None else self.now_s + self.scenario.deadline_s
 
     def deadline_s(self) -> float:
         """When the last open transfer ends by itself: at its deadline, or for want of progress where it has none."""
-        open_ones = () if self.book is None else self.book._open.values()
+        open_ones = () if self.table is None else self.table._open.values()
         return max((one.deadline_at_s or one.lease_at_s or self.now_s for one in open_ones), default=self.now_s)
 
     def _start(self, transfer: int, incarnation: int) -> list[Output] | None:
-        if self.book is not None and self.to_incarnation != incarnation:
+        if self.table is not None and self.to_incarnation != incarnation:
             return None  # the old pair's connection ends first; in the product they may overlap, and share nothing
         blocks = self.pool.allocate(self.scenario.blocks)
         if blocks is None:
             return None
         for block in blocks:
             self.memory[block] = JUNK
-        if self.book is None:
-            self.book, self.to_incarnation = SendTransfers(BLOCK_BYTES, self.pool.stamps), incarnation
+        if self.table is None:
+            self.table, self.to_incarnation = SendTransfers(BLOCK_BYTES, self.pool.stamps), incarnation
         grant = grant_of(transfer, incarnation, tuple(range(self.scenario.blocks)))
         self.orders[transfer] = Order(grant.key, blocks)
-        return self._do(self.book.start(grant, self.now_s, self._deadline_at_s()))
+        return self._do(self.table.start(grant, self.now_s, self._deadline_at_s()))
 
     def _push(self, transfer: int) -> list[Output] | None:
         """The next block is computed, and handed to the sender."""
         order = self.orders.get(transfer)
-        if self.book is None or order is None or order.num_pushed >= len(order.blocks):
+        if self.table is None or order is None or order.num_pushed >= len(order.blocks):
             return None
         index = order.num_pushed
         order.num_pushed += 1
@@ -129,34 +129,34 @@ class PrefillSide:
         self.memory[block] = (transfer, index)
         self.pool.stamps.mark(block, content_hash_of(transfer, index))
         is_last = order.num_pushed == len(order.blocks)
-        return self._do(self.book.push(order.key, [(index, block)], is_last, self.now_s))
+        return self._do(self.table.push(order.key, [(index, block)], is_last, self.now_s))
 
     def _take(self) -> list[Output] | None:
-        if self.book is None or self.job is not None or not self.book.is_linked:
+        if self.table is None or self.job is not None or not self.table.is_linked:
             return None
-        self.job = self.book.take(1, self.now_s)
+        self.job = self.table.take(1, self.now_s)
         if self.job is None:
             return None
         self.checksum = self._read(self.job)
         try:
-            self.stamps = self.book.stamp(self.job)
+            self.stamps = self.table.stamp(self.job)
         except StaleSource as stale:
             job, self.job, self.checksum = self.job, None, ()
-            return self._do(self.book.stale(job, str(stale), self.now_s))
+            return self._do(self.table.stale(job, str(stale), self.now_s))
         return []
 
     def _send(self) -> list[Output] | None:
-        if self.book is None or self.job is None:
+        if self.table is None or self.job is None:
             return None
         job, stamps, checksum = self.job, self.stamps, self.checksum
         payload = self._read(job)
         self.job, self.stamps, self.checksum = None, b"", ()
-        origin = job.departure.grant.key.generation
-        chunk = Chunk(job.departure.tag, job.chunk.first, stamps, payload, checksum, job.departure.is_stamped, origin)
-        return [("send", chunk), *self._do(self.book.written(job, self.now_s))]
+        origin = job.transfer.grant.key.generation
+        chunk = Chunk(job.transfer.tag, job.chunk.first, stamps, payload, checksum, job.transfer.is_stamped, origin)
+        return [("send", chunk), *self._do(self.table.written(job, self.now_s))]
 
     def _read(self, job: Job) -> tuple[Content, ...]:
-        transfer = job.departure.grant.key.generation
+        transfer = job.transfer.grant.key.generation
         order = self.orders[transfer]
         for source in job.chunk.sources:
             if source not in order.blocks:
@@ -165,19 +165,19 @@ class PrefillSide:
 
     def _cut(self) -> list[Output] | None:
         """The thread of the pair ends, and what it was writing with it."""
-        if self.book is None:
+        if self.table is None:
             return None
         self.job, self.stamps, self.checksum = None, b"", ()
-        outputs = self._do(self.book.cut("cut", self.now_s))
-        self.book = None
+        outputs = self._do(self.table.cut("cut", self.now_s))
+        self.table = None
         return outputs
 
     def _tick(self) -> list[Output] | None:
         alarm_s = self.next_alarm_s()
-        if alarm_s is None or self.book is None:
+        if alarm_s is None or self.table is None:
             return None
         self.now_s = max(self.now_s, alarm_s)
-        return self._do(self.book.expire(self.now_s))
+        return self._do(self.table.expire(self.now_s))
 
     def _do(self, actions: list[Action]) -> list[Output]:
         outputs: list[Output] = []

@@ -7,9 +7,9 @@ from typing import Any, Final
 from tests.unit.kvtransfer.model.wire import Scenario
 
 
-def scenario(*, blocks: int = 1, sources: int = 1, landings: int = 1, **more: Any) -> Scenario:
+def scenario(*, blocks: int = 1, sources: int = 1, targets: int = 1, **more: Any) -> Scenario:
     """Pools in transfers' worth of blocks."""
-    return Scenario(blocks=blocks, source_blocks=sources * blocks, landing_blocks=landings * blocks, **more)
+    return Scenario(blocks=blocks, source_blocks=sources * blocks, target_blocks=targets * blocks, **more)
 
 
 # One transfer and one reuse of its blocks on both sides, with two faults at any two steps.
@@ -23,7 +23,7 @@ ONE_OF_TWO: Final = scenario(blocks=2, transfers=1, slices=2, faults=3)
 # Without deadlines: leases end what makes no progress.
 LEASED: Final = scenario(faults=1, deadline_s=None)
 # Two live transfers on different blocks, over two connections.
-SIDE_BY_SIDE: Final = scenario(landings=2, faults=2)
+SIDE_BY_SIDE: Final = scenario(targets=2, faults=2)
 # In every run of the tests: each of the above, with fewer faults or fewer kinds of them.
 SHORT_REUSE: Final = scenario(faults=1)
 SHORT_BOTH: Final = scenario(sources=2, slices=2, faults=1, kinds=frozenset(("cut", "abort")))

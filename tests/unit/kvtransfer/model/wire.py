@@ -1,4 +1,4 @@
-"""What travels in the model: the books' own actions, and chunks with ghosts that only the invariants look at."""
+"""What travels in the model: the tables' own actions, and chunks with ghosts that only the invariants look at."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Scenario:
 
     blocks: int = 2  # of each transfer
     source_blocks: int = 2  # of the prefill worker's pool
-    landing_blocks: int = 2  # of the decode worker's; as many as a transfer has: the next one lands on the same
+    target_blocks: int = 2  # of the decode worker's; as many as a transfer has: the next one lands on the same
     transfers: int = 2
     slices: int = 1  # in how many writes a chunk reaches memory: 1 from shared memory, more from a socket
     faults: int = 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from kvtransfer.grants import fingerprint_of
 from kvtransfer.joined import JoinedReceiver, JoinedSender
@@ -15,8 +15,6 @@ from pdserve.engine.interface import Engine
 from pdserve.v1 import rank_pb2
 
 OPEN_S: Final = 120.0  # the kernels for device copies are compiled in this time
-
-End = TypeVar("End", RankReceiver, RankSender)
 
 
 def joined_receiver(

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 import torch
 
 from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice
-from kvtransfer.device import LANE_S, Blocks, Wake
+from kvtransfer.device import MESSAGE_S, Blocks, Wake
 from kvtransfer.issuer import Issuer, answer_of, on_its_own_thread, status_of
 from pdserve.core.errors import TransferFailed
 
@@ -29,21 +29,21 @@ ABORT_S: Final = 10.0
 _WARM_BYTES: Final = 4
 
 
-def signed(lane_id: bytes) -> tuple[int, ...]:
+def signed(unique_id: bytes) -> tuple[int, ...]:
     """An id as CuPy before 14 takes it: a tuple of C chars, which are signed on x86."""
-    return tuple(byte - 256 if byte > 127 else byte for byte in lane_id)
+    return tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
 
 
-def communicator(nccl: Any, lane_id: bytes, rank: int) -> Any:
+def communicator(nccl: Any, unique_id: bytes, rank: int) -> Any:
     """A communicator of two ranks. Blocks until the other rank joins."""
     try:
-        return nccl.NcclCommunicator(2, lane_id, rank)
+        return nccl.NcclCommunicator(2, unique_id, rank)
     except TypeError:  # CuPy before 14; nothing has been done yet
-        return nccl.NcclCommunicator(2, signed(lane_id), rank)
+        return nccl.NcclCommunicator(2, signed(unique_id), rank)
 
 
 @final
-class NcclLanes:
+class NcclConnector:
     def __init__(self) -> None:
         from cupy.cuda import nccl
 
@@ -55,45 +55,45 @@ class NcclLanes:
     def new_id(self) -> bytes:
         return bytes(number % 256 for number in self._nccl.get_unique_id())
 
-    def join(self, device: CudaDevice, lane_id: bytes, rank: int) -> NcclLane:
+    def join(self, device: CudaDevice, unique_id: bytes, rank: int) -> NcclConnection:
         """Makes and connects the pair on a thread of its own. Raises TransferFailed."""
         issuer = issuer_of(device)
-        made: list[NcclLane] = []
+        made: list[NcclConnection] = []
         is_given_up = threading.Event()
 
-        def make() -> NcclLane:
+        def make() -> NcclConnection:
             import cupy
 
             with cupy.cuda.Device(device.device.index):
-                lane = NcclLane(issuer, device, communicator(self._nccl, lane_id, rank), 1 - rank)
-                made.append(lane)
+                connection = NcclConnection(issuer, device, communicator(self._nccl, unique_id, rank), 1 - rank)
+                made.append(connection)
                 scratch = device.staging(1)
                 try:
                     if is_given_up.is_set():
                         raise TransferFailed("the other NCCL rank came too late")
-                    lane.warm(rank, scratch)
+                    connection.warm(rank, scratch)
                 except BaseException:
-                    lane.close()
+                    connection.close()
                     scratch.close()
                     raise
                 scratch.close()
-                return lane
+                return connection
 
         # Not on the issuing thread: a rank that waits for a missing peer cannot be interrupted, and the first message
         # blocks until the other rank joins. If several workers made their pairs in different orders, they would wait
         # for each other in a circle.
         try:
-            lane: NcclLane = answer_of(make, on_its_own_thread, JOIN_S)
+            connection: NcclConnection = answer_of(make, on_its_own_thread, JOIN_S)
         except TransferFailed:
             is_given_up.set()
             for late in made:  # stuck in its first message; only an abort ends it
                 late.close()
             raise
-        return lane
+        return connection
 
 
 @final
-class NcclLane:
+class NcclConnection:
     def __init__(self, issuer: Issuer, device: CudaDevice, communicator: Any, peer: int) -> None:
         import cupy
 
@@ -102,8 +102,8 @@ class NcclLane:
         self._closing = threading.Lock()
         self._is_closed = False
         self._why_open = ""  # why it may still touch memory although it was closed
-        # A stream of its own, because a receive whose sender is gone blocks everything queued behind it, which must not
-        # be other pairs. torch reuses 32 streams in turn, so CuPy makes this one, and it lives as long as the lane.
+        # A receive whose sender is gone blocks all later work of its stream, so each pair has its own stream. CuPy
+        # makes it, because torch hands out the same 32 streams in turn. It exists as long as the connection.
         with cupy.cuda.Device(device.device.index):
             self._owned = cupy.cuda.Stream(non_blocking=True)
         self._stream = torch.cuda.ExternalStream(self._owned.ptr, device=device.device)
@@ -162,7 +162,7 @@ class NcclLane:
         copying: CudaCopying = self._issuer.call(lambda: self._queue(name, blocks, num_bytes, wake))
         return copying
 
-    def _queue(self, name: str, blocks: Blocks, num_bytes: int, wake: Wake, limit_s: float = LANE_S) -> CudaCopying:
+    def _queue(self, name: str, blocks: Blocks, num_bytes: int, wake: Wake, limit_s: float = MESSAGE_S) -> CudaCopying:
         import cupy
 
         assert isinstance(blocks, CudaBlocks)

@@ -1,8 +1,8 @@
 """A stand-in for NCCL over sockets of this host, between processes or inside one.
 
-What it keeps of the real one: a receive waits for its sender for ever unless its lane is closed, and whether a killed
-peer is reported or leaves a hang nobody can tell; the two ends must ask in the same order, and where they do not, the
-messages are not the right ones or never end; a lane that is closed touches nothing any more. `Trouble` adds the rest.
+Like NCCL, a receive waits for its sender until its connection is closed. The loss of a killed peer may be reported, or
+may leave a hang. Both ends must issue their calls in the same order; otherwise messages are mixed up or never end. A
+closed connection does not access memory any more. `Trouble` adds other faults.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ import time
 from typing import Any
 
 from benchmarks.fake_device import PLAIN, FakeBlocks, FakeCopying, Stream, Trouble
-from kvtransfer.device import LANE_S, Blocks, Wake
+from kvtransfer.device import MESSAGE_S, Blocks, Wake
 from pdserve.core.errors import TransferFailed
 
 JOIN_S = 5.0
-_LOOK_S = 0.01  # between two looks at whether the lane was closed
+_LOOK_S = 0.01  # between two looks at whether the connection was closed
 _SIZE = struct.Struct("<Q")
 
 
-class FakeLanes:
+class FakeConnector:
     def __init__(self, version: str = "2.30", trouble: Trouble = PLAIN) -> None:
         self.version, self._trouble = version, trouble
         self._doors: dict[bytes, tuple[socket.socket, float]] = {}  # where rank 0 waits for rank 1, since when
         self._lock = threading.Lock()
 
     def new_id(self) -> bytes:
-        lane_id, now_s = secrets.token_bytes(16), time.monotonic()
+        unique_id, now_s = secrets.token_bytes(16), time.monotonic()
         door = socket.socket(socket.AF_UNIX)
-        door.bind(_address(lane_id))
+        door.bind(_address(unique_id))
         door.listen(1)
         with self._lock:
             for old in [one for one, (_, since_s) in self._doors.items() if since_s < now_s - JOIN_S]:
                 self._doors.pop(old)[0].close()  # whoever made it never joined
-            self._doors[lane_id] = door, now_s
-        return lane_id
+            self._doors[unique_id] = door, now_s
+        return unique_id
 
-    def join(self, device: Any, lane_id: bytes, rank: int) -> FakeLane:
+    def join(self, device: Any, unique_id: bytes, rank: int) -> FakeConnection:
         try:
-            sock = self._accept(lane_id) if rank == 0 else _connect(lane_id)
+            sock = self._accept(unique_id) if rank == 0 else _connect(unique_id)
         except (OSError, KeyError) as error:
             raise TransferFailed(f"the other NCCL rank has not come: {error}") from error
-        return FakeLane(sock, self._trouble)
+        return FakeConnection(sock, self._trouble)
 
-    def _accept(self, lane_id: bytes) -> socket.socket:
+    def _accept(self, unique_id: bytes) -> socket.socket:
         with self._lock:
-            door, _ = self._doors.pop(lane_id)
+            door, _ = self._doors.pop(unique_id)
         with door:
             door.settimeout(JOIN_S)
             return door.accept()[0]
 
 
-class FakeLane:
+class FakeConnection:
     def __init__(self, sock: socket.socket, trouble: Trouble) -> None:
         sock.settimeout(_LOOK_S)
         self._sock, self._trouble = sock, trouble
         self._rng = random.Random(f"{trouble.seed} {os.getpid()} {id(sock)}")
-        self._stream = Stream("lane", trouble)
+        self._stream = Stream("connection", trouble)
         self._is_closed = False
 
     def send(self, source: Blocks, num_bytes: int, wake: Wake) -> FakeCopying:
@@ -113,7 +113,7 @@ class FakeLane:
             work()
             return b""
 
-        return self._stream.queue(run, wake, LANE_S)
+        return self._stream.queue(run, wake, MESSAGE_S)
 
     def _write(self, view: memoryview) -> None:
         while view:
@@ -139,7 +139,7 @@ class FakeLane:
             view = view[received:]
 
     def _lost(self) -> None:
-        """The peer has closed its lane, or was killed."""
+        """The peer has closed its connection, or was killed."""
         if self._trouble.loses_the_dead:
             raise TransferFailed("NCCL failed: the other rank is gone")
         self._hang()
@@ -154,16 +154,16 @@ class FakeLane:
             raise TransferFailed("the NCCL pair is closed")
 
 
-def _connect(lane_id: bytes) -> socket.socket:
+def _connect(unique_id: bytes) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(JOIN_S)
     try:
-        sock.connect(_address(lane_id))
+        sock.connect(_address(unique_id))
     except OSError:
         sock.close()
         raise
     return sock
 
 
-def _address(lane_id: bytes) -> bytes:
-    return b"\0pdserve-fake-lane-" + lane_id.hex().encode()
+def _address(unique_id: bytes) -> bytes:
+    return b"\0pdserve-fake-connection-" + unique_id.hex().encode()

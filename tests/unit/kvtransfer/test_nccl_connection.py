@@ -1,4 +1,4 @@
-"""Lanes over communicators that block, hang or are freed. CuPy and devices are stand-ins, issuing threads are real."""
+"""NCCL connections with blocked, hung or freed communicators. CuPy and devices are fakes; issuing threads are real."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from benchmarks.fake_device import DevicePool, FakeDevice
-from kvtransfer import nccl_lane
+from kvtransfer import nccl_connection
 from kvtransfer.cuda import CudaBlocks
 from kvtransfer.issuer import Issuer, events
-from kvtransfer.nccl_lane import NcclLane, NcclLanes
+from kvtransfer.nccl_connection import NcclConnection, NcclConnector
 from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
 from tests.unit.kvtransfer.harness import WAIT_S, wait_for
@@ -69,14 +69,14 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda ptr, device: SimpleNamespace(cuda_stream=ptr))
-    monkeypatch.setattr(nccl_lane, "_issuers", {})
-    monkeypatch.setattr(nccl_lane, "_abandoned", [])
+    monkeypatch.setattr(nccl_connection, "_issuers", {})
+    monkeypatch.setattr(nccl_connection, "_abandoned", [])
     return cuda
 
 
 @pytest.fixture
-def make_lane(cupy: SimpleNamespace) -> Callable[..., NcclLane]:
-    return lambda communicator, issuer=None: NcclLane(issuer or Issuer(), a_device(), communicator, 1)
+def make_connection(cupy: SimpleNamespace) -> Callable[..., NcclConnection]:
+    return lambda communicator, issuer=None: NcclConnection(issuer or Issuer(), a_device(), communicator, 1)
 
 
 @pytest.fixture
@@ -87,19 +87,21 @@ def blocks() -> CudaBlocks:
 def nobody() -> None: ...
 
 
-def test_bytes_go_out_by_address_type_peer_and_stream(make_lane: Callable[..., NcclLane], blocks: CudaBlocks) -> None:
+def test_bytes_go_out_by_address_type_peer_and_stream(
+    make_connection: Callable[..., NcclConnection], blocks: CudaBlocks
+) -> None:
     communicator = Communicator()
-    lane = make_lane(communicator)
-    lane.send(blocks, 32, nobody)
-    lane.receive(blocks, 16, nobody)
+    connection = make_connection(communicator)
+    connection.send(blocks, 32, nobody)
+    connection.receive(blocks, 16, nobody)
     address = blocks.tensor.data_ptr()
     assert communicator.calls == [("send", address, 32, 1, 1, 77), ("recv", address, 16, 1, 1, 77)]
-    lane.close()
+    connection.close()
     with pytest.raises(TransferFailed, match="closed"):
-        lane.send(blocks, 16, nobody)
+        connection.send(blocks, 16, nobody)
 
 
-# The end of a lane.
+# The end of a connection.
 
 
 @pytest.mark.parametrize("what", ["abort", "kernel"])
@@ -108,30 +110,30 @@ def test_close_reports_possible_writes(
 ) -> None:
     """Its staging is not closed then, and so nobody gets it again."""
     if what == "abort":
-        monkeypatch.setattr(nccl_lane, "ABORT_S", 0.05)
-        monkeypatch.setattr(nccl_lane, "LEAVE_S", 0.05)
+        monkeypatch.setattr(nccl_connection, "ABORT_S", 0.05)
+        monkeypatch.setattr(nccl_connection, "LEAVE_S", 0.05)
     released = threading.Event()
     device = a_device()
     device.has_drained = lambda stream, limit_s: what != "kernel"
     communicator = Communicator(released.wait if what == "abort" else lambda: None)
-    lane = NcclLane(Issuer(), device, communicator, 1)
-    lane.receive(blocks, 8, nobody)
+    connection = NcclConnection(Issuer(), device, communicator, 1)
+    connection.receive(blocks, 8, nobody)
     for _ in range(2):
         with pytest.raises(TransferFailed, match=what):
-            lane.close()
-    assert [kept for kept, _ in nccl_lane._abandoned] == [communicator]
+            connection.close()
+    assert [kept for kept, _ in nccl_connection._abandoned] == [communicator]
     released.set()
 
 
 @GPU_CHECKS
-def test_queued_call_skips_closed_pair(make_lane: Callable[..., NcclLane], blocks: CudaBlocks) -> None:
+def test_queued_call_skips_closed_pair(make_connection: Callable[..., NcclConnection], blocks: CudaBlocks) -> None:
     issuer, communicator, is_busy = Issuer(), Communicator(), threading.Event()
-    lane = make_lane(communicator, issuer)
+    connection = make_connection(communicator, issuer)
     with ThreadPoolExecutor() as pool:
         busy = pool.submit(issuer.call, is_busy.wait)
-        late = pool.submit(lane.send, blocks, 16, nobody)
+        late = pool.submit(connection.send, blocks, 16, nobody)
         wait_for(lambda: issuer._calls.qsize() == 1, "the call behind the busy one")
-        lane.close()
+        connection.close()
         is_busy.set()
         assert busy.result(WAIT_S)
         with pytest.raises(TransferFailed, match="the NCCL pair is"):
@@ -142,9 +144,9 @@ def test_queued_call_skips_closed_pair(make_lane: Callable[..., NcclLane], block
 
 @GPU_CHECKS
 def test_call_that_survives_the_abort_is_reported(
-    make_lane: Callable[..., NcclLane], blocks: CudaBlocks, monkeypatch: pytest.MonkeyPatch
+    make_connection: Callable[..., NcclConnection], blocks: CudaBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_lane, "LEAVE_S", 0.05)
+    monkeypatch.setattr(nccl_connection, "LEAVE_S", 0.05)
     communicator, entered, is_let_go = Communicator(), threading.Event(), threading.Event()
 
     def stuck(*_: int) -> None:
@@ -152,22 +154,22 @@ def test_call_that_survives_the_abort_is_reported(
         is_let_go.wait(WAIT_S)
 
     communicator.send = stuck  # type: ignore[method-assign]
-    lane = make_lane(communicator)
+    connection = make_connection(communicator)
     with ThreadPoolExecutor() as pool:
-        sending = pool.submit(lane.send, blocks, 16, nobody)
+        sending = pool.submit(connection.send, blocks, 16, nobody)
         assert entered.wait(WAIT_S)
-        monkeypatch.setattr(nccl_lane, "ABORT_S", 0.2)
+        monkeypatch.setattr(nccl_connection, "ABORT_S", 0.2)
         with pytest.raises(TransferFailed, match=r"a call of NCCL has not returned|abort has not returned"):
-            lane.close()
+            connection.close()
         is_let_go.set()
         sending.result(WAIT_S)
 
 
 @GPU_CHECKS
 def test_abort_ends_a_stuck_call(
-    make_lane: Callable[..., NcclLane], blocks: CudaBlocks, monkeypatch: pytest.MonkeyPatch
+    make_connection: Callable[..., NcclConnection], blocks: CudaBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_lane, "LEAVE_S", 0.2)
+    monkeypatch.setattr(nccl_connection, "LEAVE_S", 0.2)
     is_aborted = threading.Event()
     communicator = Communicator(is_aborted.set)
     entered = threading.Event()
@@ -178,11 +180,11 @@ def test_abort_ends_a_stuck_call(
         raise KeyError(7)
 
     communicator.send = stuck  # type: ignore[method-assign]
-    lane = make_lane(communicator)
+    connection = make_connection(communicator)
     with ThreadPoolExecutor() as pool:
-        sending = pool.submit(lane.send, blocks, 16, nobody)
+        sending = pool.submit(connection.send, blocks, 16, nobody)
         assert entered.wait(WAIT_S)
-        lane.close()
+        connection.close()
         with pytest.raises(TransferFailed, match="status 7"):
             sending.result(WAIT_S)
 
@@ -236,7 +238,7 @@ def test_cupy_is_imported_before_serving(monkeypatch: pytest.MonkeyPatch, is_the
             if not is_there:
                 raise TransferFailed("CuPy finds no NCCL library")
 
-    monkeypatch.setattr(nccl_lane, "NcclLanes", Recorded)
+    monkeypatch.setattr(nccl_connection, "NcclConnector", Recorded)
     pool = DevicePool(2, 64)
     device = FakeDevice(pool)
     try:
@@ -257,13 +259,13 @@ class Meeting:
     def add(self, pair: bytes) -> None:
         self._pairs[pair] = threading.Barrier(2)
 
-    def make(self, size: int, lane_id: bytes, rank: int) -> Communicator:
-        prefill, decode = lane_id.decode().split()
+    def make(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        prefill, decode = unique_id.decode().split()
         with self._changed:
             assert self._changed.wait_for(lambda: self._turns[0] == (prefill, decode, rank), WAIT_S)
             self._turns.pop(0)
             threading.Timer(0.01, self._next).start()  # after this end has asked for its first message
-        communicator, barrier = Communicator(), self._pairs[lane_id]
+        communicator, barrier = Communicator(), self._pairs[unique_id]
         is_first = threading.Lock()
 
         def moves(*_: int) -> None:
@@ -300,27 +302,29 @@ def order_of(seed: int) -> list[tuple[str, str, int]]:
 def test_crossing_pairs_connect(cupy: SimpleNamespace, blocks: CudaBlocks, seed: int) -> None:
     meeting = Meeting(order_of(seed))
     cupy.nccl = SimpleNamespace(available=True, get_version=lambda: 23004, NcclCommunicator=meeting.make)
-    lanes, devices = NcclLanes(), {name: a_device(index) for name, index in DEVICES.items()}
+    connector, devices = NcclConnector(), {name: a_device(index) for name, index in DEVICES.items()}
     ends = [(pair, rank) for pair in PAIRS for rank in (0, 1)]
     for pair in PAIRS:
         meeting.add(" ".join(pair).encode())
     with ThreadPoolExecutor(len(ends)) as pool:
-        joining = [pool.submit(lanes.join, devices[pair[rank]], " ".join(pair).encode(), rank) for pair, rank in ends]
+        joining = [
+            pool.submit(connector.join, devices[pair[rank]], " ".join(pair).encode(), rank) for pair, rank in ends
+        ]
         made = [one.result(WAIT_S) for one in joining]
     order = list(range(len(made)))
     random.Random(seed).shuffle(order)
     for index in order:  # every pair is connected: no message waits for its other end any more
-        lane, rank = made[index], ends[index][1]
-        assert (lane.receive if rank else lane.send)(blocks, 16, nobody).is_done
-    for lane in made:
-        lane.close()
+        connection, rank = made[index], ends[index][1]
+        assert (connection.receive if rank else connection.send)(blocks, 16, nobody).is_done
+    for connection in made:
+        connection.close()
 
 
 @GPU_CHECKS
 def test_stuck_first_message_is_aborted(cupy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """And holds up no other pair."""
-    monkeypatch.setattr(nccl_lane, "JOIN_S", 0.1)
-    monkeypatch.setattr(nccl_lane, "LEAVE_S", 0.1)
+    monkeypatch.setattr(nccl_connection, "JOIN_S", 0.1)
+    monkeypatch.setattr(nccl_connection, "LEAVE_S", 0.1)
     made: list[Communicator] = []
     ended = threading.Event()
 
@@ -340,14 +344,14 @@ def test_stuck_first_message_is_aborted(cupy: SimpleNamespace, monkeypatch: pyte
     device = a_device()
     while not ended.is_set():  # a pair that has not begun to connect by then is not aborted in its first message
         with pytest.raises(TransferFailed, match="NCCL has not answered"):
-            NcclLanes().join(device, b"alone", 0)
+            NcclConnector().join(device, b"alone", 0)
     wait_for(lambda: all(one.is_freed for one in made), "the end of the communicators")
-    assert nccl_lane.issuer_of(device).call(lambda: 5) == 5
+    assert nccl_connection.issuer_of(device).call(lambda: 5) == 5
 
 
 @GPU_CHECKS
 def test_late_communicator_is_aborted(cupy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_lane, "JOIN_S", 0.05)
+    monkeypatch.setattr(nccl_connection, "JOIN_S", 0.05)
     comes, communicator = threading.Event(), Communicator()
 
     def make(*_: Any) -> Communicator:
@@ -356,7 +360,7 @@ def test_late_communicator_is_aborted(cupy: SimpleNamespace, monkeypatch: pytest
 
     cupy.nccl = SimpleNamespace(available=True, get_version=lambda: 23004, NcclCommunicator=make)
     with pytest.raises(TransferFailed, match="NCCL has not answered"):
-        NcclLanes().join(a_device(), b"late", 0)
+        NcclConnector().join(a_device(), b"late", 0)
     comes.set()
     wait_for(lambda: communicator.is_freed, "the end of the late communicator")
     assert communicator.calls == []
