@@ -28,7 +28,7 @@ _COUNTED: Final = (
 _KINDS: Final = (
     ("deadline", "deadline"),
     ("checksum", "checksum"),
-    ("stamp", "stamp|handed out again|what the prompt says"),
+    ("stamp", "stamp|reassigned|what the prompt says"),
     ("aborted", "abort"),
     ("the device or NCCL", "NCCL|device|did not end in time"),
     ("pushed wrongly", "pushed twice|pushed, expected|leaves|never came"),

@@ -34,7 +34,7 @@ class KvCheck:
         resident.epochs = epochs = self._stamps.epochs(blocks)
         if epochs[: len(held)] != held:
             index = next(index for index, epoch in enumerate(held) if epoch != epochs[index])
-            return Mistake(index, f"block {blocks[index]} was handed out again while it was held")
+            return Mistake(index, f"block {blocks[index]} was reassigned while it was held")
         full = resident.computed // block_size
         expected = tuple(map(content_hash64, resident.hashes[:full]))
         attempt = resident.attempt

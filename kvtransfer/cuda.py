@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -27,17 +26,14 @@ import torch
 
 from kvtransfer.copy_streams import CopyLimits, StreamLoads
 from kvtransfer.cuda_driver import driver, tensor_at
+from kvtransfer.cuda_memory import CudaBlocks, PinnedBytes, moved
+from kvtransfer.cuda_watcher import CudaCopying, Watcher, has_passed
 from kvtransfer.device import COPY_S, Blocks, Copying, Pinned, Wake
 from kvtransfer.staging_budget import StagingBudget
 from pdserve.core.errors import TransferFailed
-from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
-
-_SHORTEST_POLL_S: Final = 50e-6
-_LONGEST_POLL_S: Final = 1e-3
-_POLL_SHARE: Final = 0.1  # of the time that the newest of them has waited already
 _WORDS: Final = 4  # int32 numbers in 16 bytes
 _EXPORT: Final = struct.Struct("<QQQ16s")  # offset in the allocation, blocks, bytes per block, the device's UUID
 
@@ -48,163 +44,6 @@ def why_no_cuda(*packages: str) -> str:
         if find_spec(package) is None:
             return f"the package {package} is not installed"
     return "" if torch.cuda.is_available() else "torch sees no CUDA device"
-
-
-@final
-class CudaBlocks:
-    """`raw` is uint8 [blocks, block_bytes] on the device, or [blocks, runs, bytes of a run]; there may be other bytes
-    between two blocks or runs."""
-
-    def __init__(self, raw: torch.Tensor, on_close: Callable[[], None] = lambda: None) -> None:
-        self.raw: torch.Tensor | None = raw
-        self.num_blocks, self.block_bytes = int(raw.shape[0]), math.prod(raw.shape[1:])
-        self._on_close = on_close
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        assert self.raw is not None, "closed"
-        return self.raw
-
-    def narrowed(self, extent: Extent) -> CudaBlocks:
-        if extent.num_runs == 1:
-            return CudaBlocks(self.tensor[:, extent.first : extent.first + extent.run_bytes])
-        raw = self.tensor
-        shape, strides = (len(raw), extent.num_runs, extent.run_bytes), (raw.stride(0), extent.stride_bytes, 1)
-        return CudaBlocks(raw.as_strided(shape, strides, raw.storage_offset() + extent.first))
-
-    def cut(self, first: int, count: int, num_bytes: int) -> CudaBlocks:
-        flat = self.tensor[first : first + count].view(-1)
-        num_blocks = flat.shape[0] // num_bytes
-        return CudaBlocks(flat[: num_blocks * num_bytes].view(num_blocks, num_bytes))
-
-    def close(self) -> None:
-        if self.raw is not None:
-            self.raw = None
-            self._on_close()
-
-
-@final
-class PinnedBytes:
-    def __init__(self, num_bytes: int) -> None:
-        try:
-            self.tensor: torch.Tensor | None = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            raise TransferFailed(f"the host pins no {num_bytes} bytes: {error}") from error
-        self.view = memoryview(self.tensor.numpy().data)
-
-    def close(self) -> None:
-        """torch reuses the memory only after the queued copies have ended."""
-        self.tensor, self.view = None, memoryview(b"")
-
-
-def moved(
-    source: torch.Tensor, source_B: torch.Tensor, target: torch.Tensor | None, target_B: torch.Tensor, relay: Any
-) -> torch.Tensor:
-    """Copies the source blocks to the target blocks and returns their checksums.
-
-    `relay` does both at once if a block is one run of bytes on either side. Otherwise torch packs the runs before it
-    and unpacks them after it, which is one more pass over the bytes.
-    """
-    if source.dim() == 3:
-        packed = source.view(torch.int32).index_select(0, source_B).view(torch.uint8).flatten(1)
-        source, source_B = packed, torch.arange(len(packed), dtype=torch.int32, device=packed.device)
-    if target is None or target.dim() == 2:
-        sums: torch.Tensor = relay(source, source_B, target, None if target is None else target_B)
-        return sums
-    sums = relay(source, source_B, None, None)
-    blocks = source.index_select(0, source_B).view(-1, *target.shape[1:])
-    target.view(torch.int32).index_copy_(0, target_B.long(), blocks.view(torch.int32))
-    return sums
-
-
-@final
-class CudaCopying:
-    def __init__(self, event: Any, sums: Any | None, limit_s: float, stream: int | None = None) -> None:
-        """`stream`: the number of the device's copy stream that it is queued on."""
-        self._event, self._sums, self.stream = event, sums, stream
-        self.began_s = time.monotonic()
-        self._limit_s, self._ends_s = limit_s, self.began_s + limit_s
-
-    @property
-    def is_done(self) -> bool:
-        try:
-            if self._event.query():
-                return True
-        except RuntimeError as error:
-            raise TransferFailed(f"the device failed: {error}") from error
-        if time.monotonic() > self._ends_s:
-            raise TransferFailed(f"work on the device has not ended in {self._limit_s:.0f} s")
-        return False
-
-    def digest(self) -> bytes:
-        assert self._sums is not None
-        return hashlib.blake2b(self._sums.numpy().tobytes(), digest_size=8).digest()
-
-
-def poll_s(waited_s: float) -> float:
-    """The time until the events are polled again; the newest one has waited for `waited_s`.
-
-    Each poll takes the GIL from the engine's thread. A wait takes some 20 polls in its first 0.5 ms, 30 more up to 10
-    ms, and 1,000 a second after that. Its end is detected late by at most a tenth of its length.
-    """
-    return min(max(_POLL_SHARE * waited_s, _SHORTEST_POLL_S), _LONGEST_POLL_S)
-
-
-@final
-class Watcher:
-    """A thread that wakes the waiters of an event. It sleeps while there is none."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: list[tuple[CudaCopying, Wake]] = []
-        threading.Thread(target=self._run, name="cuda-watch", daemon=True).start()
-
-    def add(self, copying: CudaCopying, wake: Wake) -> None:
-        with self._changed:
-            self._waiting.append((copying, wake))
-            self._changed.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._waiting))
-                waiting = list(self._waiting)
-            ended = [one for one in waiting if _has_ended(one[0])]
-            with self._changed:
-                self._waiting = [one for one in self._waiting if one not in ended]
-            for _, wake in ended:
-                wake()
-            if not ended:
-                self._pause(waiting)
-
-    def _pause(self, waiting: Sequence[tuple[CudaCopying, Wake]]) -> None:
-        """Ends early if another copy is added."""
-        newest_s = max(one.began_s for one, _ in waiting)
-        with self._changed:
-            if len(self._waiting) == len(waiting):
-                self._changed.wait(poll_s(time.monotonic() - newest_s))
-
-
-def _has_ended(copying: CudaCopying) -> bool:
-    try:
-        return copying.is_done
-    except TransferFailed:  # the waiter polls again after it was woken, and receives the error
-        return True
-
-
-def _passes(event: Any, limit_s: float) -> bool:
-    """Waits for it. False: timed out."""
-    ends_s = time.monotonic() + limit_s
-    while True:
-        try:
-            if event.query():
-                return True
-        except RuntimeError as error:  # a device that has failed runs nothing any more
-            log.error("the device failed", extra={"error": str(error)})
-            return True
-        if time.monotonic() > ends_s:
-            return False
-        time.sleep(_LONGEST_POLL_S)
 
 
 @final
@@ -326,12 +165,12 @@ class CudaDevice:
 
     def has_drained(self, stream: Any, limit_s: float) -> bool:
         """Waits until everything queued on the stream has ended. False: timed out."""
-        return _passes(self._recorded(stream), limit_s)
+        return has_passed(self._recorded(stream), limit_s)
 
     def drain(self) -> None:
         events, began_s = [self._recorded(stream) for stream in self.streams], time.monotonic()
         for event in events:
-            while not _passes(event, COPY_S):
+            while not has_passed(event, COPY_S):
                 log.error("the device does not drain", extra={"since_s": round(time.monotonic() - began_s)})
 
     @contextmanager
@@ -383,6 +222,8 @@ def _stream_of(copying: Copying) -> int:
 
 
 _devices: dict[int, CudaDevice] = {}
+
+
 _lock = threading.Lock()
 
 

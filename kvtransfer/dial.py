@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
+import logging
 import secrets
 import socket
 import time
@@ -32,6 +33,8 @@ from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire import peers
 from pdserve.wire.protocol import FINGERPRINT
+
+log = logging.getLogger(__name__)
 
 DIAL_S: Final = 5.0
 
@@ -69,6 +72,25 @@ class DataConnection:
     def close(self) -> None:
         self.socket.close()
         self.path.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Dialled:
+    """The result of an attempt to connect."""
+
+    connection: DataConnection | None
+    error: str = ""
+
+
+def try_dial(caller: Caller, endpoint: str, incarnation: str) -> Dialled:
+    """Like `dial`, but returns every error, because transfers wait for the result."""
+    try:
+        return Dialled(dial(caller, endpoint, incarnation))
+    except TransferFailed as failed:
+        return Dialled(None, failed.message)
+    except Exception as error:
+        log.exception("dialling failed", extra={"endpoint": endpoint})
+        return Dialled(None, f"dialling failed: {error}")
 
 
 def dial(caller: Caller, endpoint: str, incarnation: str) -> DataConnection:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, final
 
 from kvtransfer.parts import MAX_GROUPS, WHOLE, Part
 from kvtransfer.stamping import STAMP_BYTES
@@ -144,6 +145,26 @@ def decode(header: bytes | bytearray | memoryview, max_chunk_bytes: int) -> Fram
     is_last, is_cancelled = bool(flags & FLAG_LAST), bool(flags & FLAG_CANCELLED)
     tag = Tag(transfer, attempt, generation)
     return Frame(known, tag, first, count, slot, length, checksum, is_last, part, is_cancelled)
+
+
+@final
+class FrameDecoder:
+    """Divides a stream of frames without chunks, as receivers send them."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: memoryview) -> Iterator[tuple[Frame, str]]:
+        """The frames that the next bytes complete, each with its text. Raises BadFrame."""
+        self._data += data
+        while len(self._data) >= HEADER_BYTES:
+            frame = decode(self._data[:HEADER_BYTES], 0)
+            size = HEADER_BYTES + frame.length
+            if len(self._data) < size:
+                return
+            text = decode_text(bytes(self._data[HEADER_BYTES:size]))
+            del self._data[:size]
+            yield frame, text
 
 
 class Greeting(NamedTuple):

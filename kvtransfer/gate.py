@@ -11,7 +11,9 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, cast, final
+
+import grpc
 
 from kvtransfer.checksum import Checksum
 from kvtransfer.credentials import Parties, is_proven, receiver_answer
@@ -21,11 +23,12 @@ from kvtransfer.parts import PartLayout
 from kvtransfer.reshape.mapping import arrival_of
 from kvtransfer.stats import TransferStats
 from kvtransfer.transports.registry import TRANSPORTS, name_of, names_of
-from pdserve.core.errors import ConfigError, Overloaded, Unauthenticated
+from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unauthenticated
 from pdserve.core.grant import Fingerprint
 from pdserve.core.kv_shape import KvShape
 from pdserve.core.proof import ClusterSecret, caller_name
-from pdserve.v1 import transfer_pb2
+from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
+from pdserve.wire.peers import proven_caller
 from pdserve.wire.protocol import FINGERPRINT
 
 TICKET_LIFE_S: Final = 10.0
@@ -34,6 +37,11 @@ MAX_NAME_CHARS: Final = 256
 CHECKSUMS: Final = {
     Checksum.XXH3_64: transfer_pb2.CHECKSUM_KIND_XXH3_64,
     Checksum.BLAKE2B_64: transfer_pb2.CHECKSUM_KIND_BLAKE2B_64,
+}
+STATUS: Final[dict[type[PdserveError], grpc.StatusCode]] = {
+    ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
 }
 CHECKSUM_OF: Final = {number: kind for kind, number in CHECKSUMS.items()}
 
@@ -168,3 +176,17 @@ class Gate:
     def _forget_old(self, now_s: float) -> None:
         for ticket in [one for one, (_, ends_s) in self._tickets.items() if ends_s <= now_s]:
             del self._tickets[ticket]
+
+
+@final
+class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
+    """For a grpc.aio server with a ProofInterceptor; add it with add_TransferServiceServicer_to_server."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def Open(self, request: transfer_pb2.OpenRequest, context: Any) -> transfer_pb2.OpenResponse:
+        try:
+            return self._gate.open(request, proven_caller(context))
+        except (ConfigError, Overloaded, Unauthenticated) as error:
+            return cast(transfer_pb2.OpenResponse, await context.abort(STATUS[type(error)], error.message))  # raises

@@ -16,7 +16,9 @@ from typing import Any, Final, final
 
 import torch
 
-from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice
+from kvtransfer.cuda import CudaDevice
+from kvtransfer.cuda_memory import CudaBlocks
+from kvtransfer.cuda_watcher import CudaCopying
 from kvtransfer.device import MESSAGE_S, Blocks, Wake
 from kvtransfer.issuer import Issuer, answer_of, on_its_own_thread, status_of
 from pdserve.core.errors import TransferFailed

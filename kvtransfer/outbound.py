@@ -11,13 +11,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from kvtransfer.channel import Channel, Gone, Silent, Waker
 from kvtransfer.checksum import hasher
 from kvtransfer.commands import Abort, OnRead, OnSent, Push, Start
-from kvtransfer.dial import Caller, DataConnection, dial
-from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, beat, decode, decode_text, encode_text
+from kvtransfer.dial import Caller, DataConnection, Dialled, try_dial
+from kvtransfer.frames import BadFrame, Frame, FrameDecoder, Kind, beat, encode_text
 from kvtransfer.lease import DEFAULT_LEASE, Heartbeat, Lease
 from kvtransfer.parts import WHOLE, Part, PartLayout
 from kvtransfer.plan import blocks_per_chunk
@@ -34,12 +33,6 @@ from pdserve.core.stamps import BlockStamps
 from pdserve.engine.gpu.extent import Extent
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Dialled:
-    connection: DataConnection | None
-    error: str = ""
 
 
 Command = Start | Push | Abort | Dialled
@@ -90,7 +83,7 @@ class Outbound(threading.Thread):
         self._connection: DataConnection | None = None
         self._is_dialling = False
         self._jobs: list[Job] = []  # chunks whose source blocks the transport is reading
-        self._inbox = bytearray()
+        self._decoder = FrameDecoder()
         self._scratch = memoryview(bytearray(4096))
 
     def begun(self) -> Outbound:
@@ -241,13 +234,7 @@ class Outbound(threading.Thread):
             self.writer.say(beat())
 
     def _dial(self) -> None:
-        try:
-            result = Dialled(dial(self._caller, self._endpoint, self._incarnation))
-        except TransferFailed as failed:
-            result = Dialled(None, failed.message)
-        except Exception as error:  # any error must reach the transfers that wait for this connection
-            log.exception("dialling failed", extra={"endpoint": self._endpoint})
-            result = Dialled(None, f"dialling failed: {error}")
+        result = try_dial(self._caller, self._endpoint, self._incarnation)
         if not self.post(result) and result.connection is not None:
             result.connection.close()
 
@@ -256,16 +243,18 @@ class Outbound(threading.Thread):
             self._apply(self._commands.popleft())
 
     def _apply(self, command: Command) -> None:
-        now_s = self._clock()
-        if isinstance(command, Start):
-            self._owners[command.grant.key] = command.on_end
-            if command.layout is not None:
-                self._layout = command.layout
-                self._table.block_bytes = command.layout.bytes_of(WHOLE)
-            shard, num_shards = (0, 1) if command.layout is None else (command.layout.index, command.layout.count)
-            self._act(
-                self._table.start(
-                    command.grant,
+        self._act(self._decide(command, self._clock()))
+
+    def _decide(self, command: Command, now_s: float) -> list[Action]:
+        match command:
+            case Start(grant=grant, layout=layout):
+                self._owners[grant.key] = command.on_end
+                shard, num_shards = 0, 1
+                if layout is not None:
+                    self._layout, shard, num_shards = layout, layout.index, layout.count
+                    self._table.block_bytes = layout.bytes_of(WHOLE)
+                return self._table.start(
+                    grant,
                     now_s,
                     command.deadline_at_s,
                     command.error,
@@ -273,33 +262,18 @@ class Outbound(threading.Thread):
                     num_shards=num_shards,
                     groups=command.groups,
                 )
-            )
-        elif isinstance(command, Push):
-            unacknowledged_bytes = self._unacknowledged(command)
-            self._act(
-                self._table.push(
-                    command.key,
-                    command.blocks,
-                    command.is_last,
-                    now_s,
-                    unacknowledged_bytes,
-                    command.epochs,
-                    command.groups,
-                    command.after,
-                )
-            )
-        elif isinstance(command, Abort):
-            if command.error:
-                self._act(self._table.fail(command.key, command.error, now_s))
-            else:
-                self._act(self._table.abort(command.key, now_s))
-        elif command.connection is None:
-            raise TransferFailed(command.error)
-        else:
-            self._link(command.connection)
-
-    def _unacknowledged(self, push: Push) -> int:
-        return self._channel.unacknowledged_bytes if push.is_last and self._channel is not None else 0
+            case Push(key=key, blocks=blocks, is_last=is_last, epochs=epochs, groups=groups, after=after):
+                channel = self._channel if is_last else None
+                unacknowledged_bytes = 0 if channel is None else channel.unacknowledged_bytes
+                return self._table.push(key, blocks, is_last, now_s, unacknowledged_bytes, epochs, groups, after)
+            case Abort(key=key, error=error):
+                return self._table.fail(key, error, now_s) if error else self._table.abort(key, now_s)
+            case Dialled(connection=None, error=error):
+                raise TransferFailed(error)
+            case Dialled(connection=connection):
+                assert connection is not None
+                self._link(connection)
+                return self._table.linked()
 
     def _link(self, connection: DataConnection) -> None:
         self._connection = connection
@@ -309,7 +283,6 @@ class Outbound(threading.Thread):
         connection.path.attach(self)
         facts = {"endpoint": self._endpoint, "transport": connection.transport, "reason": connection.reason}
         log.info("kv connection up", extra=facts)
-        self._act(self._table.linked())
 
     def _act(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -351,14 +324,7 @@ class Outbound(threading.Thread):
         received = channel.receive([self._scratch])
         if received and self._pulse is not None:
             self._pulse.heard(self._clock())
-        self._inbox += self._scratch[:received]
-        while len(self._inbox) >= HEADER_BYTES:
-            frame = decode(bytes(self._inbox[:HEADER_BYTES]), 0)
-            size = HEADER_BYTES + frame.length
-            if len(self._inbox) < size:
-                return
-            text = decode_text(bytes(self._inbox[HEADER_BYTES:size]))
-            del self._inbox[:size]
+        for frame, text in self._decoder.feed(self._scratch[:received]):
             self._hear(frame, text)
 
     def _hear(self, frame: Frame, text: str) -> None:

@@ -58,7 +58,7 @@ IDLE_S: Final = 120.0
 OPTIONS: Final = server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
 OPEN_S: Final = 10.0  # until the first order after the leader has connected
 _JOIN_S: Final = 5.0
-_STOPPED: Final = "a source block was handed out again before this rank was told to send it"
+_STOPPED: Final = "a source block was reassigned before this rank was ordered to send it"
 
 Report = Callable[[rank_pb2.FollowResponse], None]
 

@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final, final
 
 from kvtransfer import stamping
-from kvtransfer.busy import LinkBusyTime
 from kvtransfer.device import Fence
 from kvtransfer.frames import Tag
 from kvtransfer.parts import Part
 from kvtransfer.session import Session, State
+from kvtransfer.transport import Received, ReceiveOutcome
 from pdserve.core.grant import Grant
+
+OUTCOMES: Final = {
+    State.VERIFIED: ReceiveOutcome.VERIFIED,
+    State.FAILED: ReceiveOutcome.FAILED,
+    State.DRAINED: ReceiveOutcome.DRAINED,
+    State.QUARANTINED: ReceiveOutcome.QUARANTINED,
+}
+
+
+@final
+@dataclass(slots=True)
+class LinkBusyTime:
+    """Time during which at least one chunk was being transferred.
+
+    A pause that is no longer than the chunk before it counts: it is the sender's own work between two chunks. A longer
+    pause does not count: the sender waits for more KV to be computed.
+    """
+
+    total_s: float = 0.0
+    _num_open: int = 0
+    _began_s: float = 0.0
+    _ended_s: float | None = None
+    _took_s: float = 0.0
+
+    def begin(self, now_s: float) -> None:
+        if self._num_open == 0:
+            if self._ended_s is not None and now_s - self._ended_s <= self._took_s:
+                self.total_s += now_s - self._ended_s
+            self._began_s = now_s
+        self._num_open += 1
+
+    def end(self, now_s: float) -> None:
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._took_s = now_s - self._began_s
+            self.total_s += self._took_s
+            self._ended_s = now_s
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +107,19 @@ class ReceiveTransfer:
         claimed = self.session.claimed.count_in(shard.base, size)
         transferred = self.session.transferred.count_in(shard.base, size)
         return size - transferred if claimed == transferred else 0
+
+    def received(self, outcome: ReceiveOutcome, now_s: float) -> Received:
+        """The report of its end."""
+        began_s = now_s if self.first_byte_at_s is None else self.first_byte_at_s
+        return Received(
+            key=self.grant.key,
+            outcome=outcome,
+            num_bytes=self.num_bytes,
+            transfer_s=now_s - began_s,
+            busy_s=self.busy.total_s,
+            error=self.session.error,
+            fault="" if self.session.fault is None else self.session.fault.value,
+        )
 
     @property
     def progress(self) -> str:

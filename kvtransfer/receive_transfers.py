@@ -16,16 +16,16 @@ from kvtransfer import stamping
 from kvtransfer.device import Fence
 from kvtransfer.frames import Tag, tag_of
 from kvtransfer.parts import WHOLE, Part
-from kvtransfer.receive_transfer import Claim, ReceiveTransfer, ShardWriter
+from kvtransfer.receive_transfer import OUTCOMES, Claim, ReceiveTransfer, ShardWriter
 from kvtransfer.session import RECEIVER_MOVES, Event, Session, State
-from kvtransfer.stats import TransferStats
-from kvtransfer.transport import Received, ReceiveOutcome
+from kvtransfer.stats import TransferStats, count_end
+from kvtransfer.transport import Received
 from pdserve.core.alarms import Alarms
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.stamps import BlockStamps
 
-REMEMBERED: Final = 4096  # number of ended transfers whose outcome a late sender can still be told
+REMEMBERED: Final = 4096  # ended transfers whose outcome is kept for late senders
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +57,13 @@ class Sever:
 Action = Report | Answer | Sever
 
 
-OUTCOMES: Final = {
-    State.VERIFIED: ReceiveOutcome.VERIFIED,
-    State.FAILED: ReceiveOutcome.FAILED,
-    State.DRAINED: ReceiveOutcome.DRAINED,
-    State.QUARANTINED: ReceiveOutcome.QUARANTINED,
-}
-
-
 @dataclass(slots=True)
 class ReceiveTransfers:
-    """`grace_s` is how long a write may stay open after an abort before the owner is told QUARANTINED.
+    """A write may stay open for `grace_s` after an abort; then QUARANTINED is reported to the owner.
 
-    `quarantine_s` later its connection is closed, which ends the write; after a failure it is closed immediately. A
-    transfer without a deadline ends `unclaimed_s` after its grant if no sender comes, or `stall_s` after its last
-    block.
+    `quarantine_s` later the write's connection is closed, which ends the write. After a failure the connection is
+    closed as soon as `grace_s` is over. A transfer without a deadline ends `unclaimed_s` after its grant if no sender
+    announces it, and otherwise `stall_s` after its last block.
     """
 
     stamps: BlockStamps  # of the pool
@@ -81,7 +73,7 @@ class ReceiveTransfers:
     stall_s: float = 60.0
     unclaimed_s: float = 120.0
     _open: dict[Tag, ReceiveTransfer] = field(default_factory=dict)
-    #: is_verified, error and is_cancelled of ended transfers, for senders that come late.
+    #: is_verified, error and is_cancelled of ended transfers, for late senders.
     _ended: OrderedDict[Tag, tuple[bool, str, bool]] = field(default_factory=OrderedDict)
     _alarms: Alarms[Tag] = field(default_factory=Alarms)  # of open transfers: when the next timeout is due
 
@@ -109,9 +101,8 @@ class ReceiveTransfers:
         """
         tag, size = tag_of(grant.key), len(grant.blocks)
         if content_hashes is not None and len(content_hashes) != size:
-            raise InvalidRequest(
-                "content_hashes", f"{len(content_hashes)} hashes", f"{size}, one for each granted block"
-            )
+            seen = f"{len(content_hashes)} hashes"
+            raise InvalidRequest("content_hashes", seen, f"{size}, one for each granted block")
         if tag in self._open:
             raise InvalidRequest("grant.key", grant.key, "one that is not expected already")
         self._ended.pop(tag, None)
@@ -160,9 +151,8 @@ class ReceiveTransfers:
             return [Answer(writer, tag, False, f"the receiver does not expect this transfer: shard {shard} {why}")]
         if transfer.num_shards is None:
             transfer.num_shards = transfer.session.awaits = num_shards
-        transfer.shards[shard] = ShardWriter(
-            writer, groups, transfer.session.extend(len(transfer.grant.blocks) * groups)
-        )
+        base = transfer.session.extend(len(transfer.grant.blocks) * groups)
+        transfer.shards[shard] = ShardWriter(writer, groups, base)
         transfer.session.handle(Event.ANNOUNCED)
         self._progress(transfer, now_s)
         return []
@@ -319,11 +309,11 @@ class ReceiveTransfers:
     def _is_reused(self, claim: Claim) -> bool:
         """Whether a block of the claim was reassigned. This is an error of the owner, and ends the transfer."""
         transfer = claim.transfer
-        granted, epochs = transfer.epochs[claim.first : claim.first + claim.count], self.stamps.epochs(claim.blocks)
-        if epochs == granted:
+        index = self.stamps.first_reused(claim.blocks, transfer.epochs[claim.first : claim.first + claim.count])
+        if index is None:
             return False
-        block = next(block for block, was, is_ in zip(claim.blocks, granted, epochs, strict=True) if was != is_)
-        if transfer.session.handle(Event.STALE, f"block {block} was handed out again while it was granted"):
+        error = f"block {claim.blocks[index]} was reassigned while it was granted"
+        if transfer.session.handle(Event.STALE, error):
             self.stats.stale_target += 1
         return True
 
@@ -331,18 +321,11 @@ class ReceiveTransfers:
         """The actions after a change of state, each once."""
         actions: list[Action] = []
         session = transfer.session
+        is_verified, busy_s = session.state is State.VERIFIED, transfer.busy.total_s
         for shard in () if session.is_open else transfer.shards.values():
             if not shard.is_answered:
                 shard.is_answered = True
-                is_verified = session.state is State.VERIFIED
-                answer = Answer(
-                    shard.writer,
-                    transfer.tag,
-                    is_verified,
-                    session.error,
-                    transfer.busy.total_s,
-                    is_cancelled=session.is_cancelled,
-                )
+                answer = Answer(shard.writer, transfer.tag, is_verified, session.error, busy_s, session.is_cancelled)
                 actions.append(answer)
         if not session.is_open and not session.has_ended and transfer.given_up_at_s is None:
             transfer.given_up_at_s = now_s
@@ -351,45 +334,17 @@ class ReceiveTransfers:
         if outcome is None or transfer.reported is session.state:
             return actions
         transfer.reported = session.state
-        self._count(session)
+        count_end(self.stats, session)
         if session.has_ended:
             del self._open[transfer.tag]
             self._alarms.clear(transfer.tag)
-            # A second announcement uses a grant that is used up. It is an error unless the grant is empty.
-            is_spent = session.state is State.VERIFIED and bool(transfer.grant.blocks)
+            # A grant is used once: a second announcement is an error, unless the grant is empty.
+            is_spent = is_verified and bool(transfer.grant.blocks)
             error = "the transfer was verified before" if is_spent else session.error
-            is_verified = session.state is State.VERIFIED and not is_spent
-            self._ended[transfer.tag] = (is_verified, error, session.is_cancelled)
+            self._ended[transfer.tag] = (is_verified and not is_spent, error, session.is_cancelled)
             if len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
-        if session.state is State.VERIFIED:
+        if is_verified:
             self.stats.bytes += transfer.num_bytes
-        began_s = now_s if transfer.first_byte_at_s is None else transfer.first_byte_at_s
-        actions.append(
-            Report(
-                Received(
-                    key=transfer.grant.key,
-                    outcome=outcome,
-                    num_bytes=transfer.num_bytes,
-                    transfer_s=now_s - began_s,
-                    busy_s=transfer.busy.total_s,
-                    error=session.error,
-                    fault="" if session.fault is None else session.fault.value,
-                )
-            )
-        )
+        actions.append(Report(transfer.received(outcome, now_s)))
         return actions
-
-    def _count(self, session: Session) -> None:
-        count_end(self.stats, session)
-        if session.state is State.QUARANTINED:
-            self.stats.quarantined += 1
-
-
-def count_end(stats: TransferStats, session: Session) -> None:
-    """Counts a session that has just ended. For both sides."""
-    stats.verified += session.state is State.VERIFIED
-    stats.failed += session.state is State.FAILED and not session.is_cancelled
-    stats.cancelled += session.state in (State.DRAINED, State.FAILED) and session.is_cancelled
-    stats.expired += session.state is State.FAILED and session.fault is Event.EXPIRED
-    stats.cut += session.state is State.FAILED and session.fault is Event.CUT

@@ -20,7 +20,7 @@ from kvtransfer import checksum
 from kvtransfer.channel import Waker
 from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.frames import Frame, Greeting, Kind, Tag, encode_text
-from kvtransfer.gate import Gate, Peer
+from kvtransfer.gate import Gate, Peer, TransferServicer
 from kvtransfer.host import host_id
 from kvtransfer.inbound import Inbound
 from kvtransfer.lease import DEFAULT_LEASE, Lease
@@ -30,7 +30,6 @@ from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.receive_transfer import Claim
 from kvtransfer.receive_transfers import Action, Answer, ReceiveTransfers, Sever
 from kvtransfer.reports import Reports
-from kvtransfer.service import TransferServicer
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import OnOpen, Received
 from kvtransfer.transports.registry import TRANSPORTS, fence_of
@@ -185,9 +184,7 @@ class StreamReceiver:
             inbound.stop()
         for thread in (self._thread, *connections):
             thread.join(_JOIN_S)
-        with self._lock:
-            self._do(self._table.fail_all("the receiver is closed", self.clock()))
-        self._reports.deliver()
+        self._decide(lambda now_s: self._table.fail_all("the receiver is closed", now_s))
         for door in self._doors.values():
             door.close()
         self._waker.close()
@@ -232,19 +229,13 @@ class StreamReceiver:
         return False
 
     def leave(self, claim: Claim) -> None:
-        with self._lock:
-            self._do(self._table.leave(claim, self.clock()))
-        self._reports.deliver()
+        self._decide(lambda now_s: self._table.leave(claim, now_s))
 
     def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool) -> None:
-        with self._lock:
-            self._do(self._table.settle(claim, num_bytes, matches, is_last, self.clock()))
-        self._reports.deliver()
+        self._decide(lambda now_s: self._table.settle(claim, num_bytes, matches, is_last, now_s))
 
     def retract(self, tag: Tag, writer: int, error: str, *, is_cancelled: bool) -> None:
-        with self._lock:
-            self._do(self._table.retract(tag, writer, error, self.clock(), is_cancelled=is_cancelled))
-        self._reports.deliver()
+        self._decide(lambda now_s: self._table.retract(tag, writer, error, now_s, is_cancelled=is_cancelled))
 
     def ended(self, inbound: Inbound, error: str, *, is_peers_fault: bool, is_silent: bool) -> None:
         who = inbound.peer.sender_id if inbound.peer else "unknown"
@@ -263,6 +254,11 @@ class StreamReceiver:
         self._reports.deliver()
 
     # Inside.
+
+    def _decide(self, decide: Callable[[float], Sequence[Action]]) -> None:
+        with self._lock:
+            self._do(decide(self.clock()))
+        self._reports.deliver()
 
     def _do(self, actions: Sequence[Action]) -> None:
         """With the lock held."""
@@ -301,9 +297,7 @@ class StreamReceiver:
             if key.data is not None:
                 self._accept(self._doors[key.data], key.data)
         self._waker.clear()
-        with self._lock:
-            self._do(self._table.expire(self.clock()))
-        self._reports.deliver()
+        self._decide(self._table.expire)
 
     def _accept(self, door: socket.socket, kind: int) -> None:
         sock: socket.socket | None = None

@@ -9,7 +9,8 @@ from kvtransfer.device import Fence
 from kvtransfer.frames import Tag
 from kvtransfer.parts import Part
 from kvtransfer.plan import Chunk
-from kvtransfer.session import Session
+from kvtransfer.session import Session, State
+from kvtransfer.transport import SendOutcome, Sent
 from pdserve.core.grant import Grant
 
 
@@ -39,6 +40,27 @@ class SendTransfer:
     def is_stamped(self) -> bool:
         """The frame of every piece was made. Copies end in any order: the last chunk taken may not be the last sent."""
         return self.num_stamped == self.session.size
+
+    @property
+    def pieces(self) -> str:
+        """Their number, for error messages."""
+        return f"{self.session.size} {'blocks' if self.groups == 1 else 'parts of blocks'}"
+
+    def sent(self, now_s: float) -> Sent:
+        """The report of its end."""
+        began_s = now_s if self.began_at_s is None else self.began_at_s
+        pushed_s = now_s if self.last_pushed_at_s is None else self.last_pushed_at_s
+        return Sent(
+            key=self.grant.key,
+            outcome=SendOutcome.SENT if self.session.state is State.VERIFIED else SendOutcome.FAILED,
+            num_bytes=self.num_bytes,
+            send_s=now_s - began_s,
+            busy_s=self.busy_s,
+            exposed_s=now_s - pushed_s,
+            early_bytes=self.early_bytes,
+            error=self.session.error,
+            fault="" if self.session.fault is None else self.session.fault.value,
+        )
 
     def at(self, index: int, group: int) -> int:
         """The number of a block's part in the session."""

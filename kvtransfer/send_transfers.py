@@ -14,11 +14,10 @@ from kvtransfer.device import Fence
 from kvtransfer.frames import Tag, tag_of
 from kvtransfer.parts import Part
 from kvtransfer.plan import chunks_of
-from kvtransfer.receive_transfers import count_end
 from kvtransfer.send_transfer import Job, SendTransfer
 from kvtransfer.session import SENDER_MOVES, Event, Session, State
-from kvtransfer.stats import TransferStats
-from kvtransfer.transport import SendOutcome, Sent
+from kvtransfer.stats import TransferStats, count_end
+from kvtransfer.transport import Sent
 from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.stamps import BlockStamps
 
@@ -159,9 +158,8 @@ class SendTransfers:
         if transfer.pending and transfer.tag not in self._ready:
             self._ready.append(transfer.tag)
         if is_last and not session.claimed.is_full:
-            pieces = "blocks" if transfer.groups == 1 else "parts of blocks"
-            error = f"the last push leaves {session.size - session.claimed.count} of {session.size} {pieces} out"
-            session.handle(Event.INCOMPLETE, error)
+            missing = session.size - session.claimed.count
+            session.handle(Event.INCOMPLETE, f"the last push leaves {missing} of {transfer.pieces} out")
         elif is_last and session.size == 0:
             session.handle(Event.COVERED)
             session.handle(Event.CHECKED)
@@ -291,10 +289,8 @@ class SendTransfers:
                 transfer.given_up_at_s = None
                 self.is_stuck = True
             if transfer.deadline_at_s is not None and transfer.deadline_at_s <= now_s:
-                session = transfer.session
-                pieces = "blocks" if transfer.groups == 1 else "parts of blocks"
-                seen = f"{session.transferred.count} of {session.size} {pieces} were sent"
-                session.handle(Event.EXPIRED, f"the deadline passed when {seen}")
+                seen = f"{transfer.session.transferred.count} of {transfer.pieces} were sent"
+                transfer.session.handle(Event.EXPIRED, f"the deadline passed when {seen}")
                 transfer.deadline_at_s = None
                 actions += self._after(transfer, now_s)
             elif transfer.lease_at_s is not None and transfer.lease_at_s <= now_s:
@@ -312,13 +308,10 @@ class SendTransfers:
             transfer.lease_at_s = now_s + self.stall_s
 
     def _reused(self, job: Job) -> str:
-        """The source block that was reassigned since it was pushed; empty if there is none."""
+        """The error if a source block was reassigned since it was pushed; otherwise empty."""
         sources, first = job.chunk.sources, job.chunk.first
-        pushed, epochs = job.transfer.epochs[first : first + len(sources)], self.stamps.epochs(sources)
-        if tuple(pushed) == epochs:
-            return ""
-        block = next(block for block, was, is_ in zip(sources, pushed, epochs, strict=True) if was != is_)
-        return f"source block {block} was handed out again while it was being sent"
+        index = self.stamps.first_reused(sources, job.transfer.epochs[first : first + len(sources)])
+        return "" if index is None else f"source block {sources[index]} was reassigned while it was being sent"
 
     def _announce(self, transfer: SendTransfer) -> list[Action]:
         if not self.is_linked or not transfer.grant.blocks or not transfer.session.handle(Event.ANNOUNCED):
@@ -341,24 +334,7 @@ class SendTransfers:
             self._unsaid.append(Retract(transfer.tag, session.error, session.is_cancelled))
         if session.has_ended and self._open.pop(transfer.tag, None) is not None:
             count_end(self.stats, session)
-            is_sent = session.state is State.VERIFIED
-            if is_sent:
+            if session.state is State.VERIFIED:
                 self.stats.bytes += transfer.num_bytes
-            began_s = now_s if transfer.began_at_s is None else transfer.began_at_s
-            pushed_s = now_s if transfer.last_pushed_at_s is None else transfer.last_pushed_at_s
-            actions.append(
-                Report(
-                    Sent(
-                        key=transfer.grant.key,
-                        outcome=SendOutcome.SENT if is_sent else SendOutcome.FAILED,
-                        num_bytes=transfer.num_bytes,
-                        send_s=now_s - began_s,
-                        busy_s=transfer.busy_s,
-                        exposed_s=now_s - pushed_s,
-                        early_bytes=transfer.early_bytes,
-                        error=session.error,
-                        fault="" if session.fault is None else session.fault.value,
-                    )
-                )
-            )
+            actions.append(Report(transfer.sent(now_s)))
         return actions

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Final
 
+from kvtransfer.session import Event, Session, State
+
 
 @dataclass(slots=True)
 class TransferStats:
@@ -60,3 +62,13 @@ def events(stats: TransferStats) -> dict[str, int]:
 def total(parts: Iterable[TransferStats]) -> TransferStats:
     listed = list(parts)
     return TransferStats(**{one.name: sum(getattr(part, one.name) for part in listed) for one in fields(TransferStats)})
+
+
+def count_end(stats: TransferStats, session: Session) -> None:
+    """Counts a session that has just ended or, on the receiver, was quarantined."""
+    stats.verified += session.state is State.VERIFIED
+    stats.failed += session.state is State.FAILED and not session.is_cancelled
+    stats.cancelled += session.state in (State.DRAINED, State.FAILED) and session.is_cancelled
+    stats.expired += session.state is State.FAILED and session.fault is Event.EXPIRED
+    stats.cut += session.state is State.FAILED and session.fault is Event.CUT
+    stats.quarantined += session.state is State.QUARANTINED

@@ -248,7 +248,7 @@ class Reshaper:
         # Checked after the copy: the epoch shows whether a source block was reassigned in the meantime.
         if self._stamps.epochs(sources) != tuple(transfer.epochs[begin:end]):
             self._own.stale_source += 1
-            return "a source block was handed out again while it was being converted"
+            return "a source block was reassigned while it was being converted"
         if self._stamps.content_hashes(sources) != tuple(names):
             self._own.stamp_mismatches += 1
             return "a source block does not hold what the prompt says"

@@ -70,6 +70,13 @@ class BlockStamps:
     def epochs(self, blocks: Sequence[int]) -> tuple[int, ...]:
         return _picked(self._epochs, blocks)
 
+    def first_reused(self, blocks: Sequence[int], epochs: Sequence[int]) -> int | None:
+        """The index of the first block that no longer has the epoch that it had; None if all still have it."""
+        current = self.epochs(blocks)
+        if current == tuple(epochs):
+            return None
+        return next(index for index, epoch in enumerate(epochs) if epoch != current[index])
+
     def content_hashes(self, blocks: Sequence[int]) -> tuple[int, ...]:
         return _picked(self._content_hashes, blocks)
 

@@ -44,13 +44,28 @@ OWN = {
     "decode_worker.sequence_table": ("decode_worker/test_batching.py", "decode_worker/test_known_failures.py"),
     "decode_worker.step": ("decode_worker/test_batching.py",),
     "prefill_worker.prompt": ("prefill_worker/test_batching.py",),
-    "kvtransfer.busy": ("kvtransfer/test_overlap.py",),
-    "kvtransfer.commands": ("kvtransfer/test_books.py",),
-    "kvtransfer.send_transfer": ("kvtransfer/test_books.py", "kvtransfer/test_plan.py"),
-    "kvtransfer.send_transfers": ("kvtransfer/test_books.py", "kvtransfer/test_plan.py"),
+    "kvtransfer.commands": ("kvtransfer/test_schedules.py",),
+    "kvtransfer.send_transfer": (
+        "kvtransfer/test_send_transfers.py",
+        "kvtransfer/test_schedules.py",
+        "kvtransfer/test_plan.py",
+    ),
+    "kvtransfer.send_transfers": (
+        "kvtransfer/test_send_transfers.py",
+        "kvtransfer/test_schedules.py",
+        "kvtransfer/test_plan.py",
+    ),
     "kvtransfer.faults": ("kvtransfer/test_fault_plan.py",),
-    "kvtransfer.receive_transfer": ("kvtransfer/test_books.py",),
-    "kvtransfer.receive_transfers": ("kvtransfer/test_books.py", "kvtransfer/test_pair_slots.py"),
+    "kvtransfer.receive_transfer": (
+        "kvtransfer/test_receive_transfers.py",
+        "kvtransfer/test_schedules.py",
+        "kvtransfer/test_overlap.py",
+    ),
+    "kvtransfer.receive_transfers": (
+        "kvtransfer/test_receive_transfers.py",
+        "kvtransfer/test_schedules.py",
+        "kvtransfer/test_pair_slots.py",
+    ),
     "kvtransfer.lease": ("kvtransfer/test_heartbeat.py",),
 }
 
@@ -66,7 +81,7 @@ _REST = {
         for name in (
             *(
                 "memory",
-                "pulse",
+                "heartbeat",
                 "fault_plan",
                 "shape",
                 "overlap",
@@ -80,7 +95,9 @@ _REST = {
             *(
                 "session",
                 "plan",
-                "books",
+                "receive_transfers",
+                "schedules",
+                "send_transfers",
                 "known_crashes",
                 "known_wrong_data",
                 "known_stuck",

@@ -82,7 +82,6 @@ PURE = [
     "simulator.workloads",
     "simulator.tables",
     "simulator.trace_rows",
-    "kvtransfer.busy",
     *(
         f"kvtransfer.{name}"
         for name in (

@@ -94,7 +94,7 @@ def test_a_block_that_was_handed_to_somebody_else_costs_a_recompute_and_no_token
     bench.step()
     bench.batching.blocks.stamps.begin([blocks[at]])
     bad = bench.step()
-    assert mistakes(bad) == [f"block {blocks[at]} was handed out again while it was held"]
+    assert mistakes(bad) == [f"block {blocks[at]} was reassigned while it was held"]
     assert not [effect for effect in bad if isinstance(effect, TokenRow)]
     bench.run()
     assert bench.sampled["a"] == expected
@@ -107,7 +107,7 @@ def test_a_block_that_was_taken_while_decoding_is_watched_too(make_bench: Callab
     [resident] = bench.batching.sequences.residents.values()
     grown = resident.blocks[-1]
     bench.batching.blocks.stamps.begin([grown])
-    assert mistakes(bench.step()) == [f"block {grown} was handed out again while it was held"]
+    assert mistakes(bench.step()) == [f"block {grown} was reassigned while it was held"]
     bench.run()
 
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.transfer_ends import BLOCK_BYTES, WAIT_S, GrpcHost, HostPool, fingerprint
+from kvtransfer.frames import Tag
 from kvtransfer.lease import Lease
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
+from kvtransfer.stamping import pack
 from kvtransfer.transport import Received, Sent
 from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.stamps import BlockStamps
@@ -111,9 +113,25 @@ class Pair:
             assert self.target.block(grant.blocks[index]) == self.source.block(source), f"block {index} differs"
 
 
+STAMPS = BlockStamps(1_000_000)  # for transfer tables without a pool
+
+
+def unmarked_stamps(tag: Tag, count: int) -> bytes:
+    """Of blocks without content hashes."""
+    return pack([0] * count, tag.generation, 1)
+
+
+def grant_of(transfer_id: str, attempt: int, generation: int, blocks: tuple[int, ...]) -> Grant:
+    """For transfer tables alone: without an endpoint."""
+    key = TransferKey(transfer_id=transfer_id, attempt=attempt, generation=generation)
+    facts = fingerprint(64)
+    return Grant(key=key, endpoint="", worker_id="d", incarnation="i", fingerprint=facts, blocks=blocks, held_blocks=0)
+
+
 __all__ = [
     "BLOCK_BYTES",
     "PATIENT",
+    "STAMPS",
     "WAIT_S",
     "Clock",
     "GrpcHost",
@@ -121,5 +139,7 @@ __all__ = [
     "HostPool",
     "Pair",
     "fingerprint",
+    "grant_of",
+    "unmarked_stamps",
     "wait_for",
 ]

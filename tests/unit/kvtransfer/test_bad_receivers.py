@@ -75,7 +75,7 @@ def test_a_word_that_comes_in_pieces_is_understood_when_it_is_whole(make_pair: M
     [connection] = pair.receiver._connections.values()
     word = encode_text(Kind.REFUSE, tag_of(running.key), "because")
     connection.channel.socket.sendall(word[:-3])
-    wait_for(lambda: len(outbound._inbox) == len(word) - 3, "the most of it")
+    wait_for(lambda: len(outbound._decoder._data) == len(word) - 3, "the most of it")
     assert sent.all == []
     connection.channel.socket.sendall(word[-3:])
     assert sent.wait().error == "the receiver refused: because"

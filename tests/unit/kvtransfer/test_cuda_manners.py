@@ -23,8 +23,10 @@ from hypothesis import strategies as st
 
 from benchmarks.fake_device import FakeBlocks
 from kvtransfer import cuda, cuda_driver, nccl_connection
-from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice, Watcher, moved, poll_s
+from kvtransfer.cuda import CudaDevice
 from kvtransfer.cuda_driver import HANDLE_BYTES, Driver
+from kvtransfer.cuda_memory import CudaBlocks, moved
+from kvtransfer.cuda_watcher import CudaCopying, Watcher, poll_s
 from kvtransfer.host_device import HostBlocks, copy_and_sum, digest_of, word_sum
 from kvtransfer.nccl_connection import NcclConnector
 from kvtransfer.transports.cuda_ipc import CudaIpc

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.unit.kvtransfer.test_transfer_tables import grant_of
 
 from kvtransfer.grants import (
     MAX_ENDPOINT_CHARS,
@@ -19,7 +18,7 @@ from kvtransfer.grants import (
 from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.engine.interface import EngineSpec
 from pdserve.v1 import transfer_pb2
-from tests.unit.kvtransfer.harness import fingerprint
+from tests.unit.kvtransfer.harness import fingerprint, grant_of
 
 SPEC = EngineSpec(
     model="m",

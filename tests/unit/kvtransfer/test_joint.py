@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from tests.unit.kvtransfer.test_transfer_tables import grant_of
 
 from kvtransfer.joint import GiveUp, JointTransfers, Opened, Report, join_received, join_sent
 from kvtransfer.rank_grants import rank_grant, rank_key, rank_pairs
@@ -15,6 +14,7 @@ from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grant import Fingerprint, TransferKey
 from pdserve.core.kv_shape import KvShape
+from tests.unit.kvtransfer.harness import grant_of
 
 KEY = TransferKey(transfer_id="t", attempt=1, generation=5)
 

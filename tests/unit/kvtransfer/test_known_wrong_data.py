@@ -143,7 +143,7 @@ def test_a_source_block_that_was_handed_out_again_is_not_sent(pair: Pair) -> Non
     pair.source_stamps.begin([6])  # while the push stood in the queue
     outbound.post(pushed)
     assert sent.wait().outcome is SendOutcome.FAILED
-    assert "source block 6 was handed out again" in sent.all[0].error
+    assert "source block 6 was reassigned" in sent.all[0].error
     assert received.wait().outcome is ReceiveOutcome.FAILED
 
 

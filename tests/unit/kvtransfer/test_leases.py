@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.unit.kvtransfer.test_transfer_tables import grant_of
 
 from kvtransfer import receive_transfers
 from kvtransfer.frames import Frame, Kind, tag_of
@@ -21,7 +20,7 @@ from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError
 from pdserve.core.grant import Grant
 from pdserve.core.stamps import BlockStamps
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pair, wait_for
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pair, grant_of, wait_for
 from tests.unit.kvtransfer.process import Process
 from tests.unit.kvtransfer.raw import RawSender, expected
 

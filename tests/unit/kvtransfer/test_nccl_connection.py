@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.fake_device import DevicePool, FakeDevice
 from kvtransfer import nccl_connection
-from kvtransfer.cuda import CudaBlocks
+from kvtransfer.cuda_memory import CudaBlocks
 from kvtransfer.issuer import Issuer, events
 from kvtransfer.nccl_connection import NcclConnection, NcclConnector
 from kvtransfer.transports.nccl import Nccl

@@ -18,7 +18,7 @@ from benchmarks.secret import SECRET
 from kvtransfer import fused, host, outbound
 from kvtransfer.channel import MAX_OUTBOX, Channel, Gone
 from kvtransfer.checksum import Checksum, available
-from kvtransfer.dial import DataConnection
+from kvtransfer.dial import DataConnection, dial
 from kvtransfer.frames import tag_of
 from kvtransfer.inbound import Inbound
 from kvtransfer.outbound import Outbound
@@ -117,7 +117,7 @@ def test_a_bug_while_dialling_fails_the_transfers_that_wait_for_it(
         raise ZeroDivisionError("a bug of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(outbound, "dial", broken)
+        patch.setattr("kvtransfer.dial.dial", broken)
         sent = Heard()
         pair.sender.start(pair.grant((1,)), sent)
         assert sent.wait().error == f"{pair.host.endpoint}: dialling failed: a bug of ours"
@@ -130,7 +130,6 @@ def test_a_connection_that_is_made_too_late_is_closed_again(
 ) -> None:
     """Its transfers are over when it comes up: at once, or while they are being ended."""
     is_dialled, go_on = threading.Event(), threading.Event()
-    dial = outbound.dial
 
     def late(*args: Any) -> DataConnection:
         connection = dial(*args)
@@ -138,7 +137,7 @@ def test_a_connection_that_is_made_too_late_is_closed_again(
         assert go_on.wait(WAIT_S)
         return connection
 
-    monkeypatch.setattr(outbound, "dial", late)
+    monkeypatch.setattr("kvtransfer.dial.dial", late)
     received, sent = pair.begin(pair.grant((1,)))
     assert is_dialled.wait(WAIT_S)
     wait_for(lambda: len(pair.receiver.peers) == 1, "the connection, on the other side")

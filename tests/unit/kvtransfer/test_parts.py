@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.kvtransfer.test_transfer_tables import grant_of
 
 from benchmarks.secret import SECRET
 from kvtransfer import receive_transfers
@@ -27,7 +26,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.kv_shape import KvShape
 from pdserve.core.stamps import BlockStamps
-from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, HostPool, fingerprint, wait_for
+from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, HostPool, fingerprint, grant_of, wait_for
 
 SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=4, num_kv_heads=4, head_dim=8, block_size=2)
 INT8 = replace(SHAPE, layout="block-major-int8.v1", dtype="int8")

@@ -180,7 +180,7 @@ def test_a_rank_does_not_send_what_was_handed_out_again_before_it_heard_of_it(wo
     move = Move(p, d, 1)
     p.ranks.servers[0].reached([(block, 99) for block in move.sources])
     move.push()
-    assert "handed out again before this rank was told" in move.sent.wait().error
+    assert "reassigned before this rank was ordered" in move.sent.wait().error
     assert move.received.wait().outcome is ReceiveOutcome.FAILED
 
 
@@ -190,7 +190,7 @@ def test_a_part_that_fails_before_it_is_connected_reaches_the_receiver(worker: C
     p.ranks.servers[0].reached([(block, 99) for block in move.sources])
     move.push()
     assert move.received.wait().outcome is ReceiveOutcome.FAILED
-    assert "handed out again before this rank was told" in move.sent.wait().error
+    assert "reassigned before this rank was ordered" in move.sent.wait().error
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])

@@ -299,7 +299,7 @@ def test_a_source_block_that_is_reused_fails_the_transfer(make_shapes: MakeShape
     shapes.stamps[0].begin([sources[0]])
     shapes.stamps[0].mark(sources[0], text.own[0])  # it even holds the same again: nobody can know for how long
     shapes.sender.push(grant.key, list(enumerate(sources))[1:], True)
-    assert failed(shapes, received, sent) == "a source block was handed out again while it was being converted"
+    assert failed(shapes, received, sent) == "a source block was reassigned while it was being converted"
     assert shapes.sender.stats.stale_source == 1
 
 

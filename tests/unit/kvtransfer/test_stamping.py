@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.kvtransfer.test_transfer_tables import grant_of
 
 from kvtransfer.dial import DataConnection, dial
 from kvtransfer.frames import GREETING_BYTES, BadFrame, Frame, Greeting, Kind, decode_greeting, tag_of
@@ -21,7 +20,7 @@ from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.tcp import TcpReceive
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.stamps import BlockStamps
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Pair, wait_for
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Pair, grant_of, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves
 
 MakePair = Callable[..., Pair]
@@ -101,9 +100,9 @@ def test_a_source_block_that_was_reused_before_it_was_packed_is_not_sent() -> No
     stamps.begin([4])
     job = out.take(2, 0.0)
     assert job is not None
-    with pytest.raises(StaleSource, match="source block 4 was handed out again"):
+    with pytest.raises(StaleSource, match="source block 4 was reassigned"):
         out.stamp(job)
-    [retract, report] = out.stale(job, "source block 4 was handed out again", 0.0)
+    [retract, report] = out.stale(job, "source block 4 was reassigned", 0.0)
     assert (out.stats.stale_source, retract.error) == (1, report.sent.error)  # type: ignore[union-attr]
     assert report.sent.fault == "stale"  # type: ignore[union-attr]
     assert out.keys == []
@@ -182,7 +181,7 @@ def test_a_granted_block_that_was_handed_out_again_is_not_written(block: int) ->
     assert not table.enter(claim)
     [_, report] = table.review(TAG, 0.0)
     assert report.received.fault == "stale"  # type: ignore[union-attr]
-    assert report.received.error == f"block {block} was handed out again while it was granted"  # type: ignore[union-attr]
+    assert report.received.error == f"block {block} was reassigned while it was granted"  # type: ignore[union-attr]
     assert table.stats.stale_target == 1
 
 
@@ -259,7 +258,7 @@ def test_a_source_block_that_is_reused_while_it_waits_to_be_sent_is_never_sent(
         assert release.wait(WAIT_S)
         return dial(*args)
 
-    monkeypatch.setattr("kvtransfer.outbound.dial", slowly)
+    monkeypatch.setattr("kvtransfer.dial.dial", slowly)
     ready(pair, {7: 70, 8: 80})
     grant = pair.grant((1, 2))
     received, sent = pair.begin(grant, content_hashes=(70, 80))
@@ -270,7 +269,7 @@ def test_a_source_block_that_is_reused_while_it_waits_to_be_sent_is_never_sent(
     release.set()
     end = sent.wait()
     assert (end.outcome, end.fault) == (SendOutcome.FAILED, "stale")
-    assert end.error == "source block 8 was handed out again while it was being sent"
+    assert end.error == "source block 8 was reassigned while it was being sent"
     assert received.wait().error == f"the sender gave up: {end.error}"
     assert (pair.sender.stats.stale_source, pair.sender.stats.chunks) == (1, 0)
     assert_still_serves(pair)
@@ -296,7 +295,7 @@ def test_a_reused_target_block_is_not_written(make_pair: MakePair, transport: st
     release.set()
     end = received.wait()
     assert (end.outcome, end.fault) == (ReceiveOutcome.FAILED, "stale")
-    assert end.error == "block 1 was handed out again while it was granted"
+    assert end.error == "block 1 was reassigned while it was granted"
     assert sent.wait().outcome is SendOutcome.FAILED
     assert pair.target.block(1) == b"\x77" * BLOCK_BYTES
     assert pair.receiver.stats.stale_target == 1

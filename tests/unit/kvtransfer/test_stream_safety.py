@@ -26,8 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from kvtransfer import cuda, nccl_connection
 from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.cuda import CudaBlocks, CudaDevice
+from kvtransfer.cuda import CudaDevice
 from kvtransfer.cuda_driver import Driver
+from kvtransfer.cuda_memory import CudaBlocks
 from kvtransfer.nccl_connection import NcclConnection
 from kvtransfer.transports.on_device import OnDevice
 from kvtransfer.transports.tcp_staged import TcpStagedReceive, TcpStagedSend
@@ -364,7 +365,7 @@ def staged_receiver(device: CudaDevice) -> Callable[[int], None]:
     path = TcpStagedReceive(link, device)  # type: ignore[arg-type]
 
     def receive(block: int) -> None:
-        claim = SimpleNamespace(blocks=(block,), target=SimpleNamespace(after=device.fence()))
+        claim = SimpleNamespace(blocks=(block,), transfer=SimpleNamespace(after=device.fence()))
         path.receive(SimpleNamespace(length=64, count=1, part=None), claim)  # type: ignore[arg-type]
 
     return receive

@@ -1,0 +1,177 @@
+"""Decisions of the receiver's transfer table: which chunk may be written, and what it reports."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtransfer import receive_transfers
+from kvtransfer.frames import Tag
+from kvtransfer.parts import Part
+from kvtransfer.receive_transfers import ReceiveTransfers
+from kvtransfer.stamping import pack
+from kvtransfer.transport import ReceiveOutcome
+from pdserve.core.grant import Grant, TransferKey
+from tests.unit.kvtransfer.harness import STAMPS, grant_of, unmarked_stamps
+
+
+def opened(
+    blocks: tuple[int, ...] = (0, 1, 2, 3), deadline_at_s: float | None = None
+) -> tuple[ReceiveTransfers, Grant, Tag]:
+    table, grant = ReceiveTransfers(STAMPS, grace_s=1.0), grant_of("t", 1, 1, blocks)
+    assert table.expect(grant, 0.0, deadline_at_s) == []
+    tag = receive_transfers.tag_of(grant.key)
+    assert table.announce(tag, 1) == []
+    return table, grant, tag
+
+
+def outcomes_of(actions: list[receive_transfers.Action]) -> list[tuple[ReceiveOutcome, str]]:
+    return [(a.received.outcome, a.received.error) for a in actions if isinstance(a, receive_transfers.Report)]
+
+
+def test_a_chunk_of_an_old_generation_or_attempt_gets_no_claim_and_is_counted() -> None:
+    table, _, tag = opened()
+    assert table.claim(tag._replace(generation=0), 1, 0, unmarked_stamps(tag, 1), 0.0) is None
+    assert table.claim(tag._replace(attempt=9), 1, 0, unmarked_stamps(tag, 1), 0.0) is None
+    assert table.stats.late_messages == 2
+
+
+def test_a_chunk_from_a_connection_that_did_not_announce_gets_no_claim() -> None:
+    table, _, tag = opened()
+    assert table.claim(tag, 2, 0, unmarked_stamps(tag, 1), 0.0) is None
+    assert table.stats.late_messages == 1
+
+
+def test_a_chunk_outside_the_grant_or_over_another_gets_no_claim() -> None:
+    table, _, tag = opened()
+    assert table.claim(tag, 1, 3, unmarked_stamps(tag, 2), 0.0) is None
+    assert table.claim(tag, 1, 2**31, unmarked_stamps(tag, 2**10), 0.0) is None
+    assert table.claim(tag, 1, 0, unmarked_stamps(tag, 2), 0.0) is not None
+    assert table.claim(tag, 1, 1, unmarked_stamps(tag, 2), 0.0) is None
+    assert table.stats.duplicate_chunks == 3
+
+
+def test_an_empty_grant_is_verified_at_once_and_a_late_announcement_learns_it() -> None:
+    table, grant = ReceiveTransfers(STAMPS), grant_of("t", 1, 1, ())
+    assert outcomes_of(table.expect(grant, 0.0, None)) == [(ReceiveOutcome.VERIFIED, "")]
+    tag = receive_transfers.tag_of(grant.key)
+    assert table.announce(tag, 5) == [receive_transfers.Answer(5, tag, True)]
+
+
+def test_a_last_chunk_that_leaves_a_gap_fails_the_transfer_at_once() -> None:
+    table, _, tag = opened()
+    claim = table.claim(tag, 1, 3, unmarked_stamps(tag, 1), 0.0)
+    assert claim is not None
+    actions = table.settle(claim, 1, True, True, 0.0)
+    assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "3 of 4 blocks never came")]
+    assert receive_transfers.Answer(1, tag, False, "3 of 4 blocks never came") in actions
+
+
+def test_an_abort_that_does_not_drain_in_time_is_quarantined_and_then_drained() -> None:
+    table, grant, tag = opened()
+    claim = table.claim(tag, 1, 0, unmarked_stamps(tag, 1), 0.0)
+    assert claim is not None
+    assert table.enter(claim)
+    assert outcomes_of(table.abort(grant.key, 10.0)) == []
+    assert table.next_alarm_s == 11.0
+    assert outcomes_of(table.expire(10.9)) == []
+    assert outcomes_of(table.expire(11.0)) == [(ReceiveOutcome.QUARANTINED, "aborted by the receiver")]
+    assert outcomes_of(table.leave(claim, 12.0)) == [(ReceiveOutcome.DRAINED, "aborted by the receiver")]
+    assert (table.stats.quarantined, table.stats.cancelled) == (1, 1)
+
+
+def test_a_deadline_fails_the_transfer_and_says_how_far_it_came() -> None:
+    table, _, tag = opened(deadline_at_s=5.0)
+    claim = table.claim(tag, 1, 0, unmarked_stamps(tag, 3), 0.0)
+    assert claim is not None
+    table.settle(claim, 3, True, False, 0.0)
+    assert table.expire(4.9) == []
+    error = "the deadline passed when 3 of 4 blocks had come"
+    assert outcomes_of(table.expire(5.0)) == [(ReceiveOutcome.FAILED, error)]
+    assert table.stats.expired == 1
+
+
+def test_an_abort_of_what_ended_or_never_was_does_nothing() -> None:
+    table, grant, _ = opened()
+    table.cut(1, "gone", 0.0)
+    assert table.abort(grant.key, 0.0) == []
+    assert table.abort(TransferKey(transfer_id="x", attempt=1, generation=1), 0.0) == []
+
+
+def test_alarms_of_ended_transfers_do_not_pile_up() -> None:
+    table = ReceiveTransfers(STAMPS)
+    for generation in range(5000):
+        grant = grant_of("t", 1, generation, (0,))
+        table.expect(grant, 0.0, 600.0)
+        table.abort(grant.key, 0.0)
+    assert len(table._alarms) < 300
+    assert len(table._ended) <= receive_transfers.REMEMBERED
+
+
+def test_a_connection_that_ends_closes_the_writes_that_it_had_open() -> None:
+    table, grant, tag = opened()
+    first, second = (table.claim(tag, 1, at, unmarked_stamps(tag, 1), 0.0) for at in (0, 1))
+    assert first is not None
+    assert second is not None
+    assert table.enter(first)
+    assert table.enter(second)
+    table.leave(first, 0.0)
+    assert outcomes_of(table.abort(grant.key, 1.0)) == [], "a write is open"
+    assert outcomes_of(table.cut(1, "the connection broke", 2.0)) == [
+        (ReceiveOutcome.DRAINED, "aborted by the receiver")
+    ]
+
+
+def test_the_end_of_one_shard_does_not_close_the_writes_of_another() -> None:
+    table = ReceiveTransfers(STAMPS, grace_s=1.0)
+    grant = grant_of("t", 1, 1, (0, 1))
+    table.expect(grant, 0.0, None)
+    tag = receive_transfers.tag_of(grant.key)
+    claims = []
+    for shard, writer in enumerate((1, 2)):
+        assert table.announce(tag, writer, shard, num_shards=2) == []
+        claims.append(table.claim(tag, writer, 0, shard_stamps(tag, shard), 0.0, Part(shard, 0, 1)))
+    for claim in claims:
+        assert claim is not None
+        assert table.enter(claim)
+    assert outcomes_of(table.cut(1, "the connection broke", 2.0)) == [], "the other shard still writes"
+    assert outcomes_of(table.cut(2, "the connection broke", 2.0)) == [(ReceiveOutcome.FAILED, "the connection broke")]
+
+
+def shard_stamps(tag: Tag, shard: int) -> bytes:
+    return pack([0], tag.generation, Part(shard, 0, 1).mask)
+
+
+def test_a_deadline_before_the_sender_came_says_that_no_block_did() -> None:
+    table, grant = ReceiveTransfers(STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
+    table.expect(grant, 0.0, 5.0)
+    error = "the deadline passed when 0 of 4 blocks had come"
+    assert outcomes_of(table.expire(5.0)) == [(ReceiveOutcome.FAILED, error)]
+
+
+def test_an_announcement_that_is_not_expected_is_answered_and_counted() -> None:
+    table, _, tag = opened()
+    unknown = tag._replace(generation=9)
+    refused = "the receiver does not expect this transfer"
+    assert table.announce(unknown, 1) == [receive_transfers.Answer(1, unknown, False, refused)]
+    assert table.announce(tag, 2) == [receive_transfers.Answer(2, tag, False, f"{refused}: shard 0 has its writer")]
+    assert table.announce(tag, 1, shard=1) == [
+        receive_transfers.Answer(1, tag, False, f"{refused}: shard 1 is not of 1")
+    ]
+    assert table.announce(tag, 1, shard=-1) == [
+        receive_transfers.Answer(1, tag, False, f"{refused}: shard -1 is not of 1")
+    ]
+    assert table.stats.late_messages == 4
+    assert table.announce(tag, 1) == [], "the writer repeats itself"
+    assert table.stats.late_messages == 4
+
+
+@pytest.mark.parametrize(("is_cancelled", "count"), [(False, "failed"), (True, "cancelled")])
+def test_a_sender_that_gives_up_ends_the_transfer_at_once(is_cancelled: bool, count: str) -> None:
+    table, _, tag = opened()
+    assert table.retract(tag, 2, "not mine", 0.0) == [], "only the writer speaks for it"
+    actions = table.retract(tag, 1, "the client left", 1.0, is_cancelled=is_cancelled)
+    assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "the sender gave up: the client left")]
+    assert not [one for one in actions if isinstance(one, receive_transfers.Answer)], "it knows"
+    assert getattr(table.stats, count) == 1
+    assert table.retract(tag, 1, "again", 2.0) == []
+    assert table.stats.late_messages == 2
