@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.fake_device import DevicePool, FakeDevice
 from benchmarks.fake_ends import DEVICE_TRANSPORTS, stand_ins
 from benchmarks.secret import SECRET
 from benchmarks.transfer_proxy import Hook, Proxy
+from kvtransfer import cuda, nccl_connection
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.faults import Fault
@@ -23,6 +27,7 @@ from kvtransfer.transports.nixl import NIXL, Nixl
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.grant import Fingerprint
 from pdserve.core.stamps import BlockStamps
+from tests.unit.kvtransfer.fake_driver import Event, Stream
 from tests.unit.kvtransfer.fake_nixl import World
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, PATIENT, Clock, GrpcHost, HostPool, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.process import Process
@@ -169,3 +174,22 @@ def no_threads_left() -> Iterator[None]:
     """Each test ends the threads that it started."""
     yield
     wait_for(lambda: not [t for t in threading.enumerate() if t.name.startswith("kv-")], "transfer threads to end")
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """The next events of the device; torch's CUDA is a fake."""
+    made: list[Event] = []
+    fake = SimpleNamespace(
+        Event=lambda: made.pop(0) if made else Event(),
+        Stream=lambda device: Stream(),
+        ExternalStream=lambda ptr, device: Stream(),
+        get_device_properties=lambda device: SimpleNamespace(uuid="gpu"),
+        device=lambda device: nullcontext(),
+        is_available=lambda: False,
+    )
+    kept = ("tensor", "int32", "int64", "uint8", "Tensor", "empty", "device", "as_tensor")
+    plain = SimpleNamespace(**{name: getattr(torch, name) for name in kept}, cuda=fake)
+    monkeypatch.setattr(cuda, "torch", plain)
+    monkeypatch.setattr(nccl_connection, "torch", plain)
+    return made

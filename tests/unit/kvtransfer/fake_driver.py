@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from kvtransfer.cuda_driver import HANDLE_BYTES
@@ -62,3 +64,30 @@ class FakeLibrary:
 def _put(reference: Any, value: int) -> None:
     """Writes what a `ctypes.byref` refers to."""
     reference._obj.value = value
+
+
+class Event:
+    """Answers as it is told, the last answer for ever."""
+
+    def __init__(self, *answers: bool | RuntimeError) -> None:
+        self.answers = list(answers) or [True]
+
+    def record(self, stream: Any) -> None: ...
+
+    def query(self) -> bool:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+
+class Stream(SimpleNamespace):
+    cuda_stream, ptr = 77, 77
+
+    def synchronize(self) -> None: ...
+
+
+def cupy_of() -> SimpleNamespace:
+    return SimpleNamespace(
+        cuda=SimpleNamespace(Device=lambda index: nullcontext(), Stream=lambda non_blocking: Stream()),
+    )

@@ -17,9 +17,7 @@ from benchmarks.secret import SECRET
 from kvtransfer.cuda import why_no_cuda
 from kvtransfer.endpoint import make_sender
 from kvtransfer.frames import Frame, Kind
-from kvtransfer.issuer import Issuer, answer_of, on_its_own_thread, status_of
 from kvtransfer.lease import Lease
-from kvtransfer.nccl_connection import communicator
 from kvtransfer.outbound import Outbound
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome, Text
@@ -27,7 +25,7 @@ from kvtransfer.transports.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.transports.nccl import NCCL, Nccl
 from kvtransfer.transports.registry import TRANSPORTS, kinds
 from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged
-from pdserve.core.errors import ConfigError, TransferFailed
+from pdserve.core.errors import ConfigError
 from pdserve.core.grant import Grant
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, expected, numbers
@@ -326,42 +324,6 @@ def test_this_system_says_what_it_lacks() -> None:
     assert why_no_cuda("a-package-that-nobody-has") == "the package a-package-that-nobody-has is not installed"
     with pytest.raises(ConfigError, match="on a GPU"):
         kinds("shm", is_on_host=False)
-
-
-def test_statuses_that_cupy_does_not_know_are_still_statuses() -> None:
-    assert status_of(KeyError(7)) == "status 7"
-    assert status_of(RuntimeError("NCCL_ERROR_SYSTEM")) == "NCCL_ERROR_SYSTEM"
-
-
-@pytest.mark.parametrize("kind", [bytes, tuple])
-def test_an_nccl_id_reaches_cupy_14_as_bytes_and_older_ones_as_signed_chars(kind: type) -> None:
-    class Cupy:
-        @staticmethod
-        def NcclCommunicator(num_ranks: int, unique_id: Any, rank: int) -> Any:
-            if type(unique_id) is not kind:
-                raise TypeError(f"Argument 'commId' has incorrect type (expected {kind.__name__})")
-            return num_ranks, unique_id, rank
-
-    chars = tuple(range(-128, 128))
-    packed = bytes(number % 256 for number in chars)
-    assert communicator(Cupy, packed, 1) == (2, packed if kind is bytes else chars, 1)
-
-
-def test_a_pair_whose_other_rank_never_comes_holds_up_no_other_pair() -> None:
-    waits = threading.Event()
-    issuer = Issuer()
-    with pytest.raises(TransferFailed, match="not answered"):
-        answer_of(waits.wait, on_its_own_thread, 0.05)
-    assert issuer.call(lambda: 5) == 5
-    waits.set()
-
-
-def test_statuses_without_a_name_are_told_by_their_number() -> None:
-    def fails() -> None:
-        raise KeyError(7)
-
-    with pytest.raises(TransferFailed, match="status 7"):
-        Issuer().call(fails)
 
 
 @PATHS

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import socket
-import sys
-import threading
-import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.secret import SECRET
 from kvtransfer import nixl_agent
 from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.frames import Frame, Kind, tag_of
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports import nixl
 from kvtransfer.transports.nixl import Nixl
-from kvtransfer.transports.registry import NAMES, kinds
-from kvtransfer.transports.tcp_staged import TCP_STAGED
-from pdserve.core.errors import ConfigError, TransferFailed
 from tests.unit.kvtransfer.fake_nixl import FakeHandle, World
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, GrpcHost, Heard, HostPool, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, Heard, HostPool, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.peer import grant as grant_of_peer
 from tests.unit.kvtransfer.process import Process
 
 MakePair = Callable[..., Pair]
+
+
 BLOCKS = tuple(range(10, 20))
 
 
@@ -182,9 +175,6 @@ def test_a_source_block_that_changes_while_it_is_read_fails_the_checksum(pair: P
     assert sent.wait().outcome is SendOutcome.FAILED
 
 
-# What a sender may say of its pool.
-
-
 def hello(**changes: int | bytes) -> bytes:
     told: dict[str, int | bytes] = {"magic": b"PDKX", "blocks": 64, "block_bytes": BLOCK_BYTES, "address": 4096}
     told |= {"size": 8, "metadata": b"garbage!"} | changes
@@ -235,155 +225,6 @@ def test_blocks_that_are_not_in_the_senders_registered_memory_are_refused_by_the
     assert received.error == "sender p0: a NIXL read failed: NIXL_ERR_NOT_FOUND"
     assert sent.outcome is SendOutcome.FAILED
     monkeypatch.undo()
-
-
-# The agent.
-
-
-def test_a_pool_is_registered_once_and_stays_mapped_for_readers_that_come_late() -> None:
-    world = World()
-    agent = nixl_agent.Agent(world.make)
-    pool = HostPool(4, seed=1)
-    export, first = agent.export(pool), pool.block(0)
-    assert agent.export(pool) == export
-    assert len(world.agents[0].regions) == 1
-    gone = weakref.ref(pool)
-    del pool
-    wait_for(lambda: gone() is None, "the pool's end")
-    assert ctypes.string_at(export.address, BLOCK_BYTES) == first
-
-
-def test_staging_is_used_again_and_never_deregistered() -> None:
-    world = World()
-    exporter, importer = nixl_agent.Agent(world.make), nixl_agent.Agent(world.make)
-    pool = HostPool(4)
-    _, metadata = exporter.export(pool)
-    first, second = importer.reader(metadata, 8192), importer.reader(metadata, 8192)
-    assert first.address != second.address
-    first.close()
-    assert world.agents[1].remotes, "the other reader is still there"
-    second.close()
-    third = importer.reader(metadata, 8192)
-    assert third.address in (first.address, second.address)
-    assert len(world.agents[1].regions) == 2
-    third.close()
-    wait_for(lambda: not world.agents[1].remotes, "the remote agent to be forgotten")
-
-
-def test_a_process_reads_for_a_limited_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "MOST_READERS", 1)
-    world = World()
-    exporter, importer = nixl_agent.Agent(world.make), nixl_agent.Agent(world.make)
-    pool = HostPool(4)
-    _, metadata = exporter.export(pool)
-    importer.reader(metadata, 4096)
-    with pytest.raises(TransferFailed, match="1 connections read already"):
-        importer.reader(metadata, 4096)
-
-
-def test_a_library_that_cannot_start_fails_who_asks() -> None:
-    def broken(name: str) -> None:
-        raise RuntimeError("no plugins")
-
-    with pytest.raises(TransferFailed, match="NIXL failed: no plugins"):
-        nixl_agent.Agent(broken)
-
-
-def test_a_library_that_does_not_answer_fails_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "CALL_S", 0.05)
-    answers = threading.Event()
-
-    def stuck(name: str) -> None:
-        assert answers.wait(WAIT_S)
-
-    with pytest.raises(TransferFailed, match=r"NIXL has not answered in 0\.05 s"):
-        nixl_agent.Agent(stuck)
-    answers.set()
-
-
-def test_a_library_that_fails_while_it_forgets_a_peer_goes_on_serving(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    world = World()
-    exporter, importer = nixl_agent.Agent(world.make), nixl_agent.Agent(world.make)
-    pool = HostPool(4)
-    _, metadata = exporter.export(pool)
-
-    def fails(name: bytes) -> None:
-        raise RuntimeError("NIXL_ERR_INVALID_PARAM")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(world.agents[1], "remove_remote_agent", fails)
-        importer.reader(metadata, 4096).close()
-        wait_for(lambda: "NIXL failed" in caplog.text, "the failure")
-    importer.reader(metadata, 4096).close()
-    wait_for(lambda: not world.agents[1].remotes, "the remote agent to be forgotten")
-
-
-@pytest.mark.parametrize("backends", [["UCX"], ["POSIX"]])
-def test_the_library_is_told_to_use_ucx_and_not_to_write_to_the_programs_output(
-    monkeypatch: pytest.MonkeyPatch, backends: list[str]
-) -> None:
-    asked: list[tuple[str, dict[str, object]]] = []
-
-    def agent(name: str, config: dict[str, object]) -> SimpleNamespace:
-        asked.append((name, config))
-        return SimpleNamespace(backends=dict.fromkeys(backends))
-
-    api = SimpleNamespace(nixl_agent=agent, nixl_agent_config=lambda **config: config)
-    monkeypatch.setitem(sys.modules, "nixl", SimpleNamespace(_api=api))
-    monkeypatch.setitem(sys.modules, "nixl._api", api)
-    log = logging.getLogger("nixl")
-    log.addHandler(logging.StreamHandler(sys.stdout))
-    if backends == ["UCX"]:
-        nixl_agent.make_library("a")
-    else:
-        with pytest.raises(TransferFailed, match="this build of NIXL has no UCX"):
-            nixl_agent.make_library("a")
-    assert asked == [("a", {"backends": ["UCX"], "enable_prog_thread": False})]
-    assert log.handlers == []
-
-
-def test_a_slot_that_is_still_read_into_is_not_announced_again(pair: Pair, nixl_world: World) -> None:
-    received, _, _ = begin_slow(pair, nixl_world)
-    [outbound] = pair.sender.plain._pairs.values()
-    assert outbound._line is not None
-    tag = tag_of(pair.receiver.open_keys[0])
-    frame = Frame(Kind.CHUNK, tag, 0, 1, 1, 4, b"c" * 8)  # slot 0 was the first transfer's
-    outbound._line.socket.sendall(frame.encode())  # nothing else is being written
-    assert received.wait().error == "sender p0: protocol error: 1 blocks in slot 1, which is still read into"
-    nixl_world.gate.set()
-
-
-def test_an_agent_that_cannot_be_had_leaves_the_transfer_to_another_transport(
-    make_pair: MakePair, nixl_world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = make_pair("nixl")
-    with monkeypatch.context() as patch:
-        patch.setattr(nixl_agent.Agent, "export", failing)
-        sent = Heard()
-        pair.sender.start(pair.grant((1,)), sent)
-        assert sent.wait().error.endswith("NIXL failed: no memory to register")
-    assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
-
-
-def failing(*_: object) -> None:
-    raise TransferFailed("NIXL failed: no memory to register")
-
-
-def test_auto_prefers_the_others_and_a_missing_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, nixl_world: World
-) -> None:
-    assert NAMES[-1] == "nixl"
-    assert kinds("auto")[-2:] == (nixl.NIXL, TCP_STAGED)
-    monkeypatch.undo()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert nixl.NIXL not in kinds("auto")
-    with pytest.raises(ConfigError, match="the package nixl is not installed"):
-        kinds("nixl")
-
-
-# The library itself.
 
 
 def test_a_killed_sender_costs_its_transfer_and_the_next_one_reads_as_before(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,28 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.secret import SECRET
 from kvtransfer import receive_transfers
-from kvtransfer.endpoint import make_receiver
 from kvtransfer.frames import tag_of
 from kvtransfer.parts import MAX_GROUPS, WHOLE, Part, PartLayout
 from kvtransfer.receive_transfers import ReceiveTransfers
 from kvtransfer.send_transfers import SendTransfers
-from kvtransfer.sender import StreamSender
 from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
-from kvtransfer.transports.registry import kinds
+from kvtransfer.transport import ReceiveOutcome
 from pdserve.core.errors import ConfigError
-from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.kv_shape import KvShape
 from pdserve.core.stamps import BlockStamps
-from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, HostPool, fingerprint, grant_of, wait_for
+from tests.unit.kvtransfer.harness import HostPool, grant_of
 
 SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=4, num_kv_heads=4, head_dim=8, block_size=2)
+
+
 INT8 = replace(SHAPE, layout="block-major-int8.v1", dtype="int8")
-
-
-# Which bytes.
 
 
 @given(
@@ -104,8 +96,6 @@ def test_a_rank_that_has_nothing_for_the_target_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kv_shape.tp_rank: got 1 of 2, expected a rank that holds heads of rank 0"):
         PartLayout.to_receive(source, target)
 
-
-# The receiver's table.
 
 GRANT = grant_of("t", 1, 5, (3, 4))
 TAG = tag_of(GRANT.key)
@@ -251,9 +241,6 @@ def test_a_retraction_of_one_shard_is_told_to_the_others() -> None:
     assert (answer.writer, report.received.error) == (20, "the sender gave up: enough")  # type: ignore[union-attr]
 
 
-# The sender's table.
-
-
 def departures(groups: int) -> SendTransfers:
     out = SendTransfers(100, BlockStamps(8))
     out.start(grant_of("t", 1, 5, (0, 1)), 0.0, None, shard=1, groups=groups)
@@ -290,113 +277,3 @@ def test_a_group_that_is_pushed_twice_or_left_out_fails_the_transfer() -> None:
     out = departures(2)
     error = out.push(key, [(0, 3), (1, 4)], True, 0.0, groups=range(1, 2))[-1].sent.error  # type: ignore[union-attr]
     assert error == "the last push leaves 2 of 4 parts of blocks out"
-
-
-# Over real connections.
-
-
-class Rig:
-    """One receiver, and a sender for each rank."""
-
-    def __init__(self, transport: str, shape: KvShape, ranks: int) -> None:
-        facts = replace(fingerprint(), shape=shape)
-        self.target = HostPool(16, shape.block_bytes)
-        self.receiver = make_receiver(
-            self.target,
-            facts,
-            secret=SECRET,
-            worker_id="d",
-            incarnation="1",
-            host="127.0.0.1",
-            transport=transport,
-            lease=PATIENT,
-        )
-        self.host = GrpcHost(self.receiver.servicer)
-        shapes = [replace(shape, tp_degree=ranks, tp_rank=rank) for rank in range(ranks)]
-        self.pools = [HostPool(16, one.block_bytes, seed=rank) for rank, one in enumerate(shapes)]
-        self.senders = [
-            StreamSender(
-                pool,
-                replace(facts, shape=one),
-                secret=SECRET,
-                worker_id=f"p{rank}",
-                incarnation="1",
-                transports=kinds(transport),
-                lease=PATIENT,
-            )
-            for rank, (pool, one) in enumerate(zip(self.pools, shapes, strict=True))
-        ]
-        self.shapes, self.shape = shapes, shape
-        self.grant = Grant(
-            key=TransferKey(transfer_id="t", attempt=1, generation=1),
-            endpoint=self.host.endpoint,
-            worker_id="d",
-            incarnation="1",
-            fingerprint=facts,
-            blocks=(9, 2, 3),
-            held_blocks=0,
-        )
-
-    def assert_equal(self, sources: list[int], groups: int) -> None:
-        for rank, (pool, one) in enumerate(zip(self.pools, self.shapes, strict=True)):
-            to, out = PartLayout.to_receive(one, self.shape), PartLayout.to_send(one, self.shape)
-            for group in range(groups):
-                part = Part(rank, group, groups)
-                received = b"".join(to.views(memoryview(self.target.memory), self.grant.blocks, part))
-                assert received == b"".join(out.views(memoryview(pool.memory), sources, part))
-
-    def close(self) -> None:
-        for sender in self.senders:
-            sender.close()
-        self.receiver.close()
-        self.host.stop()
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[Rig]]:
-    made: list[Rig] = []
-    yield made
-    for rig in made:
-        rig.close()
-
-
-@pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nixl-stand-in"], indirect=True)
-@pytest.mark.parametrize("shape", [SHAPE, INT8], ids=["float32", "int8"])
-@pytest.mark.parametrize(("ranks", "groups"), [(1, 4), (2, 1), (2, 2), (4, 4)])
-def test_parts_over_a_real_connection_make_the_whole(
-    rigs: list[Rig], transport: str, shape: KvShape, ranks: int, groups: int
-) -> None:
-    rig = Rig(transport, shape, ranks)
-    rigs.append(rig)
-    received, sent = Heard(), [Heard() for _ in rig.senders]
-    rig.receiver.expect(rig.grant, received)
-    sources = [5, 6, 1]
-    for sender, heard in zip(rig.senders, sent, strict=True):
-        sender.start(rig.grant, heard, groups=groups)
-        for group in range(groups):
-            sender.push(rig.grant.key, list(enumerate(sources)), group == groups - 1, range(group, group + 1))
-    assert (received.wait().outcome, received.all[0].error) == (ReceiveOutcome.VERIFIED, "")
-    assert [heard.wait().outcome for heard in sent] == [SendOutcome.SENT] * ranks
-    rig.assert_equal(sources, groups)
-
-
-def test_a_rank_that_dies_fails_the_other_ranks_transfer_too(rigs: list[Rig]) -> None:
-    rig = Rig("tcp", SHAPE, 2)
-    rigs.append(rig)
-    received, sent = Heard(), [Heard(), Heard()]
-    rig.receiver.expect(rig.grant, received)
-    for sender, heard in zip(rig.senders, sent, strict=True):
-        sender.start(rig.grant, heard)
-        sender.push(rig.grant.key, [(0, 0), (1, 1)], False)
-    wait_for(lambda: rig.receiver.stats.chunks == 2, "both ranks' chunks")
-    threading.Thread(target=rig.senders[0].close).start()
-    assert received.wait().outcome is ReceiveOutcome.FAILED
-    assert sent[1].wait().outcome is SendOutcome.FAILED
-
-
-def test_groups_that_the_model_does_not_have_fail_at_the_start(rigs: list[Rig]) -> None:
-    rig = Rig("tcp", SHAPE, 1)
-    rigs.append(rig)
-    sent = Heard()
-    rig.senders[0].start(rig.grant, sent, groups=3)
-    assert "a divisor of the 4 layers" in sent.wait().error

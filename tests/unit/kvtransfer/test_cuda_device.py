@@ -1,7 +1,4 @@
-"""What the code that speaks to CUDA, NCCL and CuPy does with their answers, over stand-ins for the three.
-
-That it asks them the right questions only a GPU can show: tests/gpu.
-"""
+"""The CUDA device: copies, staging, drains and shared pools. torch's CUDA and the driver are fakes."""
 
 from __future__ import annotations
 
@@ -9,10 +6,7 @@ import ctypes
 import faulthandler
 import hashlib
 import struct
-import sys
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,61 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fake_device import FakeBlocks
-from kvtransfer import cuda, cuda_driver, nccl_connection
+from kvtransfer import cuda, cuda_driver
 from kvtransfer.cuda import CudaDevice
 from kvtransfer.cuda_driver import HANDLE_BYTES, Driver
 from kvtransfer.cuda_memory import CudaBlocks, moved
 from kvtransfer.cuda_watcher import CudaCopying, Watcher, poll_s
 from kvtransfer.host_device import HostBlocks, copy_and_sum, digest_of, word_sum
-from kvtransfer.nccl_connection import NcclConnector
 from kvtransfer.transports.cuda_ipc import CudaIpc
 from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.extent import Extent
-from tests.unit.kvtransfer.fake_driver import FakeLibrary
+from tests.unit.kvtransfer.fake_driver import Event, FakeLibrary, Stream
 from tests.unit.kvtransfer.harness import WAIT_S, HostPool
 
-KEPT = ("tensor", "int32", "int64", "uint8", "Tensor", "empty", "device", "as_tensor")
 GPU_CHECKS = pytest.mark.gpu_checks
-
-
-class Event:
-    """Answers as it is told, the last answer for ever."""
-
-    def __init__(self, *answers: bool | RuntimeError) -> None:
-        self.answers = list(answers) or [True]
-
-    def record(self, stream: Any) -> None: ...
-
-    def query(self) -> bool:
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(answer, RuntimeError):
-            raise answer
-        return answer
-
-
-class Stream(SimpleNamespace):
-    cuda_stream, ptr = 77, 77
-
-    def synchronize(self) -> None: ...
-
-
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """What the next events of the device are; torch's CUDA is a stand-in."""
-    made: list[Event] = []
-    fake = SimpleNamespace(
-        Event=lambda: made.pop(0) if made else Event(),
-        Stream=lambda device: Stream(),
-        ExternalStream=lambda ptr, device: Stream(),
-        get_device_properties=lambda device: SimpleNamespace(uuid="gpu"),
-        device=lambda device: nullcontext(),
-        is_available=lambda: False,
-    )
-    plain = SimpleNamespace(**{name: getattr(torch, name) for name in KEPT}, cuda=fake)
-    monkeypatch.setattr(cuda, "torch", plain)
-    monkeypatch.setattr(nccl_connection, "torch", plain)
-    return made
 
 
 @pytest.fixture
@@ -86,9 +39,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     driver = Driver(library)
     monkeypatch.setattr(cuda, "driver", lambda: driver)
     return library
-
-
-# Copies.
 
 
 def test_a_copy_is_done_when_its_event_has_passed_and_its_digest_is_of_the_sums() -> None:
@@ -156,9 +106,6 @@ def test_number_of_polls_is_bounded() -> None:
     assert looks(3.0) <= 3_100
 
 
-# Memory of our own, and pools of other processes.
-
-
 @GPU_CHECKS
 def test_closed_staging_is_reused(events: list[Event], library: FakeLibrary) -> None:
     device = CudaDevice(torch.zeros((4, 16), dtype=torch.uint8))
@@ -224,12 +171,6 @@ def test_staging_without_memory_fails(events: list[Event], library: FakeLibrary)
     library.statuses["cuMemAlloc_v2"] = 2
     with pytest.raises(TransferFailed, match=r"no 48 bytes of device memory \(CUDA status 2\)"):
         CudaDevice(torch.zeros((4, 16), dtype=torch.uint8)).staging(3)
-
-
-def cupy_of() -> SimpleNamespace:
-    return SimpleNamespace(
-        cuda=SimpleNamespace(Device=lambda index: nullcontext(), Stream=lambda non_blocking: Stream()),
-    )
 
 
 @GPU_CHECKS
@@ -342,109 +283,3 @@ def test_a_system_without_the_packages_or_a_device_says_which_it_lacks(
     assert cuda.why_no_cuda() == "torch sees no CUDA device"
     monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     assert cuda.why_no_cuda("cupy") == "the package torch is not installed"
-
-
-# Communicators.
-
-
-class Communicator:
-    def __init__(self, size: int, unique_id: tuple[int, ...], rank: int) -> None:
-        self.made_of, self.calls = (size, unique_id, rank), list[str]()
-
-    def check_async_error(self) -> None: ...
-
-    def send(self, *_: int) -> None:
-        self.calls.append("send")
-
-    def recv(self, *_: int) -> None:
-        self.calls.append("recv")
-
-    def abort(self) -> None:
-        self.calls.append("abort")
-
-
-@pytest.fixture
-def connector(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NcclConnector]:
-    """connector(available=True): CuPy's binding is a stand-in; the communicators that it makes stand in `made`."""
-
-    def make(available: bool = True) -> NcclConnector:
-        made: list[Communicator] = []
-
-        def communicator(*arguments: Any) -> Communicator:
-            made.append(Communicator(*arguments))
-            return made[-1]
-
-        nccl = SimpleNamespace(
-            available=available,
-            get_version=lambda: 23004,
-            get_unique_id=lambda: (-1, 5, 127),
-            NcclCommunicator=communicator,
-            made=made,
-        )
-        cupy = cupy_of()
-        cupy.cuda.nccl = nccl
-        monkeypatch.setitem(sys.modules, "cupy", cupy)
-        monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
-        return Nccl()._connector()  # type: ignore[return-value]
-
-    return make
-
-
-def device_that(copying: Any) -> Any:
-    """Its messages end as `copying` does, at once."""
-
-    def watched(wake: Callable[[], None], *_: Any) -> Any:
-        wake()
-        return copying
-
-    staging = CudaBlocks(torch.zeros((1, 16), dtype=torch.uint8))
-    return SimpleNamespace(
-        device=torch.device("cuda", 0),
-        watched=watched,
-        staging=lambda blocks: staging,
-        has_drained=lambda stream, limit_s: True,
-    )
-
-
-def test_a_cupy_without_the_library_is_named(connector: Callable[..., NcclConnector]) -> None:
-    with pytest.raises(TransferFailed, match="CuPy finds no NCCL library"):
-        connector(available=False)
-
-
-@pytest.mark.parametrize(("rank", "word"), [(0, "send"), (1, "recv")])
-def test_a_pair_is_made_of_both_ranks_and_warmed_by_a_message(
-    events: list[Event], connector: Callable[..., NcclConnector], rank: int, word: str
-) -> None:
-    library = connector()
-    assert library.version == "23004"
-    unique_id = library.new_id()
-    connection = library.join(device_that(SimpleNamespace(is_done=True)), unique_id, rank)
-    [made] = library._nccl.made
-    assert made.made_of == (2, bytes([255, 5, 127]), rank)
-    assert made.calls == [word]
-    connection.close()
-    connection.close()
-    assert made.calls == [word, "abort"], "once"
-
-
-def test_a_pair_whose_first_message_does_not_come_is_ended(
-    events: list[Event], connector: Callable[..., NcclConnector]
-) -> None:
-    library = connector()
-    with pytest.raises(TransferFailed, match="the other NCCL rank has not answered"):
-        library.join(device_that(SimpleNamespace(is_done=False)), library.new_id(), 1)
-    assert library._nccl.made[0].calls == ["recv", "abort"]
-
-
-def test_a_pair_whose_abort_fails_has_ended_all_the_same(
-    events: list[Event], connector: Callable[..., NcclConnector], caplog: pytest.LogCaptureFixture
-) -> None:
-    library = connector()
-    connection = library.join(device_that(SimpleNamespace(is_done=True)), library.new_id(), 1)
-
-    def fails() -> None:
-        raise KeyError(7)
-
-    library._nccl.made[0].abort = fails
-    connection.close()
-    assert "failed when it was aborted" in caplog.text

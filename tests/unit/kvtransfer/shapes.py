@@ -1,0 +1,171 @@
+"""A sender and a receiver whose blocks have different shapes, over a real connection."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from benchmarks.secret import SECRET
+from benchmarks.transfer_ends import GrpcHost, HostPool, fingerprint
+from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.receiver import StreamReceiver
+from kvtransfer.reshape.convert import Blocks, pack, unpack
+from kvtransfer.reshape.mapping import arrival_of, pieces_of
+from kvtransfer.reshape.sender import ShapedSender
+from kvtransfer.transport import Text
+from pdserve.core.grant import Fingerprint, Grant, TransferKey
+from pdserve.core.kv_shape import KvShape
+from pdserve.core.stamps import BlockStamps
+from tests.unit.kvtransfer.harness import PATIENT, Heard
+from tests.unit.kvtransfer.test_convert import shape_of
+
+NUM_BLOCKS = 512
+
+
+@dataclass
+class Shapes:
+    """Both ends, their pools and stamps."""
+
+    source: HostPool
+    target: HostPool
+    stamps: tuple[BlockStamps, BlockStamps]
+    shapes: tuple[KvShape, KvShape]
+    sender: ShapedSender
+    receiver: StreamReceiver
+    host: GrpcHost
+    order: random.Random = field(default_factory=lambda: random.Random(0))
+    unused: list[list[int]] = field(default_factory=list)  # blocks of each side
+    num_grants: int = 0
+
+    def grant(self, num_tokens: int, held_blocks: int = 0) -> tuple[Grant, Text, list[int]]:
+        """A grant in random blocks, what the sender knows of the text, and marked source blocks of it."""
+        self.num_grants += 1
+        source, target = (shape.block_size for shape in self.shapes)
+        first = held_blocks * target // source
+        self.unused = self.unused or [self.order.sample(range(NUM_BLOCKS), NUM_BLOCKS) for _ in range(2)]
+        sources = [self.unused[0].pop() for _ in range(-(-num_tokens // source) - first)]
+        blocks = [self.unused[1].pop() for _ in range(-(-num_tokens // target) - held_blocks)]
+        self.stamps[0].begin(sources)
+        text = Text(
+            num_tokens=num_tokens,
+            own=tuple(1000 + index for index in range(len(sources))),
+            theirs=tuple(2000 + index for index in range(len(blocks))),
+        )
+        for block, name in zip(sources, text.own, strict=True):
+            self.stamps[0].mark(block, name)
+        grant = Grant(
+            key=TransferKey(transfer_id=f"t{self.num_grants}", attempt=1, generation=self.num_grants),
+            endpoint=self.host.endpoint,
+            worker_id="d0",
+            incarnation="d0-1",
+            fingerprint=facts(self.shapes[1]),
+            blocks=tuple(blocks),
+            held_blocks=held_blocks,
+        )
+        return grant, text, sources
+
+    def begin(self, grant: Grant, text: Text, deadline_s: float | None = None) -> tuple[Heard, Heard]:
+        received, sent = Heard(), Heard()
+        self.receiver.expect(grant, received, deadline_s, text.theirs)
+        self.sender.start(grant, sent, deadline_s, text)
+        return received, sent
+
+    def expected(
+        self, grant: Grant, text: Text, sources: list[int], dtype: str | None = None, *, is_whole: bool = True
+    ) -> bytes:
+        """The target pool with the transfer in it, converted without connection, by way of blocks of `dtype`.
+
+        `is_whole`: it fills the blocks alone.
+        """
+        source, target = self.shapes
+        arrival = arrival_of(source, target, dtype or target.dtype)
+        memory = bytearray(self.target.memory)
+        pool = Blocks(memory, target.form)
+        if is_whole:
+            pool.raw[list(grant.blocks)] = 0
+        pieces = pieces_of(
+            source.block_size,
+            target.block_size,
+            num_tokens=text.num_tokens,
+            first_block=grant.held_blocks,
+            num_blocks=len(grant.blocks),
+        )
+        packed = Blocks(bytearray(len(grant.blocks) * arrival.form.block_bytes), arrival.form)
+        numbers = range(len(grant.blocks))
+        pack(Blocks(self.source.memory, source.form), sources, arrival.out_of, packed, numbers, pieces)
+        unpack(packed, pool, grant.blocks, arrival.into)
+        return bytes(memory)
+
+    @property
+    def num_staged(self) -> int:
+        return sum(one.num_staged for one in self.sender.reshapers)
+
+
+def facts(shape: KvShape) -> Fingerprint:
+    return fingerprint(shape=shape)
+
+
+MakeShapes = Callable[..., Shapes]
+
+
+@contextmanager
+def opened_shapes(transport: str) -> Iterator[MakeShapes]:
+    """Yields make(source shape, target shape, kv_wire); closes what was made."""
+    made: list[Shapes] = []
+
+    def make(source: KvShape, target: KvShape, kv_wire: str = "exact") -> Shapes:
+        pools = [HostPool(NUM_BLOCKS, shape.block_bytes, seed=3) for shape in (source, target)]
+        values = Blocks(pools[0].memory, source.form).values
+        if source.dtype == "float32":
+            values[:] = np.random.default_rng(0).standard_normal(values.shape)
+        stamps = BlockStamps(NUM_BLOCKS), BlockStamps(NUM_BLOCKS)
+        receiver = make_receiver(
+            pools[1],
+            facts(target),
+            secret=SECRET,
+            worker_id="d0",
+            incarnation="d0-1",
+            host="127.0.0.1",
+            transport=transport,
+            stamps=stamps[1],
+            lease=PATIENT,
+        )
+        sender = make_sender(
+            pools[0],
+            facts(source),
+            secret=SECRET,
+            worker_id="p0",
+            incarnation="p0-1",
+            transport=transport,
+            stamps=stamps[0],
+            kv_wire=kv_wire,
+            lease=PATIENT,
+        )
+        one = Shapes(*pools, stamps, (source, target), sender, receiver, GrpcHost(receiver.servicer))
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.sender.close()
+        one.receiver.close()
+        one.host.stop()
+        assert one.num_staged == 0
+
+
+FLOAT_16 = shape_of("float32", 16, 4, head_dim=8)
+PAIRS = [
+    (FLOAT_16, replace(FLOAT_16, block_size=32)),
+    (replace(FLOAT_16, block_size=32), FLOAT_16),
+    (replace(FLOAT_16, block_size=5), replace(FLOAT_16, block_size=7)),
+    (FLOAT_16, shape_of("int8", 32, 4, head_dim=8)),
+    (FLOAT_16, shape_of("bfloat16", 16, 4, head_dim=8)),
+    (shape_of("int8", 16, 4, head_dim=8), FLOAT_16),
+    (shape_of("bfloat16", 16, 4, head_dim=8), replace(FLOAT_16, block_size=32)),
+    (FLOAT_16, replace(FLOAT_16, tp_degree=2, tp_rank=1)),
+    (replace(FLOAT_16, tp_degree=8, tp_rank=4), shape_of("int8", 32, 4, head_dim=8, tp_degree=4, tp_rank=2)),
+]
