@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvtransfer import cuda, nccl_connection
+from kvtransfer import cuda, cuda_memory, nccl_connection
 from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.cuda import CudaDevice
 from kvtransfer.cuda_driver import Driver
@@ -185,6 +185,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     )
     driver = Driver(FakeLibrary())
     monkeypatch.setattr(cuda, "torch", fake)
+    monkeypatch.setattr(cuda_memory, "torch", fake)
     monkeypatch.setattr(nccl_connection, "torch", fake)
     monkeypatch.setattr(cuda, "driver", lambda: driver)
     monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.relay", SimpleNamespace(relay=relay))
