@@ -1,25 +1,149 @@
-"""Attention over the paged pool: the visible positions of each row (once per step), and the computation (once per
-layer)."""
+"""Attention of one layer: the model's parameters for it, and its computation for an eager batch over the paged pool.
 
-# Shapes: B rows, Q query tokens per row, H query heads, K kv heads, G = H / K, D head dim,
-#         P blocks per row, C tokens per block, S = P * C positions, R = G * Q queries of one kv head.
+The decoder passes every layer's queries, keys and values to an AttentionBackend, which knows the positions of the
+step's tokens and the places of their KV. EagerAttention is for a batch that is packed for each step; engine/gpu has two
+others, one of them for the static buffers of a CUDA graph. A backend plans once per step which positions each row sees,
+and computes once per layer.
+"""
+
+# Shapes: T tokens in the packed batch, B rows, Q query tokens per row, H query heads, K kv heads, N = H + 2 K,
+#         G = H / K, D head dim, P blocks per row, C tokens per block, S = P * C positions, R = G * Q queries of one kv
+#         head, U tokens that are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.engine import ops
+from pdserve.engine.batch import Batch, Group
+from pdserve.engine.config import ModelConfig
 from pdserve.engine.host_to_device import to_device
+from pdserve.engine.interface import OnLayer
+from pdserve.engine.paged import PagedAttention
+from pdserve.engine.parameters import LayerWeights
 from pdserve.engine.pool import TorchPool
+from pdserve.engine.rope import inverse_frequencies, rotate, rotation
+from pdserve.engine.rope_config import RopeConfig
 
 # On a CPU the queries of a long chunk are computed in tiles, each with the keys that any of its queries sees. torch's
 # kernel works on 64 queries at a time, and with a mask it would also compute masked positions.
 _TILE_QUERIES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The attention parameters of a model, or of one rank's part of it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    scale: float
+    softcap: float | None
+    windows: tuple[int | None, ...]  # each once
+    ropes: tuple[RopeConfig, ...]  # each once
+    frequencies: tuple[Tensor, ...]  # of each
+    rope_of_layer: tuple[int, ...]
+
+    @staticmethod
+    def of(config: ModelConfig, like: Tensor) -> Heads:
+        """Creates it on the device of `like`."""
+        ropes = tuple(dict.fromkeys(config.ropes))
+        return Heads(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.norm_eps,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            windows=tuple(dict.fromkeys(config.windows)),
+            ropes=ropes,
+            frequencies=tuple(inverse_frequencies(rope, config.head_dim).to(like.device) for rope in ropes),
+            rope_of_layer=tuple(ropes.index(rope) for rope in config.ropes),
+        )
+
+
+class AttentionBackend(Protocol):
+    """One step's attention."""
+
+    token_T: Tensor
+    read_U: Tensor | None  # tokens whose final state is needed; None: all, in order
+
+    def forward(self, index: int, layer: LayerWeights, qkv_TND: Tensor) -> Tensor:
+        """Stores the layer's keys and values, and returns the attention output of every token, [T, H * D]."""
+        ...
+
+
+MakeAttention = Callable[[Batch, OnLayer | None], AttentionBackend]
+
+
+@final
+class EagerAttention:
+    """The rows of `batch.short` use `kernel`; blocks of the others are gathered for torch's attention."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        pool: TorchPool,
+        heads: Heads,
+        kernel: PagedAttention | None = None,
+        on_layer: OnLayer | None = None,
+    ) -> None:
+        """`on_layer` is called with the number of layers that have issued their writes."""
+        self.token_T, self.read_U = batch.token_T, batch.read_U
+        self._batch, self._pool, self._heads, self._kernel, self._on_layer = batch, pool, heads, kernel, on_layer
+        self._rotations: dict[int, tuple[Tensor, Tensor]] = {}  # by rope
+        short = batch.short
+        self._paged = None if short is None or kernel is None else kernel.plan(short.tables, short.starts, short.counts)
+        self._contexts = [contexts_of(group, pool, heads) for group in batch.groups]
+        pool.clear(batch.fresh_blocks)
+
+    def forward(self, index: int, layer: LayerWeights, qkv_TND: Tensor) -> Tensor:
+        heads = self._heads
+        q_THD, k_TKD, v_TKD = qkv_TND.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
+        if layer.q_norm_D is not None and layer.k_norm_D is not None:
+            q_THD = ops.rms_norm(q_THD, layer.q_norm_D, heads.norm_eps)
+            k_TKD = ops.rms_norm(k_TKD, layer.k_norm_D, heads.norm_eps)
+        q_THD = self.place(index, q_THD, k_TKD, v_TKD, self._rotation(heads.rope_of_layer[index], q_THD))
+        if self._on_layer is not None:
+            self._on_layer(index + 1)
+        return self.attend(index, q_THD, layer.window)
+
+    def place(self, index: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """Stores the step's rotated keys and its values, and returns the rotated queries."""
+        batch = self._batch
+        if self._kernel is not None:
+            return self._kernel.place(index, q_THD, k_TKD, v_TKD, *cos_sin, batch.block_T, batch.offset_T)
+        self._pool.write(index, rotate(k_TKD, *cos_sin), v_TKD, batch.block_T, batch.offset_T)
+        return rotate(q_THD, *cos_sin)
+
+    def attend(self, index: int, q_THD: Tensor, window: int | None) -> Tensor:
+        """The attention output of every token of the step, [T, H * D]."""
+        parts, scale, softcap = [], self._heads.scale, self._heads.softcap
+        if self._kernel is not None and self._paged is not None:
+            q_paged_THD = q_THD[: self._paged.num_tokens]
+            parts.append(self._kernel.attend(index, q_paged_THD, self._paged, window, scale, softcap))
+        for group, contexts in zip(self._batch.groups, self._contexts, strict=True):
+            parts.append(attend(self._pool, index, rows_of(q_THD, group), contexts[window], scale, softcap))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _rotation(self, rope: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        if rope not in self._rotations:
+            factor = self._heads.ropes[rope].attention_factor
+            self._rotations[rope] = rotation(self._heads.frequencies[rope], factor, self._batch.position_T, like.dtype)
+        return self._rotations[rope]
+
+
+def rows_of(q_THD: Tensor, group: Group) -> Tensor:
+    """The group's queries, [B, Q, H, D]."""
+    q_group_THD = q_THD[group.first : group.first + group.num_tokens]
+    return q_group_THD.view(len(group.starts), -1, *q_THD.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +164,15 @@ class Context:
     # For a single row without a window: its number of positions, including the queries. Flash attention then needs no
     # mask.
     chunk_end: int | None = None
+
+
+def contexts_of(group: Group, pool: TorchPool, heads: Heads) -> dict[int | None, Context]:
+    """By window."""
+    size, device = pool.block_size, pool.tensor.device
+    return {
+        window: make_context(group.tables, group.starts, group.counts[0], window, size, device)
+        for window in heads.windows
+    }
 
 
 def make_context(

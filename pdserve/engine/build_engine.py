@@ -18,7 +18,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.engine import ops
-from pdserve.engine.batch import ChunkKernel, RowKernel
+from pdserve.engine.attention import EagerAttention
 from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.current_device import use_device
 from pdserve.engine.device_defaults import with_device_defaults
@@ -46,7 +46,7 @@ from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.engine.progress import loading_line
 from pdserve.engine.safetensors_file import Checkpoint, checkpoint_hash, open_checkpoint
 from pdserve.engine.sharding import WHOLE, Shard, rank_config
-from pdserve.engine.torch_engine import Mixing, TorchEngine
+from pdserve.engine.torch_engine import TorchEngine
 from pdserve.engine.warm_rows import warm_rows
 from pdserve.engine.weights import Progress, load_weights
 
@@ -155,21 +155,30 @@ def open_rank(
     def assemble(num_blocks: int) -> TorchEngine:
         spec = spec_of(num_blocks)
         pool = TorchPool(num_blocks=num_blocks, shape=shape, device=device, memory=memory, heads=heads)
-        most_queries = sys.maxsize if config.deterministic else MOST_QUERIES
-        kernel: RowKernel | None = PagedAttention(pool, rank_model.num_heads, most_queries) if is_paged else None
-        mixing: Mixing | None = None
-        chunk_kernel: ChunkKernel | None = None
         if is_triton(device) and config.block_size >= 8 and config.block_size & (config.block_size - 1) == 0:
-            from pdserve.engine.gpu.mixing import FlashChunks, TritonRows, make_mixing, takes_flash
+            from pdserve.engine.gpu.attention import MOST_QUERIES as MOST_SHORT
             from pdserve.engine.gpu.prefill import use_fa3
+            from pdserve.engine.gpu.triton_attention import takes_flash, triton_attention
 
+            most_positions = None
             if takes_flash(model.heads, model.dtype):
                 use_fa3(device)
-                chunk_kernel = FlashChunks(device, config.block_size, spec.max_context_tokens)
+                most_positions = spec.max_context_tokens
             processors = torch.cuda.get_device_properties(device).multi_processor_count
-            kernel = TritonRows(device)
-            mixing = make_mixing(pool, model.heads, model.dtype, spec.max_context_tokens, processors)
-        return TorchEngine(spec, model, pool, model_config.windows, grammars, kernel, mixing, chunk_kernel)
+            make_attention = triton_attention(
+                pool, model.heads, model.dtype, spec.max_context_tokens, processors, most_positions
+            )
+            return TorchEngine(spec, model, pool, grammars, make_attention, MOST_SHORT)
+        kernel = PagedAttention(pool, rank_model.num_heads) if is_paged else None
+        most_short = 0 if kernel is None else sys.maxsize if config.deterministic else MOST_QUERIES
+        return TorchEngine(
+            spec,
+            model,
+            pool,
+            grammars,
+            lambda batch, on_layer: EagerAttention(batch, pool, model.heads, kernel, on_layer),
+            most_short,
+        )
 
     if num_blocks is None:
         assert meter is not None

@@ -3,7 +3,7 @@
 What could break that, and what prevents it:
 products    a matrix product may add in another order for another number of rows: `make_invariant` tests it.
 attention   the paged kernel (kernels/paged.py) computes every row, and a query in the same way alone and in a chunk.
-the rest    works row by row: in kernels/rows.py a row's arithmetic does not depend on the others.
+the rest    works row by row: in ops.py a row's arithmetic does not depend on the others.
 """
 
 # Shapes: N rows of a matrix, K columns.

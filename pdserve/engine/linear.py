@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine.fp8 import make_fp8_linear
-from pdserve.engine.kernels import jit, rows
+from pdserve.engine.kernels import jit
+from pdserve.engine.ops import LEAST_SCALE, LEVELS, ZERO_POINT, quantise
 
 Rounding = Literal["none", "int8", "fp8"]  # rounding of weights, in addition to the checkpoint's
 
@@ -125,7 +126,7 @@ class Int8Linear:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         quantised_TK, scale_T1 = quantise(x_TK)
-        out_TN = _int8_product(quantised_TK, rows.ZERO_POINT, self._packed, self._scale_N, self._zero_N)
+        out_TN = _int8_product(quantised_TK, ZERO_POINT, self._packed, self._scale_N, self._zero_N)
         out_TN.mul_(scale_T1)
         return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
 
@@ -144,8 +145,8 @@ def weight_levels() -> int:
 
     A CPU may have VNNI while oneDNN may not use it (ONEDNN_MAX_CPU_ISA), so this is also tested.
     """
-    is_wide = torch.cpu._is_vnni_supported() and is_exact(rows.LEVELS)
-    return rows.LEVELS if is_wide else rows.LEVELS // 2
+    is_wide = torch.cpu._is_vnni_supported() and is_exact(LEVELS)
+    return LEVELS if is_wide else LEVELS // 2
 
 
 def is_exact(level: int) -> bool:
@@ -175,18 +176,10 @@ def round_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     parts = (tensor.split(num_at_once) for tensor in (weight_NK, rounded_NK, scale_N))
     for weight_PK, rounded_PK, scale_P in zip(*parts, strict=True):
         step = step_PK[: len(weight_PK)]
-        largest_P = step.copy_(weight_PK).abs_().amax(dim=1).clamp_(min=rows.LEAST_SCALE)
+        largest_P = step.copy_(weight_PK).abs_().amax(dim=1).clamp_(min=LEAST_SCALE)
         torch.div(largest_P, weight_levels(), out=scale_P)
         rounded_PK.copy_(step.copy_(weight_PK).div_(scale_P[:, None]).round_())
     return rounded_NK, scale_N
-
-
-def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 around 128, and the scale of each token [T, 1]."""
-    if rows.fits(x_TK):
-        return rows.quantise(x_TK)
-    scale_T1 = x_TK.abs().amax(dim=-1, keepdim=True).clamp_(min=rows.LEAST_SCALE).div_(rows.LEVELS)
-    return (x_TK / scale_T1).round_().add_(rows.ZERO_POINT).to(torch.uint8), scale_T1
 
 
 def make_invariant(linear: Linear, num_inputs: int) -> Linear:

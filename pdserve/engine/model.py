@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine import ops as host_ops
+from pdserve.engine.attention import AttentionBackend, Heads
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.experts import apply_experts
 from pdserve.engine.fp8 import Fp8Linear
 from pdserve.engine.linear import Linear, PlainLinear
-from pdserve.engine.mixing import AttentionBackend, Heads
 from pdserve.engine.ops import Ops
 from pdserve.engine.parameters import ExpertWeights, MlpWeights, Weights
 from pdserve.engine.sharding import Shard, rank_config
@@ -67,27 +67,27 @@ class Decoder:
         """Of the first layer's attention."""
         return self._weights.layers[0].window
 
-    def hidden(self, mixer: AttentionBackend) -> Tensor:
+    def hidden(self, attention: AttentionBackend) -> Tensor:
         """Writes the KV of all tokens; returns the states, after the last norm, of the tokens that are needed, [U, E].
 
         Ranks synchronise before the first store, between layers and after the last store, so no rank clears, stores or
         reads a block while another one is in an earlier or later step.
         """
-        x_TE = self._embed(mixer.token_T)
+        x_TE = self._embed(attention.token_T)
         if self._embedding_scale != 1.0:
             x_TE.mul_(self._embedding_scale)
         delta_TE: Tensor | None = None  # output of the previous sublayer, to be added
         for index, layer in enumerate(self._weights.layers):
             qkv_TN = self._normed_product(layer.qkv, x_TE, delta_TE, layer.attention_norm_E)
             qkv_TND = qkv_TN.view(len(x_TE), -1, self._config.head_dim)
-            attended_TN = mixer.mix(index, layer, qkv_TND)
-            if index == self._config.num_layers - 1 and mixer.read_U is not None:
+            attended_TN = attention.forward(index, layer, qkv_TND)
+            if index == self._config.num_layers - 1 and attention.read_U is not None:
                 # After the last layer's attention, only positions whose logits are needed continue: for a prompt, the
                 # last token.
-                if not len(mixer.read_U):
+                if not len(attention.read_U):
                     self._sum(x_TE.new_zeros(1))
                     return x_TE[:0]
-                x_TE, attended_TN = x_TE[mixer.read_U], attended_TN[mixer.read_U]
+                x_TE, attended_TN = x_TE[attention.read_U], attended_TN[attention.read_U]
             delta_TE = self._sum(layer.o(attended_TN))
             if layer.attention_post_norm_E is not None:
                 delta_TE = self._norm(delta_TE, layer.attention_post_norm_E)

@@ -1,17 +1,31 @@
-"""Operations between the matrix products, in the fastest form for the device."""
+"""Operations between the matrix products: norms, gated activations, rounding to int8.
 
-# Shapes: T tokens, E hidden size, F mlp size.
+float32 tensors on a CPU use numba kernels, if numba is installed, with one pass over memory each; all others use torch.
+Each row is computed independently, always in the same order. engine/gpu/ops.py has the same functions for a GPU.
+
+numba caches machine code by the time stamp of this file, and exponential.py is inlined here. A change there must also
+change this file; otherwise cached kernels stay in use. Revision of the inlined parts: 3.
+"""
+
+# Shapes: T tokens, E hidden size, F mlp size, K inputs of a product.
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Final, Protocol
 
+import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine.kernels import rows
+from pdserve.engine.kernels import jit
+from pdserve.engine.kernels.exponential import exp
+
+LEAST_SCALE: Final = 1e-12  # a token of zeros would divide by zero
+LEVELS: Final = 127  # int8 without -128, so that rounding is symmetric
+ZERO_POINT: Final = 128  # VNNI multiplies unsigned by signed
 
 
 class RoundedOps(Protocol):
@@ -40,37 +54,127 @@ class Ops(Protocol):
 fp8: RoundedOps | None = None
 
 
+def fits(*tensors: Tensor) -> bool:
+    """Whether the kernels support these tensors."""
+    return jit.is_available() and all(
+        tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors
+    )
+
+
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """RMS norm over the last axis."""
-    if x_TE.ndim == 2 and rows.fits(x_TE, weight_E):
-        return rows.rms_norm(x_TE, weight_E, eps)
-    return _rms_norm(x_TE, weight_E, eps)
+    if x_TE.ndim != 2 or not fits(x_TE, weight_E):
+        return _torch_rms_norm(x_TE, weight_E, eps)
+    out_TE = torch.empty_like(x_TE)
+    x, weight, out = x_TE.numpy(), weight_E.numpy(), out_TE.numpy()
+    jit.split_rows(lambda first, end: _rms_norm(x, weight, np.float32(eps), out, first, end), len(x), x.size)
+    return out_TE
 
 
 def add_rms_norm(x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """Adds `delta_TE` to `x_TE` in place, and returns the norm of the sum."""
-    if rows.fits(x_TE, delta_TE, weight_E):
-        return rows.add_rms_norm(x_TE, delta_TE, weight_E, eps)
-    return _rms_norm(x_TE.add_(delta_TE), weight_E, eps)
+    if not fits(x_TE, delta_TE, weight_E):
+        return _torch_rms_norm(x_TE.add_(delta_TE), weight_E, eps)
+    out_TE = torch.empty_like(x_TE)
+    x, delta, weight, out = x_TE.numpy(), delta_TE.numpy(), weight_E.numpy(), out_TE.numpy()
+    jit.split_rows(lambda first, end: _add_rms_norm(x, delta, weight, np.float32(eps), out, first, end), len(x), x.size)
+    return out_TE
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for [T, 2F]: gate, then up."""
-    return rows.silu_mul(gate_up) if rows.fits(gate_up) else _gate(F.silu, gate_up)
+    return _gate(_silu_mul, F.silu, gate_up)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, with the tanh form of gelu."""
-    return rows.gelu_mul(gate_up) if rows.fits(gate_up) else _gate(partial(F.gelu, approximate="tanh"), gate_up)
+    return _gate(_gelu_mul, partial(F.gelu, approximate="tanh"), gate_up)
 
 
-def _gate(activate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
-    gate_TF, up_TF = gate_up.chunk(2, dim=-1)
-    return activate(gate_TF) * up_TF
+def _gate(kernel: Callable[..., Any], activate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    if not fits(gate_up):
+        gate_TF, up_TF = gate_up.chunk(2, dim=-1)
+        return activate(gate_TF) * up_TF
+    out_TF = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    source, out = gate_up.numpy(), out_TF.numpy()
+    jit.split_rows(lambda first, end: kernel(source, out, first, end), len(out), 8 * out.size)
+    return out_TF
 
 
-def _rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+def _torch_rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """A float32 weight is multiplied before the result is rounded to x's dtype."""
     if weight_E.dtype == x_TE.dtype:
         return F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
     return F.rms_norm(x_TE.float(), weight_E.shape, weight_E, eps).to(x_TE.dtype)
+
+
+def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """x / scale rounded to [-127, 127], stored as uint8 around 128; and the scale of each token [T, 1]."""
+    if not fits(x_TK):
+        scale_T1 = x_TK.abs().amax(dim=-1, keepdim=True).clamp_(min=LEAST_SCALE).div_(LEVELS)
+        return (x_TK / scale_T1).round_().add_(ZERO_POINT).to(torch.uint8), scale_T1
+    rounded_TK = torch.empty(x_TK.shape, dtype=torch.uint8)
+    scale_T1 = x_TK.new_empty(x_TK.shape[0], 1)
+    x, rounded, scale = x_TK.numpy(), rounded_TK.numpy(), scale_T1.numpy()
+    jit.split_rows(lambda first, end: _quantise(x, rounded, scale, first, end), len(x), x.size)
+    return rounded_TK, scale_T1
+
+
+@jit.compiled
+def _rms_norm(x: Any, weight: Any, eps: Any, out: Any, first: int, end: int) -> None:
+    size = np.uint64(x.shape[1])
+    for row in range(first, end):
+        source, target, total = x[row], out[row], np.float32(0)
+        for i in range(size):
+            total += source[i] * source[i]
+        factor = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+        for i in range(size):
+            target[i] = source[i] * factor * weight[i]
+
+
+@jit.compiled
+def _add_rms_norm(x: Any, delta: Any, weight: Any, eps: Any, out: Any, first: int, end: int) -> None:
+    size = np.uint64(x.shape[1])
+    for row in range(first, end):
+        source, change, target, total = x[row], delta[row], out[row], np.float32(0)
+        for i in range(size):
+            value = source[i] + change[i]
+            source[i] = value
+            total += value * value
+        factor = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+        for i in range(size):
+            target[i] = source[i] * factor * weight[i]
+
+
+@jit.compiled
+def _silu_mul(gate_up: Any, out: Any, first: int, end: int) -> None:
+    size = np.uint64(out.shape[1])
+    for row in range(first, end):
+        gate, up, target = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :], out[row]
+        for i in range(size):
+            target[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * up[i]
+
+
+@jit.compiled
+def _gelu_mul(gate_up: Any, out: Any, first: int, end: int) -> None:
+    """(1 + tanh(u)) / 2 is 1 / (1 + e^-2u): one exponential, and no cancellation if tanh is near -1."""
+    size = np.uint64(out.shape[1])
+    for row in range(first, end):
+        gate, up, target = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :], out[row]
+        for i in range(size):
+            x = gate[i]
+            u2 = np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x)  # 2 sqrt(2 / pi)
+            target[i] = x / (np.float32(1) + exp(-u2)) * up[i]
+
+
+@jit.compiled
+def _quantise(x: Any, rounded: Any, scale: Any, first: int, end: int) -> None:
+    size = np.uint64(x.shape[1])
+    for row in range(first, end):
+        source, target, most = x[row], rounded[row], np.float32(LEAST_SCALE)
+        for i in range(size):
+            most = max(most, abs(source[i]))
+        scale[row, 0] = most / np.float32(LEVELS)
+        factor = np.float32(LEVELS) / most
+        for i in range(size):
+            target[i] = np.uint8(np.int32(np.rint(source[i] * factor)) + np.int32(ZERO_POINT))

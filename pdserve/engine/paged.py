@@ -42,13 +42,12 @@ class PagedPlan:
 
 @final
 class PagedAttention:
-    """Attention over one pool, for rows of up to `most_queries` queries."""
+    """Attention over one pool."""
 
-    def __init__(self, pool: TorchPool, num_heads: int, most_queries: int = MOST_QUERIES) -> None:
+    def __init__(self, pool: TorchPool, num_heads: int) -> None:
         from pdserve.engine.kernels import paged, place
 
         shape = pool.shape
-        self.most_queries = most_queries
         self._num_heads = num_heads
         self._shape, self._heads = shape, pool.heads
         self._data = pool.raw.view(shape.dtype).view(-1).numpy()
@@ -56,6 +55,7 @@ class PagedAttention:
         self._num_threads = torch.get_num_threads()
         floats = paged.scratch_floats(shape.head_dim, shape.block_size, num_heads)
         self._scratches = [np.empty(floats, np.float32) for _ in range(self._num_threads)]
+        self._places = [self._layer_place(layer) for layer in range(shape.num_layers)]
         self._max_task_queries = paged.MAX_QUERIES
         self._task_fields = paged.TASK_FIELDS
         self._attend = paged.make_attend(shape.head_dim, shape.block_size, is_int8=shape.is_int8)
@@ -119,7 +119,7 @@ class PagedAttention:
             *(x.stride(0) for x in (q_THD, k_TKD, v_TKD)),
             *(flat(x) for x in (cos_T1R, sin_T1R, block_T, offset_T, q_out_THD)),
         )
-        where = self._where(layer)
+        where = self._places[layer]
 
         def run(first: int, last: int) -> None:
             self._place(*arrays, self._data, self._scales, *where, first, last)
@@ -127,7 +127,7 @@ class PagedAttention:
         jit.split_rows(run, q_THD.shape[0], q_THD.numel())
         return q_out_THD
 
-    def _where(self, layer: int) -> tuple[int, ...]:
+    def _layer_place(self, layer: int) -> tuple[int, ...]:
         """Numbers of heads, then the pool's strides between blocks and the start of the layer's heads, for values and
         scales."""
         shape, heads = self._shape, self._heads
@@ -155,7 +155,7 @@ class PagedAttention:
         head_dim = self._shape.head_dim
         out = torch.empty(plan.num_tokens, self._num_heads * head_dim)
         scale = head_dim**-0.5 if scale is None else scale
-        how = (*self._where(layer), window or 0, scale, softcap or 0.0)
+        how = (*self._places[layer], window or 0, scale, softcap or 0.0)
         arrays = (flat(q_THD.contiguous()), self._data, self._scales, flat(out), plan.tables, plan.tasks)
 
         def run(part: int) -> None:

@@ -2,7 +2,7 @@
 
 Order, as in vLLM: grammars, bans and logit_bias (masks.py) -> repetition, presence and frequency penalties ->
 top_n_sigma -> (greedy: the most likely token, the lowest id among equals) -> temperature -> min_p -> top_k -> top_p ->
-draw. Each filter sees the distribution that the previous one has left (truncation.py).
+draw. Each filter sees the distribution that the previous one has left (`cutoffs`).
 
 The sampled token is the argmax of logits plus Gumbel noise keyed by (seed, position): see noise.py. Rows are
 independent, so the token depends only on the row's logits. Their last bits depend on the batch, because matrix products
@@ -15,7 +15,7 @@ same holds for greedy near-ties.
 Logprobs are the model's: the log-softmax of the raw logits, before bans, penalties, temperature and filters.
 """
 
-# Shapes: B sampled rows, V vocabulary, N tokens that are left over all rows.
+# Shapes: B sampled rows, V vocabulary, N tokens that are left over all rows, K most likely tokens of a row.
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from pdserve.core.types import TokenOut
+from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.masks import Draw, forbid, is_masked, mask
 from pdserve.engine.noise import gumbel, streams
-from pdserve.engine.truncation import cutoffs, is_truncated
 
 __all__ = ["Draw", "sample"]
 
 LEAST_TEMPERATURE: Final = 1e-5  # below it only ties are sampled, and float32 would divide by zero
+_TIERS: Final = (256, 4096)  # number of tokens considered first: few rows need more, and sorting all is slow
 
 
 def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> list[TokenOut]:
@@ -128,6 +128,50 @@ def _draw_from_few(scaled_BV: Tensor, state_B: Tensor, draws: Sequence[Draw]) ->
     firsts = accumulate(counts, initial=0)
     tokens: list[int] = token_N[[first + at for first, at in zip(firsts, best, strict=False)]].tolist()
     return tokens
+
+
+def is_truncated(sampling: Sampling) -> bool:
+    return sampling.min_p > 0.0 or sampling.top_k > 0 or sampling.top_p < 1.0
+
+
+def cutoffs(scaled_BV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Tokens whose scaled logit (the best of each row is 0) is at least the row's cutoff [B] may be sampled.
+
+    min_p comes first, then top_k, then top_p: each sees the distribution that the one before has left. Equal logits are
+    kept or removed together. The number of tokens considered depends only on the row, not on the batch.
+    """
+    vocab_size = scaled_BV.shape[1]
+    floors = [math.log(one.min_p) if one.min_p > 0.0 else -math.inf for one in samplings]
+    cutoff_B = torch.tensor(floors, device=scaled_BV.device, dtype=scaled_BV.dtype)
+    open_rows = [row for row, one in enumerate(samplings) if one.top_k > 0 or one.top_p < 1.0]
+    for size in (*(tier for tier in _TIERS if tier < vocab_size), vocab_size):
+        rows = [row for row in open_rows if min(samplings[row].top_k, vocab_size) <= size]
+        if not rows:
+            continue
+        index = torch.tensor(rows, device=scaled_BV.device)
+        found_B, is_sure_B = _look(scaled_BV[index], cutoff_B[index], [samplings[row] for row in rows], size)
+        cutoff_B[index] = torch.where(is_sure_B, found_B, cutoff_B[index])
+        sure = {row for row, is_sure in zip(rows, is_sure_B.tolist(), strict=True) if is_sure}
+        open_rows = [row for row in open_rows if row not in sure]
+    return cutoff_B
+
+
+def _look(scaled_BV: Tensor, floor_B: Tensor, samplings: Sequence[Sampling], size: int) -> tuple[Tensor, Tensor]:
+    """Cutoffs from the `size` most likely tokens, and whether these were enough."""
+    device = scaled_BV.device
+    top_k_B1 = torch.tensor([one.top_k for one in samplings], device=device)[:, None]
+    top_p_B1 = torch.tensor([one.top_p for one in samplings], device=device, dtype=torch.float64)[:, None]
+    value_BK = scaled_BV.topk(size, dim=-1).values
+    rank_K = torch.arange(size, device=device)
+    is_left_BK = (value_BK >= floor_B[:, None]) & ((rank_K < top_k_B1) | (top_k_B1 == 0))
+    weight_BK = value_BK.double().exp() * is_left_BK
+    of_all_B1 = (scaled_BV.exp() * (scaled_BV >= floor_B[:, None])).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    total_B1 = torch.where(top_k_B1 > 0, weight_BK.sum(dim=-1, keepdim=True), of_all_B1)
+    mass_before_BK = weight_BK.cumsum(dim=-1) - weight_BK
+    is_kept_BK = is_left_BK & ((mass_before_BK < top_p_B1 * total_B1) | (top_p_B1 >= 1.0))
+    num_kept_B = is_kept_BK.sum(dim=-1).clamp(min=1)
+    is_sure_B = (num_kept_B < size) | (top_k_B1[:, 0] > 0) | (size == scaled_BV.shape[1])
+    return value_BK.gather(1, num_kept_B[:, None] - 1)[:, 0], is_sure_B
 
 
 def _with_logprobs(logits_BV: Tensor, draws: Sequence[Draw], chosen: Sequence[int]) -> list[TokenOut]:

@@ -1,31 +1,34 @@
-"""The engine of real models: owns weights and KV pool, computes steps."""
+"""The engine of real models: owns weights and KV pool, computes steps.
+
+A step checks the rows, packs them into one batch, computes the hidden states, samples the rows that need a token, and
+scores the prompts whose logprobs were asked for.
+"""
+
+# Shapes: U tokens whose final state is read, B sampled positions, C positions that are scored together, E hidden size,
+#         V vocabulary, K most likely tokens.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
 
 from pdserve.core.types import TokenOut
-from pdserve.engine.batch import Batch, ChunkKernel, RowKernel, pack
+from pdserve.engine.attention import MakeAttention
+from pdserve.engine.batch import pack
 from pdserve.engine.grammars import Grammars, RowMasks
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
 from pdserve.engine.memory_plan import MemoryPlan
-from pdserve.engine.mixing import AttentionBackend, EagerMixer
 from pdserve.engine.model import Decoder
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import check_rows
 from pdserve.engine.sampling import Draw, sample
-from pdserve.engine.scoring import score
 
-Mixing = Callable[[Batch, OnLayer | None], AttentionBackend]
-
-log = logging.getLogger(__name__)
+MAX_LOGITS: Final = 2**24  # of a prompt at a time: for a chunk of 2048 tokens, 128k logits each would be 1 GB
 
 
 @final
@@ -35,24 +38,19 @@ class TorchEngine:
         spec: EngineSpec,
         model: Decoder,
         pool: TorchPool,
-        windows: Sequence[int | None],
         grammars: Grammars,
-        kernel: RowKernel | None,
-        mixing: Mixing | None = None,
-        chunk_kernel: ChunkKernel | None = None,
+        make_attention: MakeAttention,
+        most_short: int,
     ) -> None:
-        """`kernel` computes rows of few queries, `chunk_kernel` all others; `mixing` makes a device's own mixer for a
-        batch."""
+        """`make_attention` makes the device's attention for a batch; rows of up to `most_short` queries are short."""
         self.grammars = grammars
         self.spec = spec
         self.pool = pool
         self.model = model
-        self._windows = tuple(dict.fromkeys(windows))
         self._device = pool.tensor.device
         self._reports_layers = spec.num_layers > 1
-        self._kernel = kernel
-        self._chunk_kernel = chunk_kernel
-        self._mixing = mixing
+        self._make_attention = make_attention
+        self._most_short = most_short
         self.memory: MemoryPlan | None = None
 
     @torch.inference_mode()
@@ -96,11 +94,8 @@ class TorchEngine:
                 first += len(row.targets)
 
     def _states(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Tensor:
-        batch = pack(rows, self._windows, self.spec.block_size, self._device, self._kernel, self._chunk_kernel)
-        on_layer = on_layer if self._reports_layers else None
-        if self._mixing is not None:
-            return self.model.hidden(self._mixing(batch, on_layer))
-        return self.model.hidden(EagerMixer(batch, self.pool, self.model.heads, on_layer))
+        batch = pack(rows, self.spec.block_size, self._device, self._most_short)
+        return self.model.hidden(self._make_attention(batch, on_layer if self._reports_layers else None))
 
     def close(self) -> None:
         """Nothing to free: weights and pool end with their last reader."""
@@ -124,3 +119,25 @@ def row_out(row: Row, sampled: Sequence[TokenOut], masks: RowMasks | None) -> Ro
     if masks is None:
         return RowOut(kept(sampled, row.drafts))
     return RowOut(kept(sampled[: len(masks.masks)], row.drafts), failed=masks.failed)
+
+
+def score(
+    project: Callable[[Tensor], Tensor], x_UE: Tensor, targets: Sequence[int], num_top: int, vocab_size: int
+) -> tuple[TokenOut, ...]:
+    """Logprobs of the prompt's own tokens, each given the tokens before it, a few positions at a time.
+
+    `targets[t]` is the token that follows position t; `project` turns hidden states into float32 logits.
+    """
+    scored: list[TokenOut] = []
+    size = max(1, MAX_LOGITS // vocab_size)
+    for first in range(0, len(targets), size):
+        target_C = torch.tensor(targets[first : first + size], device=x_UE.device)
+        logits_CV = project(x_UE[first : first + len(target_C)])
+        norm_C1 = logits_CV.logsumexp(dim=-1, keepdim=True)
+        own_C = (logits_CV.gather(1, target_C[:, None]) - norm_C1)[:, 0]
+        top_CK = logits_CV.topk(min(num_top, vocab_size), dim=-1)
+        ids, values = top_CK.indices.tolist(), (top_CK.values - norm_C1).tolist()
+        for token_id, own, top_ids, top_values in zip(target_C.tolist(), own_C.tolist(), ids, values, strict=True):
+            top = tuple(zip(top_ids, top_values, strict=True))
+            scored.append(TokenOut(token_id=token_id, logprob=own, top=top))
+    return tuple(scored)

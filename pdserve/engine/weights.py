@@ -16,9 +16,9 @@ from pdserve.engine.checkpoint_spec import Needs
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.fused_experts import split_experts
 from pdserve.engine.invariant import stable
-from pdserve.engine.kernels.rows import LEVELS
 from pdserve.engine.linear import Int8Linear, Linear, Rounding, is_repacked, make_linear, rounding_for, weight_levels
 from pdserve.engine.load_threads import load_threads
+from pdserve.engine.ops import LEVELS
 from pdserve.engine.parameters import Weights, build_weights
 from pdserve.engine.quantisation_config import Quantisation, Scheme
 from pdserve.engine.reading import Reader

@@ -9,10 +9,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from pdserve.engine.attention import Heads
 from pdserve.engine.gpu.attention import Rows, Scratch, attend, block_of, choose_tiling, make_scratch
 from pdserve.engine.gpu.place import make_table, place
 from pdserve.engine.gpu.work import Division
-from pdserve.engine.mixing import Heads
 from pdserve.engine.parameters import LayerWeights
 from pdserve.engine.pool import TorchPool
 

@@ -1,6 +1,6 @@
 """Attention of all prompt chunks of a step: one flash call per layer, after one copy of their contexts.
 
-    plan_chunks(tables, starts, counts, ..) -> ChunkPlan
+    plan_chunks(groups, windows, ..) -> ChunkPlan
     attend_chunks(pool, layer, q_THD, plan, window, scale) -> out_TN
 
 Flash attention reads KV in pages of 256 tokens or none at all, so contexts are gathered (flatten.py). Its causal mask
@@ -21,6 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from pdserve.engine.batch import Group
 from pdserve.engine.gpu.flatten import flatten
 from pdserve.engine.gpu.splits import edges
 from pdserve.engine.host_to_device import to_device
@@ -50,20 +51,16 @@ class ChunkPlan:
 
 
 def plan_chunks(
-    tables: Sequence[Sequence[int]],
-    starts: Sequence[int],
-    counts: Sequence[int],
-    *,
-    first: int,
+    groups: Sequence[Group],
     windows: Iterable[int | None],
     block_size: int,
     most_positions: int,
     device: torch.device,
 ) -> ChunkPlan:
-    """Row i has counts[i] queries, at positions from starts[i] on; its tokens follow those of row i - 1.
-
-    A call gathers up to `most_positions` positions, or those of one longer row.
-    """
+    """All rows of consecutive groups. A call gathers up to `most_positions` positions, or those of one longer row."""
+    tables = [table for group in groups for table in group.tables]
+    starts = [start for group in groups for start in group.starts]
+    counts = [count for group in groups for count in group.counts]
     calls = {}
     for window in windows:
         skipped = [0 if window is None else max(0, start - window + 1) // block_size for start in starts]
@@ -77,7 +74,7 @@ def plan_chunks(
             made.append(_call(at, pages, queries, keys, device))
             at += made[-1].num_tokens
         calls[window] = tuple(made)
-    return ChunkPlan(first, calls)
+    return ChunkPlan(groups[0].first, calls)
 
 
 def attend_chunks(

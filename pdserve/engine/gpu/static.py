@@ -24,7 +24,7 @@ from pdserve.engine.pool import TorchPool
 
 
 @final
-class StaticMixer:
+class GraphAttention:
     """The attention of one bucket."""
 
     read_U: Tensor | None = None
@@ -42,7 +42,7 @@ class StaticMixer:
         self._kernels, self._rows, self._scratch = kernels, rows, scratch
         self._slot_B, self._position_B = slot_B, position_B
 
-    def mix(self, index: int, layer: LayerWeights, qkv_TND: Tensor) -> Tensor:
+    def forward(self, index: int, layer: LayerWeights, qkv_TND: Tensor) -> Tensor:
         q_THD = self._kernels.place(index, layer, qkv_TND, self._slot_B, self._position_B)
         return self._kernels.attend(index, layer, q_THD, self._rows, self._scratch)
 
@@ -124,7 +124,7 @@ class StaticDecode:
             first_B1=field("first", bucket + 1) if num_queries > 1 else None,
         )
         rows.work[division] = work
-        mixer = StaticMixer(
+        attention = GraphAttention(
             self._kernels,
             rows,
             scratch,
@@ -132,7 +132,7 @@ class StaticDecode:
             field("slot", bucket),
             field("position", bucket),
         )
-        logits_BV = self._model.logits(self._model.hidden(mixer), self.logits_BV[:bucket])
+        logits_BV = self._model.logits(self._model.hidden(attention), self.logits_BV[:bucket])
         if not self._model.is_leader:
             return
         out = self.sampled_B[:bucket], self.logprob_B[:bucket]

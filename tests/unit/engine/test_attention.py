@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.engine import paged
-from pdserve.engine.attention import attend, attend_chunk, flash_chunk, is_for_flash, make_context
+from pdserve.engine.attention import (
+    EagerAttention,
+    Heads,
+    attend,
+    attend_chunk,
+    flash_chunk,
+    is_for_flash,
+    make_context,
+)
 from pdserve.engine.batch import pack
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import Row
@@ -139,19 +147,28 @@ def test_ranks_that_share_blocks_store_and_read_their_heads_alone(dtype: torch.d
     qkv_TND = torch.randn(40, 24, 24, generator=torch.Generator().manual_seed(3))
     cos_sin = torch.rand(2, 40, 1, 12, generator=torch.Generator().manual_seed(4)).unbind()
     row = Row(tokens=range(40), start=0, blocks=[5, 3, 6])
-    outs = []
-    for pool, part in [(alone, qkv_TND), *zip(ranks, cut(qkv_TND), strict=True)]:
+    parts, attentions = [qkv_TND, *cut(qkv_TND)], []
+    for pool in (alone, *ranks):  # ranks synchronise after they are made, which clears blocks, and before any stores
         num_kv_heads = len(pool.heads)
-        kernel = PagedAttention(pool, 2 * num_kv_heads, most_queries=40) if is_paged else None
-        batch = pack([row], [None], 16, CPU, kernel)
+        kernel = PagedAttention(pool, 2 * num_kv_heads) if is_paged else None
+        batch = pack([row], 16, CPU, most_short=40 if is_paged else 0)
         assert torch.equal(batch.block_T, block_T)
         assert torch.equal(batch.offset_T, offset_T)
+        attentions.append(EagerAttention(batch, pool, heads_of(num_kv_heads), kernel))
+    outs = []
+    for attention, part in zip(attentions, parts, strict=True):
+        num_kv_heads = part.shape[1] // 4
         q_THD, k_TKD, v_TKD = part.split((2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
-        q_THD = batch.place(pool, 1, q_THD, k_TKD, v_TKD, cos_sin)
-        outs.append(batch.attend(pool, 1, q_THD, None))
+        q_THD = attention.place(1, q_THD, k_TKD, v_TKD, cos_sin)
+        outs.append(attention.attend(1, q_THD, None))
     assert bytes(memory.buffer) == bytes(alone.buffer)
     assert any(memory.buffer)
     assert torch.equal(torch.cat(outs[1:], dim=1), outs[0])
+
+
+def heads_of(num_kv_heads: int) -> Heads:
+    """Two query heads for each kv head of size 24, no window, and rotations that the test gives."""
+    return Heads(2 * num_kv_heads, num_kv_heads, 24, 1e-6, 24**-0.5, None, (None,), (), (), ())
 
 
 def cut(qkv_TND: Tensor) -> list[Tensor]:

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine import linear, ops
-from pdserve.engine.kernels import rows
+from pdserve.engine import ops
 
 EPS = 1e-6
 KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -18,7 +17,7 @@ KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "add_rms_norm": lambda x: ops.add_rms_norm(x.clone(), x.flip(1).contiguous(), torch.ones(x.shape[1]), EPS),
     "silu_mul": ops.silu_mul,
     "gelu_mul": ops.gelu_mul,
-    "quantise": lambda x: linear.quantise(x)[0],
+    "quantise": lambda x: ops.quantise(x)[0],
 }
 
 
@@ -36,9 +35,9 @@ def _threads() -> object:
 
 
 def test_the_kernels_are_in_use() -> None:
-    assert rows.fits(states(2, 64))
-    assert not rows.fits(states(2, 64).bfloat16())
-    assert not rows.fits(states(4, 64)[:, :32])
+    assert ops.fits(states(2, 64))
+    assert not ops.fits(states(2, 64).bfloat16())
+    assert not ops.fits(states(4, 64)[:, :32])
 
 
 @pytest.mark.parametrize("size", [2, 30, 768, 4096])
@@ -79,7 +78,7 @@ def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
 
 def test_rounding_meets_the_halves_and_the_ends() -> None:
     x = torch.tensor([[127.0, -127.0, 0.0, 63.5, 1.5, -2.5], [0.0] * 6])
-    rounded, scale = linear.quantise(x)
+    rounded, scale = ops.quantise(x)
     assert rounded.tolist() == [[255, 1, 128, 192, 130, 126], [128] * 6]  # halves go to the even neighbour
     assert scale[0, 0] == 1.0
     assert scale[1, 0] > 0.0

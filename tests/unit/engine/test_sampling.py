@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pdserve.core.types import Sampling
 from pdserve.engine.noise import _mix, _mix_tensor, _signed, gumbel, stream, streams
-from pdserve.engine.sampling import Draw, keep_top_sigma, sample
-from pdserve.engine.truncation import cutoffs
+from pdserve.engine.sampling import Draw, cutoffs, keep_top_sigma, sample
 
 GOLDEN = [760, 496, 921, 633, 866, 952, 808, 206, 259, 282, 798, 257]
 VOCAB = 12

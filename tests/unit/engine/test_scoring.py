@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Sampling, TokenOut
-from pdserve.engine import scoring
+from pdserve.engine import torch_engine
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.scoring import score
+from pdserve.engine.torch_engine import score
 from tests.oracle import Oracle, assert_top
 
 
@@ -29,7 +29,7 @@ def test_scores_are_those_of_transformers(
     """A second row decodes beside it; the vocabulary is projected a few positions at a time."""
     folder = tiny("llama")
     engine, prompt, other = open_engine(folder), make_prompt(40), make_prompt(5, seed=3)
-    monkeypatch.setattr(scoring, "MAX_LOGITS", 3 * engine.spec.vocab_size)
+    monkeypatch.setattr(torch_engine, "MAX_LOGITS", 3 * engine.spec.vocab_size)
     blocks, scored, sampled = [3, 1, 2], list[TokenOut](), list[TokenOut]()
     greedy = Sampling(temperature=0.0)
     for start in range(0, len(prompt), chunk):

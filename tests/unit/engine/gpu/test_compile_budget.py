@@ -70,8 +70,8 @@ def test_random_steps_compile_nothing(name: str, kv_dtype: str, open_triton: Cal
     with count_compiled() as compiled:
         build_engine.warmed(engine)
         warmed = compiled.variants()
-        assert warmed["_attend"] <= 2 * len(engine._windows)
-        assert warmed["_split"] <= len(engine._windows)
+        assert warmed["_attend"] <= 2 * len(engine.model.heads.windows)
+        assert warmed["_split"] <= len(engine.model.heads.windows)
         for _ in range(NUM_STEPS):
             blocks = iter(range(engine.spec.num_blocks))
             engine.follow([row(rng, blocks, limit) for _ in range(rng.choice((1, 2, 5)))])

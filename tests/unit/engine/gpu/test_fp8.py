@@ -10,12 +10,12 @@ import torch
 
 from benchmarks.fp8_sums import errors
 from pdserve.engine import ops as host_ops
+from pdserve.engine.attention import EagerAttention
 from pdserve.engine.batch import pack
 from pdserve.engine.config import read_config
 from pdserve.engine.fp8 import Fp8Linear
 from pdserve.engine.gpu import ops as gpu_ops
 from pdserve.engine.interface import Row
-from pdserve.engine.mixing import EagerMixer
 from pdserve.engine.model import Decoder
 from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.engine.safetensors_file import open_checkpoint
@@ -61,8 +61,8 @@ def test_a_model_whose_norms_and_gates_round_is_as_near_to_the_exact_one_as_one_
             dtype=one.dtype,
         )
         pool = TorchPool(num_blocks=1, shape=shape, device=device)
-        batch = pack([row], config.windows, 8, device)
-        logits.append(model.logits(model.hidden(EagerMixer(batch, pool, model.heads))).cpu())
+        batch = pack([row], 8, device)
+        logits.append(model.logits(model.hidden(EagerAttention(batch, pool, model.heads))).cpu())
         assert num_rounded == num_alone * config.num_layers
     # Rounding moves the logits of so small a model by a third; a missing sum or scale moves them altogether.
     expected, behind, fused = logits

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdserve.engine.attention import EagerAttention
 from pdserve.engine.batch import pack
 from pdserve.engine.gpu import prefill
 from pdserve.engine.gpu.attention import MOST_QUERIES
-from pdserve.engine.gpu.mixing import FlashChunks, TritonRows, make_mixing, takes_flash
 from pdserve.engine.gpu.prefill import Call
+from pdserve.engine.gpu.triton_attention import takes_flash, triton_attention
 from pdserve.engine.interface import Row
-from pdserve.engine.mixing import EagerMixer
 
 SIZE = 8
 PROMPT = [3 + (31 * at) % 380 for at in range(60)]
@@ -60,18 +60,17 @@ def test_states_and_blocks_are_those_of_torch(
     settings = {"kv_blocks": 32, "block_size": SIZE, "max_context_tokens": 128, "kv_dtype": kv_dtype}
     engine = open_engine(tiny(name), **settings, device=device.type, dtype="float32")
     other = open_engine(tiny(name), **settings, device=device.type, dtype="float32")
-    model, windows = engine.model, engine._windows
-    kernel = TritonRows(device)
-    mixing = make_mixing(engine.pool, model.heads, torch.float32, 128, num_processors=4)
+    model = engine.model
+    make_attention = triton_attention(engine.pool, model.heads, torch.float32, 128, num_processors=4)
     with torch.inference_mode():
         for rows in steps():
-            batch = pack(rows, windows, SIZE, device, kernel)
-            assert batch.paged is None or batch.paged.num_tokens == sum(
+            batch = pack(rows, SIZE, device, MOST_QUERIES)
+            assert batch.short is None or batch.short.num_tokens == sum(
                 row.num_queries for row in rows if row.num_queries <= 16
             )
-            ours = model.hidden(mixing(batch, None))
-            plain = pack(rows, windows, SIZE, device)
-            theirs = other.model.hidden(EagerMixer(plain, other.pool, other.model.heads))
+            ours = model.hidden(make_attention(batch, None))
+            plain = pack(rows, SIZE, device)
+            theirs = other.model.hidden(EagerAttention(plain, other.pool, other.model.heads))
             assert ours.shape == theirs.shape
             assert (ours - theirs).abs().max() < (1e-4 if kv_dtype == "auto" else 0.2) * theirs.abs().max()
     for mine, expected in zip(values(engine.pool), values(other.pool), strict=True):
@@ -123,15 +122,14 @@ def test_all_chunks_of_a_step_attend_by_one_call_a_layer(
     calls = []
     monkeypatch.setattr(prefill, "flash", lambda *args: calls.append(args[3]) or flash(*args))
     heads = engine.model.heads
-    kernel, chunk_kernel = TritonRows(device), FlashChunks(device, SIZE, most_positions)
-    mixing = make_mixing(engine.pool, heads, torch.float32, 128, num_processors=4)
+    make_attention = triton_attention(engine.pool, heads, torch.float32, 128, 4, most_positions)
     with torch.inference_mode():
         for rows in steps():
             calls.clear()
             num_chunks = sum(row.num_queries > MOST_QUERIES for row in rows)
-            ours = engine.model.hidden(mixing(pack(rows, engine._windows, SIZE, device, kernel, chunk_kernel), None))
-            plain = pack(rows, other._windows, SIZE, device)
-            theirs = other.model.hidden(EagerMixer(plain, other.pool, other.model.heads))
+            ours = engine.model.hidden(make_attention(pack(rows, SIZE, device, MOST_QUERIES), None))
+            plain = pack(rows, SIZE, device)
+            theirs = other.model.hidden(EagerAttention(plain, other.pool, other.model.heads))
             assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
             assert len(calls) <= most_calls * engine.pool.shape.num_layers
             assert sum(len(call.table_BP) for call in calls) == num_chunks * engine.pool.shape.num_layers
@@ -151,7 +149,7 @@ def test_layers_are_reported_when_their_writes_are_queued(
     """What on_layer finds of a layer in the pool is what the step leaves there."""
     engine = open_engine(tiny("llama"), kv_blocks=32, block_size=SIZE, device=device.type, dtype="float32")
     pool, heads = engine.pool, engine.model.heads
-    engine._mixing, engine._kernel = make_mixing(pool, heads, torch.float32, 128, 4), TritonRows(device)
+    engine._make_attention, engine._most_short = triton_attention(pool, heads, torch.float32, 128, 4), MOST_QUERIES
     every, seen = torch.arange(pool.num_blocks, device=device)[None], []
 
     def look(num_layers: int) -> None:
