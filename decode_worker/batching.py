@@ -152,6 +152,7 @@ class DecodeBatching:
         if resident is None or resident.stage is not Stage.LANDING or resident.first_token is not None:
             return None
         resident.first_token, resident.ready_s = first_token, max(resident.ready_s, now_s)
+        resident.start_clock(len(resident.tokens) + 1, now_s)
         return self._join(resident)
 
     def landed(

@@ -38,6 +38,7 @@ class DecodeSequence:
     preemptions: int = 0
     started_s: float | None = None  # when computing first began
     ready_s: float = 0.0  # remote: when KV and first token had both arrived
+    first_due_s: float = 0.0  # with a TPOT target: `first_due_s + n * tpot_s` is when its text must have n tokens
     decoding_since_s: float | None = None  # since when it decodes, until that is reported; None: not yet
     preempted_at_s: float | None = None  # while no token was sampled since
     #: While it has fewer tokens, its next token fills no block, cannot be its last one by length, and reports nothing
@@ -59,6 +60,11 @@ class DecodeSequence:
     def is_scored(self) -> bool:
         """It also needs the prompt's logprobs, so it prefills from the beginning: a cache holds no logprobs."""
         return self.is_local and self.num_output == 0 and self.attempt.num_top_of_prompt is not None
+
+    def start_clock(self, num_tokens: int, now_s: float) -> None:
+        """The first output token, which makes the text `num_tokens` long, was sampled at `now_s`."""
+        if self.attempt.tpot_s is not None:
+            self.first_due_s = now_s - num_tokens * self.attempt.tpot_s
 
     def row(self, count: int, block_size: int, drafts: Sequence[int] = ()) -> Row:
         """Its next `count` positions. The row samples if no more remain, and may then have drafts."""

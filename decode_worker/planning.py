@@ -15,6 +15,7 @@ from decode_worker.chunking import ChunkRule
 from decode_worker.decode_sequence import DecodeSequence, Stage
 from decode_worker.drafter import Drafter
 from decode_worker.sequence_table import SequenceTable
+from decode_worker.slack import allowed_step_s
 from decode_worker.step import Chain, Step, places_in
 from pdserve.core.effects import StepAccount
 from pdserve.core.memory_price import held_share
@@ -47,10 +48,11 @@ class Planner:
             [] if everyone_decodes else [each for each in sequences.running[: self._max_batch] if each.remaining > 1]
         )
         if unread or sequences.waiting:
+            decode_s = self._chunks.cost.decode_s(len(decoding), context_tokens)
             budget = self._chunks.tokens(
                 rows=len(decoding),
                 context_tokens=context_tokens,
-                allowed_s=tpot_s,
+                allowed_s=allowed_step_s(decoding, now_s, decode_s) if sequences.num_with_tpot else None,
                 cached=unread[0].computed if unread else 0,
                 held_share=held_share(context_tokens, len(decoding), sequences.blocks.num_blocks, sequences.block_size),
             )

@@ -144,6 +144,7 @@ class StepResults:
             return replace(sampled, decode_queue_s=resident.decoding_since_s - resident.ready_s)
         assert resident.started_s is not None
         resident.decoding_since_s = now_s
+        resident.start_clock(len(resident.tokens), now_s)
         return replace(
             sampled,
             queue_s=resident.started_s - resident.attempt.arrived_s,

@@ -61,6 +61,7 @@ PURE = [
     "simulator.bound_decode",
     "simulator.bound_periods",
     "simulator.bound_work",
+    "decode_worker.slack",
     "simulator.charts",
     "simulator.cluster",
     "simulator.comparison",

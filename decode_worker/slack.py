@@ -1,0 +1,41 @@
+"""How long a step may take so that its decode rows still meet their TPOT targets. Pure.
+
+TPOT is a mean over an answer. A sequence therefore has a due time for each token: its n-th token after the first is due
+n times the TPOT target after the first. A sequence that is ahead of its due times has slack, and may take part in one
+long step. A sequence that is behind must on average be faster than its target until its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from decode_worker.decode_sequence import DecodeSequence
+
+LONGEST_GAP: Final = 4.0  # TPOT targets, or decode steps if these are longer, between two tokens
+
+
+def allowed_step_s(decoding: Sequence[DecodeSequence], now_s: float, decode_s: float) -> float | None:
+    """The longest step that starts at `now_s` and lets each of `decoding` meet its TPOT target; None if none has one.
+
+    `decode_s` is the time of a step of these rows alone. A sequence that would be late even if it only decoded until
+    its end, or whose target is shorter than `decode_s`, limits the step only by its longest gap.
+    """
+    allowed_s: float | None = None
+    for each in decoding:
+        tpot_s = each.attempt.tpot_s
+        if tpot_s is None:
+            continue
+        own_s = LONGEST_GAP * max(tpot_s, decode_s)
+        num_tokens = len(each.tokens)
+        slack_s = each.first_due_s + (num_tokens + 1) * tpot_s - now_s  # until its next token is due
+        if slack_s >= tpot_s:
+            own_s = min(own_s, slack_s)
+        else:
+            left = max(each.ends_at - num_tokens, 1)
+            mean_s = tpot_s - (tpot_s - slack_s) / left  # of the steps until its end
+            if mean_s >= decode_s:
+                own_s = mean_s
+        if allowed_s is None or own_s < allowed_s:
+            allowed_s = own_s
+    return allowed_s

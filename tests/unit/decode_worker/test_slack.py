@@ -1,0 +1,98 @@
+"""The longest step that TPOT targets allow."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_worker.decode_sequence import DecodeSequence, Stage
+from decode_worker.slack import LONGEST_GAP, allowed_step_s
+from pdserve.core.attempt import Attempt, AttemptKey
+from pdserve.core.types import Sampling
+
+TPOT_S = 0.05
+DECODE_S = 0.01
+
+
+def sequence(
+    *, output: int = 10, left: int = 100, first_s: float = 0.0, tpot_s: float | None = TPOT_S
+) -> DecodeSequence:
+    """One with `output` output tokens, of which the first was sampled at `first_s`, and at most `left` more."""
+    key = AttemptKey(1, "a", 1)
+    attempt = Attempt(key=key, prompt_ids=(1, 2, 3), sampling=Sampling(max_tokens=output + left), tpot_s=tpot_s)
+    one = DecodeSequence(
+        attempt=attempt,
+        key=key,
+        prompt_len=3,
+        ends_at=3 + output + left,
+        order=0,
+        is_local=True,
+        stage=Stage.RUNNING,
+        tokens=[1, 2, 3, 4],
+        end_ids=frozenset(),
+        hashes=[],
+    )
+    one.start_clock(len(one.tokens), first_s)
+    one.tokens += [5] * (output - 1)
+    return one
+
+
+def test_a_sequence_on_time_allows_one_target() -> None:
+    on_time_s = 9 * TPOT_S  # its tenth token came exactly when due
+    assert allowed_step_s([sequence()], on_time_s, DECODE_S) == pytest.approx(TPOT_S)
+
+
+def test_slack_lengthens_the_step() -> None:
+    now_s = 9 * TPOT_S - 0.06  # 60 ms ahead
+    assert allowed_step_s([sequence()], now_s, DECODE_S) == pytest.approx(TPOT_S + 0.06)
+
+
+def test_the_gap_between_two_tokens_is_limited() -> None:
+    assert allowed_step_s([sequence(output=1000)], 0.0, DECODE_S) == pytest.approx(LONGEST_GAP * TPOT_S)
+
+
+def test_a_late_sequence_shortens_the_step() -> None:
+    now_s = 9 * TPOT_S + 0.2  # 200 ms late with 10 tokens to go: 20 ms for each
+    assert allowed_step_s([sequence(left=10)], now_s, DECODE_S) == pytest.approx(TPOT_S - 0.02)
+
+
+def test_a_sequence_that_cannot_recover_limits_only_the_gap() -> None:
+    hopeless, on_time = sequence(left=2, first_s=-9.0), sequence()
+    now_s = 9 * TPOT_S
+    assert allowed_step_s([hopeless], now_s, DECODE_S) == pytest.approx(LONGEST_GAP * TPOT_S)
+    assert allowed_step_s([hopeless, on_time], now_s, DECODE_S) == pytest.approx(TPOT_S)
+
+
+def test_the_least_slack_decides() -> None:
+    now_s = 9 * TPOT_S - 0.08
+    ahead, behind = sequence(), sequence(first_s=-0.05)
+    assert allowed_step_s([ahead, behind], now_s, DECODE_S) == pytest.approx(TPOT_S + 0.03)
+
+
+def test_sequences_without_a_target_allow_anything() -> None:
+    assert allowed_step_s([sequence(tpot_s=None)], 3.0, DECODE_S) is None
+    assert allowed_step_s([sequence(tpot_s=None), sequence()], 9 * TPOT_S, DECODE_S) == pytest.approx(TPOT_S)
+    assert allowed_step_s([], 0.0, DECODE_S) is None
+
+
+@given(st.integers(2, 60), st.integers(0, 2**32), st.floats(0.2, 1.0))
+def test_steps_within_the_limit_meet_the_target(left: int, seed: int, load: float) -> None:
+    """However long the chosen steps are within the limit, the mean over the answer is within the target."""
+    rng, decode_s = random.Random(seed), load * TPOT_S
+    one, now_s = sequence(output=1, left=left), 0.0
+    for _ in range(left):
+        allowed_s = allowed_step_s([one], now_s, decode_s)
+        assert allowed_s is not None
+        step_s = rng.uniform(min(decode_s, allowed_s), allowed_s)
+        assert step_s <= LONGEST_GAP * TPOT_S
+        now_s += step_s
+        one.tokens.append(5)
+    assert now_s / left <= TPOT_S * (1.0 + 1e-9)
+
+
+def test_a_target_below_a_step_does_not_bind() -> None:
+    strict = sequence(tpot_s=0.001)
+    assert allowed_step_s([strict], 1.0, DECODE_S) == pytest.approx(LONGEST_GAP * DECODE_S)
