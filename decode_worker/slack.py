@@ -26,7 +26,8 @@ def allowed_step_s(decoding: Sequence[DecodeSequence], now_s: float, decode_s: f
         tpot_s = each.attempt.tpot_s
         if tpot_s is None:
             continue
-        own_s = LONGEST_GAP * max(tpot_s, decode_s)
+        longest_s = each.attempt.itl_s
+        own_s = LONGEST_GAP * max(tpot_s, decode_s) if longest_s is None else longest_s
         num_tokens = len(each.tokens)
         slack_s = each.first_due_s + (num_tokens + 1) * tpot_s - now_s  # until its next token is due
         if slack_s >= tpot_s:

@@ -250,6 +250,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             prompt_ids=prepared.prompt_ids,
             sampling=sampling,
             tpot_s=prepared.slo.tpot_s,
+            itl_s=prepared.slo.itl_s,
             **prepared.attributes(),
         )
         sequence = SEQUENCE.encode(attempt)

@@ -55,6 +55,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--grammar", type=_text, metavar="LARK", help="grammar that the output must match; or @FILE")
     group.add_argument("--slo-ttft", type=float, metavar="SECONDS", help="TTFT target of the request")
     group.add_argument("--slo-tpot", type=float, metavar="SECONDS", help="TPOT target of the request")
+    group.add_argument(
+        "--slo-itl",
+        type=float,
+        metavar="SECONDS",
+        help="longest time between two tokens because of other prompts (4 times the TPOT target)",
+    )
 
 
 def _scalars() -> list[Scalar]:
@@ -85,7 +91,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.logit_bias is not None:
         found["logit_bias"] = dict(args.logit_bias)
-    slo = {"ttft_s": args.slo_ttft, "tpot_s": args.slo_tpot}
+    slo = {"ttft_s": args.slo_ttft, "tpot_s": args.slo_tpot, "itl_s": args.slo_itl}
     given = {name: value for name, value in slo.items() if value is not None}
     if given:
         found["slo"] = Slo(**given)

@@ -187,6 +187,8 @@ def _set_slo(request: inference_pb2.GenerateRequest, name: str, value: Any) -> N
         raise _wrong(name, "pdserve.Slo", value)
     request.slo.ttft_s = value.ttft_s
     request.slo.tpot_s = value.tpot_s
+    if value.itl_s is not None:
+        request.slo.itl_s = value.itl_s
 
 
 def _check_timeout(_request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:

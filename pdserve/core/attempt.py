@@ -66,6 +66,7 @@ class Attempt(RequestAttributes):
     arrived_s: float = 0.0
     deadline_at_s: float | None = None  # on the clock of `now_s`
     tpot_s: float | None = None  # TPOT target
+    itl_s: float | None = None  # as in Slo
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -136,10 +136,15 @@ class Slo:
 
     ttft_s: float = 2.0  # arrival to first token
     tpot_s: float = 0.2  # mean seconds per token after the first
+    #: Longest time between two tokens that prompts of other requests may cause; None: four times `tpot_s`. It limits
+    #: the steps of decode workers, and goodput does not count it.
+    itl_s: float | None = None
 
     def __post_init__(self) -> None:
         check_duration("slo.ttft_s", self.ttft_s, low=SHORTEST_SLO_S)
         check_duration("slo.tpot_s", self.tpot_s, low=SHORTEST_SLO_S)
+        if self.itl_s is not None:
+            check_duration("slo.itl_s", self.itl_s, low=SHORTEST_SLO_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,12 +149,14 @@ class Choice(_message.Message):
     def __init__(self, strings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Slo(_message.Message):
-    __slots__ = ("ttft_s", "tpot_s")
+    __slots__ = ("ttft_s", "tpot_s", "itl_s")
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_S_FIELD_NUMBER: _ClassVar[int]
     ttft_s: float
     tpot_s: float
-    def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...
+    itl_s: float
+    def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., itl_s: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished", "prompt_logprobs")

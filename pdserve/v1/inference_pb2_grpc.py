@@ -61,7 +61,7 @@ class InferenceServiceServicer:
 
     def Generate(self, request, context):
         """Streams one Started, PromptLogprobs if asked for, then Deltas, then one Finished for each of the `n` answers, whose
-        messages are mixed and told apart by their index. Errors are gRPC statuses with google.rpc details and end all.
+        messages are interleaved, and have different indexes. Errors are gRPC statuses with google.rpc details and end all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -110,6 +110,7 @@ def slo_from_proto(message: inference_pb2.Slo, default: Slo) -> Slo:
     return Slo(
         ttft_s=message.ttft_s if message.HasField("ttft_s") else default.ttft_s,
         tpot_s=message.tpot_s if message.HasField("tpot_s") else default.tpot_s,
+        itl_s=message.itl_s if message.HasField("itl_s") else default.itl_s,
     )
 
 

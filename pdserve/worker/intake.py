@@ -49,8 +49,9 @@ def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Sequenc
     deadline_s = message.deadline_s if message.HasField("deadline_s") else None
     if deadline_s is not None:
         check_duration("deadline_s", deadline_s)
-    if message.HasField("tpot_s"):
-        check_duration("tpot_s", message.tpot_s, low=SHORTEST_SLO_S)
+    for name in ("tpot_s", "itl_s"):
+        if message.HasField(name):
+            check_duration(name, getattr(message, name), low=SHORTEST_SLO_S)
     attempt = SEQUENCE.decode(
         message,
         key.peer,

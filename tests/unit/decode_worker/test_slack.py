@@ -18,11 +18,18 @@ DECODE_S = 0.01
 
 
 def sequence(
-    *, output: int = 10, left: int = 100, first_s: float = 0.0, tpot_s: float | None = TPOT_S
+    *,
+    output: int = 10,
+    left: int = 100,
+    first_s: float = 0.0,
+    tpot_s: float | None = TPOT_S,
+    itl_s: float | None = None,
 ) -> DecodeSequence:
     """One with `output` output tokens, of which the first was sampled at `first_s`, and at most `left` more."""
     key = AttemptKey(1, "a", 1)
-    attempt = Attempt(key=key, prompt_ids=(1, 2, 3), sampling=Sampling(max_tokens=output + left), tpot_s=tpot_s)
+    attempt = Attempt(
+        key=key, prompt_ids=(1, 2, 3), sampling=Sampling(max_tokens=output + left), tpot_s=tpot_s, itl_s=itl_s
+    )
     one = DecodeSequence(
         attempt=attempt,
         key=key,
@@ -52,6 +59,12 @@ def test_slack_lengthens_the_step() -> None:
 
 def test_the_gap_between_two_tokens_is_limited() -> None:
     assert allowed_step_s([sequence(output=1000)], 0.0, DECODE_S) == pytest.approx(LONGEST_GAP * TPOT_S)
+
+
+def test_a_request_may_set_its_longest_gap() -> None:
+    assert allowed_step_s([sequence(output=1000, itl_s=0.07)], 0.0, DECODE_S) == pytest.approx(0.07)
+    assert allowed_step_s([sequence(output=1000, itl_s=9.0)], 0.0, DECODE_S) == pytest.approx(9.0)
+    assert allowed_step_s([sequence(itl_s=9.0)], 9 * TPOT_S, DECODE_S) == pytest.approx(TPOT_S)
 
 
 def test_a_late_sequence_shortens_the_step() -> None:

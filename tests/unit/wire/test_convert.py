@@ -119,6 +119,7 @@ def test_bad_token_ids_are_bounded(words: list[list[int]]) -> None:
 def test_an_slo_takes_absent_halves_from_the_default() -> None:
     default = Slo(ttft_s=1.0, tpot_s=0.5)
     assert convert.slo_from_proto(inference_pb2.Slo(ttft_s=3.0), default) == Slo(ttft_s=3.0, tpot_s=0.5)
+    assert convert.slo_from_proto(inference_pb2.Slo(itl_s=3.0), default) == Slo(ttft_s=1.0, tpot_s=0.5, itl_s=3.0)
     assert convert.slo_from_proto(inference_pb2.Slo(tpot_s=0.1), default) == Slo(ttft_s=1.0, tpot_s=0.1)
     with pytest.raises(InvalidRequest) as caught:
         convert.slo_from_proto(inference_pb2.Slo(tpot_s=math.nan), default)

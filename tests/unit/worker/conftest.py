@@ -318,6 +318,7 @@ def ask() -> Callable[..., worker_pb2.Sequence]:
         output: tuple[int, ...] = (),
         deadline_s: float | None = None,
         tpot_s: float | None = None,
+        itl_s: float | None = None,
         **sampling: Any,
     ) -> worker_pb2.Sequence:
         settings = Sampling(**{"temperature": 0.0, "max_tokens": 8, **sampling})
@@ -329,6 +330,7 @@ def ask() -> Callable[..., worker_pb2.Sequence]:
             sampling=sampling_to_proto(settings),
             deadline_s=deadline_s,
             tpot_s=tpot_s,
+            itl_s=itl_s,
         )
 
     return make

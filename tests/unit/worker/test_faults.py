@@ -269,6 +269,7 @@ async def test_a_decode_worker_of_another_model_is_not_written_to(start: Any, at
         ({"tpot_s": float("inf")}, "tpot_s: got inf"),
         ({"tpot_s": 5e-324}, "tpot_s: got 5e-324"),
         ({"tpot_s": 0.0}, "tpot_s: got 0"),
+        ({"itl_s": -1.0}, "itl_s: got -1"),
     ],
 )
 async def test_a_wrong_sequence_fails_with_the_field_that_is_wrong(
