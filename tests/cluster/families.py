@@ -13,16 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers  # its models are imported with the first that is built, not when tests are collected
 
 ROOT = Path(__file__).parents[2]
 BUNDLED = next((ROOT / "pdserve/models").glob("stdlib-*"))
@@ -47,13 +38,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
     "rope_theta": 500_000.0,
 }
-FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama-2": lambda: LlamaConfig(**{**COMMON, "num_key_value_heads": 4}),
-    "llama-3": lambda: LlamaConfig(**COMMON, rope_parameters=LLAMA3, tie_word_embeddings=True),
-    "mistral": lambda: MistralConfig(**COMMON, head_dim=16, sliding_window=40),
-    "qwen2": lambda: Qwen2Config(**COMMON, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3Config(**COMMON, head_dim=32),
-    "qwen3-moe": lambda: Qwen3MoeConfig(
+FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama-2": lambda: transformers.LlamaConfig(**{**COMMON, "num_key_value_heads": 4}),
+    "llama-3": lambda: transformers.LlamaConfig(**COMMON, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, head_dim=16, sliding_window=40),
+    "qwen2": lambda: transformers.Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, head_dim=32),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **COMMON,
         head_dim=16,
         num_experts=8,
@@ -62,7 +53,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         mlp_only_layers=[1],
         norm_topk_prob=True,
     ),
-    "gemma-3": lambda: Gemma3TextConfig(
+    "gemma-3": lambda: transformers.Gemma3TextConfig(
         **COMMON,
         head_dim=32,
         query_pre_attn_scalar=8,
@@ -76,7 +67,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 def build(name: str, folder: Path) -> Path:
     """Writes the checkpoint as Hugging Face does and returns its folder."""
     torch.manual_seed(sum(map(ord, name)))
-    model = AutoModelForCausalLM.from_config(FAMILIES[name]()).float()
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name]()).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):  # initialised to zero, which would test nothing

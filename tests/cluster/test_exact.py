@@ -17,15 +17,11 @@ TOKENS = 64
 # One thread: two wait for each other in every layer, which takes a hundred times as long where others have the cores.
 COLOCATED = ("--prefill", "0", "--set", "worker.threads=1")
 COLOCATED_TOO = ("mistral",)  # the others' local path is taken beside the remote one
-# Windows in some layers, norms of queries and keys, tied weights. Each family's engine is judged in
-# tests/unit/engine/test_exactness.py every time.
-EVERY_TIME = ("gemma-3",)
 
 
+@pytest.mark.slow  # tests/unit/engine/test_exactness.py judges the engine of each family in `make test`
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one in EVERY_TIME else pytest.mark.slow) for one in FAMILIES]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
     """Prompts of 1 to 700 tokens, 16 at once, moved to the decode worker or read there, in one chunk or in many."""
     folder = build(family, tmp_path / family)
@@ -74,7 +70,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Itera
 
 
 @pytest.mark.timeout(400)
-def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(plain: Cluster, narrow: Cluster) -> None:
+def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(narrow: Cluster) -> None:
     """Real text; and seeded sampling takes the tokens of its seed whatever the batch, the path or the cache."""
     texts = [
         "def fib(n):",
@@ -90,10 +86,9 @@ def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(plain: Clu
     alone = [narrow.client.generate(text, **seeded) for text in texts]
     together = generate_all(narrow, texts * 4, **seeded)
     oracle.assert_exact(ids * 5, tokens_of([*alone, *together], 48), sampling=sampling)
-    local = generate_all(plain, texts, **seeded)
-    oracle.assert_exact(ids, tokens_of(local, 48), sampling=sampling)
 
 
+@pytest.mark.slow  # a document outlives its worker in test_options.py, with seeds too
 @pytest.mark.timeout(400)
 def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(
     plain: Cluster, narrow: Cluster, metrics_port: int

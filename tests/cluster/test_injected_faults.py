@@ -17,10 +17,12 @@ from tests.cluster.suite import toy_prompt
 FRAMES = "seed=5,share=0.3,longest_s=0.2,drop=1,delay=1,duplicate=1,corrupt=2,truncate=1,stall=1,cut=1"
 DEADLINE_S = 20.0
 NEEDS_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+#: Two pools of one process meet the same faults in tests/unit/kvtransfer/test_fault_storm.py, over every transport.
+SLOW = (("shm", pytest.mark.slow), ("nixl", (pytest.mark.slow, NEEDS_NIXL)))
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("nixl", marks=NEEDS_NIXL)])
+@pytest.mark.parametrize("transport", ["tcp", *(pytest.param(one, marks=marks) for one, marks in SLOW)])
 def test_answers_are_exact_or_typed_errors_while_transfers_meet_faults(transport: str, tmp_path: Path) -> None:
     prompts = [toy_prompt(60 + 11 * i, salt=i) for i in range(60)]
     flags = ("--model", "toy", "--prefill", "2", "--decode", "2", "--transport", transport, "--log-dir", str(tmp_path))

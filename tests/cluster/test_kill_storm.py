@@ -10,12 +10,12 @@ from benchmarks.kill_storm import Answer, Request, in_storm, judge, requests
 from pdserve import InternalError
 from pdserve.engine.toy import answer
 
-NUM_REQUESTS = 70
+NUM_REQUESTS = 48
 MAX_TOKENS = 96
 AT_ONCE = 12
-# Each request takes at least a second: the storm lasts for three kills, and longer on a slow machine.
+# Each request takes at least a second: the storm lasts for two kills, and longer on a slow machine.
 EVERY_S = 1.2
-KILLS = 3
+KILLS = 2
 FLAGS = (
     *("--model", "toy", "--prefill", "2", "--decode", "2", "--set", "worker.toy_step_s=0.01"),
     *("--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"),

@@ -42,7 +42,7 @@ def test_short_requests_leave_nothing_open(cluster: Cluster) -> None:
 
     Connections to Redis are opened as many requests come at once, so a count may rise a little, but not with requests.
     """
-    taken = measure(cluster.running, requests=400, warm_up=100, every=200, at_once=8, is_shown=False)
+    taken = measure(cluster.running, requests=200, warm_up=50, every=100, at_once=8, is_shown=False)
     assert {"router", "p0", "p1", "d0", "d1"} <= taken.keys()
     rising = {(name, count): rise_per_request(ones, count) for name, ones in taken.items() for count in COUNTS}
     assert max(rising.values()) < 0.1, rising

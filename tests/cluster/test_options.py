@@ -12,11 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from transformers import (
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+import transformers
 
 from pdserve import AsyncClient, InvalidRequest
 from pdserve.core.types import Sampling
@@ -71,12 +67,12 @@ def test_bans_bias_and_penalties_are_those_of_transformers(cluster: Cluster, ora
     oracle.assert_exact([ids], [plain])
     first, second = plain[0], plain[1]
     biased = client.generate(text, logit_bias={first: -3.5, second: 2.5}, repetition_penalty=1.2, **options).token_ids
-    bias = SequenceBiasLogitsProcessor([[[first], -3.5], [[second], 2.5]])
-    oracle.assert_exact([ids], [biased], processors=[bias, RepetitionPenaltyLogitsProcessor(1.2)])
+    bias = transformers.SequenceBiasLogitsProcessor([[[first], -3.5], [[second], 2.5]])
+    oracle.assert_exact([ids], [biased], processors=[bias, transformers.RepetitionPenaltyLogitsProcessor(1.2)])
     allowed = sorted({*plain, 5, 6, 7} - {first})
     others = [token for token in range(client.model().vocab_size) if token not in allowed]
     among = client.generate(text, allowed_token_ids=allowed, **options).token_ids
-    oracle.assert_exact([ids], [among], processors=[SuppressTokensLogitsProcessor(others)])
+    oracle.assert_exact([ids], [among], processors=[transformers.SuppressTokensLogitsProcessor(others)])
     assert biased != plain
     assert among != plain
     word = client.detokenize(plain[1:3], prompt=ids)

@@ -1,6 +1,6 @@
 """Both roles in two tensor-parallel ranks, as a user starts them: token-exact, also when a rank of each is killed.
 
-The kills are slow: tests/unit/worker/test_tensor_parallel.py kills ranks of workers every time.
+The short version is tests/unit/worker/test_tensor_parallel.py: it judges such workers' answers and kills their ranks.
 """
 
 import os
@@ -19,7 +19,8 @@ LENGTHS = (1, 16, 17, 64, 200, 350, 511, 700)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("num_decode", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_decode", [1, 2])
 def test_two_ranks_of_both_roles_answer_as_transformers_does_and_may_die(num_decode: int, tmp_path: Path) -> None:
     """Two decode workers: a rank of one, and of the prefill worker, is killed."""
     folder = build("llama-3", tmp_path / "model")

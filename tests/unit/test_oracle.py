@@ -101,8 +101,8 @@ def test_near_ties_are_counted_and_bounded() -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=0.8, seed=3),
-        Sampling(temperature=0.8, seed=4, top_p=0.9, top_k=40),
+        pytest.param(Sampling(temperature=0.8, seed=3), marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=0.8, seed=4, top_p=0.9, top_k=40), marks=pytest.mark.slow),
         Sampling(temperature=1.0, seed=5, repetition_penalty=1.2, bad_token_ids=((LOW,),)),
     ],
 )

@@ -53,8 +53,10 @@ def requests_of(request_of: Any, make_prompt: Callable[..., list[int]], count: i
 @pytest.mark.parametrize(
     ("name", "dtype", "count"),
     [
-        ("llama", "float32", 100),
-        ("qwen3", "int8", 70),
+        ("llama", "float32", 40),
+        ("qwen3", "int8", 30),
+        pytest.param("llama", "float32", 100, marks=pytest.mark.slow),
+        pytest.param("qwen3", "int8", 70, marks=pytest.mark.slow),
         pytest.param("mistral-window", "float32", 70, marks=pytest.mark.slow),
     ],
 )

@@ -16,8 +16,9 @@ from pdserve.engine import toy
 from pdserve.engine.interface import Engine, Row, kept
 from pdserve.engine.toy import ToyEngine
 from tests.oracle import Oracle, assert_top
+from tests.support.slow import slow_except
 
-EVERY_TIME = ("llama", "gemma3", "mixtral-window")  # plain, windows in some layers, experts
+EVERY_TIME = ("gemma3", "mixtral-window")  # windows in some layers, experts
 FAMILIES = [
     "llama",
     "llama-tied-biased",
@@ -68,9 +69,7 @@ class Guesser:
         return drafts
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=() if one in EVERY_TIME else pytest.mark.slow) for one in FAMILIES]
-)
+@pytest.mark.parametrize("name", slow_except(FAMILIES, *EVERY_TIME))
 def test_drafts_change_no_token_and_no_logprob(
     name: str,
     tiny: Tiny,

@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers.generation.logits_process import (
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
 
 from pdserve.core.types import Sampling
 from pdserve.engine.masks import Draw, is_masked, mask
@@ -56,7 +50,9 @@ def test_bad_words_ban_what_transformers_bans() -> None:
         words = {tuple(rng.randrange(4) for _ in range(rng.randint(1, 3))) for _ in range(3)}
         history = [rng.randrange(4) for _ in range(rng.randint(1, 6))]
         ours = masked(Sampling(bad_token_ids=tuple(words)), history, seed=case)
-        theirs = by_transformers(NoBadWordsLogitsProcessor([list(word) for word in words], EOS), history, case)
+        theirs = by_transformers(
+            transformers.NoBadWordsLogitsProcessor([list(word) for word in words], EOS), history, case
+        )
         assert torch.equal(ours, theirs)
         seen += any(len(word) == 3 and float(ours[word[-1]]) == -math.inf for word in words)
     assert seen > 20
@@ -70,21 +66,23 @@ def test_a_bad_word_that_begins_in_the_prompt_is_not_the_outputs_as_in_vllm() ->
 
 def test_bias_is_that_of_transformers() -> None:
     bias = {3: 7.5, 11: -100.0, 38: 0.25}
-    theirs = by_transformers(SequenceBiasLogitsProcessor([[[one], value] for one, value in bias.items()]), [5, 3])
+    theirs = by_transformers(
+        transformers.SequenceBiasLogitsProcessor([[[one], value] for one, value in bias.items()]), [5, 3]
+    )
     assert torch.equal(masked(Sampling(logit_bias=tuple(bias.items())), [5, 3]), theirs)
 
 
 def test_allowed_tokens_are_what_is_left_when_all_others_are_suppressed() -> None:
     allowed = (2, 9, 30)
     others = [token for token in range(VOCAB) if token not in allowed]
-    theirs = by_transformers(SuppressTokensLogitsProcessor(others), [1])
+    theirs = by_transformers(transformers.SuppressTokensLogitsProcessor(others), [1])
     assert torch.equal(masked(Sampling(allowed_token_ids=allowed), [1]), theirs)
 
 
 @pytest.mark.parametrize("num_output", [0, 1, 2, 3])
 def test_min_tokens_bans_the_end_as_transformers_does(num_output: int) -> None:
     history = list(range(4 + num_output))
-    theirs = by_transformers(MinNewTokensLengthLogitsProcessor(4, 2, EOS, device="cpu"), history)
+    theirs = by_transformers(transformers.MinNewTokensLengthLogitsProcessor(4, 2, EOS, device="cpu"), history)
     assert torch.equal(masked(Sampling(min_tokens=2), history, prompt_len=4), theirs)
 
 
@@ -93,8 +91,8 @@ def test_bias_comes_before_penalties() -> None:
     draw = Draw(sampling, [5, 3, 5], 1)
     ours = mask_row(logits(2), draw)
     penalise(ours, draw)
-    biased = by_transformers(SequenceBiasLogitsProcessor([[[3], -5.0], [[5], 5.0]]), [5, 3, 5], 2)
-    theirs = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[5, 3, 5]]), biased[None].clone())[0]
+    biased = by_transformers(transformers.SequenceBiasLogitsProcessor([[[3], -5.0], [[5], 5.0]]), [5, 3, 5], 2)
+    theirs = transformers.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[5, 3, 5]]), biased[None].clone())[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 

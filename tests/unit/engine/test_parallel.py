@@ -17,6 +17,7 @@ from pdserve.engine.interface import Engine, Row
 from pdserve.engine.parallel import ParallelEngine
 from pdserve.engine.row_words import from_words, to_words
 from tests.oracle import Oracle, assert_top
+from tests.support.slow import slow_except
 from tests.unit.engine.conftest import GREEDY, Request
 
 BUNDLED = Path(__file__).parents[3] / "pdserve/models/stdlib-5m"
@@ -47,9 +48,7 @@ def assert_exact(engine: Engine, serve: Callable[..., list[list[int]]], oracle: 
 
 
 # Heads that neighbours share (gemma3: one kv head), experts, tied and biased weights, an odd number of tokens' ranks.
-@pytest.mark.parametrize(
-    "name", ["gemma3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("llama-tied-biased", "qwen3-moe"))]
-)
+@pytest.mark.parametrize("name", slow_except(["gemma3", "llama-tied-biased", "qwen3-moe"], "gemma3"))
 def test_two_ranks_draw_the_tokens_of_one(
     name: str,
     tiny: Callable[[str], Path],

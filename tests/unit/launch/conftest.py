@@ -28,13 +28,9 @@ def until(holds: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
 
 @pytest.fixture(scope="module")
 def toy() -> Iterator[Running]:
-    """One prefill and one decode worker on the toy engine, as real processes."""
-    with Running.start("--model", "toy") as cluster:
-        yield cluster
+    """One prefill and one decode worker on the toy engine, as real processes.
 
-
-@pytest.fixture(scope="module")
-def breakable() -> Iterator[Running]:
-    """A cluster whose processes tests may kill; each waits until what it killed is back."""
+    A test may kill any of them; it waits until what it killed is back.
+    """
     with Running.start("--model", "toy") as cluster:
         yield cluster

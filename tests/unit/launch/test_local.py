@@ -16,6 +16,7 @@ from pdserve import AsyncClient, Client, InvalidRequest, Unauthenticated
 from pdserve.client.results import Completion
 from pdserve.launch.child import StartFailed
 from pdserve.launch.running import Running
+from tests.support.slow import slow_except
 
 from .conftest import WAIT_S, is_alive, until
 
@@ -87,40 +88,40 @@ def test_a_port_in_use_is_one_line_and_starts_nothing(toy: Running) -> None:
             Running.start("--model", "toy", "--port", port)
 
 
-def test_a_killed_worker_comes_back_under_its_id_and_on_its_port(breakable: Running) -> None:
+def test_a_killed_worker_comes_back_under_its_id_and_on_its_port(toy: Running) -> None:
     for name in ("p0", "d0"):
-        pid, address = breakable.pid(name), breakable.address(name)
-        with Client(breakable.target) as client:
+        pid, address = toy.pid(name), toy.address(name)
+        with Client(toy.target) as client:
             before = {one.worker_id: one.incarnation for one in client.topology().workers}
             os.kill(pid, signal.SIGKILL)
-            breakable.wait_line(f"pid {pid} was ended by SIGKILL; starting it again")
-            assert breakable.wait_restarted(name, pid) != pid
-            assert breakable.address(name) == address
+            toy.wait_line(f"pid {pid} was ended by SIGKILL; starting it again")
+            assert toy.wait_restarted(name, pid) != pid
+            assert toy.address(name) == address
 
             def has_come_back(name: str = name, before: dict[str, str] = before, client: Client = client) -> bool:
                 seen = {one.worker_id: one for one in client.topology().workers}
                 return name in seen and seen[name].is_connected and seen[name].incarnation != before[name]
 
             until(has_come_back)
-        assert len(ask(breakable).token_ids) == 8
+        assert len(ask(toy).token_ids) == 8
 
 
-def test_a_killed_router_comes_back_on_its_port(breakable: Running) -> None:
-    pid = breakable.pid("router")
+def test_a_killed_router_comes_back_on_its_port(toy: Running) -> None:
+    pid = toy.pid("router")
     os.kill(pid, signal.SIGKILL)
-    breakable.wait_restarted("router", pid)
-    assert len(ask(breakable).token_ids) == 8
+    toy.wait_restarted("router", pid)
+    assert len(ask(toy).token_ids) == 8
 
 
-def test_a_killed_redis_fails_no_request_and_comes_back(breakable: Running) -> None:
-    pid = breakable.pid("redis")
+def test_a_killed_redis_fails_no_request_and_comes_back(toy: Running) -> None:
+    pid = toy.pid("redis")
     os.kill(pid, signal.SIGKILL)
-    assert len(ask(breakable).token_ids) == 8
-    breakable.wait_restarted("redis", pid)
-    assert len(ask(breakable).token_ids) == 8
+    assert len(ask(toy).token_ids) == 8
+    toy.wait_restarted("redis", pid)
+    assert len(ask(toy).token_ids) == 8
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", slow_except([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_signal_drains_and_leaves_no_process_behind(number: signal.Signals) -> None:
     with Running.start("--model", "toy", *SLOW) as cluster:
         pids = cluster.pids()

@@ -21,6 +21,7 @@ from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
 from pdserve.v1 import worker_pb2
 from tests.oracle import Oracle
+from tests.support.slow import slow_except
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
 COMMON: dict[str, Any] = {
@@ -64,20 +65,36 @@ async def answers(router: Any, ask: Any, name: str) -> list[list[int]]:
     return found
 
 
+# Ranks of prefill and decode workers.
+DEGREES = ((1, 2), (2, 1), (2, 2), (2, 4), (4, 2))
+
+
 @pytest.mark.parametrize(
-    ("transport", "kv_dtype", "push"),
-    [("shm", "auto", "layers"), pytest.param("tcp", "int8", "auto", marks=pytest.mark.slow)],
+    ("degrees", "transport", "kv_dtype", "push"),
+    [  # `make test` takes one direction here and the other below
+        (DEGREES[1:2], "shm", "auto", "layers"),
+        pytest.param(DEGREES[:3], "shm", "auto", "layers", marks=pytest.mark.slow),
+        pytest.param(DEGREES[:3], "tcp", "int8", "auto", marks=pytest.mark.slow),
+    ],
 )
 async def test_any_two_of_one_and_two_ranks_write_what_float64_does(
-    start: Any, attach: Any, ask: Any, oracle: Oracle, transport: str, kv_dtype: str, push: str
+    start: Any,
+    attach: Any,
+    ask: Any,
+    oracle: Oracle,
+    degrees: Sequence[tuple[int, int]],
+    transport: str,
+    kv_dtype: str,
+    push: str,
 ) -> None:
     common = {**COMMON, "transport": transport, "kv_dtype": kv_dtype, "push": push}
-    prefill = {ranks: start(Role.PREFILL, tensor_parallel=ranks, **common) for ranks in (1, 2)}
-    decode = {ranks: start(Role.DECODE, tensor_parallel=ranks, **common) for ranks in (1, 2)}
-    assert prefill[2].program.engine.spec == prefill[1].program.engine.spec, "a block is the same, whoever fills it"
+    prefill = {ranks: start(Role.PREFILL, tensor_parallel=ranks, **common) for ranks in {one for one, _ in degrees}}
+    decode = {ranks: start(Role.DECODE, tensor_parallel=ranks, **common) for ranks in {one for _, one in degrees}}
+    specs = [worker.program.engine.spec for worker in (*prefill.values(), *decode.values())]
+    assert all(one == specs[0] for one in specs), "a block is the same for any number of ranks"
     # Rounded keys and values move a logit by some percent of its deviation; sums over ranks by float32 rounding alone.
     bounds = {"tie": 0.05, "most_ties": 0.1} if kv_dtype == "int8" else {}
-    for ranks in ((2, 1), (1, 2), (2, 2)):
+    for ranks in degrees:
         router = await attach(prefill[ranks[0]], decode[ranks[1]], name=f"router-{ranks}")
         cold = await answers(router, ask, "cold")
         warm = await answers(router, ask, "warm")  # by what both prefix caches hold
@@ -90,13 +107,12 @@ async def test_any_two_of_one_and_two_ranks_write_what_float64_does(
 # Decode steps are planned ahead, as on GPUs: of each, ranks hear when it is computed.
 AHEAD = {"speculation": "off", "async_scheduling": "on"}
 OWN: dict[str, Any] = {**COMMON, **AHEAD, "rank_pools": "own", "kv_check": "step", "max_batch_tokens": 64}
-DEGREES = ((1, 2), (2, 1), (2, 2), (2, 4), (4, 2))
 
 
 @pytest.mark.parametrize(
     ("degrees", "transport", "kv_dtype", "push"),
     [
-        (DEGREES[:3], "shm", "auto", "auto"),  # byte by byte all of them in kvtransfer/test_rank_link.py
+        (DEGREES[:1], "shm", "auto", "auto"),  # byte by byte all of them in kvtransfer/test_rank_link.py
         pytest.param(DEGREES, "tcp", "auto", "layers", marks=pytest.mark.slow),
         pytest.param(DEGREES, "shm", "int8", "chunk", marks=pytest.mark.slow),
     ],
@@ -147,7 +163,7 @@ async def test_a_prefill_worker_survives_a_decode_rank_that_dies_in_a_transfer(
     assert not ended.is_committed
     await router.released("r", Role.PREFILL)
     await p.until(lambda program: program._sender.open_keys == [], "the end of every part")
-    other = await attach(p, start(Role.DECODE, **OWN, tensor_parallel=2, worker_id="decode-1"), name="other")
+    other = await attach(p, start(Role.DECODE, **OWN, worker_id="decode-1"), name="other")
     tokens = await other.remote(ask("r", PROMPTS[2], attempt=2, max_tokens=16, ignore_eos=True))
     oracle.assert_exact([PROMPTS[2]], [tokens])
 
@@ -170,7 +186,7 @@ async def test_a_decode_worker_survives_a_prefill_rank_that_dies_in_a_transfer(
     await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="r", attempt=1))
     await router.released("r", Role.DECODE)
     await d.until(lambda program: program._receiver.open_keys == [], "the end of every part")
-    other = await attach(start(Role.PREFILL, **OWN, tensor_parallel=2, worker_id="prefill-1"), d, name="other")
+    other = await attach(start(Role.PREFILL, **OWN, worker_id="prefill-1"), d, name="other")
     tokens = await other.remote(ask("r", prompt, attempt=2, max_tokens=16, ignore_eos=True))
     oracle.assert_exact([prompt], [tokens])
 
@@ -202,11 +218,11 @@ async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(
     oracle.assert_exact([prompt] * 2, [remote, local])
 
 
-async def test_a_rank_that_dies_while_nothing_is_asked_ends_the_worker(start: Any) -> None:
-    for role in Role:
-        idle = start(role, **COMMON, tensor_parallel=2)
-        kill_rank(idle)
-        await idle.until_fatal()
+@pytest.mark.parametrize("role", slow_except(Role, Role.DECODE))
+async def test_a_rank_that_dies_while_nothing_is_asked_ends_the_worker(start: Any, role: Role) -> None:
+    idle = start(role, **COMMON, tensor_parallel=2)
+    kill_rank(idle)
+    await idle.until_fatal()
 
 
 async def test_a_killed_rank_of_a_decode_worker_loses_nothing(

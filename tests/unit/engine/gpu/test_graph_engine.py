@@ -13,6 +13,7 @@ from pdserve.core.types import Sampling
 from pdserve.engine.gpu.engine import is_graph_row
 from pdserve.engine.gpu.flights import DoneFlight, GraphFlight
 from pdserve.engine.interface import NEW_ROW, PENDING, ChainedRows, Engine, Flight, Row
+from tests.support.slow import slow_except
 from tests.unit.engine.conftest import GREEDY, Request
 from tests.unit.engine.gpu.conftest import MOST_ROWS
 
@@ -33,7 +34,7 @@ def requests() -> list[Request]:
 KEPT = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("name", slow_except(["qwen3", "gemma2"], "gemma2"))
 def test_tokens_are_those_of_the_eager_engine(
     name: str, make_pair: Callable[..., Any], serve: Callable[..., list[list[int]]]
 ) -> None:

@@ -48,10 +48,8 @@ def steps() -> list[list[Row]]:
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [
-        ("qwen3", "auto"),
         ("gemma2", "int8"),
-        # Nothing that those two have not.
-        *(pytest.param(one, "auto", marks=pytest.mark.slow) for one in ("llama", "mistral-window")),
+        *(pytest.param(one, "auto", marks=pytest.mark.slow) for one in ("qwen3", "llama", "mistral-window")),
     ],
 )
 def test_states_and_blocks_are_those_of_torch(

@@ -10,6 +10,16 @@ from tests.unit.kvtransfer.model.report import run
 from tests.unit.kvtransfer.model.scenarios import EVERY_TIME, SLOW, scenario
 
 pytestmark = pytest.mark.timeout(600)  # half a minute of CPU, however busy the machine is
+#: One error for each invariant, of those that are found soonest; the others are slow.
+QUICK = (
+    "drained is reported with an access open",
+    "all checksums match",
+    "the receiver knows no deadline",
+    "the sender reads without an access",
+    "an ended transfer stays in the sender's book",
+    "sent when written",
+    "a late chunk is asserted on",
+)
 ALL_ENDS = {"D: verified", "D: failed", "D: drained", "D: quarantined", "P: sent", "P: failed"}
 
 
@@ -26,7 +36,10 @@ def test_without_faults_and_a_clock_a_transfer_can_only_succeed() -> None:
     assert set(result.ends) == {"D: verified", "P: sent"}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(one, id=one.name, marks=() if one.name in QUICK else pytest.mark.slow) for one in MUTANTS],
+)
 def test_a_seeded_error_is_found_with_a_trail(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.apply(monkeypatch)
     result = run(mutant.scenario)
@@ -37,4 +50,4 @@ def test_a_seeded_error_is_found_with_a_trail(mutant: Mutant, monkeypatch: pytes
 
 
 def test_every_invariant_is_broken_by_some_mutant() -> None:
-    assert {mutant.invariant for mutant in MUTANTS} == set(INVARIANTS)
+    assert {mutant.invariant for mutant in MUTANTS if mutant.name in QUICK} == set(INVARIANTS)
