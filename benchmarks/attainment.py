@@ -1,6 +1,6 @@
 """Who keeps more promises at one rate: `python -m benchmarks.attainment --trace azure --pair chat-66b --rate 732`.
 
-Policies of benchmarks/schedule.py on the same cluster, split, trace and rate, side by side. `--skip N` leaves the first
+Policies of benchmarks/schedule/ on the same cluster, split, trace and rate, side by side. `--skip N` leaves the first
 N requests out of the count, so that what a constant was chosen on need not be what it is judged on.
 """
 
@@ -10,7 +10,7 @@ import argparse
 from collections import Counter
 from dataclasses import replace
 
-from benchmarks.schedule_work import FINAL_TOLERANCE, NUM_WORKERS, PAIRS, POLICIES, TRACES, question
+from benchmarks.schedule.work import FINAL_TOLERANCE, NUM_WORKERS, PAIRS, POLICIES, TRACES, question
 from pdserve.core.types import Slo
 from simulator.reshape import Reshaped, rate_scaled
 from simulator.world import simulate

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from benchmarks.engine_child import prompts
-from benchmarks.engine_peers import BLOCK_SIZE, step
+from benchmarks.engine.child import prompts
+from benchmarks.engine.peers import BLOCK_SIZE, step
 from pdserve.config import WorkerConfig
 from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.interface import Engine

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from benchmarks.engine_report import table
+from benchmarks.engine.report import table
 from pdserve.config import WorkerConfig
 from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.interface import Engine, Row

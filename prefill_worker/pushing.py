@@ -23,7 +23,7 @@ from pdserve.core.fit import Fit
 from pdserve.core.latency import TYPICAL_TRANSFER_BYTES, CostPrior, LinkModel
 from pdserve.core.overlap import grouped_s
 
-MESSAGE_S: Final = 1e-4  # cost of one more part at both ends; benchmarks/overlap.py measures it
+MESSAGE_S: Final = 1e-4  # cost of one more part at both ends; benchmarks/overlap/ measures it
 DEVICE_MESSAGE_S: Final = 5e-4  # between GPUs: launches, events and messages of both ends; estimated, not measured
 MARGIN: Final = 0.1  # of the exposed time of sending at the end: a smaller gain would not be noticeable
 STEP_SHARE: Final = 0.02  # of the compute time: steps vary by as much, and a thread beside the engine can cost as much

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Final
 
-from benchmarks.netns import Network
-from benchmarks.secret import ENVIRONMENT
 from pdserve import Client, PdserveError
 from tests.cluster.cluster import free_ports, rest
+from tests.support.cluster_secret import ENVIRONMENT
+from tests.support.netns import Network
 
 PORT: Final = 7100
 

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import pytest
 
-from benchmarks.netns import Network, why_not
 from pdserve import AsyncClient
 from pdserve.engine.toy import answer
 from tests.cluster.cluster import Cluster
@@ -24,6 +23,7 @@ from tests.cluster.faults import decode_worker_of
 from tests.cluster.gaps import Lateness, Timed, longest_gap, until
 from tests.cluster.netns import NetCluster
 from tests.cluster.suite import toy_prompt
+from tests.support.netns import Network, why_not
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -28,7 +28,7 @@ from typing import Final, final
 
 import torch
 
-from benchmarks.gpu_stages import module, run, why
+from benchmarks.gpu.stages import module, run, why
 
 TOGETHER: Final = {  # commands; mostly compilers, which share a GPU well
     "kernels": module("tests.gpu.check_kernels", "--errors"),

@@ -22,10 +22,10 @@ from typing import Final
 
 import torch
 
-from benchmarks.fake_ends import DEVICE_TRANSPORTS, stand_ins
-from benchmarks.gpu_ends import Landing, Memory, RemoteSender, SenderSetup, make_pool, nccl_environment
-from benchmarks.transfer_ends import fingerprint
+from benchmarks.gpu.ends import Landing, Memory, RemoteSender, SenderSetup, make_pool, nccl_environment
 from kvtransfer.transport import Received, ReceiveOutcome
+from tests.support.fake_ends import DEVICE_TRANSPORTS, stand_ins
+from tests.support.transfer_ends import fingerprint
 
 NUM_BLOCKS: Final = 96
 SENT_BLOCKS: Final = 64

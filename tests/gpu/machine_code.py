@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import triton
 
-from benchmarks.gpu_floor import IN_FLIGHT_BYTES
+from benchmarks.gpu.floor import IN_FLIGHT_BYTES
 
 REGISTERS: Final = 65_536  # of a multiprocessor of sm_90; each warp has a multiple of 256
 SHARED_BYTES: Final = 227 * 1024  # and 1 KiB of each program is the system's

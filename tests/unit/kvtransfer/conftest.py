@@ -12,10 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.fake_device import DevicePool, FakeDevice
-from benchmarks.fake_ends import DEVICE_TRANSPORTS, stand_ins
-from benchmarks.secret import SECRET
-from benchmarks.transfer_proxy import Hook, Proxy
 from kvtransfer import cuda, nccl_connection
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.fault_injector import FaultInjector
@@ -27,6 +23,10 @@ from kvtransfer.transports.nixl import NIXL, Nixl
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.grant import Fingerprint
 from pdserve.core.stamps import BlockStamps
+from tests.support.cluster_secret import SECRET
+from tests.support.fake_device import DevicePool, FakeDevice
+from tests.support.fake_ends import DEVICE_TRANSPORTS, stand_ins
+from tests.support.transfer_proxy import Hook, Proxy
 from tests.unit.kvtransfer.fake_driver import Event, Stream
 from tests.unit.kvtransfer.fake_nixl import World
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, PATIENT, Clock, GrpcHost, HostPool, Pair, fingerprint, wait_for

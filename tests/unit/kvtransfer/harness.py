@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.transfer_ends import BLOCK_BYTES, WAIT_S, GrpcHost, HostPool, fingerprint
 from kvtransfer.frames import Tag
 from kvtransfer.lease import Lease
 from kvtransfer.receiver import StreamReceiver
@@ -17,6 +16,7 @@ from kvtransfer.stamping import pack
 from kvtransfer.transport import Received, Sent
 from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.stamps import BlockStamps
+from tests.support.transfer_ends import BLOCK_BYTES, WAIT_S, GrpcHost, HostPool, fingerprint
 
 # For a machine with other things to do, and for peers that are spoken for by hand and show no life of themselves.
 PATIENT = Lease(silence_s=60.0, unconfirmed_s=60.0)

@@ -13,9 +13,9 @@ import sys
 import threading
 from typing import Any
 
-from benchmarks.secret import SECRET
 from kvtransfer.endpoint import make_receiver, make_sender
 from pdserve.core.grant import Grant, TransferKey
+from tests.support.cluster_secret import SECRET
 from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, HostPool, fingerprint
 
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.secret import SECRET
-from benchmarks.transfer_proxy import read_exactly
 from kvtransfer.checksum import hasher
 from kvtransfer.credentials import Parties, sender_greeting
 from kvtransfer.dial import DataConnection, dial
@@ -21,6 +19,8 @@ from kvtransfer.transports.shm import SHM, ShmSend
 from pdserve.core.grant import Grant
 from pdserve.core.proof import NONCE_BYTES, ClusterSecret
 from pdserve.v1 import transfer_pb2
+from tests.support.cluster_secret import SECRET
+from tests.support.transfer_proxy import read_exactly
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair
 
 FIRST_BLOCK = 32

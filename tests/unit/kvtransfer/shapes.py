@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from benchmarks.secret import SECRET
-from benchmarks.transfer_ends import GrpcHost, HostPool, fingerprint
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.reshape.convert import Blocks, pack, unpack
@@ -20,6 +18,8 @@ from kvtransfer.transport import Text
 from pdserve.core.grant import Fingerprint, Grant, TransferKey
 from pdserve.core.kv_shape import KvShape
 from pdserve.core.stamps import BlockStamps
+from tests.support.cluster_secret import SECRET
+from tests.support.transfer_ends import GrpcHost, HostPool, fingerprint
 from tests.unit.kvtransfer.harness import PATIENT, Heard
 from tests.unit.kvtransfer.test_convert import shape_of
 

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fake_device import DevicePool, FakeBlocks, FakeDevice
-from benchmarks.fake_ends import DEVICE_TRANSPORTS
-from benchmarks.fake_nccl import FakeConnection, FakeConnector
-from benchmarks.secret import SECRET
 from kvtransfer.dial import dial
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import BadFrame, Frame, Kind, tag_of
@@ -27,6 +23,10 @@ from kvtransfer.transports.on_device import extents_of_part
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import TransferFailed
 from pdserve.core.grant import Grant, TransferKey
+from tests.support.cluster_secret import SECRET
+from tests.support.fake_device import DevicePool, FakeBlocks, FakeDevice
+from tests.support.fake_ends import DEVICE_TRANSPORTS
+from tests.support.fake_nccl import FakeConnection, FakeConnector
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves, expected
 
@@ -264,7 +264,7 @@ def test_a_rank_that_cannot_join_gives_its_place_back(
 
     with monkeypatch.context() as patch:
         patch.setattr(FakeConnector, "join", one_cannot)
-        patch.setattr("benchmarks.fake_nccl.JOIN_S", 0.2)
+        patch.setattr("tests.support.fake_nccl.JOIN_S", 0.2)
         ends(pair)
         wait_for(lambda: len(pair_slots.pair_slots) == 0, "both places")
     assert_still_serves(pair)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.transfer import BARS, Rounds, measure, plain, table
-from benchmarks.transfer_ways import Ways
+from benchmarks.transfer.__main__ import BARS, Rounds, measure, plain, table
+from benchmarks.transfer.ways import Ways
 
 pytest.importorskip("numba")
 

@@ -11,8 +11,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fake_ends import DEVICE_TRANSPORTS
-from benchmarks.secret import SECRET
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
@@ -22,6 +20,8 @@ from kvtransfer.stats import EVENTS, events
 from kvtransfer.transport import ReceiveOutcome, Receiver, Sender, SendOutcome
 from kvtransfer.transports import shm, tcp
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from tests.support.cluster_secret import SECRET
+from tests.support.fake_ends import DEVICE_TRANSPORTS
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, PATIENT, Heard, HostPool, Pair, fingerprint, wait_for
 
 MakePair = Callable[..., Pair]

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.fake_device import FakeBlocks, FakeCopying, FakeDevice
-from benchmarks.fake_ends import DEVICE_TRANSPORTS, install
 from kvtransfer import plan
 from kvtransfer.copy_streams import CopyLimits, StreamLoads, least_loaded
 from kvtransfer.staging_budget import StagingBudget, num_slots
@@ -21,6 +19,8 @@ from kvtransfer.transports import nccl, tcp_staged
 from kvtransfer.transports.staging_slots import slot_size
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import TransferFailed
+from tests.support.fake_device import FakeBlocks, FakeCopying, FakeDevice
+from tests.support.fake_ends import DEVICE_TRANSPORTS, install
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
 
 pytestmark = pytest.mark.gpu_checks

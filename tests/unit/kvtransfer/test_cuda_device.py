@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.fake_device import FakeBlocks
 from kvtransfer import cuda, cuda_driver
 from kvtransfer.cuda import CudaDevice
 from kvtransfer.cuda_driver import HANDLE_BYTES, Driver
@@ -26,6 +25,7 @@ from kvtransfer.transports.cuda_ipc import CudaIpc
 from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.extent import Extent
+from tests.support.fake_device import FakeBlocks
 from tests.unit.kvtransfer.fake_driver import Event, FakeLibrary, Stream
 from tests.unit.kvtransfer.harness import WAIT_S, HostPool
 

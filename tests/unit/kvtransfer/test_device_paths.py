@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fake_device import DevicePool, FakeCopying, FakeDevice, Trouble
-from benchmarks.fake_ends import DEVICE_TRANSPORTS
-from benchmarks.fake_nccl import FakeConnection, FakeConnector
-from benchmarks.secret import SECRET
 from kvtransfer.cuda import why_no_cuda
 from kvtransfer.endpoint import make_sender
 from kvtransfer.frames import Frame, Kind
@@ -27,6 +23,10 @@ from kvtransfer.transports.registry import TRANSPORTS, kinds
 from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged
 from pdserve.core.errors import ConfigError
 from pdserve.core.grant import Grant
+from tests.support.cluster_secret import SECRET
+from tests.support.fake_device import DevicePool, FakeCopying, FakeDevice, Trouble
+from tests.support.fake_ends import DEVICE_TRANSPORTS
+from tests.support.fake_nccl import FakeConnection, FakeConnector
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, expected, numbers
 

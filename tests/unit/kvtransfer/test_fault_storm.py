@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.fake_ends import DEVICE_TRANSPORTS
-from benchmarks.fault_cases import NO_FAULT, WEIGHTS, case_of
-from benchmarks.fault_report import Result, exit_code, table, verdict
-from benchmarks.fault_storage import SHAPES, Storage
-from benchmarks.fault_storm import HANGS_AFTER_S, ROLES, Storm
-from benchmarks.netns import Network, why_not
+from benchmarks.fault_storm.cases import NO_FAULT, WEIGHTS, case_of
+from benchmarks.fault_storm.report import Result, exit_code, table, verdict
+from benchmarks.fault_storm.storage import SHAPES, Storage
+from benchmarks.fault_storm.storm import HANGS_AFTER_S, ROLES, Storm
 from kvtransfer.faults import FaultKind
+from tests.support.fake_ends import DEVICE_TRANSPORTS
+from tests.support.netns import Network, why_not
 
 pytestmark = pytest.mark.timeout(180)
 

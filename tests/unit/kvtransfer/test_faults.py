@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.secret import SECRET
 from kvtransfer.frames import Frame, Kind
 from kvtransfer.lease import Lease
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from tests.support.cluster_secret import SECRET
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, GrpcHost, Heard, HostPool, Pair, wait_for
 from tests.unit.kvtransfer.process import Process
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.fake_device import FakeDevice
-from benchmarks.fake_ends import DEVICE_TRANSPORTS
 from kvtransfer import cuda
 from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from tests.support.fake_device import FakeDevice
+from tests.support.fake_ends import DEVICE_TRANSPORTS
 from tests.unit.kvtransfer.harness import Pair, wait_for
 
 MakePair = Callable[..., Pair]

@@ -14,7 +14,6 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks.transfer_proxy import read_exactly
 from kvtransfer.checksum import Checksum
 from kvtransfer.dial import DataConnection, dial, open_request
 from kvtransfer.frames import ANSWER_BYTES, GREETING_BYTES
@@ -29,6 +28,7 @@ from pdserve.core.errors import TransferFailed, Unavailable
 from pdserve.core.proof import ClusterSecret
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire import peers
+from tests.support.transfer_proxy import read_exactly
 from tests.unit.kvtransfer.harness import WAIT_S, Clock, GrpcHost, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, connect, greet
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.fake_device import DevicePool, FakeDevice
 from kvtransfer import nccl_connection
 from kvtransfer.cuda_memory import CudaBlocks
 from kvtransfer.issuer import Issuer, events
 from kvtransfer.nccl_connection import NcclConnection, NcclConnector
 from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
+from tests.support.fake_device import DevicePool, FakeDevice
 from tests.unit.kvtransfer.harness import WAIT_S, wait_for
 
 GPU_CHECKS = pytest.mark.gpu_checks

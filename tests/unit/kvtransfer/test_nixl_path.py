@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.secret import SECRET
 from kvtransfer import nixl_agent
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports import nixl
 from kvtransfer.transports.nixl import Nixl
+from tests.support.cluster_secret import SECRET
 from tests.unit.kvtransfer.fake_nixl import FakeHandle, World
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, Heard, HostPool, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.peer import grant as grant_of_peer

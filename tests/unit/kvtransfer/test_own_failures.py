@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.secret import SECRET
 from kvtransfer import fused, host, outbound
 from kvtransfer.channel import MAX_OUTBOX, Channel, Gone
 from kvtransfer.checksum import Checksum, available
@@ -29,6 +28,7 @@ from kvtransfer.transports.shm import Shm, ShmReceive
 from kvtransfer.transports.tcp import TcpReceive
 from kvtransfer.writer import Writer
 from pdserve.core.errors import TransferFailed, Unavailable
+from tests.support.cluster_secret import SECRET
 from tests.unit.kvtransfer.harness import WAIT_S, Heard, HostPool, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves
 

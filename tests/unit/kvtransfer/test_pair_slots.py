@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fake_device import FakeDevice
-from benchmarks.fake_nccl import FakeConnector
 from kvtransfer.pair_slots import PairSlot, PairSlots
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.nccl import MOST_PAIRS, NCCL, Nccl
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import TransferFailed
+from tests.support.fake_device import FakeDevice
+from tests.support.fake_nccl import FakeConnector
 from tests.unit.kvtransfer.harness import WAIT_S, Pair, wait_for
 
 MakePair = Callable[..., Pair]

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.secret import SECRET
 from kvtransfer.endpoint import make_receiver
 from kvtransfer.parts import Part, PartLayout
 from kvtransfer.sender import StreamSender
@@ -16,6 +15,7 @@ from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.registry import kinds
 from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.kv_shape import KvShape
+from tests.support.cluster_secret import SECRET
 from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, HostPool, fingerprint, wait_for
 
 SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=4, num_kv_heads=4, head_dim=8, block_size=2)

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fake_ends import stand_ins
-from benchmarks.fault_ranks import SHAPE, RankedStorage, Ranks, content_hash_of, fingerprint_of_ranks, text_of
-from benchmarks.fault_storage import Memory
-from benchmarks.secret import SECRET, TEXT
+from benchmarks.fault_storm.ranks import SHAPE, RankedStorage, Ranks, content_hash_of, fingerprint_of_ranks, text_of
+from benchmarks.fault_storm.storage import Memory
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.joined import JoinedReceiver, JoinedSender
@@ -23,6 +21,8 @@ from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.stamps import BlockStamps
 from pdserve.v1 import rank_pb2
+from tests.support.cluster_secret import SECRET, TEXT
+from tests.support.fake_ends import stand_ins
 from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, wait_for
 
 COUNT = 5

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.secret import SECRET
-from benchmarks.transfer_ends import WAIT_S, HostPool
 from kvtransfer.endpoint import make_sender
 from kvtransfer.reshape import reshaper, wire_rule
 from kvtransfer.reshape.convert import Blocks
@@ -19,6 +17,8 @@ from kvtransfer.reshape.mapping import arrival_of, shards_of
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.kv_shape import KvShape, wire_dtype
 from pdserve.core.stamps import BlockStamps
+from tests.support.cluster_secret import SECRET
+from tests.support.transfer_ends import WAIT_S, HostPool
 from tests.unit.kvtransfer.harness import PATIENT, Heard, wait_for
 from tests.unit.kvtransfer.shapes import FLOAT_16, NUM_BLOCKS, PAIRS, MakeShapes, Shapes, facts, opened_shapes
 from tests.unit.kvtransfer.test_convert import shape_of

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.transfer_ends import WAIT_S
 from kvtransfer.dial import dial
 from kvtransfer.frames import Frame, Kind, tag_of
 from kvtransfer.parts import Part
 from kvtransfer.reshape import reshaper
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import InvalidRequest, Unavailable
+from tests.support.transfer_ends import WAIT_S
 from tests.unit.kvtransfer.harness import Heard, wait_for
 from tests.unit.kvtransfer.shapes import NUM_BLOCKS, PAIRS, MakeShapes, Shapes, opened_shapes
 

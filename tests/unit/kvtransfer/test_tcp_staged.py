@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.fake_device import DevicePool, FakeDevice
-from benchmarks.secret import SECRET
-from benchmarks.transfer_ends import GrpcHost, HostPool
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.host_device import HostDevice, digest_of, word_sum
 from kvtransfer.staging_budget import StagingBudget
@@ -21,6 +18,9 @@ from kvtransfer.transports.tcp_staged import MOST_SLOTS, SLOT_BYTES, TCP_STAGED,
 from pdserve.core.errors import ConfigError, InternalError, TransferFailed
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.gpu.extent import Extent, checksum
+from tests.support.cluster_secret import SECRET
+from tests.support.fake_device import DevicePool, FakeDevice
+from tests.support.transfer_ends import GrpcHost, HostPool
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, Pair, fingerprint
 
 MakeEnds = Callable[..., Pair]

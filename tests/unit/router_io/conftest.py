@@ -13,13 +13,13 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.secret import TEXT
 from pdserve import AsyncClient
 from pdserve.client.retry import Retries
 from pdserve.config import RouterConfig
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from router.server import RouterServer
+from tests.support.cluster_secret import TEXT
 from tests.unit.router_io.processes import Program, Start, programs
 
 SLOW_STEP_S = 0.02

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from benchmarks.secret import ENVIRONMENT
+from tests.support.cluster_secret import ENVIRONMENT
 
 ROOT = Path(__file__).parents[3]
 START_S = 60.0

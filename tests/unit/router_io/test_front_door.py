@@ -18,7 +18,6 @@ from google.protobuf.descriptor_pool import Default
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from benchmarks.secret import ENVIRONMENT, TEXT
 from pdserve import AsyncClient, Client
 from pdserve.client.retry import Retries
 from pdserve.core.errors import ConfigError, NotFound, Unauthenticated, Unavailable
@@ -26,6 +25,7 @@ from pdserve.engine.toy import answer
 from router.auth import POLICY, refusal
 from router.program import RouterHost, make_router
 from router.replay import decode_step, replay
+from tests.support.cluster_secret import ENVIRONMENT, TEXT
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program, Start, spawn
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.secret import ROUTER
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.errors import InvalidRequest
@@ -16,6 +15,7 @@ from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import decode_response
 from router.session import WorkerSession
 from router.workers import Workers
+from tests.support.cluster_secret import ROUTER
 
 NO_DURATIONS = [math.nan, math.inf, -1.0, 1e300]
 ROW = {"request_id": "r", "attempt": 1}

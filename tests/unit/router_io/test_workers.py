@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from benchmarks.secret import ROUTER, TEXT
 from pdserve import Client
 from pdserve.config import RouterConfig
 from pdserve.core.types import Role
@@ -16,6 +15,7 @@ from pdserve.v1 import worker_pb2
 from router.events import Event, WorkerConnected, WorkerForgotten, WorkerLost
 from router.program import make_router
 from router.workers import Workers
+from tests.support.cluster_secret import ROUTER, TEXT
 from tests.unit.router_io.conftest import until
 from tests.unit.router_io.processes import Program, Start
 

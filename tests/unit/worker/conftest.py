@@ -12,8 +12,6 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks.secret import TEXT
-from benchmarks.secret import attach as proven_attach
 from decode_worker import program as decode_program
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role, Sampling
@@ -24,6 +22,8 @@ from pdserve.wire.convert import sampling_to_proto
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
 from prefill_worker import program as prefill_program
+from tests.support.cluster_secret import TEXT
+from tests.support.cluster_secret import attach as proven_attach
 
 DEADLINE_S = 20.0
 Load = Callable[[WorkerConfig, Role], Engine]

@@ -12,13 +12,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from benchmarks.secret import ROUTER, SECRET
 from pdserve.core.proof import Identity
 from pdserve.core.types import Role
 from pdserve.v1 import worker_pb2
 from pdserve.wire import peers
 from pdserve.worker import host
 from pdserve.worker.session import SessionOutbox
+from tests.support.cluster_secret import ROUTER, SECRET
 
 GARBAGE = b"\xff\xff\xff"
 ATTACH = peers.ATTACH

@@ -10,14 +10,14 @@ from typing import Any, Final
 
 import pytest
 
-from benchmarks.fake_device import FakeDevice, HiddenPool
-from benchmarks.fake_ends import stand_ins
 from kvtransfer.transports.nccl import NCCL
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
+from tests.support.fake_device import FakeDevice, HiddenPool
+from tests.support.fake_ends import stand_ins
 
 pytestmark = pytest.mark.gpu_checks
 

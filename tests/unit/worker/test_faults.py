@@ -11,13 +11,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.secret import attach as proven_attach
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
 from pdserve.engine.interface import Row, RowOut
 from pdserve.engine.load import load_engine
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
+from tests.support.cluster_secret import attach as proven_attach
 
 PROMPT = list(range(10, 70))
 POISON = 200  # a token that the toy never draws

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.secret import ENVIRONMENT
 from pdserve.config_flags import to_flags
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
+from tests.support.cluster_secret import ENVIRONMENT
 
 PROMPT = list(range(10, 31))
 ENV = {**os.environ, **ENVIRONMENT}

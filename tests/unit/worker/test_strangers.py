@@ -10,8 +10,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.secret import ROUTER, SECRET
-from benchmarks.secret import attach as proven_attach
 from decode_worker.program import make_host
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError, Unauthenticated
@@ -22,6 +20,8 @@ from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import peer_pb2, peer_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from pdserve.wire import peers
+from tests.support.cluster_secret import ROUTER, SECRET
+from tests.support.cluster_secret import attach as proven_attach
 
 PROMPT = list(range(10, 31))
 STRANGER = Identity.of(ClusterSecret("a guess of the secret"), "router", "router-0", "1")

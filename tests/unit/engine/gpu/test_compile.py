@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.gpu_floor import ATTENTION_IN_FLIGHT
+from benchmarks.gpu.floor import ATTENTION_IN_FLIGHT
 from tests.gpu import machine_code
 from tests.gpu.all_cases import FILES
 from tests.gpu.machine_code import least_in_flight, opcodes_of, resident, shortcomings

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu, gpu_stages
-from benchmarks.gpu_report import FILE, Bar, Report, append, read, table
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import stages
+from benchmarks.gpu.report import FILE, Bar, Report, append, read, table
 
 ROOT = Path(__file__).parents[4]
 #: What the GPU machine does not have (and what numba would take the CPU path with).
@@ -66,8 +67,8 @@ def test_what_the_gpu_scripts_import_is_there(bare: dict[str, str]) -> None:
     code = "import importlib.util; assert importlib.util.find_spec('numba') is None\n" + "\n".join(
         f"import {name}"
         for name in (
-            *(f"benchmarks.{path.stem}" for path in sorted((ROOT / "benchmarks").glob("gpu*.py"))),
-            "benchmarks.fault_storm",
+            *(f"benchmarks.gpu.{path.stem}" for path in sorted((ROOT / "benchmarks/gpu").glob("*.py"))),
+            "benchmarks.fault_storm.__main__",
             "kvtransfer.cuda",
             "kvtransfer.nccl_connection",
             "kvtransfer.cuda_driver",
@@ -117,7 +118,7 @@ def test_a_part_that_hangs_is_ended_with_what_it_started_and_keeps_its_rows(tmp_
     code = f"""
 import subprocess, sys, time
 from pathlib import Path
-from benchmarks.gpu_report import Report
+from benchmarks.gpu.report import Report
 Report(Path({str(tmp_path)!r}), "qwen", "a title", ["what", "value"]).row("first", 1)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("child", child.pid, flush=True)
@@ -125,7 +126,7 @@ time.sleep(600)
 """
     said: list[str] = []
     for seconds in (2.0, 10.0, 60.0):  # until it has got as far as it is to get
-        assert gpu_stages.run([sys.executable, "-c", code], seconds, said.append) == gpu_stages.OVER_TIME
+        assert stages.run([sys.executable, "-c", code], seconds, said.append) == stages.OVER_TIME
         if said:
             break
     [child] = [int(line.split()[1]) for line in said if line.startswith("child")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_ends import HostPool
+from benchmarks.gpu.ends import HostPool
 from pdserve.core.types import TokenOut
 from tests.gpu import __main__ as checks
 from tests.gpu import check_transfer

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine_work import decode_work
-from benchmarks.gpu_claims import MIXED, MIXED_BOUND, claims, mixed_lengths, mixed_ratio
-from benchmarks.gpu_floor import COPY_GB_S, LLAMA_8B, decode_floor, shape_of, table
-from benchmarks.gpu_setting import SHAPES
+from benchmarks.engine.work import decode_work
+from benchmarks.gpu.claims import MIXED, MIXED_BOUND, claims, mixed_lengths, mixed_ratio
+from benchmarks.gpu.floor import COPY_GB_S, LLAMA_8B, decode_floor, shape_of, table
+from benchmarks.gpu.setting import SHAPES
 from pdserve.engine.config import parse_config
 
 DOCS = Path(__file__).parents[4] / "docs/gpu.md"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_floor import LLAMA_8B, decode_floor
+from benchmarks.gpu.floor import LLAMA_8B, decode_floor
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
 from pdserve.engine.build_engine import open_rank, open_torch_engine
@@ -70,7 +70,7 @@ def test_decode_graphs_are_captured(
 
 
 def test_a_step_launches_what_the_floor_counts(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel between the products that benchmarks/gpu_floor.py does not know."""
+    """No kernel between the products that benchmarks/gpu/floor.py does not know."""
     folder = tiny("llama")
     monkeypatch.setattr(Resampler, "warm", lambda self: None)
     with strict_capture() as captures:

@@ -1,0 +1,233 @@
+"""Our engine beside transformers, and beside vLLM where its environment's python is given: in turns, in one run.
+
+    python -m benchmarks.engine --model FOLDER [--peer-python PYTHON] [--dtypes float32,int8,int8/int8] [--out DIR]
+
+Decode: prompts of 32 tokens, two steps to warm up, then --steps measured ones; a turn counts with the median of its
+steps. Prefill: one prompt in one step, to its first token. Greedy everywhere, end of sequence ignored, the same
+prompts, --threads threads each. Every peer is a process of its own and stands stopped while another computes; the
+order changes from round to round, ratios are taken round by round, and medians are shown with the least and the
+greatest. The machine's read and matrix rates are measured before and after every turn; a step's share of them is
+what it must read (each matrix once, the KV) and compute at the least. benchmarks/engine/peers.py and
+benchmarks/engine/vllm_peer.py say how each peer is driven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from ctypes.util import find_library
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from benchmarks.engine.plot import draw
+from benchmarks.engine.report import Memory, limits_line, median_rate, peer_table, points_of, speed_table, table
+from benchmarks.engine.turns import PROMPT_TOKENS, WARM_STEPS, Peer, PeerFailed, Point, Turn, take_turns
+from benchmarks.engine.work import Work, decode_work, prefill_work
+from pdserve.core.errors import PdserveError
+from pdserve.engine.config import ModelConfig, read_config
+
+ROOT: Final = Path(__file__).parents[2]
+ROOM_TOKENS: Final = 128  # vLLM's block on a CPU: the KV of each sequence is rounded up to it
+PEERS: Final = "benchmarks.engine.peers"
+TRANSFORMERS, VLLM = "transformers float32", "vllm float32"
+
+
+def main() -> int:
+    flags = _flags()
+    model = read_config(flags.model)
+    points = _points(flags, model)
+    out = flags.out or Path(tempfile.mkdtemp(prefix="pdserve-bench-"))
+    out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        limits = stack.enter_context(
+            _running("limits", [sys.executable, "-m", PEERS, "limits", str(flags.threads)], {}, out)
+        )
+        peers = [
+            stack.enter_context(_running(name, *how, out)) for name, how in _commands(flags, model, points).items()
+        ]
+        turns: list[Turn] = []
+        began_s = time.monotonic()
+        num_rounds = len(points) * flags.rounds
+        for number, done in enumerate(take_turns(peers, limits, points, flags.rounds, flags.steps), start=1):
+            turns += done
+            left_s = (time.monotonic() - began_s) / number * (num_rounds - number)
+            _say(f"{done[0].point.label}: round {done[0].round + 1} of {flags.rounds}; about {left_s:.0f} s left")
+        memory = {peer.name: _memory(peer) for peer in peers}
+        check = _check_generate(peers, turns, flags.steps)
+    others = [name for name in (TRANSFORMERS, VLLM) if name in memory]
+    report = "\n\n".join(
+        [
+            f"{flags.model.resolve().name}, {flags.threads} threads, {platform.processor() or platform.machine()}, "
+            f"Python {platform.python_version()}, {flags.rounds} rounds, {flags.steps} steps; {limits_line(turns)}",
+            table(speed_table(turns, others, lambda turn: _work(model, flags.steps, turn))),
+            table(peer_table(turns, memory, TRANSFORMERS)),
+            *check,
+        ]
+    )
+    print(report)
+    (out / "engine.md").write_text(report + "\n")
+    (out / "engine.json").write_text(json.dumps([asdict(turn) for turn in turns]) + "\n")
+    (out / "engine.svg").write_text(_plot(model, flags, turns))
+    _say(f"written to {out}: engine.md, engine.json, engine.svg, and each peer's output")
+    return 0
+
+
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--dtypes", default="float32", help="our engine's: weights, or weights/KV; comma-separated")
+    parser.add_argument("--peer-python", type=Path, help="python of an environment with vllm; not measured without")
+    parser.add_argument("--batches", type=_numbers, default=[1, 4, 8, 16, 32])
+    parser.add_argument("--prompts", type=_numbers, default=[128, 512, 2048], help="tokens of the prefills")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--wait-policy", choices=("active", "passive"), help="of every peer's idle OpenMP threads")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=16, help="measured decode steps of a turn")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="for the report, the raw figures and the plot")
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",") if word]
+
+
+def _points(flags: argparse.Namespace, model: ModelConfig) -> list[Point]:
+    points = [Point("decode", batch) for batch in flags.batches]
+    for tokens in flags.prompts:
+        if tokens < model.max_context_tokens:
+            points.append(Point("prefill", tokens))
+        else:
+            _say(f"prefill of {tokens} tokens left out: the model's limit is {model.max_context_tokens}")
+    return points
+
+
+def _commands(
+    flags: argparse.Namespace, model: ModelConfig, points: Sequence[Point]
+) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Command and environment of each peer, by name."""
+    folder, threads = str(flags.model), str(flags.threads)
+    longest = max([PROMPT_TOKENS + WARM_STEPS + flags.steps + 1, *(p.size + 1 for p in points if p.kind == "prefill")])
+    room = -(-longest // ROOM_TOKENS) * ROOM_TOKENS
+    each = -(-(PROMPT_TOKENS + WARM_STEPS + flags.steps + 1) // ROOM_TOKENS) * ROOM_TOKENS
+    batch = max([1, *flags.batches])
+    kv_tokens = max(room, batch * each)
+    ours = [sys.executable, "-m", PEERS]
+    commands: dict[str, tuple[list[str], dict[str, str]]] = {}
+    for kind in flags.dtypes.split(","):
+        weights, _, kv = kind.partition("/")
+        commands[f"pdserve {kind}"] = [*ours, "ours", folder, weights, kv, threads, str(kv_tokens)], {}
+    commands[TRANSFORMERS] = [*ours, "transformers", folder, threads], {}
+    if flags.peer_python:
+        kv_bytes = (kv_tokens + ROOM_TOKENS) * model.num_layers * 2 * model.num_kv_heads * model.head_dim * 4
+        prompts_tokens = max(room, batch * PROMPT_TOKENS)
+        shape = [str(size) for size in (kv_bytes, batch, min(room, model.max_context_tokens), prompts_tokens)]
+        command = [str(flags.peer_python), "-m", "benchmarks.engine.vllm_peer", folder, "float32", *shape]
+        commands[VLLM] = command, _vllm_environment(flags.peer_python, flags.threads)
+    policy = {"OMP_WAIT_POLICY": flags.wait_policy} if flags.wait_policy else {}
+    return {name: (command, {**env, **policy}) for name, (command, env) in commands.items()}
+
+
+def _vllm_environment(python: Path, threads: int) -> dict[str, str]:
+    """The allocator and the OpenMP runtime that its documentation asks for, and its threads on the first cores."""
+    preload = [str(python.parent.parent / "lib/libiomp5.so")]
+    allocator = find_library("tcmalloc_minimal")
+    if allocator is None:
+        _say("vllm runs without tcmalloc: libtcmalloc_minimal is not installed")
+    else:
+        preload.insert(0, allocator)
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    return {
+        "LD_PRELOAD": ":".join(path for path in preload if "/" not in path or Path(path).exists()),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+@contextmanager
+def _running(name: str, command: Sequence[str], env: dict[str, str], out: Path) -> Iterator[Peer]:
+    _say(f"starting {name}")
+    peer = Peer(name, command, env, out / f"{name.replace(' ', '-').replace('/', '-')}.log")
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def _memory(peer: Peer) -> Memory:
+    used = peer.ask("memory")
+    return Memory(
+        load_s=peer.loaded["load_s"],
+        load_peak_bytes=peer.loaded["peak_bytes"],
+        run_peak_bytes=used["peak_bytes"],
+        own_bytes=used["own_bytes"],
+    )
+
+
+def _check_generate(peers: Sequence[Peer], turns: Sequence[Turn], steps: int) -> list[str]:
+    """One line on transformers' own `generate` beside the loop that stands for it."""
+    oracle = next(peer for peer in peers if peer.name == TRANSFORMERS)
+    decoded = points_of(turns, "decode")
+    if not decoded:
+        return []
+    point = decoded[len(decoded) // 2]
+    loop, whole = [], []
+    for number in range(3):
+        answer = oracle.ask(**point.order(steps, salt=number))
+        loop.append(sorted(answer["step_s"])[steps // 2])
+        whole += oracle.ask("generate", batch=point.size, prompt_tokens=PROMPT_TOKENS, steps=steps, salt=number)[
+            "step_s"
+        ]
+    loop_ms, whole_ms = (1e3 * sorted(values)[1] for values in (loop, whole))
+    return [f"transformers, {point.label}: `generate` {whole_ms:.1f} ms a step, the measured loop {loop_ms:.1f} ms"]
+
+
+def _work(model: ModelConfig, steps: int, turn: Turn) -> Work:
+    weights, _, kv = turn.peer.split()[1].partition("/")
+    return _floor(model, steps, turn.point, weights, kv)
+
+
+def _floor(model: ModelConfig, steps: int, point: Point, weights: str, kv: str = "") -> Work:
+    if point.kind == "prefill":
+        return prefill_work(model, weights, point.size)
+    kv_bytes = 1 if kv == "int8" else 2 if weights == "bfloat16" else 4
+    return decode_work(model, weights, kv_bytes, point.size, PROMPT_TOKENS + WARM_STEPS + steps // 2)
+
+
+def _plot(model: ModelConfig, flags: argparse.Namespace, turns: Sequence[Turn]) -> str:
+    panels = []
+    for kind, title, axis in (("decode", "decode, tokens/s", "sequences"), ("prefill", "prefill, tokens/s", "tokens")):
+        lines: dict[str, dict[int, float]] = {}
+        floor: dict[int, float] = {}
+        for point in points_of(turns, kind):
+            here = [turn for turn in turns if turn.point == point]
+            for peer in dict.fromkeys(turn.peer for turn in turns):
+                lines.setdefault(peer, {})[point.size] = median_rate(here, peer)
+            work = _floor(model, flags.steps, point, "float32")
+            floor[point.size] = (
+                point.size
+                / sorted(max(work.read_bytes / turn.read_bytes_per_s, work.flops / turn.flops_per_s) for turn in here)[
+                    len(here) // 2
+                ]
+            )
+        if floor:
+            panels.append((title, axis, lines, floor))
+    return draw(panels, f"{flags.model.resolve().name}, {flags.threads} threads")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (PeerFailed, PdserveError) as error:
+        sys.exit(str(error))

@@ -1,0 +1,253 @@
+r"""Goodput of real clusters on this machine: our policy against round-robin and colocated, as many processes each.
+
+    python -m benchmarks.goodput                                  # some minutes: two rates, one seed
+    python -m benchmarks.goodput --full [--json FILE]             # the published table, about 50 minutes
+    python -m benchmarks.goodput --only goodput,colocated --rates 4,8,12 --seeds 1,2,3 --seconds 30
+
+Open loop: Poisson arrivals, short and long prompts mixed, every prompt different. Attainment is joint: a request counts
+when its whole answer came, TTFT and TPOT both kept on the client's clock; refused and failed ones are misses. Goodput
+is the highest rate at which 90 % are kept, read off between two rates by a straight line. For each seed every
+contender gets a fresh cluster in turn, so that what the machine does meanwhile falls on all of them.
+
+Error is the median of |predicted - actual| / actual over requests that came `--settle` seconds after the cluster's
+first, from the router's explanations. Floor is the same of one request that is repeated on the idle cluster, against
+the median of its repeats: nobody's error is less. Simulated is the recorded run of the contender in the simulator:
+equal requests, the costs that its router learnt. Client, router and workers share this machine's cores: where single
+batches are further off their fitted cost than the bars, the machine is what cannot be foretold. Steps that only sleep
+tell:
+
+    python -m benchmarks.goodput --model toy --set worker.toy_step_s=0.012 --set worker.kv_blocks=4000 \
+        --set worker.max_context_tokens=2048
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.goodput.run import Cell, Contender, Course, attained, run
+from benchmarks.goodput.simulated import add_simulated
+from benchmarks.openloop import percentile
+from pdserve.core.json_text import to_json
+from pdserve.core.types import Slo
+
+CONTENDERS: Final = (
+    Contender("goodput", 1, 1),
+    Contender("goodput", 0, 2),
+    Contender("round-robin", 1, 1),
+    Contender("colocated", 0, 2),
+)
+TARGET: Final = 0.9
+BARS: Final = {"ttft": 0.15, "tpot": 0.10, "simulated": 0.10}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="pdserve/models/stdlib-5m")
+    parser.add_argument("--full", action="store_true", help="rates, seeds and lengths of the published table")
+    parser.add_argument("--rates", help="requests per second, rising")
+    parser.add_argument("--seeds", help="one run of everything for each")
+    parser.add_argument("--seconds", type=float, help="length of each rate")
+    parser.add_argument("--settle", type=float, help="seconds until predictions count")
+    parser.add_argument("--ttft", type=float, default=0.5, help="promised, seconds")
+    parser.add_argument("--tpot", type=float, default=0.05, help="promised, seconds")
+    parser.add_argument("--only", default="", help="contenders whose label begins so, by comma")
+    parser.add_argument("--set", action="append", default=[], metavar="KIND.FIELD=VALUE", help="as of `pdserve up`")
+    parser.add_argument("--json", metavar="FILE", help="every request's outcome; - writes to stdout")
+    parser.add_argument("--record", metavar="FOLDER", help="keep the routers' recordings there: benchmarks.prediction")
+    flags = parser.parse_args()
+    rates = _numbers(flags.rates or ("4,6,8,10,12,16,20" if flags.full else "4,10"), "--rates")
+    seeds = [int(seed) for seed in _numbers(flags.seeds or ("1,2,3" if flags.full else "1"), "--seeds")]
+    settle_s = flags.settle if flags.settle is not None else 60.0 if flags.full else 15.0
+    wanted = tuple(flags.only.split(","))
+    chosen = [one for one in CONTENDERS if one.label.startswith(wanted)]
+    if not chosen:
+        parser.error(f"--only: none of {', '.join(one.label for one in CONTENDERS)} begins so")
+    course = Course(
+        model=flags.model,
+        rates=rates,
+        seconds=flags.seconds or (30.0 if flags.full else 15.0),
+        warm_s=settle_s,
+        settle_s=settle_s,
+        slo=Slo(ttft_s=flags.ttft, tpot_s=flags.tpot),
+        sets=flags.set,
+    )
+    cells: list[Cell] = []
+    progress = Progress(len(chosen) * len(seeds) * len(rates))
+    with tempfile.TemporaryDirectory() as passing:
+        folder = Path(flags.record or passing)
+        folder.mkdir(parents=True, exist_ok=True)
+        for seed in seeds:
+            for contender in chosen:
+                progress.say(f"{contender.label}, seed {seed}: starts and warms")
+                record = folder / f"{contender.label}-{seed}.jsonl".replace(" ", "-")
+                ran: list[Cell] = []
+
+                def told(cell: Cell, ran: list[Cell] = ran) -> None:
+                    ran.append(cell)
+                    kept = cell.kept(course.slo)
+                    progress.step(f"{cell.contender}, {cell.rate_rps:g} requests/s, seed {cell.seed}: {kept:.0%} kept")
+
+                run(contender, course, seed, record, told)
+                add_simulated(record, ran)
+                cells += ran
+    progress.end()
+    print(report(cells, course, seeds))
+    if flags.json:
+        text = to_json(as_json(cells, course))
+        print(text) if flags.json == "-" else Path(flags.json).write_text(text + "\n")
+
+
+def report(cells: Sequence[Cell], course: Course, seeds: Sequence[int]) -> str:
+    """Markdown: attainment per rate, goodput, prediction errors, and which bars hold."""
+    slo = course.slo
+    lines = [
+        f"TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s, {course.seconds:g} s a rate, "
+        f"seeds {', '.join(map(str, seeds))}.",
+        "Joint attainment, mean over seeds (lowest .. highest):",
+        "",
+        "| requests/s | " + " | ".join(f"{rate:g}" for rate in course.rates) + " | goodput/s | of it simulated |",
+        "|---" * (len(course.rates) + 3) + "|",
+    ]
+    goodputs: dict[str, float] = {}
+    held: list[str] = []
+    for label in dict.fromkeys(cell.contender for cell in cells):
+        mine = [cell for cell in cells if cell.contender == label]
+        texts = []
+        for rate in course.rates:
+            shares = [cell.kept(slo) for cell in mine if cell.rate_rps == rate]
+            spread = f" ({min(shares):.0%} .. {max(shares):.0%})" if len(shares) > 1 else ""
+            texts.append(f"{statistics.mean(shares):.0%}{spread}")
+        live = _goodput(course.rates, mine, [cell.kept(slo) for cell in mine])
+        goodputs[label] = live
+        simulated = math.nan
+        if all(cell.simulated for cell in mine):
+            shares = [sum(cell.simulated) / len(cell.simulated) for cell in mine]
+            simulated = _goodput(course.rates, mine, shares)
+            if live:
+                off = abs(simulated / live - 1.0)
+                held.append(_bar(f"{label}: simulated goodput against live", off, BARS["simulated"]))
+        lines.append(f"| {label} | " + " | ".join(texts) + f" | {live:.2f} | {simulated:.2f} |")
+    lines += ["", "Error of predictions (median), p50 and p90 of what clients saw:", ""]
+    lines += [
+        "| | predicted | TTFT error (floor) | TPOT error (floor) | TTFT ms | TPOT ms | not served |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for label in goodputs:
+        mine = [cell for cell in cells if cell.contender == label]
+        ttft = [error for cell in mine for error in cell.ttft_errors]
+        tpot = [error for cell in mine for error in cell.tpot_errors]
+        rows = [row for cell in mine for row in cell.rows]
+        served = [row for row in rows if row.outcome == "served"]
+        times = [_times([row.ttft_s for row in served]), _times([row.tpot_s for row in served])]
+        errors = [percentile(ttft, 0.5), percentile(tpot, 0.5)]
+        spreads = [one.floor for one in mine]
+        floors = [percentile([off for one in spreads for off in one.ttft], 0.5)]
+        floors.append(percentile([off for one in spreads for off in one.tpot], 0.5))
+        lines.append(
+            f"| {label} | {len(ttft)} | {errors[0]:.1%} ({floors[0]:.1%}) | {errors[1]:.1%} ({floors[1]:.1%}) | "
+            f"{times[0]} | {times[1]} | "
+            f"{len(rows) - len(served)} of {len(rows)} |"
+        )
+        if label.startswith("goodput") and ttft:
+            held.append(_bar(f"{label}: TTFT prediction", errors[0], BARS["ttft"]))
+            held.append(_bar(f"{label}: TPOT prediction", errors[1], BARS["tpot"]))
+    best = max((value for label, value in goodputs.items() if label.startswith("colocated")), default=0.0)
+    for label in ("goodput 1P+1D", "goodput 0P+2D"):
+        if best and label in goodputs:
+            held.append(_bar(f"{label}: goodput below colocated", max(0.0, 1.0 - goodputs[label] / best), 0.05))
+    lines += ["", "Error of predictions by rate, TTFT and TPOT (medians); of single batches beside it, by worker:", ""]
+    lines.append("| requests/s | " + " | ".join(f"{rate:g}" for rate in course.rates) + " | batches |")
+    lines.append("|---" * (len(course.rates) + 2) + "|")
+    for label in goodputs:
+        mine = [cell for cell in cells if cell.contender == label]
+        texts = []
+        for rate in course.rates:
+            there = [cell for cell in mine if cell.rate_rps == rate]
+            ttft_off = percentile([error for cell in there for error in cell.ttft_errors], 0.5)
+            tpot_off = percentile([error for cell in there for error in cell.tpot_errors], 0.5)
+            texts.append(f"{ttft_off:.0%}, {tpot_off:.0%}")
+        batches = ", ".join(f"{name} {error:.0%}" for name, error in mine[-1].batch_errors.items())
+        lines.append(f"| {label} | " + " | ".join(texts) + f" | {batches} |")
+    worst_s = max(cell.late_start_s for cell in cells)
+    return "\n".join([*lines, "", *held, f"Latest send of the client: {worst_s * 1e3:.0f} ms after its time."])
+
+
+def _bar(what: str, seen: float, bar: float) -> str:
+    return f"- {what}: {seen:.1%}, bar {bar:.0%}: {'met' if seen <= bar else 'MISSED'}"
+
+
+def _goodput(rates: Sequence[float], cells: Sequence[Cell], shares: Sequence[float]) -> float:
+    """Of the means over seeds."""
+    means = []
+    for rate in rates:
+        at_rate = [share for cell, share in zip(cells, shares, strict=True) if cell.rate_rps == rate]
+        means.append(statistics.mean(at_rate))
+    return attained(rates, means, TARGET)
+
+
+def _times(seconds: Sequence[float]) -> str:
+    return f"{percentile(seconds, 0.5) * 1e3:.0f}, {percentile(seconds, 0.9) * 1e3:.0f}"
+
+
+def as_json(cells: Sequence[Cell], course: Course) -> list[dict[str, Any]]:
+    return [
+        {
+            "contender": cell.contender,
+            "rate_rps": cell.rate_rps,
+            "seed": cell.seed,
+            "attainment": cell.kept(course.slo),
+            "simulated_attainment": sum(cell.simulated) / len(cell.simulated) if cell.simulated else None,
+            "ttft_errors": cell.ttft_errors,
+            "tpot_errors": cell.tpot_errors,
+            "ttft_floor": cell.floor.ttft,
+            "tpot_floor": cell.floor.tpot,
+            "client_delay_s": cell.late_start_s,
+            "requests": [
+                {"outcome": row.outcome, "tokens": row.tokens, "ttft_s": row.ttft_s, "tpot_s": row.tpot_s}
+                if row.outcome == "served"
+                else {"outcome": row.outcome, "tokens": row.tokens}
+                for row in cell.rows
+            ],
+        }
+        for cell in cells
+    ]
+
+
+def _numbers(text: str, flag: str) -> list[float]:
+    try:
+        found = [float(one) for one in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0.0 or sorted(found) != found:
+        sys.exit(f"goodput: {flag}: got {text!r}, expected rising numbers above 0, by comma")
+    return found
+
+
+class Progress:
+    """One line on stderr: a bar and what runs."""
+
+    def __init__(self, total: int) -> None:
+        self._done, self._total = 0, total
+
+    def say(self, what: str) -> None:
+        full = 24 * self._done // self._total
+        print(f"\r\033[K[{'#' * full}{'.' * (24 - full)}] {self._done}/{self._total} {what}", end="", file=sys.stderr)
+        sys.stderr.flush()
+
+    def step(self, what: str) -> None:
+        self._done += 1
+        self.say(what)
+
+    def end(self) -> None:
+        print(file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Everything that only a GPU can show, in one command of under nine minutes: decode, prefill, transfers, end to end.
+
+    python -m benchmarks.gpu [--out DIR] [--only PART,PART | --but PART,PART] [--budget 520] [--rehearse]
+
+From a bare checkout with torch, triton, transformers, CuPy, grpcio, protobuf and numpy; weights are made up. Parts:
+  device        what is installed; bandwidth of a device copy and rates of matrix products, which all shares refer to
+  llama-bf16    Llama-3.1-8B's shape: decode through graphs, one step ahead, at every batch and context; then prefill
+  llama-fp8     the same with fp8 weights
+  qwen          Qwen3-0.6B's shape in bfloat16
+  transfers     cuda_ipc and nccl between two processes, 1 MiB to 1 GiB; a decode step while they land
+  serving       a prefill and a decode worker process on the one GPU: times, and the text against transformers'
+  transformers  beside it: the Llama shape, static cache
+Each part runs in a process of its own, so that none can take another down, and adds every row to DIR/benchmark.jsonl
+when it has it; DIR/table.md has all of them, the bars with met or missed among them. A part that is over its time is
+killed and keeps what it had; one that no time is left for says so. Exit code 1 where a part failed; missed bars are
+figures, not failures. --rehearse runs the same lines on a CPU in one process, with tiny models, Triton's interpreter
+and stand-ins for devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.gpu import stages
+from benchmarks.gpu.report import FILE, append, read, table, told
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    most_s: float
+
+
+PARTS: Final = (  # what matters most comes first: whatever is left of the budget is the last one's
+    Part("device", 40.0),
+    Part("llama-bf16", 130.0),
+    Part("transfers", 150.0),
+    Part("serving", 200.0),
+    Part("llama-fp8", 100.0),
+    Part("qwen", 70.0),
+    Part("transformers", 60.0),
+)
+BUDGET_S: Final = 520.0
+_LEAST_S: Final = 15.0  # a part is not begun with less
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--only", default=",".join(part.name for part in PARTS))
+    parser.add_argument("--but", default="", help="all parts without these")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all parts")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: figures mean nothing")
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # in this process
+    flags = parser.parse_args()
+    flags.out.mkdir(parents=True, exist_ok=True)
+    if flags.part:
+        run_part(flags.part, flags.out, is_rehearsal=flags.rehearse)
+        return 0
+    only, but = flags.only.split(","), flags.but.split(",") if flags.but else []
+    wanted = [part for part in PARTS if part.name in only and part.name not in but]
+    unknown = {*only, *but} - {part.name for part in PARTS}
+    if unknown:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    if not flags.rehearse and not has_cuda():
+        print("no CUDA device: nothing was measured (--rehearse runs the script on a CPU)", file=sys.stderr)
+        return 2
+    ends_s = time.monotonic() + flags.budget
+    for part in wanted:
+        left_s = min(part.most_s, ends_s - time.monotonic())
+        began_s = time.monotonic()
+        print(f"\n# {part.name}, at most {max(0.0, left_s):.0f} s", flush=True)
+        append(flags.out / FILE, part.name, title="", columns=["what"])  # what an earlier run had is gone
+        if left_s < _LEAST_S:
+            note(flags.out, part.name, TimeoutError(f"SKIPPED: {left_s:.0f} s were left for it"))
+        elif flags.rehearse:
+            guarded(part.name, flags.out, lambda part=part: run_part(part.name, flags.out, is_rehearsal=True))  # type: ignore[misc]
+        else:
+            in_process(part.name, flags.out, left_s)
+        print(f"# {part.name} took {time.monotonic() - began_s:.0f} s", flush=True)
+        write_table(flags.out)
+    print("\n" + (flags.out / "table.md").read_text())
+    found = read(flags.out / FILE)
+    return int(any(found[part.name].errors for part in wanted))
+
+
+def has_cuda() -> bool:
+    """Asked in another process: a CUDA context of this one would hold memory that the parts need."""
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def in_process(name: str, out: Path, seconds: float, command: list[str] | None = None) -> None:
+    command = command or stages.module("benchmarks.gpu", "--part", name, "--out", str(out))
+    code = stages.run(command, seconds, lambda line: print(line, flush=True))
+    if code == stages.OVER_TIME:  # noted once nobody else writes there
+        note(out, name, TimeoutError(f"ended after {seconds:.0f} s"))
+    elif code:
+        note(out, name, RuntimeError(f"the part's process ended with {stages.why(code)}"))
+
+
+def guarded(name: str, out: Path, run: Callable[[], None]) -> None:
+    try:
+        run()
+    except Exception as error:
+        note(out, name, error)
+
+
+def note(out: Path, name: str, error: Exception) -> None:
+    """Adds an error to what the part has left."""
+    print(f"# {told(name, error)}", flush=True)
+    append(out / FILE, name, error=told(name, error))
+
+
+def write_table(out: Path) -> None:
+    (out / "table.md").write_text("\n\n".join(map(table, read(out / FILE).values())) + "\n")
+
+
+def run_part(name: str, out: Path, *, is_rehearsal: bool) -> None:
+    import torch
+
+    from benchmarks.gpu.clock import CudaClock, HostClock
+    from benchmarks.gpu.setting import full, rehearsal
+
+    if is_rehearsal:
+        from tests.gpu.interpreter import prepare
+
+        if "pdserve.engine.gpu.static" not in sys.modules:
+            prepare()
+        setting = rehearsal(HostClock())
+    else:
+        torch.cuda.set_device(0)
+        setting = full(CudaClock(), torch.cuda.mem_get_info()[0])
+    from benchmarks.gpu import parts
+
+    def transfers() -> None:  # these two need grpcio and protobuf, and the others shall not
+        from benchmarks.gpu.transfers import transfers
+
+        transfers(setting, out)
+
+    def serving() -> None:
+        from benchmarks.gpu.serving import serving
+
+        serving(setting, out)
+
+    runs: dict[str, Callable[[], None]] = {
+        "device": lambda: parts.device(setting, out),
+        "llama-bf16": lambda: parts.model(setting, out, name, parts.LLAMA, "bfloat16"),
+        "llama-fp8": lambda: parts.model(setting, out, name, parts.LLAMA, "fp8"),
+        "qwen": lambda: parts.model(setting, out, name, "qwen3-0.6b", "bfloat16"),
+        "transfers": transfers,
+        "serving": serving,
+        "transformers": lambda: parts.peer(setting, out),
+    }
+    runs[name]()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The claims of docs/benchmarks.md that follow from arithmetic, each with it. Pure; printed by benchmarks.gpu.floor.
+
+Peaks: 989.4 TFLOP/s of dense bfloat16 products and 3,350 GB/s of HBM3 (NVIDIA H100 SXM5 datasheet). What of them a
+library's kernel reaches is taken from public measurements and named beside each figure. Nothing here is measured by us.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from benchmarks.gpu.floor import (
+    ATTENTION_IN_FLIGHT,
+    ATTENTION_SHARE,
+    COPY_GB_S,
+    CUTOFF_S,
+    GAP_S,
+    H200_GB_S,
+    IN_FLIGHT_BYTES,
+    LATENCY_S,
+    LLAMA_8B,
+    PROCESSORS,
+    START_S,
+    attention_kernels,
+    attention_parts,
+    decode_floor,
+    truncated_draw_s,
+)
+from pdserve.engine.gpu.splits import imbalance
+
+PEAK_TFLOP_S: Final = 989.4
+PRODUCT_OF_PEAK: Final = 0.80  # cuBLAS, 2,048 rows of this shape
+FLASH_TFLOP_S: Final = {"FA2": 370.0, "FA3": 600.0}  # about: arXiv 2407.08608, forward, causal, heads of 128, 4k tokens
+HOST_STEP_S: Final = 1e-3  # that the host may take for 256 rows
+LINK_GB_S: Final = 50.0
+PROMPT: Final = 4096
+MIXED: Final = (32_768, *[1024] * 127)
+MIXED_BOUND: Final = 1.15
+
+
+def weight_bytes() -> float:
+    """Of the matrices that a step reads."""
+    shape = LLAMA_8B
+    queries, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer = shape.hidden * (2 * queries + 2 * kv + 3 * shape.mlp)
+    return 2.0 * (shape.num_layers * layer + shape.hidden * shape.vocab)
+
+
+def prefill_s(tokens: int = PROMPT, flash: str = "FA2") -> dict[str, float]:
+    """Seconds of one prompt's parts: products, attention, the kernels between them, the host."""
+    shape = LLAMA_8B
+    head_bytes = 2.0 * shape.hidden * shape.vocab
+    products = (weight_bytes() - head_bytes) * tokens  # two operations for each two bytes
+    queries, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = 2.0 * tokens * tokens * queries * shape.num_layers  # half of a square, two products
+    between = tokens * shape.num_layers * (16 * shape.hidden + 4 * (queries + 2 * kv) + 6 * shape.mlp + 8 * kv)
+    return {
+        "products": products / (PRODUCT_OF_PEAK * PEAK_TFLOP_S * 1e12),
+        "attention": attention / (FLASH_TFLOP_S[flash] * 1e12),
+        "between": between / (COPY_GB_S * 1e9),
+        "host": 2e-3,
+    }
+
+
+def claims() -> str:
+    shape = LLAMA_8B
+    one, many = decode_floor(shape, 1, 1024), decode_floor(shape, 128, 1024)
+    kv_bytes = 4 * 1024 * shape.num_kv_heads * shape.head_dim * shape.num_layers
+    read_gb, many_gb = (weight_bytes() + kv_bytes) / 1e9, (weight_bytes() + 128 * kv_bytes) / 1e9
+    prompt = prefill_s()
+    total_s = sum(prompt.values())
+    parts_ms = ", ".join(f"{name} {took_s * 1e3:.1f}" for name, took_s in prompt.items())
+    fa3 = sum(prefill_s(flash="FA3").values())
+    queued_us = 4.0
+    cached, uncached = (1 / (1 - times * LINK_GB_S / COPY_GB_S) for times in (3, 4))
+    lines = [
+        "| claim | bar | computed | arithmetic |",
+        "|---|---|---|---|",
+        f"| b=1 | 155 tok/s | {1 / one.step_s:.0f} | {read_gb:.2f} GB at {COPY_GB_S:.0f} GB/s is "
+        f"{read_gb / COPY_GB_S * 1e3:.2f} ms; starts, gaps and shares of a copy make it {one.step_s * 1e3:.2f} |",
+        f"| b=1, of a copy | 80 % | {read_gb / COPY_GB_S / one.step_s:.2%} | "
+        f"the same two figures; each launch is {(START_S + GAP_S) * 1e6:.0f} us, or 0.04 % |",
+        f"| b=128 | 8,500 tok/s | {128 / many.step_s:,.0f} | {many_gb:.2f} GB at {COPY_GB_S:.0f} GB/s is "
+        f"{many_gb / COPY_GB_S * 1e3:.2f} ms; products at 86 % of a copy, attention at {ATTENTION_SHARE:.0%}: "
+        f"{many.step_s * 1e3:.2f} |",
+        f"| attention, bytes in flight on a processor | {IN_FLIGHT_BYTES / 1024:.1f} KiB | "
+        f"{ATTENTION_IN_FLIGHT / 1024:.0f} KiB | Little's law for an H200: {H200_GB_S:,.0f} GB/s and "
+        f"{LATENCY_S * 1e6:.0f} us over {PROCESSORS} processors. Three programs compute a tile each while the next, "
+        "32 KiB, is on its way; 192 KiB once it is computed |",
+        f"| step over its kernels | 1.10 | {one.step_s / one.kernels_s:.2f}, {many.step_s / many.kernels_s:.2f} | "
+        f"{one.num_kernels} and {many.num_kernels} gaps of 1 us |",
+        f"| idle between steps | 2 % | {queued_us * 1e-6 / one.step_s:.1%} | the next step is queued while this one "
+        f"runs: the host has {one.step_s * 1e3:.1f} ms for its {HOST_STEP_S * 1e3:.0f}; the inputs' copy and a graph's "
+        f"start take some {queued_us:.0f} us |",
+        f"| top-p draw, b=1 and 128 | 150 us | {truncated_draw_s(shape, 1) * 1e6:.0f}, "
+        f"{truncated_draw_s(shape, 128) * 1e6:.0f} | three starts, two gaps, the logits read twice, and "
+        f"{CUTOFF_S * 1e6:.0f} us for eight rounds and the draw among 1,024 candidates; as much for each 1,024 more |",
+        f"| prefill of 4k | 40,000 tok/s | {PROMPT / total_s:,.0f} | ms: {parts_ms}; with FA3 {PROMPT / fa3:,.0f} |",
+        f"| step beside a transfer | 1.05 | {cached:.2f} to {uncached:.2f} | {LINK_GB_S:.0f} GB/s read, written and "
+        f"summed twice: {4 * LINK_GB_S:.0f} of {COPY_GB_S:.0f} GB/s, {3 * LINK_GB_S:.0f} where one "
+        "sum reads the cache |",
+    ]
+    return "\n".join(lines)
+
+
+def mixed_ratio(contexts: tuple[int, ...] = MIXED) -> float:
+    """A layer's attention and merge over the time for its bytes at attention's own rate."""
+    attend, merge = attention_kernels(LLAMA_8B, contexts)
+    kv_bytes = 4 * sum(contexts) * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim
+    return (attend.seconds(COPY_GB_S) + merge.seconds(COPY_GB_S)) / (kv_bytes / (ATTENTION_SHARE * COPY_GB_S * 1e9))
+
+
+def mixed_lengths() -> str:
+    """Against the time for the bytes: at the rate that attention reaches where all lengths are equal."""
+    batches = {
+        "1 x 1k": (1024,),
+        "1 x 32k": (32_768,),
+        "128 x 1k": (1024,) * 128,
+        "32k and 127 x 1k": MIXED,
+        "128k and 255 x 100": (131_072, *[100] * 255),
+    }
+    lines = [
+        "| contexts | programs | tiles: fullest, mean | fullest over mean, with parts | us a layer | over its bytes |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, contexts in batches.items():
+        found = attention_parts(LLAMA_8B, contexts)
+        loads = [sum(part.end - part.begin for part in found if part.program == one.program) for one in found]
+        busy = len({part.program for part in found})
+        mean = sum(part.end - part.begin for part in found) / busy
+        attend, merge = attention_kernels(LLAMA_8B, contexts)
+        took_us = (attend.seconds(COPY_GB_S) + merge.seconds(COPY_GB_S)) * 1e6
+        lines.append(
+            f"| {name} | {busy} x 8 | {max(loads)}, {mean:.1f} | {imbalance(found):.3f}, {attend.imbalance:.3f} "
+            f"| {took_us:.1f} | {mixed_ratio(contexts):.2f} |"
+        )
+    lines.append(f"\nBound for 32k among 127 of 1k: {MIXED_BOUND}. Two starts of {START_S * 1e6:.0f} us are in it.")
+    return "\n".join(lines)

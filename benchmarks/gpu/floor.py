@@ -1,0 +1,205 @@
+"""What a decode step through a graph should take, kernel by kernel, from the model's shape alone. Pure.
+
+    python -m benchmarks.gpu.floor
+
+Computed, not measured: a kernel takes a start and its bytes at a share of a device copy's bandwidth, and between two
+kernels of a graph lies a gap. `benchmarks.gpu` prints it beside what it measures, so that what is off shows. The claims
+of docs/benchmarks.md follow with their arithmetic (claims.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+from pdserve.engine.config import ModelConfig
+from pdserve.engine.gpu.splits import Part, imbalance, least_tiles, num_programs, parts, tile_range
+
+COPY_GB_S: Final = 3000.0  # read and written, of an H100 as it was once seen (vendor: 3350)
+PROCESSORS: Final = 132
+GAP_S: Final = 1.0e-6  # between two kernels of a graph
+START_S: Final = 2.0e-6  # until a kernel that depends on the last one moves bytes at its rate, and its end
+#: Of a copy, for products of few rows and of many: what public measurements of this shape's products on an H100 give.
+FEW_ROWS, PRODUCT_SHARE, WIDE_PRODUCT_SHARE = 16, 0.95, 0.86
+ATTENTION_SHARE: Final = 0.85
+#: What must be on its way to each processor for the memory's full rate, by Little's law: bandwidth times latency. Of an
+#: H200 (vendor: 4,800 GB/s), whose loads take about a microsecond under load.
+H200_GB_S, LATENCY_S = 4800.0, 1.0e-6
+IN_FLIGHT_BYTES: Final = H200_GB_S * 1e9 * LATENCY_S / PROCESSORS
+#: What the compiled kernel has on its way to a processor at least, while three programs compute a tile each: the next
+#: tile's keys and values of each, 64 x 128 x 2 x 2 bytes (tests/gpu/machine_code.py reads it from the code).
+ATTENTION_IN_FLIGHT: Final = 3 * 64 * 128 * 2 * 2
+TILE, PER_PROCESSOR = 64, 3  # of attention.choose_tiling for heads of 128 in bfloat16
+#: What a part costs a program beside its tiles: 1.5 us of loads that wait for each other, where a tile of 32 KiB takes
+#: 5 us while all programs share the bandwidth.
+PART_TILES: Final = 0.3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a model that a step's bytes follow from. Two bytes a value."""
+
+    num_layers: int
+    hidden: int
+    mlp: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+def shape_of(model: ModelConfig) -> Shape:
+    return Shape(
+        num_layers=model.num_layers,
+        hidden=model.hidden_size,
+        mlp=model.mlp_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab=model.vocab_size,
+    )
+
+
+LLAMA_8B: Final = Shape(32, 4096, 14336, 32, 8, 128, 128_256)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    count: int  # in a step
+    programs: int  # of one launch; 0: a library's
+    num_bytes: float  # of one launch
+    share: float = 1.0  # of a copy's bandwidth, once it runs
+    imbalance: float = 1.0  # the load of the fullest program over the mean
+
+    def seconds(self, copy_gb_s: float) -> float:
+        """Of one launch."""
+        return START_S + self.num_bytes * self.imbalance / (self.share * copy_gb_s * 1e9)
+
+
+@dataclass(frozen=True)
+class Floor:
+    kernels: tuple[Kernel, ...]
+    copy_gb_s: float
+
+    @property
+    def num_kernels(self) -> int:
+        return sum(one.count for one in self.kernels)
+
+    @property
+    def kernels_s(self) -> float:
+        return sum(one.count * one.seconds(self.copy_gb_s) for one in self.kernels)
+
+    @property
+    def step_s(self) -> float:
+        return self.kernels_s + self.num_kernels * GAP_S
+
+
+def attention_parts(shape: Shape, contexts: Sequence[int]) -> list[Part]:
+    """What the programs of one kv head compute, of rows of one query."""
+    programs = num_programs(shape.num_kv_heads, PROCESSORS, PER_PROCESSOR)
+    return parts([tile_range(length - 1, length, TILE) for length in contexts], programs, least_tiles(TILE))
+
+
+def attention_kernels(shape: Shape, contexts: Sequence[int]) -> tuple[Kernel, Kernel]:
+    """A layer's attention and merge."""
+    heads, kv = shape.num_heads, shape.num_kv_heads * shape.head_dim
+    found = attention_parts(shape, contexts)
+    partial = sum(part.slot is not None for part in found)
+    merged = partial * heads * (shape.head_dim + 1) * 4
+    busy = shape.num_kv_heads * len({part.program for part in found})
+    return (
+        Kernel(
+            "attend",
+            shape.num_layers,
+            busy,
+            4 * sum(contexts) * kv + merged,
+            ATTENTION_SHARE,
+            imbalance(found, PART_TILES),
+        ),
+        Kernel("merge", shape.num_layers, len(contexts) * heads, merged),
+    )
+
+
+def decode_floor(shape: Shape, rows: int, context: int, copy_gb_s: float = COPY_GB_S) -> Floor:
+    """Of greedy rows in bfloat16."""
+    layers, hidden, mlp, vocab = shape.num_layers, shape.hidden, shape.mlp, shape.vocab
+    queries, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    share = PRODUCT_SHARE if rows <= FEW_ROWS else WIDE_PRODUCT_SHARE
+    attend, merge = attention_kernels(shape, [context] * rows)
+
+    def product(name: str, inputs: int, outputs: int, count: int = layers) -> Kernel:
+        return Kernel(f"product {name}", count, 0, 2 * (inputs * outputs + rows * (inputs + outputs)), share)
+
+    return Floor(
+        (
+            Kernel("add and norm", 2 * layers + 1, rows, 8 * rows * hidden),
+            product("qkv", hidden, queries + 2 * kv),
+            Kernel(
+                "rope, store",
+                layers,
+                rows * ceil((shape.num_heads + 2 * shape.num_kv_heads) / 8),
+                4 * rows * (queries + 2 * kv),
+            ),
+            attend,
+            merge,
+            product("o", queries, hidden),
+            product("gate, up", hidden, 2 * mlp),
+            Kernel("silu", layers, rows * ceil(mlp / 1024), 6 * rows * mlp),
+            product("down", mlp, hidden),
+            product("head", hidden, vocab, 1),
+            # Of greedy rows its first launch reads all logits, as the head's product left them, the others little.
+            Kernel("sampler", 3, rows, 2 * rows * vocab / 3),
+            Kernel("tokens, tables, shares; embedding", 2, 0, 2 * rows * hidden),
+        ),
+        copy_gb_s,
+    )
+
+
+#: Of finding a cutoff among 1,024 candidates or fewer: eight rounds and the draw, each two loads that wait for each
+#: other and a sum over a program.
+CUTOFF_S: Final = 9 * 1.0e-6
+
+
+def truncated_draw_s(shape: Shape, rows: int, copy_gb_s: float = COPY_GB_S) -> float:
+    """Of rows with top-p: the logits are read twice, by as many programs as fill the device; then one program a row,
+    in rounds of one for each processor."""
+    read_s = 2 * 2 * rows * shape.vocab / (copy_gb_s * 1e9)
+    return 3 * START_S + 2 * GAP_S + read_s + ceil(rows / PROCESSORS) * CUTOFF_S
+
+
+def table(batches: Sequence[int] = (1, 128), context: int = 1024) -> str:
+    floors = {rows: decode_floor(LLAMA_8B, rows, context) for rows in batches}
+    head = "".join(f" b={rows}: programs | MB | us each | us a step |" for rows in batches)
+    lines = [f"| kernel | a step |{head}", "|---|---|" + "---|" * 4 * len(batches)]
+    names = [one.name for one in max((floor.kernels for floor in floors.values()), key=len)]
+    for name in names:
+        found = [next((one for one in floor.kernels if one.name == name), None) for floor in floors.values()]
+        count = next(one.count for one in found if one is not None)
+        lines.append(f"| {name} | {count} |" + "".join(map(_cells, found)))
+    sums = "".join(f" | | | **{floor.kernels_s * 1e6:,.0f}** |" for floor in floors.values())
+    lines.append(f"| **all kernels** | |{sums}")
+    steps = "".join(f" | | {floor.num_kernels} gaps | **{floor.step_s * 1e6:,.0f}** |" for floor in floors.values())
+    lines.append(f"| **the step** | |{steps}")
+    return "\n".join(lines)
+
+
+def _cells(kernel: Kernel | None) -> str:
+    if kernel is None:
+        return " | | | |"
+    each_s = kernel.seconds(COPY_GB_S)
+    programs = f"{kernel.programs:,}" if kernel.programs else ""
+    return f" {programs} | {kernel.num_bytes / 1e6:.3g} | {each_s * 1e6:.1f} | {kernel.count * each_s * 1e6:,.0f} |"
+
+
+def main() -> None:
+    from benchmarks.gpu.claims import claims, mixed_lengths
+
+    sys.stdout.write("\n\n".join((table(), claims(), mixed_lengths())) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Parts of benchmarks.gpu between two processes on one GPU: how fast blocks move, and what a decode step pays for it.
+
+Two processes without MPS take turns on a GPU, so a sender's kernels cost this process more here than they would from
+a GPU of their own: the slowdown of a decode step is an upper bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import tempfile
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.clock import seconds_of
+from benchmarks.gpu.ends import (
+    Landing,
+    Memory,
+    RemoteSender,
+    SenderSetup,
+    device_of,
+    make_pool,
+    nccl_environment,
+)
+from benchmarks.gpu.parts import LLAMA
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.setting import MIB, Setting
+from kvtransfer.copy_streams import CopyLimits
+from kvtransfer.grants import fingerprint_of
+from tests.support.fake_ends import DEVICE_TRANSPORTS, stand_ins
+from tests.support.transfer_ends import fingerprint
+
+REPEAT = 5
+ONE_STREAM = CopyLimits(num_streams=1)
+LANDING_BYTES = 256 * MIB
+LANDING_S = 4.0
+#: What a link of 400 Gb/s brings. Bytes that land faster take their share of the device's bandwidth, whoever copies
+#: them: of 3 TB/s, 50 GB/s that are read, written and summed at both ends are five percent.
+LINK_GB_S = 50.0
+
+
+def transfers(setting: Setting, folder: Path) -> None:
+    report = Report(
+        folder, "transfers", "two processes, one GPU; one way", ["way", "MiB", "GB/s", "ms", "of a device copy"]
+    )
+    with stand_ins() if setting.is_rehearsal else nullcontext():
+        block_bytes = setting.transfer_block_bytes
+        num_blocks = max(setting.transfer_bytes) // block_bytes
+        pool = make_pool(memory_of(setting), num_blocks, block_bytes, seed=1)
+        floors = {size: device_copy_s(setting, pool, size // block_bytes) for size in setting.transfer_bytes}
+        for size, took_s in floors.items():
+            report.row("device copy", shown_mib(size), size / took_s / 1e9, took_s * 1e3, "1")
+        ways: list[tuple[str, CopyLimits | None]] = [(transport, None) for transport in DEVICE_TRANSPORTS]
+        ways += [(transport, ONE_STREAM) for transport in ("cuda_ipc", "tcp_staged")]
+        for transport, limits in ways:
+            if limits is not None:  # a pool keeps those of its first connection
+                pool = make_pool(memory_of(setting), num_blocks, block_bytes, seed=1)
+            try:
+                one_transport(setting, report, transport, pool, floors, limits)
+            except Exception as error:
+                report.error(transport, error)
+        try:
+            while_decoding(setting, report)
+        except Exception as error:
+            report.error("decode while a transfer lands", error)
+
+
+def one_transport(
+    setting: Setting,
+    report: Report,
+    transport: str,
+    pool: Any,
+    floors: dict[int, float],
+    limits: CopyLimits | None,
+) -> None:
+    facts = fingerprint(pool.block_bytes)
+    name = transport if limits is None else f"{transport}, one copy stream"
+    landing, sender = Landing(pool, facts, transport, limits), None
+    try:
+        setup = sender_setup(setting, transport, facts, pool.num_blocks)
+        sender = RemoteSender(dataclasses.replace(setup, limits=limits))
+        if name == "cuda_ipc":
+            kernel(setting, report, sender, pool, floors)
+        for size, floor_s in floors.items():
+            blocks = range(size // pool.block_bytes)
+            took = []
+            for _ in range(REPEAT + 1):  # the first one meets, compiles and warms
+                outcome, error, took_s = sender.ask("send", landing.expect(blocks), 60.0)
+                if outcome != "sent":
+                    raise RuntimeError(f"a transfer of {size} bytes: {outcome} {error}")
+                took.append(took_s)
+            middle = statistics.median(took[1:])
+            report.row(name, shown_mib(size), size / middle / 1e9, middle * 1e3, floor_s / middle)
+            for number in (blocks[0], blocks[-1]):
+                if pool.block(number) != sender.ask("block", number):
+                    raise RuntimeError(f"block {number} differs")
+        if name == "cuda_ipc":
+            report.bar("cuda_ipc transfer of the largest size, of a device copy", floor_s / middle, least=0.8)
+    finally:
+        if sender is not None:
+            sender.close()
+        landing.close()
+
+
+def kernel(setting: Setting, report: Report, sender: RemoteSender, pool: Any, floors: dict[int, float]) -> None:
+    """cuda_ipc's copy alone: blocks of the other process's pool into ours, without the words around it."""
+    device = device_of(memory_of(setting), pool)
+    source = device.open(sender.ask("export"))
+    for size, floor_s in floors.items():
+        blocks = list(range(size // pool.block_bytes))
+        took = []
+        for _ in range(REPEAT + 1):
+            done = threading.Event()
+            began_s = time.perf_counter()
+            copying = device.copy(source, blocks, device.pool(), blocks, done.set, None)
+            while not copying.is_done:
+                time.sleep(0)
+            took.append(time.perf_counter() - began_s)
+            done.wait(10.0)
+        middle = statistics.median(took[1:])
+        report.row("cuda_ipc, its copy alone", shown_mib(size), size / middle / 1e9, middle * 1e3, floor_s / middle)
+    source.close()
+
+
+def while_decoding(setting: Setting, report: Report) -> None:
+    """The decode step of the Llama shape, 64 rows, alone and while transfers land in its pool."""
+    from benchmarks.gpu.engine import AheadRows, open_model, spans
+
+    rows, context = next(one for one in reversed(setting.decodes) if one[1] == setting.decodes[0][1] and one[0] <= 64)
+    with tempfile.TemporaryDirectory() as parent:
+        opened = open_model(setting, LLAMA, "bfloat16", Path(parent))
+    engine, facts = opened.engine, fingerprint_of(opened.engine.spec)
+    pool: Any = engine.pool
+    if setting.is_rehearsal:  # an engine on the CPU, and what lands beside it
+        pool = make_pool("stand-in", engine.spec.num_blocks, engine.spec.block_bytes, seed=2)
+    count = max(1, min(engine.spec.num_blocks // 4, LANDING_BYTES // pool.block_bytes))
+    blocks = range(engine.spec.num_blocks - count, engine.spec.num_blocks)
+    ahead = AheadRows(opened, rows, context, setting.num_steps)
+
+    def step_s(seconds: float, goes_on: Any = lambda: True) -> float:
+        opened.replays.marks.clear()
+        ends_s = time.perf_counter() + seconds
+        ahead.steps(10_000, lambda: goes_on() and (time.perf_counter() < ends_s or len(opened.replays.marks) < 3))
+        opened.clock.sync()
+        inside, outside = spans(opened)
+        return statistics.mean(inside) + statistics.mean(outside)
+
+    seconds = 0.2 if setting.is_rehearsal else LANDING_S
+    step_s(0.0)
+    alone_s = step_s(seconds)
+    report.row(f"decode of {rows} rows, alone", "", "", alone_s * 1e3, "")
+    num_bytes = count * pool.block_bytes
+    for transport, pace_gb_s in (("cuda_ipc", LINK_GB_S), ("cuda_ipc", 0.0), ("nccl", 0.0)):
+        name = f"decode of {rows} rows while {transport} lands" + (f" at {pace_gb_s:.0f} GB/s" if pace_gb_s else "")
+        landing, sender = Landing(pool, facts, transport), None
+        try:
+            sender = RemoteSender(sender_setup(setting, transport, facts, count))
+            pump = Pump(sender, landing, blocks, num_bytes / (pace_gb_s * 1e9) if pace_gb_s else 0.0)
+            pump.once()
+            pump.start()
+            during_s = step_s(seconds)
+            pump.stop()
+            rate = pump.num_transfers * num_bytes / pump.took_s / 1e9
+            slower = f"{during_s / alone_s - 1:+.1%} step time"
+            report.row(name, shown_mib(num_bytes), rate, during_s * 1e3, slower)
+            if pace_gb_s:  # two ranks of NCCL on one GPU take turns with it, step by step, whatever we do
+                report.bar(f"{name}, of alone", during_s / alone_s, most=1.05)
+        except Exception as error:
+            report.error(name, error)
+        finally:
+            if sender is not None:
+                sender.close()
+            landing.close()
+
+
+class Pump:
+    """Sends one transfer after another from a thread, each `pause_s` after the last one began at the earliest."""
+
+    def __init__(self, sender: RemoteSender, landing: Landing, blocks: range, pause_s: float) -> None:
+        self._sender, self._landing, self._blocks, self._pause_s = sender, landing, blocks, pause_s
+        self._ends, self.num_transfers, self.took_s = threading.Event(), 0, 0.0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._error: Exception | None = None
+
+    def once(self) -> None:
+        outcome, error, _ = self._sender.ask("send", self._landing.expect(self._blocks), 60.0)
+        if outcome != "sent":
+            raise RuntimeError(f"{outcome} {error}")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ends.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        began_s = time.perf_counter()
+        try:
+            while not self._ends.is_set() or not self.num_transfers:
+                self.once()
+                self.num_transfers += 1
+                self._ends.wait(max(0.0, began_s + self.num_transfers * self._pause_s - time.perf_counter()))
+        except Exception as error:  # raised where the pump is stopped
+            self._error = error
+        self.took_s = time.perf_counter() - began_s
+
+
+def sender_setup(setting: Setting, transport: str, facts: Any, num_blocks: int) -> SenderSetup:
+    environment: dict[str, str] = {}
+    if transport == "nccl" and not setting.is_rehearsal:
+        os.environ.update(nccl_environment("receiver"))
+        environment = nccl_environment("sender")
+    return SenderSetup(
+        memory=memory_of(setting),
+        transport=transport,
+        fingerprint=facts,
+        num_blocks=num_blocks,
+        environment=environment,
+        is_thread=setting.is_rehearsal,
+    )
+
+
+def memory_of(setting: Setting) -> Memory:
+    return "stand-in" if setting.is_rehearsal else "cuda"
+
+
+def device_copy_s(setting: Setting, pool: Any, num_blocks: int) -> float:
+    if setting.is_rehearsal:
+        memory = pool.on_device[: num_blocks * pool.block_bytes]
+        return seconds_of(setting.clock, lambda: bytes(memory))
+    import torch
+
+    target = torch.empty_like(pool.raw[:num_blocks])
+    return seconds_of(setting.clock, lambda: target.copy_(pool.raw[:num_blocks]))
+
+
+def shown_mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:.4g}"

@@ -1,0 +1,179 @@
+"""Times KV transfers between two processes beside one memcpy, a raw socket and NIXL of the same bytes, in one run.
+
+    python -m benchmarks.transfer [--sizes 1,16,128,1024] [--block-bytes 393216] [--repeat 9] [--at-once 1,4,16]
+                                  [--nixl-python PYTHON] [--quick] [--json]
+
+A transfer is timed on the sender, from the push of finished blocks to the receiver's word that every checksum
+matched; grant and connection exist already. The floors and the peers:
+  memcpy    one call in the receiving process that copies the bytes out of the sender's memory into its own
+  socket    sendall in one process, recv_into in the other, one byte back: tcp without frames or checks
+  nixl      a WRITE of the same blocks by prepared lists, UCX free to choose (pip install nixl in an environment of its
+            own; --nixl-python names its python); nixl-tcp: the same held to sockets by UCX_TLS=tcp
+A block holds 16 tokens; its default size is that of a model with 125M parameters in float32 (12 layers, 4 kv heads of
+64), and sizes are rounded up to whole blocks. Blocks lie in order on both sides, or at random (fragmented: nothing in
+a row). `off` is the same without checksum. Every way has its turn in each round, in an order that is sampled anew, and
+NIXL's processes stand stopped but for theirs, which counts from its second try on the same bytes; ratios are taken
+round by round and their medians shown. A bar is judged for each size. Ours need both cores, and NIXL's poll on both:
+on a machine that does other work too, take no figure from this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from benchmarks.transfer.ways import TRANSPORTS, Ways, serve
+from pdserve.core.json_text import to_json
+
+MIB: Final = 2**20
+WARM_ROUNDS: Final = 2  # pages, caches, socket buffers
+
+PlacementOption = tuple[str, bool, int]  # name, whether fragmented, how many at once
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`way` moves bytes at least `least` times as fast as `against`."""
+
+    name: str
+    way: PlacementOption
+    against: PlacementOption
+    least: float
+
+
+def plain(name: str) -> PlacementOption:
+    return (name, False, 1)
+
+
+BARS: Final = (
+    Bar("shm, of one memcpy", plain("shm"), plain("memcpy"), 0.8),
+    Bar("tcp, of a raw socket", plain("tcp"), plain("socket"), 0.8),
+    Bar("shm, of NIXL over UCX", plain("shm"), plain("nixl"), 1.5),
+    Bar("tcp, of NIXL over UCX held to sockets", plain("tcp"), plain("nixl-tcp"), 1.5),
+    Bar("shm fragmented, of contiguous", ("shm", True, 1), plain("shm"), 0.7),
+    Bar("tcp fragmented, of contiguous", ("tcp", True, 1), plain("tcp"), 0.7),
+    Bar("shm, of shm without checksum", plain("shm"), plain("shm-off"), 1 - 0.08),
+    Bar("tcp, of tcp without checksum", plain("tcp"), plain("tcp-off"), 1 - 0.02),
+)
+
+
+@dataclass
+class Rounds:
+    num_bytes: int
+    seconds: dict[PlacementOption, list[float]]
+
+    def rate(self, way: PlacementOption) -> float:
+        """GB/s."""
+        return self.num_bytes / statistics.median(self.seconds[way]) / 1e9
+
+    def ratio(self, way: PlacementOption, against: PlacementOption) -> tuple[float, float, float]:
+        """How many times as fast: the median of the rounds, and the quartiles."""
+        pairs = zip(self.seconds[way], self.seconds[against], strict=True)
+        low, middle, high = statistics.quantiles([floor / own for own, floor in pairs], n=4)
+        return middle, low, high
+
+
+def measure(ways: Ways, num_bytes: int, at_once: list[int], repeat: int, say: Callable[[str], None]) -> Rounds:
+    turns: dict[PlacementOption, Callable[[], float]] = {
+        plain("memcpy"): lambda: ways.memcpy(num_bytes),
+        plain("socket"): lambda: ways.raw_socket(num_bytes),
+    }
+    ours = [(name, fragmented, count) for name in TRANSPORTS for fragmented in (False, True) for count in at_once]
+    ours += [plain(f"{name}-off") for name in TRANSPORTS]
+    for way in ours:
+        turns[way] = lambda way=way: ways.transfer(way[0], num_bytes, *way[1:])  # type: ignore[misc]
+    for name in ways.nixl:
+        for fragmented in (False, True):
+            turns[name, fragmented, 1] = lambda n=name, f=fragmented: ways.peer(n, num_bytes, f, 1)  # type: ignore[misc]
+    rounds = Rounds(num_bytes, {way: [] for way in turns})
+    order, rng = list(turns), random.Random(num_bytes)
+    for number in range(WARM_ROUNDS + repeat):
+        rng.shuffle(order)
+        say(f"{num_bytes / MIB:.4g} MiB: round {number + 1} of {WARM_ROUNDS + repeat}")
+        for way in order:
+            took_s = turns[way]()
+            if number >= WARM_ROUNDS:
+                rounds.seconds[way].append(took_s)
+    assert ways.is_equal(num_bytes), "the bytes that arrived are not those that were sent"
+    return rounds
+
+
+def title(way: PlacementOption) -> str:
+    name, is_fragmented, at_once = way
+    return name + (", fragmented" if is_fragmented else "") + (f", {at_once} at once" if at_once > 1 else "")
+
+
+def table(sizes: list[Rounds], missing: dict[str, str]) -> str:
+    heads = [f"{one.num_bytes / MIB:.4g} MiB" for one in sizes]
+    lines = ["| GB/s | " + " | ".join(heads) + " |", "|---|" + "---|" * len(sizes)]
+    for way in sizes[-1].seconds:  # the largest can be shared by the most transfers
+        cells = [f"{one.rate(way):.2f}" if way in one.seconds else "" for one in sizes]
+        lines.append(f"| {title(way)} | " + " | ".join(cells) + " |")
+    lines += [f"| {name} | missing: {why} |" for name, why in missing.items()]
+    lines += ["", "| bar | " + " | ".join(heads) + " |", "|---|" + "---|" * len(sizes)]
+    for bar in BARS:
+        if bar.against not in sizes[0].seconds:
+            lines.append(f"| {bar.name} >= {bar.least:g} | not judged: {bar.against[0]} is missing |")
+            continue
+        cells = []
+        for one in sizes:
+            middle, low, high = one.ratio(bar.way, bar.against)
+            cells.append(f"{middle:.2f} ({low:.2f}..{high:.2f}) {'met' if middle >= bar.least else 'missed'}")
+        lines.append(f"| {bar.name} >= {bar.least:g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def as_json(sizes: list[Rounds], missing: dict[str, str]) -> str:
+    bars = [
+        {**asdict(bar), "bytes": one.num_bytes, "ratio": one.ratio(bar.way, bar.against)[0]}
+        for bar in BARS
+        if bar.against in sizes[0].seconds
+        for one in sizes
+    ]
+    seconds = [{"bytes": one.num_bytes, **{title(way): took for way, took in one.seconds.items()}} for one in sizes]
+    return to_json({"bars": bars, "seconds": seconds, "missing": missing})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", help="MiB per transfer, comma-separated (default 1,16,128,1024)")
+    parser.add_argument("--at-once", help="transfers that share the bytes (default 1,4,16)")
+    parser.add_argument("--block-bytes", type=int, default=393_216, help="of 16 tokens, with all layers")
+    parser.add_argument("--repeat", type=int, help="rounds that count (default 9)")
+    parser.add_argument("--nixl-python", default="", metavar="PYTHON", help="of an environment that has nixl")
+    parser.add_argument("--quick", action="store_true", help="1, 16 and 64 MiB, 1 and 4 at once, 5 rounds")
+    parser.add_argument("--json", action="store_true", help="every figure, for programs")
+    parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--source-fd", type=int, default=-1, help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.serve:
+        serve(flags.serve, flags.block_bytes, flags.source_fd)
+        return
+    usual = ("1,16,64", "1,4", 5) if flags.quick else ("1,16,128,1024", "1,4,16", 9)
+    block_bytes: int = flags.block_bytes
+    blocks = [math.ceil(float(size) * MIB / block_bytes) for size in (flags.sizes or usual[0]).split(",")]
+    at_once = [int(count) for count in (flags.at_once or usual[1]).split(",")]
+    repeat = flags.repeat or usual[2]
+    if min(blocks) < 1 or min(at_once) < 1 or repeat < 2:
+        parser.error("sizes and numbers at once are positive, and there are at least 2 rounds")
+    num_bytes = [count * block_bytes for count in blocks]
+    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    ways = Ways(max(num_bytes), block_bytes, flags.nixl_python)
+    try:
+        sizes = [
+            measure(ways, size, [count for count in sorted({1, *at_once}) if count <= size // block_bytes], repeat, say)
+            for size in num_bytes
+        ]
+    finally:
+        ways.close()
+    print(as_json(sizes, ways.missing) if flags.json else table(sizes, ways.missing))
+
+
+if __name__ == "__main__":
+    main()

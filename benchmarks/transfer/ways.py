@@ -1,0 +1,302 @@
+"""The ways that the transfer benchmark times: ours, the floors under them, and NIXL; each between two processes."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.transfer.off import OFF, allow
+from kvtransfer.checksum import Checksum
+from kvtransfer.receiver import StreamReceiver
+from kvtransfer.sender import StreamSender
+from kvtransfer.transport import SendOutcome, Sent
+from kvtransfer.transports.registry import kinds
+from pdserve.core.grant import Grant, TransferKey
+from tests.support.cluster_secret import SECRET
+from tests.support.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
+
+LEAST_POOL_BYTES: Final = 256 * 2**20  # far more than the caches
+TRANSPORTS: Final = ("tcp", "shm")
+NIXL: Final = {"nixl": {}, "nixl-tcp": {"UCX_TLS": "tcp"}}  # UCX chooses; UCX is held to sockets
+_ENDS: Final = {
+    f"{transport}{suffix}": (transport, checksums)
+    for transport in TRANSPORTS
+    for suffix, checksums in (("", (Checksum.XXH3_64,)), ("-off", OFF))
+}
+
+
+@cache
+def layout(first: int, num_blocks: int, is_fragmented: bool) -> list[int]:
+    """Every block of a stretch of a pool once: in order, or at random."""
+    blocks = list(range(first, first + num_blocks))
+    if is_fragmented:
+        random.Random(num_blocks).shuffle(blocks)
+    return blocks
+
+
+def grants(order: dict[str, Any], endpoint: str) -> list[Grant]:
+    """The transfers that share an order's bytes, as both sides know them."""
+    blocks = layout(order["first"], order["blocks"], order["is_fragmented"])
+    at_once = order["at_once"]
+    return [
+        Grant(
+            key=TransferKey(transfer_id="bench", attempt=1, generation=order["number"] * 1000 + part),
+            endpoint=endpoint,
+            worker_id=f"d-{order['end']}",
+            incarnation="1",
+            fingerprint=fingerprint(order["block_bytes"]),
+            blocks=tuple(blocks[len(blocks) * part // at_once : len(blocks) * (part + 1) // at_once]),
+            held_blocks=0,
+        )
+        for part in range(at_once)
+    ]
+
+
+def serve(max_bytes: int, block_bytes: int, source_fd: int) -> None:
+    """The receiving process: obeys one JSON line at a time on stdin, answers on stdout."""
+    allow()
+    pool = HostPool(max_bytes // block_bytes, block_bytes)
+    _touch(pool.buffer)
+    source = memoryview(mmap.mmap(source_fd, max_bytes, prot=mmap.PROT_READ))
+    receivers = {
+        end: StreamReceiver(
+            pool,
+            fingerprint(block_bytes),
+            secret=SECRET,
+            worker_id=f"d-{end}",
+            incarnation="1",
+            host="127.0.0.1",
+            transports=kinds(transport),
+            checksums=checksums,
+        )
+        for end, (transport, checksums) in _ENDS.items()
+    }
+    hosts = {end: GrpcHost(receiver.servicer) for end, receiver in receivers.items()}
+    endpoints = {end: host.endpoint for end, host in hosts.items()}
+    door = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_drain_socket, args=(door, pool.buffer), daemon=True).start()
+    print(json.dumps({"endpoints": endpoints, "socket": door.getsockname()[1]}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer: dict[str, Any] = {}
+        if "memcpy" in order:
+            began_s = time.perf_counter()
+            begin, end = order["memcpy"]
+            pool.buffer[begin:end] = source[begin:end]
+            answer["seconds"] = time.perf_counter() - began_s
+        elif "compare" in order:
+            begin, end = order["compare"]
+            answer["is_equal"] = pool.buffer[begin:end] == source[begin:end]
+        else:
+            for grant in grants(order, ""):
+                receivers[order["end"]].expect(grant, lambda received: None)
+        print(json.dumps(answer), flush=True)
+
+
+def _touch(memory: memoryview) -> None:
+    for at in range(0, len(memory), mmap.PAGESIZE):
+        memory[at] = 1
+
+
+def _drain_socket(door: socket.socket, memory: memoryview) -> None:
+    sock, _ = door.accept()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    head = bytearray(16)
+    while sock.recv_into(head) == 16:
+        view = memory[int.from_bytes(head[:8], "little") : int.from_bytes(head[8:], "little")]
+        while view:
+            view = view[sock.recv_into(view) :]
+        sock.sendall(b"k")
+
+
+class Child:
+    """A process that answers JSON lines with JSON lines.
+
+    `is_peer`: it and its children stand stopped but for the answer, since what they poll for costs a core.
+    """
+
+    def __init__(
+        self, command: list[str], env: dict[str, str], fds: tuple[int, ...] = (), *, is_peer: bool = False
+    ) -> None:
+        self._is_peer = is_peer
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if is_peer else None,
+            text=True,
+            env={**os.environ, **env},
+            pass_fds=fds,
+            process_group=0 if is_peer else None,
+        )
+
+    def hear(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise OSError(f"{self._child.args!r} ended without an answer")
+        self._signal(signal.SIGSTOP)
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        assert self._child.stdin is not None
+        self._signal(signal.SIGCONT)
+        self._child.stdin.write(json.dumps(order) + "\n")
+        self._child.stdin.flush()
+        return self.hear()
+
+    def _signal(self, number: int) -> None:
+        if self._is_peer:
+            os.killpg(self._child.pid, number)
+
+    def close(self) -> None:
+        if self._child.poll() is None:
+            self._signal(signal.SIGKILL)
+            self._child.kill()
+        self._child.wait()
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class Ways:
+    """Each turn moves another stretch of the pools, so that nobody finds the bytes in a cache for having had them last.
+
+    `missing` says which peers could not be had, and why.
+    """
+
+    def __init__(self, max_bytes: int, block_bytes: int, nixl_python: str) -> None:
+        self._undo = allow()
+        max_bytes = max(max_bytes, -(-LEAST_POOL_BYTES // block_bytes) * block_bytes)
+        self._max_bytes, self._at = max_bytes, 0
+        self._block_bytes, self._number = block_bytes, 0
+        self._pool = HostPool(max_bytes // block_bytes, block_bytes)
+        pattern = random.Random(1).randbytes(2**20 + 8192)  # so that no two blocks are alike
+        for at in range(0, max_bytes, 2**20):
+            start, end = at // 2**20 % 8192, min(at + 2**20, max_bytes)
+            self._pool.buffer[at:end] = pattern[start : start + end - at]
+        assert self._pool.descriptor is not None, "the floor needs memory that can be shared"
+        command = [sys.executable, "-m", "benchmarks.transfer", "--serve", str(max_bytes)]
+        command += ["--block-bytes", str(block_bytes), "--source-fd", str(self._pool.descriptor)]
+        self._child = Child(command, {}, (self._pool.descriptor,))
+        ends = self._child.hear()
+        self._endpoints: dict[str, str] = ends["endpoints"]
+        self._socket = socket.create_connection(("127.0.0.1", ends["socket"]))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._senders = {
+            end: StreamSender(
+                self._pool,
+                fingerprint(block_bytes),
+                secret=SECRET,
+                worker_id=f"p-{end}",
+                incarnation="1",
+                transports=kinds(transport),
+                checksums=checksums,
+            )
+            for end, (transport, checksums) in _ENDS.items()
+        }
+        self.missing: dict[str, str] = {}
+        self.nixl: dict[str, Child] = {}
+        script = str(Path(__file__).with_name("nixl_peer.py"))
+        for name, env in NIXL.items():
+            if not nixl_python:
+                self.missing[name] = "no --nixl-python was given"
+                continue
+            child = Child([nixl_python, script, str(max_bytes), str(block_bytes)], env, is_peer=True)
+            try:
+                child.hear()
+            except OSError:
+                self.missing[name] = f"{nixl_python} could not start it"
+                child.close()
+                continue
+            self.nixl[name] = child
+        for one in _ENDS:  # every page of every mapping is touched once
+            self.transfer(one, max_bytes, False, 1)
+        self._child.ask({"memcpy": (0, max_bytes)})
+
+    def _next(self, num_bytes: int) -> tuple[int, int]:
+        """The stretch of the next turn."""
+        if self._at + num_bytes > self._max_bytes:
+            self._at = 0
+        begin, self._at = self._at, self._at + num_bytes
+        return begin, begin + num_bytes
+
+    def transfer(self, end: str, num_bytes: int, is_fragmented: bool, at_once: int) -> float:
+        """From the push of finished blocks to the receiver's word that every checksum matched."""
+        self._number += 1
+        begin, _ = self._next(num_bytes)
+        order = {
+            "end": end,
+            "number": self._number,
+            "first": begin // self._block_bytes,
+            "blocks": num_bytes // self._block_bytes,
+            "block_bytes": self._block_bytes,
+            "is_fragmented": is_fragmented,
+            "at_once": at_once,
+        }
+        self._child.ask(order)
+        all_ended, ends = threading.Event(), list[Sent]()
+
+        def on_end(sent: Sent) -> None:
+            ends.append(sent)
+            if len(ends) == at_once:
+                all_ended.set()
+
+        sender, parts = self._senders[end], grants(order, self._endpoints[end])
+        sources = iter(
+            layout(order["first"], order["blocks"], is_fragmented)
+        )  # the same permutation: the pools end up equal
+        pushes = [[(index, next(sources)) for index in range(len(grant.blocks))] for grant in parts]
+        for grant in parts:
+            sender.start(grant, on_end)
+        began_s = time.perf_counter()
+        for grant, push in zip(parts, pushes, strict=True):
+            sender.push(grant.key, push, True)
+        assert all_ended.wait(WAIT_S), "the transfer hangs"
+        took_s = time.perf_counter() - began_s
+        assert all(one.outcome is SendOutcome.SENT for one in ends), ends
+        return took_s
+
+    def memcpy(self, num_bytes: int) -> float:
+        """One call that copies out of the source's memory, in the receiving process."""
+        return float(self._child.ask({"memcpy": self._next(num_bytes)})["seconds"])
+
+    def raw_socket(self, num_bytes: int) -> float:
+        """sendall here, recv_into there, one byte back."""
+        begin, end = self._next(num_bytes)
+        view = self._pool.buffer[begin:end]
+        began_s = time.perf_counter()
+        self._socket.sendall(begin.to_bytes(8, "little") + end.to_bytes(8, "little"))
+        self._socket.sendall(view)
+        assert self._socket.recv(1) == b"k"
+        return time.perf_counter() - began_s
+
+    def peer(self, name: str, num_bytes: int, is_fragmented: bool, at_once: int) -> float:
+        begin, _ = self._next(num_bytes)
+        blocks = layout(begin // self._block_bytes, num_bytes // self._block_bytes, is_fragmented)
+        answer = self.nixl[name].ask({"blocks": blocks, "targets": blocks, "at_once": at_once})
+        return float(answer["seconds"])
+
+    def is_equal(self, num_bytes: int) -> bool:
+        """Whether the receiver's pool holds the source's bytes where the last turn moved them."""
+        return bool(self._child.ask({"compare": (self._at - num_bytes, self._at)})["is_equal"])
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+        self._socket.close()
+        for child in (self._child, *self.nixl.values()):
+            child.close()
+        self._undo()

@@ -1,0 +1,312 @@
+"""A stand-in for a CUDA device in memory files. A thread for each stream does its work later, in the stream's order.
+
+It behaves like the real one in these ways. A call returns before the bytes have moved, after an unpredictable time.
+Streams run concurrently: work of one overtakes earlier work of another unless it was ordered behind it. Another process
+opens a pool by the handle from `export`, and may be unable to read it after its owner was killed. `Trouble` adds every
+failure that a real device may show.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import random
+import select
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtransfer.copy_streams import CopyLimits, StreamLoads
+from kvtransfer.device import COPY_S, Blocks, Copying, Wake
+from kvtransfer.host_device import HostBlocks, PlainBytes, digest_of, move_bytes, word_sum
+from kvtransfer.staging_budget import StagingBudget
+from pdserve.core.errors import InternalError, TransferFailed
+from tests.support.transfer_ends import HostPool
+
+DRAIN_S = 30.0
+_EXPORT = struct.Struct("<IIII")  # process, descriptor, blocks, bytes per block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """Probability of each failure, per copy or message; no failures by default."""
+
+    seed: int = 1
+    delay_s: float = 0.0005  # of each, at most
+    late: float = 0.0  # a copy takes up to late_s
+    late_s: float = 0.4
+    killed: float = 0.0  # the process is killed during a copy
+    hung: float = 0.0  # a message never ends
+    failed: float = 0.0  # the library reports an asynchronous error
+    flipped: float = 0.0  # one bit of a message is flipped
+    # Access to a killed process's memory or messages raises an error; else memory stays readable and messages hang.
+    loses_the_dead: bool = False
+
+
+PLAIN = Trouble()
+
+
+class DevicePool(HostPool):
+    """An engine's pool on a device. Code that asks for its bytes on the host is wrong."""
+
+    is_on_host = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.on_device, self.handle = self.memory, self.descriptor
+        del self.buffer
+        self.descriptor = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "buffer":
+            raise InternalError("the KV pool lies on a device: it has no host buffer")
+        raise AttributeError(name)
+
+
+class HiddenPool:
+    """A pool in host memory (TorchPool, HostPool) that looks like one on a device."""
+
+    is_on_host = False
+    descriptor = None
+
+    def __init__(self, pool: Any) -> None:
+        self.num_blocks, self.block_bytes = pool.num_blocks, pool.block_bytes
+        self.on_device, self.handle = pool.buffer, pool.descriptor
+        self._pool = pool  # which owns the descriptor
+
+    @property
+    def buffer(self) -> memoryview:
+        raise InternalError("the KV pool lies on a device: it has no host buffer")
+
+
+class FakeBlocks(HostBlocks):
+    """Blocks on the device: its pool, staging, or a part of them that shares the lifetime of the whole."""
+
+    whole: FakeBlocks | None = None
+
+    def check(self) -> None:
+        """Raises TransferFailed if the memory is gone."""
+        if self.whole is not None:
+            self.whole.check()
+
+    def _part(self, num_blocks: int, block_bytes: int, first: int, stride: int) -> FakeBlocks:
+        part = FakeBlocks(self.memory, num_blocks, block_bytes, first, stride)
+        part.whole = self
+        return part
+
+
+class OpenedBlocks(FakeBlocks):
+    """Another process's pool."""
+
+    def __init__(self, exported: bytes, loses_the_dead: bool) -> None:
+        try:
+            self._process, descriptor, num_blocks, block_bytes = _EXPORT.unpack(exported)
+            file = os.open(f"/proc/{self._process}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, struct.error) as error:
+            raise TransferFailed(f"the sender's pool cannot be opened: {error}") from error
+        try:
+            memory = mmap.mmap(file, num_blocks * block_bytes, prot=mmap.PROT_READ)
+            self._alive = os.pidfd_open(self._process) if loses_the_dead else None
+        except (OSError, ValueError) as error:
+            raise TransferFailed(f"the sender's pool cannot be opened: {error}") from error
+        finally:
+            os.close(file)
+        super().__init__(memory, num_blocks, block_bytes)
+
+    def check(self) -> None:
+        if self._alive is not None and select.select([self._alive], [], [], 0)[0]:
+            raise TransferFailed("the device failed: the sender's memory is gone")
+
+    def close(self) -> None:
+        super().close()
+        if self._alive is not None:
+            os.close(self._alive)
+            self._alive = None
+
+
+class FakeCopying:
+    def __init__(self, limit_s: float = COPY_S, stream: int | None = None) -> None:
+        self.state: tuple[bool, str, bytes] = (False, "", b"")
+        self.stream = stream  # the number of the device's that it is queued on
+        self._limit_s, self._ends_s = limit_s, time.monotonic() + limit_s
+
+    @property
+    def is_done(self) -> bool:
+        is_done, error, _ = self.state
+        if not is_done and not error and time.monotonic() > self._ends_s:
+            error = f"work on the device has not ended in {self._limit_s:.0f} s"
+        if error:
+            raise TransferFailed(error)
+        return is_done
+
+    def digest(self) -> bytes:
+        assert self.state[0]
+        return self.state[2]
+
+
+class Stream:
+    """One thread that runs its work in order."""
+
+    def __init__(self, name: str, trouble: Trouble = PLAIN) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._trouble, self._rng = trouble, random.Random(f"{trouble.seed} {name}")
+        self._thread = threading.Thread(target=self._run, name=f"fake-{name}", daemon=True)
+        self._thread.start()
+
+    def queue(
+        self, work: Callable[[], bytes], wake: Wake, limit_s: float = COPY_S, number: int | None = None
+    ) -> FakeCopying:
+        copying = FakeCopying(limit_s, number)
+
+        def run() -> None:
+            try:
+                copying.state = (True, "", work())
+            except TransferFailed as failed:
+                copying.state = (False, failed.message, b"")
+            wake()
+
+        self._work.put(run)
+        return copying
+
+    def drain(self) -> None:
+        done = threading.Event()
+        self._work.put(done.set)
+        if not done.wait(DRAIN_S):
+            raise InternalError("the stand-in for a device does not drain")
+
+    def end(self) -> None:
+        self._work.put(None)
+        self._thread.join(DRAIN_S)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            trouble = self._trouble
+            time.sleep(self._rng.random() * (trouble.late_s if self._rng.random() < trouble.late else trouble.delay_s))
+            work()
+
+
+class FakeDevice:
+    name = "fake"
+
+    def __init__(self, pool: Any, trouble: Trouble = PLAIN, limits: CopyLimits | None = None) -> None:
+        limits = limits or CopyLimits()
+        self._pool, self.trouble = pool, trouble
+        self.streams = [Stream(f"device {number}", trouble) for number in range(limits.num_streams)]
+        self.loads, self.budget = StreamLoads(limits.num_streams), StagingBudget(limits.staging_bytes)
+        self._under_way: set[int] = set()  # numbers of copies that have not ended
+        self._num_queued = 0
+        self._lock = threading.Lock()  # guards these two and the count of overtakings
+        self.num_overtakings = 0  # copies that ended before an earlier one, which was on another stream
+        self._rng = random.Random(f"{trouble.seed} kills")
+        self._steps: list[threading.Event] = []  # of the engine, that may not have ended
+        self.num_copies = 0
+
+    def pool(self) -> FakeBlocks:
+        return FakeBlocks(self._pool.on_device, self._pool.num_blocks, self._pool.block_bytes)
+
+    def staging(self, num_blocks: int) -> FakeBlocks:
+        block_bytes = self._pool.block_bytes
+        return FakeBlocks(bytearray(num_blocks * block_bytes), num_blocks, block_bytes)
+
+    def export(self) -> bytes:
+        return _EXPORT.pack(os.getpid(), self._pool.handle, self._pool.num_blocks, self._pool.block_bytes)
+
+    def open(self, exported: bytes) -> FakeBlocks:
+        return OpenedBlocks(exported, self.trouble.loses_the_dead)
+
+    def begin_step(self) -> threading.Event:
+        """Queues work of the engine; it ends when the event is set."""
+        step = threading.Event()
+        self._steps.append(step)
+        return step
+
+    def fence(self) -> tuple[threading.Event, ...]:
+        self._steps = [step for step in self._steps if not step.is_set()]
+        return tuple(self._steps)
+
+    def copy(
+        self,
+        source: Blocks,
+        sources: Sequence[int],
+        target: Blocks | None,
+        targets: Sequence[int],
+        wake: Wake,
+        after: Any | None,
+        behind: Copying | None = None,
+    ) -> FakeCopying:
+        assert isinstance(source, FakeBlocks)
+        self.num_copies += 1
+        dies_at = self._rng.randrange(len(sources)) if self._rng.random() < self.trouble.killed else -1
+
+        def work() -> bytes:
+            for step in after or ():
+                step.wait(DRAIN_S)
+            sums = []
+            for index, block in enumerate(sources):
+                source.check()
+                if index == dies_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                data = source.read(block)
+                sums.append(word_sum(memoryview(data)))
+                if isinstance(target, FakeBlocks):
+                    target.write(targets[index], data)
+            return digest_of(sums)
+
+        return self._queue(work, wake, len(sources) * source.block_bytes, behind)
+
+    def pinned(self, num_bytes: int) -> PlainBytes:
+        return PlainBytes(num_bytes)
+
+    def move(
+        self,
+        staging: Blocks,
+        host: Any,
+        num_bytes: int,
+        wake: Wake,
+        *,
+        is_to_host: bool,
+        behind: Copying | None = None,
+    ) -> FakeCopying:
+        assert isinstance(staging, FakeBlocks)
+
+        def work() -> bytes:
+            move_bytes(staging, host, num_bytes, is_to_host=is_to_host)
+            return b""
+
+        return self._queue(work, wake, num_bytes, behind)
+
+    def drain(self) -> None:
+        for stream in self.streams:
+            stream.drain()
+
+    def end(self) -> None:
+        for stream in self.streams:
+            stream.end()
+
+    def stream_for(self, num_bytes: int, behind: Copying | None) -> int:
+        """Separate, so that a test can remove the ordering."""
+        if behind is None:
+            return self.loads.begin(num_bytes)
+        assert isinstance(behind, FakeCopying)
+        return self.loads.begin(num_bytes, behind.stream)
+
+    def _queue(self, work: Callable[[], bytes], wake: Wake, num_bytes: int, behind: Copying | None) -> FakeCopying:
+        index = self.stream_for(num_bytes, behind)
+        with self._lock:
+            self._num_queued += 1
+            number = self._num_queued
+            self._under_way.add(number)
+
+        def ended() -> None:
+            with self._lock:
+                self._under_way.remove(number)
+                self.num_overtakings += min(self._under_way, default=number) < number
+            self.loads.end(index, num_bytes)
+            wake()
+
+        return self.streams[index].queue(work, ended, number=index)

@@ -1,0 +1,99 @@
+"""Pools of plain bytes, and a gRPC server in a thread, for transfer tests and benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import threading
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from kvtransfer.dial import open_request
+from kvtransfer.grants import PROTOCOL
+from kvtransfer.sender import StreamSender
+from pdserve.core.errors import PdserveError
+from pdserve.core.grant import Fingerprint
+from pdserve.core.kv_shape import KvShape
+from pdserve.engine.host_memory import HostMemory
+from pdserve.v1 import transfer_pb2_grpc
+from pdserve.wire import peers
+from tests.support.cluster_secret import proofs, protect
+
+WAIT_S = 20.0
+BLOCK_BYTES = 4096
+
+
+class HostPool:
+    """A pool of blocks in host memory, without an engine."""
+
+    is_on_host = True
+
+    def __init__(self, num_blocks: int, block_bytes: int = BLOCK_BYTES, seed: int | None = None) -> None:
+        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+        size = num_blocks * block_bytes
+        self._memory = HostMemory(size)
+        self.memory = self.buffer = self._memory.buffer
+        self.descriptor = self._memory.descriptor
+        if seed is not None:
+            self.memory[:] = random.Random(seed).randbytes(size)
+
+    def block(self, number: int) -> bytes:
+        return bytes(self.memory[number * self.block_bytes : (number + 1) * self.block_bytes])
+
+    def fill(self, blocks: range | tuple[int, ...], byte: int) -> None:
+        for number in blocks:
+            self.memory[number * self.block_bytes : (number + 1) * self.block_bytes] = bytes([byte]) * self.block_bytes
+
+
+def fingerprint(block_bytes: int = BLOCK_BYTES, num_layers: int = 1, **changes: Any) -> Fingerprint:
+    """The fingerprint of a pool of plain bytes: a block has up to eight tokens, each one row of 64-bit cells."""
+    size = math.gcd(block_bytes // 8, 8)
+    shape = KvShape(
+        layout="toy.v1",
+        dtype="uint64",
+        num_layers=num_layers,
+        num_kv_heads=1,
+        head_dim=block_bytes // 8 // size // num_layers,
+        block_size=size,
+    )
+    plain = Fingerprint(protocol=PROTOCOL, model="m", engine="e", shape=shape)
+    return replace(plain, **changes)
+
+
+class GrpcHost:
+    """A grpc.aio server in its own thread, as in a worker."""
+
+    def __init__(self, servicer: Any, port: int = 0, host: str = "127.0.0.1") -> None:
+        self._host = host
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.port = asyncio.run_coroutine_threadsafe(self._start(servicer, port), self._loop).result(WAIT_S)
+        self.endpoint = f"{host}:{self.port}"
+
+    async def _start(self, servicer: Any, port: int) -> int:
+        self.rejected: list[PdserveError] = []
+        interceptor = proofs(self.rejected.append)
+        self._server = grpc.aio.server(interceptors=(interceptor,))
+        transfer_pb2_grpc.add_TransferServiceServicer_to_server(servicer, self._server)
+        bound: int = self._server.add_insecure_port(f"{self._host}:{port}")
+        protect(self._server, interceptor, f"{self._host}:{bound}")
+        await self._server.start()
+        return bound
+
+    def open(self, sender: StreamSender, **changes: Any) -> Any:
+        """A real Open call with this sender's fields; raises grpc.RpcError."""
+        caller = replace(sender.caller, **changes)
+        request = open_request(caller, caller.transports)
+        with grpc.insecure_channel(self.endpoint) as channel:
+            proof = peers.prove_blocking(channel, peers.introduce(caller.identity, peers.OPEN, self.endpoint), WAIT_S)
+            return transfer_pb2_grpc.TransferServiceStub(channel).Open(request, timeout=WAIT_S, metadata=proof)
+
+    def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._server.stop(None), self._loop).result(WAIT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_S)
+        self._loop.close()

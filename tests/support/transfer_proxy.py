@@ -1,0 +1,150 @@
+"""A proxy in the middle of a data connection. It forwards frames, and may change, delay or drop them.
+
+tcp uses two sockets. shm uses two Unix sockets and a pool of the proxy: it copies what the sender announces into that
+pool, and offers it to the receiver instead of the sender's. It can so change what the receiver reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from kvtransfer.frames import ANSWER_BYTES, GREETING_BYTES, HEADER_BYTES, Frame, Kind, decode
+from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
+from kvtransfer.transports.shm import CHUNK_BYTES, SHM, WINDOW
+from tests.support.transfer_ends import HostPool
+
+# (frame, header and inline payload, the chunk's bytes) -> what to forward; None closes the connection
+Hook = Callable[[Frame, bytearray, memoryview], bytes | bytearray | None]
+
+
+def read_exactly(sock: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        received = sock.recv_into(view)
+        if received == 0:
+            raise ConnectionError("closed")
+        view = view[received:]
+    return data
+
+
+class Proxy:
+    """Stands before one receiver; use as the `wrap` of make_pair."""
+
+    def __init__(self, receiver: Any, hook: Hook, block_bytes: int) -> None:
+        self._receiver, self._hook, self._block_bytes = receiver, hook, block_bytes
+        self._lock = threading.Lock()  # guards the two below
+        self._sockets: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+
+    async def Open(self, request: Any, context: Any) -> Any:
+        """The receiver's answer with the address of this proxy."""
+        answer = await self._receiver.servicer.Open(request, context)
+        is_shm = answer.transport == SHM
+        door = socket.socket(socket.AF_UNIX if is_shm else socket.AF_INET, socket.SOCK_STREAM)
+        upstream = ("\0" + answer.address) if is_shm else ("127.0.0.1", int(answer.address.rpartition(":")[2]))
+        if is_shm:
+            name = f"kv-proxy-{secrets.token_hex(8)}"
+            door.bind("\0" + name)
+            answer.address = name
+        else:
+            door.bind(("127.0.0.1", 0))
+            answer.address = f"127.0.0.1:{door.getsockname()[1]}"
+        door.listen(1)
+        door.settimeout(10)
+        self._keep(door)
+        self._spawn(self._serve, door, upstream, is_shm)
+        return answer
+
+    def close(self) -> None:
+        self._shut(*self._sockets)
+        for thread in self._threads:
+            thread.join(10)
+
+    def _shut(self, *sockets: socket.socket) -> None:
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+            sock.close()
+        with self._lock:
+            self._sockets.difference_update(sockets)
+
+    def _keep(self, *sockets: socket.socket) -> None:
+        with self._lock:
+            self._sockets.update(sockets)
+
+    def _spawn(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        with self._lock:
+            self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+            thread.start()
+
+    def _serve(self, door: socket.socket, upstream: Any, is_shm: bool) -> None:
+        pools: Pools | None = None
+        ends = [door]
+        with contextlib.suppress(OSError):
+            try:
+                ends.append(door.accept()[0])
+                ends.append(socket.socket(door.family, socket.SOCK_STREAM))
+                self._keep(*ends)
+                _, down, up = ends
+                up.connect(upstream)
+                up.sendall(read_exactly(down, GREETING_BYTES))
+                down.sendall(read_exactly(up, ANSWER_BYTES))
+                if is_shm:
+                    pools = Pools(down, self._block_bytes)
+                    offer(up, pools.mine)
+                self._spawn(self._back, up, down)
+                self._forward(down, up, pools)
+            finally:
+                self._shut(*ends)
+                if pools is not None:
+                    pools.close()
+
+    def _forward(self, down: socket.socket, up: socket.socket, pools: Pools | None) -> None:
+        while True:
+            message = read_exactly(down, HEADER_BYTES)
+            frame = decode(message, 2**30)
+            message += read_exactly(down, frame.num_behind)
+            body = memoryview(message)[HEADER_BYTES + frame.num_behind - frame.length :]
+            if pools is not None and frame.kind is Kind.CHUNK:
+                body.release()
+                body = pools.take(frame, message)
+            forwarded = self._hook(frame, message, body)
+            body.release()
+            if forwarded is None:
+                return
+            up.sendall(forwarded)
+
+    def _back(self, up: socket.socket, down: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := up.recv(4096):
+                down.sendall(data)
+
+
+class Pools:
+    """The sender's pool, and the one that the receiver reads instead. Each slot has a run of blocks."""
+
+    def __init__(self, down: socket.socket, block_bytes: int) -> None:
+        hello, descriptors, _, _ = socket.recv_fds(down, HELLO_BYTES, 1)
+        self._theirs = SharedPool(hello, descriptors, block_bytes)
+        self._block_bytes, self._run_blocks = block_bytes, max(1, CHUNK_BYTES // block_bytes)
+        self.mine = HostPool(WINDOW * self._run_blocks, block_bytes)
+
+    def take(self, frame: Frame, message: bytearray) -> memoryview:
+        """Copies the chunk into the slot's run of blocks, and puts these blocks into the message."""
+        size, first = self._block_bytes, frame.slot * self._run_blocks
+        numbers = array("I", bytes(message[-frame.length :]))
+        for at, block in enumerate(numbers, first):
+            self.mine.buffer[at * size : (at + 1) * size] = self._theirs.memory[block * size : (block + 1) * size]
+        message[-frame.length :] = array("I", range(first, first + frame.count)).tobytes()
+        return self.mine.buffer[first * size : (first + frame.count) * size]
+
+    def close(self) -> None:
+        self._theirs.close()
