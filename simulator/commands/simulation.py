@@ -13,7 +13,7 @@ from pdserve.cli.progress import ProgressLine
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from simulator.bound import Bound, upper_bound
-from simulator.commands.scene import make_input
+from simulator.commands.simulation_input import make_input
 from simulator.comparison import Run, as_json, highest_held, rows_of
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimConfig, Trace, WorkerShape
@@ -24,24 +24,24 @@ from simulator.world import simulate
 
 
 def carry_out(args: argparse.Namespace) -> None:
-    scene = make_input(args)
+    given = make_input(args)
     for path in (args.rows, args.html):
         _check_writable(path)
-    span_s = _span_s(scene.trace)
+    span_s = _span_s(given.trace)
     runs = []
-    for scale in scene.rate_scales:
-        trace = Reshaped(scene.trace, rate_scaled(scale))
+    for scale in given.rate_scales:
+        trace = Reshaped(given.trace, rate_scaled(scale))
         bounds: dict[tuple[WorkerShape, ...], Bound] = {}
-        for policy in scene.policies:
-            config = scene.config(policy)
+        for policy in given.policies:
+            config = given.config(policy)
             if config.workers not in bounds:
                 bounds[config.workers] = upper_bound(trace, config)
             runs.append(_run(policy, scale, trace, config, span_s / scale, bounds[config.workers]))
     if args.rows:
         _write_rows(args.rows, runs)
     if args.html:
-        Path(args.html).write_text(page(runs, cluster=scene.cluster), encoding="utf-8")
-    print(to_json(_object(runs, scene.cluster)) if args.json else render(runs, scene.cluster))
+        Path(args.html).write_text(page(runs, cluster=given.cluster), encoding="utf-8")
+    print(to_json(_object(runs, given.cluster)) if args.json else render(runs, given.cluster))
 
 
 def _run(policy: str, scale: float, trace: Trace, config: SimConfig, span_s: float, bound: Bound) -> Run:

@@ -1,6 +1,6 @@
-"""The input of `pdserve simulate` from its flags: the trace, the cluster and its settings.
+"""Converts the flags of `pdserve simulate` to its input: the trace, the cluster and its settings.
 
-A recording has its own cluster, policy and targets; any flag about the cluster replaces all of its workers.
+A recording contains its cluster, policy and targets. A flag about the cluster replaces all recorded workers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from simulator.cluster import make_workers
 from simulator.commands import defaults
 from simulator.commands.disturb import disturbances
 from simulator.model import SimConfig, Trace
+from simulator.recorded_cluster import RecordedCluster
 from simulator.reshape import Reshaped, Step, first, jittered
 from simulator.traces import FileTrace
 from simulator.workloads import make_workload
@@ -37,13 +38,13 @@ class SimulationInput:
     policies: tuple[str, ...]
     rate_scales: tuple[float, ...]
     base: SimConfig
-    rules_off: tuple[str, ...] = ()  # rules of the goodput policy; the others have none
+    rules_off: tuple[str, ...] = ()  # of the goodput policy; other policies have no rules
 
     def config(self, policy: str) -> SimConfig:
-        """The colocated cluster has the same machines, each of which does both."""
+        """With the policy `colocated`, each of the same machines prefills and decodes."""
         workers = self.base.workers
         if policy == "colocated":
-            # The decode speed of a recorded prefill worker is unknown.
+            # A recording does not contain the decode speed of a prefill worker.
             both = next(one for one in workers if one.role is Role.DECODE)
             workers = tuple(dataclasses.replace(both, worker_id=one.worker_id) for one in workers)
         router = dataclasses.replace(
@@ -53,7 +54,7 @@ class SimulationInput:
 
 
 def make_input(args: argparse.Namespace) -> SimulationInput:
-    """Raises ConfigError or InvalidRequest, naming the flag's field."""
+    """Raises ConfigError or InvalidRequest with the name of the flag."""
     rules_off = _names(args.rules_off)
     check_rules(rules_off)
     file = FileTrace(args.trace) if args.trace else None
@@ -63,29 +64,16 @@ def make_input(args: argparse.Namespace) -> SimulationInput:
         ttft_s=slo.ttft_s if args.slo_ttft is None else args.slo_ttft,
         tpot_s=slo.tpot_s if args.slo_tpot is None else args.slo_tpot,
     )
-    is_alone = (
-        file is None
-        and args.workload is None
-        and args.policy is None
-        and args.rates is None
-        and args.rate_scale is None
-    )
-    policy = args.policy or (_COMPARED if is_alone else recorded.router.policy if recorded else "goodput")
-    one_rate = (1.0 if args.rate_scale is None else args.rate_scale,)
-    rate_scales = tuple(args.rates) if args.rates else _COMPARED_AT if is_alone else one_rate
-    policies = _names(policy)
-    for name in policies or (policy,):
-        if name not in POLICIES:
-            raise ConfigError("policy", name, "one of " + ", ".join(sorted(POLICIES)))
+    policies, rate_scales = _compared(args, file, recorded)
     common = {"slo": slo, "num_routers": args.routers, "seed": args.seed, "noise": args.noise}
     if file is not None:
         for flag, value in (("workload", args.workload), ("duration", args.duration)):
             if value is not None:
-                raise ConfigError(flag, value, "no --trace beside it: that is a workload of its own")
+                raise ConfigError(flag, value, "no --trace beside it: a trace replaces the workload")
     built_in = make_workload(args.workload or "chat", duration_s=args.duration, seed=args.seed)
     trace = Reshaped(file or built_in, *_steps(args, file))
-    asked = (args.profile, args.prefill, args.decode, args.link)
-    if recorded is not None and all(flag is None for flag in asked):
+    cluster_flags = (args.profile, args.prefill, args.decode, args.link)
+    if recorded is not None and all(flag is None for flag in cluster_flags):
         broken = recorded.disturbances + disturbances(args, [one.worker_id for one in recorded.workers])
         rules_off = rules_off or recorded.router.rules_off
         base, cluster = recorded.config(**common, disturbances=broken), "the recorded cluster"
@@ -104,6 +92,21 @@ def make_input(args: argparse.Namespace) -> SimulationInput:
     return SimulationInput(
         trace=trace, cluster=cluster, policies=policies, rate_scales=rate_scales, base=base, rules_off=rules_off
     )
+
+
+def _compared(
+    args: argparse.Namespace, file: FileTrace | None, recorded: RecordedCluster | None
+) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """The policies and the rates to simulate: several of each if no flag chooses a trace, a policy or a rate."""
+    choices = (file, args.workload, args.policy, args.rates, args.rate_scale)
+    is_default = all(one is None for one in choices)
+    policy = args.policy or (_COMPARED if is_default else recorded.router.policy if recorded else "goodput")
+    policies = _names(policy)
+    for name in policies or (policy,):
+        if name not in POLICIES:
+            raise ConfigError("policy", name, "one of " + ", ".join(sorted(POLICIES)))
+    one_rate = (1.0 if args.rate_scale is None else args.rate_scale,)
+    return policies, tuple(args.rates) if args.rates else _COMPARED_AT if is_default else one_rate
 
 
 def _steps(args: argparse.Namespace, file: FileTrace | None) -> Sequence[Step]:
