@@ -17,21 +17,21 @@ from collections.abc import Sequence
 from typing import final
 
 from decode_worker.decode_sequence import DecodeSequence
-from decode_worker.step import Chain, Step, places_in
+from decode_worker.step import Continuation, DecodeStep, places_in
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import StepAccount
 from pdserve.engine.interface import NEW_ROW
 
 
 def step_after(
-    step: Step,
+    step: DecodeStep,
     running: Sequence[DecodeSequence],
     blocks: BlockAllocator,
     *,
     number: int,
     block_size: int,
     max_batch: int,
-) -> Step | None:
+) -> DecodeStep | None:
     """The step after the running `step`; None if it must wait for the results of `step`.
 
     It waits while a sequence prefills, and if memory is short, because preemption is decided on known tokens.
@@ -43,22 +43,22 @@ def step_after(
     # The remaining rows have a block for their next position, and more than one token left.
     unsure = [
         index
-        for index, (resident, start, place) in enumerate(zip(running, starts, places, strict=True))
-        if start >= resident.plain_until or place == NEW_ROW
+        for index, (sequence, start, place) in enumerate(zip(running, starts, places, strict=True))
+        if start >= sequence.plain_until or place == NEW_ROW
     ]
     leaving: set[int] = set()
     short: list[DecodeSequence] = []
     for index in unsure:
-        resident, is_new = running[index], places[index] == NEW_ROW
-        if resident.remaining != 1:
+        sequence, is_new = running[index], places[index] == NEW_ROW
+        if sequence.remaining != 1:
             return None
         if is_new:
             starts[index] -= 1
-        elif starts[index] + 1 >= resident.ends_at:
+        elif starts[index] + 1 >= sequence.ends_at:
             leaving.add(index)  # the token of the running step is its last
             continue
-        if starts[index] == len(resident.blocks) * block_size:
-            short.append(resident)
+        if starts[index] == len(sequence.blocks) * block_size:
+            short.append(sequence)
     decoding = list(running)
     if leaving:
         staying = [index for index in range(len(running)) if index not in leaving]
@@ -69,8 +69,8 @@ def step_after(
     fresh = blocks.allocate(len(short))
     if fresh is None:
         return None
-    for resident, block in zip(short, fresh, strict=True):
-        resident.blocks.append(block)
+    for sequence, block in zip(short, fresh, strict=True):
+        sequence.blocks.append(block)
     account = StepAccount(
         decode_rows=len(decoding),
         context_tokens=sum(starts),
@@ -78,14 +78,14 @@ def step_after(
         prefill_token_context=0.0,
         draft_tokens=0,
     )
-    return Step(
+    return DecodeStep(
         decoding=decoding,
         drafts=None,
         prefilling=[],
         account=account,
         block_size=block_size,
         number=number,
-        chain=Chain(before=step.number, places=places, starts=starts, is_ahead=True),
+        continuation=Continuation(before=step.number, places=places, starts=starts, is_ahead=True),
     )
 
 
@@ -95,16 +95,16 @@ class DeferredFree:
 
     def __init__(self, blocks: BlockAllocator) -> None:
         self._blocks = blocks
-        self._launched: list[tuple[Step, list[list[int]]]] = []  # the oldest first
+        self._launched: list[tuple[DecodeStep, list[list[int]]]] = []  # the oldest first
 
     @property
-    def lent(self) -> list[list[int]]:
+    def held(self) -> list[list[int]]:
         return [blocks for _, lists in self._launched for blocks in lists]
 
-    def launched(self, step: Step) -> None:
+    def launched(self, step: DecodeStep) -> None:
         self._launched.append((step, []))
 
-    def ended(self, step: Step) -> None:
+    def ended(self, step: DecodeStep) -> None:
         """The step no longer writes. A step that was never launched holds no blocks."""
         for index, (one, lists) in enumerate(self._launched):
             if one is step:
@@ -113,12 +113,12 @@ class DeferredFree:
                     self._blocks.release(blocks)
                 return
 
-    def release(self, resident: DecodeSequence) -> None:
-        """Frees the resident's blocks, or holds them until the last launched step that has a row of it."""
+    def release(self, sequence: DecodeSequence) -> None:
+        """Frees the sequence's blocks, or holds them until the last launched step that has a row of it."""
         for step, lists in reversed(self._launched):
-            if any(one is resident for one, _ in step.shares()):
-                lists.append(resident.blocks)
+            if any(one is sequence for one, _ in step.shares()):
+                lists.append(sequence.blocks)
                 break
         else:
-            self._blocks.release(resident.blocks)
-        resident.blocks = []
+            self._blocks.release(sequence.blocks)
+        sequence.blocks = []

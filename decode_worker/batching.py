@@ -2,10 +2,10 @@
 
 planning.py chooses the work of a step, step_results.py applies its results, and sequence_table.py manages blocks.
 
-    remote:  LANDING -> RUNNING -> (gone)            LANDING until the KV is verified and the first token is known
+    remote:  RECEIVING -> RUNNING -> (gone)            RECEIVING until the KV is verified and the first token is known
     local:   WAITING -> RUNNING -> (gone)
-    memory ends: RUNNING -> WAITING                  the youngest; its tokens are recomputed later, without changing
-    abandoned while its blocks may be written: -> ENDING     held until the receiver reports the end
+    memory exhausted: RUNNING -> WAITING             the youngest; the same tokens are recomputed later
+    abandoned while its blocks may be written: -> ENDING     until the receiver reports the end
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import final
 
 from decode_worker.checking import KvCheck
 from decode_worker.chunking import ChunkRule
-from decode_worker.decode_sequence import DecodeSequence, Stage
+from decode_worker.decode_sequence import DecodeSequence, DecodeStage
 from decode_worker.drafter import Drafter
 from decode_worker.drafting import DraftRule
 from decode_worker.planning import Planner
 from decode_worker.sequence_table import SequenceTable
-from decode_worker.step import Step
+from decode_worker.step import DecodeStep
 from decode_worker.step_results import StepResults
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule, FailureKind, RefusalReason, blocks_for
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import (
     DecodeEffect,
     KvCommitted,
-    LandingHeld,
+    BlocksReserved,
     ReceiveAborted,
     TransferCancelled,
     TransferLost,
@@ -56,7 +56,7 @@ class DecodeBatching:
         self.sequences = SequenceTable(blocks, block_size=block_size, check=check)
         drafter = None if drafting is None else Drafter(drafting, self.sequences, end_rule)
         self._planner = Planner(self.sequences, max_batch=max_batch, chunks=chunks, drafter=drafter)
-        self._residents = self.sequences.residents
+        self._by_key = self.sequences.by_key
         self._block_size = block_size
         self._inbox_depth = inbox_depth
         self._end_rule = end_rule
@@ -65,27 +65,27 @@ class DecodeBatching:
         self.is_draining = False
 
     def __contains__(self, key: AttemptKey) -> bool:
-        return key in self._residents
+        return key in self._by_key
 
     def live(self) -> list[AttemptKey]:
-        return list(self._residents)
+        return list(self._by_key)
 
-    def stage(self, key: AttemptKey) -> Stage | None:
-        resident = self._residents.get(key)
-        return None if resident is None else resident.stage
+    def stage(self, key: AttemptKey) -> DecodeStage | None:
+        sequence = self._by_key.get(key)
+        return None if sequence is None else sequence.stage
 
-    def has_landed(self, key: AttemptKey) -> bool:
-        resident = self._residents.get(key)
-        return resident is not None and resident.has_landed
+    def has_received(self, key: AttemptKey) -> bool:
+        sequence = self._by_key.get(key)
+        return sequence is not None and sequence.has_received
 
     def num_held(self, key: AttemptKey) -> int:
         """Number of blocks that the attempt holds, including shared ones."""
-        resident = self._residents.get(key)
-        return 0 if resident is None else len(resident.blocks)
+        sequence = self._by_key.get(key)
+        return 0 if sequence is None else len(sequence.blocks)
 
     def content_hashes(self, key: AttemptKey) -> tuple[int, ...]:
         """The content hashes that the blocks granted to the attempt will have after its KV has arrived."""
-        return self.sequences.content_hashes(self._residents[key])
+        return self.sequences.content_hashes(self._by_key[key])
 
     @property
     def has_work(self) -> bool:
@@ -94,7 +94,7 @@ class DecodeBatching:
 
     @property
     def num_changes(self) -> int:
-        """While it does not change, neither do the members of the steps."""
+        """Changes whenever the set of sequences in the steps may change."""
         return self.sequences.num_changes
 
     @property
@@ -103,116 +103,116 @@ class DecodeBatching:
 
     def load(self) -> Load:
         running, waiting = self.sequences.running, self.sequences.waiting
-        reading = [each.remaining for each in waiting]
-        reading += [each.remaining for each in running if each.remaining > 1]
+        pending = [each.remaining for each in waiting]
+        pending += [each.remaining for each in running if each.remaining > 1]
         return Load(
             free_blocks=self.blocks.num_free,
             evictable_blocks=self.blocks.num_evictable,
             running=len(running),
-            waiting=len(self._residents) - len(running),
+            waiting=len(self._by_key) - len(running),
             context_tokens=sum(each.computed for each in running),
-            pending_prefill_tokens=sum(reading),
+            pending_prefill_tokens=sum(pending),
         )
 
-    # -- taking and ending attempts -----------------------------------------------------------------------------
+    # -- begin and end of attempts -----------------------------------------------------------------------------
 
     def offer(self, attempt: Attempt, *, is_local: bool, now_s: float) -> list[DecodeEffect]:
-        """Reserves blocks or a waiting place for a new attempt, or says why not."""
+        """Reserves blocks, or a place in the queue, for a new attempt. Otherwise returns Refused with the reason."""
         reason = self._refusal(attempt, is_local, now_s)
         if reason is not None:
             return [Refused(key=attempt.key, reason=reason)]
         tokens = list(attempt.token_ids)
-        resident = DecodeSequence(
+        sequence = DecodeSequence(
             attempt=attempt,
             key=attempt.key,
             prompt_len=len(attempt.prompt_ids),
             ends_at=min(len(attempt.prompt_ids) + attempt.sampling.max_tokens, self._end_rule.max_context_tokens),
             order=self.sequences.num_arrived,
             is_local=is_local,
-            stage=Stage.WAITING if is_local else Stage.LANDING,
+            stage=DecodeStage.WAITING if is_local else DecodeStage.RECEIVING,
             tokens=tokens,
             end_ids=self._end_rule.end_ids(attempt.sampling),
             hashes=attempt.extend_hashes([], tokens, self._block_size),
         )
         if is_local:
             effect: DecodeEffect = Granted(key=attempt.key)
-        elif self._planner.is_starved or not self.sequences.take_blocks(resident):
+        elif self._planner.is_starved or not self.sequences.take_blocks(sequence):
             return [Refused(key=attempt.key, reason=RefusalReason.NO_BLOCKS)]
         else:
-            held = resident.cached // self._block_size
-            effect = LandingHeld(key=attempt.key, blocks=tuple(resident.blocks[held:]), held_blocks=held)
-        self.sequences.add(resident)
+            held = sequence.cached // self._block_size
+            effect = BlocksReserved(key=attempt.key, blocks=tuple(sequence.blocks[held:]), held_blocks=held)
+        self.sequences.add(sequence)
         if attempt.deadline_at_s is not None:
             self._expires_at_s = min(self._expires_at_s, attempt.deadline_at_s)
         return [effect]
 
     def admit(self, key: AttemptKey, first_token: int, now_s: float) -> list[DecodeEffect] | None:
-        """The prefill worker's token, which arrived at `now_s`. None: no attempt waits for it."""
-        resident = self._residents.get(key)
-        if resident is None or resident.stage is not Stage.LANDING or resident.first_token is not None:
+        """The prefill worker's first token arrived at `now_s`. Returns None if no attempt waits for it."""
+        sequence = self._by_key.get(key)
+        if sequence is None or sequence.stage is not DecodeStage.RECEIVING or sequence.first_token is not None:
             return None
-        resident.first_token, resident.ready_s = first_token, max(resident.ready_s, now_s)
-        resident.start_clock(len(resident.tokens) + 1, now_s)
-        return self._join(resident)
+        sequence.first_token, sequence.ready_s = first_token, max(sequence.ready_s, now_s)
+        sequence.start_clock(len(sequence.tokens) + 1, now_s)
+        return self._join(sequence)
 
-    def landed(
+    def received(
         self, key: AttemptKey, *, transfer_s: float, busy_s: float, num_bytes: int, now_s: float
     ) -> list[DecodeEffect]:
-        """All granted blocks have verified KV since `now_s`, and there are no writers any more."""
-        resident = self._residents.get(key)
-        if resident is None or resident.has_landed:
+        """The KV of all granted blocks was verified at `now_s`, and nothing writes to them any more."""
+        sequence = self._by_key.get(key)
+        if sequence is None or sequence.has_received:
             return []
-        if resident.stage is Stage.ENDING:
-            return [TransferCancelled(key=key), *self._release(resident)]
-        self.sequences.land(resident)
-        resident.ready_s = max(resident.ready_s, now_s)
+        if sequence.stage is DecodeStage.ENDING:
+            return [TransferCancelled(key=key), *self._release(sequence)]
+        self.sequences.receive(sequence)
+        sequence.ready_s = max(sequence.ready_s, now_s)
         committed = KvCommitted(
             key=key,
             transfer_s=transfer_s,
             busy_s=busy_s,
             num_bytes=num_bytes,
-            held_blocks=resident.cached // self._block_size,
+            held_blocks=sequence.cached // self._block_size,
         )
-        return [committed, *self._join(resident)]
+        return [committed, *self._join(sequence)]
 
     def lost(self, key: AttemptKey, error: str, *, is_cancelled: bool = False) -> list[DecodeEffect]:
-        """The KV will not arrive, and there are no writers any more: after a failure, or drained after an abort.
+        """The KV will not arrive, and nothing writes to the blocks any more. The transfer failed or was aborted.
 
-        `is_cancelled`: its sender abandoned the transfer, because it is no longer needed.
+        `is_cancelled`: the sender abandoned the transfer, because nothing needs it any more.
         """
-        resident = self._residents.get(key)
-        if resident is None or resident.has_landed or resident.is_local:
+        sequence = self._by_key.get(key)
+        if sequence is None or sequence.has_received or sequence.is_local:
             return []
-        if resident.stage is Stage.ENDING:
-            return [TransferCancelled(key=key), *self._release(resident)]
-        return [TransferLost(key=key, error=error, is_cancelled=is_cancelled), *self._release(resident)]
+        if sequence.stage is DecodeStage.ENDING:
+            return [TransferCancelled(key=key), *self._release(sequence)]
+        return [TransferLost(key=key, error=error, is_cancelled=is_cancelled), *self._release(sequence)]
 
     def fail(self, key: AttemptKey, kind: FailureKind, message: str) -> list[DecodeEffect]:
-        resident = self._residents.get(key)
-        if resident is None or resident.stage is Stage.ENDING:
+        sequence = self._by_key.get(key)
+        if sequence is None or sequence.stage is DecodeStage.ENDING:
             return []
         return [AttemptFailed(key=key, kind=kind, message=message), *self.cancel(key)]
 
     def cancel(self, key: AttemptKey) -> list[DecodeEffect]:
         """Abandons an attempt at any stage. Idempotent; an unknown attempt counts as released."""
-        resident = self._residents.get(key)
-        if resident is None:
+        sequence = self._by_key.get(key)
+        if sequence is None:
             return [Released(key=key)]
-        if resident.stage is Stage.ENDING:
+        if sequence.stage is DecodeStage.ENDING:
             return []
-        if resident.stage is Stage.LANDING and not resident.has_landed:
-            resident.stage = Stage.ENDING
+        if sequence.stage is DecodeStage.RECEIVING and not sequence.has_received:
+            sequence.stage = DecodeStage.ENDING
             return [ReceiveAborted(key=key)]
-        return self._release(resident)
+        return self._release(sequence)
 
     def expire(self, now_s: float) -> list[DecodeEffect]:
         if now_s < self._expires_at_s:
             return []
-        late = [key for key, resident in self._residents.items() if resident.attempt.is_late(now_s)]
+        late = [key for key, sequence in self._by_key.items() if sequence.attempt.is_late(now_s)]
         self._expires_at_s = min(
             (
                 each.attempt.deadline_at_s
-                for each in self._residents.values()
+                for each in self._by_key.values()
                 if each.attempt.deadline_at_s is not None and not each.attempt.is_late(now_s)
             ),
             default=math.inf,
@@ -221,40 +221,40 @@ class DecodeBatching:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def plan(self, now_s: float) -> tuple[Step, list[DecodeEffect]]:
+    def plan(self, now_s: float) -> tuple[DecodeStep, list[DecodeEffect]]:
         """The next step; apply the effects first. No rows: nothing can be computed now."""
         effects = self.expire(now_s)
         return self._planner.plan(now_s), effects
 
-    def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
+    def apply(self, step: DecodeStep, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         """Applies the results of a step. Sequences that have ended in the meantime are skipped."""
-        self.sequences.lending.ended(step)
+        self.sequences.deferred_free.ended(step)
         return self._results.apply(step, outs, now_s)
 
     # -- one step ahead: for engines that support it ---------------------------------------------------------------
 
-    def plan_after(self, step: Step) -> Step | None:
+    def plan_after(self, step: DecodeStep) -> DecodeStep | None:
         """The step after the running `step`, before its tokens are known; None if it must wait for them."""
         return self._planner.plan_after(step)
 
-    def launched(self, step: Step) -> None:
+    def launched(self, step: DecodeStep) -> None:
         """The step was launched: until `apply` or `dropped` is called for it, it may write into the blocks of its
         rows."""
-        self.sequences.lending.launched(step)
+        self.sequences.deferred_free.launched(step)
 
-    def dropped(self, step: Step) -> None:
+    def dropped(self, step: DecodeStep) -> None:
         """A launched step has ended and its results are discarded; its positions will be computed again."""
         self._planner.dropped()
-        self.sequences.lending.ended(step)
+        self.sequences.deferred_free.ended(step)
 
     # -- many steps at once: for the simulator, which computes the time of steps in closed form ---------------------
 
-    def run_length(self, step: Step) -> int:
+    def run_length(self, step: DecodeStep) -> int:
         """How many steps of exactly these rows may follow each other, this one included; 0: the step also prefills or
         has drafts."""
         return self._planner.run_length(step)
 
-    def apply_run(self, step: Step, count: int, token: TokenOut, now_s: float) -> list[DecodeEffect]:
+    def apply_run(self, step: DecodeStep, count: int, token: TokenOut, now_s: float) -> list[DecodeEffect]:
         """Does what `count` times `plan` and `apply` would do for the decode rows, if each samples `token` each time.
         Returns only effects other than one more token. `count` is 1 or at most `run_length`."""
         return self._results.apply_run(step, count, token, now_s)
@@ -273,23 +273,23 @@ class DecodeBatching:
             return RefusalReason.DRAINING
         if attempt.is_late(now_s):
             return RefusalReason.DEADLINE
-        if len(self._residents) - len(self.sequences.running) >= self._inbox_depth:
+        if len(self._by_key) - len(self.sequences.running) >= self._inbox_depth:
             return RefusalReason.INBOX_FULL
         return None
 
-    def _join(self, resident: DecodeSequence) -> list[DecodeEffect]:
+    def _join(self, sequence: DecodeSequence) -> list[DecodeEffect]:
         """Begins to decode once the KV and the first token have both arrived."""
-        if not resident.has_landed or resident.first_token is None:
+        if not sequence.has_received or sequence.first_token is None:
             return []
-        resident.tokens.append(resident.first_token)
+        sequence.tokens.append(sequence.first_token)
         ended = self._end_rule.finish(
-            resident.attempt.sampling, resident.first_token, resident.num_output, len(resident.tokens)
+            sequence.attempt.sampling, sequence.first_token, sequence.num_output, len(sequence.tokens)
         )
         if ended is not None:
-            return self.fail(resident.key, FailureKind.INVALID, "first_token_id: it ends the text; nothing may follow")
-        self.sequences.join(resident)
+            return self.fail(sequence.key, FailureKind.INVALID, "first_token_id: it ends the text; nothing may follow")
+        self.sequences.join(sequence)
         return []
 
-    def _release(self, resident: DecodeSequence) -> list[DecodeEffect]:
-        self.sequences.remove(resident)
-        return [Released(key=resident.key)]
+    def _release(self, sequence: DecodeSequence) -> list[DecodeEffect]:
+        self.sequences.remove(sequence)
+        return [Released(key=sequence.key)]

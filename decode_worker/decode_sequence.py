@@ -11,10 +11,10 @@ from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
 from pdserve.engine.interface import Row
 
 
-class Stage(Enum):
-    LANDING = "landing"  # blocks are held; the KV or the first token has not arrived
-    WAITING = "waiting"  # will prefill its own tokens; holds nothing
-    RUNNING = "running"  # every step may compute tokens of it
+class DecodeStage(Enum):
+    RECEIVING = "receiving"  # blocks are held; the KV or the first token has not arrived
+    WAITING = "waiting"  # will prefill its tokens; has no blocks
+    RUNNING = "running"  # steps compute its tokens
     ENDING = "ending"  # abandoned, but its blocks may still be written
 
 
@@ -26,30 +26,31 @@ class DecodeSequence:
     ends_at: int  # maximum length of its text, prompt and output
     order: int  # order of arrival; the largest is the youngest
     is_local: bool
-    stage: Stage
+    stage: DecodeStage
     tokens: list[int]  # prompt and output, including the last sampled token
     end_ids: frozenset[int]  # tokens that may end its text
     hashes: list[bytes]  # content hashes of the leading full blocks, computed as needed
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # leading positions whose KV is in `blocks`
-    cached: int = 0  # the part of them that was found in the prefix cache when it last started
+    cached: int = 0  # of these, how many the prefix cache had at its last start
     first_token: int | None = None  # sampled by the prefill worker
-    has_landed: bool = False
+    has_received: bool = False
     preemptions: int = 0
-    started_s: float | None = None  # when computing first began
+    started_s: float | None = None  # when computation first began
     ready_s: float = 0.0  # remote: when KV and first token had both arrived
     first_due_s: float = 0.0  # with a TPOT target: `first_due_s + n * tpot_s` is when its text must have n tokens
-    decoding_since_s: float | None = None  # since when it decodes, until that is reported; None: not yet
-    preempted_at_s: float | None = None  # while no token was sampled since
-    #: While it has fewer tokens, its next token fills no block, cannot be its last one by length, and reports nothing
-    #: else.
+    decoding_since_s: float | None = (
+        None  # start of the decode time that is not reported yet; None before the first token
+    )
+    preempted_at_s: float | None = None  # set from a preemption until the next token
+    #: Below this length, the next token fills no block, is not the last one by length, and has nothing else to report.
     plain_until: int = 0
     epochs: tuple[int, ...] = ()  # epochs of `blocks` when they were allocated, if kv_check is on
     guesser: Guesser | None = None  # if the worker speculates
 
     @property
     def remaining(self) -> int:
-        """Positions to compute before a token can be sampled; 1 while it decodes."""
+        """Number of positions to compute before a token can be sampled: 1 during decode."""
         return len(self.tokens) - self.computed
 
     @property

@@ -26,25 +26,25 @@ class Drafter:
         least = self._rule.least_chance(len(decoding))
         guesses: list[list[int]] = []
         chances: list[list[float]] = []
-        for resident in decoding:
-            if resident.guesser is None:
-                resident.guesser = Guesser()
-            resident.guesser.read(resident.tokens)
-            chances.append(resident.guesser.chances(self._rule.most, least))
-            guesses.append(self._cut(resident, resident.guesser.guess(resident.tokens, len(chances[-1]))))
+        for sequence in decoding:
+            if sequence.guesser is None:
+                sequence.guesser = Guesser()
+            sequence.guesser.read(sequence.tokens)
+            chances.append(sequence.guesser.chances(self._rule.most, least))
+            guesses.append(self._cut(sequence, sequence.guesser.guess(sequence.tokens, len(chances[-1]))))
             del chances[-1][len(guesses[-1]) :]
         counts = self._rule.counts(chances, context_tokens=context_tokens, tpot_s=tpot_s)
         if counts is None:
             return None
-        for resident, guess, count in zip(decoding, guesses, counts, strict=True):
-            del guess[self._sequences.room_for(resident, count) :]
+        for sequence, guess, count in zip(decoding, guesses, counts, strict=True):
+            del guess[self._sequences.room_for(sequence, count) :]
         return guesses if any(guesses) else None
 
-    def _cut(self, resident: DecodeSequence, guess: list[int]) -> list[int]:
+    def _cut(self, sequence: DecodeSequence, guess: list[int]) -> list[int]:
         """Without drafts after the end of the text."""
-        sampling = resident.attempt.sampling
+        sampling = sequence.attempt.sampling
         room = min(
-            sampling.max_tokens - resident.num_output - 1, self._end_rule.max_context_tokens - len(resident.tokens) - 1
+            sampling.max_tokens - sequence.num_output - 1, self._end_rule.max_context_tokens - len(sequence.tokens) - 1
         )
         for index, token in enumerate(guess[: max(0, room)]):
             if self._end_rule.is_end(sampling, token):

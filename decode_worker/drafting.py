@@ -20,16 +20,16 @@ from pdserve.core.latency import CostPrior
 SLACK_SHARE: Final = 0.8  # of the TPOT target, because a plain step must follow one whose drafts were rejected
 MARGIN: Final = 1.05  # of the plain rate: margin for errors of prices and probabilities
 LEAST_CHANCE: Final = 0.02
-REFERENCE_STEPS: Final = 24  # steps with drafts in a row, after which one is plain
+REFERENCE_STEPS: Final = 24  # after this many consecutive steps with drafts, one step is plain
 FIRST_PROBE_STEPS: Final = 32  # plain steps with promising drafts, after which the price of drafts is measured again
 LAST_PROBE_STEPS: Final = 1024
 PROBE_GAIN: Final = 0.5  # expected accepted drafts per row that count as promising
 DECAY: Final = 0.95  # weight of a measurement, per newer one
 FIRST_DRAFTS: Final = 4.0  # drafts per row at which the prior counts like a measurement, as it does at none
-# weight of the present base and slope, in measurements, which keeps them stable if all measurements are similar
-HOLD: Final = (0.1, 1.0)
+# weight of the present base and slope, in measurements: keeps both stable if all measurements are similar
+PRESENT_WEIGHT: Final = (0.1, 1.0)
 OUTLIER: Final = 3.0  # times the expected time; a longer measurement is clipped to it
-SURPRISE: Final = 0.6  # of the expected time; no fault_injector makes a step that fast, so older measurements are wrong
+SURPRISE: Final = 0.6  # of the expected time; no disturbance makes a step that fast, so older measurements are wrong
 
 
 @final
@@ -81,13 +81,13 @@ class Price:
         m, md = self._moments
         self._weights = w, wd, wdd = DECAY * w + 1.0, DECAY * wd + d, DECAY * wdd + d * d
         self._moments = m, md = DECAY * m + t, DECAY * md + t * d
-        w, wdd = w + HOLD[0], wdd + HOLD[1]
-        m, md = m + HOLD[0] * self.base, md + HOLD[1] * self.per_draft
+        w, wdd = w + PRESENT_WEIGHT[0], wdd + PRESENT_WEIGHT[1]
+        m, md = m + PRESENT_WEIGHT[0] * self.base, md + PRESENT_WEIGHT[1] * self.per_draft
         self.per_draft = max(0.0, (w * md - wd * m) / (w * wdd - wd * wd))
         self.base = max(0.0, (m - self.per_draft * wd) / w)
 
     def _believe(self, base: float, per_draft: float) -> None:
-        """Restarts from a line, as if it had been measured at two points."""
+        """Restarts from a line, as if two points of it had been measured."""
         self.base, self.per_draft = base, per_draft
         guess = base + per_draft * FIRST_DRAFTS
         self._weights = (2.0, FIRST_DRAFTS, FIRST_DRAFTS**2)
@@ -103,7 +103,7 @@ class DraftRule:
         self._most_together = most_together
         self._prior = prior
         self._prices: dict[int, Price] = {}  # by the power of two of the rows
-        self._num_speculated = 0  # in a row
+        self._num_speculated = 0  # consecutive steps with drafts
 
     def least_chance(self, rows: int) -> float:
         """A draft of lower probability costs more than it gains, even if the first one of the step is cheap."""

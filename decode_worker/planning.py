@@ -12,11 +12,11 @@ from typing import final
 
 from decode_worker.ahead import step_after
 from decode_worker.chunking import ChunkRule
-from decode_worker.decode_sequence import DecodeSequence, Stage
+from decode_worker.decode_sequence import DecodeSequence, DecodeStage
 from decode_worker.drafter import Drafter
 from decode_worker.sequence_table import SequenceTable
 from decode_worker.slack import allowed_step_s
-from decode_worker.step import Chain, Step, places_in
+from decode_worker.step import Continuation, DecodeStep, places_in
 from pdserve.core.effects import StepAccount
 from pdserve.core.memory_price import held_share
 
@@ -30,61 +30,59 @@ class Planner:
         self._drafter = drafter
         self._is_short = False  # memory was exhausted in the last plan, so no sequence could start
         self._num_steps = 0
-        self._last: Step | None = None  # the newest step, if it had only plain decode rows
+        self._last: DecodeStep | None = None  # the newest step, if it had only plain decode rows
         self.is_starved = False  # there is no memory for the oldest waiting sequence
 
-    def plan(self, now_s: float) -> Step:
+    def plan(self, now_s: float) -> DecodeStep:
         """The next step. No rows: nothing can be computed now."""
         sequences = self._sequences
         decoding, self._is_short = self._grow(now_s)
-        starts = [resident.computed for resident in decoding]
+        starts = [sequence.computed for sequence in decoding]
         context_tokens = sum(starts)
         tpot_s = None
         if sequences.num_with_tpot:
             tpot_s = min((each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None), default=None)
-        reading: list[tuple[DecodeSequence, int]] = []
-        everyone_decodes = len(decoding) == len(sequences.running)
-        unread = (
-            [] if everyone_decodes else [each for each in sequences.running[: self._max_batch] if each.remaining > 1]
-        )
-        if unread or sequences.waiting:
+        prefilling: list[tuple[DecodeSequence, int]] = []
+        all_decode = len(decoding) == len(sequences.running)
+        unfinished = [] if all_decode else [each for each in sequences.running[: self._max_batch] if each.remaining > 1]
+        if unfinished or sequences.waiting:
             decode_s = self._chunks.cost.decode_s(len(decoding), context_tokens)
             budget = self._chunks.tokens(
                 rows=len(decoding),
                 context_tokens=context_tokens,
                 allowed_s=allowed_step_s(decoding, now_s, decode_s) if sequences.num_with_tpot else None,
-                cached=unread[0].computed if unread else 0,
+                cached=unfinished[0].computed if unfinished else 0,
                 held_share=held_share(context_tokens, len(decoding), sequences.blocks.num_blocks, sequences.block_size),
             )
-            for resident in self._readers(unread, now_s, may_start=not self._is_short):
-                count = min(resident.remaining, budget)
-                reading.append((resident, count))
+            for sequence in self._to_prefill(unfinished, now_s, may_start=not self._is_short):
+                count = min(sequence.remaining, budget)
+                prefilling.append((sequence, count))
                 budget -= count
                 if budget == 0:
                     break
         else:
             self.is_starved = False
         drafts = None
-        if self._drafter is not None and decoding and not reading:
+        if self._drafter is not None and decoding and not prefilling:
             drafts = self._drafter.draft(decoding, context_tokens, tpot_s)
         account = StepAccount(
             decode_rows=len(decoding),
             context_tokens=context_tokens,
-            prefill_tokens=sum(count for _, count in reading),
-            prefill_token_context=sum(count * (resident.computed + count / 2) for resident, count in reading),
+            prefill_tokens=sum(count for _, count in prefilling),
+            prefill_token_context=sum(count * (sequence.computed + count / 2) for sequence, count in prefilling),
             draft_tokens=0 if drafts is None else sum(map(len, drafts)),
         )
-        step = Step(
+        step = DecodeStep(
             decoding=decoding,
             drafts=drafts,
-            prefilling=reading,
+            prefilling=prefilling,
             account=account,
             block_size=sequences.block_size,
             number=self._next_number(),
         )
         if step.is_plain:
             last = self._last
-            step.chain = Chain(
+            step.continuation = Continuation(
                 before=0 if last is None else last.number,
                 places=places_in(last, decoding),
                 starts=starts,
@@ -93,7 +91,7 @@ class Planner:
         self._last = step if step.is_plain else None
         return step
 
-    def plan_after(self, step: Step) -> Step | None:
+    def plan_after(self, step: DecodeStep) -> DecodeStep | None:
         """The step after the running `step`, before its tokens are known; None if it must wait for them."""
         sequences = self._sequences
         if self._drafter is not None or self._is_short or sequences.waiting:
@@ -118,7 +116,7 @@ class Planner:
         self._num_steps += 1
         return self._num_steps
 
-    def run_length(self, step: Step) -> int:
+    def run_length(self, step: DecodeStep) -> int:
         """How many steps of exactly these rows may follow each other, this one included; 0: the step also prefills or
         has drafts.
 
@@ -133,7 +131,7 @@ class Planner:
         longest = size
         for each in decoding:
             if each.decoding_since_s is None or each.preempted_at_s is not None:
-                return 0  # its next token has further effects
+                return 0  # the next token has other effects
             left = min(size - each.computed % size, each.ends_at - len(each.tokens))
             if left < longest:
                 longest = left
@@ -145,24 +143,26 @@ class Planner:
         decoding: list[DecodeSequence] = []
         is_short = False
         sequences, size = self._sequences, self._sequences.block_size
-        for resident in sequences.running[: self._max_batch]:  # the oldest first, which is the last to be preempted
-            if len(resident.tokens) - resident.computed != 1 or resident.stage is not Stage.RUNNING:
+        for sequence in sequences.running[: self._max_batch]:  # the oldest first, which is the last to be preempted
+            if len(sequence.tokens) - sequence.computed != 1 or sequence.stage is not DecodeStage.RUNNING:
                 continue
-            while resident.computed == len(resident.blocks) * size and not sequences.grow(resident):
+            while sequence.computed == len(sequence.blocks) * size and not sequences.grow(sequence):
                 is_short = True
                 if len(sequences.running) == 1:
-                    break  # sequences in transfer hold the rest; they join or end soon, so it waits and keeps its KV
+                    break  # transfers have the rest of the memory and end soon, so this sequence waits and keeps its KV
                 youngest = sequences.running[-1]
                 sequences.preempt(youngest, now_s)
-                if youngest is resident:
+                if youngest is sequence:
                     break
-            if resident.computed < len(resident.blocks) * size:
-                decoding.append(resident)
+            if sequence.computed < len(sequence.blocks) * size:
+                decoding.append(sequence)
         return decoding, is_short
 
-    def _readers(self, unread: list[DecodeSequence], now_s: float, *, may_start: bool) -> Iterator[DecodeSequence]:
+    def _to_prefill(
+        self, unfinished: list[DecodeSequence], now_s: float, *, may_start: bool
+    ) -> Iterator[DecodeSequence]:
         """The sequences to prefill: running ones first, then waiting ones, which are started as the caller iterates."""
-        yield from unread
+        yield from unfinished
         sequences = self._sequences
         self.is_starved = not may_start and bool(sequences.waiting)
         while may_start and sequences.waiting and len(sequences.running) < self._max_batch:

@@ -47,10 +47,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Landing:
+class PendingReceive:
     key: TransferKey
     deadline_at_s: float | None
-    asked_s: float  # when Reserve arrived
+    reserved_s: float  # when Reserve arrived
 
 
 @final
@@ -68,7 +68,7 @@ class DecodeProgram(RoleProgram):
         self._receiver = receiver
         self._add_servicers = add_servicers
         self._fingerprint = fingerprint_of(engine.spec)
-        self._landings: dict[AttemptKey, Landing] = {}
+        self._receives: dict[AttemptKey, PendingReceive] = {}
         self._num_grants = 0
         self._chunks = ChunkRule(CostModel(self.cost), least=engine.spec.block_size, most=config.max_batch_tokens)
         self._drafting = (
@@ -95,7 +95,7 @@ class DecodeProgram(RoleProgram):
 
     def actions(self) -> dict[type, Callable[[Any], None]]:
         return {
-            fx.LandingHeld: self._landing_held,
+            fx.BlocksReserved: self._blocks_reserved,
             pr.Granted: self._granted,
             fx.ReceiveAborted: self._receive_aborted,
             fx.KvCommitted: self._kv_committed,
@@ -150,7 +150,7 @@ class DecodeProgram(RoleProgram):
     def check(self) -> None:
         super().check()
         live = set(self._batching.live())
-        assert set(self._landings) <= live, "landings are kept of attempts that are gone"
+        assert set(self._receives) <= live, "a pending receive has no attempt"
 
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
         if account.draft_tokens == 0:
@@ -169,7 +169,7 @@ class DecodeProgram(RoleProgram):
             # The transfer's name does not reveal the request id, because it appears in another worker's logs.
             name = f"{self.context.config.worker_id}.{self.context.incarnation}.{self._num_grants}"
             transfer = TransferKey(transfer_id=name, attempt=attempt.key.attempt, generation=self._num_grants)
-            self._landings[attempt.key] = Landing(transfer, attempt.deadline_at_s, self.received_s)
+            self._receives[attempt.key] = PendingReceive(transfer, attempt.deadline_at_s, self.received_s)
         self.act(self._batching.offer(attempt, is_local=reserve.is_local, now_s=self.context.now()))
 
     def _admit(self, session: int, admit: worker_pb2.Admit) -> None:
@@ -185,14 +185,14 @@ class DecodeProgram(RoleProgram):
         self.act(effects)
 
     def _received(self, key: AttemptKey, received: Received, now_s: float) -> None:
-        landing = self._landings.get(key)
-        if landing is None or landing.key != received.key:
+        pending = self._receives.get(key)
+        if pending is None or pending.key != received.key:
             self.counts["late end of a transfer"] += 1
             return
         match received.outcome:
             case ReceiveOutcome.VERIFIED:
                 self.act(
-                    self._batching.landed(
+                    self._batching.received(
                         key,
                         transfer_s=received.transfer_s,
                         busy_s=received.busy_s,
@@ -208,11 +208,11 @@ class DecodeProgram(RoleProgram):
 
     # -- effects ------------------------------------------------------------------------------------------------
 
-    def _landing_held(self, effect: fx.LandingHeld) -> None:
+    def _blocks_reserved(self, effect: fx.BlocksReserved) -> None:
         key, context = effect.key, self.context
-        landing = self._landings[key]
+        pending = self._receives[key]
         grant = Grant(
-            key=landing.key,
+            key=pending.key,
             endpoint=context.endpoint,
             worker_id=context.config.worker_id,
             incarnation=context.incarnation,
@@ -222,7 +222,7 @@ class DecodeProgram(RoleProgram):
             hash_seed=self.limits.hash_seed,
             rank_endpoints=self._receiver.rank_endpoints,
         )
-        remaining_s = None if landing.deadline_at_s is None else max(0.0, landing.deadline_at_s - context.now())
+        remaining_s = None if pending.deadline_at_s is None else max(0.0, pending.deadline_at_s - context.now())
         post, now = context.post, context.now
         try:  # opened before any other process learns of it
             check_movable(self.engine.spec.tp_degree, 1 + len(grant.rank_endpoints))
@@ -241,17 +241,17 @@ class DecodeProgram(RoleProgram):
 
     def _opened(self, key: AttemptKey, grant: Grant) -> None:
         """Sends the grant to the router, unless the attempt was abandoned in the meantime."""
-        landing = self._landings.get(key)
-        if landing is not None and landing.key == grant.key:
-            grant_s = self.context.now() - landing.asked_s
+        pending = self._receives.get(key)
+        if pending is not None and pending.key == grant.key:
+            grant_s = self.context.now() - pending.reserved_s
             self.outbox.report(pr.Granted(key=key, grant=encode_grant(grant), grant_s=grant_s))
 
     def _granted(self, effect: pr.Granted) -> None:
-        """Of a local attempt: batching answers while the Reserve is handled."""
+        """For a local attempt: batching grants it while the Reserve is handled."""
         self.outbox.report(replace(effect, grant_s=self.context.now() - self.received_s))
 
     def _receive_aborted(self, effect: fx.ReceiveAborted) -> None:
-        self._receiver.abort(self._landings[effect.key].key)
+        self._receiver.abort(self._receives[effect.key].key)
 
     def _kv_committed(self, effect: fx.KvCommitted) -> None:
         key, metrics = effect.key, self.context.metrics
@@ -301,11 +301,11 @@ class DecodeProgram(RoleProgram):
         self.traces.record(Phase.PREEMPTED, key, one.preempted_s)
 
     def _gone(self, effect: pr.Released) -> None:
-        self._landings.pop(effect.key, None)
+        self._receives.pop(effect.key, None)
         self._released(effect)
 
     def _not_taken(self, effect: pr.Refused) -> None:
-        self._landings.pop(effect.key, None)
+        self._receives.pop(effect.key, None)
         self._refused(effect)
 
 

@@ -1,4 +1,4 @@
-"""Predicts how a sequence continues: as after the last occurrence of the same tokens (n-gram speculation). Pure.
+"""N-gram speculation: predicts that a sequence continues as after an earlier occurrence of its last tokens. Pure.
 
 The match is the longest run of at least two tokens that ends the text and also occurs earlier, the latest of equals.
 While the text continues like the match, the match grows by each token; otherwise the places of the last two tokens are

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import final
 
-from decode_worker.checking import KvCheck, Mistake
-from decode_worker.decode_sequence import DecodeSequence, Stage
+from decode_worker.checking import KvCheck, WrongBlock
+from decode_worker.decode_sequence import DecodeSequence, DecodeStage
 from decode_worker.sequence_table import SequenceTable
-from decode_worker.step import Step
+from decode_worker.step import DecodeStep
 from pdserve.core.attempt import EndRule
 from pdserve.core.effects import DecodeEffect, KvMistaken, PlainSampled, PromptScored
 from pdserve.core.protocol import Released, TokenRow
@@ -27,7 +27,7 @@ class StepResults:
         self._ended_s = 0.0  # end of the last step, as passed to `apply`
         self._begun_s = 0.0  # end of the step before it, when the last step began
 
-    def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
+    def apply(self, step: DecodeStep, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         self._ended_at(now_s)
         effects: list[DecodeEffect] = []
         shares: Iterable[tuple[DecodeSequence, int]] = step.shares()
@@ -35,119 +35,119 @@ class StepResults:
             sampled, outs, shares = self._draw_plain(step.decoding, outs.token_ids)
             if sampled.keys:
                 effects.append(sampled)
-        for (resident, count), out in zip(shares, outs, strict=True):
-            key = resident.key
-            if self._sequences.residents.get(key) is not resident or resident.stage is not Stage.RUNNING:
+        for (sequence, count), out in zip(shares, outs, strict=True):
+            key = sequence.key
+            if self._sequences.by_key.get(key) is not sequence or sequence.stage is not DecodeStage.RUNNING:
                 continue
-            if self._check is not None and (wrong := self._check.find(resident, self._block_size)) is not None:
-                effects.append(self._distrust(resident, wrong, now_s))
+            if self._check is not None and (wrong := self._check.find(sequence, self._block_size)) is not None:
+                effects.append(self._distrust(sequence, wrong, now_s))
                 continue
-            start = resident.computed
-            self._sequences.advance(resident, count)
+            start = sequence.computed
+            self._sequences.advance(sequence, count)
             if out.scored:
                 effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
             if len(out.sampled) == 1:  # nearly every row
-                self._draw(resident, out.sampled[0], now_s, effects)
+                self._draw(sequence, out.sampled[0], now_s, effects)
                 continue
             for index, token in enumerate(out.sampled):
                 if index > 0:  # the previous token was an accepted draft, so its KV exists
-                    self._sequences.advance(resident, 1)
-                self._draw(resident, token, now_s, effects)
-                if key not in self._sequences.residents:
+                    self._sequences.advance(sequence, 1)
+                self._draw(sequence, token, now_s, effects)
+                if key not in self._sequences.by_key:
                     break
         return effects
 
-    def apply_run(self, step: Step, count: int, token: TokenOut, now_s: float) -> list[DecodeEffect]:
+    def apply_run(self, step: DecodeStep, count: int, token: TokenOut, now_s: float) -> list[DecodeEffect]:
         effects: list[DecodeEffect] = []
         self._ended_at(now_s)
         size = self._block_size
         sampled = [token.token_id] * count
-        for resident in step.decoding:
-            tokens, computed = resident.tokens, resident.computed
-            is_plain = resident.decoding_since_s is not None and resident.preempted_at_s is None
-            if is_plain and len(tokens) + count < resident.ends_at and computed % size + count < size:
+        for sequence in step.decoding:
+            tokens, computed = sequence.tokens, sequence.computed
+            is_plain = sequence.decoding_since_s is not None and sequence.preempted_at_s is None
+            if is_plain and len(tokens) + count < sequence.ends_at and computed % size + count < size:
                 tokens += sampled  # the usual case in a run
-                resident.computed = computed + count
+                sequence.computed = computed + count
                 continue
             tokens += sampled[1:]
-            self._sequences.advance(resident, count)
-            self._draw(resident, token, now_s, effects)
+            self._sequences.advance(sequence, count)
+            self._draw(sequence, token, now_s, effects)
         return effects
 
-    def _distrust(self, resident: DecodeSequence, wrong: Mistake, now_s: float) -> DecodeEffect:
-        """The step's result for it is discarded; its text is prefilled again into other blocks."""
-        self._sequences.blocks.distrust(resident.blocks[wrong.index])
-        self._sequences.preempt(resident, now_s)
-        return KvMistaken(key=resident.key, error=wrong.error)
+    def _distrust(self, sequence: DecodeSequence, wrong: WrongBlock, now_s: float) -> DecodeEffect:
+        """Discards the step's result for the sequence, which is prefilled again into other blocks."""
+        self._sequences.blocks.distrust(sequence.blocks[wrong.index])
+        self._sequences.preempt(sequence, now_s)
+        return KvMistaken(key=sequence.key, error=wrong.error)
 
     def _draw_plain(
         self, decoding: Sequence[DecodeSequence], token_ids: Sequence[int]
     ) -> tuple[PlainSampled, list[RowOut], list[tuple[DecodeSequence, int]]]:
-        """Adds tokens that only lengthen a text, the usual case. Returns the other rows' outputs, and their sequences,
-        for `apply`."""
-        told: list[DecodeSequence] = []
+        """Adds the tokens of rows that merely continue, the usual case. Returns the outputs and sequences of the other
+        rows, for `apply`."""
+        continuing: list[DecodeSequence] = []
         plain_ids: list[int] = []
         outs: list[RowOut] = []
         shares: list[tuple[DecodeSequence, int]] = []
-        for resident, token_id in zip(decoding, token_ids, strict=True):
-            tokens = resident.tokens
+        for sequence, token_id in zip(decoding, token_ids, strict=True):
+            tokens = sequence.tokens
             num_tokens = len(tokens)
-            if num_tokens >= resident.plain_until or token_id in resident.end_ids:
+            if num_tokens >= sequence.plain_until or token_id in sequence.end_ids:
                 outs.append(plain_out(token_id))
-                shares.append((resident, 1))
+                shares.append((sequence, 1))
                 continue
             tokens.append(token_id)
-            resident.computed = num_tokens
-            told.append(resident)
+            sequence.computed = num_tokens
+            continuing.append(sequence)
             plain_ids.append(token_id)
         sampled = PlainSampled(
-            keys=[each.key for each in told],
-            output_indexes=[each.computed - each.prompt_len for each in told],
+            keys=[each.key for each in continuing],
+            output_indexes=[each.computed - each.prompt_len for each in continuing],
             token_ids=plain_ids,
         )
         return sampled, outs, shares
 
-    def _draw(self, resident: DecodeSequence, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
+    def _draw(self, sequence: DecodeSequence, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
         """Adds the effects of the token."""
-        attempt, tokens = resident.attempt, resident.tokens
+        attempt, tokens = sequence.attempt, sequence.tokens
         tokens.append(token.token_id)
         num_tokens = len(tokens)
-        num_output = num_tokens - resident.prompt_len
+        num_output = num_tokens - sequence.prompt_len
         finish = self._end_rule.finish(attempt.sampling, token.token_id, num_output, num_tokens)
-        sampled = TokenRow(key=resident.key, output_index=num_output - 1, tokens=(token,), finish=finish)
-        if resident.decoding_since_s is None:
-            sampled = self._begun(resident, sampled, now_s)
-        elif resident.preempted_at_s is not None:
-            decode_s = resident.preempted_at_s - resident.decoding_since_s
-            sampled = replace(sampled, decode_s=decode_s, preempted_s=now_s - resident.preempted_at_s)
-            resident.decoding_since_s, resident.preempted_at_s = now_s, None
+        sampled = TokenRow(key=sequence.key, output_index=num_output - 1, tokens=(token,), finish=finish)
+        if sequence.decoding_since_s is None:
+            sampled = self._begun(sequence, sampled, now_s)
+        elif sequence.preempted_at_s is not None:
+            decode_s = sequence.preempted_at_s - sequence.decoding_since_s
+            sampled = replace(sampled, decode_s=decode_s, preempted_s=now_s - sequence.preempted_at_s)
+            sequence.decoding_since_s, sequence.preempted_at_s = now_s, None
         if finish is None:
             size = self._block_size
-            resident.plain_until = min(num_tokens + -num_tokens % size, resident.ends_at - 1)
+            sequence.plain_until = min(num_tokens + -num_tokens % size, sequence.ends_at - 1)
             effects.append(sampled)
             return
-        assert resident.decoding_since_s is not None
-        decode_s = sampled.decode_s + now_s - resident.decoding_since_s
-        effects.append(replace(sampled, decode_s=decode_s, preemptions=resident.preemptions))
-        self._sequences.remove(resident)
-        effects.append(Released(key=resident.key))
+        assert sequence.decoding_since_s is not None
+        decode_s = sampled.decode_s + now_s - sequence.decoding_since_s
+        effects.append(replace(sampled, decode_s=decode_s, preemptions=sequence.preemptions))
+        self._sequences.remove(sequence)
+        effects.append(Released(key=sequence.key))
 
     def _ended_at(self, now_s: float) -> None:
         """A step has ended. May be called twice for one step."""
         if now_s > self._ended_s:
             self._begun_s, self._ended_s = self._ended_s, now_s
 
-    def _begun(self, resident: DecodeSequence, sampled: TokenRow, now_s: float) -> TokenRow:
-        """The attempt's first token here: how long it waited, and how long its prompt took."""
-        if not resident.is_local:  # it took part only in the step that has just ended
-            resident.decoding_since_s = max(resident.ready_s, self._begun_s)
-            return replace(sampled, decode_queue_s=resident.decoding_since_s - resident.ready_s)
-        assert resident.started_s is not None
-        resident.decoding_since_s = now_s
-        resident.start_clock(len(resident.tokens), now_s)
+    def _begun(self, sequence: DecodeSequence, sampled: TokenRow, now_s: float) -> TokenRow:
+        """Adds to the attempt's first row how long it waited, and how long its prompt took."""
+        if not sequence.is_local:  # it joined for the step that has just ended
+            sequence.decoding_since_s = max(sequence.ready_s, self._begun_s)
+            return replace(sampled, decode_queue_s=sequence.decoding_since_s - sequence.ready_s)
+        assert sequence.started_s is not None
+        sequence.decoding_since_s = now_s
+        sequence.start_clock(len(sequence.tokens), now_s)
         return replace(
             sampled,
-            queue_s=resident.started_s - resident.attempt.arrived_s,
-            prefill_s=now_s - resident.started_s,
-            cached_tokens=min(resident.cached, len(resident.attempt.prompt_ids)),
+            queue_s=sequence.started_s - sequence.attempt.arrived_s,
+            prefill_s=now_s - sequence.started_s,
+            cached_tokens=min(sequence.cached, len(sequence.attempt.prompt_ids)),
         )

@@ -39,7 +39,7 @@ from pdserve.core.protocol import AttemptFailed, FirstToken, Load, Refused, Rele
 from pdserve.core.stamps import content_hash64
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import RowOut
-from prefill_worker.prompt import Prompt, Stage, Step
+from prefill_worker.prompt import PrefillStage, PrefillStep, Prompt
 from prefill_worker.pushing import PushRule
 
 
@@ -72,7 +72,7 @@ class PrefillBatching:
     def live(self) -> list[AttemptKey]:
         return list(self._prompts)
 
-    def stage(self, key: AttemptKey) -> Stage | None:
+    def stage(self, key: AttemptKey) -> PrefillStage | None:
         prompt = self._prompts.get(key)
         return None if prompt is None else prompt.stage
 
@@ -103,7 +103,7 @@ class PrefillBatching:
         may_divide: bool,
         now_s: float,
     ) -> list[PrefillEffect]:
-        """Adds a new attempt to the inbox, or says why not.
+        """Adds a new attempt to the inbox, or returns Refused with the reason.
 
         The receiver's held and granted blocks have `granted_size` tokens each. `may_divide`: it accepts blocks in
         groups of layers.
@@ -138,7 +138,7 @@ class PrefillBatching:
         self._prompts[key] = self._waiting[key] = prompt
         return []
 
-    def plan(self, now_s: float) -> tuple[Step, list[PrefillEffect]]:
+    def plan(self, now_s: float) -> tuple[PrefillStep, list[PrefillEffect]]:
         """The next step; apply the effects first. No rows: nothing can be computed now."""
         effects = self.expire(now_s)
         budget = self._max_batch_tokens
@@ -152,13 +152,13 @@ class PrefillBatching:
             if budget == 0:
                 break
         account = StepAccount(prefill_tokens=self._max_batch_tokens - budget, prefill_token_context=load)
-        return Step(shares=shares, account=account, block_size=self._block_size), effects
+        return PrefillStep(shares=shares, account=account, block_size=self._block_size), effects
 
-    def wants_layers(self, step: Step) -> bool:
+    def wants_layers(self, step: PrefillStep) -> bool:
         """Whether `stored` must be called for this step."""
         return any(prompt.push.groups > 1 and count == prompt.remaining for prompt, count in step.shares)
 
-    def stored(self, step: Step, num_layers: int, of: int) -> list[PrefillEffect]:
+    def stored(self, step: PrefillStep, num_layers: int, of: int) -> list[PrefillEffect]:
         """Called while the step runs: its first `num_layers` of `of` layers are final. The last group waits for
         `apply`, which marks it as the last."""
         effects: list[PrefillEffect] = []
@@ -176,7 +176,7 @@ class PrefillBatching:
             prompt.pushed_groups = done
         return effects
 
-    def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[PrefillEffect]:
+    def apply(self, step: PrefillStep, outs: Sequence[RowOut], now_s: float) -> list[PrefillEffect]:
         """Applies the results of a step. Prompts that have ended in the meantime are skipped."""
         effects: list[PrefillEffect] = []
         for (prompt, count), out in zip(step.shares, outs, strict=True):
@@ -196,13 +196,13 @@ class PrefillBatching:
             if prompt.remaining:
                 effects += self._done(prompt)
                 continue
-            assert len(out.sampled) == 1, "the last chunk draws one token"
+            assert len(out.sampled) == 1, "the last chunk samples one token"
             first = self._first(prompt, out.sampled[0], now_s)
             if first.finish is not None:  # the KV is not needed elsewhere
                 effects += [first, *self.cancel(key)]
                 continue
             effects += [*self._done(prompt), first]
-            prompt.stage = Stage.SENDING
+            prompt.stage = PrefillStage.SENDING
             del self._computing[key]
         return effects
 
@@ -215,15 +215,15 @@ class PrefillBatching:
         if prompt is None:
             return [Released(key=key)]
         match prompt.stage:
-            case Stage.ENDING:
+            case PrefillStage.ENDING:
                 return []
-            case Stage.WAITING:
+            case PrefillStage.WAITING:
                 return self._release(key)
-            case Stage.COMPUTING if not prompt.is_moved:
+            case PrefillStage.COMPUTING if not prompt.is_moved:
                 return self._release(key)
-            case Stage.COMPUTING | Stage.SENDING:
+            case PrefillStage.COMPUTING | PrefillStage.SENDING:
                 self._computing.pop(key, None)
-                prompt.stage = Stage.ENDING
+                prompt.stage = PrefillStage.ENDING
                 return [SendAborted(key=key)]
 
     def sent(
@@ -234,11 +234,11 @@ class PrefillBatching:
         `is_cancelled`: the receiver abandoned the transfer, because it is no longer needed.
         """
         prompt = self._prompts.get(key)
-        if prompt is None or prompt.stage is Stage.WAITING:
+        if prompt is None or prompt.stage is PrefillStage.WAITING:
             return []
-        if not is_cancelled and prompt.stage is not Stage.ENDING:
+        if not is_cancelled and prompt.stage is not PrefillStage.ENDING:
             self.pushing.ended(prompt.receiver, prompt.push, is_whole=is_whole)
-        if prompt.stage is Stage.ENDING or (is_whole and prompt.stage is Stage.SENDING):
+        if prompt.stage is PrefillStage.ENDING or (is_whole and prompt.stage is PrefillStage.SENDING):
             return self._release(key)
         lost = TransferLost(key=key, error=error or "the sender ended early", is_cancelled=is_cancelled)
         return [lost, *self._release(key)]
@@ -254,9 +254,9 @@ class PrefillBatching:
         """Raises AssertionError unless the tables of attempts and blocks agree."""
         self.blocks.check(holders=[prompt.blocks for prompt in self._prompts.values()])
         for key, prompt in self._prompts.items():
-            assert (key in self._waiting) == (prompt.stage is Stage.WAITING), prompt
-            assert (key in self._computing) == (prompt.stage is Stage.COMPUTING), prompt
-            assert bool(prompt.blocks) == (prompt.stage is not Stage.WAITING), prompt
+            assert (key in self._waiting) == (prompt.stage is PrefillStage.WAITING), prompt
+            assert (key in self._computing) == (prompt.stage is PrefillStage.COMPUTING), prompt
+            assert bool(prompt.blocks) == (prompt.stage is not PrefillStage.WAITING), prompt
         assert self._waiting.keys() | self._computing.keys() <= self._prompts.keys()
 
     def _chunks(self, now_s: float, effects: list[PrefillEffect]) -> Iterable[Prompt]:
@@ -291,7 +291,7 @@ class PrefillBatching:
                 held_blocks=prompt.held_blocks,
                 may_divide=prompt.may_divide,
             )
-        prompt.stage = Stage.COMPUTING
+        prompt.stage = PrefillStage.COMPUTING
         del self._waiting[key]
         self._computing[key] = prompt
         return True
@@ -331,7 +331,7 @@ class PrefillBatching:
 
     def _is_live(self, key: AttemptKey) -> bool:
         prompt = self._prompts.get(key)
-        return prompt is not None and prompt.stage is not Stage.ENDING
+        return prompt is not None and prompt.stage is not PrefillStage.ENDING
 
     def _release(self, key: AttemptKey) -> list[PrefillEffect]:
         prompt = self._prompts.pop(key)

@@ -39,7 +39,7 @@ from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
 from prefill_worker.batching import PrefillBatching
-from prefill_worker.prompt import Step
+from prefill_worker.prompt import PrefillStep
 from prefill_worker.pushing import DEVICE_MESSAGE_S, MESSAGE_S, MOST_GROUPS, PushRule
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class PrefillProgram(RoleProgram):
     def add_servicers(self, server: Any) -> None:
         """Only routers call prefill workers."""
 
-    def on_layer(self, step: Step) -> OnLayer | None:
+    def on_layer(self, step: PrefillStep) -> OnLayer | None:
         if not self._batching.wants_layers(step):
             return None
         of = self.engine.spec.num_layers
@@ -166,7 +166,7 @@ class PrefillProgram(RoleProgram):
 
     def check(self) -> None:
         super().check()
-        assert set(self._grants) == set(self._batching.live()), "grants are kept of attempts that are gone"
+        assert set(self._grants) == set(self._batching.live()), "a grant has no attempt"
 
     def _send_started(self, effect: fx.SendStarted) -> None:
         key = effect.key

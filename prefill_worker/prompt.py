@@ -12,7 +12,7 @@ from pdserve.engine.interface import Row
 from prefill_worker.pushing import BY_CHUNK, PushPlan
 
 
-class Stage(Enum):
+class PrefillStage(Enum):
     WAITING = "waiting"
     COMPUTING = "computing"
     SENDING = "sending"  # completely computed; the sender may still read
@@ -28,7 +28,7 @@ class Prompt:
     may_divide: bool  # whether it accepts blocks in groups of layers
     is_moved: bool  # False: its first token is its last, so its KV is not needed elsewhere
     held_blocks: int  # leading blocks that it has completely, in this worker's block size
-    stage: Stage = Stage.WAITING
+    stage: PrefillStage = PrefillStage.WAITING
     tokens: tuple[int, ...]
     hashes: list[bytes]
     blocks: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Prompt:
 
 
 @dataclass(kw_only=True)  # no slots, because of cached_property
-class Step:
+class PrefillStep:
     """The prompt tokens to compute for each prompt; the engine's rows are created on demand."""
 
     shares: list[tuple[Prompt, int]]

@@ -13,8 +13,8 @@ from typing import Any, Final, final
 
 from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
-from decode_worker.decode_sequence import Stage
-from decode_worker.step import Step
+from decode_worker.decode_sequence import DecodeStage
+from decode_worker.step import DecodeStep
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
@@ -38,7 +38,7 @@ LEAST_CHUNK: Final = 16
 class Run:
     """The steps in progress. `count` 0: one step with more than decode rows."""
 
-    step: Step
+    step: DecodeStep
     count: int
     pace: Pace
     jitter: float
@@ -141,7 +141,7 @@ class Decoder(Machine):
         if self._transfers.get(key) != transfer:
             return
         now_s = self.agenda.now_s
-        self.act(self._batching.landed(key, transfer_s=transfer_s, busy_s=busy_s, num_bytes=num_bytes, now_s=now_s))
+        self.act(self._batching.received(key, transfer_s=transfer_s, busy_s=busy_s, num_bytes=num_bytes, now_s=now_s))
         self._joined(key)
 
     def _not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
@@ -150,13 +150,13 @@ class Decoder(Machine):
 
     def _joined(self, key: AttemptKey) -> None:
         stage = self._batching.stage(key)
-        if stage is Stage.RUNNING:
+        if stage is DecodeStage.RUNNING:
             self.unstrand(key)
-        elif stage is Stage.LANDING and self._batching.has_landed(key):
+        elif stage is DecodeStage.RECEIVING and self._batching.has_received(key):
             self.strand(key, self._batching.num_held(key))
 
     def cancel(self, key: AttemptKey) -> None:
-        if self._batching.stage(key) is Stage.RUNNING:
+        if self._batching.stage(key) is DecodeStage.RUNNING:
             self._settle()  # the steps so far are applied
         super().cancel(key)
 
@@ -254,12 +254,12 @@ class Decoder(Machine):
         step, count = run.step, run.border or run.count or 1
         self._computed(step.account, count, now_s - run.since_s, run.pace.first_s * self.speed.jitter())
         untold = self._untold
-        for resident in step.decoding:
-            key = resident.key
+        for sequence in step.decoding:
+            key = sequence.key
             if key in untold:
                 untold[key].count += count
             else:
-                untold[key] = Untold(resident.num_output, count)
+                untold[key] = Untold(sequence.num_output, count)
         effects = batching.apply_run(step, count, TOKEN, now_s)
         if step.prefilling:
             outs = [DREW if share == each.remaining else READ for each, share in step.prefilling]
@@ -336,8 +336,8 @@ class Decoder(Machine):
                 self._untold.pop(key, None)
                 self._transfers.pop(key, None)
                 self.act_on(effect)
-            case fx.LandingHeld():
-                self._landing_held(effect)
+            case fx.BlocksReserved():
+                self._blocks_reserved(effect)
             case pr.Granted():
                 self.forward(effect)
             case fx.KvCommitted():
@@ -356,7 +356,7 @@ class Decoder(Machine):
             case _:
                 self.act_on(effect)
 
-    def _landing_held(self, effect: fx.LandingHeld) -> None:
+    def _blocks_reserved(self, effect: fx.BlocksReserved) -> None:
         key = effect.key
         self._num_grants += 1
         name = f"{self.shape.worker_id}.{self.incarnation}.{self._num_grants}"

@@ -10,7 +10,7 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.grant import TransferKey
 from pdserve.engine.interface import RowOut
 from prefill_worker.batching import PrefillBatching
-from prefill_worker.prompt import Step
+from prefill_worker.prompt import PrefillStep
 from prefill_worker.pushing import PushRule
 from simulator.machine import Machine, Order, Surroundings
 from simulator.model import WorkerShape
@@ -28,7 +28,7 @@ class Prefiller(Machine):
     def __init__(self, around: Surroundings, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
         super().__init__(around, shape, speed, tally, incarnation)
         self._grants: dict[AttemptKey, SimulatedGrant] = {}
-        self._step: Step | None = None
+        self._step: PrefillStep | None = None
         self._started_s = 0.0
         self._batching = PrefillBatching(
             blocks=self.blocks,
@@ -98,7 +98,7 @@ class Prefiller(Machine):
         self._step, self._started_s = step, now_s
         self.agenda.after(self.speed.step_s(step.account) * self.speed.jitter(), self._ended, step)
 
-    def _ended(self, step: Step) -> None:
+    def _ended(self, step: PrefillStep) -> None:
         if self.is_dead:
             return
         now_s = self.agenda.now_s

@@ -83,7 +83,7 @@ class SendAborted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LandingHeld:
+class BlocksReserved:
     """Blocks are held for KV that a prefill worker will send, in prompt order after `held_blocks` present ones."""
 
     key: AttemptKey
@@ -142,7 +142,7 @@ DecodeEffect = (
     | TransferCancelled
     | Released
     | PromptScored
-    | LandingHeld
+    | BlocksReserved
     | Granted
     | ReceiveAborted
     | KvCommitted

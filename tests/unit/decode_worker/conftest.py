@@ -12,10 +12,10 @@ from decode_worker.batching import DecodeBatching
 from decode_worker.checking import KvCheck
 from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
-from decode_worker.step import Step
+from decode_worker.step import DecodeStep
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.blocks import BlockAllocator
-from pdserve.core.effects import DecodeEffect, LandingHeld, PlainSampled, StepAccount
+from pdserve.core.effects import BlocksReserved, DecodeEffect, PlainSampled, StepAccount
 from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Sampling
@@ -69,7 +69,7 @@ class Bench:
         self.is_ahead = is_ahead
         self.num_ahead = 0  # steps that were launched before the one before them was read
         self.num_sampled_late = 0  # rows whose sampling waited for the step before
-        self.flight: tuple[Step, Flight] | None = None
+        self.flight: tuple[DecodeStep, Flight] | None = None
         self.num_answers = num_answers
         self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_answers=num_answers)
         self.accounts: list[StepAccount] = []
@@ -87,7 +87,7 @@ class Bench:
         self.now_s = 0.0
         self.sampled: dict[str, list[int]] = {}
         self.prompts: dict[AttemptKey, list[int]] = {}
-        self.grants: dict[AttemptKey, LandingHeld] = {}
+        self.grants: dict[AttemptKey, BlocksReserved] = {}
 
     @staticmethod
     def key(name: str, attempt: int = 1) -> AttemptKey:
@@ -117,7 +117,7 @@ class Bench:
         )
         effects = self.batching.offer(one, is_local=is_local, now_s=self.now_s)
         self.prompts[key] = [*prompt, *output]
-        self.grants.update({effect.key: effect for effect in effects if isinstance(effect, LandingHeld)})
+        self.grants.update({effect.key: effect for effect in effects if isinstance(effect, BlocksReserved)})
         return effects
 
     def write(self, name: str, attempt: int = 1) -> int:
@@ -132,8 +132,8 @@ class Bench:
         row = Row(tokens=tokens, start=0, blocks=blocks, sample=greedy, history=tokens, prompt_len=len(tokens))
         [first] = source.step([row])[0].sampled
         size = source.pool.block_bytes
-        for landing, block in zip(grant.blocks, blocks[grant.held_blocks :], strict=True):
-            self.engine.pool.buffer[landing * size : (landing + 1) * size] = source.pool.buffer[
+        for received, block in zip(grant.blocks, blocks[grant.held_blocks :], strict=True):
+            self.engine.pool.buffer[received * size : (received + 1) * size] = source.pool.buffer[
                 block * size : (block + 1) * size
             ]
         return first.token_id
@@ -141,12 +141,12 @@ class Bench:
     def reserve_and_write(self, name: str, prompt: list[int], **settings: Any) -> int:
         """Reserves blocks and writes their KV, without reporting it. Returns the first token."""
         [effect] = self.offer(name, prompt, is_local=False, **settings)
-        assert isinstance(effect, LandingHeld)
+        assert isinstance(effect, BlocksReserved)
         return self.write(name)
 
-    def land(self, name: str, attempt: int = 1) -> list[DecodeEffect]:
+    def receive(self, name: str, attempt: int = 1) -> list[DecodeEffect]:
         key = self.key(name, attempt)
-        return self.batching.landed(key, transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=self.now_s)
+        return self.batching.received(key, transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=self.now_s)
 
     def admit(self, name: str, first_token: int, attempt: int = 1) -> list[DecodeEffect] | None:
         effects = self.batching.admit(self.key(name, attempt), first_token, self.now_s)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.attempt import RefusalReason
-from pdserve.core.effects import LandingHeld
+from pdserve.core.effects import BlocksReserved
 from pdserve.core.protocol import Granted, Refused, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
@@ -37,7 +37,7 @@ def test_a_preempted_remote_sequence_reads_its_tokens_itself(make_bench: Any) ->
     prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("ab")}
     for name, prompt in prompts.items():
         first = bench.reserve_and_write(name, prompt, max_tokens=16)
-        bench.land(name)
+        bench.receive(name)
         bench.admit(name, first)
     effects = bench.run()
     assert bench.sampled == {name: answer(prompt, 16) for name, prompt in prompts.items()}
@@ -72,7 +72,7 @@ def test_landing_places_leave_room_for_residents_to_grow(make_bench: Any) -> Non
     assert bench.offer("b", list(range(12)), is_local=False) == [
         Refused(key=bench.key("b"), reason=RefusalReason.NO_BLOCKS)
     ]
-    assert isinstance(bench.offer("c", list(range(8)), is_local=False)[0], LandingHeld)
+    assert isinstance(bench.offer("c", list(range(8)), is_local=False)[0], BlocksReserved)
 
 
 def test_no_landing_place_is_given_while_a_local_prompt_waits_for_memory(make_bench: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.decode_sequence import Stage
+from decode_worker.decode_sequence import DecodeStage
 from pdserve.core.effects import PlainSampled
 from pdserve.core.errors import InternalError
 from pdserve.core.protocol import Released, TokenRow
@@ -21,17 +21,17 @@ def finished(effects: list[Any]) -> dict[str, FinishReason | None]:
 
 
 def test_steps_are_launched_ahead_and_draw_the_same(make_bench: Any) -> None:
-    told = {}
+    outcome = {}
     for is_ahead in (False, True):
         bench = make_bench(is_ahead=is_ahead)
         for name, length in (("a", 20), ("b", 9), ("c", 14)):
             bench.offer(name, [*LONG, ord(name)], max_tokens=length)
         effects = bench.run()
-        told[is_ahead] = dict(bench.sampled), finished(effects)
+        outcome[is_ahead] = dict(bench.sampled), finished(effects)
         assert bench.batching.blocks.num_referenced == 0
         assert (bench.num_ahead > 10) == is_ahead
         assert any(isinstance(one, PlainSampled) for one in effects) == is_ahead
-    assert told[True] == told[False]
+    assert outcome[True] == outcome[False]
 
 
 def test_a_text_that_ends_by_itself_gets_no_token_of_the_step_ahead(make_bench: Any) -> None:
@@ -63,14 +63,16 @@ def test_blocks_of_who_leaves_are_lent_until_the_step_ahead_has_ended(make_bench
         bench.offer(name, [*LONG, ord(name)], max_tokens=20)
     while bench.num_ahead == 0:
         bench.step()
-    held = set(batching.sequences.residents[bench.key("a")].blocks)
+    held = set(batching.sequences.by_key[bench.key("a")].blocks)
     num_private = sum(block not in blocks._hash_of for block in held)
     assert num_private > 0
     free = blocks.num_free
     assert [type(one) for one in batching.cancel(bench.key("a"))] == [Released]
     assert batching.stage(bench.key("a")) is None
     assert blocks.num_free == free, "a launched step writes into them"
-    assert batching.sequences.lending.lent == [list(one) for one in batching.sequences.lending.lent if held == set(one)]
+    assert batching.sequences.deferred_free.held == [
+        list(one) for one in batching.sequences.deferred_free.held if held == set(one)
+    ]
     bench.step()
     bench.step()
     assert blocks.num_free > free
@@ -118,10 +120,10 @@ def test_sequences_that_have_left_are_not_sampled_late(make_bench: Any) -> None:
     known = step.known_rows(flight.unsampled)
     assert list(known) == [0, 2]
     for index, row in known.items():
-        resident = step.decoding[index]
-        assert (row.follows, row.history) == (None, resident.tokens)
-        assert list(row.tokens) == resident.tokens[-1:]
-        assert row.start == len(resident.tokens) - 1
+        sequence = step.decoding[index]
+        assert (row.follows, row.history) == (None, sequence.tokens)
+        assert list(row.tokens) == sequence.tokens[-1:]
+        assert row.start == len(sequence.tokens) - 1
     bench.run()
     for name in {"a", "b", "c"} - {step.decoding[1].key.request_id}:
         assert bench.sampled[name] == answer([*LONG, ord(name)], 20)
@@ -157,7 +159,7 @@ def test_a_prompt_to_be_read_is_not_passed_by(make_bench: Any) -> None:
     bench.step()
     before = bench.num_ahead
     bench.step()
-    assert bench.batching.stage(bench.key("b")) is Stage.RUNNING
+    assert bench.batching.stage(bench.key("b")) is DecodeStage.RUNNING
     assert bench.num_ahead <= before + 1
     bench.run()
     assert bench.sampled["b"] == answer([*LONG, 7], 3)

@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from decode_worker.decode_sequence import Stage
+from decode_worker.decode_sequence import DecodeStage
 from pdserve.core.attempt import FailureKind
-from pdserve.core.effects import KvCommitted, LandingHeld, ReceiveAborted, StepAccount, TransferCancelled, TransferLost
+from pdserve.core.effects import (
+    BlocksReserved,
+    KvCommitted,
+    ReceiveAborted,
+    StepAccount,
+    TransferCancelled,
+    TransferLost,
+)
 from pdserve.core.protocol import AttemptFailed, Granted, Released, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
@@ -21,7 +28,7 @@ PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a thi
 
 def test_a_landing_place_covers_the_prompt_in_one_run(bench: Any) -> None:
     assert bench.offer("a", PROMPT, is_local=False) == [
-        LandingHeld(key=bench.key("a"), blocks=(0, 1, 2), held_blocks=0)
+        BlocksReserved(key=bench.key("a"), blocks=(0, 1, 2), held_blocks=0)
     ]
     assert not bench.batching.has_work
 
@@ -33,9 +40,9 @@ def test_decoding_starts_when_kv_and_first_token_are_both_there(bench: Any, is_a
     if is_admitted_first:
         assert bench.admit("a", first) == []
         assert not bench.batching.has_work
-        assert bench.land("a") == [committed]
+        assert bench.receive("a") == [committed]
     else:
-        assert bench.land("a") == [committed]
+        assert bench.receive("a") == [committed]
         assert not bench.batching.has_work
         assert bench.admit("a", first) == []
     effects = bench.run()
@@ -53,7 +60,7 @@ def test_a_prefix_that_is_held_is_not_granted_again(bench: Any) -> None:
     [effect] = bench.offer("b", [*PROMPT[:8], 7, 8, 9], is_local=False)
     assert (effect.held_blocks, len(effect.blocks)) == (2, 1)
     first = bench.write("b")
-    bench.land("b")
+    bench.receive("b")
     bench.admit("b", first)
     bench.run()
     assert bench.sampled["b"] == answer([*PROMPT[:8], 7, 8, 9], 8)
@@ -68,7 +75,7 @@ def test_a_prompt_that_is_held_whole_still_lands_its_last_block(bench: Any) -> N
 
 def test_landed_kv_serves_later_prompts(bench: Any) -> None:
     first = bench.reserve_and_write("a", PROMPT)
-    bench.land("a")
+    bench.receive("a")
     bench.offer("b", PROMPT)
     bench.run()
     assert bench.sampled["b"] == answer(PROMPT, 8)
@@ -81,7 +88,7 @@ def test_a_second_admit_is_told_from_the_first(bench: Any) -> None:
     first = bench.reserve_and_write("a", PROMPT)
     assert bench.admit("a", first) == []
     assert bench.admit("a", first) is None
-    bench.land("a")
+    bench.receive("a")
     assert bench.admit("a", first) is None
     assert bench.admit("nobody", 1) is None
     bench.run()
@@ -104,7 +111,7 @@ def test_a_transfer_that_its_sender_cancelled_is_told_as_that(bench: Any) -> Non
 
 def test_a_first_token_that_ends_the_text_is_not_decoded_from(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT, max_tokens=1)
-    bench.land("a")
+    bench.receive("a")
     failed, released = bench.admit("a", 81) or []
     assert (failed.kind, released) == (FailureKind.INVALID, Released(key=bench.key("a")))
 
@@ -210,7 +217,7 @@ def test_more_landed_sequences_than_rows_take_turns_by_age(make_bench: Any) -> N
     prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("abc")}
     for name, prompt in prompts.items():
         first = bench.reserve_and_write(name, prompt)
-        bench.land(name)
+        bench.receive(name)
         bench.admit(name, first)
     plan, _ = bench.batching.plan(0.0)
     assert [key.request_id for key in plan.keys] == ["a", "b"]
@@ -243,7 +250,7 @@ def test_cancel_while_landing_holds_the_blocks_until_nobody_writes(bench: Any) -
     key = bench.key("a")
     assert bench.batching.cancel(key) == [ReceiveAborted(key=key)]
     assert bench.batching.cancel(key) == []
-    assert bench.batching.stage(key) is Stage.ENDING
+    assert bench.batching.stage(key) is DecodeStage.ENDING
     assert bench.batching.blocks.num_referenced == 3
     assert bench.admit("a", 5) is None
     assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
@@ -254,13 +261,13 @@ def test_a_transfer_that_ended_well_after_the_cancel_frees_too(bench: Any) -> No
     bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
     bench.batching.cancel(key)
-    assert bench.land("a") == [TransferCancelled(key=key), Released(key=key)]
-    assert bench.land("a") == []
+    assert bench.receive("a") == [TransferCancelled(key=key), Released(key=key)]
+    assert bench.receive("a") == []
 
 
 def test_cancel_after_the_commit_frees_at_once(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT)
-    bench.land("a")
+    bench.receive("a")
     assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
     assert bench.batching.blocks.num_referenced == 0
 
@@ -307,15 +314,15 @@ def test_cancel_between_plan_and_apply_passes_the_row_over(bench: Any) -> None:
 def test_a_deadline_ends_an_attempt_at_every_stage(bench: Any) -> None:
     bench.offer("running", PROMPT[:2], deadline_at_s=5.0)
     bench.step()
-    bench.offer("landing", PROMPT, is_local=False, deadline_at_s=5.0)
+    bench.offer("receiving", PROMPT, is_local=False, deadline_at_s=5.0)
     bench.offer("waiting", PROMPT, deadline_at_s=5.0)
     effects = bench.batching.expire(5.0)
     assert {one.key.request_id for one in effects if isinstance(one, AttemptFailed)} == {
         "running",
-        "landing",
+        "receiving",
         "waiting",
     }
     assert {one.key.request_id for one in effects if isinstance(one, Released)} == {"running", "waiting"}
-    key = bench.key("landing")
+    key = bench.key("receiving")
     assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
     assert bench.batching.live() == []

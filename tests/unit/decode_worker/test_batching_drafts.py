@@ -48,8 +48,8 @@ def test_no_draft_stands_behind_the_last_token_that_may_come(make_bench: Any) ->
     bench.offer("a", prompt(), max_tokens=3)
     while bench.batching.has_work:
         plan, _ = bench.batching.plan(bench.now_s)
-        resident = bench.batching.sequences.residents[bench.key("a")]
-        assert resident.num_output + 1 + plan.account.draft_tokens <= 3
+        sequence = bench.batching.sequences.by_key[bench.key("a")]
+        assert sequence.num_output + 1 + plan.account.draft_tokens <= 3
         bench.step()
     assert bench.sampled["a"] == [SPACE] * 3
 

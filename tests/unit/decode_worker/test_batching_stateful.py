@@ -8,14 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from decode_worker.decode_sequence import Stage
-from pdserve.core.effects import LandingHeld
+from decode_worker.decode_sequence import DecodeStage
+from pdserve.core.effects import BlocksReserved
 from pdserve.core.protocol import Released, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
 
 NAMES = "abcdef"
-KINDS = ["local", "remote", "landed", "landed", "land", "admit", "lose", "cancel", "drained", *["step"] * 9]
+KINDS = ["local", "remote", "received", "received", "receive", "admit", "lose", "cancel", "drained", *["step"] * 9]
 MOVES = st.lists(
     st.tuples(
         st.sampled_from(KINDS),
@@ -78,7 +78,7 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
         name = NAMES[which]
         key = bench.key(name, attempts[name])
         stage = batching.stage(key)
-        if move in ("local", "remote", "landed") and stage is None:
+        if move in ("local", "remote", "received") and stage is None:
             attempts[name] += 1
             prompt = [10 + which] * length
             bench.sampled.pop(name, None)
@@ -93,28 +93,28 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
                 max_tokens=max_tokens,
                 bad_token_ids=bad,
             )
-            if isinstance(effects[0], LandingHeld):
+            if isinstance(effects[0], BlocksReserved):
                 first[name] = bench.write(name, attempts[name])
             see(effects)
-            if move == "landed" and isinstance(effects[0], LandingHeld):
-                see(bench.land(name, attempts[name]))
+            if move == "received" and isinstance(effects[0], BlocksReserved):
+                see(bench.receive(name, attempts[name]))
                 see(bench.admit(name, first[name], attempts[name]))
-        elif move == "land" and stage in (Stage.LANDING, Stage.ENDING):
-            see(bench.land(name, attempts[name]))
-        elif move == "admit" and stage is Stage.LANDING and name in first:
+        elif move == "receive" and stage in (DecodeStage.RECEIVING, DecodeStage.ENDING):
+            see(bench.receive(name, attempts[name]))
+        elif move == "admit" and stage is DecodeStage.RECEIVING and name in first:
             see(bench.admit(name, first[name], attempts[name]))
-        elif move == "lose" and stage is Stage.LANDING:
+        elif move == "lose" and stage is DecodeStage.RECEIVING:
             see(batching.lost(key, "lost"))
         elif move == "cancel" and stage is not None:
             see(batching.cancel(key))
-        elif move == "drained" and stage is Stage.ENDING:
+        elif move == "drained" and stage is DecodeStage.ENDING:
             see(batching.lost(key, "drained"))
         elif move == "step":
             see(bench.step())
 
     for key in batching.live():
         stage = batching.stage(key)
-        if stage in (Stage.LANDING, Stage.ENDING):
+        if stage in (DecodeStage.RECEIVING, DecodeStage.ENDING):
             see(batching.cancel(key))
             see(batching.lost(key, "drained"))
     see(bench.run())

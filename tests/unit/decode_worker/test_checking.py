@@ -24,7 +24,7 @@ def land(bench: Bench, name: str = "a", prompt: list[int] = PROMPT) -> tuple[int
     """A text that arrived from a prefill worker; its granted blocks."""
     bench.offer(name, prompt, is_local=False)
     first = bench.write(name)
-    bench.land(name)
+    bench.receive(name)
     bench.admit(name, first)
     return bench.grants[bench.key(name)].blocks
 
@@ -44,7 +44,7 @@ def test_commit_marks_every_landed_block_the_last_half_one_too(make_bench: Calla
     blocks = bench.grants[bench.key("a")].blocks
     assert len(set(content_hashes)) == len(blocks) == 3
     assert bench.batching.blocks.stamps.content_hashes(blocks) == (0, 0, 0)
-    bench.land("a")
+    bench.receive("a")
     assert bench.batching.blocks.stamps.content_hashes(blocks) == content_hashes
     bench.batching.cancel(bench.key("a"))
 
@@ -65,7 +65,7 @@ def test_the_names_of_granted_blocks_leave_out_the_held_ones(make_bench: Callabl
 def test_a_block_with_another_texts_stamp_costs_a_recompute_and_no_token(
     make_bench: Callable[..., Bench], at: int, steps: int
 ) -> None:
-    """After the half block has grown, its landed name stands for nothing any more."""
+    """After the half block has grown, the content hash that it was received with is void."""
     expected = answer(make_bench)
     bench = make_bench(is_checked=True)
     blocks = land(bench)
@@ -104,8 +104,8 @@ def test_a_block_that_was_taken_while_decoding_is_watched_too(make_bench: Callab
     bench = make_bench(is_checked=True)
     land(bench, prompt=PROMPT[: 2 * BLOCK_SIZE])
     bench.step()
-    [resident] = bench.batching.sequences.residents.values()
-    grown = resident.blocks[-1]
+    [sequence] = bench.batching.sequences.by_key.values()
+    grown = sequence.blocks[-1]
     bench.batching.blocks.stamps.begin([grown])
     assert mistakes(bench.step()) == [f"block {grown} was reassigned while it was held"]
     bench.run()

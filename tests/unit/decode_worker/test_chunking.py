@@ -1,4 +1,4 @@
-"""Prompt chunks beside decode rows keep the residents' time per token."""
+"""Prompt chunks beside decode rows meet the decode rows' TPOT targets."""
 
 from decode_worker.chunking import ChunkRule
 from pdserve.core.effects import StepAccount

@@ -45,7 +45,7 @@ def test_only_committed_blocks_are_found_by_the_next_prompt(bench: Bench) -> Non
     bench.offer("early", PROMPT, is_local=False)
     assert bench.grants[bench.key("early")].held_blocks == 0
     bench.write("first")
-    assert isinstance(bench.land("first")[0], KvCommitted)
+    assert isinstance(bench.receive("first")[0], KvCommitted)
     bench.offer("late", PROMPT, is_local=False)
     assert bench.grants[bench.key("late")].held_blocks == 3
 
@@ -53,12 +53,15 @@ def test_only_committed_blocks_are_found_by_the_next_prompt(bench: Bench) -> Non
 def test_ends_of_transfers_that_nobody_waits_for_are_nothing(bench: Bench) -> None:
     """vllm#43226, #46240, PR#48821: a completion for a freed request was asserted on, and the engine died."""
     key = bench.key("gone")
-    assert bench.land("gone") == []
+    assert bench.receive("gone") == []
     assert bench.batching.lost(key, "late") == []
     bench.offer("gone", PROMPT, is_local=False)
     bench.batching.cancel(key)
-    assert bench.land("gone") == [TransferCancelled(key=key), Released(key=key)]  # it was verified in the same moment
-    assert bench.land("gone") == []
+    assert bench.receive("gone") == [
+        TransferCancelled(key=key),
+        Released(key=key),
+    ]  # it was verified in the same moment
+    assert bench.receive("gone") == []
     assert bench.batching.lost(key, "drained") == []
     assert bench.batching.blocks.num_referenced == 0
 
@@ -67,8 +70,8 @@ def test_a_second_end_of_a_committed_transfer_takes_nothing_away(bench: Bench) -
     """vllm PR#48616: the completion signal was delivered twice."""
     bench.offer("one", PROMPT, is_local=False)
     first = bench.write("one")
-    bench.land("one")
-    assert bench.land("one") == []
+    bench.receive("one")
+    assert bench.receive("one") == []
     assert bench.batching.lost(bench.key("one"), "late") == []
     bench.admit("one", first)
     bench.run()

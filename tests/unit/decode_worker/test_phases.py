@@ -22,7 +22,7 @@ def test_a_remote_attempt_waits_from_when_all_was_there_to_its_first_step(bench:
         bench.step()
     first = bench.reserve_and_write("a", [7, 8, 9])
     ready_s = bench.now_s - 0.25  # both came while the last step ran
-    bench.batching.landed(bench.key("a"), transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=ready_s - 0.5)
+    bench.batching.received(bench.key("a"), transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=ready_s - 0.5)
     bench.batching.admit(bench.key("a"), first, ready_s)
     begin_s = bench.now_s
     effects = []
@@ -39,7 +39,7 @@ def test_a_remote_attempt_waits_from_when_all_was_there_to_its_first_step(bench:
 
 def test_the_wait_is_told_with_the_first_row(bench: Any) -> None:
     first = bench.reserve_and_write("a", PROMPT)
-    bench.land("a")
+    bench.receive("a")
     bench.batching.admit(bench.key("a"), first, bench.now_s)
     rows = [one for one in bench.run() if isinstance(one, TokenRow)]
     assert [row.decode_s for row in rows[:-1]] == [0.0] * (len(rows) - 1)
@@ -57,7 +57,7 @@ def test_decoding_and_preemptions_add_up(make_bench: Any, is_local: bool, is_ahe
             bench.offer(name, prompt, max_tokens=20)
         else:
             first = bench.reserve_and_write(name, prompt, max_tokens=20)
-            bench.land(name)
+            bench.receive(name)
             bench.batching.admit(bench.key(name), first, bench.now_s)
     begin_s, ends_s, effects = bench.now_s, {}, []
     while bench.batching.has_work or bench.flight is not None:

@@ -12,7 +12,7 @@ from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.blocks import BlockAllocator
-from pdserve.core.effects import DecodeEffect, LandingHeld
+from pdserve.core.effects import BlocksReserved, DecodeEffect
 from pdserve.core.latency import CostModel
 from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Sampling, TokenOut
@@ -38,7 +38,7 @@ def state(batching: DecodeBatching) -> Any:
     batching.check()
     return (
         asdict(batching.load()),
-        [(each.key, asdict(replace(each, attempt=None))) for each in batching.sequences.residents.values()],  # type: ignore[arg-type]
+        [(each.key, asdict(replace(each, attempt=None))) for each in batching.sequences.by_key.values()],  # type: ignore[arg-type]
         [each.key for each in batching.sequences.running],
         [each.key for each in batching.sequences.waiting],
         batching.blocks.snapshot(),
@@ -65,10 +65,10 @@ def at_once(batching: DecodeBatching, now_s: float, rng: random.Random) -> tuple
     count = rng.choice((longest, longest, rng.randint(1, longest))) if longest else 1
     first = {each.key: each.num_output for each in step.decoding}
     applied = batching.apply_run(step, count, TOKEN, now_s)
-    told = {(one.key, one.output_index) for one in applied if isinstance(one, TokenRow)}
+    reported = {(one.key, one.output_index) for one in applied if isinstance(one, TokenRow)}
     for key, index in first.items():
         sampled = [TokenRow(key=key, output_index=index + at, tokens=(TOKEN,)) for at in range(count)]
-        effects += [one for one in sampled if (key, one.output_index) not in told]
+        effects += [one for one in sampled if (key, one.output_index) not in reported]
     effects += applied
     if step.prefilling:
         rest = replace(step, decoding=[])
@@ -100,13 +100,13 @@ def test_a_run_is_the_same_as_its_steps(seed: int) -> None:
             is_local = rng.random() < 0.4
             took = [batching.offer(attempt, is_local=is_local, now_s=now_s) for batching in (one, other)]
             assert took[0] == took[1]
-            if isinstance(took[0][0], LandingHeld):
+            if isinstance(took[0][0], BlocksReserved):
                 names.append(key)
         for key in [name for name in names if rng.random() < 0.5]:
             names.remove(key)
             for batching in (one, other):
                 batching.admit(key, 7, now_s)
-                batching.landed(key, transfer_s=0.1, busy_s=0.1, num_bytes=1, now_s=now_s)
+                batching.received(key, transfer_s=0.1, busy_s=0.1, num_bytes=1, now_s=now_s)
         if other.live() and rng.random() < 0.1:
             gone = rng.choice(other.live())
             assert one.cancel(gone) == other.cancel(gone)

@@ -36,7 +36,7 @@ def test_a_local_prompt_is_scored_whole_whatever_the_cache_holds(bench: Any) -> 
 def test_a_landed_prompt_is_scored_by_who_read_it(bench: Any) -> None:
     bench.offer("a", PROMPT, is_local=False, prompt_logprobs=2)
     first = bench.write("a")
-    bench.land("a")
+    bench.receive("a")
     bench.admit("a", first)
     assert scores(bench.run(), "a") == []
 

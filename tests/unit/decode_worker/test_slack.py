@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.decode_sequence import DecodeSequence, Stage
+from decode_worker.decode_sequence import DecodeSequence, DecodeStage
 from decode_worker.slack import LONGEST_GAP, allowed_step_s
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.types import Sampling
@@ -37,7 +37,7 @@ def sequence(
         ends_at=3 + output + left,
         order=0,
         is_local=True,
-        stage=Stage.RUNNING,
+        stage=DecodeStage.RUNNING,
         tokens=[1, 2, 3, 4],
         end_ids=frozenset(),
         hashes=[],

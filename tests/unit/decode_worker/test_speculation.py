@@ -25,7 +25,7 @@ def longest_match(tokens: list[int]) -> tuple[int, int]:
 
 
 def search(tokens: list[int]) -> tuple[int, int]:
-    """The same among the latest places only, with lengths told apart up to a limit."""
+    """The same among the latest places only, with different lengths up to a limit."""
     pair = tokens[-2:]
     places = [place for place in range(2, len(tokens)) if tokens[place - 2 : place] == pair][-MOST_PLACES:]
     best = (0, 0)

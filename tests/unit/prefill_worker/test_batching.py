@@ -11,7 +11,7 @@ from pdserve.core.effects import BlocksDone, SendAborted, SendStarted, StepAccou
 from pdserve.core.protocol import AttemptFailed, FirstToken, Refused, Released
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer, cell
-from prefill_worker.prompt import Stage
+from prefill_worker.prompt import PrefillStage
 
 PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a third
 
@@ -107,7 +107,7 @@ def test_a_prompt_that_is_cached_whole_computes_its_last_block_again(bench: Any)
 def test_source_blocks_are_held_until_they_are_sent(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.run()
-    assert bench.batching.stage(bench.key("a")) is Stage.SENDING
+    assert bench.batching.stage(bench.key("a")) is PrefillStage.SENDING
     assert bench.batching.blocks.num_referenced == 3
     assert bench.sent("a") == [Released(key=bench.key("a"))]
     assert bench.batching.blocks.num_referenced == 0
@@ -121,7 +121,11 @@ def test_a_prompt_waits_for_memory_and_nobody_overtakes_it(make_bench: Any) -> N
     bench.offer("c", [1])
     bench.step()
     bench.step()
-    assert [bench.batching.stage(bench.key(name)) for name in "abc"] == [Stage.SENDING, Stage.WAITING, Stage.WAITING]
+    assert [bench.batching.stage(bench.key(name)) for name in "abc"] == [
+        PrefillStage.SENDING,
+        PrefillStage.WAITING,
+        PrefillStage.WAITING,
+    ]
     assert bench.step() == []  # "c" would fit, but came later
     bench.sent("a")
     assert bench.firsts(bench.run()) == {"b": answer(list(range(100, 108)), 1)[0], "c": answer([1], 1)[0]}
@@ -139,7 +143,7 @@ def test_a_cached_prefix_is_not_held_while_its_prompt_waits_for_memory(make_benc
     bench.offer("c", [*PROMPT[:8], 99])  # two blocks are in the cache, and there is none for the third
     for _ in range(3):
         bench.step()
-        assert bench.batching.stage(bench.key("c")) is Stage.WAITING
+        assert bench.batching.stage(bench.key("c")) is PrefillStage.WAITING
         assert (blocks.num_referenced, blocks.num_evictable) == (2, 2)
     bench.sent("b")
     assert bench.firsts(bench.run()) == {"c": answer([*PROMPT[:8], 99], 1)[0]}
