@@ -26,9 +26,9 @@ from decode_worker.step_results import StepResults
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule, FailureKind, RefusalReason, blocks_for
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import (
+    BlocksReserved,
     DecodeEffect,
     KvCommitted,
-    BlocksReserved,
     ReceiveAborted,
     TransferCancelled,
     TransferLost,

@@ -19,7 +19,7 @@ USAGE_EXIT_CODE: Final = 2
 
 
 class Host(Protocol):
-    """A role that runs on threads of its own."""
+    """A role that runs on its threads, in this process."""
 
     @property
     def memory(self) -> str:

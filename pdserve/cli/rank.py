@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             "cluster_secret", "nothing", f"the cluster's secret in {SECRET_ENV}, or its file's name there"
         )
     while True:
-        statuses = _one_life(args)
+        statuses = _run_once(args)
         if any(status not in (0, LOST) for status in statuses):
             return 1
         if not any(statuses):
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         time.sleep(_AGAIN_S)
 
 
-def _one_life(args: argparse.Namespace) -> list[int]:
+def _run_once(args: argparse.Namespace) -> list[int]:
     """Exit statuses of all ranks here; if one ends, the others are ended."""
     flags = [f"--count={args.count}", f"--wait-s={args.wait_s}"]
     flags += [f"--{name}={value}" for name in ("host", "advertise", "model") if (value := getattr(args, name))]

@@ -56,7 +56,7 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt(RequestAttributes):
-    """Everything that is needed to compute the request's tokens."""
+    """Everything that a worker needs to compute the request's tokens."""
 
     key: AttemptKey
     prompt_ids: tuple[int, ...]

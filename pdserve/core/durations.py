@@ -1,7 +1,7 @@
 """Bounds of durations and waits. Pure: standard library only.
 
 A duration that comes from a setting or the wire is at most a day: beyond that it is a mistake, and the system's own
-timers overflow (poll() takes 24 days). A wait is clipped to the same bound, whatever it was computed from; the waiter
+timers overflow (poll() takes 24 days). A wait is clipped to the same bound; the waiter
 checks again when it ends.
 """
 

@@ -33,7 +33,7 @@ class StartFailed(PdserveError):
 
 @final
 class Child:
-    """A process in a session of its own, so that a Ctrl-C in the terminal reaches only the launcher."""
+    """A process in a separate session, so that a Ctrl-C in the terminal reaches only the launcher."""
 
     def __init__(self, name: str, program: Sequence[str], env: Mapping[str, str], relay: Callable[[str], None]) -> None:
         self.name = name

@@ -165,7 +165,7 @@ class RayDriver:
             ray.init(self._address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         else:
             ray.init(
-                "local",  # and not another user's Ray on this host
+                "local",  # not another user's Ray on this host
                 namespace=NAMESPACE,
                 include_dashboard=False,
                 log_to_driver=False,
@@ -214,7 +214,7 @@ class RayDriver:
         self._see_to_ranks(worker_id)
 
     def _see_to_ranks(self, worker_id: str) -> None:
-        """Its ranks on other nodes, which must know the node of the first rank; it changes if that node is lost."""
+        """Starts the ranks on other nodes, with the address of the first rank, which changes if its node is lost."""
         _, config = self._configs[worker_id]
         if not config.rendezvous:
             return

@@ -31,7 +31,7 @@ _PARTS: Final = {  # parts of a memory plan, with their column names
 
 @final
 class LauncherReport:
-    """Writes whole lines, so that those of several processes are not mixed. Used from one thread."""
+    """Writes whole lines, so that lines of several processes do not interleave. Used from one thread."""
 
     def __init__(self, log_dir: Path | None = None, *, is_quiet: bool = False) -> None:
         self._began_s = time.monotonic()

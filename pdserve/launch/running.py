@@ -113,7 +113,7 @@ class Running:
         return status
 
     def kill(self) -> None:
-        """Kills it immediately; the kernel ends the cluster's processes with it."""
+        """Kills the launcher immediately. The kernel then ends the cluster's processes."""
         self.process.kill()
         self.process.wait()
         self._reader.join(5.0)

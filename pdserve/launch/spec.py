@@ -95,7 +95,7 @@ def fixed_ports(spec: ClusterSpec, *, are_workers_here: bool) -> dict[int, tuple
             (f"{process.module}.rendezvous", int(rendezvous.rpartition(":")[2] or 0)),
         ):
             if port in found:
-                raise ConfigError(name, port, f"a port of its own: {found[port][0]} asks for the same")
+                raise ConfigError(name, port, f"another port: {found[port][0]} has the same")
             if port:
                 found[port] = (name, config.host)
     return found

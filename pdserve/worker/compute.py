@@ -49,7 +49,7 @@ class Isolation:
     def run(
         self, compute: Callable[[], Sequence[RowOut]], again: Callable[[], Sequence[Row | None]]
     ) -> Sequence[RowOut | RowFailed]:
-        """Like `step`, for rows that are computed in another way. `again` returns them if that fails, None for attempts
+        """Like `step`, for rows that `compute` computes. If it fails, `again` returns the rows, with None for attempts
         that have ended in the meantime."""
         try:
             outs = compute()

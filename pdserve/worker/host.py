@@ -153,7 +153,7 @@ class WorkerHost:
             self._has_ended.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """True once the host has ended."""
+        """Returns True once the host has ended."""
         return self._has_ended.wait(None if timeout_s is None else clamped_s(timeout_s))
 
     # -- outlet of the engine thread ------------------------------------------------------------------------------

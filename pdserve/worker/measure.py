@@ -47,7 +47,7 @@ class WorkerMetrics:
         self._add_new(metric_names.TRANSFER_EVENTS, "event", events)
 
     def rejected_rank_joins(self, by_reason: Mapping[str, int]) -> None:
-        """Takes total counts, as above."""
+        """Takes total counts; adds the difference from the last call."""
         self._add_new(metric_names.REJECTED_RANK_JOINS, "reason", by_reason)
 
     def _add_new(self, spec: MetricSpec, label: str, counts: Mapping[str, int]) -> None:

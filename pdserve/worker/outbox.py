@@ -15,7 +15,7 @@ from pdserve.worker import messages
 
 @final
 class Outbox:
-    """In order for each router. A message to a router whose stream has ended is dropped."""
+    """The order is kept for each router. A message to a router whose stream has ended is dropped."""
 
     def __init__(self) -> None:
         self._routers: dict[int, bool] = {}  # session -> whether it wants KV events
@@ -41,7 +41,7 @@ class Outbox:
             self._pending.append((session, response))
 
     def report(self, message: pr.AttemptMessage) -> None:
-        """To the router whose attempt it is about."""
+        """Sends a message about an attempt to the router of the attempt."""
         self.send(message.key.router, encode_response(message))
 
     def report_all(self, message: pr.Load | pr.BatchTimed) -> None:

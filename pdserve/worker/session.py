@@ -1,5 +1,6 @@
-"""One Attach stream: hellos, then messages in both directions. A slow router loses its stream, but never delays the
-engine."""
+"""The Attach streams of routers. Each stream begins with two hellos and then carries messages in both directions.
+
+A router that reads too slowly loses its stream. It never delays the engine."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ log = logging.getLogger(__name__)
 EOF: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in its stubs
 
 HELLO_S: Final = 10.0
-MAX_OUTBOX: Final = 131_072  # messages and the token rows in them: about 10 MB, a minute of 16 rows at 130 steps/s
-ROW_BYTES: Final = 80  # about what a token row takes
+MAX_OUTBOX: Final = 131_072  # messages plus token rows: about 10 MB, or one minute of 16 rows at 130 steps/s
+ROW_BYTES: Final = 80  # approximate size of a token row
 MAX_MERGED_ROWS: Final = 1024  # limit of one message, far below any limit on message size
 MAX_INBOX: Final = 4096  # calls that may wait for the engine thread before reading of streams pauses
 INBOX_PAUSE_S: Final = 0.005
@@ -33,7 +34,7 @@ class SessionOutbox:
     """Messages that wait to be sent to one router. `put` is called on the event loop."""
 
     def __init__(self, limit: int = MAX_OUTBOX, *, is_batching: bool = False) -> None:
-        """`is_batching`: the router accepts several messages in one, which costs both sides less."""
+        """`is_batching`: the router accepts several messages in one, which saves time on both sides."""
         self._is_batching = is_batching
         self._messages: deque[worker_pb2.AttachResponse] = deque()
         self._limit = limit
@@ -67,7 +68,7 @@ class SessionOutbox:
                 await self._has_some.wait()
 
     def _next_ones(self) -> worker_pb2.AttachResponse:
-        """All waiting messages, within limits. A change of the cache, which may fill a message, is sent alone."""
+        """All waiting messages, up to the limits. A change of the cache is sent alone, because it may be large."""
         ones = [self._next()]
         size = _size(ones[0])
         while self._messages and size < MAX_MERGED_ROWS:
@@ -80,8 +81,7 @@ class SessionOutbox:
         return worker_pb2.AttachResponse(batch=worker_pb2.AttachResponses(messages=ones))
 
     def _next(self) -> worker_pb2.AttachResponse:
-        """The oldest message. Tokens of several waiting steps are merged, so a router that lags behind a fast engine
-        pays for the rows, not for a message per step."""
+        """The oldest message. Tokens of several waiting steps are merged: a slow router then reads fewer messages."""
         first = self._messages.popleft()
         self._size -= (size := _size(first))
         if first.HasField("tokens"):
@@ -94,13 +94,13 @@ class SessionOutbox:
 
 
 def _may_follow(first: worker_pb2.AttachResponse, more: worker_pb2.AttachResponse) -> bool:
-    """Whether tokens of one step may be appended to those of an earlier one. Rows are read after plain tokens, so plain
-    tokens must not be added to a message with rows."""
+    """Whether the tokens in `more` may be appended to `first`. The router reads plain tokens before rows, so plain
+    tokens cannot follow rows in one message."""
     return more.HasField("tokens") and not (first.tokens.rows and more.tokens.HasField("plain"))
 
 
 def _size(message: worker_pb2.AttachResponse) -> int:
-    """In token rows."""
+    """The size of a message, in token rows."""
     if message.HasField("prompt_scored"):
         return 1 + message.prompt_scored.ByteSize() // ROW_BYTES
     return 1 + len(message.tokens.rows) + len(message.tokens.plain.token_ids)
@@ -119,8 +119,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._num_waiting_calls = num_waiting_calls
         self._numbers = itertools.count(1)
         self._outboxes: dict[int, SessionOutbox] = {}
-        # Router process -> its newest session. Two processes with the same name have separate sessions; otherwise each
-        # would end the other's session whenever it connects.
+        # The newest session of each router process. Two processes may have the same router id: neither may end the
+        # other's session.
         self._session_of: dict[tuple[str, str], int] = {}
 
     def deliver(self, messages: Mapping[int, list[worker_pb2.AttachResponse]]) -> None:
@@ -147,7 +147,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         session, outbox = next(self._numbers), SessionOutbox(is_batching=hello.reads_batches)
         router = (hello.router_id, hello.router_incarnation)
         older = self._outboxes.get(self._session_of.get(router, 0))
-        if older is not None:  # a dead stream may stay open for long; only one stream per router
+        if older is not None:  # one stream per router: the older one may be dead but still open
             older.close()
         self._outboxes[session] = outbox
         self._session_of[router] = session
@@ -172,7 +172,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             log.info("router gone", extra={"router_id": hello.router_id, "session": session})
 
     async def _read(self, session: int, context: Any, outbox: SessionOutbox) -> None:
-        """Reads until the router ends its stream or disconnects, which are treated alike."""
+        """Reads until the router ends its stream or disconnects. Both are handled in the same way."""
         try:
             while True:
                 message = await context.read()
@@ -180,7 +180,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     return
                 while self._num_waiting_calls() > MAX_INBOX:
                     await asyncio.sleep(INBOX_PAUSE_S)
-                received_s = self.program.context.now()  # it may wait for the running step
+                received_s = self.program.context.now()  # now, because the message may wait for the running step
                 for one in message.batch.messages if message.HasField("batch") else (message,):
                     self._post(partial(self.program.handle, session, one, received_s))
         except (grpc.aio.UsageError, grpc.aio.AbortError):  # cancelled under the read, or a message did not parse

@@ -13,8 +13,8 @@ from typing import Final, final
 
 from pdserve.core.effects import StepAccount
 
-STEPS: Final = 8  # decode steps of one mean,
-LONGEST_SPANS: Final = 4.0  # or fewer if they take this many times `every_s`, because long steps vary little
+STEPS: Final = 8  # number of decode steps in one mean;
+LONGEST_SPANS: Final = 4.0  # fewer if they take this many times `every_s`, because long steps vary little
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Sum:
 
 @final
 class TimedSteps:
-    """One at most in `every_s`."""
+    """Reports at most one step time in `every_s`."""
 
     __slots__ = ("_every_s", "_reported_s", "_sums")
 

@@ -1,4 +1,4 @@
-"""Ends a process whose engine thread is busy but makes no progress: a hung worker is worse than a dead one."""
+"""Ends a process whose engine thread is busy but makes no progress: a hung worker is worse than a restarted one."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_a_process_rejects_a_password_in_a_flag(kind: Any) -> None:
     ],
 )
 def test_no_two_processes_share_a_port(settings: Any, name: str) -> None:
-    with pytest.raises(ConfigError, match="a port of its own") as caught:
+    with pytest.raises(ConfigError, match="another port") as caught:
         fixed_ports(spec(worker_ports=(), settings=settings), are_workers_here=True)
     assert caught.value.field == name
 
