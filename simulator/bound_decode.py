@@ -12,14 +12,20 @@ m_i >= 0, sum over the steps of i of d_s <= (n_i - 1) * P_i gives
 
     sum d_s >= sum over s of d_s * (1 + sum over rows of m_i) - sum over i of m_i * (n_i - 1) * P_i
 
-With m_i = k * e_i the first term is (D + E_s) * (1 + k * E_s) >= E_s * (1 + sqrt(k * D))^2. So each row takes
+Let m_i = k * f_i, where f_i is the mean e of answer i, and F_s the sum of f over the rows. The first term is
 
-    e * ((1 + sqrt(k * D))^2 - k * P)           which is e * P / (P - D), if k = D / (P - D)^2
+    (D + E_s) * (1 + k * F_s) >= E_s + k * D * F_s + 2 * sqrt(k * D * E_s * F_s)
+
+by the inequality of the means, and sqrt(E_s * F_s) >= sum of sqrt(e * f) by that of Cauchy and Schwarz. So each row
+takes
+
+    e + k * D * f + 2 * sqrt(k * D * e * f) - k * f * P       which is e * P / (P - D), if e = f and k = D / (P - D)^2
 
 and e at least (m_i = 0). That is the time of a step of length P, shared by the (P - D) / e rows that fit into it. This
 is a Lagrangian relaxation (A. Geoffrion, Mathematical Programming Study 2, 1974), valid for any k; one k serves targets
 that differ. The same holds if steps have prompt tokens too, and within any period that contains all steps of the
-answers that are counted.
+answers that are counted. The sum of sqrt(e) over the rows of an answer is at least their number times the mean of the
+first and the last one, because the root is concave.
 """
 
 from __future__ import annotations
@@ -73,9 +79,12 @@ def decode_work(work: Work, costs: Costs, limit: Limit) -> float:
             return rows + weights * work.held / costs.kv_tokens
         case Share.TPOT:
             spare = limit.tpot_s / costs.slowness - weights
-            if not spare > 0.0:
+            if not spare > 0.0 or not work.rows:
                 return rows
             factor = weights / spare**2
-            first = costs.per_row + costs.per_context_token * work.prompt.length  # e of its first row, its least
-            more = work.rows * ((1.0 + math.sqrt(factor * weights)) ** 2 - 1.0)
-            return rows + first * max(0.0, more - factor * work.decode_s / costs.slowness)
+            first = costs.per_row + costs.per_context_token * work.prompt.length
+            last = first + costs.per_context_token * (work.rows - 1)
+            mean = 0.5 * (first + last)
+            roots = 0.5 * work.rows * (math.sqrt(first) + math.sqrt(last))
+            shared = mean * work.rows * factor * weights + 2.0 * math.sqrt(factor * weights * mean) * roots
+            return rows + max(0.0, shared - factor * mean * work.decode_s / costs.slowness)

@@ -66,13 +66,17 @@ def _late(edges: Sequence[float], demands: Sequence[Demand], done: Sequence[floa
         )
         for one in demands
     )
-    found = []
-    for begin in range(count):
-        row = [0] * (count + 1)
-        here = [one for one in placed if one[2] >= begin]
-        for end in range(begin + 1, count + 1):
+    due = [[0.0] * (count + 1) for _ in range(count)]  # of requests released in the period that begins there
+    for total, first, start, first_end, last in placed:
+        due[start][first_end] += first
+        due[start][last] += total - first
+    found = [[0] * (count + 1) for _ in range(count)]
+    by_end = [0.0] * (count + 1)
+    for begin in reversed(range(count)):
+        by_end = [sum(pair) for pair in zip(by_end, due[begin], strict=True)]
+        full = [end for end, work in enumerate(accumulate(by_end)) if end > begin and work > done[end] - done[begin]]
+        here = [one for one in placed if one[2] >= begin] if full else []
+        for end in full:
             work = [total if last <= end else first for total, first, _, first_end, last in here if first_end <= end]
-            if work:
-                row[end] = len(work) - most_that_fit(work, done[end] - done[begin])
-        found.append(row)
+            found[begin][end] = len(work) - most_that_fit(work, done[end] - done[begin])
     return found

@@ -187,6 +187,20 @@ def test_rows_that_fit_into_a_step() -> None:
     assert upper_bound(trace, narrow).most == 4, "0.5 s for steps of 12 ms with two rows, 20 rows each"
 
 
+@pytest.mark.parametrize("limit", ["rows", "tpot", "memory"])
+def test_a_full_worker_reaches_it(limit: str) -> None:
+    """Eight answers at a time, of 20 steps of 18 ms, and a step of 10 ms for their prompts, for 3.6 s."""
+    cost = replace(COST, prefill_base_s=0.0, prefill_per_token_s=0.0, decode_per_context_token_s=0.0)
+    config = alone(slo=Slo(ttft_s=3.61, tpot_s=0.01801 if limit == "tpot" else 0.02), block_size=1)
+    full = tuple(replace(one, cost=cost, max_batch=8, inbox_depth=500) for one in config.workers)
+    trace = Listed([asked(0.0, 1 if limit != "memory" else 400, 21) for _ in range(200)])
+    served = met(trace, replace(config, workers=full))
+    only = {"rows": {"max_batch": 8}, "tpot": {}, "memory": {"kv_capacity_tokens": 8 * 421}}[limit]
+    limited = tuple(replace(one, cost=cost, **only) for one in config.workers)
+    most = upper_bound(trace, replace(config, workers=limited)).most
+    assert 80 <= served <= most <= 90
+
+
 def test_memory_for_answers() -> None:
     cost = replace(COST, prefill_base_s=0.0, prefill_per_token_s=0.0, decode_per_context_token_s=0.0)
     config = alone(slo=Slo(ttft_s=0.1, tpot_s=0.02), block_size=16)
