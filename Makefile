@@ -33,11 +33,12 @@ test-isa: $(STAMP)
 gpu-checks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m gpu_checks tests/unit $(ARGS)
 
-# What is too long for every run, of which `make test` has a short version: tests marked slow, and Redis away for a
-# minute. About ten minutes.
+# What is too long for every run, of which `make test` has a short version: tests marked slow, Redis away for a minute,
+# and all examples of hypothesis.
 test-slow: $(STAMP)
 	PDSERVE_REDIS_AWAY_S=60 $(PYTEST) tests/cluster/test_faults.py
 	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) --hypothesis-profile full $$(grep -rl hypothesis tests/unit --include='test_*.py')
 
 # 100,000 faulty transfers on each transport between processes that are killed and stopped; about fifteen minutes.
 fault-storm: $(STAMP)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+
+from tests.support.examples import register_profiles
 
 ROOT = Path(__file__).parent
 #: Folders with files that take half a minute: they go first, or one process would be left alone with one at the end.
 FIRST = ("cluster", "unit/worker", "unit/launch", "unit/engine", "unit/kvtransfer")
 
-# A busy machine may be many times slower than a quiet one: no example fails because it took long.
-settings.register_profile("pdserve", deadline=None)
-if settings.get_current_profile_name() == "default":
-    settings.load_profile("pdserve")
+register_profiles()
+
+#: What was imported and collected stays until the end: the garbage collector need not look at it again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.hashing import block_hashes
+from tests.support.examples import examples
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
 
@@ -65,4 +66,4 @@ class Sequences(RuleBasedStateMachine):
 
 
 TestSequences = Sequences.TestCase
-TestSequences.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSequences.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -13,6 +13,7 @@ from pdserve.core.effects import BlocksReserved
 from pdserve.core.protocol import Released, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
+from tests.support.examples import examples
 
 NAMES = "abcdef"
 KINDS = ["local", "remote", "received", "received", "receive", "admit", "lose", "cancel", "drained", *["step"] * 9]
@@ -37,7 +38,7 @@ SAME_BENCH = [HealthCheck.function_scoped_fixture]
 
 @BENCHES
 @given(moves=MOVES)
-@settings(max_examples=60, deadline=None, suppress_health_check=SAME_BENCH)
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=SAME_BENCH)
 def test_tokens_are_right_and_no_block_is_lost(
     make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_ahead: bool, moves: list[Any]
 ) -> None:
@@ -47,7 +48,7 @@ def test_tokens_are_right_and_no_block_is_lost(
 @pytest.mark.slow
 @BENCHES
 @given(moves=MOVES)
-@settings(max_examples=300, deadline=None, suppress_health_check=SAME_BENCH)
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=SAME_BENCH)
 def test_the_same_in_five_times_as_many_lives(
     make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_ahead: bool, moves: list[Any]
 ) -> None:

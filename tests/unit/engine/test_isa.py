@@ -6,7 +6,6 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,25 +20,27 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Each level in a process of its own, all with one folder of compiled kernels."""
-    folder = str(tmp_path_factory.mktemp("kernels"))
-    found = {level: isa.measure(level, NUMBA_CACHE_DIR=folder) for level in isa.LEVELS}
-    found["again"] = isa.measure("oldest", NUMBA_CACHE_DIR=folder)
-    return found
-
-
+@pytest.mark.slow  # tests of tests/isa.py itself, which `make test-isa` needs
 @pytest.mark.parametrize("level", isa.LEVELS)
-def test_every_library_obeys_the_level(measured: dict[str, Any], level: str) -> None:
+def test_every_library_obeys_the_level(tmp_path: Path, level: str) -> None:
     if level == "avx2" and not torch.cpu._is_avx2_supported():
         pytest.skip("this CPU has no AVX2")
-    found = measured[level]
+    found = isa.measure(level, NUMBA_CACHE_DIR=str(tmp_path))
     assert {name: found[name] for name in isa.EXPECTED[level]} == isa.EXPECTED[level]
 
 
-def test_kernels_on_disk_belong_to_the_cpu_that_they_were_compiled_for(measured: dict[str, Any]) -> None:
-    assert [measured[level]["is_cached"] for level in (*isa.LEVELS, "again")] == [False, False, True]
+@pytest.mark.parametrize(
+    ("levels", "is_cached"),
+    [
+        (["avx2", "oldest"], [False, False]),
+        pytest.param(["avx2", "oldest", "oldest"], [False, False, True], marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_on_disk_belong_to_the_cpu_that_they_were_compiled_for(
+    tmp_path: Path, levels: list[str], is_cached: list[bool]
+) -> None:
+    found = [isa.measure(level, NUMBA_CACHE_DIR=str(tmp_path)) for level in levels]
+    assert [one["is_cached"] for one in found] == is_cached
 
 
 @pytest.mark.skipif(not isa.level_of_this_process(), reason="not under `make test-isa`")

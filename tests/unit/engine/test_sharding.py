@@ -21,6 +21,7 @@ from pdserve.engine.reading import Reader
 from pdserve.engine.safetensors_file import StoredTensor, open_checkpoint
 from pdserve.engine.sharding import Cut, Shard, rank_config
 from pdserve.engine.tensor_slices import cut_scale, cut_tensor
+from tests.support.examples import examples
 
 
 @given(size=st.integers(1, 9), units=st.integers(1, 40), width=st.integers(1, 5))
@@ -36,7 +37,7 @@ def test_spans_of_all_ranks_cover_everything_in_order(size: int, units: int, wid
         assert all(end - begin == width for begin, end in spans)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_a_cut_tensor_reads_as_the_part_of_the_whole(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -16,6 +16,7 @@ from kvtransfer.reshape.convert import FP8_VALUES, Blocks, fp8_bits, move, pack,
 from kvtransfer.reshape.mapping import Piece, Window, pieces_of, shard_of
 from pdserve.core.kv_shape import KvShape, Loss, check_convertible
 from pdserve.engine.pool import BlockShape, TorchPool, quantise
+from tests.support.examples import examples
 
 FP8 = "float8_e4m3fn"
 LAYOUTS = {
@@ -131,7 +132,7 @@ def within(seen: np.ndarray, expected: np.ndarray, loss: Loss) -> bool:
     return bool((np.abs(seen - expected) <= loss.relative * np.abs(expected) + loss.of_largest * largest).all())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(cases())
 def test_what_lands_is_what_was_computed(case: Case) -> None:
     """All ranks of the source send to each rank of the target, in shards and layer groups, over a staging area."""
@@ -244,7 +245,7 @@ def test_rounding_to_bfloat16_is_torchs(values: list[float]) -> None:
     np.testing.assert_array_equal(widened(seen)[~is_nan], expected.float().numpy()[~is_nan])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(floats, min_size=6, max_size=6))
 def test_rounding_to_a_scale_is_the_engines(values: list[float]) -> None:
     for dtype in ("int8", FP8):

@@ -18,6 +18,7 @@ from kvtransfer.parts import Part
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome
 from pdserve.core.log_limit import LogLimit
+from tests.support.examples import examples
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
 from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, connect, expected, numbers
 
@@ -163,7 +164,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(damaged)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 def test_fuzzed_frames_never_crash_the_receiver_or_verify_anything(pair: Pair, seed: int) -> None:
     rng = random.Random(seed)

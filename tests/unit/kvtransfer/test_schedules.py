@@ -21,6 +21,7 @@ from kvtransfer.receive_transfers import Claim, ReceiveTransfers
 from kvtransfer.send_transfers import Job, SendTransfers
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.grant import Grant, TransferKey
+from tests.support.examples import examples
 from tests.unit.kvtransfer.harness import STAMPS, grant_of, unmarked_stamps
 
 SCRIBBLE = -1
@@ -257,7 +258,7 @@ HAPPENINGS = (
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32), st.lists(st.integers(0, len(HAPPENINGS) - 1), max_size=200))
 def test_no_schedule_verifies_wrong_bytes_or_touches_memory_that_was_handed_back(seed: int, steps: list[int]) -> None:
     world = World(random.Random(seed))

@@ -9,6 +9,7 @@ from pdserve.core.blocks import CacheChange
 from pdserve.core.hashing import block_hashes, chain_key
 from pdserve.prefix.index import Applied, PrefixIndex, leading_blocks
 from pdserve.prefix.lookup import MemoryLookup
+from tests.support.examples import examples
 from tests.unit.prefix.given import chain
 
 
@@ -127,7 +128,7 @@ async def test_memory_answers_as_the_index_does(index: PrefixIndex) -> None:
     assert await MemoryLookup(index).lookup(chain(4)) == {"w": 3}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given_any(st.integers(0, 2**32))
 def test_any_history_gives_what_a_plain_dictionary_of_sets_gives(seed: int) -> None:
     chance = random.Random(seed)

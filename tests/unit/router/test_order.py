@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.queue import LATE_SHARE, Entry, Queue
+from tests.support.examples import examples
 
 
 def entry(name: str, key: float, serial: int | None = None, **facts: object) -> Entry:
@@ -125,7 +126,7 @@ def test_times_of_those_who_left_do_not_pile_up() -> None:
     assert len(queue._due) < 200
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_nobody_starves_under_endless_pressure_of_tighter_higher_and_less_served_requests(data: st.DataObject) -> None:
     """The bound in queue.py, with adversaries that come as fast as work is taken."""
@@ -154,7 +155,7 @@ def test_nobody_starves_under_endless_pressure_of_tighter_higher_and_less_served
         assert others_s <= bound_s + largest_s + 1e-6, "it should have had its turn"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.sampled_from("xyz"), st.floats(0.0, 9.0)), max_size=40)
 )

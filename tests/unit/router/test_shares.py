@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.shares import MAX_IDLE, Shares
+from tests.support.examples import examples
 
 
 def test_a_tenant_is_ahead_once_it_has_had_more_than_a_quantum_more() -> None:
@@ -66,7 +67,7 @@ def test_any_number_of_tenants_is_remembered_in_bounded_memory() -> None:
     assert len(shares) <= MAX_IDLE + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.floats(0.1, 3.0), min_size=50, max_size=200), st.integers(2, 5))
 def test_tenants_that_always_wait_get_equal_shares(works: list[float], tenants: int) -> None:
     """Whoever is picked among those in turn, here always the most served one: the worst choice."""

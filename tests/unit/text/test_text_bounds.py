@@ -18,6 +18,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.text import text_bounds
 from pdserve.text.text_bounds import COMPOSED_CHARS, TextBounds
 from pdserve.text.tokenizer import HuggingFaceTokenizer, ToyTokenizer
+from tests.support.examples import examples
 from tests.unit.text.conftest import CORPUS, KINDS, byte_level
 
 BUNDLED = next((Path(__file__).parents[3] / "pdserve/models").glob("stdlib-*"))
@@ -72,7 +73,7 @@ texts = st.lists(st.sampled_from(PIECES), min_size=40, max_size=250).map("".join
 
 
 @pytest.mark.parametrize("name", MADE)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(text=texts, num_tokens=st.integers(1, 12))
 def test_a_tail_has_the_last_tokens_of_the_text(name: str, text: str, num_tokens: int) -> None:
     tokenizer, bounds = made(name), bounds_of(name)

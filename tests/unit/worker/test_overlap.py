@@ -11,6 +11,7 @@ import pytest
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, OnLayer, Row, RowOut
 from pdserve.engine.load import load_engine
+from tests.support.slow import slow_except
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
 TEXT = [(37 * n) % 4000 + 5 for n in range(75)]  # chunks of 32, 32 and 11; the last of 5 blocks is partly filled
@@ -43,7 +44,7 @@ def num_groups(p: Any) -> int:
     return max(p.program.batching.pushing.groups)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", slow_except(["tcp", "shm"], "tcp"))
 async def test_every_plan_gives_the_tokens_of_the_end(start: Any, attach: Any, ask: Any, transport: str) -> None:
     answers, chunks = {}, {}
     for push in ("end", "chunk", "layers"):

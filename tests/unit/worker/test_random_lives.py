@@ -11,6 +11,7 @@ import pytest
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
+from tests.support.slow import slow_except
 
 NUM_REQUESTS = 60
 
@@ -82,7 +83,10 @@ class Life:
         return (await self.router.wait_for(found))[-1]
 
 
-@pytest.mark.parametrize(("transport", "seed", "ahead"), [("tcp", 1, "off"), ("shm", 2, "off"), ("auto", 3, "on")])
+@pytest.mark.parametrize(
+    ("transport", "seed", "ahead"),
+    slow_except([("tcp", 1, "off"), ("shm", 2, "off"), ("auto", 3, "on")], ("tcp", 1, "off"), ("auto", 3, "on")),
+)
 async def test_finished_texts_are_right_and_everything_is_free_at_the_end(
     start: Any, attach: Any, ask: Any, transport: str, seed: int, ahead: str
 ) -> None:

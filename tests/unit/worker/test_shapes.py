@@ -15,6 +15,7 @@ from pdserve.engine.interface import Engine, Row
 from pdserve.engine.pool import quantise
 from pdserve.engine.toy import answer
 from pdserve.v1 import transfer_pb2, worker_pb2
+from tests.support.slow import slow_except
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
 PROMPT = list(b"The quick brown fox jumps over it")  # 33 bytes
@@ -22,7 +23,7 @@ SIZES = [(4, 8), (8, 4), (4, 6), (6, 4), (1, 5), (16, 64)]
 
 
 @pytest.mark.parametrize(("prefill_size", "decode_size"), SIZES)
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", slow_except(["tcp", "shm"], "tcp"))
 async def test_blocks_of_another_size_hold_the_same_cells(
     start: Any, attach: Any, ask: Any, prefill_size: int, decode_size: int, transport: str
 ) -> None:
@@ -81,7 +82,7 @@ TEXT = ids_of(
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
-        ({"block_size": 16}, {"block_size": 32}),
+        pytest.param({"block_size": 16}, {"block_size": 32}, marks=pytest.mark.slow),
         ({"block_size": 32}, {"block_size": 16}),
         ({"block_size": 16, "kv_dtype": "int8"}, {"block_size": 32, "kv_dtype": "int8"}),
     ],

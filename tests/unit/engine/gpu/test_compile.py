@@ -1,7 +1,7 @@
 """What only the compiler refuses: every kernel, at real shapes, for an H100 that is not there. And what its code
 consists of: wide loads, asynchronous copies, tensor cores, registers.
 
-In every run each kernel is compiled once per types of its arguments; test-slow compiles all launches.
+In every run each kernel is compiled once for each file of cases; test-slow compiles all launches, with all types.
 """
 
 import subprocess

@@ -82,6 +82,7 @@ def test_what_the_gpu_scripts_import_is_there(bare: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_without_grpc_or_protobuf_the_parts_that_need_none_go_on(bare: dict[str, str], tmp_path: Path) -> None:
     site = Path(bare["PYTHONPATH"].split(":")[0]) / "sitecustomize.py"
     site.write_text(site.read_text().replace(repr(MISSING), repr((*MISSING, "grpc", "google"))))
