@@ -1,9 +1,9 @@
 """What admission control costs and gains, by simulation: `python -m benchmarks.admission [--jobs 2]`.
 
 Workloads of simulator/workloads.py on 2 prefill and 2 decode workers of the H100 profile, targets 2 s / 50 ms, at rates
-from 0.3 to 1.5 of each workload's capacity: the highest rate at which `goodput` without the rule `refusal` keeps 90 %.
-Prints the share of requests that met both targets, and by how much `goodput` is above the same policy without the rule
-and above the best baseline. Bar: neither is below -0.3 points.
+from 0.3 to 1.5 of each workload's capacity: the highest rate at which `goodput` without the rule `rejection` keeps
+90 %. Prints the share of requests that met both targets, and by how much `goodput` is above the same policy without the
+rule and above the best baseline. Bar: neither is below -0.3 points.
 
 `--kill` prints the same for a decode worker that dies, which is an overload too.
 """
@@ -64,9 +64,8 @@ def config(policy: str, block_tokens: int, seed: int) -> SimConfig:
     if policy == "colocated":
         both = next(one for one in workers if one.role is Role.DECODE)
         workers = tuple(replace(both, worker_id=one.worker_id) for one in workers)
-    router = (
-        RouterSettings(policy="goodput", rules_off=("refusal",)) if policy == WITHOUT else RouterSettings(policy=policy)
-    )
+    is_without = policy == WITHOUT
+    router = RouterSettings(policy="goodput" if is_without else policy, rules_off=("rejection",) if is_without else ())
     return SimConfig(workers=workers, slo=SLO, router=router, block_size=block_tokens or 64, seed=seed)
 
 

@@ -8,12 +8,12 @@ from typing import Final
 from router.fleet import Fleet
 from router.lengths import OutputLengths
 from router.policy.interface import PolicyInput
-from router.policy.outlook import outlook
+from router.policy.unloaded import unloaded_estimate
 from router.queue import Entry
 from router.request import Request
 from router.view import WorkerView
 
-JUDGED_BY_OUTLOOK: Final = frozenset({"least-slack", "ageing", "fairness", "refusal"})
+NEEDS_ESTIMATE: Final = frozenset({"least-slack", "ageing", "fairness", "rejection"})
 
 
 def ask_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float) -> PolicyInput:
@@ -52,19 +52,19 @@ def large_enough(request: Request, views: list[WorkerView], tokens: int) -> list
 
 
 def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: frozenset[str], now_s: float) -> Entry:
-    """Sets its place in the queue and `request.outlook`, according to the present workers."""
+    """Sets its place in the queue and `request.unloaded`, according to the present workers."""
     facts = request.facts
     is_begun = bool(request.output)
     level = (0 if is_begun else 1, -facts.priority if "priority" in rules else 0)
     tenant = facts.tenant if "fairness" in rules else ""
-    request.outlook = None
-    if rules & JUDGED_BY_OUTLOOK:
+    request.unloaded = None
+    if rules & NEEDS_ESTIMATE:
         prefills, decodes = fleet.usable(now_s)
         if decodes:
             expected_tokens = lengths.expected(facts.sampling.max_tokens, len(request.output))
             cached_tokens = _cached_tokens(request, fleet)
-            request.outlook = outlook(request.num_tokens, expected_tokens, cached_tokens, prefills, decodes)
-    prefill_s = request.outlook.ttft_s if request.outlook is not None else 0.0
+            request.unloaded = unloaded_estimate(request.num_tokens, expected_tokens, cached_tokens, prefills, decodes)
+    prefill_s = request.unloaded.ttft_s if request.unloaded is not None else 0.0
     if is_begun and "least-slack" in rules:
         # When its next token is due at the target TPOT: an answer that is ahead of it tolerates a longer gap.
         began_s = request.arrived_s if request.first_token_s is None else request.first_token_s

@@ -7,7 +7,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
@@ -28,11 +28,10 @@ from pdserve.core.protocol import (
 )
 from pdserve.core.types import FinishReason, Path, TokenOut
 from router.cluster_state import ClusterState
-from router.commands import EmitTokens, FailKind
-from router.ending import expire, finish, forget_if_free, give_up
+from router.commands import Command, EmitTokens, FailKind
 from router.lifecycle import IN_BATCH, NEEDS_SENDER, Move, SenderEnd
-from router.recovery import Cause, lose, requeue
 from router.request import Placement, Request
+from router.transitions import Cause, Expire, Finish, GiveUp, Lose, Step
 
 FIRST_REFUSAL_S: Final = 0.01  # after which a declined request is placed again; doubles each time
 LONGEST_REFUSAL_S: Final = 0.5
@@ -40,37 +39,36 @@ GRAMMAR_FIELDS: Final = frozenset(kind.value for kind in GrammarKind)
 LONGEST_CLOSED_S: Final = 5.0  # upper limit of the time for which a worker gets no requests after it declined
 
 
-def on_granted(cluster: ClusterState, event: Granted) -> None:
+def on_granted(cluster: ClusterState, event: Granted) -> Sequence[Command]:
     found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if found is None:
-        return
+        return ()
     request, placement = found
     if event.worker_id != placement.decode_worker or (event.grant is None) is not (placement.path is Path.LOCAL):
         _odd(cluster, request, Move.GRANTED)
-        return
+        return ()
     if not cluster.move(request, Move.GRANTED):
-        return
+        return ()
     view = cluster.fleet.views[event.worker_id]
     view.granted_after(cluster.now_s - request.placed_s, request.awaits_s, request.half_step_s)
     request.refusals = 0
     request.granted_s = cluster.now_s
     request.add_reported(event)
     if event.grant is None:
-        return
+        return ()
     booking = cluster.booking(placement.prefill_worker, request.request_id, request.attempt)
     assert booking is not None, "a lost prefill worker ends the attempt"
     booking.is_sent = True
-    cluster.out.append(
-        Prefill(
-            key=AttemptKey(placement.prefill_worker, request.request_id, request.attempt),
-            grant=event.grant,
-            output_token_ids=request.output_ids,
-            deadline_s=request.deadline_left_s(cluster.now_s),
-        )
+    prefill = Prefill(
+        key=AttemptKey(placement.prefill_worker, request.request_id, request.attempt),
+        grant=event.grant,
+        output_token_ids=request.output_ids,
+        deadline_s=request.deadline_left_s(cluster.now_s),
     )
+    return (prefill,)
 
 
-def on_refused(cluster: ClusterState, event: Refused) -> None:
+def on_refused(cluster: ClusterState, event: Refused) -> Sequence[Command]:
     request = cluster.requests.get(event.request_id)
     if request is not None:
         cluster.counters[f"refused_{event.reason.value}"] += 1
@@ -82,30 +80,31 @@ def on_refused(cluster: ClusterState, event: Refused) -> None:
     if request is not None:
         # Even if the attempt is not the present one, the worker has reported that it holds nothing.
         cluster.drop_hold(request, event.worker_id, event.attempt)
-        forget_if_free(cluster, request)
+        cluster.forget_if_free(request)
     if found is None:
-        return
+        return ()
     request, _ = found
     if event.reason is RefusalReason.TOO_LARGE:
         request.too_large_for.add(cluster.fleet.key(event.worker_id))
-    if cluster.move(request, Move.DECLINED):
-        wait_s = backoff_s(FIRST_REFUSAL_S, LONGEST_REFUSAL_S, request.refusals)
-        request.refusals += 1
-        request.num_tried -= 1
-        requeue(cluster, request, 0.0 if request.refusals == 1 else wait_s)
+    if not cluster.move(request, Move.DECLINED):
+        return ()
+    wait_s = backoff_s(FIRST_REFUSAL_S, LONGEST_REFUSAL_S, request.refusals)
+    request.refusals += 1
+    request.num_tried -= 1
+    return cluster.requeue(request, 0.0 if request.refusals == 1 else wait_s)
 
 
-def on_first_token(cluster: ClusterState, event: FirstToken) -> None:
+def on_first_token(cluster: ClusterState, event: FirstToken) -> Sequence[Step]:
     found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if found is None:
-        return
+        return ()
     request, placement = found
     if event.worker_id != placement.prefill_worker:
         _odd(cluster, request, Move.FIRST_TOKEN)
-        return
+        return ()
     _account_prefill(request, event)
     if not cluster.move(request, Move.FIRST_TOKEN):
-        return
+        return ()
     view = cluster.fleet.views[placement.prefill_worker]
     if view.totals.prefills == 1:  # otherwise it may have waited for other requests' computation
         view.replies.observe(cluster.now_s - request.granted_s - event.queue_s - event.prefill_s)
@@ -113,42 +112,35 @@ def on_first_token(cluster: ClusterState, event: FirstToken) -> None:
     view.arrived(view.bookings[request.request_id, request.attempt])
     cluster.is_placing_due = True
     _prefilled(request, placement.prefill_worker, view.hello.block_size, event)
-    _emit(cluster, request, (event.token,))
+    tokens = _emit(cluster, request, (event.token,))
     if event.finish is not None:
         cluster.frees_itself(request, event.worker_id)
-        finish(cluster, request, event.finish, cancel=True)
-        return
+        return tokens, Finish(request, event.finish, cancel=True)
     if _is_full(request):
         # The worker should have reported it.
-        finish(cluster, request, FinishReason.LENGTH, cancel=True)
-        return
-    cluster.out.append(
-        Admit(
-            key=AttemptKey(placement.decode_worker, request.request_id, request.attempt),
-            first_token_id=event.token.token_id,
-        )
-    )
+        return tokens, Finish(request, FinishReason.LENGTH, cancel=True)
     if request.stage in IN_BATCH:
         _joined(cluster, request, placement)
+    key = AttemptKey(placement.decode_worker, request.request_id, request.attempt)
+    return tokens, Admit(key=key, first_token_id=event.token.token_id)
 
 
-def on_transfer_ended(cluster: ClusterState, event: TransferEnded) -> None:
+def on_transfer_ended(cluster: ClusterState, event: TransferEnded) -> Sequence[Step]:
     found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if found is None:
-        return
+        return ()
     request, placement = found
     is_from_prefill = event.worker_id == placement.prefill_worker
     if is_from_prefill and event.is_committed:
         request.add_reported(event)
-        return
+        return ()
     if is_from_prefill and request.stage not in NEEDS_SENDER[SenderEnd.TRANSFER_FAILED]:
         cluster.counters["sender_disagrees"] += 1
-        return
+        return ()
     if not event.is_committed:
-        lose(cluster, request, Cause.TRANSFER, message=event.error)
-        return
+        return (Lose(request, Cause.TRANSFER, message=event.error),)
     if not cluster.move(request, Move.COMMITTED):
-        return
+        return ()
     request.add_reported(event)
     attempt_tokens = request.facts.num_prompt_tokens + request.attempt_output
     cluster.fleet.measured(placement.prefill_worker, placement.decode_worker, event.num_bytes, event.busy_s)
@@ -156,34 +148,35 @@ def on_transfer_ended(cluster: ClusterState, event: TransferEnded) -> None:
     request.cached_blocks[placement.decode_worker] = attempt_tokens // block_size
     if request.stage in IN_BATCH:
         _joined(cluster, request, placement)
+    return ()
 
 
-def on_tokens(cluster: ClusterState, event: TokensArrived) -> None:
+def on_tokens(cluster: ClusterState, event: TokensArrived) -> Iterator[Step]:
     view = cluster.fleet.connected(event.worker_id)
     if view is not None:
         view.stepped(event, cluster.now_s)
     for row in event.rows:
-        _on_row(cluster, event.worker_id, row)
+        yield from _on_row(cluster, event.worker_id, row)
 
 
-def on_attempt_failed(cluster: ClusterState, event: AttemptFailed) -> None:
+def on_attempt_failed(cluster: ClusterState, event: AttemptFailed) -> Sequence[Step]:
     found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if found is None:
-        return
+        return ()
     request, placement = found
     if event.worker_id == placement.prefill_worker and request.stage not in NEEDS_SENDER[SenderEnd.FAILED]:
         cluster.counters["sender_disagrees"] += 1
-        return
+        return ()
     match event.kind:
         case FailureKind.DEADLINE:
-            expire(cluster, request)
+            return (Expire(request),)
         case FailureKind.INVALID:
             field, message = _invalid_field(event.message)
-            give_up(cluster, request, FailKind.INVALID, message, field=field)
+            return (GiveUp(request, FailKind.INVALID, message, field=field),)
         case FailureKind.TRANSFER:
-            lose(cluster, request, Cause.TRANSFER, message=event.message)
+            return (Lose(request, Cause.TRANSFER, message=event.message),)
         case FailureKind.INTERNAL:
-            lose(cluster, request, Cause.INTERNAL, culprit=event.worker_id, message=event.message)
+            return (Lose(request, Cause.INTERNAL, culprit=event.worker_id, message=event.message),)
 
 
 def _invalid_field(message: str) -> tuple[str, str]:
@@ -192,11 +185,11 @@ def _invalid_field(message: str) -> tuple[str, str]:
     return (field, rest) if separator and field in GRAMMAR_FIELDS else ("request", message)
 
 
-def on_released(cluster: ClusterState, event: Released) -> None:
+def on_released(cluster: ClusterState, event: Released) -> Sequence[Step]:
     request = cluster.requests.get(event.request_id)
     if request is None or (event.worker_id, event.attempt) not in request.holds:
         cluster.counters["late"] += 1
-        return
+        return ()
     placement = request.placement
     is_present = request.attempt == event.attempt and placement is not None and request.request_id not in cluster.ended
     cluster.drop_hold(request, event.worker_id, event.attempt)
@@ -204,28 +197,28 @@ def on_released(cluster: ClusterState, event: Released) -> None:
         is_sender = event.worker_id == placement.prefill_worker
         if not is_sender or request.stage in NEEDS_SENDER[SenderEnd.RELEASED]:
             # It freed memory that the attempt still needs, without a reason.
-            lose(cluster, request, Cause.INTERNAL, culprit=event.worker_id, message="released too early")
-    forget_if_free(cluster, request)
+            return (Lose(request, Cause.INTERNAL, culprit=event.worker_id, message="released too early"),)
+    cluster.forget_if_free(request)
+    return ()
 
 
-def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> None:
+def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> Sequence[Step]:
     found = _present(cluster, worker_id, row.request_id, row.attempt)
     if found is None:
-        return
+        return ()
     request, placement = found
     if worker_id != placement.decode_worker:
         _odd(cluster, request, Move.TOKENS)
-        return
+        return ()
     seen = len(request.output) - row.output_index
     if seen < 0:
-        lose(cluster, request, Cause.GAP, culprit=worker_id)
-        return
+        return (Lose(request, Cause.GAP, culprit=worker_id),)
     room = request.facts.sampling.max_tokens - len(request.output)
     tokens = row.tokens[seen : seen + room]
     if seen:
         cluster.counters["repeated_tokens"] += min(seen, len(row.tokens))
     if not cluster.move(request, Move.TOKENS):
-        return
+        return ()
     view = cluster.fleet.views[worker_id]
     booking = view.bookings[request.request_id, request.attempt]
     if booking.prefill_tokens:
@@ -238,9 +231,10 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> None:
         request.timeline.close(Phase.MESSAGES, cluster.now_s, request.attempt)
         _prefilled(request, worker_id, view.hello.block_size, row)
     _account_decode(request, row)
+    steps: list[Step] = []
     if tokens:
         view.grew(booking, len(tokens))
-        _emit(cluster, request, tokens)
+        steps.append(_emit(cluster, request, tokens))
     if row.finish is not None or _is_full(request):
         request.preemptions += row.preemptions
         request.timeline.is_accounted = row.finish is not None
@@ -248,7 +242,8 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> None:
         view.freed_s = cluster.now_s
         cluster.is_placing_due = True
         # A worker that reports `finish` frees its memory itself.
-        finish(cluster, request, row.finish or FinishReason.LENGTH, cancel=row.finish is None)
+        steps.append(Finish(request, row.finish or FinishReason.LENGTH, cancel=row.finish is None))
+    return steps
 
 
 def _joined(cluster: ClusterState, request: Request, placement: Placement) -> None:
@@ -300,13 +295,13 @@ def _prefilled(request: Request, worker_id: str, block_size: int, durations: Fir
     request.cached_blocks[worker_id] = attempt_tokens // block_size
 
 
-def _emit(cluster: ClusterState, request: Request, tokens: Sequence[TokenOut]) -> None:
+def _emit(cluster: ClusterState, request: Request, tokens: Sequence[TokenOut]) -> EmitTokens:
     if request.first_token_s is None:
         request.first_token_s = cluster.now_s
     request.last_token_s = cluster.now_s
     first_index = len(request.output)
     request.output.extend(token.token_id for token in tokens)
-    cluster.out.append(EmitTokens(request_id=request.request_id, first_index=first_index, tokens=tuple(tokens)))
+    return EmitTokens(request_id=request.request_id, first_index=first_index, tokens=tuple(tokens))
 
 
 def _is_full(request: Request) -> bool:

@@ -1,7 +1,7 @@
 """The data of a RouterState, shared by the modules that change it. Pure.
 
 Each module takes the cluster as its first argument and handles one part of a request's lifecycle: placing.py,
-attempts.py, recovery.py, ending.py. Commands are appended to `out` in the order of execution.
+attempts.py, recovery.py, transitions.py.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ class ClusterState:
         self.parked: set[str] = set()  # QUEUED requests in backoff
         self.ended: set[str] = set()  # ended requests that wait for Released
         self.counters: Counter[str] = Counter()
-        self.pace = Utilization()
+        self.utilization = Utilization()
         self.demand = Demand()
         self.explanations = Explanations(settings.explain_capacity)
         self.timers = Timers()
-        self.out: list[Command] = []
         self.now_s = 0.0
         self.has_started = False
         self.is_closing = False
@@ -151,27 +150,27 @@ class ClusterState:
 
     def note_demand(self, request: Request) -> None:
         """Counts a new request as demand if it could meet its target on an unloaded cluster."""
-        outlook, slo = request.outlook, request.facts.slo
-        if outlook is not None and outlook.ttft_s <= slo.ttft_s and outlook.tpot_s <= slo.tpot_s:
-            self.demand.arrived(outlook.ttft_s, slo.ttft_s, self.now_s)
+        unloaded, slo = request.unloaded, request.facts.slo
+        if unloaded is not None and unloaded.ttft_s <= slo.ttft_s and unloaded.tpot_s <= slo.tpot_s:
+            self.demand.arrived(unloaded.ttft_s, slo.ttft_s, self.now_s)
 
     # -- charges of tenants --------------------------------------------------------------------------------
 
     def charge(self, request: Request) -> None:
         """It is placed: charges its tenant the predicted work."""
-        outlook = request.outlook
-        request.charged_s = outlook.work_s if outlook is not None else 0.0
+        unloaded = request.unloaded
+        request.charged_s = unloaded.work_s if unloaded is not None else 0.0
         if "fairness" in self.rules:
-            self.queue.shares.charge(request.facts.tenant, request.charged_s)
+            self.queue.fairness.charge(request.facts.tenant, request.charged_s)
 
     def settle(self, request: Request) -> None:
         """It has ended: corrects its tenant's charge to the actual length of the answer."""
         where = self.fleet.views.get(request.last_path.decode_worker) if request.last_path is not None else None
-        if where is None or request.outlook is None:
+        if where is None or request.unloaded is None:
             return
         _, per_row_s, per_context_token_s = where.cost.decode_coefficients
         answer_s = len(request.output) * (per_row_s + per_context_token_s * request.num_tokens)
-        self._recharge(request, request.outlook.ttft_s + answer_s)
+        self._recharge(request, request.unloaded.ttft_s + answer_s)
 
     def refund(self, request: Request) -> None:
         """The attempt is lost, so its tenant is not charged for it."""
@@ -179,7 +178,7 @@ class ClusterState:
 
     def _recharge(self, request: Request, work_s: float) -> None:
         if "fairness" in self.rules and request.charged_s:
-            self.queue.shares.correct(request.facts.tenant, work_s - request.charged_s)
+            self.queue.fairness.correct(request.facts.tenant, work_s - request.charged_s)
         request.charged_s = 0.0
 
     # -- holds ---------------------------------------------------------------------------------------------------
@@ -200,21 +199,45 @@ class ClusterState:
         self.is_placing_due = True
         return True
 
-    def cancel_attempt(self, request: Request) -> None:
-        """Tells every worker of the present attempt to free it. Bookings that were never sent just end."""
+    def cancel_attempt(self, request: Request) -> list[Command]:
+        """The commands that make every worker of the present attempt free it. Bookings that were never sent just
+        end."""
+        commands: list[Command] = []
         for worker_id, attempt in sorted(request.holds):
-            if attempt == request.attempt:
-                self.cancel_on(request, worker_id)
+            booking = self.booking(worker_id, request.request_id, attempt)
+            if attempt != request.attempt or booking is None or booking.is_cancelled:
+                continue
+            if not booking.is_sent:
+                self.drop_hold(request, worker_id, attempt)
+                continue
+            self._is_ending(booking, worker_id)
+            commands.append(Cancel(key=AttemptKey(worker_id, request.request_id, attempt)))
+        return commands
 
-    def cancel_on(self, request: Request, worker_id: str) -> None:
-        booking = self.booking(worker_id, request.request_id, request.attempt)
-        if booking is None or booking.is_cancelled:
-            return
-        if not booking.is_sent:
-            self.drop_hold(request, worker_id, request.attempt)
-            return
-        self._is_ending(booking, worker_id)
-        self.out.append(Cancel(key=AttemptKey(worker_id, request.request_id, request.attempt)))
+    def requeue(self, request: Request, wait_s: float) -> list[Command]:
+        """Puts the request back into the queue (the stage is QUEUED already), without memory on workers."""
+        commands = self.cancel_attempt(request)
+        self.refund(request)
+        request.placement = None
+        request.not_before_s = self.now_s + wait_s
+        self.enqueue(request)
+        return commands
+
+    def forget_if_free(self, request: Request) -> None:
+        """Forgets an ended request once no worker holds memory for it."""
+        if request.request_id in self.ended and not request.holds and self.move(request, Move.RELEASED):
+            self.ended.discard(request.request_id)
+            self.timers.releases.clear(request.request_id)
+            del self.requests[request.request_id]
+
+    def forget_overdue(self) -> None:
+        """Bounds the router's memory if workers never send Released."""
+        while (request_id := self.timers.releases.pop_due(self.now_s)) is not None:
+            request = self.requests[request_id]
+            for worker_id, attempt in sorted(request.holds):
+                self.counters["never_released"] += 1
+                self.drop_hold(request, worker_id, attempt)
+            self.forget_if_free(request)
 
     def frees_itself(self, request: Request, worker_id: str) -> None:
         """The worker has ended the present attempt and will send Released without a command."""

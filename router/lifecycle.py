@@ -1,8 +1,8 @@
 """The state machine of a request in the router. Pure: no clock, sockets or randomness.
 
 MOVES is the specification: an event of a request that is not in it is illegal. docs/lifecycle.md is drawn from it by
-`python -m router.lifecycle_page`. This module defines the stages of a request; attempts.py, recovery.py, placing.py and
-ending.py carry out the actions.
+`python -m router.lifecycle_page`. This module defines the stages of a request. attempts.py, recovery.py and placing.py
+return transitions, and transitions.py carries them out.
 
 A message of an older attempt, or for a forgotten request, never reaches this table: it is late, and only counted.
 """
@@ -109,6 +109,8 @@ NEEDS_SENDER: Final[dict[SenderEnd, frozenset[Stage]]] = {
     SenderEnd.TRANSFER_FAILED: frozenset({Stage.RESERVING, Stage.PREFILLING, Stage.MOVING}),
     SenderEnd.RELEASED: frozenset({Stage.RESERVING, Stage.PREFILLING, Stage.LANDED}),
 }
+#: The request has an entry in the queue, in a worker's queue, or a backoff.
+WAITING: Final = frozenset({Stage.QUEUED})
 #: Workers were asked for memory and have computed nothing yet.
 UNANSWERED: Final = frozenset({Stage.RESERVING, Stage.RESERVING_LOCAL})
 #: Both workers have done their part: the sequence is in the decode worker's batch.

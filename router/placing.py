@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from typing import Final
 
 from pdserve.core.attempt import AttemptKey
@@ -18,19 +19,34 @@ from pdserve.core.types import FinishReason, Path, Role
 from router.asking import ask_of, large_enough
 from router.cluster_state import ClusterState
 from router.commands import FailKind
-from router.ending import finish, give_up, turn_away
-from router.lifecycle import Move, Stage
+from router.late_requests import delay_if_late, reject_newly_late
+from router.lifecycle import WAITING, Move
+from router.newcomers import reject_before_placing, reject_or_queue
+from router.overload import clamped_retry_s
 from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Choice, Decision, Obstacle
-from router.refusal import admit, bounded_retry_s, drop_late, would_miss_slo
 from router.request import Placement, Request
+from router.transitions import Finish, GiveUp, Reject, Step, Steps
 from router.view import Booking, WorkerView
 
 LOOKAHEAD: Final = 4  # requests waiting for a prefill worker that later ones may overtake on the local path
 AWAY_S: Final = 0.25  # interval for checking whether disconnected workers are back
 
 
-def place_waiting(cluster: ClusterState) -> None:
+def place(cluster: ClusterState, newcomer: Request | None) -> Iterator[Step]:
+    """Places what can be placed. `newcomer`: the request that has just arrived; it is placed, rejected or queued."""
+    if newcomer is not None:
+        yield from reject_before_placing(cluster, newcomer)
+    retry_at_s = cluster.timers.retry_at_s
+    if not cluster.is_placing_due and (retry_at_s is None or retry_at_s > cluster.now_s):
+        return
+    yield from _place_waiting(cluster)
+    if newcomer is not None and newcomer.stage in WAITING:
+        yield from _queue_newcomer(cluster, newcomer)
+    cluster.utilization.contended(len(cluster.queue) > 0, cluster.now_s)
+
+
+def _place_waiting(cluster: ClusterState) -> Iterator[Step]:
     """Places all requests that can be placed, from the head of the queue."""
     cluster.is_placing_due = False
     cluster.timers.retry_at_s = None
@@ -40,11 +56,11 @@ def place_waiting(cluster: ClusterState) -> None:
         return
     prefills, decodes = cluster.fleet.usable(cluster.now_s)
     if not decodes:
-        _nobody_decodes(cluster)
+        yield from _wait_for_decode_workers(cluster)
         return
     cluster.no_decode_since_s = None
-    is_decode_full = _serve_lines(cluster, prefills, decodes)
-    drop_late(cluster)
+    is_decode_full = yield from _serve_worker_queues(cluster, prefills, decodes)
+    yield from reject_newly_late(cluster)
     passed: list[str] = []
     while len(passed) < LOOKAHEAD:
         first = cluster.queue.first(passed)
@@ -52,10 +68,13 @@ def place_waiting(cluster: ClusterState) -> None:
             return
         request = cluster.requests[first]
         if _is_worth_asking(cluster, request, prefills, decodes):
-            decision = _decide(cluster, request, prefills, decodes)
+            decision = yield from _decide(cluster, request, prefills, decodes)
             if decision is not None and _takes_the_last_worker(cluster, request, decision, prefills, decodes):
                 decision = _wait_for_another(prefills, decodes, cluster.now_s)
-            if decision is None or _has_left(cluster, request, decision, prefills, is_decode_full=is_decode_full):
+            if decision is None:
+                continue
+            has_left = yield from _carry_out(cluster, request, decision, prefills, is_decode_full=is_decode_full)
+            if has_left:
                 continue
             _waits(cluster, request, decision)
         _retry_at(cluster, request.ask_again_s)
@@ -95,17 +114,17 @@ def _takes_the_last_worker(
     """Whether a request that could not meet its target even on an unloaded cluster would take the last worker that can
     start another one. Such a request computes for a long time, cannot be interrupted, and misses its target in any
     case."""
-    outlook, is_placed = request.outlook, decision.choice in (Choice.REMOTE, Choice.LOCAL)
-    if not is_placed or "refusal" not in cluster.rules or outlook is None or request.output:
+    unloaded, is_placed = request.unloaded, decision.choice in (Choice.REMOTE, Choice.LOCAL)
+    if not is_placed or "rejection" not in cluster.rules or unloaded is None or request.output:
         return False
-    if outlook.ttft_s <= request.facts.slo.ttft_s:
+    if unloaded.ttft_s <= request.facts.slo.ttft_s:
         return False
     taken = decision.prefill_worker or decision.decode_worker
-    others = [view for view in _readers(prefills, decodes) if view.worker_id != taken]
+    others = [view for view in _prefillers(prefills, decodes) if view.worker_id != taken]
     return bool(others) and not any(can_start(view, 1, cluster.now_s) for view in others)
 
 
-def _readers(prefills: list[WorkerView], decodes: list[WorkerView]) -> list[WorkerView]:
+def _prefillers(prefills: list[WorkerView], decodes: list[WorkerView]) -> list[WorkerView]:
     """The workers that take long prompts."""
     return prefills if len(prefills) > 1 else [*prefills, *decodes]
 
@@ -115,13 +134,13 @@ def _wait_for_another(prefills: list[WorkerView], decodes: list[WorkerView], now
         choice=Choice.WAIT,
         reason="it is late, and would take the last worker that can start another request",
         obstacle=Obstacle.PREFILL,
-        retry_in_s=min(opens_in_s(view, now_s) for view in _readers(prefills, decodes)),
+        retry_in_s=min(opens_in_s(view, now_s) for view in _prefillers(prefills, decodes)),
     )
 
 
-def _serve_lines(cluster: ClusterState, prefills: list[WorkerView], decodes: list[WorkerView]) -> bool:
-    """Asks the policy for the heads of lines whose worker can start them, the earliest first. True: one of them waits
-    for a decode worker, and later requests must not take the room that it waits for."""
+def _serve_worker_queues(cluster: ClusterState, prefills: list[WorkerView], decodes: list[WorkerView]) -> Steps[bool]:
+    """Asks the policy for the heads of the workers' queues, the earliest first, if their worker can start them. True:
+    one of them waits for a decode worker, and later requests must not take the room that it waits for."""
     if not cluster.num_bound:
         return False
     usable = {view.worker_id: view for view in prefills}
@@ -141,8 +160,9 @@ def _serve_lines(cluster: ClusterState, prefills: list[WorkerView], decodes: lis
             if request.waits_for is Obstacle.DECODE:
                 return True
             continue
-        decision = _decide(cluster, request, prefills, decodes)
-        if decision is not None and not _has_left(cluster, request, decision, prefills):
+        decision = yield from _decide(cluster, request, prefills, decodes)
+        has_left = decision is None or (yield from _carry_out(cluster, request, decision, prefills))
+        if decision is not None and not has_left:
             _waits(cluster, request, decision)
             _retry_at(cluster, request.ask_again_s)
             if decision.obstacle is Obstacle.DECODE:
@@ -152,15 +172,15 @@ def _serve_lines(cluster: ClusterState, prefills: list[WorkerView], decodes: lis
     return False
 
 
-def _has_left(
+def _carry_out(
     cluster: ClusterState,
     request: Request,
     decision: Decision,
     prefills: list[WorkerView],
     *,
     is_decode_full: bool = False,
-) -> bool:
-    """Carries out the decision. False: the request still waits."""
+) -> Steps[bool]:
+    """False: the request still waits."""
     was_bound_to = request.bound_to
     match decision.choice:
         case Choice.REMOTE | Choice.LOCAL:
@@ -169,15 +189,15 @@ def _has_left(
                 cluster.bind(request, worker_id)  # others wait for the worker already
             elif is_decode_full:
                 return False
-            elif not would_miss_slo(cluster, request, decision):
-                _place(cluster, request, decision)
-        case Choice.REFUSE:
+            elif not (yield from delay_if_late(cluster, request, decision)):
+                yield from _place(cluster, request, decision)
+        case Choice.REJECT:
             cluster.explain(request.request_id, decision)
-            message = decision.reason
-            turn_away(cluster, request, FailKind.OVERLOADED, message, decision.retry_in_s or retry_after_s(cluster))
+            retry_after_s = decision.retry_in_s or _retry_after_s(cluster)
+            yield Reject(request, FailKind.OVERLOADED, decision.reason, retry_after_s)
         case Choice.WAIT:
             if decision.obstacle is Obstacle.WORKERS:
-                _wait_for_workers(cluster, request)
+                yield from _wait_for_workers(cluster, request)
             elif was_bound_to or not any(view.worker_id == decision.bound_to for view in prefills):
                 return False
             else:
@@ -186,10 +206,10 @@ def _has_left(
     return True
 
 
-def retry_after_s(cluster: ClusterState) -> float:
+def _retry_after_s(cluster: ClusterState) -> float:
     """Estimates when the queue will be shorter, from the recent placement interval."""
     wait_s = (cluster.num_queued + 1) * cluster.placement_interval_s
-    return bounded_retry_s(wait_s)
+    return clamped_retry_s(wait_s)
 
 
 def _end_backoffs(cluster: ClusterState) -> None:
@@ -197,7 +217,7 @@ def _end_backoffs(cluster: ClusterState) -> None:
         cluster.unpark(cluster.requests[request_id])
 
 
-def _nobody_decodes(cluster: ClusterState) -> None:
+def _wait_for_decode_workers(cluster: ClusterState) -> Iterator[Step]:
     """Workers may reconnect; requests wait for them for a limited time."""
     if cluster.no_decode_since_s is None:
         cluster.no_decode_since_s = cluster.now_s
@@ -210,32 +230,31 @@ def _nobody_decodes(cluster: ClusterState) -> None:
         cluster.unbind_all(view)
     waiting = [*cluster.queue, *sorted(cluster.parked)]
     for request_id in waiting:
-        _no_workers(cluster, cluster.requests[request_id])
+        yield _no_workers(cluster.requests[request_id])
 
 
-def _wait_for_workers(cluster: ClusterState, request: Request) -> None:
+def _wait_for_workers(cluster: ClusterState, request: Request) -> Iterator[Step]:
     """Parks the request, because the workers that could take it are disconnected, possibly for long."""
     if cluster.now_s - request.queued_s >= cluster.settings.workers_grace_s:
-        _no_workers(cluster, request)
+        yield _no_workers(request)
     else:
         cluster.park(request, cluster.now_s + AWAY_S)
 
 
-def _no_workers(cluster: ClusterState, request: Request) -> None:
+def _no_workers(request: Request) -> Step:
     message = "no decode worker that could take the request is connected"
     if request.attempt:
-        give_up(cluster, request, FailKind.NO_WORKERS, message, role=Role.DECODE.value)
-    else:
-        turn_away(cluster, request, FailKind.NO_WORKERS, message, retry_after_s=1.0, role=Role.DECODE.value)
+        return GiveUp(request, FailKind.NO_WORKERS, message, role=Role.DECODE.value)
+    return Reject(request, FailKind.NO_WORKERS, message, retry_after_s=1.0, role=Role.DECODE.value)
 
 
 def _decide(
     cluster: ClusterState, request: Request, prefills: list[WorkerView], decodes: list[WorkerView]
-) -> Decision | None:
+) -> Steps[Decision | None]:
     """None: the request has ended instead."""
     sampling = request.facts.sampling
     if len(request.output) >= sampling.max_tokens:
-        finish(cluster, request, FinishReason.LENGTH, cancel=False)
+        yield Finish(request, FinishReason.LENGTH, cancel=False)
         return None
     fitting = large_enough(request, decodes, request.num_tokens + 1)
     if not fitting:
@@ -246,19 +265,19 @@ def _decide(
             )
         limit = max(view.most_tokens for view in everyone)
         message = f"{request.num_tokens} tokens, no decode worker holds more than {limit}"
-        give_up(cluster, request, FailKind.INVALID, message, field="prompt")
+        yield GiveUp(request, FailKind.INVALID, message, field="prompt")
         return None
     able = large_enough(request, prefills, request.num_tokens)
     return cluster.policy(ask_of(request, cluster.fleet, cluster.lengths, cluster.now_s), able, fitting, cluster.now_s)
 
 
-def _place(cluster: ClusterState, request: Request, decision: Decision) -> None:
+def _place(cluster: ClusterState, request: Request, decision: Decision) -> Iterator[Step]:
     is_local = decision.choice is Choice.LOCAL
     cluster.queue.take(request.request_id)
     cluster.dequeue(request)
     cluster.charge(request)
-    if request.outlook is not None:
-        cluster.pace.placed(request.outlook.ttft_s, cluster.now_s)
+    if request.unloaded is not None:
+        cluster.utilization.placed(request.unloaded.ttft_s, cluster.now_s)
     if not cluster.move(request, Move.PLACED_LOCAL if is_local else Move.PLACED_REMOTE):
         return
     now_s = cluster.now_s
@@ -275,19 +294,16 @@ def _place(cluster: ClusterState, request: Request, decision: Decision) -> None:
     )
     cluster.explain(request.request_id, decision)
     decode = cluster.fleet.views[decision.decode_worker]
-    reader = decode if is_local else cluster.fleet.views[decision.prefill_worker]
     request.awaits_s, request.half_step_s = decode.rest_of_step_s(now_s), decode.half_step_s
     booking = _book(cluster, request, decode, has_row=True, computes=is_local)
     booking.is_sent = True
     if not is_local:
-        _book(cluster, request, reader, has_row=False, computes=True)
-    cluster.out.append(
-        Reserve(
-            key=AttemptKey(decision.decode_worker, request.request_id, request.attempt),
-            is_local=is_local,
-            output_token_ids=request.output_ids,
-            deadline_s=request.deadline_left_s(now_s),
-        )
+        _book(cluster, request, cluster.fleet.views[decision.prefill_worker], has_row=False, computes=True)
+    yield Reserve(
+        key=AttemptKey(decision.decode_worker, request.request_id, request.attempt),
+        is_local=is_local,
+        output_token_ids=request.output_ids,
+        deadline_s=request.deadline_left_s(now_s),
     )
 
 
@@ -320,12 +336,10 @@ def _retry_at(cluster: ClusterState, at_s: float) -> None:
         timers.retry_at_s = at_s if timers.retry_at_s is None else min(timers.retry_at_s, at_s)
 
 
-def settle_newcomer(cluster: ClusterState, request: Request) -> None:
+def _queue_newcomer(cluster: ClusterState, request: Request) -> Iterator[Step]:
     """A new request that could not be placed immediately: it may wait, or is rejected now."""
-    if request.stage is not Stage.QUEUED:
-        return
     if cluster.num_queued > cluster.settings.max_queue:
         message = f"the queue is full ({cluster.settings.max_queue} requests wait)"
-        turn_away(cluster, request, FailKind.OVERLOADED, message, retry_after_s(cluster))
+        yield Reject(request, FailKind.OVERLOADED, message, _retry_after_s(cluster))
     else:
-        admit(cluster, request)
+        yield from reject_or_queue(cluster, request)

@@ -3,7 +3,7 @@
     1. level     requests whose client already has tokens; then priority classes, the highest first
     2. on time   requests that can still meet their target, before those that cannot: otherwise one late request makes
                  the next one late (under overload, order by deadline alone serves every request late)
-    3. tenant    a tenant that is ahead of the least served waiting tenant yields (shares.py)
+    3. tenant    a tenant that is ahead of the least served waiting tenant yields (fairness.py)
     4. key       the least one: the latest time to start and meet the target, or the order of arrival
 
 Ageing: while late requests wait, LATE_SHARE of the placed work is set aside for the late request that came first, of
@@ -23,7 +23,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple, final
 
-from router.shares import Shares
+from router.fairness import Fairness
 
 LATE_SHARE: Final = 0.05
 NEVER_S: Final = float("inf")
@@ -64,7 +64,7 @@ class Queue:
         self._levels: list[Level] = []  # sorted
         self._due: list[tuple[float, int, str]] = []  # heap of late_at_s; may contain removed requests
         self._set_aside_s = 0.0  # prefill seconds that late requests may have before others
-        self.shares = Shares()
+        self.fairness = Fairness()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -121,7 +121,7 @@ class Queue:
                 self._due = [one for one in self._due if one[2] in held and held[one[2]].serial == one[1]]
                 heapq.heapify(self._due)
             heapq.heappush(self._due, (entry.late_at_s, entry.serial, entry.request_id))
-        self.shares.joins(entry.tenant)
+        self.fairness.joins(entry.tenant)
 
     def remove(self, request_id: str) -> bool:
         """False: the request is not in the queue."""
@@ -139,7 +139,7 @@ class Queue:
             self._levels.remove(entry.level)
         if not self._late:
             self._set_aside_s = 0.0
-        self.shares.leaves(entry.tenant)
+        self.fairness.leaves(entry.tenant)
         return True
 
     def take(self, request_id: str) -> None:
@@ -193,7 +193,7 @@ class Queue:
             group = self._groups[level]
             heads = [head for head in (_head(one, passed) for one in group.on_time.values()) if head is not None]
             if len(heads) > 1:
-                in_turn = set(self.shares.in_turn(head.tenant for head in heads))
+                in_turn = set(self.fairness.in_turn(head.tenant for head in heads))
                 heads = [head for head in heads if head.tenant in in_turn]
             if heads:
                 return min(heads).request_id
@@ -229,7 +229,7 @@ class Queue:
         assert sorted(seen) == sorted(self._entries), "a request is lost, or queued twice"
         assert self._late <= self._entries.keys(), "somebody who left is late"
         assert self._late or not self._set_aside_s, "time is set aside for nobody"
-        self.shares.check()
+        self.fairness.check()
 
 
 def _serial(entry: Entry) -> int:

@@ -71,7 +71,7 @@ class Request:
     awaits_s: float = 0.0  # the remaining time of its decode worker's step when it was placed
     half_step_s: float = 0.0  # half of that step's duration
     not_before_s: float = 0.0  # backoff
-    outlook: UnloadedEstimate | None = (
+    unloaded: UnloadedEstimate | None = (
         None  # estimate for an unloaded cluster when it joined the queue; None: no worker
     )
     charged_s: float = 0.0  # GPU-seconds charged to its tenant

@@ -4,19 +4,20 @@ It uses no clock, socket, thread or randomness: equal events at equal times give
 can be replayed (replay.py), and the simulator runs the same class. Modules:
 
     lifecycle.py   the legal events of each stage, and the next stages
-    queue.py       in which order requests wait; shares.py: fairness between tenants
+    queue.py       in which order requests wait; fairness.py: fairness between tenants
     placing.py     when the policy is asked, and how its decision is carried out
-    refusal.py     which waiting requests are rejected, by the predicted start of forecast.py
+    newcomers.py   which new requests are rejected, by the predicted start of forecast.py
+    late_requests.py  which waiting requests are rejected or delayed because they are late
     attempts.py    worker messages about an attempt
-    recovery.py    lost attempts and lost workers
-    ending.py      the end of requests
+    recovery.py    workers that connect or are lost
+    transitions.py  what follows from the end of a request or of an attempt
     explaining.py  explanations of placements
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, final
 
 from pdserve.core.phases import Phase
@@ -34,7 +35,7 @@ from pdserve.core.protocol import (
     UndrainWorker,
 )
 from pdserve.core.types import FinishReason
-from router import attempts, ending, placing, recovery, refusal
+from router import attempts, placing, recovery
 from router.checking import check
 from router.cluster_state import ClusterState
 from router.commands import Command, FailKind, WakeAt
@@ -57,6 +58,7 @@ from router.policy.interface import Decision
 from router.request import Request
 from router.settings import RouterSettings
 from router.snapshot import Topology, take_snapshot
+from router.transitions import Disconnect, Expire, Finish, Reject, Step, carry_out
 
 SHORTEST_WAKE_S: Final = 0.001  # lower limit of the time to WakeAt
 
@@ -71,22 +73,12 @@ class RouterState:
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Handles one event and returns the commands to carry out, in order. `now_s` is from any monotonic clock."""
         cluster = self._cluster
-        self._advance(now_s)
-        self._expire_due()
-        handler = _HANDLERS[type(event)]
-        handler(cluster, event)
-        if isinstance(event, RequestArrived) and event.request_id in cluster.queue:
-            refusal.admit_before_placing(cluster, cluster.requests[event.request_id])
-        if cluster.is_placing_due or _is_due(cluster.timers.retry_at_s, cluster.now_s):
-            placing.place_waiting(cluster)
-            if isinstance(event, RequestArrived):
-                request = cluster.requests.get(event.request_id)
-                if request is not None:
-                    placing.settle_newcomer(cluster, request)
-            cluster.pace.contended(len(cluster.queue) > 0, cluster.now_s)
-        self._set_alarm()
-        out, cluster.out = cluster.out, []
-        return out
+        commands = carry_out(cluster, self._due(now_s))
+        commands += carry_out(cluster, _HANDLERS[type(event)](cluster, event))
+        newcomer = cluster.requests.get(event.request_id) if isinstance(event, RequestArrived) else None
+        commands += carry_out(cluster, placing.place(cluster, newcomer))
+        commands += self._set_alarm()
+        return commands
 
     # -- for inspection ----------------------------------------------------------------------------------------------
 
@@ -140,8 +132,9 @@ class RouterState:
 
     # -- time ----------------------------------------------------------------------------------------------------
 
-    def _advance(self, now_s: float) -> None:
-        cluster = self._cluster
+    def _due(self, now_s: float) -> Iterator[Step]:
+        """What has become due by `now_s`: silent workers, deadlines, releases and backoffs."""
+        cluster, timers = self._cluster, self._cluster.timers
         if not cluster.has_started:
             cluster.has_started = True
             cluster.now_s = cluster.last_placement_s = now_s
@@ -150,22 +143,19 @@ class RouterState:
             # While workers are connected, alarms are at most half of this apart, so the router itself was suspended.
             cluster.fleet.excuse_silence(gap_s)
         cluster.now_s = max(cluster.now_s, now_s)
-        if _is_due(cluster.timers.wake_at_s, cluster.now_s):
-            cluster.timers.wake_at_s = None
-        if _is_due(cluster.timers.silence_at_s, cluster.now_s):
-            cluster.timers.silence_at_s = None
-            recovery.give_up_silent(cluster)
-
-    def _expire_due(self) -> None:
-        cluster = self._cluster
-        while (request_id := cluster.timers.deadlines.pop_due(cluster.now_s)) is not None:
-            ending.expire(cluster, cluster.requests[request_id])
+        if _is_due(timers.wake_at_s, cluster.now_s):
+            timers.wake_at_s = None
+        if _is_due(timers.silence_at_s, cluster.now_s):
+            timers.silence_at_s = None
+            yield from recovery.on_silence(cluster)
+        while (request_id := timers.deadlines.pop_due(cluster.now_s)) is not None:
+            yield Expire(cluster.requests[request_id])
             cluster.is_placing_due = True
-        ending.forget_overdue(cluster)
-        if _is_due(cluster.timers.backoffs.next_at_s, cluster.now_s):
+        cluster.forget_overdue()
+        if _is_due(timers.backoffs.next_at_s, cluster.now_s):
             cluster.is_placing_due = True
 
-    def _set_alarm(self) -> None:
+    def _set_alarm(self) -> Iterable[WakeAt]:
         """Requests TimePassed at the earliest time at which something is due, unless it was requested already."""
         cluster, timers = self._cluster, self._cluster.timers
         if timers.silence_at_s is None:
@@ -180,19 +170,20 @@ class RouterState:
             at_s = max(min(due), cluster.now_s + SHORTEST_WAKE_S)
             if timers.wake_at_s is None or at_s < timers.wake_at_s:
                 timers.wake_at_s = at_s
-                cluster.out.append(WakeAt(at_s=at_s))
+                return (WakeAt(at_s=at_s),)
+        return ()
 
 
 def _is_due(at_s: float | None, now_s: float) -> bool:
     return at_s is not None and at_s <= now_s
 
 
-def _on_arrived(cluster: ClusterState, event: RequestArrived) -> None:
+def _on_arrived(cluster: ClusterState, event: RequestArrived) -> Iterable[Step]:
     if event.request_id in cluster.requests:
         if cluster.settings.is_strict:
             raise IllegalMove(event.request_id, cluster.requests[event.request_id].stage, Move.ARRIVED)
         cluster.counters["illegal"] += 1
-        return
+        return ()
     deadline_at_s = None
     if event.deadline_s is not None and "deadline-drop" in cluster.rules:
         deadline_at_s = cluster.now_s + event.deadline_s
@@ -212,88 +203,99 @@ def _on_arrived(cluster: ClusterState, event: RequestArrived) -> None:
     cluster.enqueue(request)
     cluster.note_demand(request)
     if cluster.is_closing:
-        ending.turn_away(cluster, request, FailKind.UNAVAILABLE, "the router is shutting down", retry_after_s=1.0)
-    elif deadline_at_s is not None and deadline_at_s <= cluster.now_s:
-        ending.expire(cluster, request)
-    elif deadline_at_s is not None:
+        return (Reject(request, FailKind.UNAVAILABLE, "the router is shutting down", retry_after_s=1.0),)
+    if deadline_at_s is not None and deadline_at_s <= cluster.now_s:
+        return (Expire(request),)
+    if deadline_at_s is not None:
         cluster.timers.deadlines.set(event.request_id, deadline_at_s)
+    return ()
 
 
-def _on_client_left(cluster: ClusterState, event: ClientLeft) -> None:
+def _on_client_left(cluster: ClusterState, event: ClientLeft) -> Iterable[Step]:
     request = cluster.requests.get(event.request_id)
-    if request is not None and event.request_id not in cluster.ended:
-        ending.cancel(cluster, request)
-        cluster.is_placing_due = True
+    if request is None or event.request_id in cluster.ended:
+        return ()
+    cluster.is_placing_due = True
+    return (Disconnect(request),)
 
 
-def _on_stop_matched(cluster: ClusterState, event: StopMatched) -> None:
+def _on_stop_matched(cluster: ClusterState, event: StopMatched) -> Iterable[Step]:
     request = cluster.requests.get(event.request_id)
-    if request is not None and event.request_id not in cluster.ended:
-        ending.finish(cluster, request, FinishReason.STOP, event.num_output_tokens, cancel=True)
-        cluster.is_placing_due = True
+    if request is None or event.request_id in cluster.ended:
+        return ()
+    cluster.is_placing_due = True
+    return (Finish(request, FinishReason.STOP, cancel=True, num_output_tokens=event.num_output_tokens),)
 
 
-def _on_load(cluster: ClusterState, event: Load) -> None:
+def _on_load(cluster: ClusterState, event: Load) -> Iterable[Step]:
     view = cluster.fleet.connected(event.worker_id)
     if view is None:
         cluster.counters["late"] += 1
-        return
+        return ()
     if event.is_draining is not view.report.is_draining:
         cluster.fleet.changed()
     view.reported(event, cluster.now_s)
     cluster.is_placing_due = cluster.is_placing_due or len(cluster.queue) + cluster.num_bound > 0
+    return ()
 
 
-def _on_batch_timed(cluster: ClusterState, event: BatchTimed) -> None:
+def _on_batch_timed(cluster: ClusterState, event: BatchTimed) -> Iterable[Step]:
     view = cluster.fleet.connected(event.worker_id)
     if view is None:
         cluster.counters["late"] += 1
-        return
-    if not view.timed(event):
+    elif not view.timed(event):
         cluster.counters["odd_batch_times"] += 1
+    return ()
 
 
-def _on_drain(cluster: ClusterState, event: DrainRequested) -> None:
+def _on_drain(cluster: ClusterState, event: DrainRequested) -> Iterable[Step]:
     view = cluster.fleet.connected(event.worker_id)
-    if view is not None:
-        view.is_drain_requested = True
-        cluster.fleet.changed()
-        cluster.shrunk_s = cluster.now_s
-        cluster.is_placing_due = True
-        cluster.out.append(DrainWorker(worker_id=event.worker_id))
+    if view is None:
+        return ()
+    view.is_drain_requested = True
+    cluster.fleet.changed()
+    cluster.shrunk_s = cluster.now_s
+    cluster.is_placing_due = True
+    return (DrainWorker(worker_id=event.worker_id),)
 
 
-def _on_undrain(cluster: ClusterState, event: UndrainRequested) -> None:
+def _on_undrain(cluster: ClusterState, event: UndrainRequested) -> Iterable[Step]:
     view = cluster.fleet.connected(event.worker_id)
-    if view is not None:
-        view.is_drain_requested = False
-        cluster.fleet.changed()
-        cluster.is_placing_due = True
-        cluster.out.append(UndrainWorker(worker_id=event.worker_id))
+    if view is None:
+        return ()
+    view.is_drain_requested = False
+    cluster.fleet.changed()
+    cluster.is_placing_due = True
+    return (UndrainWorker(worker_id=event.worker_id),)
 
 
-def _on_closing(cluster: ClusterState, event: RouterClosing) -> None:
+def _on_closing(cluster: ClusterState, event: RouterClosing) -> Iterable[Step]:
     cluster.is_closing = True
+    return ()
 
 
-def _on_time(cluster: ClusterState, event: TimePassed) -> None:
+def _on_time(cluster: ClusterState, event: TimePassed) -> Iterable[Step]:
     """Everything that is due is done before and after every event. The alarm may be slightly early."""
     cluster.timers.wake_at_s = None
+    return ()
 
 
-def _heard(handler: Callable[[ClusterState, Any], None]) -> Callable[[ClusterState, Any], None]:
+Handler = Callable[[ClusterState, Any], Iterable[Step]]
+
+
+def _heard(handler: Handler) -> Handler:
     """Any message of a worker ends its silence."""
 
-    def hear(cluster: ClusterState, event: Any) -> None:
+    def hear(cluster: ClusterState, event: Any) -> Iterable[Step]:
         view = cluster.fleet.connected(event.worker_id)
         if view is not None:
             cluster.fleet.heard(view, cluster.now_s)
-        handler(cluster, event)
+        return handler(cluster, event)
 
     return hear
 
 
-_HANDLERS: Final[Mapping[type, Callable[[ClusterState, Any], None]]] = {
+_HANDLERS: Final[Mapping[type, Handler]] = {
     RequestArrived: _on_arrived,
     ClientLeft: _on_client_left,
     StopMatched: _on_stop_matched,

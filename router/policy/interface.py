@@ -23,7 +23,7 @@ class Choice(Enum):
     REMOTE = "remote"
     LOCAL = "local"
     WAIT = "wait"
-    REFUSE = "refuse"
+    REJECT = "reject"
 
 
 class Obstacle(Enum):
@@ -94,7 +94,7 @@ class Decision:
     candidates: tuple[Candidate, ...] = ()
     obstacle: Obstacle = Obstacle.NONE
     bound_to: str = ""  # with WAIT for PREFILL: it waits for this prefill worker only, in its line
-    retry_in_s: float | None = None  # with WAIT: when to ask again; with REFUSE: the retry time for the client
+    retry_in_s: float | None = None  # with WAIT: when to ask again; with REJECT: the retry time for the client
 
 
 class Policy(Protocol):

@@ -144,7 +144,7 @@ def _unless_hopeless(ask: PolicyInput, decode: WorkerView, decision: Decision) -
     if surely_s <= left_s:
         return decision
     return Decision(
-        choice=Choice.REFUSE,
+        choice=Choice.REJECT,
         reason=f"the first token needs at least {surely_s:.3f} s, the deadline leaves {left_s:.3f} s",
         candidates=decision.candidates,
         retry_in_s=1.0,

@@ -47,7 +47,7 @@ class Mooncake:
         if over is None:
             return decision
         reason, retry_in_s = over
-        return Decision(choice=Choice.REFUSE, reason=reason, candidates=decision.candidates, retry_in_s=retry_in_s)
+        return Decision(choice=Choice.REJECT, reason=reason, candidates=decision.candidates, retry_in_s=retry_in_s)
 
 
 def _over(ask: PolicyInput, chosen: Candidate) -> tuple[str, float] | None:

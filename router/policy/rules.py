@@ -15,7 +15,7 @@ RULES: Final[dict[str, str]] = {
     "ageing": "a share of the work is set aside for late requests in order of arrival; off: they wait for idle time",
     "fairness": "tenants share predicted GPU-seconds; off: tenants are ignored",
     "priority": "higher classes go first; off: all are one class",
-    "refusal": "requests that will miss their target under overload are rejected; off: none is",
+    "rejection": "requests that will miss their target under overload are rejected; off: none is",
     "shortest": "under overload the longest prompts are rejected; off: those that happen not to fit",
     "deadline-drop": "a request past its deadline is dropped before prefill and before decode; off: it is computed",
     "transfer-price": "the part of the transfer that prefill does not hide counts; off: transfers cost nothing",

@@ -33,7 +33,7 @@ OWN = {
     "router.policy.lmetric": ("router/test_baselines.py",),
     "router.policy.mooncake": ("router/test_baselines.py",),
     "router.policy.availability": ("router/test_availability.py", "router/test_bound.py"),
-    "router.policy.rules": ("router/test_queue.py", "router/test_refusal.py"),
+    "router.policy.rules": ("router/test_queue.py", "router/test_rejection.py"),
     "router.policy.static": ("router/test_baselines.py",),
     "router.policy.tuning": ("router/test_goodput.py",),
     "router.policy.two_stage": ("router/test_baselines.py",),

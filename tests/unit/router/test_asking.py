@@ -101,10 +101,10 @@ def test_the_queue_goes_by_begun_then_priority_then_the_last_moment_to_start(fle
         for name, one in (("plain", plain), ("urgent", urgent), ("begun", begun))
     }
     assert sorted(entries, key=lambda name: entries[name].level) == ["begun", "urgent", "plain"]
-    assert plain.outlook is not None
+    assert plain.unloaded is not None
     one = entries["plain"]
-    assert one.key == one.late_at_s == pytest.approx(4.0 + 2.0 - plain.outlook.ttft_s)
-    assert (one.prefill_s, one.tenant, one.serial) == (plain.outlook.ttft_s, "blue", 7)
+    assert one.key == one.late_at_s == pytest.approx(4.0 + 2.0 - plain.unloaded.ttft_s)
+    assert (one.prefill_s, one.tenant, one.serial) == (plain.unloaded.ttft_s, "blue", 7)
     assert entries["begun"].key == pytest.approx(4.6)
 
 

@@ -249,20 +249,20 @@ def test_mooncake_refuses_what_would_miss_its_ttft_and_says_by_how_much() -> Non
     tight = Slo(ttft_s=0.5, tpot_s=1.0)
     prefills = [prefilling(view("p0"), 250)]
     decision = Mooncake()(ask(300, slo=tight), prefills, [view("d0")], 0.0)
-    assert decision.choice is Choice.REFUSE
+    assert decision.choice is Choice.REJECT
     assert decision.retry_in_s == pytest.approx(0.250 + 0.300 - 0.5)
     assert Mooncake()(ask(250, slo=tight), prefills, [view("d0")], 0.0).choice is Choice.WAIT
-    assert Mooncake()(ask(250, slo=tight, waited_s=0.01), prefills, [view("d0")], 0.0).choice is Choice.REFUSE
+    assert Mooncake()(ask(250, slo=tight, waited_s=0.01), prefills, [view("d0")], 0.0).choice is Choice.REJECT
 
 
 def test_mooncake_refuses_where_no_decode_worker_keeps_tbt() -> None:
     slo = Slo(ttft_s=2.0, tpot_s=0.0125)
     # 10 ms and 1 ms per row: with two residents the third row makes 13 ms.
     crowded, better = busy(view("d0"), rows=2, tpot_s=1.0), busy(view("d1"), rows=1, tpot_s=1.0)
-    assert Mooncake()(ask(slo=slo), [view("p0")], [crowded], 0.0).choice is Choice.REFUSE
+    assert Mooncake()(ask(slo=slo), [view("p0")], [crowded], 0.0).choice is Choice.REJECT
     assert place(Mooncake()(ask(slo=slo), [view("p0")], [crowded, better], 0.0)) == (Choice.REMOTE, "p0", "d1")
     at_head = ask(slo=slo, bound_to="p0")
-    assert Mooncake()(at_head, [view("p0")], [crowded], 0.0).choice is Choice.REFUSE
+    assert Mooncake()(at_head, [view("p0")], [crowded], 0.0).choice is Choice.REJECT
 
 
 def test_mooncake_does_not_refuse_who_was_accepted_for_ttft_or_was_begun() -> None:

@@ -99,14 +99,14 @@ def test_who_was_passed_over_stays_and_the_next_is_offered() -> None:
 def test_a_tenant_that_is_ahead_yields_to_one_that_waits_and_has_had_less() -> None:
     queue = queue_of(entry("heavy1", 1.0, tenant="heavy"), entry("light2", 9.0, tenant="light"))
     for _ in range(5):
-        queue.shares.charge("heavy", 1.0)
+        queue.fairness.charge("heavy", 1.0)
     assert drained(queue) == ["light2", "heavy1"]
 
 
 def test_within_a_quantum_slack_decides_whatever_tenants_have_had() -> None:
     queue = queue_of(entry("heavy1", 1.0, tenant="heavy"), entry("light2", 9.0, tenant="light"))
     for _ in range(2):
-        queue.shares.charge("heavy", 1.0)
+        queue.fairness.charge("heavy", 1.0)
     assert drained(queue) == ["heavy1", "light2"]
 
 
@@ -151,7 +151,7 @@ def test_nobody_starves_under_endless_pressure_of_tighter_higher_and_less_served
         others_s += work_s if first.startswith("new") else 0.0
         largest_s = max(largest_s, work_s)
         queue.take(first)
-        queue.shares.charge("a", work_s)
+        queue.fairness.charge("a", work_s)
         assert others_s <= bound_s + largest_s + 1e-6, "it should have had its turn"
 
 
@@ -172,7 +172,7 @@ def test_whatever_comes_and_goes_the_queue_holds_together(
             queue.mark_newly_late(now_s)
         elif (first := queue.first()) is not None:
             queue.take(first) if kind == 4 else queue.remove(first)
-            queue.shares.charge(tenant, key)
+            queue.fairness.charge(tenant, key)
             waiting -= 1
         queue.check()
         assert len(queue) == len(list(queue)) == waiting

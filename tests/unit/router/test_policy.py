@@ -201,7 +201,7 @@ def test_only_a_hopeless_deadline_is_refused_and_only_by_a_trained_model() -> No
     assert untrained.choice is Choice.REMOTE
     prefills, decodes = [trained(view("p0"))], [trained(view("d0"))]
     refused = least(prefills, decodes, hopeless)
-    assert refused.choice is Choice.REFUSE
+    assert refused.choice is Choice.REJECT
     assert refused.retry_in_s
     assert "deadline" in refused.reason
     assert least(prefills, decodes, ask(10_000, deadline_left_s=60.0)).choice is Choice.REMOTE

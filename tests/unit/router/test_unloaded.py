@@ -7,31 +7,31 @@ import random
 import pytest
 
 from pdserve.core.latency import CostPrior
-from router.policy.outlook import TRUSTED_SAMPLES, outlook
+from router.policy.unloaded import TRUSTED_SAMPLES, unloaded_estimate
 from tests.unit.router.test_policy import ask, busy, view
 
 
 def test_queues_and_residents_are_not_counted() -> None:
-    one = outlook(100, 256.0, {}, [busy(view("p0"), prefill_s=5.0)], [busy(view("d0"), rows=9)])
+    one = unloaded_estimate(100, 256.0, {}, [busy(view("p0"), prefill_s=5.0)], [busy(view("d0"), rows=9)])
     assert one.ttft_s == pytest.approx(0.1)
     assert one.tpot_s == pytest.approx(0.011)
 
 
 def test_the_largest_cached_prefix_counts_wherever_it_is() -> None:
     cached_tokens = {"p0": 16, "d0": 64}
-    assert outlook(100, 256.0, cached_tokens, [view("p0")], [view("d0")]).ttft_s == pytest.approx(0.036)
+    assert unloaded_estimate(100, 256.0, cached_tokens, [view("p0")], [view("d0")]).ttft_s == pytest.approx(0.036)
 
 
 def test_work_is_the_prefill_and_the_share_of_the_decode_steps() -> None:
-    assert outlook(100, 50.0, {}, [], [view("d0")]).work_s == pytest.approx(0.1 + 50 * 1e-3)
+    assert unloaded_estimate(100, 50.0, {}, [], [view("d0")]).work_s == pytest.approx(0.1 + 50 * 1e-3)
 
 
 def test_nothing_is_sure_before_batches_were_seen_and_the_band_narrows_with_them() -> None:
     prefill = view("p0")
-    first = outlook(100, 256.0, {}, [prefill], [view("d0")])
+    first = unloaded_estimate(100, 256.0, {}, [prefill], [view("d0")])
     for _ in range(TRUSTED_SAMPLES):
         prefill.cost.observe(rows=0, prefill_tokens=90, prefill_token_context=0, context_tokens=0, step_s=0.09)
-    then = outlook(100, 256.0, {}, [prefill], [view("d0", cost=view("p0").hello.cost)])
+    then = unloaded_estimate(100, 256.0, {}, [prefill], [view("d0", cost=view("p0").hello.cost)])
     assert not first.is_sure
     assert then.is_sure
     assert then.band_s < first.band_s
@@ -54,7 +54,7 @@ def test_it_is_the_least_of_what_the_cost_models_say() -> None:
         ]
         tokens = dice.randint(1, 20_000)
         request = ask(tokens, cached_tokens={f"w{dice.randint(0, 5)}": dice.randint(0, 25_000)})
-        seen = outlook(tokens, 256.0, request.cached_tokens, views[:3], views[3:])
+        seen = unloaded_estimate(tokens, 256.0, request.cached_tokens, views[:3], views[3:])
         times_s = [one.prefill_s(tokens - request.cached_on(one), request.cached_on(one)) for one in views]
         assert seen.ttft_s == min(times_s)
         assert seen.tpot_s == min(one.cost.decode_s(1, tokens) for one in views[3:])

@@ -17,7 +17,7 @@ GAIN: Final = 0.02  # of each new request in the mean
 
 
 @final
-class Shares:
+class Fairness:
     __slots__ = ("_charged", "_level", "_mean_s", "_served_s", "_waiting")
 
     def __init__(self) -> None:

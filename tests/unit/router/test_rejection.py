@@ -143,7 +143,7 @@ def long_tail(seed: int, seconds: float = 60.0) -> list[tuple[float, RequestArri
 @pytest.mark.parametrize("seed", slow_except(range(4), 0))
 def test_at_a_load_that_can_be_served_the_rule_costs_nothing(seed: int) -> None:
     arrivals = long_tail(seed)
-    worlds = cluster(prefills=2), cluster("refusal", prefills=2)
+    worlds = cluster(prefills=2), cluster("rejection", prefills=2)
     for world in worlds:
         world.run(arrivals, 200.0)
     kept, kept_without = (list(outcomes(world).values()).count("served") for world in worlds)
@@ -205,7 +205,7 @@ def test_what_a_lower_class_asks_for_is_no_reason_to_refuse_a_higher_one() -> No
 
 
 def test_nobody_is_refused_when_the_rule_is_off() -> None:
-    world = cluster("refusal")
+    world = cluster("rejection")
     world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(30)], 60.0)
     assert refused(world) == []
     assert all(isinstance(one.word, FinishRequest) for one in world.told.values())
@@ -235,7 +235,7 @@ def test_a_higher_class_is_served_under_overload() -> None:
 def test_a_newcomer_does_not_overtake_at_the_moment_when_a_worker_opens() -> None:
     """Requests of a higher class wait; those of a lower one arrive just when the worker's batch is nearly done."""
     low = [(0.02 * index, short(f"h{index}", 200)) for index in range(100)]
-    world = cluster("refusal")
+    world = cluster("rejection")
     world.run([*low, (1.0, short("high", 100, priority=1))], 60.0)
     assert world.told["high"].ttft_s <= 0.2 + 0.2 + 0.1 + 1e-6, "what is booked, one batch, its own"
 
@@ -249,15 +249,15 @@ def order_of(world: Clocked, *arrivals: RequestArrived) -> list[str]:
 def test_each_rule_of_the_order_can_be_switched_off_alone() -> None:
     tight, loose = short("tight", slo=Slo(ttft_s=2.0)), short("loose", slo=Slo(ttft_s=9.0))
     high = short("high", slo=Slo(ttft_s=9.5), priority=1)
-    assert order_of(cluster("refusal"), loose, tight, high) == ["high", "tight", "loose"]
-    assert order_of(cluster("refusal", "least-slack"), loose, tight, high) == ["high", "loose", "tight"]
-    assert order_of(cluster("refusal", "priority"), loose, tight, high) == ["tight", "loose", "high"]
+    assert order_of(cluster("rejection"), loose, tight, high) == ["high", "tight", "loose"]
+    assert order_of(cluster("rejection", "least-slack"), loose, tight, high) == ["high", "loose", "tight"]
+    assert order_of(cluster("rejection", "priority"), loose, tight, high) == ["tight", "loose", "high"]
 
 
 def test_a_late_request_is_served_amid_endless_tighter_ones_only_by_ageing() -> None:
     late = (0.0, short("late", 300, Slo(ttft_s=0.2)))
     others = [(0.05 * index, short(f"a{index}", 100, Slo(ttft_s=0.9 + 0.05 * index))) for index in range(200)]
-    aged, ageless = cluster("refusal"), cluster("refusal", "ageing")
+    aged, ageless = cluster("rejection"), cluster("rejection", "ageing")
     for world in (aged, ageless):
         world.run([(0.0, short("first", 500)), late, *others], 200.0)
     assert aged.placed.index("late") <= 0.3 / (0.05 * 0.1) + 2, "5 % of 0.1 s each make up its 0.3 s"
@@ -322,7 +322,7 @@ def test_four_routers_over_the_same_workers_never_admit_more_than_there_is(seed:
         at_s += rng.expovariate(60.0)
         request = arrival(f"r{index}", prompt=rng.choice([50, 100, 300]), max_tokens=rng.choice([1, 16, 64]))
         arrivals.append((at_s, request))
-    world = cluster("refusal", prefills=3, decodes=2, routers=4, num_blocks=60)
+    world = cluster("rejection", prefills=3, decodes=2, routers=4, num_blocks=60)
     world.run(arrivals, 300.0)
     assert all(machine.most_held <= machine.num_blocks for machine in world.machines.values())
     assert max(machine.most_held for machine in world.machines.values()) > 40, "capacity was never contended for"

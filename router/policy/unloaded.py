@@ -14,7 +14,7 @@ SIGMAS: Final = 2.0  # of the cost model's recent errors: the limit of certainty
 TRUSTED_SAMPLES: Final = 16  # samples of a worker before its predictions count as certain
 
 
-def outlook(
+def unloaded_estimate(
     tokens: float,
     expected_tokens: float,
     cached_tokens: Mapping[str, int],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from router import refusal
+from router import newcomers
 from router.cluster_state import ClusterState
+from router.late_requests import delay_if_late
 from router.policy.interface import Candidate, Choice, Decision, UnloadedEstimate
-from router.policy.outlook import SIGMAS
-from tests.unit.router.test_refusal import cluster as make_cluster
-from tests.unit.router.test_refusal import short
+from router.policy.unloaded import SIGMAS
+from tests.unit.router.test_rejection import cluster as make_cluster
+from tests.unit.router.test_rejection import short
 
 SURE = UnloadedEstimate(ttft_s=1.0, band_s=0.5, is_sure=True, tpot_s=0.1, work_s=1.0)
 
@@ -35,15 +36,15 @@ def test_time_spent_in_the_queue_counts_when_a_request_is_placed(
 ) -> None:
     request = cluster.requests["waits"]
     assert cluster.now_s - request.arrived_s == pytest.approx(0.25, abs=0.02)
-    refusal.would_miss_slo(cluster, request, about_to_be_placed(ttft_s))
+    assert list(delay_if_late(cluster, request, about_to_be_placed(ttft_s))) == []
     assert cluster.queue.is_late("waits") is is_late
 
 
 def test_the_error_of_an_own_prefill_is_part_of_the_prediction(cluster: ClusterState) -> None:
-    assert refusal._error_s(cluster, SURE, 0.0, 0) == pytest.approx(SURE.band_s / SIGMAS)
+    assert newcomers._error_s(cluster, SURE, 0.0, 0) == pytest.approx(SURE.band_s / SIGMAS)
 
 
 @pytest.mark.parametrize(("tpot_s", "misses"), [(0.0499, True), (0.05, False)])
 def test_a_tpot_target_is_missed_by_more_than_the_error(tpot_s: float, misses: bool) -> None:
     """It takes at least half of 0.1 s, so far as the model knows."""
-    assert refusal._misses_tpot(SURE, tpot_s) is misses
+    assert newcomers._misses_tpot(SURE, tpot_s) is misses
