@@ -22,7 +22,6 @@ from router.policy.interface import Links, PolicyInput
 from router.policy.tuning import (
     DECODES_PAIRED,
     LOCALS_PRICED,
-    PACK_SLACK,
     PREFILLS_PAIRED,
     TRANSFER_TIE_S,
     WIDEST_BAND,
@@ -31,11 +30,11 @@ from router.policy.tuning import (
 )
 from router.view import WorkerView
 
-# Ranked decode workers with room: (2 if a target would be missed, 1 if almost, else 0; spare time, by order of
-# preference; place in the order of workers; its step with this request; view; load). Those that would prefill the
-# prompt: (1 if a target would be missed, else 0; cost; then as above).
-Landing = tuple[int, float, int, float, WorkerView, DecodeLoad]
-Reader = tuple[int, float, int, float, int, float, WorkerView, DecodeLoad]
+# Ranked decode workers with room: (share of the strictest TPOT target by which its step exceeds it, below 0 if the
+# target is met; place in the order of workers; its step with this request; view; load). Those that would prefill the
+# prompt: (whether a TPOT target would be missed; cost; then as above).
+Receiver = tuple[float, int, float, WorkerView, DecodeLoad]
+LocalWorker = tuple[bool, float, float, int, float, WorkerView, DecodeLoad]
 StepRule = Callable[[WorkerView, DecodeLoad, float, float], float]
 
 _RANK: Final = itemgetter(0)
@@ -43,11 +42,11 @@ _RANK: Final = itemgetter(0)
 NOTHING_CACHED: Final[Mapping[str, int]] = {}
 
 
-class Arrivals(NamedTuple):
+class RankedDecodes(NamedTuple):
     """The best decode workers with room, in order."""
 
-    landings: list[Landing]  # receivers of KV from a prefill worker; at most DECODES_PAIRED
-    readers: list[Reader]  # workers that would prefill the prompt themselves; at most LOCALS_PRICED
+    receivers: list[Receiver]  # of KV from a prefill worker; at most DECODES_PAIRED
+    locals: list[LocalWorker]  # those that would prefill the prompt themselves; at most LOCALS_PRICED
 
 
 @final
@@ -77,16 +76,15 @@ def reported_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: f
     return base_s + row_s * (view.report.running + 1) + token_s * (view.report.context_tokens + tokens)
 
 
-def find_landings(
+def rank_decodes(
     ask: PolicyInput,
     cached: Mapping[str, int],
     decodes: Sequence[WorkerView],
     now_s: float,
     step_of: StepRule,
-    fullest: float,
-) -> Arrivals:
-    """The best of the decode workers with a row and blocks for the whole expected answer. `fullest`: 1 or -1, the
-    direction of the ranking."""
+) -> RankedDecodes:
+    """The best of the decode workers with a row and blocks for the whole expected answer: the emptiest receivers, and
+    the cheapest workers for a local prefill."""
     tokens, own_s = float(ask.num_tokens), ask.slo.tpot_s  # all floats, because mixed arithmetic takes twice as long
     if ask.is_resumed:
         own_s = ask.answer_left_s / ask.expected_tokens
@@ -97,10 +95,11 @@ def find_landings(
     per_wait = 1.0 / _answer_s(ask)
     is_tandem = step_of is tandem_step_s
     half = tokens - 0.5 * tokens
-    landings: list[Landing] = []
-    readers: list[Reader] = []
+    receivers: list[Receiver] = []
+    local_workers: list[LocalWorker] = []
     # workers that rank behind these are not among the best
-    last_kind, last_value, last_broken, last_cost = 3, 0.0, 2, 0.0
+    most_excess = last_cost = math.inf
+    last_misses = True
     for order, view in enumerate(decodes):
         load = view.kept_load or view.load
         rows = load.rows
@@ -113,16 +112,12 @@ def find_landings(
         limit_s = load.tightest_s
         if load.alone_s < own_s < limit_s:
             limit_s = own_s
-        spare = 1.0 - step_s * load.sure / limit_s
-        if spare >= PACK_SLACK:
-            kind, value = 0, fullest * spare
-        else:
-            kind, value = 1 if spare >= 0.0 else 2, -spare
-        if kind < last_kind or (kind == last_kind and value < last_value):
-            insort(landings, (kind, value, order, step_s, view, load))
-            if len(landings) > DECODES_PAIRED:
-                landings.pop()
-                last_kind, last_value = landings[-1][:2]
+        excess = step_s * load.sure / limit_s - 1.0
+        if excess < most_excess:
+            insort(receivers, (excess, order, step_s, view, load))
+            if len(receivers) > DECODES_PAIRED:
+                receivers.pop()
+                most_excess = receivers[-1][0]
         uncached, middle = tokens, half
         if view.worker_id in cached:
             uncached = max(1.0, tokens - cached[view.worker_id])
@@ -131,24 +126,24 @@ def find_landings(
         cost = read_s * (per_read + per_wait * load.hold)
         if view.free_at_s > now_s:
             cost += (view.free_at_s - now_s) * per_second
-        broken = kind >> 1
-        if broken < last_broken or (broken == last_broken and cost <= last_cost):
-            insort(readers, (broken, cost, kind, value, order, step_s, view, load))
-            if len(readers) > LOCALS_PRICED:
-                readers.pop()
-                last_broken, last_cost = readers[-1][:2]
-    return Arrivals(landings, readers)
+        misses = excess > 0.0
+        if misses < last_misses or (misses == last_misses and cost <= last_cost):
+            insort(local_workers, (misses, cost, excess, order, step_s, view, load))
+            if len(local_workers) > LOCALS_PRICED:
+                local_workers.pop()
+                last_misses, last_cost = local_workers[-1][:2]
+    return RankedDecodes(receivers, local_workers)
 
 
-def remote_ways(
+def remote_options(
     ask: PolicyInput,
     cached: Mapping[str, int],
     prefills: Sequence[WorkerView],
-    landings: Sequence[Landing],
+    receivers: Sequence[Receiver],
     now_s: float,
     links: Links,
 ) -> list[PlacementOption]:
-    """Pairs of the cheapest prefill workers, available or not, and `landings`; the best pair first."""
+    """Pairs of the cheapest prefill workers, available or not, and `receivers`; the best pair first."""
     tokens, answer_s = float(ask.num_tokens), _answer_s(ask)
     # (cost of its own delay and the next request's, worker id, delay, seconds of compute, cached tokens, view)
     starts: list[tuple[float, str, float, float, float, WorkerView]] = []
@@ -172,17 +167,17 @@ def remote_ways(
                 starts.pop()
                 last_s = starts[-1][0]
     places = []
-    for order, (kind, _, _, step_s, decode, load) in enumerate(landings):
+    for order, (excess, _, step_s, decode, load) in enumerate(receivers):
         size, block_bytes = decode.hello.block_size, float(decode.hello.block_bytes)
         lacking = max(1.0, tokens - cached.get(decode.worker_id, 0))
         landing_bytes = decode.totals.landing_tokens // size * block_bytes
         where = decode, load, step_s, decode.rest_of_step_s(now_s)
-        places.append((order, kind >> 1, decode.worker_id, size, block_bytes, lacking, landing_bytes, where))
+        places.append((order, excess > 0.0, decode.worker_id, size, block_bytes, lacking, landing_bytes, where))
     pairs = []
     for cost_s, prefill_id, delay_s, work_s, held, prefill in starts:
         opens_s = 0.0 if can_start(prefill, ask.num_tokens, now_s) else opens_in_s(prefill, now_s)
         read, chunk, sent_blocks = tokens - held, prefill.hello.max_batch_tokens, prefill.totals.blocks
-        for order, broken, decode_id, size, block_bytes, lacking, landing_bytes, where in places:
+        for order, misses, decode_id, size, block_bytes, lacking, landing_bytes, where in places:
             if ask.avoid_pairs and (prefill_id, decode_id) in ask.avoid_pairs:
                 continue
             link = links(prefill_id, decode_id)
@@ -199,7 +194,7 @@ def remote_ways(
             queued_s = latency_s + per_byte_s * (before_bytes + num_bytes) - delay_s
             if queued_s > late_s:
                 late_s = queued_s
-            key = broken, round((cost_s + late_s) / TRANSFER_TIE_S), order, prefill_id
+            key = misses, round((cost_s + late_s) / TRANSFER_TIE_S), order, prefill_id
             pairs.append((key, opens_s, delay_s, work_s, late_s, prefill, *where))
     pairs.sort(key=_RANK)
     best = pairs[:DECODES_PAIRED]
@@ -208,8 +203,14 @@ def remote_ways(
     return [_remote(ask, answer_s, *pair[1:]) for pair in best]
 
 
-def local_ways(
-    ask: PolicyInput, cached: Mapping[str, int], readers: Sequence[Reader], now_s: float, short: float, *, is_only: bool
+def local_options(
+    ask: PolicyInput,
+    cached: Mapping[str, int],
+    local_workers: Sequence[LocalWorker],
+    now_s: float,
+    short: float,
+    *,
+    is_only: bool,
 ) -> list[PlacementOption]:
     """The best local placements.
 
@@ -218,7 +219,7 @@ def local_ways(
     free, and the cheaper placement is then taken. `is_only`: there are no prefill workers. Otherwise a worker is
     suitable only if its steps leave time to prefill after everything on its way has arrived.
     """
-    return [_local(ask, cached, now_s, *reader[5:], short, is_only) for reader in readers]
+    return [_local(ask, cached, now_s, *one[4:], short, is_only) for one in local_workers]
 
 
 def _parts_late_s(
@@ -272,7 +273,7 @@ def _remote(
     tpot_s = step_s + (late_s + 0.5 * step_s) / _steps(ask)
     # The rest of a step is longer on fuller workers, and must not counteract packing.
     cost = (ttft_s - rest_s + WORK_WEIGHT * work_s) / ask.slo.ttft_s + late_s / answer_s
-    return _way(ask, prefill, decode, load, ttft_s, tpot_s, step_s, cost, opens_s, prefill.cost.prefill_error)
+    return _option(ask, prefill, decode, load, ttft_s, tpot_s, step_s, cost, opens_s, prefill.cost.prefill_error)
 
 
 def _local(
@@ -304,7 +305,7 @@ def _local(
     cost = (ttft_s + WORK_WEIGHT * read_s) / ask.slo.ttft_s + read_s * load.hold / _answer_s(ask)
     if short < math.inf:
         cost += WORTH_WAITING if ask.num_tokens - held > short else -WORTH_WAITING
-    return _way(ask, None, decode, load, ttft_s, step_s, residents_s, cost, opens_s, decode.cost.step_error)
+    return _option(ask, None, decode, load, ttft_s, step_s, residents_s, cost, opens_s, decode.cost.step_error)
 
 
 def _answer_s(ask: PolicyInput) -> float:
@@ -317,7 +318,7 @@ def _steps(ask: PolicyInput) -> float:
     return ask.expected_tokens - 1.0 if ask.expected_tokens > 2.0 else 1.0
 
 
-def _way(
+def _option(
     ask: PolicyInput,
     prefill: WorkerView | None,
     decode: WorkerView,

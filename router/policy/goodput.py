@@ -8,8 +8,8 @@
     slack              = min of (target - prediction - band) / target over its TTFT, its TPOT, d's strictest TPOT
 
 Among placements that meet all targets, the one with the lowest cost is taken. The prefill worker is the one with the
-least delay plus work: a second of work delays the next request by a second. The decode worker is the fullest one that
-meets its targets with some to spare, otherwise the emptiest. If the best placement cannot start soon, or other requests
+least delay plus work: a second of work delays the next request by a second. The decode worker is the emptiest, and of
+similar ones the one with the cheapest transfer. If the best placement cannot start soon, or other requests
 would miss their targets because of it, the request waits in the router. A request that cannot meet its target is served
 late, where that makes no other request miss.
 
@@ -29,14 +29,14 @@ from router.policy.candidates import (
     NOTHING_CACHED,
     PlacementOption,
     StepRule,
-    find_landings,
-    local_ways,
-    remote_ways,
+    local_options,
+    rank_decodes,
+    remote_options,
     reported_step_s,
     tandem_step_s,
 )
 from router.policy.interface import Candidate, Choice, Decision, Links, Obstacle, PolicyInput
-from router.policy.tuning import PATIENCE, WAYS_SHOWN, WORTH_WAITING
+from router.policy.tuning import OPTIONS_SHOWN, PATIENCE, WORTH_WAITING
 from router.view import WorkerView
 
 _COST: Final = attrgetter("cost")
@@ -52,58 +52,57 @@ class Goodput:
         self._links: Links = (lambda p, d: NO_TRANSFER) if "transfer-price" in off else links
         self._cached: Callable[[PolicyInput], Mapping[str, int]] = _no_cache if "prefix-value" in off else _cache
         self._step_of: StepRule = reported_step_s if "tandem" in off else tandem_step_s
-        self._fullest = -1.0 if "most-loaded" in off else 1.0
         self._has_choice = "path-choice" not in off
 
     def __call__(
         self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
         able, cached = not_avoided(decodes, ask), self._cached(ask)
-        landings, readers = find_landings(ask, cached, able, now_s, self._step_of, self._fullest)
-        if not landings:
+        receivers, local_workers = rank_decodes(ask, cached, able, now_s, self._step_of)
+        if not receivers:
             return _wait_for_room(ask, "no decode worker has a free row and free blocks for the answer")
-        ways = []
+        options = []
         if prefills:
-            ways = remote_ways(ask, cached, not_avoided(prefills, ask), landings, now_s, self._links)
-        if self._has_choice or not ways:
-            is_reader_free = any(way.opens_in_s == 0.0 for way in ways)
-            short = self._short if is_reader_free else math.inf
-            ways += local_ways(ask, cached, readers, now_s, short, is_only=not prefills)
-        return _choose(ask, ways)
+            options = remote_options(ask, cached, not_avoided(prefills, ask), receivers, now_s, self._links)
+        if self._has_choice or not options:
+            is_prefill_open = any(option.opens_in_s == 0.0 for option in options)
+            short = self._short if is_prefill_open else math.inf
+            options += local_options(ask, cached, local_workers, now_s, short, is_only=not prefills)
+        return _choose(ask, options)
 
 
-def _choose(ask: PolicyInput, ways: list[PlacementOption]) -> Decision:
-    feasible = [way for way in ways if way.slack >= 0.0]
+def _choose(ask: PolicyInput, options: list[PlacementOption]) -> Decision:
+    feasible = [option for option in options if option.slack >= 0.0]
     if feasible:
-        open_ones = [way for way in feasible if way.opens_in_s == 0.0]
+        open_ones = [option for option in feasible if option.opens_in_s == 0.0]
         if not open_ones:
             return _wait(feasible, "no worker that meets both targets can start it yet")
         chosen, best = min(open_ones, key=_COST), min(feasible, key=_COST)
         if best.cost + WORTH_WAITING < chosen.cost:
             return _wait([best], "waiting for a busy worker costs less")
-        return _go(ways, chosen, "the lowest cost of the placements that meet every target")
-    harmless = [way for way in ways if not way.harms]
-    is_late = all(way.ttft_slack < 0.0 for way in ways)
+        return _go(options, chosen, "the lowest cost of the placements that meet every target")
+    harmless = [option for option in options if not option.harms]
+    is_late = all(option.ttft_slack < 0.0 for option in options)
     if not harmless or not is_late:
         if ask.waited_s < PATIENCE * ask.slo.ttft_s and not (harmless and _is_hopeless_tpot(ask, harmless)):
             return _wait_for_room(ask, "no decode worker can take it without a missed target")
-        harmless = harmless or ways
-    open_ones = [way for way in harmless if way.opens_in_s == 0.0]
+        harmless = harmless or options
+    open_ones = [option for option in harmless if option.opens_in_s == 0.0]
     if not open_ones:
         return _wait(harmless, "no worker can start it yet")
     chosen, best = min(open_ones, key=_COST), min(harmless, key=_COST)
     if best.cost + WORTH_WAITING < chosen.cost:
         return _wait([best], "waiting for a busy worker costs less")
-    return _go(ways, chosen, "its targets cannot be met; it is served late, where it delays no other request")
+    return _go(options, chosen, "its targets cannot be met; it is served late, where it delays no other request")
 
 
-def _is_hopeless_tpot(ask: PolicyInput, ways: list[PlacementOption]) -> bool:
+def _is_hopeless_tpot(ask: PolicyInput, options: list[PlacementOption]) -> bool:
     """Whether no decode worker could meet its TPOT target even without other requests."""
-    return all(way.decode.load.alone_s >= ask.slo.tpot_s for way in ways)
+    return all(option.decode.load.alone_s >= ask.slo.tpot_s for option in options)
 
 
-def _go(ways: list[PlacementOption], chosen: PlacementOption, reason: str) -> Decision:
-    others = [way for way in ways if way is not chosen][: WAYS_SHOWN - 1]
+def _go(options: list[PlacementOption], chosen: PlacementOption, reason: str) -> Decision:
+    others = [option for option in options if option is not chosen][: OPTIONS_SHOWN - 1]
     shown = (_candidate(chosen), *map(_candidate, others))
     prefill = chosen.prefill
     return Decision(
@@ -115,9 +114,9 @@ def _go(ways: list[PlacementOption], chosen: PlacementOption, reason: str) -> De
     )
 
 
-def _wait(ways: list[PlacementOption], reason: str) -> Decision:
-    """`ways`: the placements that it would choose if they were available."""
-    soonest_s = min(way.opens_in_s for way in ways)
+def _wait(options: list[PlacementOption], reason: str) -> Decision:
+    """`options`: the placements that it would choose if they were available."""
+    soonest_s = min(option.opens_in_s for option in options)
     return Decision(
         choice=Choice.WAIT,
         reason=reason,
@@ -137,10 +136,15 @@ def _wait_for_room(ask: PolicyInput, reason: str) -> Decision:
     )
 
 
-def _candidate(way: PlacementOption) -> Candidate:
-    prefill_worker = "" if way.prefill is None else way.prefill.worker_id
+def _candidate(option: PlacementOption) -> Candidate:
+    prefill_worker = "" if option.prefill is None else option.prefill.worker_id
     return Candidate(
-        prefill_worker, way.decode.worker_id, way.ttft_s, way.tpot_s, way.slack, is_feasible=way.tpot_slack >= 0.0
+        prefill_worker,
+        option.decode.worker_id,
+        option.ttft_s,
+        option.tpot_s,
+        option.slack,
+        is_feasible=option.tpot_slack >= 0.0,
     )
 
 

@@ -9,7 +9,6 @@ from pdserve.core.errors import ConfigError
 
 RULES: Final[dict[str, str]] = {
     "path-choice": "local where it costs less than remote; off: remote wherever there is a prefill worker",
-    "most-loaded": "the fullest decode worker that meets all targets; off: the emptiest",
     "tandem": "TPOT includes arriving requests and their growth; off: only the running ones that the worker reports",
     "least-slack": "the request with the least time to spare goes first; off: order of arrival",
     "ageing": "a share of the work is set aside for late requests in order of arrival; off: they wait for idle time",

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-# Share of the TPOT target: decode workers are filled one after the other up to this slack, and evenly beyond. Contexts
-# grow during an answer, and step times change by about a quarter.
-PACK_SLACK: Final = 0.25
-
 # The cost of a second of a worker's time, in seconds of delay of this request: on average it delays one later request.
 WORK_WEIGHT: Final = 1.0
 
@@ -28,4 +24,4 @@ DECODES_PAIRED: Final = 4
 LOCALS_PRICED: Final = 3
 
 TRANSFER_TIE_S: Final = 1e-3  # transfers that differ by less are equally cheap
-WAYS_SHOWN: Final = 6  # in explanations
+OPTIONS_SHOWN: Final = 6  # in explanations

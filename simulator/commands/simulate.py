@@ -17,7 +17,7 @@ HELP = "simulate a cluster on a trace"
 POLICY_NAMES: Final = ", ".join(POLICIES)
 # Listed here, because importing the rules, workloads and formats would slow down every command. A test compares them.
 RULE_NAMES: Final = (
-    "path-choice, most-loaded, tandem, least-slack, ageing, fairness, priority, rejection, "
+    "path-choice, tandem, least-slack, ageing, fairness, priority, rejection, "
     "shortest, deadline-drop, transfer-price, prefix-value"
 )
 WORKLOAD_NAMES: Final = "chat, long-tail, bursts, agents"

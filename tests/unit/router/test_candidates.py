@@ -16,9 +16,9 @@ from router.load import DecodeLoad
 from router.policy.availability import can_start, opens_in_s
 from router.policy.candidates import (
     PlacementOption,
-    find_landings,
-    local_ways,
-    remote_ways,
+    local_options,
+    rank_decodes,
+    remote_options,
     reported_step_s,
     tandem_step_s,
 )
@@ -26,7 +26,6 @@ from router.policy.interface import PolicyInput
 from router.policy.tuning import (
     DECODES_PAIRED,
     LOCALS_PRICED,
-    PACK_SLACK,
     PREFILLS_PAIRED,
     WIDEST_BAND,
     WORK_WEIGHT,
@@ -98,22 +97,22 @@ def step_of(request: PolicyInput, load: DecodeLoad) -> float:
     return load.step_s + load.row_s + load.token_s * (request.num_tokens + growth)
 
 
-def slacks(request: PolicyInput, way: PlacementOption, residents_s: float, error: float) -> tuple[float, float]:
+def slacks(request: PolicyInput, option: PlacementOption, residents_s: float, error: float) -> tuple[float, float]:
     """(of its TTFT, of the strictest TPOT), as shares of the targets."""
-    load, slo = way.decode.load, request.slo
+    load, slo = option.decode.load, request.slo
     sure = 1.0 + load.band
-    ttft_slack = (slo.ttft_s - request.waited_s - way.ttft_s * (1.0 + min(error, WIDEST_BAND))) / slo.ttft_s
-    own = (slo.tpot_s - way.tpot_s * sure) / slo.tpot_s
+    ttft_slack = (slo.ttft_s - request.waited_s - option.ttft_s * (1.0 + min(error, WIDEST_BAND))) / slo.ttft_s
+    own = (slo.tpot_s - option.tpot_s * sure) / slo.tpot_s
     theirs = (load.tightest_s - residents_s * sure) / load.tightest_s if load.tightest_s < math.inf else 1.0
     return ttft_slack, min(own, theirs)
 
 
-def check_slack(request: PolicyInput, way: PlacementOption, residents_s: float, error: float) -> None:
-    ttft_slack, tpot_slack = slacks(request, way, residents_s, error)
-    assert (way.ttft_slack, way.tpot_slack) == (pytest.approx(ttft_slack), pytest.approx(tpot_slack))
-    assert way.slack == min(way.ttft_slack, way.tpot_slack)
-    load = way.decode.load
-    assert way.harms == (load.tightest_s < math.inf and residents_s * (1.0 + load.band) > load.tightest_s)
+def check_slack(request: PolicyInput, option: PlacementOption, residents_s: float, error: float) -> None:
+    ttft_slack, tpot_slack = slacks(request, option, residents_s, error)
+    assert (option.ttft_slack, option.tpot_slack) == (pytest.approx(ttft_slack), pytest.approx(tpot_slack))
+    assert option.slack == min(option.ttft_slack, option.tpot_slack)
+    load = option.decode.load
+    assert option.harms == (load.tightest_s < math.inf and residents_s * (1.0 + load.band) > load.tightest_s)
 
 
 def late_of(request: PolicyInput, prefill: WorkerView, decode: WorkerView, work_s: float, held: float) -> float:
@@ -135,32 +134,32 @@ def test_remote_prices_are_those_of_the_docs(seed: int) -> None:
     rng = random.Random(seed)
     request, prefills, decodes = scene(rng)
     cached = request.cached_tokens
-    landings, _ = find_landings(request, cached, decodes, NOW_S, tandem_step_s, 1.0)
-    ways = remote_ways(request, cached, prefills, landings, NOW_S, link_of)
-    assert {(way.prefill.worker_id, way.decode.worker_id) for way in ways if way.prefill} == {
-        (prefill.worker_id, landing[4].worker_id) for prefill in prefills for landing in landings
+    receivers, _ = rank_decodes(request, cached, decodes, NOW_S, tandem_step_s)
+    options = remote_options(request, cached, prefills, receivers, NOW_S, link_of)
+    assert {(option.prefill.worker_id, option.decode.worker_id) for option in options if option.prefill} == {
+        (prefill.worker_id, receiver[3].worker_id) for prefill in prefills for receiver in receivers
     }
-    for way in ways:
-        prefill, decode, slo = way.prefill, way.decode, request.slo
+    for option in options:
+        prefill, decode, slo = option.prefill, option.decode, request.slo
         assert prefill is not None
         held = min(cached.get(prefill.worker_id, 0), request.num_tokens - 1)
         work_s = prefill.cost.prefill_s(request.num_tokens - held, held, CHUNK)
         delay_s = prefill.queue_s(NOW_S) + work_s
         rest_s = decode.rest_of_step_s(NOW_S)
         ttft_s = delay_s + rest_s + decode.grants.typical_s + prefill.replies.typical_s
-        assert way.ttft_s == pytest.approx(ttft_s)
+        assert option.ttft_s == pytest.approx(ttft_s)
         step_s = step_of(request, decode.load)
         latency_s, per_byte_s = link_of(prefill.worker_id, decode.worker_id).coefficients
         lacking = max(1, request.num_tokens - cached.get(decode.worker_id, 0))
         before_bytes = max(prefill.totals.blocks * BLOCK_BYTES, decode.totals.landing_tokens // SIZE * BLOCK_BYTES)
         queued_s = latency_s + per_byte_s * (before_bytes + math.ceil(lacking / SIZE) * BLOCK_BYTES) - delay_s
         late_s = max(late_of(request, prefill, decode, work_s, held), queued_s)
-        assert way.tpot_s == pytest.approx(step_s + (late_s + 0.5 * step_s) / steps(request), rel=1e-4)
+        assert option.tpot_s == pytest.approx(step_s + (late_s + 0.5 * step_s) / steps(request), rel=1e-4)
         cost = (ttft_s - rest_s + WORK_WEIGHT * work_s) / slo.ttft_s + late_s / (steps(request) * slo.tpot_s)
-        assert way.cost == pytest.approx(cost, rel=1e-4)
-        check_slack(request, way, step_s, prefill.cost.prefill_error)
+        assert option.cost == pytest.approx(cost, rel=1e-4)
+        check_slack(request, option, step_s, prefill.cost.prefill_error)
         is_open = can_start(prefill, request.num_tokens, NOW_S)
-        assert way.opens_in_s == (0.0 if is_open else opens_in_s(prefill, NOW_S))
+        assert option.opens_in_s == (0.0 if is_open else opens_in_s(prefill, NOW_S))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -169,16 +168,16 @@ def test_remote_prices_are_those_of_the_docs(seed: int) -> None:
 def test_local_prices_are_those_of_the_docs(seed: int, is_only: bool, short: float) -> None:
     request, _, decodes = scene(random.Random(seed), num_decodes=3)
     cached, slo = request.cached_tokens, request.slo
-    _, readers = find_landings(request, cached, decodes, NOW_S, tandem_step_s, 1.0)
-    for way in local_ways(request, cached, readers, NOW_S, short, is_only=is_only):
-        decode, load = way.decode, way.decode.load
+    _, readers = rank_decodes(request, cached, decodes, NOW_S, tandem_step_s)
+    for option in local_options(request, cached, readers, NOW_S, short, is_only=is_only):
+        decode, load = option.decode, option.decode.load
         held = min(cached.get(decode.worker_id, 0), request.num_tokens - 1)
         uncached = request.num_tokens - held
         read_s, queue_s = decode.reading_s(uncached, held), decode.queue_s(NOW_S)
         ttft_s = max(queue_s, decode.rest_of_step_s(NOW_S)) + read_s + decode.first_tokens.typical_s
-        assert way.ttft_s == pytest.approx(ttft_s)
+        assert option.ttft_s == pytest.approx(ttft_s)
         step_s = step_of(request, load)
-        assert way.tpot_s == pytest.approx(step_s)
+        assert option.tpot_s == pytest.approx(step_s)
         residents_s = max(step_s, min(load.step_s + (queue_s + read_s) * load.hold / steps(request), load.reads_s))
         if not is_only:
             left = 1.0 - decode.prefill_s(uncached, held) / max(1e-9, slo.ttft_s - request.waited_s - queue_s)
@@ -186,23 +185,22 @@ def test_local_prices_are_those_of_the_docs(seed: int, is_only: bool, short: flo
         cost = (ttft_s + WORK_WEIGHT * read_s) / slo.ttft_s + read_s * load.hold / (steps(request) * slo.tpot_s)
         if short < math.inf:
             cost += WORTH_WAITING if uncached > short else -WORTH_WAITING
-        assert way.cost == pytest.approx(cost)
-        check_slack(request, way, residents_s, decode.cost.step_error)
+        assert option.cost == pytest.approx(cost)
+        check_slack(request, option, residents_s, decode.cost.step_error)
         may_wait = queue_s <= load.batch_s or decode.totals.prefills <= 1
-        assert way.opens_in_s == pytest.approx(0.0 if may_wait else queue_s - load.batch_s)
+        assert option.opens_in_s == pytest.approx(0.0 if may_wait else queue_s - load.batch_s)
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("fullest", [1.0, -1.0])
 @pytest.mark.parametrize("is_tandem", [True, False])
-def test_the_best_decode_workers_are_kept_in_order(seed: int, fullest: float, is_tandem: bool) -> None:
+def test_the_best_decode_workers_are_kept_in_order(seed: int, is_tandem: bool) -> None:
     rng = random.Random(seed)
     request, _, decodes = scene(rng, num_decodes=9)
     for one in decodes:
         if rng.random() < 0.2:
             one.closed_until_s = rng.choice([NOW_S - 0.1, NOW_S + 0.1])
     cached, slo, tokens = request.cached_tokens, request.slo, request.num_tokens
-    landings, readers = [], []
+    receivers, local_workers = [], []
     for order, decode in enumerate(decodes):
         load, report = decode.load, decode.report
         needed = tokens + request.expected_tokens + request.expected_tokens / 2 * load.rows
@@ -214,21 +212,20 @@ def test_the_best_decode_workers_are_kept_in_order(seed: int, fullest: float, is
         spare = 1.0 - step_s * (1.0 + load.band) / tightest(request, load)
         if tightest(request, load) == math.inf:
             spare = 1.0 - step_s * (1.0 + load.band) / load.tightest_s
-        kind = 0 if spare >= PACK_SLACK else 1 if spare >= 0.0 else 2
-        landings.append((kind, fullest * spare if kind == 0 else -spare, order))
+        receivers.append((-spare, order))
         uncached = max(1.0, tokens - cached.get(decode.worker_id, 0))
         per_token_s = load.per_token_s + load.per_token_context_s * (tokens - uncached / 2)
         read_s = uncached * per_token_s * load.prefill_slowdown
         cost = read_s * ((1.0 + WORK_WEIGHT) / slo.ttft_s + load.hold / (steps(request) * slo.tpot_s))
-        readers.append((kind // 2, cost + decode.queue_s(NOW_S) / slo.ttft_s, order))
+        local_workers.append((spare < 0.0, cost + decode.queue_s(NOW_S) / slo.ttft_s, order))
     rule = tandem_step_s if is_tandem else reported_step_s
-    found = find_landings(request, cached, decodes, NOW_S, rule, fullest)
-    expected = sorted(landings)[:DECODES_PAIRED]
-    assert [one[2] for one in found.landings] == [one[2] for one in expected]
-    assert [one[:2] for one in found.landings] == [(kind, pytest.approx(value)) for kind, value, _ in expected]
-    nearest = sorted(readers)[:LOCALS_PRICED]
-    assert [one[4] for one in found.readers] == [order for _, _, order in nearest]
-    assert [one[1] for one in found.readers] == [pytest.approx(cost) for _, cost, _ in nearest]
+    found = rank_decodes(request, cached, decodes, NOW_S, rule)
+    expected = sorted(receivers)[:DECODES_PAIRED]
+    assert [one[1] for one in found.receivers] == [one[1] for one in expected]
+    assert [one[0] for one in found.receivers] == [pytest.approx(excess) for excess, _ in expected]
+    nearest = sorted(local_workers)[:LOCALS_PRICED]
+    assert [one[3] for one in found.locals] == [order for _, _, order in nearest]
+    assert [one[1] for one in found.locals] == [pytest.approx(cost) for _, cost, _ in nearest]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -240,10 +237,10 @@ def test_the_cheapest_prefill_workers_are_paired(seed: int) -> None:
         held = min(cached.get(one.worker_id, 0), request.num_tokens - 1)
         work_s = one.cost.prefill_s(request.num_tokens - held, held, CHUNK)
         costs[one.worker_id] = one.queue_s(NOW_S) + (1.0 + WORK_WEIGHT) * work_s
-    landings, _ = find_landings(request, cached, decodes, NOW_S, tandem_step_s, 1.0)
-    ways = remote_ways(request, cached, prefills, landings, NOW_S, lambda p, d: FAST)
+    receivers, _ = rank_decodes(request, cached, decodes, NOW_S, tandem_step_s)
+    options = remote_options(request, cached, prefills, receivers, NOW_S, lambda p, d: FAST)
     cheapest = sorted(costs, key=lambda name: (costs[name], name))[:PREFILLS_PAIRED]
-    assert {way.prefill.worker_id for way in ways if way.prefill} == (set(cheapest) if landings else set())
+    assert {option.prefill.worker_id for option in options if option.prefill} == (set(cheapest) if receivers else set())
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -257,26 +254,26 @@ def test_the_step_rules_are_those_of_the_docs(seed: int) -> None:
 def test_a_pair_that_breaks_a_target_comes_last_however_cheap_its_transfer() -> None:
     full, roomy = with_rows(view("d0"), 12, tokens=30_000, tpot_s=0.012), with_rows(view("d1"), 1)
     request = ask(8_000)
-    landings, _ = find_landings(request, {}, [full, roomy], 0.0, tandem_step_s, 1.0)
-    assert {one[4].worker_id: one[0] for one in landings} == {"d0": 2, "d1": 0}
-    ways = remote_ways(request, {}, [view("p0")], landings, 0.0, lambda p, d: FAST if d == "d0" else SLOW)
-    assert [way.decode.worker_id for way in ways] == ["d1", "d0"]
-    assert [way.harms for way in ways] == [False, True]
+    receivers, _ = rank_decodes(request, {}, [full, roomy], 0.0, tandem_step_s)
+    assert {one[3].worker_id: one[0] > 0.0 for one in receivers} == {"d0": True, "d1": False}
+    options = remote_options(request, {}, [view("p0")], receivers, 0.0, lambda p, d: FAST if d == "d0" else SLOW)
+    assert [option.decode.worker_id for option in options] == ["d1", "d0"]
+    assert [option.harms for option in options] == [False, True]
 
 
 def test_no_more_pairs_are_priced_if_the_best_can_start() -> None:
     decodes = [view(f"d{i}") for i in range(DECODES_PAIRED)]
-    landings, _ = find_landings(ask(8_000), {}, decodes, 0.0, tandem_step_s, 1.0)
-    ways = remote_ways(ask(8_000), {}, [view("p0"), view("p1")], landings, 0.0, lambda p, d: FAST)
-    assert len(ways) == DECODES_PAIRED
+    receivers, _ = rank_decodes(ask(8_000), {}, decodes, 0.0, tandem_step_s)
+    options = remote_options(ask(8_000), {}, [view("p0"), view("p1")], receivers, 0.0, lambda p, d: FAST)
+    assert len(options) == DECODES_PAIRED
 
 
 def test_a_pair_that_can_start_now_is_kept_behind_busy_ones() -> None:
     request = ask(8_000, cached_tokens={"p0": 7_984})
     busy, free = with_queue(view("p0"), 0.2), with_queue(view("p1"), 0.0)
     decodes = [view(f"d{i}") for i in range(DECODES_PAIRED)]
-    landings, _ = find_landings(request, request.cached_tokens, decodes, 0.0, tandem_step_s, 1.0)
-    ways = remote_ways(request, request.cached_tokens, [busy, free], landings, 0.0, lambda p, d: FAST)
-    names = [way.prefill.worker_id for way in ways if way.prefill]
+    receivers, _ = rank_decodes(request, request.cached_tokens, decodes, 0.0, tandem_step_s)
+    options = remote_options(request, request.cached_tokens, [busy, free], receivers, 0.0, lambda p, d: FAST)
+    names = [option.prefill.worker_id for option in options if option.prefill]
     assert names == ["p0"] * DECODES_PAIRED + ["p1"]
-    assert [way.opens_in_s == 0.0 for way in ways] == [False] * DECODES_PAIRED + [True]
+    assert [option.opens_in_s == 0.0 for option in options] == [False] * DECODES_PAIRED + [True]
