@@ -23,7 +23,7 @@ from router.settings import RouterSettings
 from simulator.cluster import make_workers
 from simulator.goodput import Window, cut, find_goodput, runner
 from simulator.metrics import summarise
-from simulator.model import Disturbance, DisturbanceKind, SimConfig
+from simulator.model import SimConfig, WorkerFault, WorkerFaultKind
 from simulator.reshape import Reshaped, rate_scaled
 from simulator.workloads import make_workload
 from simulator.world import simulate
@@ -38,7 +38,7 @@ POLICIES: Final = ("goodput", WITHOUT, *BASELINES)
 SHARES: Final = (0.3, 0.6, 0.8, 1.0, 1.25, 1.5)  # of the capacity
 TOLERANCE: Final = 0.1  # of the capacity
 BAR: Final = -0.003
-KILL: Final = Disturbance(at_s=2.0, worker_id="d0", kind=DisturbanceKind.DIE, for_s=1.0)
+KILL: Final = WorkerFault(at_s=2.0, worker_id="d0", kind=WorkerFaultKind.DIE, for_s=1.0)
 KILL_SLO: Final = Slo(ttft_s=1.0, tpot_s=0.02)  # as `pdserve simulate` has them
 KILL_RPS: Final = 64.0
 KILL_SECONDS: Final = 5.0
@@ -81,7 +81,7 @@ def kept(cell: Cell) -> float:
         trace = make_workload(cell.workload, rate_rps=KILL_RPS, duration_s=KILL_SECONDS, seed=cell.seed)
         asked = config(cell.policy, trace.block_tokens, cell.seed)
         dead = replace(KILL, worker_id=asked.workers[-1].worker_id)
-        return summarise(simulate(trace, replace(asked, slo=KILL_SLO, disturbances=(dead,)))).attainment
+        return summarise(simulate(trace, replace(asked, slo=KILL_SLO, faults=(dead,)))).attainment
     one = window(cell.workload, cell.seconds, cell.seed)
     scaled = Reshaped(one, rate_scaled(cell.scale))
     return summarise(simulate(scaled, config(cell.policy, one.block_tokens, cell.seed))).attainment

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0)
     parser.add_argument("--policies", default="goodput,mooncake", help=", ".join(POLICIES))
     flags = parser.parse_args()
-    print("| policy | kept % | kept/s | outcomes | refused within 10 ms % |\n|---|---|---|---|---|")
+    print("| policy | kept % | kept/s | outcomes | rejected within 10 ms % |\n|---|---|---|---|---|")
     for policy in flags.policies.split(","):
         asked = question(flags.trace, flags.pair, policy, flags.requests, FINAL_TOLERANCE)
         window, config = asked.windows[0], asked.config(flags.prefill)
@@ -38,7 +38,7 @@ def main() -> None:
         rows = result.requests[flags.skip :]
         kept = sum(row.has_met_slo for row in rows)
         span_s = rows[-1].arrival_s - rows[0].arrival_s
-        waits_s = [row.ended_s - row.arrival_s for row in rows if row.outcome == "refused" and row.ended_s is not None]
+        waits_s = [row.ended_s - row.arrival_s for row in rows if row.outcome == "rejected" and row.ended_s is not None]
         at_once = f"{sum(one <= 0.010 for one in waits_s) / len(waits_s):.1%}" if waits_s else ""
         outcomes = ", ".join(f"{name} {count}" for name, count in sorted(Counter(row.outcome for row in rows).items()))
         print(f"| {policy} | {kept / len(rows):.2%} | {kept / span_s:.1f} | {outcomes} | {at_once} |", flush=True)

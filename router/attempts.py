@@ -45,7 +45,7 @@ def on_granted(cluster: ClusterState, event: Granted) -> Sequence[Command]:
         return ()
     request, placement = found
     if event.worker_id != placement.decode_worker or (event.grant is None) is not (placement.path is Path.LOCAL):
-        _odd(cluster, request, Move.GRANTED)
+        _wrong_sender(cluster, request, Move.GRANTED)
         return ()
     if not cluster.move(request, Move.GRANTED):
         return ()
@@ -100,7 +100,7 @@ def on_first_token(cluster: ClusterState, event: FirstToken) -> Sequence[Step]:
         return ()
     request, placement = found
     if event.worker_id != placement.prefill_worker:
-        _odd(cluster, request, Move.FIRST_TOKEN)
+        _wrong_sender(cluster, request, Move.FIRST_TOKEN)
         return ()
     _account_prefill(request, event)
     if not cluster.move(request, Move.FIRST_TOKEN):
@@ -208,7 +208,7 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> Sequence[St
         return ()
     request, placement = found
     if worker_id != placement.decode_worker:
-        _odd(cluster, request, Move.TOKENS)
+        _wrong_sender(cluster, request, Move.TOKENS)
         return ()
     seen = len(request.output) - row.output_index
     if seen < 0:
@@ -270,9 +270,9 @@ def _present(cluster: ClusterState, worker_id: str, request_id: str, attempt: in
     return request, request.placement
 
 
-def _odd(cluster: ClusterState, request: Request, move: Move) -> None:
+def _wrong_sender(cluster: ClusterState, request: Request, move: Move) -> None:
     """A message that only the other worker, or an attempt on the other path, may send."""
-    cluster.counters["odd"] += 1
+    cluster.counters["wrong_sender"] += 1
     request.remember(f"{move.value} from the wrong side")
 
 

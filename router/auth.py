@@ -40,7 +40,7 @@ POLICY: Final[Mapping[str, Access]] = {
 _SCHEME: Final = "bearer "
 
 
-def refusal(method: str, metadata: Any, token: str) -> PdserveError | None:
+def access_error(method: str, metadata: Any, token: str) -> PdserveError | None:
     """Why a call is rejected; None if it is allowed."""
     access = POLICY.get(method)
     if access is None:
@@ -62,7 +62,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg
         self._on_rejected = on_rejected
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        error = refusal(handler_call_details.method, handler_call_details.invocation_metadata, self._token)
+        error = access_error(handler_call_details.method, handler_call_details.invocation_metadata, self._token)
         if error is None:
             return await continuation(handler_call_details)
         self._on_rejected(error)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True, slots=True)
 class Answer:
-    refused: str | None  # why
+    rejected: str | None  # why
     ended: int | None  # status of the child: minus the number of the signal that ended it, or its exit status
 
 
@@ -62,7 +62,7 @@ class CheckerProcess:
         if answer is None:
             self.end()
             raise Overloaded("the process that checks grammars was killed", self._check_s)
-        return Answer(refused=answer["refused"], ended=answer["ended"])
+        return Answer(rejected=answer["rejected"], ended=answer["ended"])
 
     def end(self) -> None:
         process, self._process = self._process, None

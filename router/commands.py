@@ -21,7 +21,7 @@ class Outcome(Enum):
 
     SERVED = "served"  # finished within its SLO
     LATE = "late"  # finished, but missed its SLO
-    REFUSED = "refused"  # never placed: overload, or no worker
+    REJECTED = "rejected"  # never placed: overload, or no worker
     CANCELLED = "cancelled"  # the client disconnected
     EXPIRED = "expired"  # its deadline passed
     FAILED = "failed"

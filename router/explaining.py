@@ -62,7 +62,7 @@ class Explanations:
         """`why` the answer is incomplete; empty if it is complete. For a request without a decision it is the
         reason."""
         if request.request_id not in self._kept:
-            choice = Choice.REJECT if outcome is Outcome.REFUSED else Choice.WAIT
+            choice = Choice.REJECT if outcome is Outcome.REJECTED else Choice.WAIT
             self.note(request, Decision(choice=choice, reason=why or NEVER_PLACED), now_s)
         found = self._kept.get(request.request_id)
         if found is not None:

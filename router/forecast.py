@@ -25,7 +25,7 @@ SHORTEST_S: Final = 1e-6  # resolution of prefill times
 SIZES: Final = 4  # size classes per factor of two
 BINS: Final = 128  # time bins of the horizon; requests within one bin are aggregated
 GAIN: Final = 0.05  # weight of each new target in the mean
-STRETCH_GAIN: Final = 0.2  # weight of each new interval in the error of the predicted drain
+INTERVAL_GAIN: Final = 0.2  # weight of each new interval in the error of the predicted drain
 
 
 @final
@@ -119,14 +119,14 @@ class DrainError:
     def used(self, work_s: float) -> None:
         self._used_s += work_s
 
-    def end_stretch(self, share: float, target_s: float) -> None:
+    def end_interval(self, share: float, target_s: float) -> None:
         """Ends the interval if it has lasted for `target_s`. `share`: the prediction for the next one."""
         if not 0.0 < target_s <= self._contended_s:
             return
         predicted_s = self._predicted * self._offered_s
         if predicted_s > 0.0:
             miss = min(self._used_s / predicted_s - 1.0, 1.0)
-            self._square += STRETCH_GAIN * (miss * miss - self._square)
+            self._square += INTERVAL_GAIN * (miss * miss - self._square)
         self._contended_s = self._offered_s = self._used_s = 0.0
         self._predicted = share
 
@@ -188,7 +188,7 @@ class Utilization:
         """From now on, `rate` is the work per second at full pace. `target_s`: mean TTFT target."""
         self._pass(now_s)
         self._rate = rate
-        self.variation.end_stretch(self.share, target_s)
+        self.variation.end_interval(self.share, target_s)
 
     def placed(self, prefill_s: float, now_s: float) -> None:
         self._pass(now_s)

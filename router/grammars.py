@@ -89,7 +89,7 @@ class GrammarCheck:
         for pool in self.pools:
             answer = await pool.ask(grammar, model, client)
             if answer.ended is None:
-                return answer.refused
+                return answer.rejected
             if answer.ended == LATE:
                 raise Overloaded("this machine is too busy to compile a grammar", self._check_s)
             if answer.ended == -signal.SIGKILL:

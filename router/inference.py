@@ -28,7 +28,7 @@ from router.events import RequestArrived
 from router.fair_queue import client_of
 from router.group import Group
 from router.held_bytes import HeldBytes
-from router.measure import Measure, Told
+from router.measure import Measure, RequestFacts
 from router.model import ModelFacts
 from router.runtime import Runtime
 
@@ -223,14 +223,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Passes answer number `index` to the state; returns its id."""
         name = prepared.request_id if index == 0 else f"{prepared.request_id}#{index}"
         request_id, sampling = self._unused(name), prepared.samplings[index]
-        told = Told(
+        facts = RequestFacts(
             span=span.without_attributes() if index else span,
             slo=prepared.slo,
             operation=names.CHAT if prepared.is_chat else names.TEXT_COMPLETION,
             model=answer.model,
             is_sibling=index > 0,
         )
-        self._measure.arrived(told, request_id, len(prepared.prompt_ids), sampling.max_tokens)
+        self._measure.arrived(facts, request_id, len(prepared.prompt_ids), sampling.max_tokens)
         arrival = RequestArrived(
             request_id=request_id,
             num_prompt_tokens=len(prepared.prompt_ids),
@@ -255,7 +255,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         sequence = SEQUENCE.encode(attempt)
         sequence.traceparent = span.traceparent
-        self._runtime.begin(arrival, answer, sequence, told)
+        self._runtime.begin(arrival, answer, sequence, facts)
         return request_id
 
     def _unused(self, name: str) -> str:

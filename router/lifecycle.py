@@ -26,7 +26,7 @@ class Stage(Enum):
     FINISHED = "finished"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
-    REFUSED = "refused"
+    REJECTED = "rejected"
     FAILED = "failed"
     # No worker holds memory for it: the router forgets it.
     FORGOTTEN = "forgotten"
@@ -47,7 +47,7 @@ class Move(Enum):
     LOST = "attempt lost"
     CLIENT_LEFT = "client left"
     DEADLINE = "deadline"
-    TURNED_AWAY = "turned away"
+    REJECTED = "rejected"
     GIVEN_UP = "given up"
     RELEASED = "all released"
 
@@ -62,7 +62,7 @@ WITH_WORKERS: Final = (
     Stage.LOCAL,
 )
 LIVE: Final = (Stage.QUEUED, *WITH_WORKERS)
-ENDED: Final = (Stage.FINISHED, Stage.CANCELLED, Stage.EXPIRED, Stage.REFUSED, Stage.FAILED)
+ENDED: Final = (Stage.FINISHED, Stage.CANCELLED, Stage.EXPIRED, Stage.REJECTED, Stage.FAILED)
 
 MOVES: Final[dict[tuple[Stage, Move], Stage]] = {
     (Stage.QUEUED, Move.PLACED_REMOTE): Stage.RESERVING,
@@ -80,7 +80,7 @@ MOVES: Final[dict[tuple[Stage, Move], Stage]] = {
     (Stage.RESERVING, Move.DECLINED): Stage.QUEUED,
     (Stage.PREFILLING, Move.DECLINED): Stage.QUEUED,
     (Stage.RESERVING_LOCAL, Move.DECLINED): Stage.QUEUED,
-    (Stage.QUEUED, Move.TURNED_AWAY): Stage.REFUSED,
+    (Stage.QUEUED, Move.REJECTED): Stage.REJECTED,
     # Dead or silent worker, failed transfer, internal error of a worker: continues at the exact next token.
     **{(stage, Move.LOST): Stage.QUEUED for stage in WITH_WORKERS},
     # A stop string may be found in any stage, even if the request is queued again.

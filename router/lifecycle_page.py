@@ -20,7 +20,7 @@ MEANING: Final[dict[Stage, str]] = {
     Stage.FINISHED: "The answer is complete.",
     Stage.CANCELLED: "The client disconnected.",
     Stage.EXPIRED: "The deadline passed.",
-    Stage.REFUSED: "Never placed: overload, or no worker is available.",
+    Stage.REJECTED: "Never placed: overload, or no worker is available.",
     Stage.FAILED: "All attempts were used, or the request itself is assumed to cause the failures.",
     Stage.FORGOTTEN: "No worker holds anything for it.",
 }

@@ -18,7 +18,7 @@ class KvLinks:
     def __init__(self) -> None:
         self._of: dict[str, dict[str, worker_pb2.KvLink]] = {}  # prefill worker -> decode worker -> link
 
-    def told(self, prefill_worker: str, links: Iterable[worker_pb2.KvLink]) -> None:
+    def reported(self, prefill_worker: str, links: Iterable[worker_pb2.KvLink]) -> None:
         """Replaces the worker's links. Raises InvalidRequest."""
         kept = list(links)
         if len(kept) > MAX_LINKS:

@@ -6,7 +6,7 @@ only a dozen multiplications per worker.
     step_s      one step with all running and all arriving requests (the tandem queue)
     reading     a step prefills as many prompt tokens as pdserve.core.step_rule allows; such a token
                 takes `prefill_slowdown` times as long as on an idle worker, and running requests wait for the
-                share `hold` of the prefill time
+                share `decode_stall_share` of the prefill time
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class DecodeLoad:
         "block_size",
         "blocks",
         "context",
+        "decode_stall_share",
         "free_tokens",
-        "hold",
         "is_open",
         "joined_s",
         "per_token_context_s",
@@ -100,7 +100,7 @@ class DecodeLoad:
             chunk = self._chunk(MID_PROMPT)
         self.reads_s = reads_s = cost.step_s(rows, context, chunk, chunk * MID_PROMPT)
         self.prefill_slowdown = max(1.0, reads_s / (chunk * token_at_mid_s)) if token_at_mid_s > 0.0 else 1.0
-        self.hold = max(0.0, 1.0 - step_s / reads_s) if rows and reads_s > 0.0 else 0.0
+        self.decode_stall_share = max(0.0, 1.0 - step_s / reads_s) if rows and reads_s > 0.0 else 0.0
         self.batch_s = reads_s * max(1.0, most / chunk)  # time to prefill the maximum of one step
 
     def reading_s(self, uncached: float, cached: float) -> float:

@@ -21,7 +21,7 @@ LinkOf = Callable[[str, str], worker_pb2.KvLink | None]  # prefill worker, decod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class RequestFacts:
     """Facts of a request besides its end."""
 
     span: OpenSpan
@@ -37,16 +37,16 @@ class Measure:
         """`link_of` returns the KV connection of two workers."""
         self.metrics, self.tracing, self._link_of = metrics, tracing, link_of
 
-    def arrived(self, told: Told, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        told.span.set(names.REQUEST_ID, request_id)
-        told.span.set(names.OPERATION, told.operation)
-        told.span.set(names.PROVIDER, names.PROVIDER_NAME)
-        told.span.set(names.REQUEST_MODEL, told.model)
-        told.span.set(names.RESPONSE_MODEL, told.model)
-        told.span.set(names.INPUT_TOKENS, num_prompt_tokens)
-        told.span.set(names.REQUEST_MAX_TOKENS, max_tokens)
-        told.span.set(names.SLO_TTFT_S, told.slo.ttft_s)
-        told.span.set(names.SLO_TPOT_S, told.slo.tpot_s)
+    def arrived(self, facts: RequestFacts, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        facts.span.set(names.REQUEST_ID, request_id)
+        facts.span.set(names.OPERATION, facts.operation)
+        facts.span.set(names.PROVIDER, names.PROVIDER_NAME)
+        facts.span.set(names.REQUEST_MODEL, facts.model)
+        facts.span.set(names.RESPONSE_MODEL, facts.model)
+        facts.span.set(names.INPUT_TOKENS, num_prompt_tokens)
+        facts.span.set(names.REQUEST_MAX_TOKENS, max_tokens)
+        facts.span.set(names.SLO_TTFT_S, facts.slo.ttft_s)
+        facts.span.set(names.SLO_TPOT_S, facts.slo.tpot_s)
 
     def prepared(self, span: OpenSpan, seconds: float) -> None:
         self.tracing.record(names.PHASE_SPANS[Phase.PREPARE], span.traceparent, seconds)
@@ -71,36 +71,36 @@ class Measure:
     def emitted(self, num_tokens: int) -> None:
         self.metrics.add(metric_names.GENERATED_TOKENS, num_tokens)
 
-    def finished(self, told: Told, end: FinishRequest) -> None:
+    def finished(self, facts: RequestFacts, end: FinishRequest) -> None:
         timings, metrics = end.timings, self.metrics
-        self._ended(told, end.outcome, timings, end.slices)
-        told.span.set(names.RESPONSE_FINISH_REASONS, end.reason.value)
-        told.span.set(names.OUTPUT_TOKENS, end.usage.completion_tokens)
-        told.span.set(names.CACHED_TOKENS, end.usage.cached_prompt_tokens)
+        self._ended(facts, end.outcome, timings, end.slices)
+        facts.span.set(names.RESPONSE_FINISH_REASONS, end.reason.value)
+        facts.span.set(names.OUTPUT_TOKENS, end.usage.completion_tokens)
+        facts.span.set(names.CACHED_TOKENS, end.usage.cached_prompt_tokens)
         if not metrics.is_on:
             return
         path = timings.path.value if timings.path is not None else ""
         metrics.observe(metric_names.TTFT, timings.ttft_s, path=path)
-        labels = _labels(told)
+        labels = _labels(facts)
         metrics.observe(metric_names.GEN_AI_TTFT, timings.ttft_s, **labels)
         metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, error_type="", **labels)
         if end.usage.completion_tokens > 1:
             metrics.observe(metric_names.TPOT, timings.tpot_s, path=path)
             metrics.observe(metric_names.GEN_AI_TPOT, timings.tpot_s, **labels)
-        metrics.add(metric_names.SLO_KEPT, kept=_kept(timings, told.slo))
-        if told.is_sibling:
+        metrics.add(metric_names.SLO_KEPT, kept=_kept(timings, facts.slo))
+        if facts.is_sibling:
             return
         metrics.add(metric_names.PROMPT_TOKENS, end.usage.prompt_tokens)
         metrics.add(metric_names.CACHED_PROMPT_TOKENS, end.usage.cached_prompt_tokens)
 
-    def failed(self, told: Told, end: FailRequest) -> None:
-        self._ended(told, end.outcome, end.timings, end.slices)
-        self._failed_after(told, end.timings, end.to_error().reason)
+    def failed(self, facts: RequestFacts, end: FailRequest) -> None:
+        self._ended(facts, end.outcome, end.timings, end.slices)
+        self._failed_after(facts, end.timings, end.to_error().reason)
 
-    def cancelled(self, told: Told, end: EndCancelled) -> None:
-        self._ended(told, Outcome.CANCELLED, end.timings, end.slices)
-        self._failed_after(told, end.timings, Cancelled.reason)
-        told.span.set(names.OUTPUT_TOKENS, end.num_output_tokens)
+    def cancelled(self, facts: RequestFacts, end: EndCancelled) -> None:
+        self._ended(facts, Outcome.CANCELLED, end.timings, end.slices)
+        self._failed_after(facts, end.timings, Cancelled.reason)
+        facts.span.set(names.OUTPUT_TOKENS, end.num_output_tokens)
 
     def error(self, reason: str) -> None:
         self.metrics.add(metric_names.REQUEST_ERRORS, reason=reason)
@@ -116,14 +116,14 @@ class Measure:
         self.metrics.set(metric_names.QUEUED, queued)
         self.metrics.set(metric_names.RUNNING, running)
 
-    def _ended(self, told: Told, outcome: Outcome, timings: Timings | None, slices: Sequence[Slice]) -> None:
+    def _ended(self, facts: RequestFacts, outcome: Outcome, timings: Timings | None, slices: Sequence[Slice]) -> None:
         self.metrics.add(metric_names.REQUESTS, outcome=outcome.value)
         if timings is None:
             return
-        self._trace(told, timings, slices)
+        self._trace(facts, timings, slices)
         if timings.attempts:
             self.metrics.observe(metric_names.QUEUE_TIME, timings.phases.queue_s)
-        span = told.span
+        span = facts.span
         span.set(names.TTFT_S, timings.ttft_s)
         span.set(names.TPOT_S, timings.tpot_s)
         span.set(names.QUEUE_S, timings.phases.queue_s)
@@ -141,11 +141,11 @@ class Measure:
         link = self._link_of(timings.prefill_worker, timings.decode_worker) if timings.transfer_bytes else None
         return {} if link is None else {names.TRANSFER_KIND: link.transport, names.TRANSFER_REASON: link.reason}
 
-    def _failed_after(self, told: Told, timings: Timings | None, reason: str) -> None:
+    def _failed_after(self, facts: RequestFacts, timings: Timings | None, reason: str) -> None:
         if timings is not None and self.metrics.is_on:
-            self.metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, error_type=reason, **_labels(told))
+            self.metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, error_type=reason, **_labels(facts))
 
-    def _trace(self, told: Told, timings: Timings, slices: Sequence[Slice]) -> None:
+    def _trace(self, facts: RequestFacts, timings: Timings, slices: Sequence[Slice]) -> None:
         """Records a span for each slice that no worker and no earlier part of the router has recorded."""
         if not self.tracing.is_on:
             return
@@ -159,16 +159,16 @@ class Measure:
                 attributes |= self._way(timings)
             end_ns = now_ns - int((timings.total_s - one.begin_s - one.seconds) * 1e9)
             name = names.PHASE_SPANS[one.phase]
-            self.tracing.record(name, told.span.traceparent, one.seconds, attributes, end_ns)
+            self.tracing.record(name, facts.span.traceparent, one.seconds, attributes, end_ns)
 
 
-def _labels(told: Told) -> dict[str, str]:
+def _labels(facts: RequestFacts) -> dict[str, str]:
     """metric_names.GEN_AI_LABELS."""
     return {
-        "gen_ai_operation_name": told.operation,
+        "gen_ai_operation_name": facts.operation,
         "gen_ai_provider_name": names.PROVIDER_NAME,
-        "gen_ai_request_model": told.model,
-        "gen_ai_response_model": told.model,
+        "gen_ai_request_model": facts.model,
+        "gen_ai_response_model": facts.model,
     }
 
 

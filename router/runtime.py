@@ -23,7 +23,7 @@ from pdserve.wire.protocol import encode_request
 from router.answer import Answer
 from router.commands import Command, EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
 from router.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed
-from router.measure import Measure, Told
+from router.measure import Measure, RequestFacts
 from router.state import RouterState
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Call:
 
     answer: Answer
     sequence: worker_pb2.Sequence
-    told: Told
+    facts: RequestFacts
 
 
 @final
@@ -73,10 +73,12 @@ class Runtime:
         """Whether the id is still in use, by a client or by a worker that holds memory for it."""
         return request_id in self._calls or self.state.stage_of(request_id) is not None
 
-    def begin(self, arrival: RequestArrived, answer: Answer, sequence: worker_pb2.Sequence, told: Told) -> None:
+    def begin(
+        self, arrival: RequestArrived, answer: Answer, sequence: worker_pb2.Sequence, facts: RequestFacts
+    ) -> None:
         """From now on the answer receives the request's output until its last message, or until `leave`."""
         assert not self.knows(arrival.request_id), arrival.request_id
-        call = Call(answer=answer, sequence=sequence, told=told)
+        call = Call(answer=answer, sequence=sequence, facts=facts)
         self._calls[arrival.request_id] = call
         self._no_calls.clear()
         self.hand(arrival)
@@ -148,18 +150,18 @@ class Runtime:
                 call = self._end(command.request_id)
                 if call is not None:
                     call.answer.finish(command)
-                    self._measure.finished(call.told, command)
+                    self._measure.finished(call.facts, command)
                     _log_end(command)
             case FailRequest():
                 call = self._end(command.request_id)
                 if call is not None:
                     call.answer.fail(command.to_error())
-                    self._measure.failed(call.told, command)
+                    self._measure.failed(call.facts, command)
                     _log_end(command)
             case EndCancelled():
                 call = self._end(command.request_id)
                 if call is not None:
-                    self._measure.cancelled(call.told, command)
+                    self._measure.cancelled(call.facts, command)
                     _log_end(command)
             case WakeAt():
                 self._wake_at(command.at_s)

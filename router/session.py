@@ -121,10 +121,10 @@ class WorkerSession:
                     return False, reason
                 self.worker_id, self.incarnation = hello.worker_id, hello.incarnation
                 self.is_attached = True
-                refusal = self._listener.attached(self, hello)
-                if refusal is not None:
+                rejection = self._listener.attached(self, hello)
+                if rejection is not None:
                     self.is_attached = False
-                    return False, refusal
+                    return False, rejection
                 write = self._write(is_batching=hello.reads_batches)
                 writer = asyncio.create_task(write, name=f"to-{hello.worker_id}")
                 self._heard_s = asyncio.get_running_loop().time()

@@ -244,7 +244,7 @@ def _on_batch_timed(cluster: ClusterState, event: BatchTimed) -> Iterable[Step]:
     if view is None:
         cluster.counters["late"] += 1
     elif not view.timed(event):
-        cluster.counters["odd_batch_times"] += 1
+        cluster.counters["invalid_batch_times"] += 1
     return ()
 
 

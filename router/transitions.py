@@ -162,8 +162,8 @@ def _reject(cluster: ClusterState, end: Reject) -> list[Command]:
     return _fail(
         cluster,
         end.request,
-        Move.TURNED_AWAY,
-        Outcome.REFUSED,
+        Move.REJECTED,
+        Outcome.REJECTED,
         end.kind,
         end.message,
         retry_after_s=end.retry_after_s,

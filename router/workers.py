@@ -147,7 +147,7 @@ class Workers:
                 self._on_scored(message.prompt_scored)
                 return
             if message.HasField("kv_links"):
-                self.links.told(session.worker_id, message.kv_links.links)
+                self.links.reported(session.worker_id, message.kv_links.links)
                 return
             event = decode_response(session.worker_id, message)
         except InvalidRequest as error:
@@ -176,7 +176,7 @@ class Workers:
         """Logs each cause once, for any number of connection attempts."""
         if self._complaints.get(endpoint) != why:
             self._complaints[endpoint] = why
-            log.warning("a worker is refused", extra={"worker_id": worker_id, "endpoint": endpoint, "why": why})
+            log.warning("a worker is rejected", extra={"worker_id": worker_id, "endpoint": endpoint, "why": why})
 
     def _complaint(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
         if not hello.worker_id or not hello.incarnation:

@@ -57,7 +57,7 @@ def as_json(run: Run) -> dict[str, Any]:
         "routers": config.num_routers,
         "slo": {"ttft_s": config.slo.ttft_s, "tpot_s": config.slo.tpot_s},
         "is_long_enough": run.shortage is None,
-        "refused": summary.outcomes.get("refused", 0),
+        "refused": summary.outcomes.get("rejected", 0),
     }
     body = dataclasses.asdict(summary)
     if run.bound is not None:

@@ -21,12 +21,12 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.grant import TransferKey
 from pdserve.core.latency import CostModel
 from pdserve.core.types import TokenOut
-from simulator.machine import Machine, Order, Surroundings
+from simulator.machine import Environment, Machine, Order
 from simulator.model import WorkerShape
 from simulator.network import SimulatedGrant
 from simulator.prefiller import DREW, READ
 from simulator.prompts import TOKEN
-from simulator.runs import Pace
+from simulator.runs import StepTimes
 from simulator.speed import Speed
 from simulator.tally import Tally
 
@@ -40,17 +40,17 @@ class Run:
 
     step: DecodeStep
     count: int
-    pace: Pace
+    times: StepTimes
     jitter: float
     since_s: float
     border: int = 0  # the step after which the inbox must be read; 0: none
 
     def end_of(self, steps: int) -> float:
-        return self.since_s + self.pace.after(steps) * self.jitter
+        return self.since_s + self.times.after(steps) * self.jitter
 
     def steps_by(self, now_s: float) -> int:
         """The number of the step that is running or ends now."""
-        return self.pace.steps_until((now_s - self.since_s) / self.jitter)
+        return self.times.steps_until((now_s - self.since_s) / self.jitter)
 
 
 @dataclass(slots=True)
@@ -66,8 +66,8 @@ class Untold:
 
 @final
 class Decoder(Machine):
-    def __init__(self, around: Surroundings, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
-        super().__init__(around, shape, speed, tally, incarnation)
+    def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
+        super().__init__(env, shape, speed, tally, incarnation)
         cost = CostModel(shape.prior or shape.cost)
         least = min(LEAST_CHUNK, self.block_size)
         self._chunks = ChunkRule(cost, least=least, most=shape.max_batch_tokens)
@@ -221,16 +221,16 @@ class Decoder(Machine):
         if step.is_empty:
             return
         if not self._untold:
-            self._tell_at_s = now_s + self.around.config.report_s
+            self._tell_at_s = now_s + self.env.config.report_s
         longest = batching.run_length(step)
         if longest == 0:
-            pace = Pace(self.speed.step_s(step.account), 0.0)
-            run = self._run = Run(step, 0, pace, self.speed.jitter(), now_s)
+            times = StepTimes(self.speed.step_s(step.account), 0.0)
+            run = self._run = Run(step, 0, times, self.speed.jitter(), now_s)
             self.agenda.at(run.end_of(1), self._ended, run, 0)
             return
-        pace = self.speed.pace(step.account)
-        count = min(longest, pace.steps_until(max(self._tell_at_s - now_s, 0.0)))
-        run = self._run = Run(step, count, pace, self.speed.jitter(count), now_s)
+        times = self.speed.times(step.account)
+        count = min(longest, times.steps_until(max(self._tell_at_s - now_s, 0.0)))
+        run = self._run = Run(step, count, times, self.speed.jitter(count), now_s)
         self.agenda.at(run.end_of(count), self._ended, run, count)
 
     def _ended(self, run: Run, count: int) -> None:
@@ -252,7 +252,7 @@ class Decoder(Machine):
             return
         self._run = None
         step, count = run.step, run.border or run.count or 1
-        self._computed(step.account, count, now_s - run.since_s, run.pace.first_s * self.speed.jitter())
+        self._computed(step.account, count, now_s - run.since_s, run.times.first_s * self.speed.jitter())
         untold = self._untold
         for sequence in step.decoding:
             key = sequence.key
@@ -352,7 +352,7 @@ class Decoder(Machine):
                 self.forward(ended)
             case fx.ReceiveAborted():
                 self.strand(key, self._batching.num_held(key))
-                self.around.network.abort_receiving(self._transfers[key])
+                self.env.network.abort_receiving(self._transfers[key])
             case _:
                 self.act_on(effect)
 
@@ -368,7 +368,7 @@ class Decoder(Machine):
         )
         self._transfers[key] = grant.key
         self.strand(key, self._batching.num_held(key))
-        self.around.network.expect(self, key, grant, self._block_bytes)
+        self.env.network.expect(self, key, grant, self._block_bytes)
         self.forward(pr.Granted(key=key, grant=grant.encode()))
 
 

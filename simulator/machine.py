@@ -31,7 +31,7 @@ IDLE_BEAT_S: Final = 1.0  # interval between the reports of a worker without cha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class Environment:
     agenda: Agenda
     config: SimConfig
     network: Network
@@ -55,10 +55,10 @@ class Order:
 class Machine(ABC):
     flows: dict[TransferKey, Transfer]
 
-    def __init__(self, around: Surroundings, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
-        self.around, self.shape, self.speed, self.tally, self.incarnation = around, shape, speed, tally, incarnation
-        self.agenda, self.link, self.flows = around.agenda, shape.link, {}
-        self.block_size = around.config.block_size
+    def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
+        self.env, self.shape, self.speed, self.tally, self.incarnation = env, shape, speed, tally, incarnation
+        self.agenda, self.link, self.flows = env.agenda, shape.link, {}
+        self.block_size = env.config.block_size
         num_blocks = shape.kv_capacity_tokens // self.block_size
         self.blocks = BlockAllocator(num_blocks)
         self.end_rule = EndRule(
@@ -130,17 +130,17 @@ class Machine(ABC):
 
     def connect(self) -> None:
         """Workers that exist before the first request are known immediately."""
-        delay_s = self.around.config.message_s if self.agenda.now_s > 0.0 else 0.0
-        for router in range(self.around.config.num_routers):
-            self.agenda.after(delay_s, self.around.tell, router, self.hello())
+        delay_s = self.env.config.message_s if self.agenda.now_s > 0.0 else 0.0
+        for router in range(self.env.config.num_routers):
+            self.agenda.after(delay_s, self.env.tell, router, self.hello())
         self._beat(self.load())
-        self.agenda.after(self.around.config.heartbeat_s or IDLE_BEAT_S, self._tick)
+        self.agenda.after(self.env.config.heartbeat_s or IDLE_BEAT_S, self._tick)
 
     def die(self) -> None:
         self.note()
         self.is_dead = True
         self.inbox.clear()
-        self.around.network.cut(self)
+        self.env.network.cut(self)
 
     def stall(self, for_s: float) -> None:
         self.stalled_until_s = max(self.stalled_until_s, self.agenda.now_s + for_s)
@@ -226,7 +226,7 @@ class Machine(ABC):
     # -- events --------------------------------------------------------------------------------------------------
 
     def tell(self, router: int, event: events.Event) -> None:
-        self.agenda.after(self.around.config.message_s, self.around.tell, router, event)
+        self.agenda.after(self.env.config.message_s, self.env.tell, router, event)
 
     def forward(self, message: pr.AttemptMessage) -> None:
         """To the router whose attempt it is about, which names the attempt by the worker."""
@@ -253,14 +253,14 @@ class Machine(ABC):
 
     def timed(self, account: fx.StepAccount, step_s: float) -> bool:
         """Records the time of a step; True if it is reported."""
-        now_s, heartbeat_s = self.agenda.now_s, self.around.config.heartbeat_s
+        now_s, heartbeat_s = self.agenda.now_s, self.env.config.heartbeat_s
         every_s = heartbeat_s / 10 if self.num_timed < DENSE_SAMPLES else max(SPARSE_S, heartbeat_s / 10)
         if now_s - self._timed_s < every_s:
             return False
         self._timed_s = now_s
         self.num_timed += 1
         event = account.timed(step_s, self.shape.worker_id)
-        for router in range(self.around.config.num_routers):
+        for router in range(self.env.config.num_routers):
             self.tell(router, event)
         return True
 
@@ -274,15 +274,15 @@ class Machine(ABC):
     def note(self) -> None:
         """Called before the held memory changes."""
         size = self.block_size
-        self.tally.hold(self.agenda.now_s, self.blocks.num_referenced * size, self._num_stranded * size)
+        self.tally.kv_held(self.agenda.now_s, self.blocks.num_referenced * size, self._num_stranded * size)
 
     def _changed(self) -> None:
         change = self.blocks.take_changes()
         if change is not None:
-            self.around.cache_changed(self.shape.worker_id, self.incarnation, change)
+            self.env.cache_changed(self.shape.worker_id, self.incarnation, change)
         if self._is_beat_due:
             return
-        soon_s = self._beat_s + self.around.config.heartbeat_s / 5
+        soon_s = self._beat_s + self.env.config.heartbeat_s / 5
         if self.agenda.now_s >= soon_s:
             self._beat_if_changed()
         else:
@@ -302,7 +302,7 @@ class Machine(ABC):
     def _tick(self) -> None:
         if self.is_dead:
             return
-        heartbeat_s = self.around.config.heartbeat_s or IDLE_BEAT_S
+        heartbeat_s = self.env.config.heartbeat_s or IDLE_BEAT_S
         if self.is_stalled:
             self.agenda.at(self.stalled_until_s, self._tick)
             return
@@ -321,5 +321,5 @@ class Machine(ABC):
             steps=self.num_steps,
             is_draining=self.batching.is_draining,
         )
-        for router in range(self.around.config.num_routers):
+        for router in range(self.env.config.num_routers):
             self.tell(router, report)

@@ -65,7 +65,7 @@ class Summary:
     tpot_s: Percentiles
     queue_s: Percentiles
     transfer_s: Percentiles  # of requests whose KV was transferred
-    refusal_s: Percentiles  # from arrival to rejection
+    rejection_s: Percentiles  # from arrival to rejection
     ttft_error: float | None  # median |predicted - actual| / actual
     tpot_error: float | None
     cached_share: float  # share of the prompt tokens of placed requests that were found in a cache
@@ -100,8 +100,8 @@ def summarise(result: SimResult) -> Summary:
         tpot_s=percentiles(row.tpot_s for row in rows if row.tokens > 1),
         queue_s=percentiles(row.queue_s for row in placed),
         transfer_s=percentiles(row.transfer_s for row in placed if row.transfer_bytes > 0),
-        refusal_s=percentiles(
-            row.ended_s - row.arrival_s for row in rows if row.outcome == "refused" and row.ended_s is not None
+        rejection_s=percentiles(
+            row.ended_s - row.arrival_s for row in rows if row.outcome == "rejected" and row.ended_s is not None
         ),
         ttft_error=_error((row.predicted_ttft_s, row.ttft_s) for row in rows),
         tpot_error=_error((row.predicted_tpot_s, row.tpot_s) for row in rows if row.tokens > 1),

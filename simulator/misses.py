@@ -26,10 +26,10 @@ def lateness(row: RequestRow) -> float:
 
 def why(row: RequestRow) -> str:
     """One sentence."""
-    if row.outcome == "refused":
+    if row.outcome == "rejected":
         after_s = (row.ended_s or row.arrival_s) - row.arrival_s
         again = f"; asked to come again after {_time(row.retry_after_s)}" if row.retry_after_s is not None else ""
-        return f"refused {_time(after_s)} after it came{again}"
+        return f"rejected {_time(after_s)} after it came{again}"
     if row.outcome not in ("late", "served"):
         lived = "" if row.ended_s is None else f" {_time(row.ended_s - row.arrival_s)} after it came"
         return f"{row.outcome}{lived}, with {row.tokens} of {row.output_tokens} tokens"
@@ -55,7 +55,7 @@ def _share_of_ttft(row: RequestRow) -> str:
 
 
 def _badness(row: RequestRow) -> tuple[int, float, int]:
-    order = {"cancelled": 0, "refused": 1, "late": 2}.get(row.outcome, 3)
+    order = {"cancelled": 0, "rejected": 1, "late": 2}.get(row.outcome, 3)
     return order, min(lateness(row), 1e9), -row.number
 
 

@@ -89,17 +89,17 @@ class WorkerShape:
             raise ConfigError(f"{self.worker_id}.slowness", self.slowness, "a finite number above 0")
 
 
-class DisturbanceKind(Enum):
+class WorkerFaultKind(Enum):
     DIE = "die"  # the process ends; with `for_s` an empty successor connects after that time
     SLOW = "slow"  # steps take `factor` times as long, for `for_s`
     STALL = "stall"  # nothing moves for `for_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disturbance:
+class WorkerFault:
     at_s: float
     worker_id: str
-    kind: DisturbanceKind
+    kind: WorkerFaultKind
     for_s: float = math.inf
     factor: float = 1.0
 
@@ -107,9 +107,9 @@ class Disturbance:
         """Raises ConfigError, naming the field."""
         for name in ("for_s", "factor"):
             if not getattr(self, name) > 0.0:
-                raise ConfigError(f"disturbance.{name}", getattr(self, name), "a number above 0")
+                raise ConfigError(f"fault.{name}", getattr(self, name), "a number above 0")
         if not 0.0 <= self.at_s < math.inf:
-            raise ConfigError("disturbance.at_s", self.at_s, "a finite number, at least 0")
+            raise ConfigError("fault.at_s", self.at_s, "a finite number, at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class SimConfig:
     # max_tokens if the trace has none; a multiple of it for longer answers. Routers plan with it: the answer's length
     # would reveal what a router cannot know.
     max_tokens: int = 4096
-    disturbances: tuple[Disturbance, ...] = ()
+    faults: tuple[WorkerFault, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field."""

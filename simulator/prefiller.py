@@ -12,7 +12,7 @@ from pdserve.engine.interface import RowOut
 from prefill_worker.batching import PrefillBatching
 from prefill_worker.prompt import PrefillStep
 from prefill_worker.pushing import PushRule
-from simulator.machine import Machine, Order, Surroundings
+from simulator.machine import Environment, Machine, Order
 from simulator.model import WorkerShape
 from simulator.network import SimulatedGrant
 from simulator.prompts import TOKEN
@@ -25,8 +25,8 @@ READ: Final = RowOut()
 
 @final
 class Prefiller(Machine):
-    def __init__(self, around: Surroundings, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
-        super().__init__(around, shape, speed, tally, incarnation)
+    def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
+        super().__init__(env, shape, speed, tally, incarnation)
         self._grants: dict[AttemptKey, SimulatedGrant] = {}
         self._step: PrefillStep | None = None
         self._started_s = 0.0
@@ -120,7 +120,7 @@ class Prefiller(Machine):
     # -- effects -------------------------------------------------------------------------------------------------
 
     def act(self, effects: list[Any]) -> None:
-        network = self.around.network
+        network = self.env.network
         for effect in effects:
             key: AttemptKey = effect.key
             match effect:

@@ -20,7 +20,7 @@ from pdserve.core.types import Role, Slo
 from router.commands import Command
 from router.events import Event, RequestArrived, WorkerConnected, WorkerForgotten, WorkerLost
 from router.settings import RouterSettings
-from simulator.model import Disturbance, DisturbanceKind, Link, SimConfig, WorkerShape
+from simulator.model import Link, SimConfig, WorkerFault, WorkerFaultKind, WorkerShape
 from simulator.recorded import steps
 from simulator.trace_rows import NumberedLine
 
@@ -54,7 +54,7 @@ class RecordedCluster:
     heartbeat_s: float
     message_s: float  # one way between router and worker: half of the fastest grant
     noise: float  # relative standard deviation of batches around their prediction, without outliers
-    disturbances: tuple[Disturbance, ...]  # worker deaths
+    faults: tuple[WorkerFault, ...]  # worker deaths
 
     def config(self, **others: Any) -> SimConfig:
         """`others` are fields of SimConfig that override or add to the recorded ones."""
@@ -66,7 +66,7 @@ class RecordedCluster:
             "heartbeat_s": self.heartbeat_s,
             "message_s": self.message_s,
             "noise": self.noise,
-            "disturbances": self.disturbances,
+            "faults": self.faults,
         }
         return SimConfig(**{**held, **others})
 
@@ -90,7 +90,7 @@ def read_cluster(lines: Iterable[NumberedLine], name: str) -> RecordedCluster:
         heartbeat_s=seen.heartbeat_s(),
         message_s=0.5 * seen.quickest_grant_s if seen.quickest_grant_s < math.inf else DEFAULT_MESSAGE_S,
         noise=SIGMA_OF_MEDIAN * statistics.median(seen.errors) if len(seen.errors) >= FEWEST_ERRORS else 0.0,
-        disturbances=tuple(seen.deaths()),
+        faults=tuple(seen.deaths()),
     )
 
 
@@ -191,7 +191,7 @@ class _Cluster:
             return DEFAULT_HEARTBEAT_S
         return sum((one.last_beat_s - one.first_beat_s) / (one.num_beats - 1) for one in beating) / len(beating)
 
-    def deaths(self) -> list[Disturbance]:
+    def deaths(self) -> list[WorkerFault]:
         """Only between the first and the last arrival: earlier losses belong to the start of the cluster, later ones to
         its end."""
         found = []
@@ -199,6 +199,6 @@ class _Cluster:
             for lost_s, back_s in zip_longest(worker.lost, worker.back, fillvalue=math.inf):
                 if self._first_s is not None and self._first_s <= lost_s <= self._last_s:
                     at_s = lost_s - self._first_s
-                    kind = DisturbanceKind.DIE
-                    found.append(Disturbance(at_s=at_s, worker_id=worker_id, kind=kind, for_s=back_s - lost_s))
+                    kind = WorkerFaultKind.DIE
+                    found.append(WorkerFault(at_s=at_s, worker_id=worker_id, kind=kind, for_s=back_s - lost_s))
         return sorted(found, key=lambda one: one.at_s)

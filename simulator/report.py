@@ -83,7 +83,7 @@ def _head(runs: Sequence[Run], cluster: str) -> str:
         f"<h1>{_safe(first.result.trace)}</h1><p>{count(first.summary.requests, 'request')} on {_safe(cluster)}, "
         f"{_split(runs)}, seed {first.result.config.seed}. Promised: the first token within "
         f"{seconds(slo.ttft_s)}, then {seconds(slo.tpot_s)} per token. A request counts if it was served whole and "
-        "met both; refused, failed and late ones are misses.</p>"
+        "met both; rejected, failed and late ones are misses.</p>"
     )
 
 
@@ -103,13 +103,13 @@ def _tiles(focus: Sequence[Run]) -> str:
         return ""
     run = focus[0]
     one = run.summary
-    refused = one.outcomes.get("refused", 0)
+    rejected = one.outcomes.get("rejected", 0)
     tiles = (
         (f"{one.attainment:.1%}", "met both targets"),
         (f"{one.goodput_rps:.3g}/s", f"goodput, of {one.rate_rps:.3g}/s that arrived"),
         (seconds(one.ttft_s.p99), "p99 time to first token"),
         (seconds(one.tpot_s.p99), "p99 time per token"),
-        (str(refused), "refused"),
+        (str(rejected), "rejected"),
     )
     shown = "".join(
         f'<div class="tile"><b>{_safe(figure)}</b><span>{_safe(text)}</span></div>' for figure, text in tiles
@@ -119,7 +119,7 @@ def _tiles(focus: Sequence[Run]) -> str:
 
 def _runs(runs: Sequence[Run]) -> str:
     colour_of = colours(runs)
-    head = ("policy", "P:D", "req/s", "attained", "bound", "of bound", "goodput/s", *_TIMES, "refused")
+    head = ("policy", "P:D", "req/s", "attained", "bound", "of bound", "goodput/s", *_TIMES, "rejected")
     rows = [[_key(colour_of[run.policy]) + _safe(run.policy), *map(_safe, line(run)[1:])] for run in runs]
     held = ""
     if len({run.rate_scale for run in runs}) > 1:

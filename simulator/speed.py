@@ -9,7 +9,7 @@ from typing import Final, final
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostModel
 from simulator.model import WorkerShape
-from simulator.runs import Pace
+from simulator.runs import StepTimes
 
 LEAST_FACTOR: Final = 0.1  # minimum share of a step's time after noise
 
@@ -23,7 +23,7 @@ class Speed:
         self._slowness = shape.slowness
         self._noise = noise
         self._rng = rng
-        self.factors: list[float] = []  # of active disturbances
+        self.factors: list[float] = []  # of active faults
 
     @property
     def slowness(self) -> float:
@@ -35,12 +35,12 @@ class Speed:
         )
         return seconds * self.slowness
 
-    def pace(self, account: StepAccount) -> Pace:
+    def times(self, account: StepAccount) -> StepTimes:
         """For steps that only decode."""
         first_s = self._truth.decode_s(account.decode_rows, account.context_tokens)
         _, _, per_context_token = self._truth.decode_coefficients
         slowness = self.slowness
-        return Pace(first_s * slowness, per_context_token * account.decode_rows * slowness)
+        return StepTimes(first_s * slowness, per_context_token * account.decode_rows * slowness)
 
     def jitter(self, steps: int = 1) -> float:
         """The factor for the time of this many steps, whose errors are independent."""

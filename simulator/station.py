@@ -9,8 +9,8 @@ from typing import final
 from pdserve.core.types import Role
 from router.events import WorkerLost
 from simulator.decoder import Decoder
-from simulator.machine import Machine, Surroundings
-from simulator.model import Disturbance, DisturbanceKind, WorkerShape
+from simulator.machine import Environment, Machine
+from simulator.model import WorkerFault, WorkerFaultKind, WorkerShape
 from simulator.prefiller import Prefiller
 from simulator.speed import Speed
 from simulator.tally import Tally
@@ -18,9 +18,9 @@ from simulator.tally import Tally
 
 @final
 class Station:
-    def __init__(self, around: Surroundings, shape: WorkerShape, number: int) -> None:
-        config = around.config
-        self._around, self._shape = around, shape
+    def __init__(self, env: Environment, shape: WorkerShape, number: int) -> None:
+        config = env.config
+        self._env, self._shape = env, shape
         self._speed = Speed(shape, config.noise, random.Random(config.seed * 1_000_003 + number))
         self.tally = Tally(shape)
         self.machine: Machine | None = None
@@ -29,29 +29,29 @@ class Station:
     def start(self) -> None:
         self.num_lives += 1
         kind = Prefiller if self._shape.role is Role.PREFILL else Decoder
-        self.machine = kind(self._around, self._shape, self._speed, self.tally, str(self.num_lives))
+        self.machine = kind(self._env, self._shape, self._speed, self.tally, str(self.num_lives))
         self.machine.connect()
 
-    def disturb(self, disturbance: Disturbance) -> None:
-        machine, agenda = self.machine, self._around.agenda
-        match disturbance.kind:
-            case DisturbanceKind.DIE:
+    def inject(self, fault: WorkerFault) -> None:
+        machine, agenda = self.machine, self._env.agenda
+        match fault.kind:
+            case WorkerFaultKind.DIE:
                 if machine is None:
                     return
                 self.machine = None
                 machine.die()
                 lost = WorkerLost(worker_id=self._shape.worker_id, reason="it died")
-                for router in range(self._around.config.num_routers):
+                for router in range(self._env.config.num_routers):
                     machine.tell(router, lost)
-                if disturbance.for_s < math.inf:
-                    agenda.after(disturbance.for_s, self.start)
-            case DisturbanceKind.SLOW:
-                self._turn(disturbance.factor, begins=True)
-                if disturbance.for_s < math.inf:
-                    agenda.after(disturbance.for_s, self._turn, disturbance.factor, False)
-            case DisturbanceKind.STALL:
+                if fault.for_s < math.inf:
+                    agenda.after(fault.for_s, self.start)
+            case WorkerFaultKind.SLOW:
+                self._turn(fault.factor, begins=True)
+                if fault.for_s < math.inf:
+                    agenda.after(fault.for_s, self._turn, fault.factor, False)
+            case WorkerFaultKind.STALL:
                 if machine is not None:
-                    machine.stall(disturbance.for_s)
+                    machine.stall(fault.for_s)
 
     def _turn(self, factor: float, begins: bool) -> None:
         if self.machine is not None:

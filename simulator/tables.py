@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from simulator.comparison import TARGET, Run, highest_held
 
 _TIMES = ("TTFT p50", "p99", "TPOT p50", "p99")
-_HEAD = ("POLICY", "P:D", "REQ/S", "ATTAINED", "BOUND", "OF BOUND", "GOODPUT/S", *_TIMES, "REFUSED")
+_HEAD = ("POLICY", "P:D", "REQ/S", "ATTAINED", "BOUND", "OF BOUND", "GOODPUT/S", *_TIMES, "REJECTED")
 
 
 def render(runs: Sequence[Run], cluster: str) -> str:
@@ -58,8 +58,8 @@ def details(run: Run) -> list[str]:
         )
     if summary.misses:
         lines.append("missed    " + ", ".join(f"{held} {name}" for name, held in summary.misses.items()))
-    if summary.refusal_s.p99 is not None:
-        lines.append(f"refusals  within {seconds(summary.refusal_s.p99)} of arrival (p99)")
+    if summary.rejection_s.p99 is not None:
+        lines.append(f"rejected  within {seconds(summary.rejection_s.p99)} of arrival (p99)")
     paths = (f"{path} {held} ({met} met both)" for path, (held, met) in summary.paths.items())
     lines.append("paths     " + (", ".join(paths) or "nothing was placed"))
     lines.append(f"tokens    {summary.token_attainment:.1%} in time for a reader at the target rate")
@@ -115,5 +115,5 @@ def line(run: Run) -> tuple[str, ...]:
         seconds(one.ttft_s.p99),
         seconds(one.tpot_s.p50),
         seconds(one.tpot_s.p99),
-        str(one.outcomes.get("refused", 0)),
+        str(one.outcomes.get("rejected", 0)),
     )

@@ -18,7 +18,7 @@ class Tally:
     def __post_init__(self) -> None:
         self.row = WorkerRow(worker_id=self.shape.worker_id, role=self.shape.role)
 
-    def hold(self, now_s: float, held_tokens: int, stranded_tokens: int) -> None:
+    def kv_held(self, now_s: float, held_tokens: int, stranded_tokens: int) -> None:
         """Adds the memory held since the last call; called before it changes."""
         since_s = now_s - self._noted_s
         if since_s > 0.0:

@@ -19,7 +19,7 @@ from router.events import Event, WorkerLost
 from simulator.agenda import Agenda
 from simulator.decoder import Decoder
 from simulator.front import Front
-from simulator.machine import Machine, Surroundings
+from simulator.machine import Environment, Machine
 from simulator.model import RequestRow, Sample, SimConfig, SimResult, TraceRequest
 from simulator.network import Network
 from simulator.prompts import block_names
@@ -68,7 +68,7 @@ class World:
         if self._block_tokens % config.block_size:
             expected = f"a divisor of the trace's {self._block_tokens} tokens per block id"
             raise ConfigError("block_size", config.block_size, expected)
-        around = Surroundings(
+        env = Environment(
             agenda=self.agenda,
             config=config,
             network=self.network,
@@ -79,13 +79,13 @@ class World:
             Front(number, config, self.agenda, self._machine, self._lookup, self._ended)
             for number in range(config.num_routers)
         ]
-        self.stations = {shape.worker_id: Station(around, shape, number) for number, shape in enumerate(config.workers)}
-        for disturbance in config.disturbances:
-            station = self.stations.get(disturbance.worker_id)
+        self.stations = {shape.worker_id: Station(env, shape, number) for number, shape in enumerate(config.workers)}
+        for fault in config.faults:
+            station = self.stations.get(fault.worker_id)
             if station is None:
                 known = ", ".join(self.stations)
-                raise ConfigError("disturbances", disturbance.worker_id, f"a worker of this cluster: {known}")
-            self.agenda.at(disturbance.at_s, station.disturb, disturbance)
+                raise ConfigError("faults", fault.worker_id, f"a worker of this cluster: {known}")
+            self.agenda.at(fault.at_s, station.inject, fault)
         self.rows: list[RequestRow] = []
         self._samples = Samples()
         self._arrivals = self._checked(trace)

@@ -5,7 +5,7 @@ r"""Goodput of real clusters on this machine: our policy against round-robin and
     python -m benchmarks.goodput --only goodput,colocated --rates 4,8,12 --seeds 1,2,3 --seconds 30
 
 Open loop: Poisson arrivals, short and long prompts mixed, every prompt different. Attainment is joint: a request counts
-when its whole answer came, TTFT and TPOT both kept on the client's clock; refused and failed ones are misses. Goodput
+when its whole answer came, TTFT and TPOT both kept on the client's clock; rejected and failed ones are misses. Goodput
 is the highest rate at which 90 % are kept, read off between two rates by a straight line. For each seed every
 contender gets a fresh cluster in turn, so that what the machine does meanwhile falls on all of them.
 

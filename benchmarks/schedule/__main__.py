@@ -132,8 +132,8 @@ def _overload(cell: Cell, out: Path) -> dict[str, Any]:
     if not peak["scale"]:
         return {"peak_rps": 0.0}
     wild, bound = _run_at(cell, peak, OVERLOAD)
-    refused = [row for row in wild.requests if row.outcome == "refused" and row.ended_s is not None]
-    waits_s = sorted((row.ended_s or 0.0) - row.arrival_s for row in refused)
+    rejected = [row for row in wild.requests if row.outcome == "rejected" and row.ended_s is not None]
+    waits_s = sorted((row.ended_s or 0.0) - row.arrival_s for row in rejected)
     seen = summarise(wild)
     return {
         "peak_rps": peak["met_rps"],
@@ -141,10 +141,10 @@ def _overload(cell: Cell, out: Path) -> dict[str, Any]:
         "bound_rps": bound / wild.span_s,
         "attainment": seen.attainment,
         "outcomes": seen.outcomes,
-        "refused": len(refused),
-        "refused_within_10ms": sum(one <= 0.010 for one in waits_s),
-        "refusal_s": _spread(waits_s),
-        "retry_after_s": _spread(sorted(row.retry_after_s for row in refused if row.retry_after_s is not None)),
+        "rejected": len(rejected),
+        "rejected_within_10ms": sum(one <= 0.010 for one in waits_s),
+        "rejection_s": _spread(waits_s),
+        "retry_after_s": _spread(sorted(row.retry_after_s for row in rejected if row.retry_after_s is not None)),
     }
 
 

@@ -89,20 +89,20 @@ def _overload(lines: Lines) -> Iterator[str]:
     yield "### Three times the peak rate: requests/s that met both promises\n"
     columns = (
         "trace, pair|policy|at the peak|at 3x|kept|at 3x, of bound|"
-        "refused|within 10 ms|refused after p50 / max|retry_after_s p50 / max"
+        "rejected|within 10 ms|after p50 / max|retry_after_s p50 / max"
     )
     yield "| " + columns.replace("|", " | ") + " |"
     yield "|---" * 10 + "|"
     for line in found:
         _, trace, pair, policy = line["cell"].split(".")
         kept = line["met_rps"] / line["peak_rps"]
-        within = f"{line['refused_within_10ms'] / line['refused']:.1%}" if line["refused"] else ""
-        waited, again = line["refusal_s"], line["retry_after_s"]
+        within = f"{line['rejected_within_10ms'] / line['rejected']:.1%}" if line["rejected"] else ""
+        waited, again = line["rejection_s"], line["retry_after_s"]
         row = [f"{trace}, {pair}", policy, f"{line['peak_rps']:.3g}", f"{line['met_rps']:.3g}"]
         row += [
             f"{kept:.0%}",
             _of_bound(line["met_rps"], line),
-            str(line["refused"]),
+            str(line["rejected"]),
             within,
             _times(waited, 1e3, " ms"),
             _times(again, 1.0, " s"),

@@ -1,6 +1,6 @@
 """A process that decides whether a grammar is admitted: `python -m pdserve.structured.checker MODEL VOCAB EOS...`.
 
-It reads one JSON object {"kind", "text", "cpu_s", "wall_s"} a line and answers each with {"refused": reason or null,
+It reads one JSON object {"kind", "text", "cpu_s", "wall_s"} a line and answers each with {"rejected": reason or null,
 "ended": how or null}; the first line that it writes is {"failed": reason or null}. Each grammar is compiled in a child
 process, because a few schemas ("multipleOf": 999983) make the compiler run for seconds and take hundreds of MiB, and
 only a process can be limited in both and killed. A child ends by SIGPROF if a grammar takes more than `cpu_s` of CPU,
@@ -68,9 +68,9 @@ def check_in_child(compiler: Compiler, grammar: Grammar, cpu_s: float, wall_s: f
     _, status = os.waitpid(child, 0)
     ended = LATE if is_late else os.waitstatus_to_exitcode(status)
     if ended != 0:
-        return {"refused": None, "ended": ended}
+        return {"rejected": None, "ended": ended}
     found = json.loads(answer)
-    return {"refused": None if found is None else str(found), "ended": None}
+    return {"rejected": None if found is None else str(found), "ended": None}
 
 
 def _answer_and_exit(compiler: Compiler, grammar: Grammar, cpu_s: float, writer: int) -> NoReturn:

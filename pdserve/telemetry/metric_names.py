@@ -73,7 +73,7 @@ _PATHS: Final = tuple(one.value for one in Path)
 _REASONS: Final = tuple(
     sorted({one.reason for one in vars(errors).values() if isinstance(one, type) and issubclass(one, PdserveError)})
 )
-_OUTCOMES: Final = ("served", "late", "refused", "cancelled", "expired", "failed")
+_OUTCOMES: Final = ("served", "late", "rejected", "cancelled", "expired", "failed")
 _TRANSFER_EVENTS: Final = (
     "cancelled", "expired", "cut", "quarantined", "late_messages", "duplicate_chunks", "silent", "severed",
     "checksum_mismatches", "stamp_mismatches", "stale_source", "stale_target", "refused_opens", "refused_connections",

@@ -123,7 +123,7 @@ def rank_decodes(
             uncached = max(1.0, tokens - cached[view.worker_id])
             middle = tokens - 0.5 * uncached
         read_s = uncached * (load.per_token_s + load.per_token_context_s * middle) * load.prefill_slowdown
-        cost = read_s * (per_read + per_wait * load.hold)
+        cost = read_s * (per_read + per_wait * load.decode_stall_share)
         if view.free_at_s > now_s:
             cost += (view.free_at_s - now_s) * per_second
         misses = excess > 0.0
@@ -291,7 +291,7 @@ def _local(
     queue_s = decode.queue_s(now_s)
     ttft_s = max(queue_s, decode.rest_of_step_s(now_s)) + read_s + decode.first_tokens.typical_s
     # Running requests wait while prompts are prefilled: those in the queue, and this one.
-    waits_s = load.step_s + (queue_s + read_s) * load.hold / _steps(ask)
+    waits_s = load.step_s + (queue_s + read_s) * load.decode_stall_share / _steps(ask)
     residents_s = max(step_s, min(waits_s, load.reads_s))
     if not is_only:
         # Steps are filled up to TARGET_SHARE of the target. If decode rows fill them, only tiny chunks are left.
@@ -302,7 +302,7 @@ def _local(
     # The end of a prefill is known only roughly, so one prompt may wait behind it; otherwise some steps would prefill
     # nothing.
     opens_s = 0.0 if queue_s <= load.batch_s or decode.totals.prefills <= 1 else queue_s - load.batch_s
-    cost = (ttft_s + WORK_WEIGHT * read_s) / ask.slo.ttft_s + read_s * load.hold / _answer_s(ask)
+    cost = (ttft_s + WORK_WEIGHT * read_s) / ask.slo.ttft_s + read_s * load.decode_stall_share / _answer_s(ask)
     if short < math.inf:
         cost += WORTH_WAITING if ask.num_tokens - held > short else -WORTH_WAITING
     return _option(ask, None, decode, load, ttft_s, step_s, residents_s, cost, opens_s, decode.cost.step_error)

@@ -2,7 +2,7 @@
 
     TTFT(p) = T_queue(p) + T_prefill(len, prefix on p)         the prefill worker with the least is chosen
     TBT(d)  = a decode step that also has this request         the decode worker with the least is chosen
-    refused if the predicted TTFT or TBT is over the request's SLO
+    rejected if the predicted TTFT or TBT is over the request's SLO
 
 Deviations. Mooncake may pull the best prefix from the worker that holds it (T_transfer, chosen where best / local
 prefix is over a manual threshold); workers here do not pull from each other, so the best prefix counts only on its

@@ -11,7 +11,7 @@ from typing import Final
 
 from pdserve.core.policies import POLICIES
 from simulator.commands import defaults
-from simulator.commands.disturb import add_disturbance_flags
+from simulator.commands.fault_flags import add_fault_flags
 
 HELP = "simulate a cluster on a trace"
 POLICY_NAMES: Final = ", ".join(POLICIES)
@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="number of routers; each learns of the others' placements with a delay (1)",
     )
-    add_disturbance_flags(where)
+    add_fault_flags(where)
     how = parser.add_argument_group("scheduling and targets")
     how.add_argument("--policy", metavar="NAME[,..]", help=f"one or more policies: {POLICY_NAMES} (goodput)")
     how.add_argument("--rules-off", default="", metavar="A,B", help=f"rules of goodput to turn off: {RULE_NAMES}")

@@ -19,7 +19,7 @@ from router.policy.rules import check_rules
 from router.settings import RouterSettings
 from simulator.cluster import make_workers
 from simulator.commands import defaults
-from simulator.commands.disturb import disturbances
+from simulator.commands.fault_flags import faults
 from simulator.model import SimConfig, Trace
 from simulator.recorded_cluster import RecordedCluster
 from simulator.reshape import Reshaped, Step, first, jittered
@@ -74,9 +74,9 @@ def make_input(args: argparse.Namespace) -> SimulationInput:
     trace = Reshaped(file or built_in, *_steps(args, file))
     cluster_flags = (args.profile, args.prefill, args.decode, args.link)
     if recorded is not None and all(flag is None for flag in cluster_flags):
-        broken = recorded.disturbances + disturbances(args, [one.worker_id for one in recorded.workers])
+        broken = recorded.faults + faults(args, [one.worker_id for one in recorded.workers])
         rules_off = rules_off or recorded.router.rules_off
-        base, cluster = recorded.config(**common, disturbances=broken), "the recorded cluster"
+        base, cluster = recorded.config(**common, faults=broken), "the recorded cluster"
     else:
         profile = load_profile(args.profile or defaults.PROFILE)
         counts = (defaults.WORKERS if count is None else count for count in (args.prefill, args.decode))
@@ -85,7 +85,7 @@ def make_input(args: argparse.Namespace) -> SimulationInput:
             workers=workers,
             router=RouterSettings(),
             block_size=trace.block_tokens or _BLOCK_TOKENS,
-            disturbances=disturbances(args, [one.worker_id for one in workers]),
+            faults=faults(args, [one.worker_id for one in workers]),
             **common,
         )
         cluster = profile.name

@@ -90,4 +90,4 @@ def test_the_events_of_a_running_cluster_replay_to_equal_commands(
     recorded = trace.cluster()
     assert recorded is not None
     assert sorted(one.worker_id for one in recorded.workers) == ["d0", "d1", "p0", "p1"]
-    assert {one.worker_id for one in recorded.disturbances} == {"d1", "p0"}
+    assert {one.worker_id for one in recorded.faults} == {"d1", "p0"}

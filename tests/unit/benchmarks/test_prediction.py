@@ -103,9 +103,9 @@ def test_what_is_foretold_is_what_the_router_foretold() -> None:
         assert mine == pytest.approx(theirs, abs=1e-6)
 
 
-def test_a_crowd_that_is_partly_refused_replays_as_it_was() -> None:
+def test_a_crowd_that_is_partly_rejected_replays_as_it_was() -> None:
     result, lines = recorded(rate_rps=60.0)
-    assert any(row.outcome == "refused" for row in result.requests)
+    assert any(row.outcome == "rejected" for row in result.requests)
     found = account(lines, "r", 0.0)
     assert (found.is_told, found.otherwise) == (False, 0)
     assert found.left_out == sum(row.outcome not in ("served", "late") for row in result.requests)

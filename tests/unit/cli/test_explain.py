@@ -126,10 +126,10 @@ def test_a_resumed_request_has_no_predicted_ttft() -> None:
     assert "attempt 2, resumed" in render(resumed)
 
 
-def test_a_refusal_says_why_and_when_to_come_back() -> None:
-    refused = dataclasses.replace(
-        EXPLANATION, decision="refuse", outcome="refused", ended_because="full", retry_after_s=1.5, attempt=0
+def test_a_rejection_says_why_and_when_to_come_back() -> None:
+    rejected = dataclasses.replace(
+        EXPLANATION, decision="reject", outcome="rejected", ended_because="full", retry_after_s=1.5, attempt=0
     )
-    text = render(refused)
-    assert text.startswith("r1: refuse, refused (full)")
+    text = render(rejected)
+    assert text.startswith("r1: reject, rejected (full)")
     assert "retry after 1.50 s" in text

@@ -245,7 +245,7 @@ def test_mooncake_weighs_a_prefix_against_a_queue_in_seconds() -> None:
     assert place(Mooncake()(request, [view("p0"), crowded], [view("d0")], 0.0))[1] == "p0"
 
 
-def test_mooncake_refuses_what_would_miss_its_ttft_and_says_by_how_much() -> None:
+def test_mooncake_rejects_what_would_miss_its_ttft_and_says_by_how_much() -> None:
     tight = Slo(ttft_s=0.5, tpot_s=1.0)
     prefills = [prefilling(view("p0"), 250)]
     decision = Mooncake()(ask(300, slo=tight), prefills, [view("d0")], 0.0)
@@ -255,7 +255,7 @@ def test_mooncake_refuses_what_would_miss_its_ttft_and_says_by_how_much() -> Non
     assert Mooncake()(ask(250, slo=tight, waited_s=0.01), prefills, [view("d0")], 0.0).choice is Choice.REJECT
 
 
-def test_mooncake_refuses_where_no_decode_worker_keeps_tbt() -> None:
+def test_mooncake_rejects_where_no_decode_worker_keeps_tbt() -> None:
     slo = Slo(ttft_s=2.0, tpot_s=0.0125)
     # 10 ms and 1 ms per row: with two residents the third row makes 13 ms.
     crowded, better = busy(view("d0"), rows=2, tpot_s=1.0), busy(view("d1"), rows=1, tpot_s=1.0)

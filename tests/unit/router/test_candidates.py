@@ -178,11 +178,15 @@ def test_local_prices_are_those_of_the_docs(seed: int, is_only: bool, short: flo
         assert option.ttft_s == pytest.approx(ttft_s)
         step_s = step_of(request, load)
         assert option.tpot_s == pytest.approx(step_s)
-        residents_s = max(step_s, min(load.step_s + (queue_s + read_s) * load.hold / steps(request), load.reads_s))
+        residents_s = max(
+            step_s, min(load.step_s + (queue_s + read_s) * load.decode_stall_share / steps(request), load.reads_s)
+        )
         if not is_only:
             left = 1.0 - decode.prefill_s(uncached, held) / max(1e-9, slo.ttft_s - request.waited_s - queue_s)
             residents_s = max(residents_s, step_s / (TARGET_SHARE * left) if left > 0.0 else math.inf)
-        cost = (ttft_s + WORK_WEIGHT * read_s) / slo.ttft_s + read_s * load.hold / (steps(request) * slo.tpot_s)
+        cost = (ttft_s + WORK_WEIGHT * read_s) / slo.ttft_s + read_s * load.decode_stall_share / (
+            steps(request) * slo.tpot_s
+        )
         if short < math.inf:
             cost += WORTH_WAITING if uncached > short else -WORTH_WAITING
         assert option.cost == pytest.approx(cost)
@@ -216,7 +220,7 @@ def test_the_best_decode_workers_are_kept_in_order(seed: int, is_tandem: bool) -
         uncached = max(1.0, tokens - cached.get(decode.worker_id, 0))
         per_token_s = load.per_token_s + load.per_token_context_s * (tokens - uncached / 2)
         read_s = uncached * per_token_s * load.prefill_slowdown
-        cost = read_s * ((1.0 + WORK_WEIGHT) / slo.ttft_s + load.hold / (steps(request) * slo.tpot_s))
+        cost = read_s * ((1.0 + WORK_WEIGHT) / slo.ttft_s + load.decode_stall_share / (steps(request) * slo.tpot_s))
         local_workers.append((spare < 0.0, cost + decode.queue_s(NOW_S) / slo.ttft_s, order))
     rule = tandem_step_s if is_tandem else reported_step_s
     found = rank_decodes(request, cached, decodes, NOW_S, rule)

@@ -88,11 +88,11 @@ def test_the_deadline_is_passed_on_as_what_remains_of_it(given: Given) -> None:
     assert sent.deadline_s == 2.5
 
 
-def test_where_no_decode_worker_was_ever_known_the_refusal_is_immediate() -> None:
+def test_where_no_decode_worker_was_ever_known_the_rejection_is_immediate() -> None:
     given = Given(RouterSettings(is_strict=True))
     given.connect_prefill("p0")
     failed = failure(given.arrives())
-    assert failed.outcome is Outcome.REFUSED
+    assert failed.outcome is Outcome.REJECTED
     error = failed.to_error()
     assert isinstance(error, NoWorkers)
     assert error.role == "decode"
@@ -105,21 +105,21 @@ def test_requests_wait_a_while_for_decode_workers_to_come_back(given: Given) -> 
     assert given.connect_decode("d0", life=2) == [reserve()]
 
 
-def test_requests_that_waited_long_enough_for_workers_are_refused(given: Given) -> None:
+def test_requests_that_waited_long_enough_for_workers_are_rejected(given: Given) -> None:
     given.lost("d0")
     given.arrives()
     assert isinstance(failure(given.at(60.0)).to_error(), NoWorkers)
     assert isinstance(failure(given.arrives("b")).to_error(), NoWorkers), "now everybody knows"
 
 
-def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+def test_a_full_queue_rejects_with_a_time_to_come_back() -> None:
     given = Given(RouterSettings(policy="round-robin", is_strict=True, max_queue=2))
     given.connect_decode("d0", inbox_depth=1)
     given.arrives("a")
     for name in "bc":
         assert given.arrives(name) == []
     failed = failure(given.arrives("d"))
-    assert failed.outcome is Outcome.REFUSED
+    assert failed.outcome is Outcome.REJECTED
     error = failed.to_error()
     assert isinstance(error, Overloaded)
     assert 0.0 < error.retry_after_s <= 30.0

@@ -78,7 +78,7 @@ def test_a_request_that_no_policy_saw_has_its_end_for_a_reason() -> None:
     given = Given(RouterSettings(is_strict=True, workers_grace_s=0.0))
     given.arrives()
     one = explained(given)
-    assert (one.decision.choice, one.outcome, one.stage) == (Choice.REJECT, Outcome.REFUSED, "")
+    assert (one.decision.choice, one.outcome, one.stage) == (Choice.REJECT, Outcome.REJECTED, "")
     assert one.decision.reason == one.ended_because
     assert "no decode worker" in one.decision.reason
     assert one.retry_after_s == 1.0
@@ -99,12 +99,12 @@ def test_a_client_that_leaves_the_queue_is_explained_too() -> None:
     )
 
 
-def test_a_refusal_by_the_policy_keeps_what_was_predicted_and_what_the_client_was_told() -> None:
+def test_a_rejection_by_the_policy_keeps_what_was_predicted_and_what_the_client_was_told() -> None:
     given = served(policy="mooncake")
     (refusal,) = given.arrives(prompt=500, slo=Slo(ttft_s=0.001))
     assert isinstance(refusal, FailRequest)
     one = explained(given)
-    assert (one.decision.choice, one.outcome, one.attempt) == (Choice.REJECT, Outcome.REFUSED, 0)
+    assert (one.decision.choice, one.outcome, one.attempt) == (Choice.REJECT, Outcome.REJECTED, 0)
     assert one.retry_after_s == refusal.retry_after_s
     assert one.decision.candidates[0].slack < 0.0
     assert "TTFT" in one.ended_because

@@ -21,13 +21,13 @@ from tests.unit.router.expected import cancel, emit, failure, prefill, reserve
 from tests.unit.router.given import Given
 
 
-def test_a_decode_worker_that_refuses_is_passed_over(given: Given) -> None:
+def test_a_decode_worker_that_rejects_is_passed_over(given: Given) -> None:
     given.connect_decode("d1")
     given.arrives()
     assert given.refused("d0") == [reserve(2, "d1")]
 
 
-def test_a_prefill_worker_that_refuses_gives_the_grant_back(given: Given) -> None:
+def test_a_prefill_worker_that_rejects_gives_the_grant_back(given: Given) -> None:
     given.connect_prefill("p1")
     given.prefilling()
     assert given.refused("p0") == [cancel("d0"), reserve(2)]
@@ -35,7 +35,7 @@ def test_a_prefill_worker_that_refuses_gives_the_grant_back(given: Given) -> Non
     assert given.granted(2) == [prefill(2, "p1")]
 
 
-def test_refusals_by_everybody_are_waited_out_and_do_not_spin(given: Given) -> None:
+def test_rejections_by_everybody_are_waited_out_and_do_not_spin(given: Given) -> None:
     given.arrives()
     asked = 1
     for _ in range(200):
@@ -48,7 +48,7 @@ def test_refusals_by_everybody_are_waited_out_and_do_not_spin(given: Given) -> N
     assert 4 <= asked <= 21, "about one question per retry_after_s in two seconds"
 
 
-def test_refusals_do_not_use_up_attempts(given: Given) -> None:
+def test_rejections_do_not_use_up_attempts(given: Given) -> None:
     given.arrives()
     for attempt in range(1, 10):
         given.refused("d0", attempt)
@@ -68,7 +68,7 @@ def test_a_sequence_that_is_too_large_for_every_worker_is_invalid(given: Given) 
     assert error.field == "prompt"
 
 
-def test_a_prompt_beyond_every_pool_is_refused_before_anybody_is_asked(given: Given) -> None:
+def test_a_prompt_beyond_every_pool_is_rejected_before_anybody_is_asked(given: Given) -> None:
     error = failure(given.arrives(prompt=5000)).to_error()
     assert isinstance(error, InvalidRequest)
     assert "512" in str(error)

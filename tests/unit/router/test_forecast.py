@@ -1,4 +1,4 @@
-"""When work that waits will start: the fluid of free capacity, the pace of late, and demand."""
+"""When work that waits will start: the capacity of free capacity, the pace of late, and demand."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from router.forecast import (
     FASTEST,
     FEWEST,
     HORIZON,
+    INTERVAL_GAIN,
     MEMORY,
     PRIOR_REQUESTS,
     SLOWEST,
-    STRETCH_GAIN,
     Capacity,
     Demand,
     DrainError,
@@ -26,11 +26,11 @@ from router.forecast import (
 
 
 def test_work_starts_when_the_fluid_has_done_what_is_before_it() -> None:
-    fluid = Capacity([(1.0, 1.0), (3.0, 0.5)])
-    assert fluid.start_in_s(0.0) == 1.0
-    assert fluid.start_in_s(1.0) == 2.0
-    assert fluid.start_in_s(2.0 + 1.5) == 4.0
-    assert (fluid.done_by(0.5), fluid.done_by(2.0), fluid.done_by(4.0)) == (0.0, 1.0, 3.5)
+    capacity = Capacity([(1.0, 1.0), (3.0, 0.5)])
+    assert capacity.start_in_s(0.0) == 1.0
+    assert capacity.start_in_s(1.0) == 2.0
+    assert capacity.start_in_s(2.0 + 1.5) == 4.0
+    assert (capacity.done_by(0.5), capacity.done_by(2.0), capacity.done_by(4.0)) == (0.0, 1.0, 3.5)
 
 
 def test_where_nobody_works_nothing_starts() -> None:
@@ -40,15 +40,15 @@ def test_where_nobody_works_nothing_starts() -> None:
 
 @given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.1, 2.0)), min_size=1, max_size=6), st.floats(0.0, 100.0))
 def test_start_and_done_are_each_others_inverse(openings: list[tuple[float, float]], work_s: float) -> None:
-    fluid = Capacity(openings)
-    assert fluid.done_by(fluid.start_in_s(work_s)) == pytest.approx(work_s, abs=1e-6)
+    capacity = Capacity(openings)
+    assert capacity.done_by(capacity.start_in_s(work_s)) == pytest.approx(work_s, abs=1e-6)
 
 
 def test_a_request_is_done_by_the_worker_that_ends_it_first() -> None:
-    fluid = Capacity([(0.0, 0.25), (0.5, 1.0)])
-    assert fluid.done_in_s(0.0, 0.1) == pytest.approx(0.4), "by the slow worker, which is free"
-    assert fluid.done_in_s(0.0, 0.6) == pytest.approx(1.1), "by the fast worker; the slow one takes 2.4 s"
-    assert fluid.done_in_s(0.7, 0.6) == pytest.approx(1.3)
+    capacity = Capacity([(0.0, 0.25), (0.5, 1.0)])
+    assert capacity.done_in_s(0.0, 0.1) == pytest.approx(0.4), "by the slow worker, which is free"
+    assert capacity.done_in_s(0.0, 0.6) == pytest.approx(1.1), "by the fast worker; the slow one takes 2.4 s"
+    assert capacity.done_in_s(0.7, 0.6) == pytest.approx(1.3)
     assert Capacity([]).done_in_s(0.0, 0.1) == math.inf
 
 
@@ -74,30 +74,30 @@ def test_a_drain_that_stands_still_every_other_second_varies_by_its_mean() -> No
 
 def test_the_first_stretch_is_compared_with_nothing() -> None:
     assert drained([0.0]).relative == 0.0
-    assert drained([0.5, 1.0]).relative == pytest.approx(STRETCH_GAIN**0.5)
+    assert drained([0.5, 1.0]).relative == pytest.approx(INTERVAL_GAIN**0.5)
 
 
 def test_a_stretch_lasts_one_target() -> None:
     drain = DrainError()
     for target_s in (2.0, 0.0):
-        drain.end_stretch(1.0, target_s)
+        drain.end_interval(1.0, target_s)
     drain.offered(1.0, 1.0)
-    drain.end_stretch(1.0, 2.0)
+    drain.end_interval(1.0, 2.0)
     drain.used(1.0)
     drain.offered(1.0, 1.0)
-    drain.end_stretch(1.0, 2.0)
+    drain.end_interval(1.0, 2.0)
     drain.offered(2.0, 2.0)
-    drain.end_stretch(1.0, 2.0)
-    assert drain.relative == pytest.approx(STRETCH_GAIN**0.5), "one stretch of two seconds in which nothing was used"
+    drain.end_interval(1.0, 2.0)
+    assert drain.relative == pytest.approx(INTERVAL_GAIN**0.5), "one interval of two seconds in which nothing was used"
 
 
 def drained(used_s: list[float]) -> DrainError:
-    """After stretches of one second in which half of what was offered was predicted to be used."""
+    """After intervals of one second in which half of what was offered was predicted to be used."""
     drain = DrainError()
     for one_s in used_s:
         drain.offered(1.0, 1.0)
         drain.used(one_s)
-        drain.end_stretch(0.5, 1.0)
+        drain.end_interval(0.5, 1.0)
     return drain
 
 
@@ -269,8 +269,8 @@ def test_requests_of_one_moment_are_remembered_together() -> None:
 
 
 def test_work_is_done_only_by_workers_that_are_free() -> None:
-    fluid = Capacity([(1.0, 1.0), (3.0, 0.5)])
-    assert (fluid.rate, fluid.done_by(1.0), fluid.done_by(1.5), fluid.done_by(3.0)) == (1.5, 0.0, 0.5, 2.0)
+    capacity = Capacity([(1.0, 1.0), (3.0, 0.5)])
+    assert (capacity.rate, capacity.done_by(1.0), capacity.done_by(1.5), capacity.done_by(3.0)) == (1.5, 0.0, 0.5, 2.0)
     assert Capacity([(0.0, 0.0), (1.0, -1.0), (2.0, 1.0)]).start_in_s(1.0) == 3.0
 
 

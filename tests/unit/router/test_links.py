@@ -15,11 +15,11 @@ def link(decode_worker: str, transport: str = "shm", reason: str = "first choice
 
 def test_the_last_report_of_a_worker_holds_until_either_end_is_gone() -> None:
     links = KvLinks()
-    links.told("p0", [link("d0"), link("d1", "tcp")])
-    links.told("p1", [link("d0", "tcp")])
+    links.reported("p0", [link("d0"), link("d1", "tcp")])
+    links.reported("p1", [link("d0", "tcp")])
     assert [one.transport for one in links.of("p0")] == ["shm", "tcp"]
     assert links.between("p1", "d1") is None
-    links.told("p0", [link("d1", "nixl")])
+    links.reported("p0", [link("d1", "nixl")])
     assert links.between("p0", "d0") is None
     assert links.between("p0", "d1") == link("d1", "nixl")
     links.forget("d1")
@@ -31,8 +31,8 @@ def test_the_last_report_of_a_worker_holds_until_either_end_is_gone() -> None:
 @pytest.mark.parametrize(
     "told", [[link(f"d{i}") for i in range(MAX_LINKS + 1)], [link("d0", reason="x" * (MAX_CHARS + 1))]]
 )
-def test_a_worker_that_says_too_much_is_refused(told: list[worker_pb2.KvLink]) -> None:
+def test_a_worker_that_says_too_much_is_rejected(told: list[worker_pb2.KvLink]) -> None:
     links = KvLinks()
     with pytest.raises(InvalidRequest, match="kv_links"):
-        links.told("p0", told)
+        links.reported("p0", told)
     assert list(links.of("p0")) == []

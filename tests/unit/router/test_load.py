@@ -61,7 +61,7 @@ def test_reading_beside_residents_is_predicted_as_the_worker_does_it(rows: int, 
     is_full = rows == 30 and tpot_s == 0.03
     assert view.reading_s(prompt, 0) == pytest.approx(actual_s, rel=1.0 if is_full else 0.35)
     if rows and prompt > 4_000 and not is_full:
-        assert view.load.hold == pytest.approx(1.0 - alone_s / actual_s, abs=0.1)
+        assert view.load.decode_stall_share == pytest.approx(1.0 - alone_s / actual_s, abs=0.1)
 
 
 def test_prompts_share_steps_so_that_a_queue_is_shorter_than_its_prompts_each_alone() -> None:

@@ -195,15 +195,15 @@ def trained(one: WorkerView) -> WorkerView:
     return one
 
 
-def test_only_a_hopeless_deadline_is_refused_and_only_by_a_trained_model() -> None:
+def test_only_a_hopeless_deadline_is_rejected_and_only_by_a_trained_model() -> None:
     hopeless = ask(10_000, deadline_left_s=1.0)
     untrained = least([view("p0")], [view("d0")], hopeless)
     assert untrained.choice is Choice.REMOTE
     prefills, decodes = [trained(view("p0"))], [trained(view("d0"))]
-    refused = least(prefills, decodes, hopeless)
-    assert refused.choice is Choice.REJECT
-    assert refused.retry_in_s
-    assert "deadline" in refused.reason
+    rejected = least(prefills, decodes, hopeless)
+    assert rejected.choice is Choice.REJECT
+    assert rejected.retry_in_s
+    assert "deadline" in rejected.reason
     assert least(prefills, decodes, ask(10_000, deadline_left_s=60.0)).choice is Choice.REMOTE
     resumed = ask(10_000, deadline_left_s=1.0, is_resumed=True)
     assert least(prefills, decodes, resumed).choice is Choice.REMOTE, "who was begun is not refused"
@@ -212,7 +212,7 @@ def test_only_a_hopeless_deadline_is_refused_and_only_by_a_trained_model() -> No
 # -- the registry ----------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
+def test_an_unknown_policy_is_rejected_with_the_known_names() -> None:
     names = ", ".join(sorted(POLICIES))
     with pytest.raises(ConfigError, match=names):
         make_policy(RouterSettings(policy="magic"), lambda p, d: LinkModel())

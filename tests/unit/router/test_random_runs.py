@@ -94,19 +94,19 @@ def test_whatever_fails_each_client_hears_the_right_tokens_and_one_last_word(pol
 @pytest.mark.parametrize(("policy", "seed"), runs(10, 2))
 def test_where_nothing_fails_every_request_is_served_in_one_attempt(policy: str, seed: int) -> None:
     world = run(seed, faults=0.0, policy=policy)
-    refused = 0
+    rejected = 0
     for client in world.clients.values():
         word = client.last_word
         if isinstance(word, FailRequest):
             assert word.kind is FailKind.OVERLOADED
-            refused += 1
+            rejected += 1
             continue
         assert isinstance(word, FinishRequest), word
         _check_finish(client, word)
         assert word.timings.attempts == 1
     counters = world.state.counters
     assert not {name for name in counters if name.startswith(("lost", "illegal", "odd", "never"))}, counters
-    assert refused < len(world.clients)
+    assert rejected < len(world.clients)
 
 
 def _check_finish(client: Client, word: FinishRequest) -> None:

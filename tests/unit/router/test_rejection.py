@@ -33,8 +33,8 @@ def outcomes(world: Clocked) -> dict[str, str]:
     return {name: "none" if one.word is None else one.word.outcome.value for name, one in world.told.items()}
 
 
-def refused(world: Clocked) -> list[str]:
-    return [name for name, outcome in outcomes(world).items() if outcome == "refused"]
+def rejected(world: Clocked) -> list[str]:
+    return [name for name, outcome in outcomes(world).items() if outcome == "rejected"]
 
 
 def test_on_an_idle_cluster_a_hopeless_request_is_served_late() -> None:
@@ -49,20 +49,20 @@ def test_hopeless_requests_that_only_meet_each_other_are_all_served_late() -> No
     assert set(outcomes(world).values()) == {"late"}
 
 
-def test_a_newcomer_that_would_surely_be_late_behind_the_queue_is_refused_at_once() -> None:
+def test_a_newcomer_that_would_surely_be_late_behind_the_queue_is_rejected_at_once() -> None:
     world = cluster()
     world.run([(0.01 * index, short(f"a{index}", 200)) for index in range(12)], 60.0)
-    gone = refused(world)
+    gone = rejected(world)
     assert gone
     assert "a0" not in gone
     # A request that is late by less than the prediction may err waits, and is served late.
     assert max(waits_s(world)) == 0.0
     told = list(outcomes(world).values())
-    assert set(told) <= {"served", "late", "refused"}
+    assert set(told) <= {"served", "late", "rejected"}
     assert told.count("late") <= 3
 
 
-def test_a_refusal_says_when_there_will_be_room() -> None:
+def test_a_rejection_says_when_there_will_be_room() -> None:
     world = cluster()
     world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(12)], 60.0)
     word = world.told["a11"].word
@@ -77,12 +77,12 @@ def test_a_refusal_says_when_there_will_be_room() -> None:
     assert outcomes(again)["again"] == "served"
 
 
-def test_a_newcomer_that_would_make_an_admitted_one_late_is_refused() -> None:
+def test_a_newcomer_that_would_make_an_admitted_one_late_is_rejected() -> None:
     world = cluster()
     before = [(0.0, short("runs", 500)), (0.01, short("waits", 300, Slo(ttft_s=1.0, tpot_s=0.1)))]
     tight = (0.02, short("tight", 350, Slo(ttft_s=0.9, tpot_s=0.1)))
     world.run([*before, tight], 60.0)
-    assert outcomes(world) == {"runs": "served", "waits": "served", "tight": "refused"}
+    assert outcomes(world) == {"runs": "served", "waits": "served", "tight": "rejected"}
 
 
 def test_a_newcomer_with_time_to_spare_goes_behind_and_is_admitted() -> None:
@@ -94,7 +94,7 @@ def test_a_newcomer_with_time_to_spare_goes_behind_and_is_admitted() -> None:
 
 def waits_s(world: Clocked, since_s: float = 0.0) -> list[float]:
     """Of the rejected requests that came after `since_s`, from arrival to rejection; sorted."""
-    gone = [world.told[name] for name in refused(world)]
+    gone = [world.told[name] for name in rejected(world)]
     return sorted(one.ended_s - one.arrived_s for one in gone if one.ended_s is not None and one.arrived_s >= since_s)
 
 
@@ -126,7 +126,7 @@ def test_a_queue_of_uncertain_steps_is_judged_by_its_drain_rate() -> None:
 def test_every_rejection_says_when_to_retry() -> None:
     world = cluster(spread=0.5)
     world.run([(0.02 * index, short(f"a{index}", 100)) for index in range(300)], 60.0)
-    words = [world.told[name].word for name in refused(world)]
+    words = [world.told[name].word for name in rejected(world)]
     assert words
     assert all(isinstance(one, FailRequest) and one.retry_after_s is not None for one in words)
 
@@ -151,7 +151,7 @@ def test_at_a_load_that_can_be_served_the_rule_costs_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", slow_except([1, 2, 3], 1))
-def test_of_far_too_much_the_longest_are_refused_and_more_promises_are_kept(seed: int) -> None:
+def test_of_far_too_much_the_longest_are_rejected_and_more_promises_are_kept(seed: int) -> None:
     rng = random.Random(seed)
     prompts = [rng.randint(50, 500) for _ in range(600)]  # 2.75 times what one worker can do
     arrivals = [(0.1 * index, short(f"{index}", prompt, TWO_SECONDS)) for index, prompt in enumerate(prompts)]
@@ -171,7 +171,7 @@ def behind_a_long_step(begin_s: float = 0.0) -> list[tuple[float, RequestArrived
     ]
 
 
-def test_of_more_than_can_be_done_a_long_prompt_is_refused_at_once_and_a_short_one_served() -> None:
+def test_of_more_than_can_be_done_a_long_prompt_is_rejected_at_once_and_a_short_one_served() -> None:
     """Ten seconds of three times too much: then the queue leaves no room for 2.5 times half a second."""
     crowd = [(0.03 * index, short(f"a{index}", 100, TWO_SECONDS)) for index in range(400)]
     told = {}
@@ -179,9 +179,9 @@ def test_of_more_than_can_be_done_a_long_prompt_is_refused_at_once_and_a_short_o
         world = cluster()
         world.run([*crowd, (10.001, short(name, prompt, TWO_SECONDS))], 60.0)
         told[name] = outcomes(world)[name]
-        if told[name] == "refused":
+        if told[name] == "rejected":
             assert world.told[name].ended_s == world.told[name].arrived_s
-    assert told == {"long": "refused", "brief": "served"}
+    assert told == {"long": "rejected", "brief": "served"}
 
 
 def test_a_long_prompt_that_can_be_served_in_time_is_not_refused_for_a_moment_of_much_work() -> None:
@@ -204,10 +204,10 @@ def test_what_a_lower_class_asks_for_is_no_reason_to_refuse_a_higher_one() -> No
     assert outcomes(world)["long"] == "served"
 
 
-def test_nobody_is_refused_when_the_rule_is_off() -> None:
+def test_nobody_is_rejected_when_the_rule_is_off() -> None:
     world = cluster("rejection")
     world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(30)], 60.0)
-    assert refused(world) == []
+    assert rejected(world) == []
     assert all(isinstance(one.word, FinishRequest) for one in world.told.values())
 
 
@@ -301,7 +301,7 @@ def test_three_times_too_much_keeps_the_goodput_of_the_peak() -> None:
         world, arrivals = cluster(prefills=4), poisson(rate, 500)
         world.run(arrivals, 200.0)
         rates[rate] = goodput(world, arrivals)
-        in_time = [world.told[name].ended_s == world.told[name].arrived_s for name in refused(world)]
+        in_time = [world.told[name].ended_s == world.told[name].arrived_s for name in rejected(world)]
         assert sum(in_time) >= 0.9 * len(in_time), "refusals come at arrival"
     assert rates[72.0] >= 0.9 * max(rates.values()), rates
 
@@ -338,7 +338,7 @@ def test_harm_to_an_admitted_request_is_a_reason_by_itself() -> None:
     before = [(0.0, short("runs", 500)), (0.01, short("waits", 300, Slo(ttft_s=1.0, tpot_s=0.1)))]
     tight = (0.02, short("tight", 350, Slo(ttft_s=0.9, tpot_s=0.1)))
     world.run([*before, tight], 60.0)
-    assert outcomes(world) == {"runs": "served", "waits": "served", "tight": "refused"}
+    assert outcomes(world) == {"runs": "served", "waits": "served", "tight": "rejected"}
     told = world.told["tight"]
     assert told.ended_s == told.arrived_s, "at once, not when its time has passed"
     assert isinstance(told.word, FailRequest)
@@ -359,7 +359,7 @@ def test_a_long_newcomer_that_displaces_many_is_rejected_before_it_goes_first() 
             assert "would displace" in word.message
             assert world.told[name].ended_s == world.told[name].arrived_s
             assert "served" in outcomes(world).values()
-    assert told == {"long": "refused", "brief": "served"}
+    assert told == {"long": "rejected", "brief": "served"}
 
 
 def test_a_long_newcomer_is_served_where_the_queue_is_short() -> None:

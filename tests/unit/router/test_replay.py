@@ -50,7 +50,9 @@ def test_thousands_of_recorded_events_replay_to_equal_commands(policy: str, size
     seen = Counter(type(event) for _, event, _ in world.log)
     assert min(seen[kind] for kind in (ClientLeft, WorkerLost, Refused, AttemptFailed, StopMatched)) >= least, seen
     ends = world.state.counters
-    assert min(ends[f"outcome_{kind}"] for kind in ("served", "late", "refused", "expired", "cancelled")) >= least, ends
+    assert min(ends[f"outcome_{kind}"] for kind in ("served", "late", "rejected", "expired", "cancelled")) >= least, (
+        ends
+    )
     assert list(replay.replay(recording(world))) == []
 
 
@@ -79,7 +81,7 @@ def test_a_line_that_was_cut_off_ends_the_recording() -> None:
 
 
 @pytest.mark.parametrize("first", ["", "no JSON\n", '{"now_s": 1}\n', '{"settings":{"policy":7}}\n', "[]\n"])
-def test_a_file_that_is_no_recording_is_refused(first: str) -> None:
+def test_a_file_that_is_no_recording_is_rejected(first: str) -> None:
     with pytest.raises(replay.RecordingError, match="line 1"):
         list(replay.replay([first]))
 
@@ -151,7 +153,7 @@ def test_every_command_and_event_of_a_long_run_survives_json() -> None:
         ({"is": "Granted", "key": [None, "a", 1]}, TypeError),
     ],
 )
-def test_what_is_no_event_is_refused(data: dict[str, object], error: type[Exception]) -> None:
+def test_what_is_no_event_is_rejected(data: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error):
         replay.decode(data)
 

@@ -25,7 +25,7 @@ from tests.unit.router.given import Given
         ("release_timeout_s", -1.0),
     ],
 )
-def test_a_setting_out_of_range_is_refused_by_name(field: str, value: float) -> None:
+def test_a_setting_out_of_range_is_rejected_by_name(field: str, value: float) -> None:
     with pytest.raises(ConfigError) as raised:
         RouterSettings(**{field: value})  # type: ignore[arg-type]
     assert raised.value.field == field

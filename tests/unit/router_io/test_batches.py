@@ -16,19 +16,19 @@ from tests.unit.router_io.conftest import until
 
 
 class Worker(worker_pb2_grpc.WorkerServiceServicer):
-    """Says hello, then `answers`, and keeps what it is told."""
+    """Says hello, then `answers`, and keeps what it is facts."""
 
     def __init__(self, *answers: worker_pb2.AttachResponse, reads_batches: bool) -> None:
         hello = worker_pb2.WorkerHello(worker_id="d0", incarnation="1", reads_batches=reads_batches)
         self._says = [worker_pb2.AttachResponse(hello=hello), *answers]
-        self.told: list[worker_pb2.AttachRequest] = []
+        self.facts: list[worker_pb2.AttachRequest] = []
 
     async def Attach(self, request_iterator: Any, context: Any) -> None:
         await context.read()
         for message in self._says:
             await context.write(message)
         while isinstance(message := await context.read(), worker_pb2.AttachRequest):
-            self.told.append(message)
+            self.facts.append(message)
 
 
 class Ears:
@@ -67,7 +67,7 @@ async def exchange(worker: Worker, *, say: int, hear: int) -> Ears:
 
 
 def attempts(worker: Worker) -> list[int]:
-    ones = [one for told in worker.told for one in (told.batch.messages if told.HasField("batch") else [told])]
+    ones = [one for facts in worker.facts for one in (facts.batch.messages if facts.HasField("batch") else [facts])]
     return [one.cancel.attempt for one in ones]
 
 
@@ -76,7 +76,7 @@ async def test_what_waits_is_sent_as_one(monkeypatch: pytest.MonkeyPatch) -> Non
     worker = Worker(reads_batches=True)
     await exchange(worker, say=25, hear=0)
     assert attempts(worker) == list(range(25))
-    assert [len(told.batch.messages) for told in worker.told] == [10, 10, 5]
+    assert [len(facts.batch.messages) for facts in worker.facts] == [10, 10, 5]
 
 
 async def test_a_batch_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,14 +84,14 @@ async def test_a_batch_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
     worker = Worker(reads_batches=True)
     await exchange(worker, say=3, hear=0)
     assert attempts(worker) == [0, 1, 2]
-    assert [len(told.batch.messages) for told in worker.told[:2]] == [1, 1]
+    assert [len(facts.batch.messages) for facts in worker.facts[:2]] == [1, 1]
 
 
 async def test_a_worker_that_does_not_know_batches_gets_none() -> None:
     worker = Worker(reads_batches=False)
     await exchange(worker, say=5, hear=0)
-    assert [told.cancel.attempt for told in worker.told] == list(range(5))
-    assert not any(told.HasField("batch") for told in worker.told)
+    assert [facts.cancel.attempt for facts in worker.facts] == list(range(5))
+    assert not any(facts.HasField("batch") for facts in worker.facts)
 
 
 async def test_a_batch_is_heard_as_its_messages_in_order() -> None:

@@ -182,10 +182,10 @@ def test_a_child_that_ends_says_how_and_the_next_one_answers() -> None:
     command = [sys.executable, "-c", IN_CHILD, str(FOLDER)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     fine, large, slow_one, late, again = map(eval, done.stdout.splitlines())
-    assert fine == again == {"refused": None, "ended": None}
+    assert fine == again == {"rejected": None, "ended": None}
     assert large["ended"] not in (None, 0, -signal.SIGKILL, -signal.SIGPROF), "no memory was to be had"
-    assert late == {"refused": None, "ended": grammars.LATE}
-    assert slow_one == {"refused": None, "ended": -signal.SIGPROF}
+    assert late == {"rejected": None, "ended": grammars.LATE}
+    assert slow_one == {"rejected": None, "ended": -signal.SIGPROF}
 
 
 def test_the_process_that_checks_gets_no_more_memory_than_it_may() -> None:

@@ -152,8 +152,8 @@ async def test_a_worker_of_another_model_is_refused_by_name(
     stranger = start("decode_worker", "--model=toy-marked", "--worker-id=stranger")
     front = await connect(decode)
     front.server._workers.dial([stranger.address])
-    await until(lambda: "a worker is refused" in caplog.text)
-    [refusal] = [one for one in caplog.records if one.message == "a worker is refused"]
+    await until(lambda: "a worker is rejected" in caplog.text)
+    [refusal] = [one for one in caplog.records if one.message == "a worker is rejected"]
     assert refusal.__dict__["worker_id"] == "stranger"
     assert "toy-marked" in refusal.__dict__["why"]
     assert list(front.server._workers.roles) == ["d0"]

@@ -80,8 +80,8 @@ async def test_one_worker_under_two_names_is_attached_once(
     workers.dial([f"127.0.0.1:{port}"])
     await until(lambda: "d0" in workers.roles)
     workers.dial([f"localhost:{port}"])
-    await until(lambda: "a worker is refused" in caplog.text)
-    [refusal] = [one for one in caplog.records if one.message == "a worker is refused"]
+    await until(lambda: "a worker is rejected" in caplog.text)
+    [refusal] = [one for one in caplog.records if one.message == "a worker is rejected"]
     assert refusal.__dict__["why"] == f"it is attached already, as 127.0.0.1:{port}"
     assert log.lines == ["WorkerConnected d0"]
 

@@ -92,7 +92,7 @@ def overloaded() -> list[World]:
 
 def rejected_after_s(rows: list[RequestRow]) -> list[float]:
     """Sorted."""
-    gone = [row for row in rows if row.outcome == "refused"]
+    gone = [row for row in rows if row.outcome == "rejected"]
     assert all(row.retry_after_s is not None for row in gone)
     return sorted(row.ended_s - row.arrival_s for row in gone if row.ended_s is not None)
 
@@ -119,7 +119,7 @@ def test_an_uncertain_model_keeps_the_capacity(overloaded: list[World]) -> None:
 
 def test_an_uncertain_model_rejects_nothing_at_a_load_that_can_be_served() -> None:
     result = world_at(LIGHT_RPS).run()
-    assert [row for row in result.requests if row.outcome == "refused"] == []
+    assert [row for row in result.requests if row.outcome == "rejected"] == []
 
 
 def slow_world(rate_rps: float) -> World:

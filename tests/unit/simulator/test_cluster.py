@@ -31,7 +31,7 @@ def test_workers_are_the_profile_s_on_the_link_that_was_named() -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "field"), [(2, 0, "decode"), (0, 0, "decode"), (-1, 2, "prefill"), (2, 10**9, "decode")]
 )
-def test_counts_that_serve_nobody_are_refused(prefill: int, decode: int, field: str) -> None:
+def test_counts_that_serve_nobody_are_rejected(prefill: int, decode: int, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_workers(PROFILE, prefill, decode)
     assert caught.value.field == field
@@ -42,7 +42,7 @@ def test_an_unknown_link_lists_the_known_ones() -> None:
         make_workers(PROFILE, 1, 1, link="carrier")
 
 
-def test_decode_steps_that_take_no_time_are_refused() -> None:
+def test_decode_steps_that_take_no_time_are_rejected() -> None:
     free = dataclasses.replace(PROFILE.cost, decode_base_s=0.0, decode_per_row_s=0.0)
     workers = make_workers(dataclasses.replace(PROFILE, cost=free), 1, 1)
     with pytest.raises(ConfigError, match="decode steps of d0 that take no time"):

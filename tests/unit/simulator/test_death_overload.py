@@ -9,7 +9,7 @@ from pdserve.profiles import load_profile
 from router.settings import RouterSettings
 from simulator.cluster import make_workers
 from simulator.metrics import summarise
-from simulator.model import Disturbance, DisturbanceKind, SimConfig
+from simulator.model import SimConfig, WorkerFault, WorkerFaultKind
 from simulator.workloads import make_workload
 from simulator.world import simulate
 
@@ -27,7 +27,7 @@ def test_resumed_answers_meet_their_targets_where_the_other_worker_has_the_time(
         router=RouterSettings(policy="goodput", is_strict=True),
         block_size=trace.block_tokens or 64,
         seed=seed,
-        disturbances=(Disturbance(at_s=2.0, worker_id="d0", kind=DisturbanceKind.DIE, for_s=1.0),),
+        faults=(WorkerFault(at_s=2.0, worker_id="d0", kind=WorkerFaultKind.DIE, for_s=1.0),),
     )
     result = simulate(trace, config)
     assert sum(row.attempts > 1 for row in result.requests) > 30

@@ -97,7 +97,7 @@ def test_what_does_not_beat_the_floor_costs_one_run() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("first", 0.0), ("first", -1.0), ("tolerance", 0.0)])
-def test_a_search_without_a_direction_is_refused(field: str, value: float) -> None:
+def test_a_search_without_a_direction_is_rejected(field: str, value: float) -> None:
     run, _ = edge(lambda scale: 1.0)
     with pytest.raises(ConfigError, match=field):
         find_goodput(run, **({"first": 1.0} | {field: value}))

@@ -46,7 +46,7 @@ MIXED = (
     row(2, "late", ttft_s=1.5),
     row(3, "late", tpot_s=0.2, path=Path.LOCAL),
     row(4, "late", ttft_s=1.5, tpot_s=0.2),
-    row(5, "refused", ended_s=5.01, retry_after_s=2.0),
+    row(5, "rejected", ended_s=5.01, retry_after_s=2.0),
     row(6, "cancelled", ttft_s=0.1, tpot_s=0.01, tokens=4, ended_s=6.5),
     row(7, "failed"),
     row(10, "unfinished"),
@@ -58,20 +58,20 @@ def test_every_request_counts_and_only_whole_answers_in_time_are_met() -> None:
     assert (summary.requests, summary.met) == (9, 2)
     assert summary.attainment == pytest.approx(2 / 9)
     assert (summary.rate_rps, summary.goodput_rps) == (0.9, 0.2)
-    assert summary.outcomes == {"late": 3, "served": 2, "cancelled": 1, "failed": 1, "refused": 1, "unfinished": 1}
+    assert summary.outcomes == {"late": 3, "served": 2, "cancelled": 1, "failed": 1, "rejected": 1, "unfinished": 1}
     assert summary.misses == {
         "both late": 1,
         "cancelled": 1,
         "failed": 1,
         "late first token": 1,
         "late tokens": 1,
-        "refused": 1,
+        "rejected": 1,
         "unfinished": 1,
     }
     assert sum(summary.misses.values()) == summary.requests - summary.met
     assert summary.paths == {"local": (2, 1), "remote": (3, 1)}
-    assert summary.refusal_s.of == 1
-    assert summary.refusal_s.p50 == pytest.approx(0.01)
+    assert summary.rejection_s.of == 1
+    assert summary.rejection_s.p50 == pytest.approx(0.01)
     assert summary.ttft_s.of == 6
     assert summary.ttft_attainment == pytest.approx(4 / 9)
     assert summary.tpot_attainment == pytest.approx(4 / 9)
@@ -141,11 +141,11 @@ def test_tokens_in_time_are_counted_one_by_one(tokens: int, ttft_cs: int, tpot_c
 
 
 def test_token_attainment_counts_tokens_that_never_came() -> None:
-    rows = (row(0), row(1, "refused"), row(2, "cancelled", ttft_s=0.1, tpot_s=0.01, tokens=4))
+    rows = (row(0), row(1, "rejected"), row(2, "cancelled", ttft_s=0.1, tpot_s=0.01, tokens=4))
     assert summarise(result(*rows)).token_attainment == pytest.approx(15 / 33)
 
 
-def test_the_worst_are_lost_then_late_then_refused() -> None:
+def test_the_worst_are_lost_then_late_then_rejected() -> None:
     assert [one.number for one in worst(MIXED, 9)] == [7, 10, 3, 4, 2, 5, 6]
     assert [miss(one) for one in worst(MIXED, 3)] == ["failed", "unfinished", "late tokens"]
     assert [one.number for one in worst(MIXED, 2)] == [7, 10]
@@ -155,7 +155,7 @@ def test_reasons_are_told_in_words() -> None:
     late = row(2, "late", ttft_s=1.5, queue_s=1.1, transfer_s=0.1, preemptions=2, attempts=2)
     assert why(late) == "first token 500 ms late, mostly queue (1.1 s of 1.5 s); preempted twice; placed twice"
     assert why(MIXED[3]) == "2 times the target time per token"
-    assert why(MIXED[5]) == "refused 10 ms after it came; asked to come again after 2 s"
+    assert why(MIXED[5]) == "rejected 10 ms after it came; asked to come again after 2 s"
     assert why(MIXED[6]) == "cancelled 500 ms after it came, with 4 of 11 tokens"
     assert why(MIXED[8]) == "unfinished, with 0 of 11 tokens"
     assert why(MIXED[0]) == "met both targets"

@@ -91,6 +91,6 @@ def test_the_fewest_workers_that_hold_a_rate_are_found_by_running_them() -> None
     assert workers_for(12.0, plan, lambda *_: False, most=16) is None
 
 
-def test_a_rate_that_is_none_is_refused() -> None:
+def test_a_rate_that_is_none_is_rejected() -> None:
     with pytest.raises(ConfigError, match="rate"):
         workers_for(0.0, Plan(num_workers=1, curve={0: worth(1.0)}), lambda *_: True)

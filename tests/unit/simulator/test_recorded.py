@@ -19,7 +19,7 @@ from router import replay
 from router.events import ClientLeft, Event, WorkerLost
 from router.settings import RouterSettings
 from router.state import RouterState
-from simulator.model import Disturbance, DisturbanceKind, TraceRequest
+from simulator.model import TraceRequest, WorkerFault, WorkerFaultKind
 from simulator.recorded import read_recording
 from simulator.recorded_cluster import RecordedCluster, read_cluster
 from simulator.trace_rows import TraceError
@@ -207,9 +207,9 @@ def test_a_death_happens_again_and_the_worker_comes_back_as_late() -> None:
         (20.0, arrival("b")),
         (21.0, WorkerLost(worker_id="d0")),
     )
-    assert found.disturbances == (
-        Disturbance(at_s=1.0, worker_id="d1", kind=DisturbanceKind.DIE, for_s=3.0),
-        Disturbance(at_s=5.0, worker_id="d1", kind=DisturbanceKind.DIE, for_s=math.inf),
+    assert found.faults == (
+        WorkerFault(at_s=1.0, worker_id="d1", kind=WorkerFaultKind.DIE, for_s=3.0),
+        WorkerFault(at_s=5.0, worker_id="d1", kind=WorkerFaultKind.DIE, for_s=math.inf),
     ), "d0 went after the last request: the cluster was ended"
 
 
@@ -230,7 +230,7 @@ def test_links_are_as_quick_as_the_transfers_were() -> None:
 
 def test_what_was_recorded_is_a_config_to_simulate() -> None:
     found = cluster(D0, (11.0, arrival("a")))
-    config = found.config(seed=7, disturbances=())
+    config = found.config(seed=7, faults=())
     assert (config.workers, config.seed, config.block_size) == (found.workers, 7, 16)
     assert config.router.policy == "colocated"
 

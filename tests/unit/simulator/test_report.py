@@ -67,7 +67,7 @@ def run(policy: str = "goodput", scale: float = 1.0, met: int = 9, of: int = 10,
             prompt_tokens=10,
             output_tokens=5,
             slo=SLO,
-            outcome="served" if number < met else "refused",
+            outcome="served" if number < met else "rejected",
             ttft_s=0.1 * (number + 1) if number < met else None,
             tpot_s=0.01 if number < met else None,
             ended_s=number / scale + 1.0,
@@ -114,7 +114,7 @@ def test_a_page_shows_rates_times_timelines_and_the_worst() -> None:
     assert titles[0] == "share of requests that met both targets, by rate of arrival"
     assert [title for title in titles if "first token" in title] == ["share of all requests by time to first token"]
     assert titles.count("queued requests over time") == 2
-    assert "refused 1 s after it came" in "".join(read(text).texts)
+    assert "rejected 1 s after it came" in "".join(read(text).texts)
     alone = page([run()], cluster="h100")
     assert "by rate of arrival" not in alone
     assert "90.0%" in alone
@@ -172,7 +172,7 @@ def test_rows_are_flat_and_say_why() -> None:
     rows = list(rows_of([run(met=9), run("colocated", 2.0, met=9)]))
     assert len(rows) == 20
     assert rows[0] | {"policy": "goodput", "path": "remote", "slo_ttft_s": 1.0, "why": "met both targets"} == rows[0]
-    assert rows[19] | {"policy": "colocated", "rate_scale": 2.0, "path": "", "outcome": "refused"} == rows[19]
+    assert rows[19] | {"policy": "colocated", "rate_scale": 2.0, "path": "", "outcome": "rejected"} == rows[19]
     json.dumps(rows)
 
 
@@ -186,7 +186,7 @@ def test_a_table_for_people_has_a_line_for_each_run() -> None:
         ["goodput", "1:1", "1.11", "90.0%"],
         ["colocated", "1:1", "1.11", "20.0%"],
     ]
-    assert "missed    1 refused" in render([run()], "h100")
+    assert "missed    1 rejected" in render([run()], "h100")
     assert "-" in text.splitlines()[4].split(), "a run without a bound has none to show"
     long = [run(met=900, of=1000), run(scale=2.0, met=100, of=1000)]
     assert "  goodput: 1 requests/s" in render(long, "h100")

@@ -15,7 +15,7 @@ from router import replay
 from router.commands import Command
 from router.events import Event
 from router.settings import RouterSettings
-from simulator.model import Disturbance, DisturbanceKind, SimConfig, SimResult, TraceRequest, WorkerShape
+from simulator.model import SimConfig, SimResult, TraceRequest, WorkerFault, WorkerFaultKind, WorkerShape
 from simulator.recorded import block_tokens, read_recording
 from simulator.recorded_cluster import read_cluster
 from simulator.trace_rows import NumberedLine
@@ -87,7 +87,7 @@ def workers(prior: CostPrior | None = None) -> tuple[WorkerShape, ...]:
 
 
 def recorded(policy: str) -> tuple[SimResult, list[NumberedLine]]:
-    death = Disturbance(at_s=8.0, worker_id="d1", kind=DisturbanceKind.DIE, for_s=2.0)
+    death = WorkerFault(at_s=8.0, worker_id="d1", kind=WorkerFaultKind.DIE, for_s=2.0)
     config = SimConfig(
         workers=workers(prior=CostPrior()),
         slo=Slo(ttft_s=0.5, tpot_s=0.05),
@@ -95,7 +95,7 @@ def recorded(policy: str) -> tuple[SimResult, list[NumberedLine]]:
         block_size=BLOCK,
         heartbeat_s=0.2,
         message_s=1e-3,
-        disturbances=(death,),
+        faults=(death,),
     )
     world = World(Requests(), config)
     (front,) = world.fronts
@@ -112,7 +112,7 @@ def test_a_recorded_run_comes_out_as_it_was(policy: str) -> None:
     assert list(replay.replay(text for _, text in lines)) == []
     cluster = read_cluster(lines, "r")
     assert cluster.message_s == pytest.approx(1e-3)
-    (death,) = cluster.disturbances
+    (death,) = cluster.faults
     assert death.worker_id == "d1"
     assert (death.at_s, death.for_s) == (pytest.approx(8.0, abs=0.05), pytest.approx(2.0, abs=0.1))
     second = simulate(Recorded(lines), cluster.config())

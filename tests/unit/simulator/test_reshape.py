@@ -40,7 +40,7 @@ def test_a_rate_scale_divides_arrivals_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_a_rate_scale_that_is_none_is_refused(scale: float) -> None:
+def test_a_rate_scale_that_is_none_is_rejected(scale: float) -> None:
     with pytest.raises(ConfigError, match="rate_scale"):
         rate_scaled(scale)
 

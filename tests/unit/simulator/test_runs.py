@@ -7,23 +7,23 @@ from itertools import accumulate
 
 import pytest
 
-from simulator.runs import Pace
+from simulator.runs import StepTimes
 
 
 @pytest.mark.parametrize("growth_s", [0.0, 1e-12, 4e-8, 1e-4, 0.5])
 def test_the_closed_form_is_the_sum(growth_s: float) -> None:
-    pace = Pace(0.008, growth_s)
+    times = StepTimes(0.008, growth_s)
     ends = list(accumulate(0.008 + growth_s * i for i in range(400)))
-    assert [pace.after(k) for k in range(1, 401)] == pytest.approx(ends)
+    assert [times.after(k) for k in range(1, 401)] == pytest.approx(ends)
 
 
 @pytest.mark.parametrize("growth_s", [0.0, 1e-12, 4e-8, 1e-4, 0.5])
 def test_a_time_falls_into_the_first_step_that_ends_no_earlier(growth_s: float) -> None:
-    rng, pace = random.Random(0), Pace(0.008, growth_s)
+    rng, times = random.Random(0), StepTimes(0.008, growth_s)
     for _ in range(500):
-        seconds = rng.uniform(-0.01, pace.after(300))
-        steps = pace.steps_until(seconds)
-        assert pace.after(steps) >= seconds
-        assert steps == 1 or pace.after(steps - 1) < seconds
+        seconds = rng.uniform(-0.01, times.after(300))
+        steps = times.steps_until(seconds)
+        assert times.after(steps) >= seconds
+        assert steps == 1 or times.after(steps - 1) < seconds
     for steps in (1, 2, 77):
-        assert pace.steps_until(pace.after(steps)) == steps
+        assert times.steps_until(times.after(steps)) == steps

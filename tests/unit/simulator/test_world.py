@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.core.types import Path, Role
-from simulator.model import Disturbance, DisturbanceKind, Link, WorkerShape
+from simulator.model import Link, WorkerFault, WorkerFaultKind, WorkerShape
 from tests.unit.simulator.small import BLOCK_BYTES, COST, LINK, MESSAGE_S, asked, cluster, run
 
 
@@ -77,12 +77,12 @@ def test_a_slow_worker_takes_its_multiple() -> None:
     assert row.tpot_s == pytest.approx(3 * decode_s(1500, 10) / 10)
 
 
-def test_a_disturbance_in_mid_run_slows_only_the_steps_that_begin_in_it() -> None:
+def test_a_fault_in_mid_run_slows_only_the_steps_that_begin_in_it() -> None:
     begun_s = MESSAGE_S + prefill_s(1500)  # when it decodes
-    slow = Disturbance(
-        at_s=begun_s + decode_s(1500, 20) + 1e-3, worker_id="d0", kind=DisturbanceKind.SLOW, for_s=0.2, factor=5.0
+    slow = WorkerFault(
+        at_s=begun_s + decode_s(1500, 20) + 1e-3, worker_id="d0", kind=WorkerFaultKind.SLOW, for_s=0.2, factor=5.0
     )
-    _, [row] = run([asked(0.0, 1500, 101)], cluster(0, policy="colocated", disturbances=(slow,)))
+    _, [row] = run([asked(0.0, 1500, 101)], cluster(0, policy="colocated", faults=(slow,)))
     # The 21st step is under way; the next four begin in the slow 0.2 s and last longer than 50 ms each.
     slow_s = decode_s(1521, 4) * 4
     assert row.tpot_s == pytest.approx((decode_s(1500, 100) + slow_s) / 100)
@@ -90,8 +90,8 @@ def test_a_disturbance_in_mid_run_slows_only_the_steps_that_begin_in_it() -> Non
 
 def test_a_stall_moves_what_follows_by_its_length() -> None:
     begun_s = MESSAGE_S + prefill_s(1500)
-    stall = Disturbance(at_s=begun_s + decode_s(1500, 20) + 1e-3, worker_id="d0", kind=DisturbanceKind.STALL, for_s=1.0)
-    _, [row] = run([asked(0.0, 1500, 101)], cluster(0, policy="colocated", disturbances=(stall,)))
+    stall = WorkerFault(at_s=begun_s + decode_s(1500, 20) + 1e-3, worker_id="d0", kind=WorkerFaultKind.STALL, for_s=1.0)
+    _, [row] = run([asked(0.0, 1500, 101)], cluster(0, policy="colocated", faults=(stall,)))
     rest_of_step_s = decode_s(1520, 1) - 1e-3
     assert row.tpot_s == pytest.approx((decode_s(1500, 100) + 1.0 - rest_of_step_s) / 100)
 

@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from router.events import RequestArrived
-from simulator.model import Disturbance, DisturbanceKind, Link, RequestRow, SimConfig, TraceRequest
+from simulator.model import Link, RequestRow, SimConfig, TraceRequest, WorkerFault, WorkerFaultKind
 from simulator.world import World, simulate
 from tests.support.slow import slow_except
 from tests.unit.simulator.small import EASY, MESSAGE_S, Listed, asked, cluster, run
@@ -66,8 +66,8 @@ def test_how_tokens_are_told_does_not_change_when_they_are_drawn() -> None:
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 @pytest.mark.parametrize("at_s", slow_except([0.31, 1.7, 3.05], 1.7))
 def test_a_workers_death_loses_no_request(victim: str, at_s: float) -> None:
-    death = Disturbance(at_s=at_s, worker_id=victim, kind=DisturbanceKind.DIE, for_s=2.0)
-    world, rows = run(workload(4, rate_rps=30.0), cluster(2, 2, disturbances=(death,)))
+    death = WorkerFault(at_s=at_s, worker_id=victim, kind=WorkerFaultKind.DIE, for_s=2.0)
+    world, rows = run(workload(4, rate_rps=30.0), cluster(2, 2, faults=(death,)))
     assert [row.tokens for row in rows] == [row.output_tokens for row in rows]
     assert {row.outcome for row in rows} == {"served"}
     assert max(row.attempts for row in rows) > 1
@@ -75,15 +75,15 @@ def test_a_workers_death_loses_no_request(victim: str, at_s: float) -> None:
 
 
 def test_a_worker_that_dies_for_good_is_done_without() -> None:
-    deaths = tuple(Disturbance(at_s=1.0, worker_id=name, kind=DisturbanceKind.DIE) for name in ("p0", "p1", "d1"))
-    _, rows = run(workload(5, rate_rps=4.0), cluster(2, 2, disturbances=deaths))
+    deaths = tuple(WorkerFault(at_s=1.0, worker_id=name, kind=WorkerFaultKind.DIE) for name in ("p0", "p1", "d1"))
+    _, rows = run(workload(5, rate_rps=4.0), cluster(2, 2, faults=deaths))
     assert {row.outcome for row in rows} == {"served"}
 
 
 def test_when_the_last_decode_worker_is_gone_requests_end_with_a_word() -> None:
-    death = Disturbance(at_s=1.0, worker_id="d0", kind=DisturbanceKind.DIE)
-    _, rows = run(workload(6), cluster(disturbances=(death,)))
-    assert {row.outcome for row in rows} <= {"served", "failed", "refused"}
+    death = WorkerFault(at_s=1.0, worker_id="d0", kind=WorkerFaultKind.DIE)
+    _, rows = run(workload(6), cluster(faults=(death,)))
+    assert {row.outcome for row in rows} <= {"served", "failed", "rejected"}
     assert any(row.outcome != "served" for row in rows)
 
 
@@ -129,7 +129,7 @@ def test_who_leaves_and_whose_time_is_up_frees_everything() -> None:
     rows = [replace(one, cancel_after_s=0.3 if i % 3 == 0 else None) for i, one in enumerate(workload(9))]
     _, done = run(rows, cluster(1, 1, deadline_s=1.5))
     outcomes = {row.outcome for row in done}
-    assert {"cancelled", "expired", "served"} <= outcomes <= {"cancelled", "expired", "served", "refused"}
+    assert {"cancelled", "expired", "served"} <= outcomes <= {"cancelled", "expired", "served", "rejected"}
     for row in done:
         if row.outcome == "cancelled":
             assert row.ended_s == pytest.approx(row.arrival_s + 0.3)
@@ -148,17 +148,17 @@ def test_memory_that_ends_preempts_and_loses_nothing() -> None:
 
 
 def test_everything_at_once() -> None:
-    disturbances = (
-        Disturbance(at_s=1.0, worker_id="p0", kind=DisturbanceKind.DIE, for_s=1.0),
-        Disturbance(at_s=1.5, worker_id="d1", kind=DisturbanceKind.STALL, for_s=0.5),
-        Disturbance(at_s=2.0, worker_id="d0", kind=DisturbanceKind.SLOW, for_s=2.0, factor=4.0),
-        Disturbance(at_s=2.5, worker_id="d1", kind=DisturbanceKind.DIE, for_s=0.5),
-        Disturbance(at_s=3.0, worker_id="p1", kind=DisturbanceKind.STALL, for_s=1.0),
-        Disturbance(at_s=3.3, worker_id="p1", kind=DisturbanceKind.DIE, for_s=0.2),
+    faults = (
+        WorkerFault(at_s=1.0, worker_id="p0", kind=WorkerFaultKind.DIE, for_s=1.0),
+        WorkerFault(at_s=1.5, worker_id="d1", kind=WorkerFaultKind.STALL, for_s=0.5),
+        WorkerFault(at_s=2.0, worker_id="d0", kind=WorkerFaultKind.SLOW, for_s=2.0, factor=4.0),
+        WorkerFault(at_s=2.5, worker_id="d1", kind=WorkerFaultKind.DIE, for_s=0.5),
+        WorkerFault(at_s=3.0, worker_id="p1", kind=WorkerFaultKind.STALL, for_s=1.0),
+        WorkerFault(at_s=3.3, worker_id="p1", kind=WorkerFaultKind.DIE, for_s=0.2),
     )
     for seed in range(2):
         rows = [replace(one, cancel_after_s=0.5 if i % 7 == 0 else None) for i, one in enumerate(workload(seed, 200))]
-        config = cluster(2, 2, num_routers=3, noise=0.1, deadline_s=8.0, seed=seed, disturbances=disturbances)
+        config = cluster(2, 2, num_routers=3, noise=0.1, deadline_s=8.0, seed=seed, faults=faults)
         tight = tuple(replace(one, kv_capacity_tokens=40 * 512) for one in config.workers)
         _, done = run(rows, replace(config, workers=tight))
         assert "unfinished" not in {row.outcome for row in done}
@@ -188,9 +188,9 @@ def test_a_config_that_cannot_be_is_named() -> None:
         SimConfig(workers=cluster().workers[:1], slo=EASY)
     with pytest.raises(ConfigError, match="block_size"):
         simulate(Listed([], block_tokens=512), cluster(block_size=300))
-    lost = Disturbance(at_s=0.0, worker_id="d7", kind=DisturbanceKind.DIE)
+    lost = WorkerFault(at_s=0.0, worker_id="d7", kind=WorkerFaultKind.DIE)
     with pytest.raises(ConfigError, match="d7"):
-        simulate(Listed([]), cluster(disturbances=(lost,)))
+        simulate(Listed([]), cluster(faults=(lost,)))
     with pytest.raises(ConfigError, match="one of"):
         simulate(Listed([]), cluster(policy="nonesuch"))
 
@@ -205,8 +205,8 @@ def test_a_config_that_cannot_be_is_named() -> None:
         (lambda: replace(cluster(), block_size=10**6), "p0.kv_capacity_tokens"),
         (lambda: cluster(deadline_s=0.0), "deadline_s"),
         (lambda: cluster(noise=-0.1), "noise"),
-        (lambda: Disturbance(at_s=-1.0, worker_id="d0", kind=DisturbanceKind.DIE), "disturbance.at_s"),
-        (lambda: Disturbance(at_s=0.0, worker_id="d0", kind=DisturbanceKind.SLOW, factor=0.0), "disturbance.factor"),
+        (lambda: WorkerFault(at_s=-1.0, worker_id="d0", kind=WorkerFaultKind.DIE), "fault.at_s"),
+        (lambda: WorkerFault(at_s=0.0, worker_id="d0", kind=WorkerFaultKind.SLOW, factor=0.0), "fault.factor"),
     ],
 )
 def test_what_no_worker_can_be_is_named(make: Callable[[], object], field: str) -> None:
@@ -215,7 +215,7 @@ def test_what_no_worker_can_be_is_named(make: Callable[[], object], field: str) 
     assert raised.value.field == field
 
 
-def test_a_prompt_that_fits_nowhere_is_refused_at_once_and_others_go_on() -> None:
+def test_a_prompt_that_fits_nowhere_is_rejected_at_once_and_others_go_on() -> None:
     _, [large, small] = run([asked(0.0, 10**6, 5), asked(0.0, 100, 5)], cluster())
     assert (large.outcome, large.ended_s, small.outcome) == ("failed", 0.0, "served")
 

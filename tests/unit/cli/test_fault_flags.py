@@ -9,22 +9,22 @@ import pytest
 
 from pdserve.cli.progress import ProgressLine, bar
 from pdserve.core.errors import ConfigError
-from simulator.commands.disturb import add_disturbance_flags, disturbances
-from simulator.model import Disturbance, DisturbanceKind
+from simulator.commands.fault_flags import add_fault_flags, faults
+from simulator.model import WorkerFault, WorkerFaultKind
 
 
-def parsed(*flags: str) -> tuple[Disturbance, ...]:
+def parsed(*flags: str) -> tuple[WorkerFault, ...]:
     parser = argparse.ArgumentParser()
-    add_disturbance_flags(parser)
-    return disturbances(parser.parse_args(flags), ["p0", "d0"])
+    add_fault_flags(parser)
+    return faults(parser.parse_args(flags), ["p0", "d0"])
 
 
 def test_each_flag_says_who_when_and_for_how_long() -> None:
     assert parsed("--kill", "d0@10:5", "--slow", "p0@2.5x3", "--stall", "d0@1:2", "--kill", "p0@20") == (
-        Disturbance(at_s=1.0, worker_id="d0", kind=DisturbanceKind.STALL, for_s=2.0),
-        Disturbance(at_s=2.5, worker_id="p0", kind=DisturbanceKind.SLOW, factor=3.0),
-        Disturbance(at_s=10.0, worker_id="d0", kind=DisturbanceKind.DIE, for_s=5.0),
-        Disturbance(at_s=20.0, worker_id="p0", kind=DisturbanceKind.DIE, for_s=math.inf),
+        WorkerFault(at_s=1.0, worker_id="d0", kind=WorkerFaultKind.STALL, for_s=2.0),
+        WorkerFault(at_s=2.5, worker_id="p0", kind=WorkerFaultKind.SLOW, factor=3.0),
+        WorkerFault(at_s=10.0, worker_id="d0", kind=WorkerFaultKind.DIE, for_s=5.0),
+        WorkerFault(at_s=20.0, worker_id="p0", kind=WorkerFaultKind.DIE, for_s=math.inf),
     )
 
 

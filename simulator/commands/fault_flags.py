@@ -1,4 +1,4 @@
-"""Flags that disturb workers of a simulation: --kill d0@10:5, --slow p1@20:30x3, --stall d1@15:2. Pure."""
+"""Flags that inject faults into workers of a simulation: --kill d0@10:5, --slow p1@20:30x3, --stall d1@15:2. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from pdserve.core.errors import ConfigError
-from simulator.model import Disturbance, DisturbanceKind
+from simulator.model import WorkerFault, WorkerFaultKind
 
 _FORMS: Final = {
     "kill": "WORKER@AT[:FOR]",
@@ -21,16 +21,16 @@ _HELP: Final = {
     "slow": "make the steps of a worker FACTOR times as long, for FOR seconds (to the end); repeatable",
     "stall": "stop all work of a worker for FOR seconds; repeatable",
 }
-_KINDS: Final = {"kill": DisturbanceKind.DIE, "slow": DisturbanceKind.SLOW, "stall": DisturbanceKind.STALL}
+_KINDS: Final = {"kill": WorkerFaultKind.DIE, "slow": WorkerFaultKind.SLOW, "stall": WorkerFaultKind.STALL}
 _SHAPE: Final = re.compile(r"(?P<worker>[^@]+)@(?P<at>[\d.]+)(?::(?P<for>[\d.]+))?(?:x(?P<factor>[\d.]+))?")
 
 
-def add_disturbance_flags(parser: argparse._ActionsContainer) -> None:
+def add_fault_flags(parser: argparse._ActionsContainer) -> None:
     for name, form in _FORMS.items():
         parser.add_argument(f"--{name}", action="append", default=[], metavar=form, help=_HELP[name])
 
 
-def disturbances(args: argparse.Namespace, worker_ids: Iterable[str]) -> tuple[Disturbance, ...]:
+def faults(args: argparse.Namespace, worker_ids: Iterable[str]) -> tuple[WorkerFault, ...]:
     """Raises ConfigError, naming the flag and its form, or listing the workers."""
     known = list(worker_ids)
     found = [_parse(name, text) for name in _FORMS for text in getattr(args, name)]
@@ -41,7 +41,7 @@ def disturbances(args: argparse.Namespace, worker_ids: Iterable[str]) -> tuple[D
     return tuple(sorted(found, key=lambda one: one.at_s))
 
 
-def _parse(name: str, text: str) -> Disturbance:
+def _parse(name: str, text: str) -> WorkerFault:
     match = _SHAPE.fullmatch(text)
     wants_factor, wants_end = name == "slow", name == "stall"
     if (
@@ -52,7 +52,7 @@ def _parse(name: str, text: str) -> Disturbance:
         or any(match[part] is not None and not float(match[part]) for part in ("for", "factor"))
     ):
         raise ConfigError(f"--{name}", text, f"{_FORMS[name]}, such as {_example(name)}")
-    return Disturbance(
+    return WorkerFault(
         at_s=float(match["at"]),
         worker_id=match["worker"],
         kind=_KINDS[name],
