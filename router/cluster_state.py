@@ -14,6 +14,7 @@ from pdserve.core.alarms import Alarms
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.protocol import Cancel
 from router.asking import entry_of
+from router.booking import Booking
 from router.commands import Command
 from router.explaining import Explanations
 from router.fleet import Fleet
@@ -26,7 +27,7 @@ from router.policy.rules import rules_on
 from router.queue import Queue
 from router.request import Request
 from router.settings import RouterSettings
-from router.view import Booking, WorkerView
+from router.view import WorkerView
 
 
 @dataclass(slots=True)

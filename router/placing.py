@@ -17,6 +17,7 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.protocol import Reserve
 from pdserve.core.types import FinishReason, Path, Role
 from router.asking import ask_of, large_enough
+from router.booking import Booking
 from router.cluster_state import ClusterState
 from router.commands import FailKind
 from router.late_requests import delay_if_late, reject_newly_late
@@ -27,7 +28,7 @@ from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Choice, Decision, Obstacle
 from router.request import Placement, Request
 from router.transitions import Finish, GiveUp, Reject, Step, Steps
-from router.view import Booking, WorkerView
+from router.view import WorkerView
 
 LOOKAHEAD: Final = 4  # requests waiting for a prefill worker that later ones may overtake on the local path
 AWAY_S: Final = 0.25  # interval for checking whether disconnected workers are back

@@ -9,67 +9,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from copy import copy
 
 from pdserve.core.latency import CostModel
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
 from pdserve.core.types import Role
+from router.booking import Booking, Totals
 from router.events import WorkerConnected
 from router.load import DecodeLoad
 from router.message_latency import MessageLatency
 from router.step_clock import StepClock
 from router.worker_queue import WorkerQueue
 
-# (decoding and arriving sequences, those of them that wait for their first step, tokens of all of them, available
-# blocks)
+# (decoding and arriving sequences; those of them before their first step; tokens of all; available blocks)
 Beliefs = tuple[int, int, int, int]
-
-
-@dataclass(slots=True, kw_only=True)
-class Booking:
-    """The memory and work of one attempt of one request on one worker.
-
-    Booked when the placement is decided, so that the next decision includes it; `is_sent` once the worker was told. It
-    ends with Released, Refused or the loss of the worker; a booking that was never sent ends directly.
-    """
-
-    request_id: str
-    attempt: int
-    tokens: int  # in KV, or to be
-    blocks: int
-    prefill_tokens: int = 0  # yet to be computed here
-    prefill_s: float = 0.0  # predicted time of that
-    tpot_s: float | None = None  # TPOT target; set while it has or will have a row in the decode batch
-    is_sent: bool = False
-    is_arriving: bool = True  # not computing yet (decode: not in the batch yet)
-    is_landing: bool = False  # its KV comes from a prefill worker and has not arrived
-    is_cancelled: bool = False
-
-
-@dataclass(slots=True)
-class Totals:
-    """Sums over a worker's bookings."""
-
-    blocks: int = 0
-    tokens: int = 0  # of rows
-    rows: int = 0
-    prefill_tokens: int = 0
-    prefill_s: float = 0.0
-    prefills: int = 0
-    arriving: int = 0
-    landing_tokens: int = 0  # of remote prompts whose KV has not arrived
-
-    def copy(self) -> Totals:
-        return Totals(
-            self.blocks,
-            self.tokens,
-            self.rows,
-            self.prefill_tokens,
-            self.prefill_s,
-            self.prefills,
-            self.arriving,
-            self.landing_tokens,
-        )
 
 
 class WorkerView:
@@ -341,7 +294,7 @@ class WorkerView:
             self.is_drain_requested = False
         self.freed_s = now_s
         self.kept_load = None
-        self._at_report = self.totals.copy()
+        self._at_report = copy(self.totals)
         # It is slower than predicted, or has other routers' work: use the pending tokens of the report.
         self.free_at_s = max(self.free_at_s, now_s + self._pending_s(report.pending_prefill_tokens))
 
@@ -388,20 +341,10 @@ class WorkerView:
         self._start(now_s)
 
     def check(self) -> None:
-        """Checks the sums of bookings."""
-        bookings = self.bookings.values()
-        rows = [one for one in bookings if one.tpot_s is not None]
-        totals = self.totals
+        bookings = self.bookings
         self.line.check()
-        assert self.is_connected or not bookings, f"{self.worker_id} is gone but holds bookings"
-        assert totals.blocks == sum(one.blocks for one in bookings), "blocks"
-        assert totals.rows == len(rows), "rows"
-        assert totals.tokens == sum(one.tokens for one in rows), "tokens"
-        assert totals.prefill_tokens == sum(one.prefill_tokens for one in bookings), "prefill tokens"
-        assert totals.prefills == sum(one.prefill_tokens > 0 for one in bookings), "prefills"
-        assert abs(totals.prefill_s - sum(one.prefill_s for one in bookings)) < 1e-6, "prefill seconds"
-        assert totals.arriving == sum(one.is_arriving for one in bookings), "arriving"
-        assert totals.landing_tokens == sum(one.tokens for one in bookings if one.is_landing), "landing tokens"
-        assert self.tpot_targets_s == Counter(one.tpot_s for one in rows), "tpot_targets_s"
-        for (request_id, attempt), one in self.bookings.items():
-            assert (request_id, attempt) == (one.request_id, one.attempt)
+        assert self.is_connected or not bookings, f"{self.worker_id} is disconnected but has bookings"
+        self.totals.check(bookings.values())
+        targets_s = Counter(one.tpot_s for one in bookings.values() if one.tpot_s is not None)
+        assert self.tpot_targets_s == targets_s, "tpot_targets_s"
+        assert all(key == (one.request_id, one.attempt) for key, one in bookings.items()), "a booking has another key"

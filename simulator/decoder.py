@@ -20,7 +20,6 @@ from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.grant import TransferKey
 from pdserve.core.latency import CostModel
-from pdserve.core.types import TokenOut
 from simulator.machine import Environment, Machine, Order
 from simulator.model import WorkerShape
 from simulator.network import SimulatedGrant
@@ -29,6 +28,7 @@ from simulator.prompts import TOKEN
 from simulator.runs import StepTimes
 from simulator.speed import Speed
 from simulator.tally import Tally
+from simulator.unreported import UnreportedTokens
 
 # prompt tokens beside decode rows: a block of the live system, whatever the simulated block size
 LEAST_CHUNK: Final = 16
@@ -53,17 +53,6 @@ class Run:
         return self.times.steps_until((now_s - self.since_s) / self.jitter)
 
 
-@dataclass(slots=True)
-class Untold:
-    """Tokens of one attempt that were not reported to its router."""
-
-    output_index: int  # of the first
-    count: int
-    decode_s: float = 0.0
-    decode_queue_s: float = 0.0
-    preempted_s: float = 0.0
-
-
 @final
 class Decoder(Machine):
     def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
@@ -82,8 +71,8 @@ class Decoder(Machine):
         self._transfers: dict[AttemptKey, TransferKey] = {}
         self._num_grants = 0
         self._run: Run | None = None
-        self._untold: dict[AttemptKey, Untold] = {}
-        self._tell_at_s = 0.0  # when the unreported ones are due
+        self._unreported = UnreportedTokens(shape.worker_id)
+        self._report_at_s = 0.0  # when the unreported ones are due
         self._block_bytes = self.block_size * shape.kv_bytes_per_token  # the real model's
 
     @property
@@ -220,8 +209,8 @@ class Decoder(Machine):
             self.act(effects)
         if step.is_empty:
             return
-        if not self._untold:
-            self._tell_at_s = now_s + self.env.config.report_s
+        if not self._unreported:
+            self._report_at_s = now_s + self.env.config.report_s
         longest = batching.run_length(step)
         if longest == 0:
             times = StepTimes(self.speed.step_s(step.account), 0.0)
@@ -229,7 +218,7 @@ class Decoder(Machine):
             self.agenda.at(run.end_of(1), self._ended, run, 0)
             return
         times = self.speed.times(step.account)
-        count = min(longest, times.steps_until(max(self._tell_at_s - now_s, 0.0)))
+        count = min(longest, times.steps_until(max(self._report_at_s - now_s, 0.0)))
         run = self._run = Run(step, count, times, self.speed.jitter(count), now_s)
         self.agenda.at(run.end_of(count), self._ended, run, count)
 
@@ -253,24 +242,20 @@ class Decoder(Machine):
         self._run = None
         step, count = run.step, run.border or run.count or 1
         self._computed(step.account, count, now_s - run.since_s, run.times.first_s * self.speed.jitter())
-        untold = self._untold
+        unreported = self._unreported
         for sequence in step.decoding:
-            key = sequence.key
-            if key in untold:
-                untold[key].count += count
-            else:
-                untold[key] = Untold(sequence.num_output, count)
+            unreported.add(sequence.key, sequence.num_output, count)
         effects = batching.apply_run(step, count, TOKEN, now_s)
         if step.prefilling:
             outs = [DREW if share == each.remaining else READ for each, share in step.prefilling]
             read = batching.apply(replace(step, decoding=[]), outs, now_s)
             for effect in read:
                 if isinstance(effect, pr.TokenRow):
-                    untold[effect.key] = Untold(effect.output_index, 1)
+                    unreported.start(effect.key, effect.output_index)
             effects += read
         self.act(effects)
-        if untold and now_s >= self._tell_at_s:
-            self._tell((), untold)
+        if unreported and now_s >= self._report_at_s:
+            self._report([pr.TokenRow(key=key, output_index=0, tokens=()) for key in unreported.attempts])
 
     def _computed(self, account: fx.StepAccount, count: int, busy_s: float, step_s: float) -> None:
         self.num_steps += count
@@ -280,36 +265,10 @@ class Decoder(Machine):
 
     # -- tokens --------------------------------------------------------------------------------------------------
 
-    def _tell(self, sampled: Iterable[pr.TokenRow], others: Iterable[AttemptKey] = ()) -> None:
-        """Sends the unreported tokens of these attempts, one message per router; `sampled` are their last ones."""
-        worker_id = self.shape.worker_id
-        by_router: dict[int, list[pr.TokenRow]] = {}
-        for one in sampled:
-            key = one.key
-            untold = self._untold.pop(key)
-            row = replace(
-                one,
-                key=key._replace(peer=worker_id),
-                output_index=untold.output_index,
-                tokens=_tokens(untold.count),
-                decode_s=untold.decode_s,
-                decode_queue_s=untold.decode_queue_s,
-                preempted_s=untold.preempted_s,
-            )
-            by_router.setdefault(key.router, []).append(row)
-        for key in list(others):
-            untold = self._untold.pop(key)
-            row = pr.TokenRow(
-                key=key._replace(peer=worker_id),
-                output_index=untold.output_index,
-                tokens=_tokens(untold.count),
-                decode_s=untold.decode_s,
-                decode_queue_s=untold.decode_queue_s,
-                preempted_s=untold.preempted_s,
-            )
-            by_router.setdefault(key.router, []).append(row)
-        for router, rows in by_router.items():
-            self.tell(router, pr.TokensArrived(worker_id=worker_id, rows=tuple(rows)))
+    def _report(self, rows: Iterable[pr.TokenRow]) -> None:
+        """Sends the unreported tokens of the attempts of `rows`, one message per router."""
+        for router, full in self._unreported.take(rows).items():
+            self.tell(router, pr.TokensArrived(worker_id=self.shape.worker_id, rows=tuple(full)))
 
     # -- effects -------------------------------------------------------------------------------------------------
 
@@ -317,14 +276,10 @@ class Decoder(Machine):
         """Tokens are sent first, as in the live worker: a request's Released must not overtake them."""
         sampled = [effect for effect in effects if isinstance(effect, pr.TokenRow)]
         for one in sampled:
-            if one.decode_s or one.decode_queue_s or one.preempted_s:
-                untold = self._untold[one.key]
-                untold.decode_s += one.decode_s
-                untold.decode_queue_s += one.decode_queue_s
-                untold.preempted_s += one.preempted_s
+            self._unreported.add_durations(one)
         first_or_last = [one for one in sampled if one.finish is not None or one.prefill_s > 0.0]
         if first_or_last:
-            self._tell(first_or_last)
+            self._report(first_or_last)
         for effect in effects:
             if not isinstance(effect, pr.TokenRow):
                 self.act_on_own(effect)
@@ -333,7 +288,7 @@ class Decoder(Machine):
         key: AttemptKey = effect.key
         match effect:
             case pr.Released() | pr.Refused():
-                self._untold.pop(key, None)
+                self._unreported.discard(key)
                 self._transfers.pop(key, None)
                 self.act_on(effect)
             case fx.BlocksReserved():
@@ -370,7 +325,3 @@ class Decoder(Machine):
         self.strand(key, self._batching.num_held(key))
         self.env.network.expect(self, key, grant, self._block_bytes)
         self.forward(pr.Granted(key=key, grant=grant.encode()))
-
-
-def _tokens(count: int) -> tuple[TokenOut, ...]:
-    return (TOKEN,) * count

@@ -341,15 +341,6 @@ def _option(
         # It has met or missed its TTFT target already; the gap in its answer counts as time per token.
         ttft_slack = own = (ask.answer_left_s - ttft_s - _steps(ask) * tpot_s * sure) / _answer_s(ask)
         tpot_slack = own if own < theirs else theirs
-    return PlacementOption(
-        prefill,
-        decode,
-        ttft_s,
-        tpot_s,
-        ttft_slack,
-        tpot_slack,
-        theirs < 0.0,
-        cost,
-        opens_in_s,
-        ttft_slack if ttft_slack < tpot_slack else tpot_slack,
-    )
+    slack = ttft_slack if ttft_slack < tpot_slack else tpot_slack
+    harms = theirs < 0.0
+    return PlacementOption(prefill, decode, ttft_s, tpot_s, ttft_slack, tpot_slack, harms, cost, opens_in_s, slack)

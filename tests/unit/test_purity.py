@@ -26,6 +26,8 @@ PURE = [
     "pdserve.launch.spec",
     "benchmarks.prediction_parts",
     "router.asking",
+    "router.booking",
+    "router.transitions",
     "router.forecast",
     "router.lifecycle",
     "router.events",

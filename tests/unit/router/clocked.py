@@ -1,7 +1,10 @@
-"""A cluster whose time is told by the cost model, for scenes about order and admission. One thing at a time: prefill
+"""A cluster whose times are those of the cost model, for scenes about order and admission. One thing at a time: prefill
 workers compute prompts one after the other, decode workers answer at their own step, all exactly as predicted.
 
 Any number of routers share the workers; each worker grants from its own blocks, and no grant exceeds them.
+
+The simulator does not replace it: its workers run the real batching, so a prompt's time depends on the prompts beside
+it, and no scene could state the time at which a request starts.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from router.commands import Command, EmitTokens, FailRequest, FinishRequest, Wak
 from router.events import Event, RequestArrived, TimePassed
 from router.settings import RouterSettings
 from router.state import RouterState
-from tests.unit.router.world import BLOCK, hello
+from tests.unit.router.router_events import BLOCK, hello
 
 #: 1 ms per prompt token and nothing else; steps of 10 ms.
 COST = CostPrior(

@@ -1,4 +1,4 @@
-"""Short words for the events of a router's life, one attempt at a time."""
+"""Short calls for the events of a router, one attempt at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from router.events import ClientLeft, Event, TimePassed, WorkerLost
 from router.lifecycle import Stage
 from router.settings import RouterSettings
 from router.state import RouterState
-from tests.unit.router.world import arrival, hello
+from tests.unit.router.router_events import arrival, hello
 
 
 def grant(request_id: str = "a", attempt: int = 1, worker_id: str = "d0") -> bytes:

@@ -14,7 +14,7 @@ from router.lengths import OutputLengths
 from router.request import Request
 from router.settings import RouterSettings
 from router.state import RouterState
-from tests.unit.router.world import BLOCK, arrival, hello
+from tests.unit.router.router_events import BLOCK, arrival, hello
 
 NOW_S = 5.0
 RULES = frozenset({"priority", "fairness", "least-slack"})
@@ -27,11 +27,11 @@ def request(serial: int = 7, **facts: Any) -> Request:
 
 @pytest.fixture
 def fleet() -> Fleet:
-    """p0, p1, d0 and d1; d1 and p1 are in their second life."""
+    """p0, p1, d0 and d1; d1 and p1 are in their second generation."""
     state = RouterState(RouterSettings())
     for name in ("p0", "p1", "d0", "d1"):
         role = Role.PREFILL if name[0] == "p" else Role.DECODE
-        state.handle(hello(name, role, life=1 if name[1] == "0" else 2), NOW_S)
+        state.handle(hello(name, role, generation=1 if name[1] == "0" else 2), NOW_S)
     return state._cluster.fleet
 
 

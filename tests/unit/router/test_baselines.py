@@ -10,6 +10,7 @@ import pytest
 from pdserve.core.latency import CostPrior
 from pdserve.core.protocol import Load
 from pdserve.core.types import Slo
+from router.booking import Booking
 from router.policy import dynamo, lmetric
 from router.policy.dynamo import make_dynamo
 from router.policy.interface import Choice, Decision, Obstacle
@@ -18,7 +19,7 @@ from router.policy.lmetric import make_lmetric
 from router.policy.mooncake import Mooncake
 from router.policy.static import RoundRobin, colocated
 from router.policy.two_stage import TwoStage
-from router.view import Booking, WorkerView
+from router.view import WorkerView
 from tests.unit.router.test_policy import ask, busy, place, view
 
 LATER = (Choice.WAIT, Obstacle.PREFILL)

@@ -17,8 +17,9 @@ from router.settings import RouterSettings
 from router.view import WorkerView
 from tests.support.slow import slow_except
 from tests.unit.router.given import Given
+from tests.unit.router.router_events import arrival
 from tests.unit.router.test_queue import COST
-from tests.unit.router.world import World, arrival
+from tests.unit.router.world import World
 
 
 def binding(ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float) -> Decision:

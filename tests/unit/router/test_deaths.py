@@ -74,7 +74,7 @@ def test_old_messages_after_a_recovery_are_counted_and_dropped(given: Given) -> 
 def test_a_worker_that_comes_back_under_its_name_starts_empty(given: Given) -> None:
     given.decoding()
     # The hello of the new stream overtakes the end of the old one.
-    commands = given.connect_decode("d0", life=2)
+    commands = given.connect_decode("d0", generation=2)
     assert commands == [cancel("p0"), reserve(2, "d0", (100,))]
 
 

@@ -11,7 +11,7 @@ from router.policy.interface import Candidate, Choice, Decision
 from router.request import Request
 from router.settings import RouterSettings
 from tests.unit.router.given import Given
-from tests.unit.router.world import arrival
+from tests.unit.router.router_events import arrival
 
 
 def request(request_id: str = "a") -> Request:

@@ -9,7 +9,7 @@ from pdserve.core.types import Role
 from router.events import DrainRequested, UndrainRequested, WorkerForgotten, WorkerLost
 from router.settings import RouterSettings
 from router.state import RouterState
-from tests.unit.router.world import hello
+from tests.unit.router.router_events import hello
 
 SILENCE_S = 3.0
 

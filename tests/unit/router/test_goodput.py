@@ -11,13 +11,14 @@ import pytest
 from pdserve.core.latency import LinkModel
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role, Slo
+from router.booking import Booking
 from router.policy import make_policy
 from router.policy.goodput import Goodput
 from router.policy.interface import Choice, Decision, Links, Obstacle, PolicyInput
 from router.settings import RouterSettings
-from router.view import Booking, WorkerView
+from router.view import WorkerView
+from tests.unit.router.router_events import hello
 from tests.unit.router.test_load import FACTS
-from tests.unit.router.world import hello
 
 SLO = Slo(ttft_s=2.0, tpot_s=0.05)
 FAST = LinkModel(5e-5, 4e10)

@@ -23,7 +23,7 @@ from router.lifecycle_page import MEANING, page
 from router.request import Request
 from router.settings import RouterSettings
 from router.state import RouterState
-from tests.unit.router.world import arrival, hello
+from tests.unit.router.router_events import arrival, hello
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -11,8 +11,9 @@ from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.protocol import BatchTimed, Load
 from pdserve.core.types import Role
 from router import load
-from router.view import Booking, WorkerView
-from tests.unit.router.world import hello
+from router.booking import Booking
+from router.view import WorkerView
+from tests.unit.router.router_events import hello
 
 # An 8B model on an H100, about.
 COST = CostPrior(

@@ -11,12 +11,13 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.latency import CostPrior, LinkModel
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role, Slo
+from router.booking import Booking
 from router.policy import POLICIES, make_policy
 from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.policy.least_ttft import LeastTtft
 from router.settings import RouterSettings
-from router.view import Booking, WorkerView
-from tests.unit.router.world import hello
+from router.view import WorkerView
+from tests.unit.router.router_events import hello
 
 # 1 ms per prompt token; a step of 10 ms and 1 ms per row.
 COST = CostPrior(

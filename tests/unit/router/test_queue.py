@@ -13,7 +13,7 @@ from router.events import DrainRequested, TimePassed
 from router.settings import RouterSettings
 from router.state import RouterState
 from tests.unit.router.given import Given
-from tests.unit.router.world import arrival, hello
+from tests.unit.router.router_events import arrival, hello
 
 # 1 ms per prompt token, 100 tokens in a batch.
 COST = CostPrior(
@@ -135,7 +135,7 @@ def test_a_hint_about_a_dead_workers_cache_is_forgotten() -> None:
     given.first(request_id="a")
     given.committed(request_id="a")
     given.lost("d0")
-    (again,) = given.connect_decode("d0", cost=COST, life=2)
+    (again,) = given.connect_decode("d0", cost=COST, generation=2)
     assert isinstance(again, Reserve)
     assert not again.is_local, "the new d0 would have to compute all of it"
 
@@ -177,7 +177,7 @@ def test_a_request_too_large_for_who_is_there_waits_for_the_large_worker_out_of_
     assert placed(given.arrives("small", prompt=50)) == ["small"]
     given.lost("big")
     assert placed(given.at(5.0)) == []
-    back = given.hand(hello("big", Role.DECODE, life=2))
+    back = given.hand(hello("big", Role.DECODE, generation=2))
     assert placed(back + given.at(5.5)) == ["large"]
 
 
@@ -215,7 +215,7 @@ def test_workers_that_came_back_meanwhile_start_the_grace_anew() -> None:
     given.lost("d0")
     given.arrives("a")
     assert any(isinstance(one, FailRequest) for one in given.at(60.0))
-    given.connect_decode("d0", cost=COST, life=2)
+    given.connect_decode("d0", cost=COST, generation=2)
     given.at(70.0)
     given.lost("d0")
     assert given.arrives("b") == []

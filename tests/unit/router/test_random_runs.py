@@ -10,7 +10,9 @@ from pdserve.core.types import FinishReason, Role, Slo
 from router.commands import EndCancelled, FailKind, FailRequest, FinishRequest
 from router.policy import POLICIES
 from router.settings import RouterSettings
-from tests.unit.router.world import Client, World, arrival
+from tests.unit.router.router_events import arrival
+from tests.unit.router.world import World
+from tests.unit.router.world_parts import Client
 
 SEEDS = range(25)
 DEFAULT = RouterSettings().policy

@@ -12,7 +12,7 @@ from router.events import RequestArrived
 from router.settings import RouterSettings
 from tests.support.slow import slow_except
 from tests.unit.router.clocked import Clocked
-from tests.unit.router.world import arrival
+from tests.unit.router.router_events import arrival
 
 #: Everything remote: the clocked cluster's decode workers are free of charge.
 REMOTE = ("path-choice",)

@@ -8,11 +8,12 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.latency import CostPrior
 from pdserve.core.protocol import TokenRow, TokensArrived
 from pdserve.core.types import Role, TokenOut
+from router.booking import Booking
 from router.settings import RouterSettings
 from router.step_clock import MOST_STEPS, StepClock
-from router.view import Booking, WorkerView
+from router.view import WorkerView
 from tests.unit.router.given import Given
-from tests.unit.router.world import hello
+from tests.unit.router.router_events import hello
 
 STEP_S = 0.010
 SLOW_READER = CostPrior(prefill_per_token_s=1e-3, decode_base_s=0.004)

@@ -28,7 +28,7 @@ def ended(commands: list[object]) -> End:
 
 
 def adds_up(end: End) -> Phases:
-    """Checks what every request must have: the phases add up, and their slices cover its life without a gap."""
+    """Checks what every request must have: the phases add up, and their slices cover its time without a gap."""
     timings = end.timings
     assert timings is not None
     assert timings.phases.total_s == pytest.approx(timings.total_s, abs=1e-9)

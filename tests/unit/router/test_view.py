@@ -9,13 +9,14 @@ import pytest
 
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role
+from router.booking import Booking
 from router.commands import WakeAt
 from router.events import TimePassed
 from router.settings import RouterSettings
 from router.state import RouterState
-from router.view import Booking, WorkerView
+from router.view import WorkerView
+from tests.unit.router.router_events import arrival, hello
 from tests.unit.router.test_load import FACTS
-from tests.unit.router.world import arrival, hello
 
 
 def view(role: Role = Role.DECODE) -> WorkerView:

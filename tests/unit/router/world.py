@@ -1,16 +1,14 @@
-"""A small world for RouterState: workers that keep the protocol of worker.proto, and clients, at random or by hand.
+"""A small random world for RouterState: workers that keep the protocol of worker.proto, and clients.
 
-Each stream is a queue in each direction; which one moves next is sampled, so messages of different streams
-interleave in every way while each stream keeps its order. Workers know the right answer of each request and check
-what they are told; the world checks what each client hears. No mocks: RouterState is the real one, and so are the
-policies under it.
+Each stream is a queue in each direction. The one that moves next is sampled, so messages of different streams
+interleave in every way. Workers know the right answer of each request and check what they receive. The world checks
+what each client receives. The simulator does not replace it: its workers do not fail or send wrong messages at random.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
 
 from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
 from pdserve.core.protocol import (
@@ -21,7 +19,6 @@ from pdserve.core.protocol import (
     DrainWorker,
     FirstToken,
     Granted,
-    Load,
     Prefill,
     Refused,
     Released,
@@ -30,101 +27,13 @@ from pdserve.core.protocol import (
     TokensArrived,
     TransferEnded,
 )
-from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
+from pdserve.core.types import FinishReason, Role, TokenOut
 from router.commands import Command, EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
-from router.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed, WorkerConnected, WorkerLost
+from router.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed, WorkerLost
 from router.settings import RouterSettings
 from router.state import RouterState
-
-BLOCK = 16
-Key = tuple[str, int]
-
-
-def answer(request_id: str, index: int) -> int:
-    """The one right token at each output position."""
-    return sum(request_id.encode()) * 131 % 1009 * 1000 + index
-
-
-def hello(worker_id: str, role: Role, life: int = 1, **facts: object) -> WorkerConnected:
-    held: dict[str, object] = {
-        "worker_id": worker_id,
-        "incarnation": f"{worker_id}.{life}",
-        "role": role,
-        "endpoint": f"{worker_id}:1",
-        "block_size": BLOCK,
-        "num_blocks": 64,
-        "max_context_tokens": 512,
-        "max_batch": 8,
-        "max_batch_tokens": 128,
-        "inbox_depth": 4,
-        "block_bytes": 1024,
-    }
-    return WorkerConnected(**{**held, **facts})  # type: ignore[arg-type]
-
-
-def arrival(request_id: str, prompt: int = 100, max_tokens: int = 8, **facts: object) -> RequestArrived:
-    held: dict[str, object] = {
-        "request_id": request_id,
-        "num_prompt_tokens": prompt,
-        "sampling": Sampling(max_tokens=max_tokens),
-        "slo": Slo(),
-    }
-    return RequestArrived(**{**held, **facts})  # type: ignore[arg-type]
-
-
-@dataclass(slots=True)
-class Held:
-    """One attempt on one worker."""
-
-    output: int  # tokens that were answered before, and since
-    tokens: int
-    is_local: bool = False
-    stage: str = "waiting"  # decode: landing, running, ending; prefill: waiting, sending, ending
-    is_admitted: bool = False
-    has_landed: bool = False
-    granted_by: tuple[str, int] | None = None  # decode worker and its life, as the grant says
-
-
-def _grant(worker: Worker, attempt: int) -> bytes:
-    """Opaque to the router."""
-    return f"{worker.worker_id}/{worker.life}/{attempt}".encode()
-
-
-@dataclass(slots=True)
-class Worker:
-    worker_id: str
-    role: Role
-    life: int = 1
-    is_up: bool = True
-    is_connected: bool = False
-    is_frozen: bool = False
-    is_draining: bool = False
-    held: dict[Key, Held] = field(default_factory=dict)
-    inbox: deque[Command] = field(default_factory=deque)
-    outbox: deque[Event] = field(default_factory=deque)
-    steps: int = 0
-
-    def load(self) -> Load:
-        used = sum(-(-one.tokens // BLOCK) for one in self.held.values())
-        running = [one for one in self.held.values() if one.stage == "running"]
-        return Load(
-            worker_id=self.worker_id,
-            steps=self.steps,
-            free_blocks=max(64 - used, 0),
-            running=len(running),
-            waiting=len(self.held) - len(running),
-            context_tokens=sum(one.tokens for one in running),
-            is_draining=self.is_draining,
-        )
-
-
-@dataclass(slots=True)
-class Client:
-    request: RequestArrived
-    length: int  # output tokens of the right answer
-    heard: list[int] = field(default_factory=list)
-    last_word: Command | None = None
-    stop_after: int | None = None  # output tokens after which the runtime finds a stop string
+from tests.unit.router.router_events import answer, hello
+from tests.unit.router.world_parts import Client, Held, Key, Worker, grant_of
 
 
 class World:
@@ -202,7 +111,7 @@ class World:
 
     def connect(self, worker: Worker) -> None:
         worker.is_connected = True
-        self.hand(hello(worker.worker_id, worker.role, worker.life))
+        self.hand(hello(worker.worker_id, worker.role, worker.generation))
 
     def disconnect(self, worker: Worker, is_dead: bool) -> None:
         """Messages that were on their way are lost, both ways."""
@@ -211,7 +120,7 @@ class World:
         worker.held.clear()
         worker.is_connected = worker.is_frozen = worker.is_draining = False
         if is_dead:
-            worker.life += 1
+            worker.generation += 1
         self.hand(WorkerLost(worker_id=worker.worker_id, reason="gone"))
 
     def take(self, worker: Worker) -> None:
@@ -249,7 +158,7 @@ class World:
         held = Held(len(command.output_token_ids), tokens, command.is_local)
         held.stage = "running" if command.is_local else "landing"
         worker.held[key] = held
-        grant = None if command.is_local else _grant(worker, command.attempt)
+        grant = None if command.is_local else grant_of(worker, command.attempt)
         self.say(worker, Granted(key=AttemptKey(worker.worker_id, key[0], key[1]), grant=grant))
 
     def _prefill(self, worker: Worker, command: Prefill) -> None:
@@ -260,9 +169,9 @@ class World:
         if self._refuses(worker, key):
             return
         tokens = self.clients[command.request_id].request.num_prompt_tokens + len(command.output_token_ids)
-        granter, life, attempt = command.grant.decode().split("/")
+        granter, generation, attempt = command.grant.decode().split("/")
         assert int(attempt) == command.attempt, "an old grant is used"
-        worker.held[key] = Held(len(command.output_token_ids), tokens, granted_by=(granter, int(life)))
+        worker.held[key] = Held(len(command.output_token_ids), tokens, granted_by=(granter, int(generation)))
 
     def _refuses(self, worker: Worker, key: Key) -> bool:
         reason: RefusalReason | None = None
@@ -360,10 +269,10 @@ class World:
             return
         # Sending: the blocks reach the decode worker, if it still waits for them.
         assert held.granted_by is not None
-        granter, life = held.granted_by
+        granter, generation = held.granted_by
         target = self.workers[granter]
         landing = target.held.get(key)
-        if landing is not None and landing.stage == "landing" and target.life == life:
+        if landing is not None and landing.stage == "landing" and target.generation == generation:
             landing.has_landed = True
             self.say(
                 target,

@@ -24,9 +24,9 @@ from simulator.recorded import read_recording
 from simulator.recorded_cluster import RecordedCluster, read_cluster
 from simulator.trace_rows import TraceError
 from simulator.traces import FileTrace
+from tests.unit.router.router_events import arrival, hello
 from tests.unit.router.test_random_runs import run
 from tests.unit.router.test_replay import recording
-from tests.unit.router.world import arrival, hello
 
 SETTINGS = RouterSettings(policy="colocated", is_strict=True)
 COST = CostPrior(decode_base_s=0.01, decode_per_row_s=0.001, decode_per_context_token_s=0.0)
@@ -202,7 +202,7 @@ def test_a_death_happens_again_and_the_worker_comes_back_as_late() -> None:
         (10.0, hello("d1", Role.DECODE)),
         (11.0, arrival("a")),
         (12.0, WorkerLost(worker_id="d1")),
-        (15.0, hello("d1", Role.DECODE, life=2)),
+        (15.0, hello("d1", Role.DECODE, generation=2)),
         (16.0, WorkerLost(worker_id="d1")),
         (20.0, arrival("b")),
         (21.0, WorkerLost(worker_id="d0")),
