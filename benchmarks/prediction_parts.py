@@ -20,7 +20,7 @@ from pdserve.core.protocol import FirstToken, Granted, Prefill, Reserve, TokensA
 from router.cluster_state import ClusterState
 from router.commands import EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
 from router.events import RequestArrived
-from router.policy.candidates import find_landings, local_ways, remote_ways, tandem_step_s
+from router.policy.candidates import local_options, rank_decodes, remote_options, tandem_step_s
 from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.replay import COMMAND_KINDS, EVENT_KINDS
 from router.state import RouterState
@@ -168,14 +168,14 @@ class _Guide:
     def _price(self, ask: PolicyInput, senders: list[WorkerView], decode: WorkerView, now_s: float) -> Foretold | None:
         """`senders`: the prefill worker, or none. None where the model sees no room for it."""
         cached = ask.cached_tokens
-        landings, readers = find_landings(ask, cached, [decode], now_s, tandem_step_s, 1.0)
+        receivers, local_workers = rank_decodes(ask, cached, [decode], now_s, tandem_step_s)
         if senders:
-            ways = remote_ways(ask, cached, senders, landings, now_s, self._links)
+            options = remote_options(ask, cached, senders, receivers, now_s, self._links)
         else:
-            ways = local_ways(ask, cached, readers, now_s, math.inf, is_only=False)
-        if not ways:
+            options = local_options(ask, cached, local_workers, now_s, math.inf, is_only=False)
+        if not options:
             return None
-        way, step_s, parts = ways[0], landings[0][3], None
+        option, step_s, parts = options[0], receivers[0][2], None
         for prefill in senders:
             held = ask.cached_on(prefill)
             parts = Parts(
@@ -185,8 +185,8 @@ class _Guide:
                 reply_s=prefill.replies.typical_s,
             )
         gaps = max(ask.expected_tokens - 1.0, 1.0)
-        first_gap_s = step_s + (way.tpot_s - step_s) * gaps
-        return Foretold(ttft_s=way.ttft_s, tpot_s=way.tpot_s, first_gap_s=first_gap_s, step_s=step_s, parts=parts)
+        first_gap_s = step_s + (option.tpot_s - step_s) * gaps
+        return Foretold(ttft_s=option.ttft_s, tpot_s=option.tpot_s, first_gap_s=first_gap_s, step_s=step_s, parts=parts)
 
 
 class _DecodeStep(NamedTuple):

@@ -10,7 +10,7 @@ time also meets their constraints. The bound is the least of
                (simulator.bound_periods), for several ways to count the work (`_measures`)
 
 The work of a request is the least that it can take (simulator.bound_work, simulator.bound_decode), and the workers'
-time excludes the effects of disturbances (simulator.bound_capacity).
+time excludes the effects of faults (simulator.bound_capacity).
 
 Prefill workers compute prompts; decode workers decode, and compute prompts too. Let the prompts that are counted take F
 seconds of work, and their answers G. If decode workers compute the part L of F beside the rows that hide `hidden` of

@@ -1,6 +1,6 @@
 """The work that the workers of a cluster can do in a period, at most. Pure.
 
-Work is counted in seconds of a worker of slowness 1, so a worker of slowness s does 1 / s per second. Disturbances
+Work is counted in seconds of a worker of slowness 1, so a worker of slowness s does 1 / s per second. Faults
 reduce it:
 
     DIE     nothing until the successor connects
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Final, final
 
-from simulator.model import Disturbance, DisturbanceKind, SimConfig, WorkerShape
+from simulator.model import SimConfig, WorkerFault, WorkerFaultKind, WorkerShape
 from simulator.speed import LEAST_FACTOR
 
 NOISE_SIGMAS: Final = 6.0  # a normal value is further below its mean with a probability of 1e-9
@@ -53,7 +53,7 @@ def capacity(config: SimConfig, shapes: Iterable[WorkerShape], longest_step: flo
 def least_slowness(config: SimConfig, shape: WorkerShape) -> float:
     """The least real time per unit of work that this worker ever takes."""
     slowness = shape.slowness * noise_factor(config)
-    for one in _of(config, shape, DisturbanceKind.SLOW):
+    for one in _of(config, shape, WorkerFaultKind.SLOW):
         slowness *= min(1.0, one.factor)
     return slowness
 
@@ -64,13 +64,13 @@ def noise_factor(config: SimConfig) -> float:
 
 
 def _rates(config: SimConfig, shape: WorkerShape, longest_step: float) -> list[tuple[float, float]]:
-    slows = _of(config, shape, DisturbanceKind.SLOW)
+    slows = _of(config, shape, WorkerFaultKind.SLOW)
     deaths = _deaths(config, shape)
     jitter = 1.0 + NOISE_SIGMAS * config.noise
     longest_s = longest_step * shape.slowness * jitter * math.prod(max(1.0, one.factor) for one in slows)
     stops = deaths + [
         (one.at_s + longest_s, min([one.at_s + one.for_s, *(at_s for at_s, _ in deaths if at_s >= one.at_s)]))
-        for one in _of(config, shape, DisturbanceKind.STALL)
+        for one in _of(config, shape, WorkerFaultKind.STALL)
         if not any(begin_s <= one.at_s <= end_s for begin_s, end_s in deaths)
     ]
     # A step that began before it does not have its factor; one that began in it and ends later does.
@@ -94,12 +94,12 @@ def _rates(config: SimConfig, shape: WorkerShape, longest_step: float) -> list[t
 def _deaths(config: SimConfig, shape: WorkerShape) -> list[tuple[float, float]]:
     """From when until when there is no worker. A worker that is dead does not die again."""
     periods: list[tuple[float, float]] = []
-    for one in _of(config, shape, DisturbanceKind.DIE):
+    for one in _of(config, shape, WorkerFaultKind.DIE):
         if not periods or one.at_s > periods[-1][1]:
             periods.append((one.at_s, one.at_s + one.for_s))
     return periods
 
 
-def _of(config: SimConfig, shape: WorkerShape, kind: DisturbanceKind) -> list[Disturbance]:
-    found = [one for one in config.disturbances if one.worker_id == shape.worker_id and one.kind is kind]
+def _of(config: SimConfig, shape: WorkerShape, kind: WorkerFaultKind) -> list[WorkerFault]:
+    found = [one for one in config.faults if one.worker_id == shape.worker_id and one.kind is kind]
     return sorted(found, key=lambda one: one.at_s)

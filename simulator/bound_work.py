@@ -18,7 +18,7 @@ Answer: of n tokens, n - 1 take a decode row each; the first one is sampled with
 N + 1, .. tokens. The rows of a step also share `hidden` * D (simulator.bound_decode).
 
 An answer that is preempted, or that continues after a worker has died, samples one token with its recomputed prompt
-instead of a decode row. Deaths are limited by the router's `max_attempts`; with disturbances, that many rows are not
+instead of a decode row. Deaths are limited by the router's `max_attempts`; with faults, that many rows are not
 counted. A preemption is assumed to save no work: its recomputed tokens take as long as a row.
 """
 
@@ -174,7 +174,7 @@ def _work(
     if prompt.length > max(one.kv_tokens for one in roles):
         return None
     fewest = min(request.output_tokens, min(one.least_context for one in roles) - prompt.length)
-    rows = max(0, fewest - 1 - (config.router.max_attempts if config.disturbances else 0))
+    rows = max(0, fewest - 1 - (config.router.max_attempts if config.faults else 0))
     most = max(1, min(request.output_tokens, decode.max_context - prompt.length))
     decode_s = (most - 1) * slo.tpot_s
     messages_s = 2.0 * config.message_s

@@ -16,7 +16,7 @@ from pdserve.core.types import Slo
 from simulator.bound import Bound, upper_bound
 from simulator.bound_deadlines import Job, most_in_time
 from simulator.bound_periods import Demand, late_in_periods
-from simulator.model import Disturbance, DisturbanceKind, SimConfig, TraceRequest
+from simulator.model import SimConfig, TraceRequest, WorkerFault, WorkerFaultKind
 from simulator.world import simulate
 from tests.unit.simulator.small import COST, MESSAGE_S, Listed, asked, cluster
 
@@ -47,11 +47,11 @@ def traces(draw: Any) -> Listed:
 
 
 @st.composite
-def disturbances(draw: Any, names: list[str]) -> Disturbance:
-    return Disturbance(
+def faults(draw: Any, names: list[str]) -> WorkerFault:
+    return WorkerFault(
         at_s=draw(st.sampled_from([0.0, 0.05, 0.2])),
         worker_id=draw(st.sampled_from(names)),
-        kind=draw(st.sampled_from(DisturbanceKind)),
+        kind=draw(st.sampled_from(WorkerFaultKind)),
         for_s=draw(st.sampled_from([0.02, 0.3, 5.0])),
         factor=draw(st.sampled_from([0.5, 3.0])),
     )
@@ -79,8 +79,8 @@ def clusters(draw: Any, **more: Any) -> SimConfig:
         )
         for one in config.workers
     )
-    found = draw(st.lists(disturbances([one.worker_id for one in workers]), max_size=3))
-    return replace(config, workers=workers, disturbances=tuple(found))
+    found = draw(st.lists(faults([one.worker_id for one in workers]), max_size=3))
+    return replace(config, workers=workers, faults=tuple(found))
 
 
 def met(trace: Listed, config: SimConfig) -> int:
@@ -96,7 +96,7 @@ def test_no_policy_exceeds_it(trace: Listed, config: SimConfig) -> None:
 @FEW
 @given(traces(), clusters())
 def test_more_capacity_never_lowers_it(trace: Listed, config: SimConfig) -> None:
-    calm = replace(config, disturbances=())
+    calm = replace(config, faults=())
     less = upper_bound(trace, calm).most
     more = [replace(one, slowness=one.slowness / 2) for one in calm.workers]
     assert upper_bound(trace, replace(calm, workers=tuple(more))).most >= less
@@ -115,9 +115,9 @@ def test_looser_targets_never_lower_it(trace: Listed, config: SimConfig, ttft: f
 @FEW
 @given(traces(), clusters())
 def test_a_lost_worker_never_raises_it(trace: Listed, config: SimConfig) -> None:
-    loss = Disturbance(at_s=0.1, worker_id="d0", kind=DisturbanceKind.DIE)
-    worse = replace(config, disturbances=(*config.disturbances, loss))
-    disturbed = config if config.disturbances else replace(config, disturbances=(replace(loss, at_s=1e6),))
+    loss = WorkerFault(at_s=0.1, worker_id="d0", kind=WorkerFaultKind.DIE)
+    worse = replace(config, faults=(*config.faults, loss))
+    disturbed = config if config.faults else replace(config, faults=(replace(loss, at_s=1e6),))
     assert upper_bound(trace, worse).most <= upper_bound(trace, disturbed).most
 
 
@@ -213,20 +213,17 @@ def test_memory_for_answers() -> None:
     assert upper_bound(shared, config).most > 5, "they share the memory of the prompt"
 
 
-@pytest.mark.parametrize("kind", list(DisturbanceKind))
-def test_a_disturbed_worker_computes_less(kind: DisturbanceKind) -> None:
+@pytest.mark.parametrize("kind", list(WorkerFaultKind))
+def test_a_disturbed_worker_computes_less(kind: WorkerFaultKind) -> None:
     config = alone(slo=Slo(ttft_s=1.05, tpot_s=1.0))
     trace = Listed([asked(0.0, 1000, 1) for _ in range(20)])
     whole = upper_bound(trace, config).most
-    trouble = Disturbance(at_s=0.1, worker_id="d0", kind=kind, for_s=0.9, factor=9.0)
-    assert (
-        met(trace, replace(config, disturbances=(trouble,)))
-        <= upper_bound(trace, replace(config, disturbances=(trouble,))).most
-    )
-    long = Disturbance(at_s=0.0, worker_id="d0", kind=kind, for_s=10.0, factor=50.0)
-    slow = replace(config, slo=Slo(ttft_s=8.0, tpot_s=1.0), disturbances=(long,))
+    trouble = WorkerFault(at_s=0.1, worker_id="d0", kind=kind, for_s=0.9, factor=9.0)
+    assert met(trace, replace(config, faults=(trouble,))) <= upper_bound(trace, replace(config, faults=(trouble,))).most
+    long = WorkerFault(at_s=0.0, worker_id="d0", kind=kind, for_s=10.0, factor=50.0)
+    slow = replace(config, slo=Slo(ttft_s=8.0, tpot_s=1.0), faults=(long,))
     many = Listed([asked(0.0, 1000, 1) for _ in range(100)])
-    assert upper_bound(many, slow).most < upper_bound(many, replace(slow, disturbances=())).most
+    assert upper_bound(many, slow).most < upper_bound(many, replace(slow, faults=())).most
     assert whole == 10
 
 
