@@ -26,8 +26,6 @@ CHANGE_STREAK: Final = 5
 SMALLEST_ERROR: Final = 0.02  # relative; a band never shrinks below it
 FIRST_ERROR: Final = 0.5  # relative; before any sample
 WIDEST_ERROR: Final = 2.0
-KNOWN_SAMPLES: Final = 16  # samples since the last change; with fewer, or
-KNOWN_ERROR: Final = 0.3  # with a wider band, no request is rejected because of the model
 FORGETTING: Final = 0.99
 NOISE: Final = 0.1  # assumed relative standard deviation of a typical sample
 PRIOR_SPREAD: Final = 2.0  # assumed error of a coefficient's prior, relative to a typical batch
@@ -63,11 +61,6 @@ class Fit:
         self.num_rejected = 0
         self._recent = 0  # samples since the last change
         self._streak: list[float] = []  # log ratios of consecutive outliers on one side
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there are enough samples with a small enough error to reject requests by predictions."""
-        return self._recent >= KNOWN_SAMPLES and self.error <= KNOWN_ERROR
 
     def predict(self, features: Sequence[float]) -> float:
         total = 0.0

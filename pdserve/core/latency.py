@@ -176,15 +176,6 @@ class CostModel:
     def num_decode_samples(self) -> int:
         return self._decode.num_samples
 
-    @property
-    def is_prefill_known(self) -> bool:
-        """Whether there are enough batches with a small enough error to reject requests by predictions."""
-        return self._prefill.is_known
-
-    @property
-    def is_decode_known(self) -> bool:
-        return self._decode.is_known
-
 
 class LinkModel:
     """Seconds that KV needs between one pair of workers, including the effect of other traffic."""
@@ -221,10 +212,6 @@ class LinkModel:
     def error(self) -> float:
         """Relative standard deviation of recent transfers around their prediction."""
         return self._fit.error
-
-    @property
-    def is_known(self) -> bool:
-        return self._fit.is_known
 
     @property
     def num_samples(self) -> int:

@@ -31,7 +31,7 @@ class Superseded(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class CacheBatch:
     """Changes to a cache: hashes, one after the other."""
 
     stored: bytes
@@ -104,7 +104,7 @@ class IndexLease:
         if not await self._renew(keys=[self._tag], args=[self._slot, self._owner, self._lease_ms]):
             raise LeaseLost(f"slot {self._slot}")
 
-    async def apply(self, batch: Batch) -> None:
+    async def apply(self, batch: CacheBatch) -> None:
         """May be repeated until it has returned. Raises LeaseLost or Gap; the batch is then part of a snapshot."""
         assert self._slot is not None, "take() comes first"
         args = [

@@ -18,7 +18,7 @@ from pdserve.core.hashing import HASH_BYTES
 from pdserve.core.urls import hide_password
 from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
 from pdserve.prefix.keys import fingerprint_of, index_tag, registry_tag
-from pdserve.prefix.lease import Batch, Gap, IndexLease, LeaseLost, RegistryLease, Superseded, Sweeper
+from pdserve.prefix.lease import CacheBatch, Gap, IndexLease, LeaseLost, RegistryLease, Superseded, Sweeper
 from pdserve.prefix.registry import REDIS_TIMEOUT_S, Registration
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class WorkerPublisher:
         self._heartbeat_s = lease_s / 4
         self._repeat_s = block_ttl_s / 3
         self._notes = CacheNotes()
-        self._in_flight: Batch | None = None
+        self._in_flight: CacheBatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_notes = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -230,7 +230,7 @@ class WorkerPublisher:
             stored, removed = self._notes.take_out(BATCH_BLOCKS)
             if not stored and not removed:
                 return False
-            self._in_flight = Batch(stored=b"".join(stored), removed=b"".join(removed))
+            self._in_flight = CacheBatch(stored=b"".join(stored), removed=b"".join(removed))
         await self._index.apply(self._in_flight)
         self._in_flight = None
         self.num_sent_batches += 1
