@@ -24,6 +24,7 @@ from simulator.recorded import read_recording
 from simulator.recorded_cluster import RecordedCluster, read_cluster
 from simulator.trace_rows import TraceError
 from simulator.traces import FileTrace
+from tests.support.slow import slow_except
 from tests.unit.router.router_events import arrival, hello
 from tests.unit.router.test_random_runs import run
 from tests.unit.router.test_replay import recording
@@ -116,7 +117,7 @@ def test_before_any_answer_the_length_is_what_was_asked_for() -> None:
     assert [one.output_tokens for one in requests(D0, (12.0, arrival("a", max_tokens=7)))] == [7]
 
 
-@pytest.mark.parametrize("policy", ["goodput", "mooncake", "round-robin"])
+@pytest.mark.parametrize("policy", slow_except(["goodput", "mooncake", "round-robin"], "goodput"))
 def test_every_request_of_a_run_with_faults_is_read_once_in_order(policy: str) -> None:
     world = run(11, faults=0.02, policy=policy, requests=200, stirs=10_000)
     lines = [line.rstrip("\n") for line in recording(world)]
