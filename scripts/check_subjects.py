@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def asked(root: Path, base: str) -> list[str]:
-    """The commits to look at, as arguments of git log."""
+    """The commits to check, as arguments of git log."""
     has_base = subprocess.run(
         ["git", "-C", str(root), "merge-base", "--is-ancestor", base, "HEAD"], capture_output=True, check=False
     )

@@ -4,7 +4,7 @@ PYTHON scripts/python.py check     # exit status 1 and one line where it is olde
 PYTHON scripts/python.py newest    # path of the newest interpreter here that the pins support; nothing if none is
 """
 
-# What is newer than Python 2 would be a syntax error just where this file must print its line.
+# Newer syntax than Python 2's would fail where this file must print its message.
 # ruff: noqa: UP031, RUF005
 
 import glob

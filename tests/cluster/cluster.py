@@ -51,13 +51,13 @@ class Cluster:
         return pid
 
     def decode_worker_of(self, request_id: str) -> str:
-        """Where the request was placed, by the router's own books: what workers report of themselves comes late."""
+        """Where the router placed the request. Workers' own reports come later."""
         chosen = self.client.explain(request_id).chosen
         assert chosen is not None, f"{request_id} is not placed"
         return chosen.decode_worker
 
     def wait_until_idle(self, within_s: float = 10.0) -> None:
-        """As `rest`; the last lines of the cluster's log stand in the error."""
+        """Like `rest`; an error contains the last lines of the cluster's log."""
         try:
             rest(self.client, self.num_workers, within_s)
         except AssertionError as error:
@@ -83,7 +83,7 @@ class Cluster:
 
 
 def rest(client: Client, num_workers: int, within_s: float) -> None:
-    """That many workers are connected, nothing runs or waits, and every block is free or in a prefix cache."""
+    """Waits until that many workers are connected, no request runs or waits, and each block is free or cached."""
     deadline = time.monotonic() + within_s
     while True:
         topology = client.topology()
@@ -100,7 +100,7 @@ def rest(client: Client, num_workers: int, within_s: float) -> None:
 
 
 def pid_listening_on(port: int) -> int:
-    """The process that listens on 127.0.0.1:port, by /proc."""
+    """The process that listens on 127.0.0.1:port, found in /proc."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -119,7 +119,7 @@ def pid_listening_on(port: int) -> int:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` consecutive ports that nobody listens on, below those that outgoing connections take."""
+    """The first of `count` consecutive free ports, below those that outgoing connections use."""
     while True:
         [first] = ports.free_ports(1)
         if all(ports.is_free("127.0.0.1", port) and ports.claim(port) for port in range(first, first + count)):

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of each family with their real flags on. tests/oracle.py judges what they answer.
+"""Tiny random checkpoints of each family with that family's real settings. tests/oracle.py judges the answers.
 
 Weights are sampled wide, so that the two most likely tokens of a position are rarely as close as float32 rounding,
 which differs with the batch and the processor. The bundled tokenizer is copied in; its vocabulary is used whole.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import transformers  # its models are imported with the first that is built, not when tests are collected
+import transformers  # imports a model's module when the model is built, not when tests are collected
 
 ROOT = Path(__file__).parents[2]
 BUNDLED = next((ROOT / "pdserve/models").glob("stdlib-*"))
@@ -70,7 +70,7 @@ def build(name: str, folder: Path) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name]()).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if key.endswith("bias"):  # initialised to zero, which would test nothing
+            if key.endswith("bias"):  # transformers sets it to zero, which would test nothing
                 parameter.normal_(0.0, 0.3)
             elif "norm" in key:
                 parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -1,4 +1,4 @@
-"""Deaths in the middle of work, and what the client must not notice."""
+"""Kills workers while they work, and checks that clients do not notice."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.cluster.suite import toy_prompt
 
 STREAMS = 8
 TOKENS = 400
-# Nearly as long as the context window allows, so that some are still prefilled when the signal comes, and so many that
-# decode workers do not read them all themselves.
+# Nearly as long as the context window, so that some are still being prefilled when the signal comes, and so many that
+# decode workers do not prefill all of them.
 PROMPTS = 16
 PROMPT_TOKENS = 7000
 PATIENT = Slo(ttft_s=60.0, tpot_s=20.0)  # nothing is rejected because it may be late
@@ -24,9 +24,9 @@ PREFILL_ROUNDS = 5
 
 
 def a_decode_worker_dies_in_mid_stream(cluster: Cluster, *, all_die: bool = False) -> None:
-    """SIGKILL while it decodes, or of all decode workers: greedy and seeded streams go on at the exact next token.
+    """After a SIGKILL of one or of all decode workers, greedy and seeded streams continue with the exact next token.
 
-    Each stream has got enough of its answer not to be suspected of killing its workers (router/recovery.py).
+    Each stream has made enough progress not to be suspected of crashing its workers (router/recovery.py).
     """
     prompts = [toy_prompt(40 + 30 * i, salt=11) for i in range(STREAMS)]
     options = [{"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": i} for i in range(STREAMS)]
@@ -60,9 +60,9 @@ def a_decode_worker_dies_in_mid_stream(cluster: Cluster, *, all_die: bool = Fals
 
 
 def a_prefill_worker_dies_while_it_prefills(cluster: Cluster) -> None:
-    """SIGKILL while prompts are on it: another prefill worker, or the decode worker itself, takes over.
+    """After a SIGKILL while it prefills, another prefill worker or the decode worker prefills its prompts.
 
-    Prompts are sent again, as others, where all were prefilled before the signal came.
+    If all prompts were prefilled before the signal came, the test sends new ones.
     """
     for salt in range(17, 17 + PREFILL_ROUNDS):
         attempts = _kill_while_prefilling(cluster, salt)
@@ -73,7 +73,7 @@ def a_prefill_worker_dies_while_it_prefills(cluster: Cluster) -> None:
 
 
 def _kill_while_prefilling(cluster: Cluster, salt: int) -> int:
-    """The most placements that one of the requests has had; each answer is checked."""
+    """The largest number of attempts of a request; each answer is checked."""
     prompts = [toy_prompt(PROMPT_TOKENS + 40 * i, salt=salt) for i in range(PROMPTS)]
     expected = [answer(p, 24, seed=i) for i, p in enumerate(prompts)]
     ids = [f"prompt-{salt}-{i}" for i in range(PROMPTS)]
@@ -98,7 +98,7 @@ def _kill_while_prefilling(cluster: Cluster, salt: int) -> int:
 
 
 async def all_have(count: int, seen: Sequence[Sequence[int]], streams: Sequence[asyncio.Task[None]]) -> None:
-    """Waits until each stream has that many tokens; raises what one of them has raised."""
+    """Waits until each stream has that many tokens; raises a stream's error."""
     while not all(len(tokens) >= count for tokens in seen):
         for stream in streams:
             if stream.done():
@@ -107,7 +107,7 @@ async def all_have(count: int, seen: Sequence[Sequence[int]], streams: Sequence[
 
 
 async def decode_worker_of(client: AsyncClient, request_id: str) -> str:
-    """Where the request was placed, by the router's own books: what workers report of themselves comes late."""
+    """Where the router placed the request. Workers' own reports come later."""
     chosen = (await client.explain(request_id)).chosen
     assert chosen is not None, f"{request_id} is not placed"
     return chosen.decode_worker
@@ -116,10 +116,10 @@ async def decode_worker_of(client: AsyncClient, request_id: str) -> str:
 async def _first_to_prefill(
     client: AsyncClient, ids: Sequence[str], calls: Sequence[asyncio.Task[Completion]]
 ) -> str | None:
-    """The prefill worker of the first request that is seen while it is prefilled; None where all ended unseen."""
+    """The prefill worker of the first request that is found in prefill; None if all requests end first."""
     while not all(call.done() for call in calls):
         for request_id in ids:
-            with contextlib.suppress(NotFound):  # it is still on its way to the router
+            with contextlib.suppress(NotFound):  # the router has not received it yet
                 found = await client.explain(request_id)
                 if found.stage == "prefilling" and found.chosen is not None:
                     return found.chosen.prefill_worker

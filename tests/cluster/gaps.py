@@ -1,4 +1,4 @@
-"""Streams whose pieces are timed as they come, so that a delay of one request by another's trouble shows."""
+"""Streams that record when each piece arrives, to show whether a failure delays other requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TICK_S = 0.01
 
 @dataclass
 class Timed:
-    """One stream: its tokens, and when each piece came."""
+    """One stream: its tokens, and when each piece arrived."""
 
     prompt: list[int]
     max_tokens: int
@@ -34,7 +34,7 @@ class Timed:
         self.attempts = stream.completion.timings.attempts
 
     def gaps(self, begin_s: float, end_s: float) -> list[float]:
-        """Between pieces of which one came in this time; the last one counts as far as it reaches into it."""
+        """Seconds between consecutive pieces, for gaps that overlap this interval."""
         times = self.came_s
         found = [b - a for a, b in pairwise(times) if b >= begin_s and a <= end_s]
         return found or [end_s - begin_s]
@@ -42,7 +42,7 @@ class Timed:
 
 @dataclass
 class Lateness:
-    """How late this machine's scheduling lets a process be just now: `run` beside what is timed."""
+    """Measures how late this machine schedules a process. `run` it during the measurement."""
 
     longest_s: float = 0.0
 
@@ -54,7 +54,7 @@ class Lateness:
 
 
 async def until(streams: list[Timed], tokens: int, within_s: float = 30.0) -> None:
-    """All streams have that many tokens."""
+    """Waits until all streams have that many tokens."""
     ends_s = time.monotonic() + within_s
     while not all(len(one.tokens) >= tokens for one in streams):
         assert time.monotonic() < ends_s, [len(one.tokens) for one in streams]

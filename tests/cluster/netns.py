@@ -1,4 +1,4 @@
-"""A cluster whose workers live in network namespaces of their own; the router and the client are outside."""
+"""A cluster whose workers run in separate network namespaces; the router and the client are outside."""
 
 from __future__ import annotations
 

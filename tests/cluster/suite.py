@@ -1,4 +1,4 @@
-"""Requests that every cluster must answer right, however it is deployed."""
+"""Requests that every cluster must answer correctly, however it is deployed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 128, 200, 257, 350, 511, 600, 700)
 def generate_all(
     cluster: Cluster, prompts: Sequence[Any], *, meanwhile: Callable[[str], object] | None = None, **options: Any
 ) -> list[Completion]:
-    """All prompts at once; `meanwhile` is called with the id of the first request that has tokens: with nearly all of
-    the work still to be done, however fast this machine is."""
+    """Sends all prompts at once. Calls `meanwhile` with the id of the first request that has tokens.
+
+    Nearly all of the work is then still to be done, however fast this machine is."""
 
     async def one(client: AsyncClient, prompt: Any) -> Completion:
         nonlocal meanwhile
@@ -42,14 +43,14 @@ def generate_all(
 
 
 def tokens_of(done: Sequence[Completion], num_tokens: int) -> list[list[int]]:
-    """The answers' tokens, each with as many as were asked for."""
+    """The tokens of each answer; each must have the requested number."""
     answers = [list(one.token_ids) for one in done]
     assert [len(answer) for answer in answers] == [num_tokens] * len(answers)
     return answers
 
 
 def sampling_of(folder: Path, **options: Any) -> Sampling:
-    """What the engine gets of a client's options: numbers rounded as messages hold them, bad words as tokens."""
+    """The sampling parameters as the engine gets them: numbers rounded by the message, bad words as tokens."""
     message = generate_request([1], options).sampling
     return sampling_from_proto(message, bad_words=bad_word_ids(message.bad_words, load_tokenizer(str(folder))))
 
@@ -60,7 +61,7 @@ def toy_prompt(length: int, salt: int = 0) -> list[int]:
 
 
 def toy_answers_are_exact(cluster: Cluster) -> None:
-    """Greedy and seeded, remote and local, 16 at once: as computed by hand."""
+    """16 at once, greedy and seeded, remote and local, give the computed answers."""
     prompts = [toy_prompt(n) for n in LENGTHS]
     greedy = generate_all(cluster, prompts, max_tokens=64, temperature=0)
     assert [list(done.token_ids) for done in greedy] == [answer(p, 64) for p in prompts]
@@ -75,7 +76,7 @@ def toy_answers_are_exact(cluster: Cluster) -> None:
 
 
 def streams_are_whole(cluster: Cluster) -> None:
-    """What a stream shows piece by piece is what the finished call returns; stop strings cut at the right character."""
+    """The pieces of a stream make up the completion, and a stop string ends the text at the right character."""
     prompt = toy_prompt(120, salt=3)
     whole = cluster.client.generate(prompt, max_tokens=80, temperature=0)
     with cluster.client.stream(prompt, max_tokens=80, temperature=0) as stream:
@@ -107,7 +108,7 @@ def endings_are_right(cluster: Cluster) -> None:
 
 
 def a_request_id_may_be_used_again(cluster: Cluster) -> None:
-    """At once, after a whole answer and after one that its client has left, on both paths."""
+    """Immediately, after a complete answer and after a cancelled one, on both paths."""
     for length in (4, 200):
         prompt = toy_prompt(length, salt=7)
         options = {"temperature": 0, "request_id": f"again-{length}", "timeout_s": 30.0}

@@ -1,4 +1,4 @@
-"""A client that leaves costs nothing: whatever stage its request is in, all blocks on both sides come back."""
+"""A cancelled request frees all blocks on both workers, in whatever stage it is."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(400)
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Few blocks and slow steps, so that requests are met in every stage, queueing and preempted ones too."""
+    """Few blocks and slow steps, so that requests are cancelled in every stage, including queued and preempted."""
     config = tmp_path_factory.mktemp("config") / "slow.toml"
     config.write_text("[worker]\ntoy_step_s = 0.01\nmax_batch_tokens = 128\nkv_blocks = 160\ninbox_depth = 4\n")
     with Cluster("--model", "toy", "--config", str(config)) as cluster:
@@ -43,7 +43,7 @@ def test_a_storm_of_leaving_clients_loses_no_block_and_disturbs_nobody(slow: Clu
         if leave_s is None:
             assert list((await call).token_ids) == answer(prompt, 40, seed=i)
             return
-        with contextlib.suppress(TimeoutError):  # a faster answer than its client's patience is fine too
+        with contextlib.suppress(TimeoutError):  # the answer may also come before the client leaves
             async with asyncio.timeout(leave_s):
                 await call
 

@@ -1,6 +1,6 @@
-"""Token-exact with transformers through SDK, router, prefill and decode workers, for each family, judged in float64.
+"""Answers of whole clusters have the tokens of transformers in float64, for each family.
 
-Seeded answers of two batch shapes may differ at a near-tie on some processor: the oracle judges them too.
+Seeded answers of two batch shapes may differ at a near-tie on some processors, so the oracle judges them as well.
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ from tests.cluster.suite import LENGTHS, generate_all, sampling_of, tokens_of
 from tests.oracle import Oracle
 
 TOKENS = 64
-# One thread: two wait for each other in every layer, which takes a hundred times as long where others have the cores.
+# One thread: two would wait for each other in every layer, which is a hundred times slower on a busy machine.
 COLOCATED = ("--prefill", "0", "--set", "worker.threads=1")
-COLOCATED_TOO = ("mistral",)  # the others' local path is taken beside the remote one
+COLOCATED_TOO = ("mistral",)  # other families take the local path beside the remote one
 
 
 @pytest.mark.slow  # tests/unit/engine/test_exactness.py judges the engine of each family in `make test`
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
-    """Prompts of 1 to 700 tokens, 16 at once, moved to the decode worker or read there, in one chunk or in many."""
+    """16 prompts of 1 to 700 tokens at once, remote or local, in one chunk or in many."""
     folder = build(family, tmp_path / family)
     texts = prompts(LENGTHS)
     oracle = Oracle(folder)
@@ -47,7 +47,7 @@ def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One decode worker that reads its prompts itself and decodes in plain steps: the others verify guesses."""
+    """One colocated decode worker without speculative decoding."""
     config = tmp_path_factory.mktemp("plain") / "plain.toml"
     config.write_text('[decode_worker]\nspeculation = "off"\n')
     with Cluster(*COLOCATED, "--config", str(config)) as cluster:
@@ -71,7 +71,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Itera
 
 @pytest.mark.timeout(400)
 def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(narrow: Cluster) -> None:
-    """Real text; and seeded sampling takes the tokens of its seed whatever the batch, the path or the cache."""
+    """Real text; a seed gives the same tokens in any batch, on both paths, cached or not."""
     texts = [
         "def fib(n):",
         "import json\n\n\nclass Encoder(",
@@ -93,7 +93,7 @@ def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(narrow: Cl
 def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(
     plain: Cluster, narrow: Cluster, metrics_port: int
 ) -> None:
-    """Memory for a third of the requests, and a SIGKILL: every answer is that of its seed, as for one served alone."""
+    """With memory for a third of the requests, and a SIGKILL, each answer is that of its seed."""
     texts = ["import os\n" * 9 + f"\n\ndef work_{i}(self, value):\n" for i in range(9)]
     options = {"max_tokens": 96, "temperature": 0.3, "top_p": 0.95, "seed": 99, "ignore_eos": True}
     options |= {"bad_words": ["return", "self.value"], "logit_bias": {10: -1.5}, "repetition_penalty": 1.1}
@@ -106,7 +106,7 @@ def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(
         return sum(scrape(metrics_port + i, name) for i in (1, 2))
 
     drafts, preemptions = count("pdserve_draft_tokens_total"), count("pdserve_preemptions_total")
-    for _ in range(8):  # guesses are verified where steps of this machine, as busy as it is, say that they pay
+    for _ in range(8):  # drafts are used only while the measured step times favour them
         done = generate_all(narrow, texts, **options)
         oracle.assert_exact(ids, tokens_of(done, 96), sampling=sampling)
         if count("pdserve_draft_tokens_total") > drafts:

@@ -1,4 +1,4 @@
-"""A whole cluster whose KV transfers meet faults on purpose: `up --inject-faults`."""
+"""A whole cluster with faults injected into its KV transfers: `up --inject-faults`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_two_prefill_and_two_decode_workers(cluster: Cluster, requests: Callable
 
 
 def test_workers_of_different_memory_serve_together() -> None:
-    """A prompt that only the decode worker can hold is read there; one that nobody can hold names the limit."""
+    """The decode worker prefills a prompt that only it can hold; the error for a longer one names the limit."""
     sizes = ("--set", "prefill_worker.kv_blocks=32", "--set", "decode_worker.kv_blocks=64")
     with Cluster("--model", "toy", *sizes) as uneven:
         assert uneven.client.model().max_context_tokens == 1024
@@ -40,7 +40,7 @@ def test_workers_of_different_memory_serve_together() -> None:
 def test_short_requests_leave_nothing_open(cluster: Cluster) -> None:
     """Descriptors, threads and segments; the slope of memory needs the 20,000 requests of benchmarks.memory.
 
-    Connections to Redis are opened as many requests come at once, so a count may rise a little, but not with requests.
+    Concurrent requests open connections to Redis, so a count may rise a little, but not in proportion to requests.
     """
     taken = measure(cluster.running, requests=200, warm_up=50, every=100, at_once=8, is_shown=False)
     assert {"router", "p0", "p1", "d0", "d1"} <= taken.keys()

@@ -1,6 +1,6 @@
-"""What users set, through SDK, router and workers, on the bundled model: against transformers in float64.
+"""Sampling options through SDK, router and workers on the bundled model, compared with transformers in float64.
 
-And documents: by each kind of grammar, and of a worker that dies while it writes one (the last test of the file).
+Also structured output, by each kind of grammar and while a worker dies (the last test of the file).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TOKENIZER = load_tokenizer(str(BUNDLED))
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Answers are compared with those of other batches: in this mode they have the same bits on every processor."""
+    """Deterministic mode: answers do not depend on the batch on any processor, so they can be compared."""
     exact = ("--set", "worker.deterministic=true")
     with Cluster("--model", str(BUNDLED), "--prefill", "1", "--decode", "2", *exact) as cluster:
         yield cluster
@@ -83,7 +83,7 @@ def test_bans_bias_and_penalties_are_those_of_transformers(cluster: Cluster, ora
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
 def test_a_prompts_logprobs_are_those_of_transformers(cluster: Cluster, oracle: Oracle, text: str) -> None:
-    """Both times: nothing of it is read from a cache."""
+    """Twice: prompt logprobs are not read from a cache."""
     ids = cluster.client.tokenize(text)
     expected = oracle.logits(ids).log_softmax(-1)
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_beams_are_those_of_transformers(cluster: Cluster, oracle: Oracle) -> No
         assert [beam.score for beam in beams] == sorted((beam.score for beam in beams), reverse=True)
         again = cluster.client.beam_search(ids, width=4, max_tokens=16, length_penalty=length_penalty)
         assert [beam.token_ids for beam in again] == [beam.token_ids for beam in beams]
-        # Read from the cache or computed, alone or in company: logits differ in their last bits.
+        # Logits differ in their last bits between cached and computed prefixes, and between batches.
         assert [beam.score for beam in again] == pytest.approx([beam.score for beam in beams], abs=1e-4)
 
 
@@ -131,7 +131,7 @@ def test_each_kind_of_structured_output_reaches_the_answer(cluster: Cluster) -> 
     client, greedy = cluster.client, {"max_tokens": 100, "temperature": 0.0}
     item = client.generate(PROMPT, json_schema=ITEM, **greedy)
     jsonschema.validate(json.loads(item.text), ITEM)
-    assert item.finish_reason == "stop"  # its path is the router's choice, by what it has measured
+    assert item.finish_reason == "stop"  # the router chooses its path by measured costs
     assert client.generate(PROMPT, json_schema=json.dumps(ITEM), ignore_eos=True, **greedy).text == item.text
     short = client.generate("x", json_schema=ITEM, max_tokens=100, seed=1)
     jsonschema.validate(json.loads(short.text), ITEM)
@@ -154,7 +154,7 @@ def test_each_kind_of_structured_output_reaches_the_answer(cluster: Cluster) -> 
 
 
 def test_a_document_outlives_the_worker_that_writes_it(cluster: Cluster) -> None:
-    """Greedy and sampled, beside one without a schema: each is the undisturbed answer, token for token."""
+    """Greedy, sampled and without a schema: each answer equals the undisturbed one, token for token."""
     asked: list[dict[str, Any]] = [
         {"json_schema": ITEMS, "temperature": 0.0},
         {"json_schema": ITEMS, "temperature": 1.0, "seed": 7},

@@ -1,6 +1,6 @@
-"""`up --ray`: requests that every cluster must answer, actors that come back, and a Ray that nobody else can reach.
+"""`up --ray`: correct answers, restarted actors, and a Ray that other users cannot reach.
 
-The workers are actors of a real Ray that is started for this file alone (about ten seconds).
+The workers are actors of a real Ray, which is started for this file (about ten seconds).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def ray_folder(running: Running) -> Path:
-    """Of the token that its control plane reads."""
+    """The folder of the token that Ray's control plane reads."""
     for pid in session_of(running.pid("ray")):
         for one in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if one.startswith(b"RAY_AUTH_TOKEN_PATH="):
@@ -51,7 +51,7 @@ def ask(cluster: Cluster, max_tokens: int = 8) -> Completion:
         return client.generate(PROMPT, max_tokens=max_tokens, temperature=0)
 
 
-# What a request gets does not depend on who starts the workers: test_local.py takes all of them every time.
+# Answers do not depend on what starts the workers; test_local.py runs all of these.
 @pytest.mark.parametrize("requests", slow_except(suite.ALL, suite.toy_answers_are_exact))
 def test_two_prefill_and_two_decode_actors(cluster: Cluster, requests: Callable[[Cluster], None]) -> None:
     requests(cluster)
@@ -89,7 +89,7 @@ def test_ray_asks_for_a_token_that_only_this_user_can_read(cluster: Cluster) -> 
 
 
 def test_what_ray_starts_inherits_no_secret(cluster: Cluster) -> None:
-    """Actors are given theirs as arguments."""
+    """Actors get the secret as an argument."""
     for pid in set(session_of(cluster.running.pid("ray"))) - {cluster.running.pid("ray")}:
         assert SECRET.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
         assert b"redis://" not in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -129,7 +129,7 @@ def test_losing_the_control_plane_stops_no_request_and_no_process_is_left(cluste
 
 @pytest.mark.slow  # pdserve rank itself: tests/unit/worker/test_remote_ranks.py
 def test_further_ranks_of_a_worker_are_actors_of_their_own_and_join_again() -> None:
-    """On one node here, which stands for two."""
+    """One node stands for two."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     settings = {"tensor_parallel": 2, "local_ranks": 1, "rendezvous": f"127.0.0.1:{port - 1}"}

@@ -1,5 +1,7 @@
-"""A really running cluster is recorded while clients leave, are refused and workers die: it replays to equal commands,
-and is a trace with the lengths that clients saw."""
+"""The recording of a running cluster replays to equal commands, and is a trace with the lengths that clients saw.
+
+During the recording clients cancel, requests are rejected and workers die.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ MOST_TOGETHER = 640
 
 
 async def one_client(client: AsyncClient, number: int, answered: dict[str, int]) -> bool:
-    """Every fifth client leaves after a few tokens. Whether the request was refused."""
+    """Sends one request; every fifth is cancelled after a few tokens. Returns whether it was rejected."""
     request_id = f"r{number}"
     prompt = toy_prompt(20 + number * 37 % 300, salt=number)
     with contextlib.suppress(PdserveError):
@@ -42,7 +44,7 @@ async def one_client(client: AsyncClient, number: int, answered: dict[str, int])
 
 
 async def drive(cluster: Cluster, record: Path, num_events: int) -> dict[str, int]:
-    """Bursts of clients, and a worker that dies, until enough was recorded; they grow until somebody is refused."""
+    """Sends bursts of requests and kills workers until enough was recorded. Bursts grow until a request is rejected."""
     answered: dict[str, int] = {}
     number = bursts = refused = 0
     size = 40
@@ -56,7 +58,7 @@ async def drive(cluster: Cluster, record: Path, num_events: int) -> dict[str, in
                 cluster.kill("d1" if bursts == 2 else "p0")
             refused += sum(await asyncio.gather(*tasks))
             if not refused:
-                size = min(2 * size, MOST_TOGETHER)  # a fast machine serves a small burst before it is a queue
+                size = min(2 * size, MOST_TOGETHER)  # a fast machine serves a small burst without a queue
     return answered
 
 

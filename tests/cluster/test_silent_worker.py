@@ -1,7 +1,7 @@
-"""A worker that stops or is cut off delays nobody else by more than one step; its victims go on elsewhere, exactly.
+"""A silent worker delays other requests by at most one step; its own requests continue elsewhere with exact tokens.
 
-A step takes a fifth of a second here, so that what is measured is not this machine's other work; how late that makes a
-process is measured beside it.
+A step takes a fifth of a second, so that other work of this machine has little effect on what is measured. The delay
+that this machine causes is measured at the same time.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ from tests.support.netns import Network, why_not
 pytestmark = pytest.mark.timeout(400)
 
 STEP_S = 0.2
-SILENCE_S = 1.5  # a worker's, after which it gets nothing more; twice that, and what it had goes elsewhere
+SILENCE_S = (
+    1.5  # a worker that is silent for this long gets no new requests; after twice this time its requests are retried
+)
 WATCHED_S = 1.2
-NOISE_S = 0.05  # of this machine's scheduling when it is quiet
-PROCESSES = 3  # that a token passes, each of which may be late
-TOKENS = 36  # more steps than are watched
+NOISE_S = 0.05  # scheduling delay of a quiet machine
+PROCESSES = 3  # that handle a token; each may be late
+TOKENS = 36  # more steps than the test observes
 WORKERS = ("--set", f"worker.toy_step_s={STEP_S}", "--set", "worker.max_batch_tokens=256")
 ROUTER = (
     *("--set", f"router.worker_silence_s={SILENCE_S}"),
-    # At two steps and a half, at most one prompt of the victims is read between two of the others' steps.
+    # At two and a half steps, at most one retried prompt is prefilled between two steps of the others.
     *("--set", "router.slo_ttft_s=60", "--set", f"router.slo_tpot_s={2.5 * STEP_S}"),
     *("--set", "router.policy=least-loaded"),  # so that both decode workers have streams
 )
 
 
 def flags(words: Sequence[str]) -> list[str]:
-    """The same settings as a worker's or the router's own flags."""
+    """The same settings as flags of a worker or the router."""
     settings = (word.partition(".")[2].partition("=") for word in words[1::2])
     return [f"--{name.replace('_', '-')}={value}" for name, _, value in settings]
 
 
 class Stopping(Protocol):
-    """A cluster whose workers can be made silent."""
+    """A cluster in which a worker can be silenced."""
 
     target: str
 
@@ -61,7 +63,7 @@ class Stopping(Protocol):
 
 
 class Stopped(Cluster):
-    """By SIGSTOP."""
+    """Silences a worker by SIGSTOP."""
 
     def silence(self, worker_id: str) -> None:
         self._pid = self.pid_of(worker_id)
@@ -72,7 +74,7 @@ class Stopped(Cluster):
 
 
 class Cut(NetCluster):
-    """By its cable."""
+    """Silences a worker by cutting its cable."""
 
     def silence(self, worker_id: str) -> None:
         self.network.cut(worker_id)
@@ -83,13 +85,13 @@ class Cut(NetCluster):
 
 @dataclass(frozen=True)
 class Watched:
-    calm_s: float  # the time before the silence begins here
+    calm_s: float  # when the observation before the silence begins
     stopped_s: float
     ended_s: float
-    late_s: float  # that this machine may have made a token in that time
+    late_s: float  # the delay of a token that this machine may have caused
 
     def check(self, others: list[Timed], what: str) -> None:
-        """They wait at most one step longer than before."""
+        """The others' longest gap grows by at most one step."""
         before_s = longest_gap(others, self.calm_s, self.stopped_s)
         during_s = longest_gap(others, self.stopped_s, self.ended_s)
         print(f"{what}: longest gap of the others {before_s:.3f} s before, {during_s:.3f} s meanwhile")
@@ -97,8 +99,9 @@ class Watched:
 
 
 async def watch(cluster: Stopping, streams: list[Timed], who: str, latecomers: list[Timed]) -> Watched:
-    """Silences a worker (the first stream's decode worker if `who` names none) while streams run. `latecomers` start
-    just before, and are waited for on it."""
+    """Silences worker `who` while streams run; without a name, the decode worker of the first stream.
+
+    `latecomers` start just before; the worker is silenced when it has one of them."""
     lateness = Lateness()
     async with AsyncClient(cluster.target) as client:
         ticking = asyncio.create_task(lateness.run())
@@ -146,7 +149,7 @@ def a_silent_decode_worker_delays_only_its_own(cluster: Stopping, how: str) -> N
 
 
 def a_silent_prefill_worker_delays_only_its_own(cluster: Stopping, how: str) -> None:
-    """Its victims are prompts; the others are the streams that decode, and prompts on the other worker."""
+    """The affected requests are prompts. Streams that decode, and prompts on the other worker, are not affected."""
     streams = [Timed(toy_prompt(60 + 9 * i, salt=20 + i), TOKENS) for i in range(6)]
     prompts = [Timed(toy_prompt(1500 + 100 * i, salt=30 + i), 8, seed=i) for i in range(6)]
     watched = asyncio.run(watch(cluster, streams, "p0", prompts))

@@ -1,4 +1,4 @@
-"""Both roles in two tensor-parallel ranks, as a user starts them: token-exact, also when a rank of each is killed.
+"""Both roles with two tensor-parallel ranks, started by `up`: exact tokens, also when a rank of each is killed.
 
 The short version is tests/unit/worker/test_tensor_parallel.py: it judges such workers' answers and kills their ranks.
 """
@@ -22,7 +22,7 @@ LENGTHS = (1, 16, 17, 64, 200, 350, 511, 700)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_decode", [1, 2])
 def test_two_ranks_of_both_roles_answer_as_transformers_does_and_may_die(num_decode: int, tmp_path: Path) -> None:
-    """Two decode workers: a rank of one, and of the prefill worker, is killed."""
+    """With two decode workers, a rank of one and a rank of the prefill worker are killed."""
     folder = build("llama-3", tmp_path / "model")
     texts = prompts(LENGTHS)
     oracle = Oracle(folder)
@@ -62,5 +62,5 @@ def ranks_of(cluster: Cluster, worker_id: str) -> list[int]:
             if b"pdserve.engine.follower" in words and (entry / "stat").read_text().split()[3] == str(leader):
                 found.append(int(entry.name))
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     return found

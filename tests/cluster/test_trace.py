@@ -1,4 +1,4 @@
-"""One request, one trace: the SDK's span over the router's, and under that one span for each phase."""
+"""Each request has one trace: the SDK's span, below it the router's, and below that one span per phase."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
 
 @pytest.fixture
 def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpSink]:
-    """A collector, and the test's own program set up to send its spans there, as a user's would be."""
+    """A collector. This process sends its spans there, as a user's program would."""
     with running_sink() as sink:
         provider = TracerProvider(resource=Resource.create({"service.name": "user-program"}))
         provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(endpoint=sink.endpoint, insecure=True)))
@@ -32,12 +32,12 @@ def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpSink]:
 
 def test_a_remote_and_a_local_request_leave_one_whole_tree_each(sink: OtlpSink) -> None:
     with Cluster("--model", "toy", "--otlp", sink.endpoint) as cluster:
-        until(lambda: any(one.kv_links for one in cluster.client.topology().workers))  # that `up` itself has made
+        until(lambda: any(one.kv_links for one in cluster.client.topology().workers))  # `up` has connected the workers
         remote = cluster.client.generate(toy_prompt(100), max_tokens=8, temperature=0)
         local = cluster.client.generate(toy_prompt(4), max_tokens=8, temperature=0)
         assert (remote.timings.path, local.timings.path) == ("remote", "local")
         sink.wait(lambda spans: sum(s.name == "pdserve.decode" for s in spans) >= 2)
-    # The workers and the router flush when they drain; nothing is missing after that.
+    # Workers and router flush their spans when they drain, so all spans have arrived.
     roots = [tree for tree in sink.trees() if tree["name"] == "pdserve.client"]
     requests = [_only(tree["children"]) for tree in roots]
     assert [request["name"] for request in requests] == ["pdserve.request", "pdserve.request"]
@@ -60,7 +60,7 @@ def test_a_remote_and_a_local_request_leave_one_whole_tree_each(sink: OtlpSink) 
 
 
 def _check_phases(sink: OtlpSink, done: Completion) -> None:
-    """Every moment of the request is in one phase, and every phase has spans of that length."""
+    """Phases cover the whole request, and the spans of each phase have its length."""
     phases, total_s = done.timings.phases, done.timings.total_s
     assert phases.total_s == pytest.approx(total_s, abs=1e-6)
     [request] = [s for s in sink.named("pdserve.request") if s.attributes["pdserve.request.id"] == done.request_id]
