@@ -1,6 +1,6 @@
-"""The process that a peer of benchmarks.engine computes in: a JSON order a line on stdin, an answer a line on stdout.
+"""The process of a peer of benchmarks.engine: one JSON order per line on stdin, one answer per line on stdout.
 
-Only the standard library is imported here: the same file serves in a peer's own environment.
+It imports only the standard library, because it also runs in the environment of a peer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Final
 
 PR_SET_PDEATHSIG: Final = 1
-RESET_PEAK: Final = "5"  # what /proc/self/clear_refs takes to forget the peak of resident memory
+RESET_PEAK: Final = "5"  # written to /proc/self/clear_refs, resets the peak of resident memory
 
 Orders = Mapping[str, Callable[..., dict[str, Any]]]
 
 
 def serve(load: Callable[[], Orders]) -> None:
-    """Loads, then obeys until stdin closes. An order that raises is answered with its error and ends the process."""
+    """Loads, then runs orders until stdin closes. If an order raises, answers with the error and ends the process."""
     # The kernel ends this process with the one that started it, even while it stands stopped.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Libraries print to stdout: the answers get a descriptor of their own.
@@ -41,7 +41,7 @@ def serve(load: Callable[[], Orders]) -> None:
         for line in sys.stdin:
             order: dict[str, Any] = json.loads(line)
             answer(orders[order.pop("do")](**order))
-    # Whatever it was, the reader waits for an answer.
+    # Any error is an answer, because the reader waits for one.
     except Exception as error:
         traceback.print_exc()
         answer({"error": f"{type(error).__name__}: {error}"})
@@ -49,7 +49,7 @@ def serve(load: Callable[[], Orders]) -> None:
 
 
 def memory() -> dict[str, Any]:
-    """The most resident memory since the last call, and what of it is the process's own now, in bytes."""
+    """The peak of resident memory since the last call, and the private memory now, in bytes."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     Path("/proc/self/clear_refs").write_text(RESET_PEAK)
     peak, own = (int(status[name].split()[0]) * 1024 for name in ("VmHWM", "RssAnon"))
@@ -57,7 +57,7 @@ def memory() -> dict[str, Any]:
 
 
 def prompts(batch: int, tokens: int, vocab_size: int, salt: int) -> list[list[int]]:
-    """The same for every peer; `salt` keeps turns apart, so that no cache of prefixes can help."""
+    """The same prompts for every peer; `salt` differs between turns, so that no prefix cache can help."""
     state = 2_654_435_761 * (salt + 1) % 2**32
     rows = []
     for _ in range(batch):

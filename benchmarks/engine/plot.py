@@ -1,6 +1,6 @@
 """Draws the rates of benchmarks.engine as an SVG: tokens per second by batch, and by prompt length. Pure.
 
-Our own few lines, since no plotting library is among the project's packages.
+The project depends on no plotting library.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def speed_table(turns: Sequence[Turn], others: Sequence[str], work_of: Callable[
 
 
 def peer_table(turns: Sequence[Turn], memory: Mapping[str, Memory], oracle: str | None) -> list[list[str]]:
-    """What each process took, and in how many decode turns its first sequence is the oracle's, token by token."""
+    """The memory of each process, and in how many decode turns its first sequence equals the oracle's."""
     rows = [["peer", "load s", "peak MiB, loading", "peak MiB, measured", "own MiB", f"same tokens as {oracle}"]]
     for peer, one in memory.items():
         pairs = [
@@ -85,7 +85,7 @@ def median_rate(turns: Sequence[Turn], peer: str) -> float:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width between bars: a text table that markdown takes too."""
+    """A markdown table with columns of equal width."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
@@ -95,7 +95,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Median, and in brackets the least and the greatest."""
+    """The median, with the minimum and the maximum in brackets."""
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{form.format(middle)} ({form.format(low)}-{form.format(high)})"
 

@@ -1,4 +1,4 @@
-"""What a step has to read and compute at the least, from a model's shape. Pure."""
+"""The least that a step must read and compute, from a model's shape. Pure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Everything that only a GPU can show, in one command of under nine minutes: decode, prefill, transfers, end to end.
+"""Measures on a GPU, in one command of under nine minutes: decode, prefill, transfers, and a whole cluster.
 
     python -m benchmarks.gpu [--out DIR] [--only PART,PART | --but PART,PART] [--budget 520] [--rehearse]
 
-From a bare checkout with torch, triton, transformers, CuPy, grpcio, protobuf and numpy; weights are made up. Parts:
+Runs from a checkout with torch, triton, transformers, CuPy, grpcio, protobuf and numpy; weights are random. Parts:
   device        what is installed; bandwidth of a device copy and rates of matrix products, which all shares refer to
   llama-bf16    Llama-3.1-8B's shape: decode through graphs, one step ahead, at every batch and context; then prefill
   llama-fp8     the same with fp8 weights
@@ -10,11 +10,11 @@ From a bare checkout with torch, triton, transformers, CuPy, grpcio, protobuf an
   transfers     cuda_ipc and nccl between two processes, 1 MiB to 1 GiB; a decode step while they land
   serving       a prefill and a decode worker process on the one GPU: times, and the text against transformers'
   transformers  beside it: the Llama shape, static cache
-Each part runs in a process of its own, so that none can take another down, and adds every row to DIR/benchmark.jsonl
-when it has it; DIR/table.md has all of them, the bars with met or missed among them. A part that is over its time is
-killed and keeps what it had; one that no time is left for says so. Exit code 1 where a part failed; missed bars are
-figures, not failures. --rehearse runs the same lines on a CPU in one process, with tiny models, Triton's interpreter
-and stand-ins for devices.
+Each part runs in its own process, so a crash does not affect the others. It appends each row to DIR/benchmark.jsonl at
+once; DIR/table.md shows all rows, and for each bar whether it is met. A part that exceeds its time is killed and keeps
+its rows; a part for which no time is left is reported as skipped. The exit code is 1 if a part failed; a missed bar is
+not a failure. --rehearse runs the same code on a CPU in one process, with tiny models, Triton's interpreter and
+stand-ins for devices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Part:
     most_s: float
 
 
-PARTS: Final = (  # what matters most comes first: whatever is left of the budget is the last one's
+PARTS: Final = (  # the most important first: the last part gets what is left of the budget
     Part("device", 40.0),
     Part("llama-bf16", 130.0),
     Part("transfers", 150.0),
@@ -48,7 +48,7 @@ PARTS: Final = (  # what matters most comes first: whatever is left of the budge
     Part("transformers", 60.0),
 )
 BUDGET_S: Final = 520.0
-_LEAST_S: Final = 15.0  # a part is not begun with less
+_LEAST_S: Final = 15.0  # a part is not started with less time
 
 
 def main() -> int:
@@ -77,7 +77,7 @@ def main() -> int:
         left_s = min(part.most_s, ends_s - time.monotonic())
         began_s = time.monotonic()
         print(f"\n# {part.name}, at most {max(0.0, left_s):.0f} s", flush=True)
-        append(flags.out / FILE, part.name, title="", columns=["what"])  # what an earlier run had is gone
+        append(flags.out / FILE, part.name, title="", columns=["what"])  # removes the rows of an earlier run
         if left_s < _LEAST_S:
             note(flags.out, part.name, TimeoutError(f"SKIPPED: {left_s:.0f} s were left for it"))
         elif flags.rehearse:
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def has_cuda() -> bool:
-    """Asked in another process: a CUDA context of this one would hold memory that the parts need."""
+    """Asks another process: a CUDA context in this one would hold memory that the parts need."""
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -100,7 +100,7 @@ def has_cuda() -> bool:
 def in_process(name: str, out: Path, seconds: float, command: list[str] | None = None) -> None:
     command = command or stages.module("benchmarks.gpu", "--part", name, "--out", str(out))
     code = stages.run(command, seconds, lambda line: print(line, flush=True))
-    if code == stages.OVER_TIME:  # noted once nobody else writes there
+    if code == stages.OVER_TIME:  # noted when the part's process writes no longer
         note(out, name, TimeoutError(f"ended after {seconds:.0f} s"))
     elif code:
         note(out, name, RuntimeError(f"the part's process ended with {stages.why(code)}"))
@@ -114,7 +114,7 @@ def guarded(name: str, out: Path, run: Callable[[], None]) -> None:
 
 
 def note(out: Path, name: str, error: Exception) -> None:
-    """Adds an error to what the part has left."""
+    """Adds an error to the findings of the part."""
     print(f"# {told(name, error)}", flush=True)
     append(out / FILE, name, error=told(name, error))
 
@@ -140,7 +140,7 @@ def run_part(name: str, out: Path, *, is_rehearsal: bool) -> None:
         setting = full(CudaClock(), torch.cuda.mem_get_info()[0])
     from benchmarks.gpu import parts
 
-    def transfers() -> None:  # these two need grpcio and protobuf, and the others shall not
+    def transfers() -> None:  # these two need grpcio and protobuf; the others must not
         from benchmarks.gpu.transfers import transfers
 
         transfers(setting, out)

@@ -1,7 +1,7 @@
-"""The claims of docs/benchmarks.md that follow from arithmetic, each with it. Pure; printed by benchmarks.gpu.floor.
+"""The claims of docs/benchmarks.md that are computed, with the arithmetic. Pure; printed by benchmarks.gpu.floor.
 
-Peaks: 989.4 TFLOP/s of dense bfloat16 products and 3,350 GB/s of HBM3 (NVIDIA H100 SXM5 datasheet). What of them a
-library's kernel reaches is taken from public measurements and named beside each figure. Nothing here is measured by us.
+Peaks: 989.4 TFLOP/s of dense bfloat16 products and 3,350 GB/s of HBM3 (NVIDIA H100 SXM5 datasheet). The share
+that a library's kernel reaches comes from public measurements, named beside each figure. We measured none of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdserve.engine.gpu.splits import imbalance
 PEAK_TFLOP_S: Final = 989.4
 PRODUCT_OF_PEAK: Final = 0.80  # cuBLAS, 2,048 rows of this shape
 FLASH_TFLOP_S: Final = {"FA2": 370.0, "FA3": 600.0}  # about: arXiv 2407.08608, forward, causal, heads of 128, 4k tokens
-HOST_STEP_S: Final = 1e-3  # that the host may take for 256 rows
+HOST_STEP_S: Final = 1e-3  # time of the host for 256 rows
 LINK_GB_S: Final = 50.0
 PROMPT: Final = 4096
 MIXED: Final = (32_768, *[1024] * 127)
@@ -38,7 +38,7 @@ MIXED_BOUND: Final = 1.15
 
 
 def weight_bytes() -> float:
-    """Of the matrices that a step reads."""
+    """Bytes of the matrices that a step reads."""
     shape = LLAMA_8B
     queries, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer = shape.hidden * (2 * queries + 2 * kv + 3 * shape.mlp)
@@ -51,7 +51,7 @@ def prefill_s(tokens: int = PROMPT, flash: str = "FA2") -> dict[str, float]:
     head_bytes = 2.0 * shape.hidden * shape.vocab
     products = (weight_bytes() - head_bytes) * tokens  # two operations for each two bytes
     queries, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = 2.0 * tokens * tokens * queries * shape.num_layers  # half of a square, two products
+    attention = 2.0 * tokens * tokens * queries * shape.num_layers  # two products over half of a square
     between = tokens * shape.num_layers * (16 * shape.hidden + 4 * (queries + 2 * kv) + 6 * shape.mlp + 8 * kv)
     return {
         "products": products / (PRODUCT_OF_PEAK * PEAK_TFLOP_S * 1e12),
@@ -103,7 +103,7 @@ def claims() -> str:
 
 
 def mixed_ratio(contexts: tuple[int, ...] = MIXED) -> float:
-    """A layer's attention and merge over the time for its bytes at attention's own rate."""
+    """Time of a layer's attention and merge, divided by the time for its bytes at the rate of attention."""
     attend, merge = attention_kernels(LLAMA_8B, contexts)
     kv_bytes = 4 * sum(contexts) * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim
     return (attend.seconds(COPY_GB_S) + merge.seconds(COPY_GB_S)) / (kv_bytes / (ATTENTION_SHARE * COPY_GB_S * 1e9))

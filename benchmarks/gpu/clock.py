@@ -1,4 +1,4 @@
-"""Time on a device: events on its stream, or the host's clock in a rehearsal; and the two rates that bound others."""
+"""Times work on a device, by events on its stream or the host's clock in a rehearsal; measures two rates."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Clock(Protocol):
     device: torch.device
 
     def mark(self) -> Any:
-        """A point in what is queued."""
+        """A point in the queued work."""
         ...
 
     def between_s(self, first: Any, last: Any) -> float:
-        """After `sync`."""
+        """Valid after `sync`."""
         ...
 
     def sync(self) -> None: ...
@@ -60,7 +60,7 @@ class HostClock:
 
 
 def seconds_of(clock: Clock, run: Callable[[], object], at_once: int = 4) -> float:
-    """Of one call among some that are queued together: the median of a few samples."""
+    """Seconds of one call, from several that are queued together; the median of a few samples."""
     run()
     clock.sync()
     samples = []
@@ -75,14 +75,14 @@ def seconds_of(clock: Clock, run: Callable[[], object], at_once: int = 4) -> flo
 
 
 def copy_gb_s(clock: Clock, num_bytes: int) -> float:
-    """Of a device copy, bytes read and bytes written."""
+    """GB/s of a device copy; counts bytes read and bytes written."""
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
     return 2 * num_bytes / seconds_of(clock, lambda: target.copy_(source)) / 1e9
 
 
 def matrix_tflop_s(clock: Clock, size: int, kind: str) -> float:
-    """Of a square product: bfloat16, or fp8 rowwise with sums that are exact or fast."""
+    """TFLOP/s of a square product: bfloat16, or fp8 with row scales and exact or fast accumulation."""
     left, right = (torch.randn(size, size, device=clock.device, dtype=torch.bfloat16) for _ in range(2))
     if kind == "bfloat16":
         took_s = seconds_of(clock, lambda: left @ right.t())
@@ -107,14 +107,14 @@ def matrix_tflop_s(clock: Clock, size: int, kind: str) -> float:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What some steps have run on the device; copies between host and device not counted."""
+    """The kernels that some steps ran on the device, without copies between host and device."""
 
     seconds: float
     by_name: tuple[tuple[str, int, float], ...]  # launches and seconds, the longest first
 
 
 def kernels_of(clock: Clock, run: Callable[[], object]) -> Kernels:
-    """Of all kernels that `run` queues."""
+    """Launches and seconds of all kernels that `run` queues."""
     is_cuda = clock.device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if is_cuda else torch.profiler.ProfilerActivity.CPU
     clock.sync()

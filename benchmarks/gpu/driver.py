@@ -1,7 +1,7 @@
-"""A prefill and a decode worker process on one device, and the least router that can drive them over gRPC.
+"""A prefill and a decode worker process on one device, and a minimal router that drives them over gRPC.
 
-The product's router needs a client of Redis for its registry; here requests go from this process straight over the
-workers' Attach streams: reserve, prefill, admit, tokens.
+The product's router needs Redis for its registry. Here this process sends requests directly over the workers' Attach
+streams: reserve, prefill, admit, tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto
 from tests.support.cluster_secret import ENVIRONMENT, attach
 
-START_S: Final = 180.0  # graphs are captured and kernels compiled
+START_S: Final = 180.0  # captures graphs and compiles kernels
 REQUEST_S: Final = 90.0
 _MODULES: Final = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
 
@@ -44,7 +44,7 @@ class WorkerProcess:
         )
 
     async def address(self) -> str:
-        """HOST:PORT, once it listens."""
+        """Waits until the worker listens; HOST:PORT."""
         assert self._process.stdout is not None
         line = await asyncio.wait_for(asyncio.to_thread(self._process.stdout.readline), START_S)
         found = re.search(r"listening on (\S+:\d+)", line)
@@ -63,7 +63,7 @@ class WorkerProcess:
 
 @dataclass
 class Answer:
-    """One request's life: seconds on this process's clock."""
+    """One request: times in seconds on this process's clock."""
 
     began_s: float
     first_s: float = 0.0

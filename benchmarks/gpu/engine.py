@@ -1,4 +1,4 @@
-"""An engine with made-up weights, driven as a decode worker does it: each step is launched before the last is read."""
+"""An engine with random weights, driven as by a decode worker: each step is launched before the last one is read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WARM_STEPS = 2
 
 @final
 class TimedReplays:
-    """Marks each replay's begin and end on the device."""
+    """Marks the begin and the end of each replay on the device."""
 
     def __init__(self, inner: Replays, clock: Clock) -> None:
         self.buckets = inner.buckets
@@ -52,17 +52,17 @@ class Opened:
     capture_s: float
 
     def tables(self, num_rows: int, num_tokens: int) -> list[list[int]]:
-        """Blocks of each row; where the pool is too small rows share some, far apart, so that no cache holds them."""
+        """Blocks of each row. If the pool is too small, distant rows share blocks, so that no cache holds them."""
         per_row, size = -(-num_tokens // BLOCK_SIZE), self.engine.spec.num_blocks
         return [[(row * per_row + at) % size for at in range(per_row)] for row in range(num_rows)]
 
     def shared_kv(self, num_rows: int, num_tokens: int) -> float:
-        """Which part of the rows' blocks is also another row's."""
+        """Share of the rows' blocks that also belong to another row."""
         return max(0.0, 1 - self.engine.spec.num_blocks / (num_rows * -(-num_tokens // BLOCK_SIZE)))
 
 
 def open_model(setting: Setting, shape: str, dtype: str, parent: Path) -> Opened:
-    """Weights, a pool of what memory is left, and graphs of the batches that are measured."""
+    """Loads weights, makes a pool in the remaining memory, and captures graphs for the measured batches."""
     clock, folder = setting.clock, setting.folder(shape, parent)
     began_s = time.monotonic()
     model = read_config(folder)
@@ -116,7 +116,7 @@ class Decoded:
 
 
 class AheadRows:
-    """Rows of a batch that decode on and on; `steps` may be called again and goes on where it was."""
+    """Rows of a batch that decode continuously; another call of `steps` continues where the last one ended."""
 
     def __init__(self, opened: Opened, num_rows: int, context: int, num_steps: int) -> None:
         self._opened, self._position = opened, context - 1
@@ -169,7 +169,7 @@ def decode(opened: Opened, num_rows: int, context: int, num_steps: int) -> Decod
 
 
 def spans(opened: Opened) -> tuple[list[float], list[float]]:
-    """Seconds of each replay, and between each and the next."""
+    """Seconds of each replay, and of each gap between two replays."""
     marks, between_s = opened.replays.marks, opened.clock.between_s
     inside = [between_s(begin, end) for begin, end in marks]
     outside = [between_s(marks[at][1], marks[at + 1][0]) for at in range(len(marks) - 1)]
@@ -177,7 +177,7 @@ def spans(opened: Opened) -> tuple[list[float], list[float]]:
 
 
 def prefill_s(opened: Opened, num_tokens: int, chunk_tokens: int, repeat: int = 3) -> float:
-    """One prompt in chunks, up to its first token on the host: the median."""
+    """Median seconds of one prompt in chunks, until its first token is on the host."""
     engine, [table] = opened.engine, opened.tables(1, num_tokens + 1)
     prompt = [3 + at % 300 for at in range(num_tokens)]
 

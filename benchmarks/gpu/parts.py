@@ -25,9 +25,15 @@ from pdserve.engine.config import read_config
 
 LLAMA = "llama-3.1-8b"
 NAMED_ROWS = (1, 128)
-_TELLING = ("CUDA", "NCCL", "PYTORCH", "TORCH", "TRITON")  # beginnings of variables that change what is measured
+_TELLING = (
+    "CUDA",
+    "NCCL",
+    "PYTORCH",
+    "TORCH",
+    "TRITON",
+)  # prefixes of environment variables that change what is measured
 _PROFILED_STEPS = 4
-_NAMED_KERNELS = 14  # the longest of a step, told one by one
+_NAMED_KERNELS = 14  # number of a step's longest kernels that are reported
 
 
 def device(setting: Setting, folder: Path) -> None:
@@ -43,7 +49,7 @@ def device(setting: Setting, folder: Path) -> None:
 
 
 def facts(setting: Setting) -> list[tuple[str, str]]:
-    """What is installed, whatever of it is: the parts say by themselves what they miss."""
+    """The installed versions; a part reports a missing package itself."""
     found = [("python", platform.python_version()), ("torch", str(torch.__version__))]
     modules = ("triton", "numpy", "transformers", "tokenizers", "safetensors", "grpc", "google.protobuf", "cupy")
     found += [(name, told(lambda name=name: importlib.import_module(name).__version__)) for name in modules]  # type: ignore[misc]
@@ -167,7 +173,7 @@ def bars(report: Report, rows: int, tokens_per_s: float, share: float) -> None:
 
 
 def peer(setting: Setting, folder: Path) -> None:
-    """transformers on the same shape, static cache, as it comes: eager, no compiler."""
+    """transformers on the same shape, with a static cache and its defaults: eager, no compiler."""
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 

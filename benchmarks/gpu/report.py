@@ -1,7 +1,7 @@
-"""What the parts of benchmarks.gpu have found: rows and bars, on disk after every one, so that a cut run keeps them.
+"""The findings of the parts of benchmarks.gpu: rows and bars. Each is written at once, so an interrupted run keeps it.
 
-One file for all parts, FOLDER/benchmark.jsonl, since only few files come back from a lent machine: each line adds to
-one part's findings, and a part's head begins them anew.
+All parts write to FOLDER/benchmark.jsonl, because few files come back from a borrowed machine. Each line adds to the
+findings of one part; a part's header line discards its earlier ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE: Final = "benchmark.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of issue 6: the figure must be at least, or at most, so much."""
+    """A bar: the figure must be at least, or at most, this bound."""
 
     name: str
     value: float
@@ -41,7 +41,7 @@ class Findings:
 
 @final
 class Report:
-    """One part's findings. The parts run one after the other, so that one process at a time writes."""
+    """The findings of one part. Parts run one after the other, so only one process writes at a time."""
 
     def __init__(self, folder: Path, part: str, title: str, columns: Sequence[str]) -> None:
         self.findings = Findings(part, title, list(columns))
@@ -74,18 +74,18 @@ def told(where: str, error: BaseException) -> str:
 
 
 def append(path: Path, part: str, **what: Any) -> None:
-    """Behind a line break, since a process that was killed may have left half a line."""
+    """Writes a line break first: a process that was killed may have left half a line."""
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" + json.dumps({"part": part, **what}))
 
 
 def read(path: Path) -> dict[str, Findings]:
-    """By part, in the order in which they began."""
+    """Findings by part, in the order in which the parts began."""
     found: dict[str, Findings] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             said = json.loads(line)
-        except ValueError:  # empty, or cut
+        except ValueError:  # empty or incomplete
             continue
         name = said["part"]
         if "title" in said:
@@ -98,7 +98,7 @@ def read(path: Path) -> dict[str, Findings]:
 
 
 def shown(value: float | int) -> str:
-    """Four digits that count."""
+    """The number with four significant digits."""
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 

@@ -70,14 +70,14 @@ def serve(
     prompts: list[list[int]],
     theirs: list[list[int]] | None,
 ) -> None:
-    """One request after the other, then some at once; the warm-up is not counted."""
+    """Sends requests one after the other, then several at once; the warm-up is not counted."""
     common: dict[str, Any] = {
         "device": setting.clock.device.type,
         "threads": 1 if setting.is_rehearsal else 8,  # which make weights up
         "speculation": "off",
         "max_batch": setting.serve_at_once,
         "max_batch_tokens": setting.chunk_tokens,
-        "is_prefix_cache_on": False,  # the second round shall be remote again
+        "is_prefix_cache_on": False,  # so that the second round is remote again
         "inbox_depth": 64,
     }
     environment = nccl_environment if flags["transport"] == "nccl" else lambda role: {}

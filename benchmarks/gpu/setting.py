@@ -1,4 +1,4 @@
-"""How large each part of benchmarks.gpu is: on a GPU, and in the rehearsal that runs the same lines on a CPU."""
+"""The size of each part of benchmarks.gpu, on a GPU and in the rehearsal on a CPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "eos_token_id": 151645,
     },
 }
-#: What a shape becomes in the rehearsal.
+#: The changes to a shape in the rehearsal.
 _SMALL: Final = {
     "vocab_size": 384,
     "hidden_size": 64,

@@ -1,7 +1,7 @@
-"""Stages of a session on a lent GPU, each in a process of its own: one that raises or hangs costs the others nothing.
+"""Runs the stages of a session on a borrowed GPU in separate processes: a crash or a hang does not affect the others.
 
-A stage is killed, with all that it started, when its time is over; what it printed until then has been told, line by
-line, so that a session that is cut off itself keeps what it has.
+When its time is over, a stage is killed with all processes that it started. Its output is passed on line by line, so a
+session that is interrupted keeps it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LET_GO_S: Final = 10.0
 
 
 def run(command: Sequence[str], seconds: float, tell: Callable[[str], None]) -> int:
-    """Its exit code: OVER_TIME where it was killed, negative for a signal. `tell` gets its lines, stderr's too."""
+    """The exit code: OVER_TIME if it was killed, negative for a signal. `tell` gets all lines, also of stderr."""
     process = subprocess.Popen(
         command,
-        process_group=0,  # what it has started ends with it
+        process_group=0,  # the processes that it started end with it
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -47,13 +47,13 @@ def run(command: Sequence[str], seconds: float, tell: Callable[[str], None]) -> 
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a driver may hold on to a dead process, and not to us
+        with suppress(subprocess.TimeoutExpired):  # a driver may keep a dead process; do not wait for it
             process.wait(LET_GO_S)
-        listener.join(LET_GO_S)  # a process that left the group may hold the pipe: its lines are its own
+        listener.join(LET_GO_S)  # a process that left the group may keep the pipe open; its lines are not needed
 
 
 def why(code: int) -> str:
-    """Empty where it ended well."""
+    """A description of the exit code; empty for success."""
     if code == OVER_TIME:
         return "over its time"
     return "" if code == 0 else f"signal {-code}" if code < 0 else f"exit code {code}"

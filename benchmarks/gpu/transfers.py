@@ -1,7 +1,7 @@
-"""Parts of benchmarks.gpu between two processes on one GPU: how fast blocks move, and what a decode step pays for it.
+"""Parts of benchmarks.gpu between two processes on one GPU: the transfer rate, and the slowdown of a decode step.
 
-Two processes without MPS take turns on a GPU, so a sender's kernels cost this process more here than they would from
-a GPU of their own: the slowdown of a decode step is an upper bound.
+Without MPS two processes take turns on a GPU. A sender's kernels so cost this process more than they would from another
+GPU: the measured slowdown of a decode step is an upper bound.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def transfers(setting: Setting, folder: Path) -> None:
         ways: list[tuple[str, CopyLimits | None]] = [(transport, None) for transport in DEVICE_TRANSPORTS]
         ways += [(transport, ONE_STREAM) for transport in ("cuda_ipc", "tcp_staged")]
         for transport, limits in ways:
-            if limits is not None:  # a pool keeps those of its first connection
+            if limits is not None:  # a pool keeps the settings of its first connection
                 pool = make_pool(memory_of(setting), num_blocks, block_bytes, seed=1)
             try:
                 one_transport(setting, report, transport, pool, floors, limits)
@@ -88,7 +88,7 @@ def one_transport(
         for size, floor_s in floors.items():
             blocks = range(size // pool.block_bytes)
             took = []
-            for _ in range(REPEAT + 1):  # the first one meets, compiles and warms
+            for _ in range(REPEAT + 1):  # the first one connects, compiles and warms up
                 outcome, error, took_s = sender.ask("send", landing.expect(blocks), 60.0)
                 if outcome != "sent":
                     raise RuntimeError(f"a transfer of {size} bytes: {outcome} {error}")
@@ -107,7 +107,7 @@ def one_transport(
 
 
 def kernel(setting: Setting, report: Report, sender: RemoteSender, pool: Any, floors: dict[int, float]) -> None:
-    """cuda_ipc's copy alone: blocks of the other process's pool into ours, without the words around it."""
+    """Only the copy of cuda_ipc, from the other process's pool into ours, without the protocol."""
     device = device_of(memory_of(setting), pool)
     source = device.open(sender.ask("export"))
     for size, floor_s in floors.items():
@@ -135,7 +135,7 @@ def while_decoding(setting: Setting, report: Report) -> None:
         opened = open_model(setting, LLAMA, "bfloat16", Path(parent))
     engine, facts = opened.engine, fingerprint_of(opened.engine.spec)
     pool: Any = engine.pool
-    if setting.is_rehearsal:  # an engine on the CPU, and what lands beside it
+    if setting.is_rehearsal:  # an engine on the CPU, with its transfers
         pool = make_pool("stand-in", engine.spec.num_blocks, engine.spec.block_bytes, seed=2)
     count = max(1, min(engine.spec.num_blocks // 4, LANDING_BYTES // pool.block_bytes))
     blocks = range(engine.spec.num_blocks - count, engine.spec.num_blocks)
@@ -207,7 +207,7 @@ class Pump:
                 self.once()
                 self.num_transfers += 1
                 self._ends.wait(max(0.0, began_s + self.num_transfers * self._pause_s - time.perf_counter()))
-        except Exception as error:  # raised where the pump is stopped
+        except Exception as error:  # raised when the pump is stopped
             self._error = error
         self.took_s = time.perf_counter() - began_s
 

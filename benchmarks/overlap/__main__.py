@@ -1,12 +1,12 @@
-"""What pushing KV while the prompt is computed is worth: `python -m benchmarks.overlap [--quick]`.
+"""Measures what sending KV during prefill saves: `python -m benchmarks.overlap [--quick]`.
 
-Real prefill and decode worker processes on the engine, one thread each, over tcp at the kernel's pace of a slow link,
-over tcp as fast as it goes, and over shm. For each prompt length the same prompt is read by a worker that sends
-everything at the end and by one that decides for itself (`--push auto`), in turns. What sending at the end took
-teaches a copy of the worker's own cost model, and that predicts what the other saves.
+Real prefill and decode worker processes with one thread each are connected over tcp limited to a slow link's rate, over
+unlimited tcp, and over shm. For each prompt length, a worker that sends everything at the end and a worker that decides
+itself (`--push auto`) prefill the same prompt in turns. The times of sending at the end are given to a copy of the
+worker's cost model, which predicts the saving of the other.
 
-    gap     first token to second, on the driver's clock: the exposed part of the transfer, and a step
-    second  the whole way to the second token: shows also what a transfer steals from the computing
+    gap     first token to second, on the driver's clock: a step, and the part of the transfer that is not hidden
+    second  time to the second token: also shows how much the transfer slows prefill
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHORT = (16, 128, 512)
 LONG = (2048, 4096, 8000)
 NUM_LAYERS = 8
 WITHIN = 0.2  # of the predicted gain
-WORSE = 0.05  # that a short prompt's second token may come later before it counts as worse: the machine's own noise
+WORSE = 0.05  # a delay of a short prompt's second token below this counts as noise of the machine
 HEAD = (
     f"{'link':<12}{'tokens':>7}{'MB':>7}  {'plan':<9}{'gap: end':>9}{'auto':>8}{'gained':>8}{'model':>8}"
     f"{'hidden':>8}  {'second: end':>11}{'auto':>8}{'ratio':>7}  bar"
@@ -66,7 +66,7 @@ class Row:
 
 
 def median(seen: Sequence[Seen]) -> Seen:
-    """Of each figure by itself."""
+    """The median of each figure."""
     first_s = statistics.median(one.first_s for one in seen)
     return Seen(
         first_s=first_s,
@@ -83,7 +83,7 @@ def median(seen: Sequence[Seen]) -> Seen:
 
 
 def learn(pairs: Pairs, seen: Sequence[Seen], num_layers: int) -> PushRule:
-    """The worker's own rule, taught by what sending at the end has shown."""
+    """The worker's cost model, trained with the times of sending at the end."""
     hello = pairs.prefill["end"].hello
     cost = CostPrior(
         prefill_base_s=hello.cost.prefill_base_s,
@@ -105,7 +105,7 @@ def learn(pairs: Pairs, seen: Sequence[Seen], num_layers: int) -> PushRule:
 def measure(link: str, pairs: Pairs, lengths: Sequence[int], rounds: int, num_layers: int) -> list[Row]:
     draw = random.Random(7)
     seen: dict[tuple[str, int], list[Seen]] = {(push, length): [] for push in pairs.prefill for length in lengths}
-    for number in range(-1, rounds):  # the first teaches the workers their link
+    for number in range(-1, rounds):  # from the first one the workers learn the link's rate
         for length in lengths:
             prompt = [draw.randrange(3, 4096) for _ in range(length)]
             order = list(pairs.prefill)[:: 1 if number % 2 else -1]

@@ -1,4 +1,4 @@
-"""What one more part of a transfer costs: the same blocks in one push and in many, both ends in this process."""
+"""Measures the cost of one more part of a transfer: the same blocks in one push and in many, in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS = 40
 
 
 def message_s(transport: str) -> float:
-    """CPU seconds of both ends for one more part; they are what a step may lose to it."""
+    """CPU seconds of both ends for one more part, which a step may lose."""
     source, landing = HostPool(NUM_BLOCKS, BLOCK_BYTES, seed=7), HostPool(NUM_BLOCKS, BLOCK_BYTES)
     facts = fingerprint(BLOCK_BYTES)
     receiver = make_receiver(

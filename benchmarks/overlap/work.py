@@ -1,4 +1,4 @@
-"""What benchmarks/overlap/ drives: real worker processes, and a router of one request at a time."""
+"""Real worker processes, and a router that sends one request at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.cluster_secret import ENVIRONMENT, ROUTER
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
-# A prompt of few operations and much KV, as with long contexts on a fast device.
+# A shape with few operations and much KV, like long contexts on a fast device.
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -47,7 +47,7 @@ SHAPE = {
 
 
 def write_shape(folder: Path) -> Path:
-    """A config alone: `--load dummy` makes its weights up."""
+    """Writes only a config; `--load dummy` makes random weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPE))
     return folder
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One request, on the driver's clock from its Prefill on."""
+    """One request: seconds on the driver's clock since its Prefill message."""
 
     first_s: float
     second_s: float
@@ -105,7 +105,7 @@ class Worker:
         self._outbox.put(worker_pb2.AttachRequest(**message))
 
     def plans(self) -> Counter[str]:
-        """How many prompts' KV left by each plan so far."""
+        """Number of prompts whose KV was sent by each plan so far."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=WAIT_S) as answer:
             lines = answer.read().decode().splitlines()
         found = [line for line in lines if line.startswith("pdserve_kv_pushes_total{")]
@@ -132,7 +132,7 @@ class Worker:
 
 
 class Pairs:
-    """One decode worker, and a prefill worker for each way to push."""
+    """One decode worker, and a prefill worker for each push setting."""
 
     def __init__(self, model: Path, transport: str, bytes_per_s: float, pushes: Sequence[str], flags: Sequence[str]):
         common = ["--model", str(model), "--load", "dummy", "--threads", "1", "--transport", transport, *flags]
@@ -158,7 +158,7 @@ class Pairs:
             worker.close()
 
     def ask(self, push: str, prompt: Sequence[int], max_tokens: int = 2) -> Seen:
-        """One request to its end, everything released; nothing else runs meanwhile."""
+        """Runs one request until all its blocks are free; nothing else runs at that time."""
         self._number += 1
         name = f"r{self._number}"
         sampling = sampling_to_proto(Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))

@@ -1,6 +1,6 @@
-"""A worker process whose tcp sends are paced by the kernel: `python -m benchmarks.overlap.worker ROLE BYTES_PER_S ...`.
+"""A worker process whose tcp rate is limited by the kernel: `python -m benchmarks.overlap.worker ROLE BYTES_PER_S ...`.
 
-The flags behind are those of the role's own program. 0: not paced.
+Further flags are those of the role's program. 0 means no limit.
 """
 
 from __future__ import annotations
