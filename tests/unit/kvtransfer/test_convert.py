@@ -152,9 +152,9 @@ def test_what_lands_is_what_was_computed(case: Case) -> None:
         senders.append((shape, blocks, memory))
     for rank in range(target.tp_degree):
         shape = replace(target, tp_rank=rank)
-        target = order.sample(range(num_targets + 5), num_targets)
+        landing = order.sample(range(num_targets + 5), num_targets)
         memory = bytearray([DIRT]) * ((num_targets + 5) * shape.block_bytes)
-        granted = target[case.held :]
+        granted = landing[case.held :]
         for sender, blocks, sent in senders:
             shard = shard_of(sender, shape)
             if shard is None:
@@ -182,20 +182,20 @@ def test_what_lands_is_what_was_computed(case: Case) -> None:
         first = case.held * shape.block_size
         heads = slice(shape.first_head, shape.first_head + shape.num_heads)
         stored = read_all(senders, case.num_tokens)[first:, :, :, heads]
-        seen = read(shape, memory, target, case.num_tokens)[first:]
+        seen = read(shape, memory, landing, case.num_tokens)[first:]
         if loss == Loss():
             np.testing.assert_array_equal(seen, stored)
         assert within(seen, stored, loss)
         if source.dtype == "float32" and case.held == 0:
             expected = bytearray(memory)
-            write(shape, expected, target, dense)
+            write(shape, expected, landing, dense)
             assert memory == expected, "bit for bit what the target's engine stores"
         for block in set(range(num_targets + 5)) - set(granted):
             whole = memory[block * shape.block_bytes : (block + 1) * shape.block_bytes]
             assert whole == bytearray([DIRT]) * shape.block_bytes, "a block outside the grant was touched"
         behind = -case.num_tokens % shape.block_size
         if behind:
-            tail = read(shape, memory, target, case.num_tokens + behind)[case.num_tokens :]
+            tail = read(shape, memory, landing, case.num_tokens + behind)[case.num_tokens :]
             assert not tail.any(), "behind the end of the sequence there are zeros"
 
 
