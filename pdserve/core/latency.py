@@ -135,7 +135,7 @@ class CostModel:
         weights_s, per_row, per_context_token = self.decode_coefficients
         rows_s = min(per_row * rows + per_context_token * context_tokens, LONGEST_S)
         attention_s = min(per_token_context * prefill_token_context, LONGEST_S)
-        # A step that took longer than reading the weights was limited by arithmetic, whatever was predicted.
+        # A step that took longer than reading the weights was limited by arithmetic, despite any prediction.
         hides = base + per_token * prefill_tokens < weights_s
         if hides and step_s - rows_s - attention_s <= HIDDEN_SHARE * weights_s:
             return self._decode.observe((1.0, rows, context_tokens), step_s, known_s=attention_s)

@@ -1,4 +1,4 @@
-"""The value of KV memory, and the longest step with prompt chunks that is worth it, whatever the targets. Pure.
+"""The value of KV memory, and the longest step with prompt chunks that is worth it, independent of the targets. Pure.
 
 A step reads the weights once, so longer steps compute more prompt tokens per second. But an answer of n tokens holds
 its KV for n steps, and held memory cannot keep prefixes for later requests. Let steps take s seconds, w of them for the

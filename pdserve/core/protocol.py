@@ -17,7 +17,7 @@ from typing import Final
 from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
 from pdserve.core.types import FinishReason, TokenOut
 
-RETRY_AFTER_S: Final = 0.05  # retry time after a worker declined: about the time in which a batch ends
+RETRY_AFTER_S: Final = 0.05  # retry time after a worker declined: about the time until a batch ends
 
 
 class _AboutAttempt:
@@ -68,7 +68,7 @@ class Prefill(_AboutAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit(_AboutAttempt):
-    """To a decode worker: the prefill worker's token, from which it goes on."""
+    """To a decode worker: the prefill worker's first token, after which decode begins."""
 
     key: AttemptKey
     first_token_id: int

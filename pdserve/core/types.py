@@ -149,7 +149,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestAttributes:
-    """What a client says about a request beside prompt, sampling and targets.
+    """The properties of a request beside prompt, sampling and targets.
 
     Router, recording and workers carry it unchanged. A field has the same name in GenerateRequest and in the workers'
     Sequence, and an attribute of their spans and logs (pdserve/telemetry/names.py). Raises InvalidRequest.

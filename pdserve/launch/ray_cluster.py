@@ -62,7 +62,7 @@ _LOOPBACK: Final = re.compile(r"unix:|rediss?://(.*@)?(127\.|localhost|\[::1\])"
 
 
 class WorkerActor:
-    """One worker process under Ray. The constructor runs again at each restart; health has a thread of its own."""
+    """One worker process under Ray. The constructor runs again at each restart; health has its own thread."""
 
     def __init__(self, module: str, flags: Sequence[str], hidden: Mapping[str, str], is_on_many_hosts: bool) -> None:
         self._host: Any = None
@@ -308,7 +308,7 @@ def main(address: str, spec: str, folder: OwnedFolder | None) -> int:
             hint = f" (until the next start, Ray's logs are in {folder.path})"
         sys.stderr.write(f"error: {last_line(error)}{hint}\n")
         return 1
-    # Only now, because Ray has installed handlers of its own, which end the process.
+    # Only now, because Ray has installed its own handlers, which end the process.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     sys.stdout.write(f"ray_cluster {NAMESPACE} listening on {control}\n")

@@ -1,6 +1,6 @@
 """The launcher's view of a cluster whose workers are Ray actors: Redis, Ray's driver, the router.
 
-The driver is a process of its own, so the router continues if Ray fails. Workers have a new port after each restart,
+The driver is a separate process, so the router continues if Ray fails. Workers have a new port after each restart,
 and the router finds them through the registry in Redis.
 """
 

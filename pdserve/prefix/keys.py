@@ -33,7 +33,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def fingerprint_of(hash_seed: bytes) -> str:
-    """Short name of what makes the KV of two engines differ (WorkerHello.hash_seed)."""
+    """A short name for a hash seed (WorkerHello.hash_seed), which differs if the KV of two engines differs."""
     return hash_seed[:16].hex()
 
 

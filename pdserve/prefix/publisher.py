@@ -41,7 +41,7 @@ class CacheNotes:
         self._has_overflowed = False
 
     def take_in(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> int:
-        """Number of changes to send."""
+        """Records a change. Returns the number of changes to send."""
         with self._lock:
             for one in removed:
                 self._held.pop(one, None)
@@ -55,13 +55,13 @@ class CacheNotes:
             return len(self._notes) or int(self._has_overflowed)
 
     def begin_snapshot(self) -> None:
-        """Everything held must be sent again."""
+        """Marks everything held to be sent again, and drops the waiting changes."""
         with self._lock:
             self._notes = dict.fromkeys(self._held, True)
             self._has_overflowed = False
 
     def repeat_held(self) -> None:
-        """Everything held must be sent again, in addition to the waiting changes."""
+        """Marks everything held to be sent again, in addition to the waiting changes."""
         with self._lock:
             for one in self._held:
                 self._notes[one] = True
@@ -76,7 +76,7 @@ class CacheNotes:
 
     @property
     def has_overflowed(self) -> bool:
-        """Changes were dropped, so Redis needs a snapshot."""
+        """Whether changes were dropped, so that Redis needs a snapshot."""
         return self._has_overflowed
 
     def __len__(self) -> int:
@@ -223,7 +223,7 @@ class WorkerPublisher:
                 await asyncio.sleep(BATCH_S)
 
     async def _send_batch(self) -> bool:
-        """True if there was anything to send."""
+        """Returns True if there was anything to send."""
         if self._notes.has_overflowed:
             raise Gap("more changed than is remembered")
         if self._in_flight is None:

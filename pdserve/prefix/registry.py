@@ -130,7 +130,7 @@ class Registry:
         return found
 
     def _take(self, found: dict[str, Registration], now_s: float) -> bool:
-        """True if anything changed."""
+        """Returns True if anything changed."""
         has_changed = False
         for name in list(self._known):
             if name in found:

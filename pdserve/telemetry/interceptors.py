@@ -99,7 +99,7 @@ class TracingServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc
     @contextmanager
     def _around(self, context: Any, name: str, traceparent: str) -> Any:
         with self._tracing.span(name, traceparent, self._attributes) as span:
-            # Never reset: gRPC runs each call in a task of its own, whose context ends with it.
+            # Never reset: gRPC runs each call in its own task, whose context ends with it.
             _span.set(span)
             try:
                 yield span

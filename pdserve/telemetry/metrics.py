@@ -1,6 +1,6 @@
 """Counters, gauges and histograms of one process, served to Prometheus. Does nothing if it is off.
 
-Each process has a registry of its own, so that tests can run several in one interpreter. All metrics are declared in
+Each process has its own registry, so that tests can run several in one interpreter. All metrics are declared in
 metric_names.py.
 """
 
@@ -60,7 +60,7 @@ class Metrics:
             self._child(spec, labels).observe(value, exemplar)
 
     def serve(self, port: int, host: str = "127.0.0.1") -> int:
-        """Answers GET /metrics on a thread of its own. Returns the port; 0 selects a free one.
+        """Answers GET /metrics on its own thread. Returns the port; 0 selects a free one.
 
         Raises ConfigError if the port is in use.
         """

@@ -1,4 +1,4 @@
-"""Runs one role program in this process: a gRPC server on a thread of its own, the engine thread, the watchdog.
+"""Runs one role program in this process: a gRPC server on its own thread, the engine thread, the watchdog.
 
     gRPC thread                          engine thread
     Attach streams -- messages -->  inbox -> program -> engine
