@@ -1,7 +1,7 @@
-"""Stores why recent requests were placed where they were, and the results, in bounded memory. Pure.
+"""Explanations of recent placements, in bounded memory. Pure.
 
-An explanation contains the last decision that placed or rejected a request, with its predictions. Measurements are
-added when the request ends; for a running request, `live` adds what is known so far.
+An explanation contains the last decision that placed or rejected a request, with its predictions. When the request
+ends, `ended` adds the measured TTFT and TPOT. For a running request, `live` adds those measured so far.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Explanation:
     tenant: str = ""
     priority: int = 0
     prompt_tokens: int = 0
-    attempt: int = 0  # number of the attempt that the decision began; 0: none
-    is_resumed: bool = False  # the client already had tokens, so the predicted TTFT is not comparable
-    stage: str = ""  # empty once it has ended
-    outcome: Outcome | None = None  # once it has ended
+    attempt: int = 0  # number of the attempt that the decision started; 0: none
+    is_resumed: bool = False  # the client already had tokens, so predicted and measured TTFT are not comparable
+    stage: str = ""  # empty after the request has ended
+    outcome: Outcome | None = None  # None until the request ends
     ended_because: str = ""  # if the answer is incomplete
     retry_after_s: float | None = None  # retry time that the client received
     actual_ttft_s: float | None = None  # from arrival
@@ -59,8 +59,8 @@ class Explanations:
     def ended(
         self, request: Request, outcome: Outcome, now_s: float, *, why: str = "", retry_after_s: float | None = None
     ) -> None:
-        """`why` the answer is incomplete; empty if it is complete. For a request without a decision it is the
-        reason."""
+        """`why`: the reason for an incomplete answer. If the policy made no decision about the request, it is also shown
+        as the reason of the decision."""
         if request.request_id not in self._kept:
             choice = Choice.REJECT if outcome is Outcome.REJECTED else Choice.WAIT
             self.note(request, Decision(choice=choice, reason=why or NEVER_PLACED), now_s)
@@ -71,18 +71,18 @@ class Explanations:
             _measure(found, request)
 
     def last(self, request_id: str) -> Explanation | None:
-        """The stored explanation; None if it is not among the last ones."""
+        """The stored explanation; None if it was dropped."""
         return self._kept.get(request_id)
 
     def forget(self, request_id: str) -> None:
-        """A new request has that id."""
+        """A new request uses the id again."""
         self._kept.pop(request_id, None)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def live(self, request: Request, now_s: float) -> Explanation:
-        """Of a request that has not ended."""
+        """The explanation of a request that has not ended."""
         found = self._kept.get(request.request_id)
         if found is None:
             reason = f"queued for {now_s - request.queued_s:.3f} s"

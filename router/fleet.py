@@ -1,4 +1,4 @@
-"""All workers that the router knows, and the links between them. Pure."""
+"""The workers that the router knows, and the measured links between them. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Fleet:
         self.views: dict[str, WorkerView] = {}
         self.has_known_decode = False
         self._usable: tuple[list[WorkerView], list[WorkerView]] | None = None  # cached until something changes
-        self._usable_until_s = 0.0  # when the first of them will exceed the silence limit
+        self._usable_until_s = 0.0  # when the first of them exceeds the silence limit, unless it sends a message before
         self._links: OrderedDict[tuple[str, str], LinkModel] = OrderedDict()
         self._any_link = LinkModel()  # model of an unmeasured pair
 
@@ -42,12 +42,12 @@ class Fleet:
         return view if view is not None and view.is_connected else None
 
     def is_usable(self, view: WorkerView, now_s: float) -> bool:
-        """May be given new work."""
+        """Whether the worker may get new requests."""
         return view.is_connected and view.heard_s > now_s - self.silence_s and not view.is_draining
 
     def usable(self, now_s: float) -> tuple[list[WorkerView], list[WorkerView]]:
-        """The prefill workers and the decode workers that may be given new work. Must not be changed, because they are
-        cached."""
+        """The prefill workers and the decode workers that may get new requests. Callers must not change the lists, which
+        are cached."""
         kept = self._usable
         if kept is None or now_s >= self._usable_until_s:
             able = [view for view in self.views.values() if self.is_usable(view, now_s)]
@@ -57,7 +57,7 @@ class Fleet:
         return kept
 
     def changed(self) -> None:
-        """A worker connected, disconnected, drains, or is no longer silent."""
+        """Drops the cached lists: a worker connected, disconnected, drains, or is no longer silent."""
         self._usable = None
 
     def heard(self, view: WorkerView, now_s: float) -> None:
@@ -69,7 +69,9 @@ class Fleet:
         kept = self._usable
         if kept is not None and now_s < self._usable_until_s:
             able = {view.worker_id for view in self.views.values() if self.is_usable(view, now_s)}
-            assert {view.worker_id for role in kept for view in role} == able, "who is usable is out of date"
+            assert {view.worker_id for role in kept for view in role} == able, (
+                "the cached usable workers are out of date"
+            )
 
     def key(self, worker_id: str) -> tuple[str, str]:
         """Identifies a worker's current incarnation, so that a restarted worker starts without history."""
@@ -80,7 +82,8 @@ class Fleet:
         return self._links.get((prefill_worker, decode_worker), self._any_link)
 
     def measured(self, prefill_worker: str, decode_worker: str, num_bytes: int, busy_s: float) -> None:
-        """A transfer of `num_bytes` kept the pair's link busy for `busy_s`, without waits for the prefill."""
+        """Learns from a transfer of `num_bytes`. `busy_s` excludes the time in which the transfer waited for the
+        prefill."""
         pair = (prefill_worker, decode_worker)
         link = self._links.get(pair)
         if link is None:
@@ -92,7 +95,7 @@ class Fleet:
         self._links.move_to_end(pair)
 
     def excuse_silence(self, gap_s: float) -> None:
-        """The router itself was suspended for `gap_s`, in which no worker counts as silent."""
+        """The router itself was suspended for `gap_s`, so this time does not count as silence of the workers."""
         self.changed()
         for view in self.views.values():
             view.heard_s += gap_s

@@ -58,7 +58,7 @@ from router.policy.interface import Decision
 from router.request import Request
 from router.settings import RouterSettings
 from router.snapshot import Topology, take_snapshot
-from router.transitions import Disconnect, Expire, Finish, Reject, Step, carry_out
+from router.transitions import CARRY_OUT, Disconnect, Expire, Finish, Reject, Step
 
 SHORTEST_WAKE_S: Final = 0.001  # lower limit of the time to WakeAt
 
@@ -73,10 +73,10 @@ class RouterState:
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Handles one event and returns the commands to carry out, in order. `now_s` is from any monotonic clock."""
         cluster = self._cluster
-        commands = carry_out(cluster, self._due(now_s))
-        commands += carry_out(cluster, _HANDLERS[type(event)](cluster, event))
+        commands = _carry_out(cluster, self._due(now_s))
+        commands += _carry_out(cluster, _HANDLERS[type(event)](cluster, event))
         newcomer = cluster.requests.get(event.request_id) if isinstance(event, RequestArrived) else None
-        commands += carry_out(cluster, placing.place(cluster, newcomer))
+        commands += _carry_out(cluster, placing.place(cluster, newcomer))
         commands += self._set_alarm()
         return commands
 
@@ -172,6 +172,18 @@ class RouterState:
                 timers.wake_at_s = at_s
                 return (WakeAt(at_s=at_s),)
         return ()
+
+
+def _carry_out(cluster: ClusterState, steps: Iterable[Step]) -> list[Command]:
+    """Carries out transitions, each before the next step is taken, and returns all commands in order."""
+    commands: list[Command] = []
+    for step in steps:
+        carry_out = CARRY_OUT.get(type(step))
+        if carry_out is None:
+            commands.append(step)  # type: ignore[arg-type]  # the other steps are commands
+        else:
+            commands += carry_out(cluster, step)
+    return commands
 
 
 def _is_due(at_s: float | None, now_s: float) -> bool:

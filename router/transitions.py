@@ -1,7 +1,7 @@
 """Carries out the ends of requests and of their attempts. Pure.
 
-Handlers return what happened to a request, as one of the classes below; `carry_out` does all of what follows from it
-and returns the commands. The client gets exactly one last message. After it, a request only waits until no worker holds
+Handlers return what happened to a request, as one of the classes below. CARRY_OUT has the function that does all of
+what follows from it. The client gets exactly one last message. After it, a request only waits until no worker holds
 memory for it.
 
 A lost attempt is cancelled on every connected worker that holds memory of it. The next attempt recomputes the prompt
@@ -11,7 +11,7 @@ difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from enum import Enum
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -103,18 +103,6 @@ Step = Command | Transition  # what a handler wants done
 _Result = TypeVar("_Result")
 #: Steps of a function that goes on only after each of them was carried out, and returns a result.
 Steps = Generator[Step, None, _Result]
-
-
-def carry_out(cluster: ClusterState, steps: Iterable[Step]) -> list[Command]:
-    """Carries out transitions, each before the next step is taken, and returns all commands in order."""
-    commands: list[Command] = []
-    for step in steps:
-        follow = _FOLLOW.get(type(step))
-        if follow is None:
-            commands.append(step)  # type: ignore[arg-type]  # the other steps are commands
-        else:
-            commands += follow(cluster, step)
-    return commands
 
 
 def _finish(cluster: ClusterState, end: Finish) -> list[Command]:
@@ -266,7 +254,8 @@ def _end(
     return commands
 
 
-_FOLLOW: Final[Mapping[type, Callable[[ClusterState, Any], list[Command]]]] = {
+#: Does all of what follows from a transition, and returns the commands.
+CARRY_OUT: Final[Mapping[type, Callable[[ClusterState, Any], list[Command]]]] = {
     Finish: _finish,
     Disconnect: _disconnect,
     Expire: _expire,

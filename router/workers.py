@@ -20,9 +20,9 @@ from pdserve.core.proof import Identity
 from pdserve.core.types import Role
 from pdserve.prefix.index import PrefixIndex
 from pdserve.v1 import worker_pb2
-from pdserve.wire.protocol import decode_response
-from router import messages
-from router.events import Event, WorkerForgotten, WorkerLost
+from pdserve.wire.codec import Codec
+from pdserve.wire.protocol import COST, FINGERPRINT, decode_response
+from router.events import Event, WorkerConnected, WorkerForgotten, WorkerLost
 from router.links import KvLinks
 from router.model import ModelFacts, difference, facts_of
 from router.session import SILENCE_S, WorkerSession
@@ -30,6 +30,13 @@ from router.session import SILENCE_S, WorkerSession
 log = logging.getLogger(__name__)
 
 MAX_WORKERS: Final = 4096
+_HELLO: Final = Codec(
+    WorkerConnected,
+    worker_pb2.WorkerHello,
+    nested=(COST,),
+    given=("endpoint", "block_bytes"),
+    ignored=("model", "fingerprint", "vocab_size", "eos_token_ids", "hash_seed", "reads_batches"),
+)
 
 
 @final
@@ -118,7 +125,9 @@ class Workers:
             self._complain(session.endpoint, complaint, hello.worker_id)
             return complaint
         self._complaints.pop(session.endpoint, None)
-        event = messages.connected(hello, session.endpoint)
+        fingerprint = FINGERPRINT.decode(hello.fingerprint)
+        block_bytes = fingerprint.block_bytes * fingerprint.shape.tp_degree
+        event = _HELLO.decode(hello, endpoint=session.endpoint, block_bytes=block_bytes)
         former = self._attached.get(hello.worker_id)
         if former is not None:  # its successor has connected before the end of its own stream
             self._lose(former, "another incarnation came")
