@@ -59,8 +59,8 @@ class Explanations:
     def ended(
         self, request: Request, outcome: Outcome, now_s: float, *, why: str = "", retry_after_s: float | None = None
     ) -> None:
-        """`why`: the reason for an incomplete answer. If the policy made no decision about the request, it is also shown
-        as the reason of the decision."""
+        """`why`: the reason for an incomplete answer. If the policy made no decision about the request, it also becomes
+        the reason of the decision."""
         if request.request_id not in self._kept:
             choice = Choice.REJECT if outcome is Outcome.REJECTED else Choice.WAIT
             self.note(request, Decision(choice=choice, reason=why or NEVER_PLACED), now_s)

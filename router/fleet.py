@@ -46,8 +46,8 @@ class Fleet:
         return view.is_connected and view.heard_s > now_s - self.silence_s and not view.is_draining
 
     def usable(self, now_s: float) -> tuple[list[WorkerView], list[WorkerView]]:
-        """The prefill workers and the decode workers that may get new requests. Callers must not change the lists, which
-        are cached."""
+        """The prefill workers and the decode workers that may get new requests. The lists are cached, so callers must
+        not change them."""
         kept = self._usable
         if kept is None or now_s >= self._usable_until_s:
             able = [view for view in self.views.values() if self.is_usable(view, now_s)]
@@ -69,9 +69,7 @@ class Fleet:
         kept = self._usable
         if kept is not None and now_s < self._usable_until_s:
             able = {view.worker_id for view in self.views.values() if self.is_usable(view, now_s)}
-            assert {view.worker_id for role in kept for view in role} == able, (
-                "the cached usable workers are out of date"
-            )
+            assert {view.worker_id for role in kept for view in role} == able, "the cached workers are out of date"
 
     def key(self, worker_id: str) -> tuple[str, str]:
         """Identifies a worker's current incarnation, so that a restarted worker starts without history."""
