@@ -38,9 +38,9 @@ def test_the_tables_show_shares_of_the_bound() -> None:
         "peak_rps": 10.0,
         "met_rps": 8.0,
         "bound_rps": 10.0,
-        "refused": 0,
-        "refused_within_10ms": 0,
-        "refusal_s": {},
+        "rejected": 0,
+        "rejected_within_10ms": 0,
+        "rejection_s": {},
         "retry_after_s": {},
     }
     lines = {

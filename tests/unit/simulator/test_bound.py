@@ -117,8 +117,8 @@ def test_looser_targets_never_lower_it(trace: Listed, config: SimConfig, ttft: f
 def test_a_lost_worker_never_raises_it(trace: Listed, config: SimConfig) -> None:
     loss = WorkerFault(at_s=0.1, worker_id="d0", kind=WorkerFaultKind.DIE)
     worse = replace(config, faults=(*config.faults, loss))
-    disturbed = config if config.faults else replace(config, faults=(replace(loss, at_s=1e6),))
-    assert upper_bound(trace, worse).most <= upper_bound(trace, disturbed).most
+    faulty = config if config.faults else replace(config, faults=(replace(loss, at_s=1e6),))
+    assert upper_bound(trace, worse).most <= upper_bound(trace, faulty).most
 
 
 def best_order(jobs: list[Job]) -> int:
@@ -214,7 +214,7 @@ def test_memory_for_answers() -> None:
 
 
 @pytest.mark.parametrize("kind", list(WorkerFaultKind))
-def test_a_disturbed_worker_computes_less(kind: WorkerFaultKind) -> None:
+def test_a_faulty_worker_computes_less(kind: WorkerFaultKind) -> None:
     config = alone(slo=Slo(ttft_s=1.05, tpot_s=1.0))
     trace = Listed([asked(0.0, 1000, 1) for _ in range(20)])
     whole = upper_bound(trace, config).most
