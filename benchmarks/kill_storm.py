@@ -3,9 +3,9 @@
     python -m benchmarks.kill_storm --requests 1000 --every 5 --seed 1
 
 Two clusters of two prefill and two decode workers serve the same requests of the bundled model, half of them greedy and
-half sampled with a seed: the first in peace, the second while the worker of a random request gets SIGKILL every few
-seconds (its supervisor starts it again). Ends with status 1 where a finished answer differs by one token, where an
-unfinished one has no typed error or had streamed a wrong token, or where the cluster does not come to rest.
+half sampled with a seed. The first cluster is undisturbed; in the second, the worker of a random request gets SIGKILL
+every few seconds, and its supervisor restarts it. The exit status is 1 if a finished answer differs by one token, if an
+unfinished one has no typed error or streamed a wrong token, or if the cluster does not become idle.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pdserve.launch.running import Running
 WORKERS: Final = ("p0", "p1", "d0", "d1")
 FLAGS: Final = (
     *("--prefill", "2", "--decode", "2"),
-    # The same bits whatever shares a step, so that two runs can be compared at all.
+    # Deterministic mode: answers do not depend on the batch, so two runs can be compared.
     *("--set", "worker.deterministic=true"),
-    # A cluster with half of its workers gone is slow: nothing is refused for that.
+    # A cluster without half of its workers is slow; no request is rejected for that.
     *("--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"),
 )
 WORKER: Final = r"\b[pd][01]\b"
@@ -50,10 +50,10 @@ class Request:
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What a client has seen."""
+    """What a client received."""
 
     tokens: list[int] = field(default_factory=list)
-    attempts: int = 0  # placements, of a finished one
+    attempts: int = 0  # placements of a finished request
     error: BaseException | None = None
     took_s: float = 0.0
 
@@ -104,7 +104,7 @@ async def serve(
                 async for piece in stream:
                     answer.tokens.extend(piece.token_ids)
                 answer.attempts = stream.completion.timings.attempts
-            except Exception as error:  # judged later: only a PdserveError is an answer
+            except Exception as error:  # judged later: only a PdserveError is a correct end
                 answer.error = error
             running.discard(request_id)
             answer.took_s = time.monotonic() - began_s
@@ -141,7 +141,7 @@ class Killer:
         for request_id in self._draw.sample(sorted(self._running), len(self._running)):
             try:
                 found = await client.explain(request_id)
-            except PdserveError:  # it is still on its way to the router
+            except PdserveError:  # the router has not received it yet
                 continue
             if found.chosen is None or request_id not in self._running:
                 continue
@@ -219,7 +219,7 @@ def in_storm(
         finally:
             ended = killing.cancel()
         if not ended:
-            killing.result()  # the reason why it killed no more
+            killing.result()  # the reason why it stopped killing
         return answers, killer.kills, time.monotonic() - began_s, await wait_until_idle(cluster.target)
 
     with Running.start(*flags, env=ENVIRONMENT) as cluster:

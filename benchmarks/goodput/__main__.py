@@ -5,16 +5,16 @@ r"""Goodput of real clusters on this machine: our policy against round-robin and
     python -m benchmarks.goodput --only goodput,colocated --rates 4,8,12 --seeds 1,2,3 --seconds 30
 
 Open loop: Poisson arrivals, short and long prompts mixed, every prompt different. Attainment is joint: a request counts
-when its whole answer came, TTFT and TPOT both kept on the client's clock; rejected and failed ones are misses. Goodput
-is the highest rate at which 90 % are kept, read off between two rates by a straight line. For each seed every
-contender gets a fresh cluster in turn, so that what the machine does meanwhile falls on all of them.
+if its whole answer came and met both its TTFT and its TPOT target on the client's clock; rejected and failed requests
+are misses. Goodput is the highest rate with 90 % attainment, interpolated between two rates. For each seed, each policy
+gets a fresh cluster in turn, so that other load of the machine affects all of them.
 
 Error is the median of |predicted - actual| / actual over requests that came `--settle` seconds after the cluster's
-first, from the router's explanations. Floor is the same of one request that is repeated on the idle cluster, against
-the median of its repeats: nobody's error is less. Simulated is the recorded run of the contender in the simulator:
-equal requests, the costs that its router learnt. Client, router and workers share this machine's cores: where single
-batches are further off their fitted cost than the bars, the machine is what cannot be foretold. Steps that only sleep
-tell:
+first, from the router's explanations. Floor is the same error of one request that is repeated on the idle cluster,
+against the median of its repeats; no prediction can be better. Simulated is the recorded run in the simulator, with the
+same requests and the costs that its router learned. Client, router and workers share this machine's cores. If single
+batches differ from their fitted cost by more than the bars, the machine is unpredictable. Steps that only sleep show
+whether it is:
 
     python -m benchmarks.goodput --model toy --set worker.toy_step_s=0.012 --set worker.kv_blocks=4000 \
         --set worker.max_context_tokens=2048
@@ -184,7 +184,7 @@ def _bar(what: str, seen: float, bar: float) -> str:
 
 
 def _goodput(rates: Sequence[float], cells: Sequence[Cell], shares: Sequence[float]) -> float:
-    """Of the means over seeds."""
+    """Goodput of the means over seeds."""
     means = []
     for rate in rates:
         at_rate = [share for cell, share in zip(cells, shares, strict=True) if cell.rate_rps == rate]
@@ -231,7 +231,7 @@ def _numbers(text: str, flag: str) -> list[float]:
 
 
 class Progress:
-    """One line on stderr: a bar and what runs."""
+    """One line on stderr: a progress bar and the current run."""
 
     def __init__(self, total: int) -> None:
         self._done, self._total = 0, total

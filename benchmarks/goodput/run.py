@@ -1,7 +1,7 @@
 """One contender of the goodput benchmark: a real cluster on this machine under an open loop at one rate after another.
 
-A request has kept its promises when its whole answer came, its first token within the TTFT, and the rest within the
-TPOT on average, all on the client's clock. Refused, failed and cut answers have not.
+A request meets its targets if its whole answer came, its first token within the TTFT target, and the others within the
+TPOT target on average, on the client's clock. Rejected, failed and incomplete answers do not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHORT_PROMPTS = (24, 160)  # tokens, evenly sampled
 LONG_PROMPTS = (400, 1000)
 LONG_SHARE = 0.25
 ANSWERS = (16, 64)
-PATIENCE_S = 60.0  # of the client, for a whole answer
+PATIENCE_S = 60.0  # the client's timeout for a whole answer
 REPEATED = ((92, 40), (700, 40))  # prompt and answer of the requests that are repeated on the idle cluster
 REPEATS = 24
 
@@ -53,9 +53,9 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What the client saw of it."""
+    """What the client measured."""
 
-    outcome: str  # served, or the status code that ended it
+    outcome: str  # served, or the status code of the error
     tokens: int = 0
     ttft_s: float = float("inf")
     tpot_s: float = float("inf")
@@ -64,7 +64,7 @@ class Seen:
 @dataclass(frozen=True, slots=True)
 class Floor:
     """How far the same request, repeated on the idle cluster, is from its own median: |seconds - median| / median of
-    each. Whoever foretells that median has this error, and nobody has less."""
+    each. A prediction of that median has this error; none can have less."""
 
     ttft: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
@@ -78,12 +78,14 @@ class Cell:
     rate_rps: float
     seed: int
     rows: list[Seen]
-    late_start_s: float  # worst delay of a send: the client's own saturation
+    late_start_s: float  # longest delay of a send, which shows whether the client is saturated
     ttft_errors: list[float] = field(default_factory=list)  # |predicted - actual| / actual, as the router explains
     tpot_errors: list[float] = field(default_factory=list)
     floor: Floor = Floor()
-    batch_errors: dict[str, float] = field(default_factory=dict)  # of each worker's fitted cost, over the whole run
-    simulated: list[bool] = field(default_factory=list)  # promises kept, of the same requests in the simulator
+    batch_errors: dict[str, float] = field(
+        default_factory=dict
+    )  # error of each worker's fitted cost over the whole run
+    simulated: list[bool] = field(default_factory=list)  # attainment of the same requests in the simulator
 
     def kept(self, slo: Slo) -> float:
         return sum(row.ttft_s <= slo.ttft_s and row.tpot_s <= slo.tpot_s for row in self.rows) / len(self.rows)
@@ -112,19 +114,19 @@ def plan(rate_rps: float, seconds: float, seed: int, name: str) -> list[Planned]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What each contender runs."""
+    """The load that each policy gets."""
 
     model: str
     rates: Sequence[float]
     seconds: float
     warm_s: float
-    settle_s: float  # predictions count only of requests that come so long after the first
+    settle_s: float  # predictions count only for requests that arrive so long after the first
     slo: Slo
     sets: Sequence[str] = ()
 
 
 def run(contender: Contender, course: Course, seed: int, record: Path | None, told: Callable[[Cell], None]) -> None:
-    """Starts the cluster, warms it, runs the rates upwards; calls `told` after each."""
+    """Starts the cluster, warms it up, and runs the rates in ascending order; calls `told` after each."""
     record_flags = () if record is None else ("--record", str(record))
     words = [f"router.policy={contender.policy}", "router.request_timeout_s=60", *course.sets]
     flags = ["--model", course.model, "--prefill", str(contender.prefill), "--decode", str(contender.decode)]
@@ -220,7 +222,7 @@ def _off(seconds: Sequence[float]) -> list[float]:
 
 
 async def _explain(channel: grpc.aio.Channel, planned: Sequence[Planned], cell: Cell) -> None:
-    """Adds how far off the router's predictions were. It keeps the last thousand requests."""
+    """Adds the errors of the router's predictions. The router keeps the last thousand requests."""
     stub = cluster_pb2_grpc.ClusterServiceStub(channel)
     for one in planned:
         try:
@@ -249,7 +251,7 @@ async def _until_idle(channel: grpc.aio.Channel, within_s: float = 90.0, pause_s
 
 
 def attained(rates: Sequence[float], shares: Sequence[float], target: float = 0.9) -> float:
-    """The highest rate at which `target` is kept: between two rates by a straight line, 0 where none keeps it."""
+    """The highest rate with attainment `target`, interpolated between two rates; 0 if no rate has it."""
     best = 0.0
     for (rate, share), after in _pairs(list(zip(rates, shares, strict=True))):
         if share < target:

@@ -17,7 +17,7 @@ from simulator.world import simulate
 
 
 def add_simulated(record: Path, cells: Sequence[Cell]) -> None:
-    """Tells each cell which of its requests kept their promises in a simulation of the whole recording.
+    """Adds to each cell the attainment of its requests in a simulation of the whole recording.
 
     Requests of the warm-up come first in the recording and belong to no cell.
     """
@@ -33,7 +33,7 @@ def add_simulated(record: Path, cells: Sequence[Cell]) -> None:
 
 
 def _batch_errors(record: Path) -> dict[str, float]:
-    """Median |predicted - actual| / actual of single batches: how far this machine lets anything be foretold."""
+    """Median |predicted - actual| / actual of single batches, a limit for any prediction on this machine."""
     models: dict[str, CostModel] = {}
     errors: defaultdict[str, list[float]] = defaultdict(list)
     with record.open(encoding="utf-8") as lines:

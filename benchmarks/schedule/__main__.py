@@ -1,10 +1,10 @@
 """Goodput of every policy at its best split, by simulation: `python -m benchmarks.schedule --out DIR [--jobs 2]`.
 
-Each cell of the tables is a file of one JSON line in DIR; what is there is not computed again, so a run that was cut
-goes on. `--report` prints the tables of what is there. `--only TEXT` computes the cells whose name has TEXT.
+Each cell of the tables is a file with one JSON line in DIR. Existing cells are not computed again, so an interrupted
+run continues. `--report` prints the tables of the existing cells. `--only TEXT` computes cells whose name has TEXT.
 
-Cells: goodput (trace x promise x policy: the planner's climb chooses the split on a short window, a longer one tells
-the goodput), overload (three times that rate on that split), ablation (each rule of the goodput policy off alone, on
+Cells: goodput (trace x SLO target x policy: the planner chooses the split on a short window, a longer window gives the
+goodput), overload (three times that rate on that split), ablation (each rule of the goodput policy off alone, on
 its own best split), mixed (rules that need tenants, classes or deadlines), speed (the whole Mooncake trace).
 """
 
@@ -51,7 +51,7 @@ from simulator.world import simulate
 
 ABLATED: Final = (("mooncake-jittered", "chat-13b"), ("azure", "chat-13b"))
 OVERLOADED: Final = "chat-13b"
-IN_A_CROWD: Final = 1.5  # times the peak, where rules about who goes first have something to decide
+IN_A_CROWD: Final = 1.5  # times the peak, so that rules about the order of requests matter
 LONG_ANSWER_TOKENS: Final = 1000
 NEEDS_A_CROWD: Final = ("fairness", "priority", "deadline-drop")
 
@@ -70,7 +70,7 @@ class Cell:
 
 
 def cells() -> Iterator[list[Cell]]:
-    """Waves: a later one needs what an earlier one found."""
+    """Cells in waves: a wave needs the results of the earlier ones."""
     pairs = [one.name for one in PAIRS]
     yield [Cell("goodput", trace, pair, policy) for trace, pair, policy in itertools.product(TRACES, pairs, POLICIES)]
     wave = [Cell("overload", trace, OVERLOADED, policy) for trace, policy in itertools.product(TRACES, POLICIES)]
@@ -100,7 +100,7 @@ def _goodput(cell: Cell, out: Path) -> dict[str, Any]:
     if not chosen.scale:
         return line | _told(chosen)
     full = question(cell.trace, cell.pair, cell.policy, FINAL_REQUESTS, FINAL_TOLERANCE)
-    # The longer window has a rate of its own; what a cluster bears is a rate, not a scale.
+    # The longer window has another rate; the capacity of a cluster is a rate, not a scale.
     first = chosen.rate_rps / full.windows[0].rate_rps
     found = measure(full, plan.best, simulate, first=first)
     return line | _told(found) | {"bound_rps": highest_possible_rps(full, plan.best, found.rate_rps)}

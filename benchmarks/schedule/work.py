@@ -1,4 +1,4 @@
-"""What benchmarks/schedule/ compares: traffic, promises, clusters. The same constants for every trace and policy."""
+"""The traffic, SLO targets and clusters of benchmarks.schedule, with the same constants for every trace and policy."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ LINK: Final = "ib400"  # sixteen workers are two hosts
 NUM_WORKERS: Final = 16
 BLOCK_TOKENS: Final = 64  # of the trace that names no blocks
 SEED: Final = 0
-SEARCH_REQUESTS: Final = 1000  # the split is chosen on the first so many, to 8 %
+SEARCH_REQUESTS: Final = 1000  # the split is chosen on this many requests, to 8 %
 SEARCH_TOLERANCE: Final = 0.08
-FINAL_REQUESTS: Final = 2000  # and its goodput is told on so many, to 3 %
+FINAL_REQUESTS: Final = 2000  # and its goodput is measured on this many, to 3 %
 FINAL_TOLERANCE: Final = 0.03
 OVERLOAD: Final = 3.0  # times the peak
 OVERLOAD_REQUESTS: Final = 4000
@@ -53,7 +53,7 @@ TRACES: Final = ("mooncake", "mooncake-jittered", "azure", "step")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Promises as multiples of the model's own unloaded times: a prefill of the trace's p90 prompt, a decode step of
+    """SLO targets as multiples of the model's unloaded times: a prefill of the trace's p90 prompt, a decode step of
     one sequence at its mean prompt. So they mean the same for another model and another trace."""
 
     name: str
@@ -62,7 +62,7 @@ class Pair:
     source: str
 
 
-# OPT-13B on one A100: 93 ms for a prompt of 700 tokens, 20 ms a step, and 0.25 / 0.1 s are promised. OPT-66B: 139 ms on
+# OPT-13B on one A100: 93 ms for a prompt of 700 tokens, 20 ms a step, and targets of 0.25 / 0.1 s. OPT-66B: 139 ms on
 # four, 41 ms a step on two stages of two (132 GB at 1.6 TB/s each), and 0.4 / 0.1 s. LLaMA3-70B on eight A800: 4 s for
 # 28,000 tokens, 17 ms a step, and 30 / 0.3 s. Multiples are rounded.
 PAIRS: Final = (
@@ -93,7 +93,7 @@ def published(name: str) -> FileTrace:
 
 @lru_cache
 def slo(name: str, pair: str) -> Slo:
-    """Of the whole trace's lengths, not of a window's."""
+    """From the lengths of the whole trace, not of a window."""
     prompts = sorted(one.prompt_tokens for one in published(name))
     cost, times = CostModel(profile().cost), next(one for one in PAIRS if one.name == pair)
     return Slo(
@@ -135,7 +135,7 @@ def question(
         windows=(one,),
         profile=profile(),
         num_workers=NUM_WORKERS,
-        slo=Slo(),  # every request brings its own
+        slo=Slo(),  # each request has its own targets
         router=RouterSettings(policy=policy.removesuffix(DISAGGREGATED), rules_off=rules_off),
         link=LINK,
         block_size=one.block_tokens or BLOCK_TOKENS,

@@ -3,18 +3,18 @@
     python -m benchmarks.transfer [--sizes 1,16,128,1024] [--block-bytes 393216] [--repeat 9] [--at-once 1,4,16]
                                   [--nixl-python PYTHON] [--quick] [--json]
 
-A transfer is timed on the sender, from the push of finished blocks to the receiver's word that every checksum
-matched; grant and connection exist already. The floors and the peers:
+A transfer is timed on the sender, from the push of finished blocks until the receiver reports that every checksum
+matched; the grant and the connection already exist. The floors and the peers:
   memcpy    one call in the receiving process that copies the bytes out of the sender's memory into its own
   socket    sendall in one process, recv_into in the other, one byte back: tcp without frames or checks
   nixl      a WRITE of the same blocks by prepared lists, UCX free to choose (pip install nixl in an environment of its
             own; --nixl-python names its python); nixl-tcp: the same held to sockets by UCX_TLS=tcp
 A block holds 16 tokens; its default size is that of a model with 125M parameters in float32 (12 layers, 4 kv heads of
 64), and sizes are rounded up to whole blocks. Blocks lie in order on both sides, or at random (fragmented: nothing in
-a row). `off` is the same without checksum. Every way has its turn in each round, in an order that is sampled anew, and
-NIXL's processes stand stopped but for theirs, which counts from its second try on the same bytes; ratios are taken
-round by round and their medians shown. A bar is judged for each size. Ours need both cores, and NIXL's poll on both:
-on a machine that does other work too, take no figure from this.
+a row). `off` is the same without checksum. Each round runs every method once, in random order. NIXL's processes are
+stopped except for their turn, which counts from the second try on the same bytes. Ratios are computed per round, and
+their medians shown. A bar is judged for each size. Our transfers need both cores, and NIXL polls on both: do not use
+figures from a machine that does other work.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Rounds:
         return self.num_bytes / statistics.median(self.seconds[way]) / 1e9
 
     def ratio(self, way: PlacementOption, against: PlacementOption) -> tuple[float, float, float]:
-        """How many times as fast: the median of the rounds, and the quartiles."""
+        """Ratio of the rates: the median of the rounds, and the quartiles."""
         pairs = zip(self.seconds[way], self.seconds[against], strict=True)
         low, middle, high = statistics.quantiles([floor / own for own, floor in pairs], n=4)
         return middle, low, high
@@ -112,7 +112,7 @@ def title(way: PlacementOption) -> str:
 def table(sizes: list[Rounds], missing: dict[str, str]) -> str:
     heads = [f"{one.num_bytes / MIB:.4g} MiB" for one in sizes]
     lines = ["| GB/s | " + " | ".join(heads) + " |", "|---|" + "---|" * len(sizes)]
-    for way in sizes[-1].seconds:  # the largest can be shared by the most transfers
+    for way in sizes[-1].seconds:  # the largest size is divided among the most transfers
         cells = [f"{one.rate(way):.2f}" if way in one.seconds else "" for one in sizes]
         lines.append(f"| {title(way)} | " + " | ".join(cells) + " |")
     lines += [f"| {name} | missing: {why} |" for name, why in missing.items()]

@@ -2,10 +2,10 @@
 
     PYTHON -m benchmarks.transfer.nixl_peer BYTES BLOCK_BYTES
 
-Registers BYTES in this process and in a child, then obeys one JSON line at a time on stdin:
+Registers BYTES in this process and in a child, then runs one JSON order per line on stdin:
 {"blocks": source blocks, "targets": target blocks, "at_once": transfers that share them} -> {"seconds": s}.
 A transfer is timed from prepared descriptor lists to the last one that reports DONE, by WRITE, as NIXL users push.
-Imports nothing of this repository, so that any environment will do.
+It imports nothing from this repository, so any environment with nixl can run it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def source(num_bytes: int, block_bytes: int) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         blocks, targets = order["blocks"], order["targets"]
-        move(blocks, targets, order["at_once"])  # not counted: both processes stood stopped, and wake over it
+        move(blocks, targets, order["at_once"])  # not counted: both processes were stopped, and wake up during it
         took_s = move(blocks, targets, order["at_once"])
         child.stdin.write(json.dumps({"at": targets[-1] * block_bytes, "size": 64}) + "\n")
         child.stdin.flush()

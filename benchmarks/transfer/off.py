@@ -1,4 +1,4 @@
-"""Turns the checksum off for pairs that name BLAKE2b, so that a benchmark can tell what the other pairs' costs.
+"""Turns the checksum off for pairs that name BLAKE2b, so that a benchmark can measure what the checksum costs.
 
 The product has no such switch. Both processes of the benchmark call `allow` before they make an end; the pairs
 to be timed without a checksum are then made with checksums=OFF. Over shm their bytes are copied by the same loop
@@ -26,7 +26,7 @@ _LINE: Final = ir.VectorType(ir.IntType(64), 8)
 
 
 def allow() -> Callable[[], None]:
-    """Returns what takes it back."""
+    """Returns a function that undoes it."""
     real, land = checksum.hasher, shm.ShmReceive._copy
 
     def hasher(kind: Checksum) -> Callable[[Iterable[memoryview]], bytes]:

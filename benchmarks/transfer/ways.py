@@ -1,4 +1,4 @@
-"""The ways that the transfer benchmark times: ours, the floors under them, and NIXL; each between two processes."""
+"""The methods that the transfer benchmark times between two processes: ours, the floors, and NIXL."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pdserve.core.grant import Grant, TransferKey
 from tests.support.cluster_secret import SECRET
 from tests.support.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
 
-LEAST_POOL_BYTES: Final = 256 * 2**20  # far more than the caches
+LEAST_POOL_BYTES: Final = 256 * 2**20  # far larger than the caches
 TRANSPORTS: Final = ("tcp", "shm")
 NIXL: Final = {"nixl": {}, "nixl-tcp": {"UCX_TLS": "tcp"}}  # UCX chooses; UCX is held to sockets
 _ENDS: Final = {
@@ -38,7 +38,7 @@ _ENDS: Final = {
 
 @cache
 def layout(first: int, num_blocks: int, is_fragmented: bool) -> list[int]:
-    """Every block of a stretch of a pool once: in order, or at random."""
+    """Each block of a range of the pool once, in order or at random."""
     blocks = list(range(first, first + num_blocks))
     if is_fragmented:
         random.Random(num_blocks).shuffle(blocks)
@@ -46,7 +46,7 @@ def layout(first: int, num_blocks: int, is_fragmented: bool) -> list[int]:
 
 
 def grants(order: dict[str, Any], endpoint: str) -> list[Grant]:
-    """The transfers that share an order's bytes, as both sides know them."""
+    """The transfers among which an order's bytes are divided; both sides compute the same ones."""
     blocks = layout(order["first"], order["blocks"], order["is_fragmented"])
     at_once = order["at_once"]
     return [
@@ -64,7 +64,7 @@ def grants(order: dict[str, Any], endpoint: str) -> list[Grant]:
 
 
 def serve(max_bytes: int, block_bytes: int, source_fd: int) -> None:
-    """The receiving process: obeys one JSON line at a time on stdin, answers on stdout."""
+    """The receiving process: runs one JSON order per line on stdin, answers on stdout."""
     allow()
     pool = HostPool(max_bytes // block_bytes, block_bytes)
     _touch(pool.buffer)
@@ -183,7 +183,7 @@ class Ways:
         self._max_bytes, self._at = max_bytes, 0
         self._block_bytes, self._number = block_bytes, 0
         self._pool = HostPool(max_bytes // block_bytes, block_bytes)
-        pattern = random.Random(1).randbytes(2**20 + 8192)  # so that no two blocks are alike
+        pattern = random.Random(1).randbytes(2**20 + 8192)  # so that no two blocks are equal
         for at in range(0, max_bytes, 2**20):
             start, end = at // 2**20 % 8192, min(at + 2**20, max_bytes)
             self._pool.buffer[at:end] = pattern[start : start + end - at]
@@ -227,14 +227,14 @@ class Ways:
         self._child.ask({"memcpy": (0, max_bytes)})
 
     def _next(self, num_bytes: int) -> tuple[int, int]:
-        """The stretch of the next turn."""
+        """The pool range of the next turn."""
         if self._at + num_bytes > self._max_bytes:
             self._at = 0
         begin, self._at = self._at, self._at + num_bytes
         return begin, begin + num_bytes
 
     def transfer(self, end: str, num_bytes: int, is_fragmented: bool, at_once: int) -> float:
-        """From the push of finished blocks to the receiver's word that every checksum matched."""
+        """Seconds from the push of finished blocks until the receiver reports that every checksum matched."""
         self._number += 1
         begin, _ = self._next(num_bytes)
         order = {
