@@ -68,7 +68,7 @@ class ChatTemplate:
             if not message.role:
                 raise InvalidRequest("chat.messages.role", "an empty role", "a role such as user")
         plain = [{"role": message.role, "content": message.content} for message in messages]
-        clock = _Clock(self._render_s)
+        clock = _RenderClock(self._render_s)
         chunks: list[str] = []
         num_chars = 0
         try:
@@ -119,7 +119,7 @@ class _Refused(jinja2.TemplateError):
 _CLOCK: Final = "_pdserve_clock"
 
 
-class _Clock:
+class _RenderClock:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._end_s = time.monotonic() + limit_s
@@ -136,7 +136,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         clock = __context.get(_CLOCK)
-        if isinstance(clock, _Clock):
+        if isinstance(clock, _RenderClock):
             clock.check()
         return super().call(__context, __obj, *args, **kwargs)
 

@@ -31,7 +31,7 @@ class Join(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class TextRule:
     """A tokenizer's decoder, read from its JSON."""
 
     join: Join
@@ -55,17 +55,17 @@ class Detokenizer(Protocol):
 Lookup = Callable[[int], "str | None"]  # the token of an id; None if it has no text (special, unknown)
 
 
-def read_rule(decoder: Mapping[str, Any] | None) -> Rule:
+def read_rule(decoder: Mapping[str, Any] | None) -> TextRule:
     """Raises ModelError on an unsupported decoder."""
     if decoder is None:
-        return Rule(join=Join.SPACED)
+        return TextRule(join=Join.SPACED)
     kind = decoder["type"]
     if kind == "ByteLevel":
-        return Rule(join=Join.BYTES)
+        return TextRule(join=Join.BYTES)
     if kind == "Metaspace":
         is_dropped = decoder.get("prepend_scheme", "always") != "never" and decoder.get("add_prefix_space", True)
         space = ((decoder.get("replacement", "▁"), " "),)
-        return Rule(join=Join.METASPACE, replace=space, is_first_space_dropped=bool(is_dropped))
+        return TextRule(join=Join.METASPACE, replace=space, is_first_space_dropped=bool(is_dropped))
     if kind == "Sequence":
         steps = decoder["decoders"]
         if len(steps) == 1:
@@ -74,7 +74,7 @@ def read_rule(decoder: Mapping[str, Any] | None) -> Rule:
     return _read_sequence([decoder])
 
 
-def _read_sequence(steps: Sequence[Mapping[str, Any]]) -> Rule:
+def _read_sequence(steps: Sequence[Mapping[str, Any]]) -> TextRule:
     replace: list[tuple[str, str]] = []
     has_byte_fallback = is_fused = False
     strip, strip_count = "", 0
@@ -92,7 +92,7 @@ def _read_sequence(steps: Sequence[Mapping[str, Any]]) -> Rule:
             raise ModelError(
                 "tokenizer.json decoder", kind, "ByteLevel, Metaspace, or Replace, ByteFallback, Fuse, Strip"
             )
-    return Rule(
+    return TextRule(
         join=Join.RUNS,
         replace=tuple(replace),
         has_byte_fallback=has_byte_fallback,
@@ -101,7 +101,7 @@ def _read_sequence(steps: Sequence[Mapping[str, Any]]) -> Rule:
     )
 
 
-def make_detokenizer(rule: Rule, lookup: Lookup, *, is_continued: bool) -> Detokenizer:
+def make_detokenizer(rule: TextRule, lookup: Lookup, *, is_continued: bool) -> Detokenizer:
     """`is_continued`: there is text before the first token, so no token is at the beginning."""
     if rule.join is Join.BYTES:
         return ByteDetokenizer(lambda token_id: byte_level_bytes(lookup(token_id)))
@@ -127,7 +127,7 @@ class ByteDetokenizer:
 class TextDetokenizer:
     """Tokens are text, and with byte fallback some are single bytes."""
 
-    def __init__(self, rule: Rule, lookup: Lookup, *, is_continued: bool) -> None:
+    def __init__(self, rule: TextRule, lookup: Lookup, *, is_continued: bool) -> None:
         self._rule = rule
         self._lookup = lookup
         self._run = bytearray()

@@ -13,7 +13,7 @@ from typing import final
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReleasedText:
     """`text` may be returned now. `stop` is the stop string that has ended the text, if any."""
 
     text: str
@@ -31,28 +31,28 @@ class StopMatcher:
         self._tail = ""  # the end of the text, in which a stop string may begin
         self._num_emitted = 0  # leading characters of the tail that were returned
 
-    def push(self, text: str) -> Piece:
+    def push(self, text: str) -> ReleasedText:
         if not self._stops:
-            return Piece(text)
+            return ReleasedText(text)
         window = self._tail + text
         match = self._first_to_end(window)
         if match is not None:
             end, stop = match
             cut = end if self._is_stop_included else end - len(stop)
-            piece = Piece(window[self._num_emitted : cut], stop)
+            piece = ReleasedText(window[self._num_emitted : cut], stop)
             self._tail, self._num_emitted = "", 0
             return piece
         kept = self._possible_prefix(window)
         cut = len(window) if self._is_stop_included else len(window) - kept
-        piece = Piece(window[self._num_emitted : cut])
+        piece = ReleasedText(window[self._num_emitted : cut])
         self._tail = window[len(window) - kept :]
         self._num_emitted = cut - (len(window) - kept)
         return piece
 
-    def push_unmatched(self, text: str) -> Piece:
+    def push_unmatched(self, text: str) -> ReleasedText:
         """Text in which stop strings are ignored, before min_tokens is reached."""
         held = self.finish()
-        return Piece(held + text)
+        return ReleasedText(held + text)
 
     def finish(self) -> str:
         """The text that is still held back, at the end of the text."""

@@ -4,7 +4,7 @@ Both are used to reject or shorten a text before it is tokenized. If a tokenizer
 
 **Cutting.** A text can be cut between a letter and a separator if neither depends on what follows:
 1. no token holds a letter directly before the separator, so no merge of BPE crosses the cut;
-2. no match of a pre-tokenizer's pattern crosses it, so the pattern finds the same pieces behind it;
+2. no match of a pre-tokenizer's pattern crosses it, so the pattern finds the same pieces after it;
 3. the normalizers change no character because of its neighbours across the cut.
 Then the tokens after the cut are those of the whole text.
 """
@@ -132,7 +132,7 @@ def _separators(tokenizer: Mapping[str, Any]) -> str:
         return ""
     contents = [str(one.get("content", "")) for one in added]
     if any(re.search(f"[{LETTERS}]$", one) for one in contents):
-        return ""  # after an added token, text begins again with a space of its own
+        return ""  # after an added token, the text begins again with its own space
     is_byte_level = _is_byte_level(tokenizer)
     letters = r"[\w>]"  # > ends a byte in hexadecimal
     if is_byte_level:

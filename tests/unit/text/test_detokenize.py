@@ -89,7 +89,7 @@ def test_text_that_ends_in_half_a_character_says_so_at_the_end() -> None:
 
 
 def long_run(text: str) -> tuple[detokenize.Detokenizer, list[int]]:
-    rule = detokenize.Rule(join=detokenize.Join.RUNS, has_byte_fallback=True)
+    rule = detokenize.TextRule(join=detokenize.Join.RUNS, has_byte_fallback=True)
     return detokenize.make_detokenizer(rule, lambda n: f"<0x{n:02X}>", is_continued=True), list(text.encode())
 
 

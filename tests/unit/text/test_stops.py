@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.text.stops import Piece, StopMatcher
+from pdserve.text.stops import ReleasedText, StopMatcher
 
 LETTERS = st.text("ab\n", max_size=40)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4)
@@ -61,24 +61,28 @@ def test_what_went_out_never_holds_the_start_of_the_stop_that_follows(pieces: li
 
 def test_a_stop_string_over_three_pieces_is_held_back_then_dropped() -> None:
     matcher = StopMatcher(["###"])
-    assert [matcher.push(text) for text in ("ab#", "#", "#cd")] == [Piece("ab"), Piece(""), Piece("", "###")]
+    assert [matcher.push(text) for text in ("ab#", "#", "#cd")] == [
+        ReleasedText("ab"),
+        ReleasedText(""),
+        ReleasedText("", "###"),
+    ]
 
 
 def test_a_false_alarm_is_released() -> None:
     matcher = StopMatcher(["###"])
-    assert [matcher.push(text) for text in ("ab##", "c")] == [Piece("ab"), Piece("##c")]
+    assert [matcher.push(text) for text in ("ab##", "c")] == [ReleasedText("ab"), ReleasedText("##c")]
 
 
 def test_an_included_stop_holds_nothing_back() -> None:
     matcher = StopMatcher(["###"], is_stop_included=True)
-    assert [matcher.push(text) for text in ("ab#", "##cd")] == [Piece("ab#"), Piece("##", "###")]
+    assert [matcher.push(text) for text in ("ab#", "##cd")] == [ReleasedText("ab#"), ReleasedText("##", "###")]
 
 
 def test_text_before_min_tokens_neither_ends_nor_begins_a_stop() -> None:
     matcher = StopMatcher(["##"])
-    assert matcher.push_unmatched("a##b#") == Piece("a##b#")
-    assert matcher.push("#c") == Piece("#c")
+    assert matcher.push_unmatched("a##b#") == ReleasedText("a##b#")
+    assert matcher.push("#c") == ReleasedText("#c")
 
 
 def test_no_stop_strings_pass_everything_at_once() -> None:
-    assert StopMatcher([]).push("anything") == Piece("anything")
+    assert StopMatcher([]).push("anything") == ReleasedText("anything")
