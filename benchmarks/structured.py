@@ -30,9 +30,9 @@ import torch
 from pdserve.config import WorkerConfig
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Role, Sampling
-from pdserve.engine.grammars import Grammars
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.load import load_engine
+from pdserve.engine.matchers import Matchers
 from pdserve.structured.compile import Compiler
 from pdserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.structured.schemas import schema
@@ -137,10 +137,10 @@ def _ours(
     """Seconds to compile and for the first mask; seconds of each mask after it."""
     compiled, masked = [], []
     for one, document in zip(asked, documents, strict=True):
-        grammars = Grammars(compiler)
-        compiled.append(_timed(grammars.masks, one.grammar, (), ()))
+        matchers = Matchers(compiler)
+        compiled.append(_timed(matchers.masks, one.grammar, (), ()))
         for count in range(1, len(document) + 1):
-            masked.append(_timed(grammars.masks, one.grammar, tuple(document[:count]), ()))
+            masked.append(_timed(matchers.masks, one.grammar, tuple(document[:count]), ()))
     return compiled, masked
 
 

@@ -13,12 +13,12 @@ from typing import final
 from decode_worker.decode_sequence import DecodeSequence, DecodeStage
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.effects import StepAccount
-from pdserve.engine.interface import NEW_ROW, PENDING, ChainedRows, Row
+from pdserve.engine.interface import NEW_ROW, PENDING, ContinuedRows, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """How the rows of a plain decode step continue the rows of step number `before` (see ChainedRows)."""
+    """How the rows of a plain decode step continue the rows of step number `before` (see ContinuedRows)."""
 
     before: int
     places: Sequence[int]  # for each of `decoding`
@@ -103,12 +103,12 @@ class DecodeStep:
         size = self.block_size
         if self.continuation is not None:
             continuation = self.continuation
-            return ChainedRows(
+            return ContinuedRows(
                 self._continued,
                 continuation.places,
                 number=self.number,
                 before=continuation.before,
-                is_ahead=continuation.is_ahead,
+                is_async=continuation.is_ahead,
             )
         if self.drafts is None:
             rows = [sequence.row(1, size) for sequence in self.decoding]

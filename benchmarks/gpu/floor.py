@@ -16,7 +16,7 @@ from math import ceil
 from typing import Final
 
 from pdserve.engine.config import ModelConfig
-from pdserve.engine.gpu.splits import Part, imbalance, least_tiles, num_programs, parts, tile_range
+from pdserve.engine.gpu.splits import TilePart, imbalance, least_tiles, num_programs, parts, tile_range
 
 COPY_GB_S: Final = 3000.0  # read and written, of an H100 as it was once seen (vendor: 3350)
 PROCESSORS: Final = 132
@@ -98,7 +98,7 @@ class Floor:
         return self.kernels_s + self.num_kernels * GAP_S
 
 
-def attention_parts(shape: Shape, contexts: Sequence[int]) -> list[Part]:
+def attention_parts(shape: Shape, contexts: Sequence[int]) -> list[TilePart]:
     """What the programs of one kv head compute, of rows of one query."""
     programs = num_programs(shape.num_kv_heads, PROCESSORS, PER_PROCESSOR)
     return parts([tile_range(length - 1, length, TILE) for length in contexts], programs, least_tiles(TILE))

@@ -1,7 +1,7 @@
-"""Wraps any engine as one that supports one step ahead. It computes a step when the caller waits for it.
+"""Wraps any engine as an AsyncEngine that computes a step when the caller waits for it.
 
-On a CPU this gains nothing, because the engine thread itself computes. It is used to test steps ahead without a GPU,
-token for token.
+On a CPU this gains nothing, because the engine thread itself computes. It is used to test asynchronous scheduling
+without a GPU, token for token.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pdserve.engine.interface import Engine, EngineSpec, Flight, KvPool, OnLayer
 
 
 @final
-class LazyFlight:
-    def __init__(self, engine: Engine, rows: Sequence[Row], after: LazyFlight | None) -> None:
+class DeferredFlight:
+    def __init__(self, engine: Engine, rows: Sequence[Row], after: DeferredFlight | None) -> None:
         self.outs: Sequence[RowOut] | None = None
         self._engine, self._rows, self._after = engine, list(rows), after
         self.unsampled: Sequence[int] = [
@@ -31,7 +31,7 @@ class LazyFlight:
         self.unsampled = ()
 
     def wait(self) -> Sequence[RowOut]:
-        """Converts plain outputs to the compact form that engines with steps ahead return."""
+        """Converts plain outputs to the compact form that asynchronous engines return."""
         if self.unsampled:
             raise InternalError(f"rows {list(self.unsampled)} were not sampled before they are waited for")
         outs = self._engine.step([self._known(row) for row in self._rows])
@@ -55,7 +55,7 @@ class LazyFlight:
 
 @final
 class AsyncStepper:
-    """An AheadEngine around `engine`."""
+    """An AsyncEngine around `engine`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -71,8 +71,8 @@ class AsyncStepper:
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sequence[RowOut]:
         return self._engine.step(rows, on_layer)
 
-    def launch(self, rows: Sequence[Row], after: Flight | None) -> LazyFlight:
-        return LazyFlight(self._engine, rows, after if isinstance(after, LazyFlight) else None)
+    def launch(self, rows: Sequence[Row], after: Flight | None) -> DeferredFlight:
+        return DeferredFlight(self._engine, rows, after if isinstance(after, DeferredFlight) else None)
 
     def close(self) -> None:
         self._engine.close()

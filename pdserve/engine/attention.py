@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine import ops
-from pdserve.engine.batch import Batch, Group
+from pdserve.engine.batch import PackedBatch, RowGroup
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.host_to_device import to_device
 from pdserve.engine.interface import OnLayer
@@ -80,7 +80,7 @@ class AttentionBackend(Protocol):
         ...
 
 
-MakeAttention = Callable[[Batch, OnLayer | None], AttentionBackend]
+MakeAttention = Callable[[PackedBatch, OnLayer | None], AttentionBackend]
 
 
 @final
@@ -89,7 +89,7 @@ class EagerAttention:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: PackedBatch,
         pool: TorchPool,
         heads: Heads,
         kernel: PagedAttention | None = None,
@@ -140,7 +140,7 @@ class EagerAttention:
         return self._rotations[rope]
 
 
-def rows_of(q_THD: Tensor, group: Group) -> Tensor:
+def rows_of(q_THD: Tensor, group: RowGroup) -> Tensor:
     """The group's queries, [B, Q, H, D]."""
     q_group_THD = q_THD[group.first : group.first + group.num_tokens]
     return q_group_THD.view(len(group.starts), -1, *q_THD.shape[1:])
@@ -166,7 +166,7 @@ class Context:
     chunk_end: int | None = None
 
 
-def contexts_of(group: Group, pool: TorchPool, heads: Heads) -> dict[int | None, Context]:
+def contexts_of(group: RowGroup, pool: TorchPool, heads: Heads) -> dict[int | None, Context]:
     """By window."""
     size, device = pool.block_size, pool.tensor.device
     return {

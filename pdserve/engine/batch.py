@@ -17,7 +17,7 @@ from pdserve.engine.interface import Row
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RowGroup:
     """Rows that attend together: tokens first .. first + num_tokens - 1 of the packed batch.
 
     Row i has counts[i] queries, at positions from starts[i] on; its tokens follow those of row i - 1.
@@ -31,23 +31,23 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PackedBatch:
     token_T: Tensor
     position_T: Tensor
     block_T: Tensor  # place of the token's KV: block and offset in it
     offset_T: Tensor
     fresh_blocks: Tensor  # blocks that are new in this step and not filled by it
-    short: Group | None  # rows of few queries, first in the batch
-    groups: tuple[Group, ...]  # the other rows; those of a group have equal numbers of queries
+    short: RowGroup | None  # rows of few queries, first in the batch
+    groups: tuple[RowGroup, ...]  # the other rows; those of a group have equal numbers of queries
     # Packed indices of the tokens whose final state is needed: the sampled positions of all rows, then the targets of
     # all rows. None if that is every token in order, as in a step that only decodes.
     read_U: Tensor | None
 
 
-def pack(rows: Sequence[Row], block_size: int, device: torch.device, most_short: int = 0) -> Batch:
+def pack(rows: Sequence[Row], block_size: int, device: torch.device, most_short: int = 0) -> PackedBatch:
     """Rows of up to `most_short` queries come first and form the group `short`.
 
-    Of the others, decode rows form a group for each number of drafts, and each prefill chunk is a group of its own.
+    Of the others, decode rows form a group for each number of drafts, and each prefill chunk is a separate group.
     """
     short: list[int] = []
     decode: defaultdict[int, list[int]] = defaultdict(list)
@@ -64,7 +64,7 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device, most_short:
     blocks: list[int] = []
     fresh: list[int] = []
     first_of = [0] * len(rows)  # packed index of each row's first token
-    groups: list[Group] = []
+    groups: list[RowGroup] = []
     for members in [short, *(decode[count] for count in sorted(decode)), *prefill]:
         first, counts = len(tokens), []
         for index in members:
@@ -84,7 +84,7 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device, most_short:
             if end % block_size and end - end % block_size >= row.start:
                 fresh.append(row.blocks[end // block_size])
         tables, starts = [rows[index].blocks for index in members], [rows[index].start for index in members]
-        groups.append(Group(first, len(tokens) - first, tables, starts, counts))
+        groups.append(RowGroup(first, len(tokens) - first, tables, starts, counts))
     read: list[int] = []
     for row, first in zip(rows, first_of, strict=True):
         last = first + len(row.tokens) - 1
@@ -92,7 +92,7 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device, most_short:
     for row, first in zip(rows, first_of, strict=True):
         read += range(first, first + len(row.targets))
     position_T = to_device(positions, device)
-    return Batch(
+    return PackedBatch(
         token_T=to_device(tokens, device),
         position_T=position_T,
         block_T=to_device(blocks, device),

@@ -85,10 +85,10 @@ def warmed(engine: AnyEngine) -> AnyEngine:
     return engine
 
 
-def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:
+def open_torch_engine(config: WorkerConfig) -> TorchEngine:
     """Raises ModelError if the folder cannot be served, ConfigError if the settings do not suit the model."""
     is_gpu = choose_device(config.device).type == "cuda"
-    return open_rank(with_device_defaults(config, Role.PREFILL, is_gpu=is_gpu), progress, WHOLE, None)
+    return open_rank(with_device_defaults(config, Role.PREFILL, is_gpu=is_gpu), None, WHOLE, None)
 
 
 def open_rank(
@@ -105,8 +105,8 @@ def open_rank(
     """The part of the model that a tensor-parallel rank holds; all of it without ranks.
 
     `config` has a value for what depends on the device (with_device_defaults). `memory`: memory of the pool that all
-    ranks share (`shared_bytes`), in which each stores its heads of whole blocks. Without it the rank has a pool of its
-    own, whose blocks hold only its heads. `graphs` measures the decode graphs, if the pool takes the memory that they
+    ranks share (`shared_bytes`), in which each stores its heads of whole blocks. Without it the rank has its own
+    pool, whose blocks hold only its heads. `graphs` measures the decode graphs, if the pool takes the memory that they
     leave. `meter` measures the device's memory; None: a CUDA device's. `device` None: the GPU of this host with the
     rank's number, if any.
     """
@@ -156,7 +156,7 @@ def open_rank(
         spec = spec_of(num_blocks)
         pool = TorchPool(num_blocks=num_blocks, shape=shape, device=device, memory=memory, heads=heads)
         if is_triton(device) and config.block_size >= 8 and config.block_size & (config.block_size - 1) == 0:
-            from pdserve.engine.gpu.attention import MOST_QUERIES as MOST_SHORT
+            from pdserve.engine.gpu.attention_plan import MOST_QUERIES as MOST_SHORT
             from pdserve.engine.gpu.prefill import use_fa3
             from pdserve.engine.gpu.triton_attention import takes_flash, triton_attention
 

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import ModelError
 
-# These do not change the logits, whatever their value.
+# These do not change the logits with any value.
 _HARMLESS_NAMES: Final = """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path architectures
     attention_dropout attn_implementation attn_pdrop begin_suppress_tokens bos_token_id cache_implementation
@@ -73,8 +73,8 @@ class Fields:
             raise self.error(name, value, f"an integer of at least {low}")
         return value
 
-    def optional_integer(self, name: str, *, low: int = 1) -> int | None:
-        return None if self.get(name) is None else self.integer(name, low=low)
+    def optional_integer(self, name: str) -> int | None:
+        return None if self.get(name) is None else self.integer(name)
 
     def number(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
         value = self._present(name, default)
@@ -83,8 +83,8 @@ class Fields:
             raise self.error(name, value, f"a number above {above:g}")
         return float(value)
 
-    def optional_number(self, name: str, *, above: float = 0.0) -> float | None:
-        return None if self.get(name) is None else self.number(name, above=above)
+    def optional_number(self, name: str) -> float | None:
+        return None if self.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         value = self._present(name, default)

@@ -22,7 +22,7 @@ from pdserve.engine.invariant import stable
 from pdserve.engine.linear import Linear, Rounding, is_repacked, make_linear, rounding_for
 from pdserve.engine.load_threads import load_threads
 from pdserve.engine.parameters import Weights, build_weights
-from pdserve.engine.scratch import Scratch
+from pdserve.engine.scratch import LoadScratch
 from pdserve.engine.sharding import WHOLE, Cut, Shard, Span
 
 _CHUNK: Final = 2**20  # weights
@@ -83,7 +83,7 @@ class DummySource:
         num_outputs = sum(parts.values())
         if self._is_scratch:
             if not hasattr(self._scratches, "one"):
-                self._scratches.one = Scratch()
+                self._scratches.one = LoadScratch()
             weight_NK = self._scratches.one.take_matrix(num_outputs, num_inputs, self._dtype)
         else:
             weight_NK = self._empty(num_outputs, num_inputs)

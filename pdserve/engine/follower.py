@@ -2,7 +2,7 @@
 
 python -m pdserve.engine.follower RANK PORT POOL [FLAG ...]      started by pdserve.engine.parallel
 
-POOL is the inherited descriptor of the memory file that all ranks share, or `own`. A rank with a pool of its own has a
+POOL is the inherited descriptor of the memory file that all ranks share, or `own`. A rank with its own pool has a
 KV endpoint: it is started as kvtransfer.follower, which passes the endpoint to `main`.
 """
 

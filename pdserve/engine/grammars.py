@@ -2,10 +2,7 @@
 
 No state that affects results is kept between steps. A matcher has consumed some output and is kept only to save work:
 the next step advances it by the sampled tokens. If there is none (after preemption, migration or recovery), it is made
-again by replaying the output, which gives the same mask.
-
-Matchers of one grammar share its lexer, whose states count against a limit. So a matcher that fails is made again from
-a fresh compilation before its row fails: the states of another request must not cause a failure.
+again by replaying the output, which gives the same mask (matchers.py).
 """
 
 from __future__ import annotations
@@ -21,34 +18,22 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
-from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.core.errors import ModelError
 from pdserve.core.grammar import Grammar
 from pdserve.engine.interface import EngineSpec, Row
+from pdserve.engine.matchers import MAX_MATCHERS, MAX_ROW_S, MAX_STEP_TOKENS, Matchers, RowMasks
 
 if TYPE_CHECKING:  # a machine without llguidance serves requests without a grammar
     from llguidance import LLExecutor, LLMatcher
 
     from pdserve.structured.compile import Compiler
 
-MAX_COMPILED: Final = 64  # grammars
-MAX_MATCHERS: Final = 512  # each takes some 150 bytes per output token
-MAX_ROW_S: Final = 0.5  # of CPU for a row in one step: beyond it the row fails, because the other rows wait for it
 MAX_THREADS: Final = 8  # threads that compute the masks of a step
 FEWEST_TOGETHER: Final = 4  # rows from which on several threads are used
 FIRST_WORDS: Final = 64  # of a mask, which nearly always allow a token
-MAX_STEP_TOKENS: Final = 17  # tokens that one step may add to a row: one, and the accepted drafts
 
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RowMasks:
-    """One bit per token, little-endian, for each sampled position of a row, up to the first draft that the grammar
-    forbids."""
-
-    masks: tuple[bytes | memoryview, ...] = ()
-    failed: str | None = None  # why no token can be sampled
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,19 +71,12 @@ class Grammars:
 
     def __init__(self, compiler: Compiler | None) -> None:
         """None if grammars are not supported; every row with a grammar then fails."""
-        self._compiler = compiler
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._matchers: OrderedDict[tuple[Grammar, tuple[int, ...]], LLMatcher] = OrderedDict()
-        self._going: OrderedDict[int, Cursor] = OrderedDict()  # by identity of the list
+        self.num_words = 0 if compiler is None else compiler.num_words  # of 32 tokens, in a mask
+        self.matchers = Matchers(compiler)
+        self._cursors: OrderedDict[int, Cursor] = OrderedDict()  # by identity of the list
         self._executor: LLExecutor | None = None
         self._words_RW = np.zeros((0, 0), np.int32)
         self._batch: _Batch | None = None
-        self.num_replays = 0
-
-    @property
-    def num_words(self) -> int:
-        """Words of 32 tokens in a mask; 0 if no grammar is supported."""
-        return 0 if self._compiler is None else self._compiler.num_words
 
     def masks_of(self, rows: Sequence[Row]) -> dict[int, RowMasks]:
         """The masks of the rows with a grammar that sample, by row number. They are valid until the next call."""
@@ -123,7 +101,7 @@ class Grammars:
 
         One library call advances all matchers and another writes all masks, both with several threads. `moves` has for
         each row the cursor that the last call returned for it, if any, and the token that was appended since. `row_at`
-        is called with the numbers of the other rows, and of those whose matcher cannot go on.
+        is called with the numbers of the other rows, and of those whose matcher cannot continue.
         """
         batch = self._batch
         if batch is not None and moves is not None and moves[0] is batch.cursors:  # nearly every step
@@ -139,11 +117,11 @@ class Grammars:
             masks = self._by_output(row)
             if masks.masks:
                 words_RW[index] = np.frombuffer(masks.masks[0], np.int32)
-                cursors[index] = self._going[id(row.history)]
+                cursors[index] = self._cursors[id(row.history)]
             else:
                 failed[index] = masks.failed or ""
-        while len(self._going) > MAX_MATCHERS:
-            self._going.popitem(last=False)
+        while len(self._cursors) > MAX_MATCHERS:
+            self._cursors.popitem(last=False)
         if len(cursors) >= FEWEST_TOGETHER:
             together = [one.matcher for one in cursors if one is not None and one.matcher is not None]
             if len(together) == len(cursors):
@@ -162,7 +140,7 @@ class Grammars:
         return False
 
     def _dissolve(self) -> None:
-        """Ends the batch: its cursors are looked at one by one from now on."""
+        """Ends the batch. From now on its cursors are advanced one by one."""
         batch, self._batch = self._batch, None
         for cursor in () if batch is None else batch.cursors:
             if batch is not None and cursor is not None:
@@ -172,8 +150,8 @@ class Grammars:
     def _remember(self, cursor: Cursor) -> None:
         """As the text that was masked last."""
         key = id(cursor.history)
-        self._going[key] = cursor
-        self._going.move_to_end(key)
+        self._cursors[key] = cursor
+        self._cursors.move_to_end(key)
 
     def _move(
         self, row_at: Callable[[int], Row], count: int, moves: Moves | None
@@ -206,7 +184,7 @@ class Grammars:
         return cursors, matchers
 
     def _cursor_of(self, row: Row) -> Cursor | None:
-        cursor = self._going.get(id(row.history))
+        cursor = self._cursors.get(id(row.history))
         grammar = None if row.sample is None else row.sample.grammar
         if cursor is None or (cursor.grammar is not grammar and cursor.grammar != grammar):
             return None
@@ -218,13 +196,13 @@ class Grammars:
             return None
         if cursor.matcher is None:
             output = tuple(row.history[row.prompt_len : cursor.num_tokens])
-            cursor.matcher = self._matchers.pop((cursor.grammar, output), None)
+            cursor.matcher = self.matchers.take(cursor.grammar, output)
         matcher = cursor.matcher
         new = list(row.history[cursor.num_tokens :])
         if matcher is None or len(new) > MAX_STEP_TOKENS or (new and not matcher.consume_tokens(new)):
             return None
         cursor.num_tokens = len(row.history)
-        self._going.move_to_end(id(row.history))
+        self._cursors.move_to_end(id(row.history))
         return matcher
 
     def _consume(self, steps: list[tuple[LLMatcher, int]]) -> list[bool]:
@@ -263,85 +241,17 @@ class Grammars:
         assert row.sample is not None
         grammar = row.sample.grammar
         assert grammar is not None
-        going = self._going.pop(id(row.history), None)
+        cursor = self._cursors.pop(id(row.history), None)
         output = tuple(row.history[row.prompt_len :])
-        if going is not None and going.matcher is not None and not going.matcher.is_error():
-            self._matchers[grammar, output[: going.num_tokens - row.prompt_len]] = going.matcher
-        masks = self.masks(grammar, output, row.drafts)
-        # Taken from there at once: many texts begin alike, and each needs a matcher of its own.
-        matcher = self._matchers.pop((grammar, output), None)
-        self._going[id(row.history)] = Cursor(
+        if cursor is not None and cursor.matcher is not None and not cursor.matcher.is_error():
+            self.matchers.give(grammar, output[: cursor.num_tokens - row.prompt_len], cursor.matcher)
+        masks = self.matchers.masks(grammar, output, row.drafts)
+        # Removed immediately: many texts begin with the same tokens, and each needs its own matcher.
+        matcher = self.matchers.take(grammar, output)
+        self._cursors[id(row.history)] = Cursor(
             history=row.history, grammar=grammar, num_tokens=len(row.history), matcher=matcher
         )
         return masks
-
-    def masks(self, grammar: Grammar, output: tuple[int, ...], drafts: Sequence[int]) -> RowMasks:
-        began_s = time.thread_time()
-        try:
-            matcher = self._at(grammar, output)
-            masks = () if matcher is None else self._masks(matcher, drafts)
-            if matcher is None or not masks:
-                matcher = self._replayed(grammar, output, is_fresh=True)
-                masks = self._masks(matcher, drafts)
-        except InvalidRequest as error:
-            return RowMasks(failed=str(error))
-        if not masks:
-            from pdserve.structured.compile import why_stuck
-
-            return RowMasks(failed=f"{grammar.field}: stuck after {len(output)} tokens: {why_stuck(matcher)}")
-        spent_s = time.thread_time() - began_s
-        if spent_s > MAX_ROW_S:
-            return RowMasks(failed=f"{grammar.field}: {spent_s:.1f} s for a mask, where {MAX_ROW_S:g} s are allowed")
-        if not matcher.is_error():
-            self._matchers[grammar, output] = matcher
-        while len(self._matchers) > MAX_MATCHERS:
-            self._matchers.popitem(last=False)
-        return RowMasks(masks)
-
-    def _at(self, grammar: Grammar, output: tuple[int, ...]) -> LLMatcher | None:
-        """A matcher that has consumed `output`; None if the shared lexer has reached its limit."""
-        for num_new in range(min(MAX_STEP_TOKENS, len(output)) + 1):
-            matcher = self._matchers.pop((grammar, output[: len(output) - num_new]), None)
-            if matcher is not None:
-                return matcher if matcher.consume_tokens(list(output[len(output) - num_new :])) else None
-        matcher = self._replayed(grammar, output, is_fresh=False)
-        return None if matcher.is_error() else matcher
-
-    def _replayed(self, grammar: Grammar, output: tuple[int, ...], *, is_fresh: bool) -> LLMatcher:
-        compiled = None if is_fresh else self._compiled.pop(grammar, None)
-        if compiled is None:
-            if self._compiler is None:
-                raise InvalidRequest(grammar.field, "a grammar", "none: this model's tokens cannot be masked")
-            compiled = self._compiler.compile(grammar)
-        self._compiled[grammar] = compiled
-        while len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
-        matcher = compiled.deep_copy()
-        if output:
-            self.num_replays += 1
-            matcher.consume_tokens(list(output))
-        return matcher
-
-    def _masks(self, matcher: LLMatcher, drafts: Sequence[int]) -> tuple[bytes, ...]:
-        """Leaves the matcher at the same position, or in an error state. No mask if no token is allowed."""
-        assert self._compiler is not None
-        word_W = np.empty(self._compiler.num_words, np.int32)
-        masks: list[bytes] = []
-        num_consumed = 0
-        for draft in (*drafts, None):
-            matcher.unsafe_compute_mask_ptr(word_W.ctypes.data, word_W.nbytes)
-            if matcher.is_error() or not word_W.any():
-                break  # after some drafts: the row fails only if it gets here
-            mask = word_W.tobytes()
-            masks.append(mask)
-            if draft is None or matcher.is_stopped() or not _is_allowed(mask, draft):
-                break
-            if not matcher.consume_token(draft):
-                break
-            num_consumed += 1
-        if num_consumed:
-            matcher.rollback(num_consumed)
-        return tuple(masks)
 
 
 def make_threads() -> LLExecutor:
@@ -359,7 +269,3 @@ def open_grammars(folder: Path, spec: EngineSpec) -> Grammars:
         # The model is served without grammars; the router rejects them for the same reason.
         log.warning("no grammar can be followed", extra={"reason": str(error)})
         return Grammars(None)
-
-
-def _is_allowed(mask: bytes, token_id: int) -> bool:
-    return token_id < 8 * len(mask) and bool(mask[token_id // 8] >> token_id % 8 & 1)

@@ -44,7 +44,7 @@ def host_bytes(meminfo: Path) -> int | None:
 
 
 def cgroup_bytes(folder: Path) -> int | None:
-    """Memory that a container may still take, including its cached file pages, which can be freed."""
+    """Memory that a container may still allocate, including its cached file pages, which can be freed."""
     limit = "".join(_lines(folder / "memory.max"))
     used = "".join(_lines(folder / "memory.current"))
     if not limit.isdigit() or not used.isdigit():

@@ -35,7 +35,7 @@ class EngineSpec:
     kv_layers: int  # of the model
     kv_heads: int  # of the model, too
     kv_head_dim: int
-    tp_degree: int = 1  # ranks that share the heads, if each has a pool of its own
+    tp_degree: int = 1  # ranks that share the heads, if each has its own pool
     tp_rank: int = 0  # number of this rank
     num_layers: int = 1  # equal runs of bytes in a block, filled in order; 1: a block cannot be divided
 
@@ -92,20 +92,20 @@ NEW_ROW: Final = -1  # in places: the row continues none; a number, because plac
 
 
 @final
-class ChainedRows(Sequence[Row]):
+class ContinuedRows(Sequence[Row]):
     """Rows of one token each, created when they are read. An engine that keeps arrays of its last step reads only the
     new ones.
 
     Row i continues row `places[i]` of step number `before`: the same sequence, sampling, history and list of blocks,
-    one position later, with the token that that row sampled. NEW_ROW: it continues none. `is_ahead`: the previous step
+    one position later, with the token that that row sampled. NEW_ROW: it continues none. `is_async`: the previous step
     still runs, so the tokens of the rows that continue it are PENDING.
     """
 
     def __init__(
-        self, make: Callable[[int], Row], places: Sequence[int], *, number: int, before: int, is_ahead: bool
+        self, make: Callable[[int], Row], places: Sequence[int], *, number: int, before: int, is_async: bool
     ) -> None:
         self._make = make
-        self.places, self.number, self.before, self.is_ahead = places, number, before, is_ahead
+        self.places, self.number, self.before, self.is_async = places, number, before, is_async
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -251,9 +251,11 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class AheadEngine(Engine, Protocol):
-    """An engine that accepts the next step while one is running. At most two steps may be launched and not waited
-    for."""
+class AsyncEngine(Engine, Protocol):
+    """An engine with asynchronous scheduling: it accepts the next step while one is running.
+
+    At most two steps may be launched and not waited for.
+    """
 
     def launch(self, rows: Sequence[Row], after: Flight | None) -> Flight:
         """Begins a step and returns. `after`: the previous step, still running, whose sampled tokens rows may

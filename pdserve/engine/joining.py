@@ -40,7 +40,7 @@ class Membership:
     """A place among the ranks of a worker: `rank`, the leader's `flags`, and `store_port` of this host's loopback."""
 
     def __init__(self, address: str, secret: ClusterSecret, wait_s: float, on_lost: Callable[[str], None]) -> None:
-        """Waits up to `wait_s` for the leader to listen. `on_lost` is called on a thread of its own, with the reason,
+        """Waits up to `wait_s` for the leader to listen. `on_lost` is called on a separate thread, with the reason,
         if the leader is lost, and never after leave().
 
         Raises ConfigError if nothing listens at `address`, if it is no rendezvous, or if it has no place left; and
@@ -63,7 +63,7 @@ class Membership:
             threading.Thread(target=work, name=f"rank-{work.__name__.strip('_')}", daemon=True).start()
 
     def leave(self, error: str = "") -> None:
-        """Tells the leader the reason if there was an error."""
+        """Sends the leader the error, if there was one."""
         self._is_leaving = True
         if error:
             self._requests.put(rank_pb2.JoinRequest(error=error))

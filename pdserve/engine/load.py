@@ -28,7 +28,7 @@ def load_engine(config: WorkerConfig, role: Role) -> Engine:
     if config.tensor_parallel > 1:
         from pdserve.engine.parallel import open_parallel_engine
 
-        return open_parallel_engine(config, role=role)
+        return open_parallel_engine(config, role)
     from pdserve.engine.build_engine import open_engine
 
     return open_engine(config, role)

@@ -34,7 +34,7 @@ class Draw:
     sampling: Sampling
     history: Sequence[int]
     prompt_len: int
-    # mask of the row's grammar: one bit per token, little-endian (grammars.py)
+    # mask of the row's grammar: one bit per token, little-endian (matchers.py)
     allowed: bytes | memoryview | None = None
 
     @property

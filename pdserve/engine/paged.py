@@ -195,8 +195,8 @@ def deal(tasks: Any, num_threads: int, width: int) -> tuple[Any, tuple[int, ...]
         work = (tasks[:, 1] + tasks[:, 3]) * tasks[:, 3] * (tasks[:, 5] - tasks[:, 4])
     order = np.argsort(-work, kind="stable")
     # Longest first, in alternating direction: 0 1 1 0 0 1 1 0 for two threads.
-    lap, seat = np.divmod(np.arange(len(order)), num_threads)
-    thread = np.where(lap % 2 == 0, seat, num_threads - 1 - seat)
+    lap, place = np.divmod(np.arange(len(order)), num_threads)
+    thread = np.where(lap % 2 == 0, place, num_threads - 1 - place)
     edges = np.searchsorted(np.sort(thread, kind="stable"), np.arange(num_threads + 1))
     return tasks[order[np.argsort(thread, kind="stable")]], tuple(edges.tolist())
 

@@ -5,7 +5,7 @@ The leader starts the followers of its own host. Those of other hosts join at th
 
 The leader sends its followers the rows of each step, computes its own part and samples all tokens. On a CPU all ranks
 store their heads in one pool of whole blocks, which the leader made, so transfers and caches see the blocks of a worker
-without ranks. On GPUs, or with rank_pools=own, each rank has a pool of its own and transfers its heads itself
+without ranks. On GPUs, or with rank_pools=own, each rank has its own pool and transfers its heads itself
 (kvtransfer/rank_server.py). If one rank fails during a step, the others wait in an all-reduce, so the engine is
 unusable from then on: the worker exits and is started again with all its ranks.
 """
@@ -43,7 +43,6 @@ from pdserve.engine.row_words import to_words
 from pdserve.engine.rows import check_rows
 from pdserve.engine.sharding import Shard, rank_config
 from pdserve.engine.torch_engine import TorchEngine
-from pdserve.engine.weights import Progress
 
 if TYPE_CHECKING:
     from pdserve.engine.gpu.engine import GraphEngine
@@ -69,7 +68,7 @@ class _Leading:
         rank_addresses: Sequence[str] = (),
         rendezvous: Rendezvous | None = None,
     ) -> None:
-        """`rank_addresses`: HOST:PORT of each follower's RankService, if it has a pool of its own."""
+        """`rank_addresses`: HOST:PORT of each follower's RankService, if it has its own pool."""
         self._inner, self._ranks, self._followers = engine, ranks, followers
         self._rendezvous = rendezvous
         self.rank_addresses = tuple(rank_addresses)
@@ -178,12 +177,12 @@ class ParallelFlight:
 
 @final
 class ParallelGraphEngine(_Leading):
-    """Every rank replays the same graphs, and steps are launched ahead."""
+    """Every rank replays the same graphs, and steps are scheduled asynchronously."""
 
     def __init__(self, engine: GraphEngine, *others: Any) -> None:
         super().__init__(engine, *others)
         self._graphs = engine
-        engine.tell_ranks(self._order_step)
+        engine.send_steps_to_ranks(self._order_step)
 
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sequence[RowOut]:
         """`on_layer` is called once for all layers, because only decode workers have graphs."""
@@ -220,9 +219,7 @@ def _everywhere(on_layer: OnLayer) -> OnLayer:
     return stored
 
 
-def open_parallel_engine(
-    config: WorkerConfig, progress: Progress | None = None, role: Role = Role.DECODE
-) -> ParallelEngine | ParallelGraphEngine:
+def open_parallel_engine(config: WorkerConfig, role: Role) -> ParallelEngine | ParallelGraphEngine:
     """Starts the followers and loads this rank's part. Raises ConfigError and ModelError like a single rank."""
     size, model_config = config.tensor_parallel, read_config(Path(config.model))
     rank_config(model_config, Shard(0, size))  # before anything starts
@@ -253,7 +250,7 @@ def open_parallel_engine(
         shard = Shard(0, size)
         ranks = Ranks(shard, store, device, config.stall_s, gloo_host(config), secret)
         engine = open_rank(
-            each, progress, shard, ranks, memory, graphs=_gpu_builder().graphs_meter(each) if has_graphs else None
+            each, None, shard, ranks, memory, graphs=_gpu_builder().graphs_meter(each) if has_graphs else None
         )
         _meet(store, followers, "loaded", MEET_S + config.stall_s)
         check_weights(store, followers, engine.spec.weights_hash)

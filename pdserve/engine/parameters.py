@@ -50,7 +50,7 @@ class Source(Protocol):
         ...
 
     def exact_product(self, table_NK: Tensor) -> Linear:
-        """The same in float32, whatever the rounding of other products."""
+        """The same in float32, regardless of the rounding of other products."""
         ...
 
 

@@ -84,7 +84,7 @@ class TorchPool:
         memory: HostMemory | None = None,
         heads: range | None = None,
     ) -> None:
-        """`memory` None: memory of its own. `heads` None: all heads."""
+        """`memory` None: the pool allocates its memory. `heads` None: all heads."""
         self.shape = shape
         self.heads = range(shape.num_kv_heads) if heads is None else heads
         self.num_blocks = num_blocks

@@ -12,7 +12,7 @@ _BETWEEN_S: Final = 0.1
 _WIDTH: Final = 24
 
 
-Tell = Callable[[int, int, float], str]  # done, in all, seconds
+Describe = Callable[[int, int, float], str]  # done, in all, seconds
 
 
 def _gigabytes(done: int, total: int, seconds: float) -> str:
@@ -21,13 +21,13 @@ def _gigabytes(done: int, total: int, seconds: float) -> str:
 
 @final
 class LoadingLine:
-    """Called with the amount done and the total; in bytes unless `tell` is given."""
+    """Called with the amount done and the total; in bytes unless `describe` is given."""
 
     def __init__(
-        self, label: str, stream: TextIO, clock: Callable[[], float] = time.monotonic, tell: Tell | None = None
+        self, label: str, stream: TextIO, clock: Callable[[], float] = time.monotonic, describe: Describe | None = None
     ) -> None:
         self._label = label
-        self._tell = tell or _gigabytes
+        self._describe = describe or _gigabytes
         self._stream = stream
         self._clock = clock
         self._began_s = clock()
@@ -41,7 +41,7 @@ class LoadingLine:
             return
         self._shown_s, self._is_shown = now_s, True
         bar = "#" * (_WIDTH * done // max(total, 1))
-        text = f"\r{self._label} [{bar:<{_WIDTH}}] {self._tell(done, total, now_s - self._began_s)}"
+        text = f"\r{self._label} [{bar:<{_WIDTH}}] {self._describe(done, total, now_s - self._began_s)}"
         self._stream.write(text + ("\n" if is_last else ""))
         self._stream.flush()
 
@@ -55,4 +55,4 @@ def counting_line(label: str, what: str) -> Callable[[int, int], None]:
     """For counts; shows nothing if there is no terminal."""
     if not sys.stderr.isatty():
         return lambda done, total: None
-    return LoadingLine(f"{label} {what}", sys.stderr, tell=lambda done, total, _: f"{done} of {total}")
+    return LoadingLine(f"{label} {what}", sys.stderr, describe=lambda done, total, _: f"{done} of {total}")

@@ -42,7 +42,7 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ModuleRule:
     """Matches a module name, its end or beginning, `Linear` for all, or a pattern after `re:`."""
 
     text: str
@@ -55,8 +55,8 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    groups: tuple[tuple[tuple[Rule, ...], Scheme], ...]
-    ignored: tuple[Rule, ...]
+    groups: tuple[tuple[tuple[ModuleRule, ...], Scheme], ...]
+    ignored: tuple[ModuleRule, ...]
 
     def scheme(self, module: str) -> Scheme | None:
         """None: not quantised."""
@@ -80,7 +80,7 @@ def read_quantisation(value: Any) -> Quantisation:
     if method == "fbgemm_fp8":
         rules = _rules(value, "modules_to_not_convert")
         scheme = Scheme("F8_E4M3", "weight_scale", (1, None))
-        return Quantisation((((Rule("Linear"),), scheme),), (*rules, Rule("lm_head")))
+        return Quantisation((((ModuleRule("Linear"),), scheme),), (*rules, ModuleRule("lm_head")))
     if method == "compressed-tensors":
         return _compressed_tensors(value)
     raise ModelError(f"{_FIELD}.quant_method", method, SUPPORTED)
@@ -95,7 +95,7 @@ def _fp8(value: Mapping[str, Any]) -> Quantisation:
     else:
         scheme = Scheme("F8_E4M3", "weight_scale_inv", _block(block, "weight_block_size"))
     ignored = _rules(value, "modules_to_not_convert") + _rules(value, "ignored_layers")
-    return Quantisation((((Rule("Linear"),), scheme),), (*ignored, Rule("lm_head")))
+    return Quantisation((((ModuleRule("Linear"),), scheme),), (*ignored, ModuleRule("lm_head")))
 
 
 def _compressed_tensors(value: Mapping[str, Any]) -> Quantisation:
@@ -158,7 +158,7 @@ def _block(value: Any, at: str) -> tuple[int, int]:
     return value[0], value[1]
 
 
-def _rules(value: Mapping[str, Any], name: str) -> tuple[Rule, ...]:
+def _rules(value: Mapping[str, Any], name: str) -> tuple[ModuleRule, ...]:
     texts: Sequence[Any] = value.get(name) or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise ModelError(f"{_FIELD}.{name}", texts, "a list of module names")
@@ -167,7 +167,7 @@ def _rules(value: Mapping[str, Any], name: str) -> tuple[Rule, ...]:
             re.compile(text.removeprefix("re:") if text.startswith("re:") else "")
         except re.error as error:
             raise ModelError(f"{_FIELD}.{name}", text, f"a regular expression after re: ({error})") from error
-    return tuple(Rule(text) for text in texts)
+    return tuple(ModuleRule(text) for text in texts)
 
 
 def _choice(value: Mapping[str, Any], name: str, choices: Sequence[str | None]) -> None:

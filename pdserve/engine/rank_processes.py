@@ -12,9 +12,9 @@ from pdserve.config import SECRET_ENV, WorkerConfig
 from pdserve.config_flags import to_flags
 from pdserve.core.errors import ConfigError
 
-OWN: Final = "own"  # in place of a descriptor: each rank has a pool of its own
+OWN: Final = "own"  # in place of a descriptor: each rank has its own pool
 PROGRAM: Final = "pdserve.engine.follower"
-# the follower that also transfers the rank's KV from and to a pool of its own
+# the follower that also transfers the rank's KV from and to its own pool
 MOVING_PROGRAM: Final = "kvtransfer.follower"
 _JOIN_S: Final = 5.0
 _TAIL_BYTES: Final = 2000
@@ -57,7 +57,7 @@ class Follower:
         is_moving = descriptor is None and bool(config.cluster_secret)
         program = [MOVING_PROGRAM if is_moving else PROGRAM, str(rank), str(port), pool, *to_flags(config)]
         command = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", *program]
-        # A session of its own: a terminal's Ctrl-C must reach only the leader, which drains with all its ranks.
+        # A separate session: a terminal's Ctrl-C must reach only the leader, which drains with all its ranks.
         environment = {**os.environ, SECRET_ENV: config.cluster_secret} if is_moving else None
         self._process = subprocess.Popen(
             command,

@@ -2,8 +2,8 @@
 store.
 
     leader's host                                     another host
-    Rendezvous, at config.rendezvous  <- Join         pdserve/engine/joining.py: what the rank's process is told
-                                      <- ReachStore   torch's client of the store, by a port of its own loopback
+    Rendezvous, at config.rendezvous  <- Join         pdserve/engine/joining.py: settings for the rank's process
+                                      <- ReachStore   torch's client of the store, by a port of its host's loopback
       torch's store, on the loopback
 
 torch's store does not authenticate callers: a process that reaches it can change the addresses by which ranks find each
@@ -88,7 +88,7 @@ class RemoteRank:
 
 @final
 class Rendezvous:
-    """Listens at once, until close()."""
+    """Listens immediately, until close()."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Rendezvous:
             raise
 
     def close(self) -> None:
-        """Ends the streams of all ranks, and thereby the ranks. Idempotent."""
+        """Ends the streams of all ranks, which then exit. Idempotent."""
         if not self._thread.is_alive():
             return
         if self._server is not None:
@@ -171,7 +171,7 @@ class Rendezvous:
         listen(self._server, host, int(port), "rendezvous")
         checker = CallChecker(self._secret, self.address, partial(secrets.token_bytes, NONCE_BYTES))
         proofs.serve(checker, self._server)
-        rank_pb2_grpc.add_RendezvousServiceServicer_to_server(_Servicer(self), self._server)
+        rank_pb2_grpc.add_RendezvousServiceServicer_to_server(_RendezvousServicer(self), self._server)
         await self._server.start()
 
     def _unproven(self, error: PdserveError) -> None:
@@ -186,7 +186,7 @@ class Rendezvous:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
-class _Servicer(rank_pb2_grpc.RendezvousServiceServicer):
+class _RendezvousServicer(rank_pb2_grpc.RendezvousServiceServicer):
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
 

@@ -41,7 +41,7 @@ _COMMON: Final = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Frequencies are theta^(-2i/head_dim), then scaled as `kind` says."""
+    """Frequencies are theta^(-2i/head_dim), then scaled according to `kind`."""
 
     kind: str = "default"
     theta: float = DEFAULT_THETA
@@ -72,7 +72,7 @@ def read_rope(
 
 
 def read_local_rope(config: Fields, max_positions: int, default_theta: float) -> RopeConfig:
-    """The rope of layers with a window, if it differs: rope_local_base_freq, or an object of its own."""
+    """The rope of layers with a window, if it differs: rope_local_base_freq, or a separate object."""
     theta = config.number("rope_local_base_freq", default_theta, above=1.0)
     parameters = config.get("rope_parameters")
     values = parameters.get("sliding_attention") if isinstance(parameters, dict) else None

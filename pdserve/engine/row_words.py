@@ -1,6 +1,6 @@
 """Encodes the rows of a step as numbers for the follower ranks. Pure.
 
-Histories, sampling and grammars are needed only by the leader and not sent. A rank is told whether a row samples.
+Histories, sampling and grammars are needed only by the leader and not sent. Each row carries whether it samples.
 """
 
 from __future__ import annotations

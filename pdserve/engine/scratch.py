@@ -18,7 +18,7 @@ _SMALL_BYTES: Final = 16 * 2**20  # a region up to this size is always kept
 
 
 @final
-class Scratch:
+class LoadScratch:
     def __init__(self) -> None:
         self._bytes: Tensor | None = None
 

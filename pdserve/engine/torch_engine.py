@@ -20,8 +20,9 @@ from torch import Tensor
 from pdserve.core.types import TokenOut
 from pdserve.engine.attention import MakeAttention
 from pdserve.engine.batch import pack
-from pdserve.engine.grammars import Grammars, RowMasks
+from pdserve.engine.grammars import Grammars
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
+from pdserve.engine.matchers import RowMasks
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.engine.model import Decoder
 from pdserve.engine.pool import TorchPool

@@ -1,6 +1,6 @@
 """Fills a model's parameters from a checkpoint: each exactly once, in the compute dtype, packed immediately."""
 
-# Shapes: N outputs, K inputs.
+# Shapes: N outputs, K inputs; a scale belongs to `block` of them.
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from pdserve.engine import quantised
+from pdserve.core.errors import ModelError
 from pdserve.engine.checkpoint_spec import Needs
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.fused_experts import split_experts
@@ -21,10 +21,10 @@ from pdserve.engine.load_threads import load_threads
 from pdserve.engine.ops import LEVELS
 from pdserve.engine.parameters import Weights, build_weights
 from pdserve.engine.quantisation_config import Quantisation, Scheme
-from pdserve.engine.reading import Reader
 from pdserve.engine.safetensors_file import Checkpoint, StoredTensor
-from pdserve.engine.scratch import Scratch
+from pdserve.engine.scratch import LoadScratch
 from pdserve.engine.sharding import WHOLE, Cut, Shard
+from pdserve.engine.tensor_reader import TensorReader
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 
@@ -60,7 +60,7 @@ def load_weights(
     build_weights(config, needs)
     needs.check(stored)
     parts = needs.cut(stored)
-    with Reader(list(parts.values())) as reader, load_threads() as threads:
+    with TensorReader(list(parts.values())) as reader, load_threads() as threads:
         source = CheckpointSource(
             parts, reader, config.quantisation, device, dtype, progress, rounding=rounding, shard=shard
         )
@@ -69,10 +69,10 @@ def load_weights(
 
 @final
 class _Scratches(threading.local):
-    """Of the thread that asks."""
+    """Of the calling thread."""
 
     def __init__(self) -> None:
-        self.raw, self.wide, self.scale = Scratch(), Scratch(), Scratch()
+        self.raw, self.wide, self.scale = LoadScratch(), LoadScratch(), LoadScratch()
 
 
 @final
@@ -82,7 +82,7 @@ class CheckpointSource:
     def __init__(
         self,
         stored: Mapping[str, StoredTensor],
-        reader: Reader,
+        reader: TensorReader,
         quantisation: Quantisation,
         device: torch.device,
         dtype: torch.dtype,
@@ -133,7 +133,7 @@ class CheckpointSource:
                 self._read_into(f"{module}.weight", part_NK)
             else:
                 stored_NK = self._read_raw(f"{module}.weight").to(self._device)
-                quantised.dequantise(stored_NK, self._read_scale(f"{module}.{scheme.scale_name}"), scheme, part_NK)
+                dequantise(stored_NK, self._read_scale(f"{module}.{scheme.scale_name}"), scheme, part_NK)
             if has_bias:
                 biases.append(self._bias(module, part_NK.shape[0]))
         return make_linear(weight_NK.to(self._device), torch.cat(biases) if has_bias else None, rounding)
@@ -163,7 +163,7 @@ class CheckpointSource:
         return Int8Linear(rounded_NK, torch.cat(scales), torch.cat(biases) if has_bias else None)
 
     def _place(self, num_rows: int, num_columns: int, rounding: Rounding) -> Tensor:
-        """The place of a matrix before `make_linear`: memory of its own if that is its final form, otherwise
+        """The place of a matrix before `make_linear`: new memory if that is its final form, otherwise
         scratch."""
         if is_repacked(self._device, self._dtype, rounding):
             return self._scratches.wide.take_matrix(num_rows, num_columns, self._dtype)
@@ -174,7 +174,7 @@ class CheckpointSource:
 
     def _read_scale(self, name: str) -> Tensor:
         scale = self._read_raw(name, self._scratches.scale).float().to(self._device, copy=True)
-        quantised.check_scale(name, scale)
+        check_scale(name, scale)
         return scale
 
     def _read_into(self, name: str, target: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class CheckpointSource:
         self._read(name, target)
         return target
 
-    def _read_raw(self, name: str, scratch: Scratch | None = None) -> Tensor:
+    def _read_raw(self, name: str, scratch: LoadScratch | None = None) -> Tensor:
         """As stored; overwritten by the next tensor that is read into the same scratch."""
         stored = self._stored[name]
         raw = (scratch or self._scratches.raw).take(stored.num_bytes)
@@ -203,3 +203,26 @@ class CheckpointSource:
 def _is_kept(scheme: Scheme | None) -> bool:
     """Integers that Int8Linear can multiply unchanged: one scale per output, and no overflow."""
     return scheme is not None and scheme.stored == "I8" and scheme.block[1] is None and weight_levels() == LEVELS
+
+
+def check_scale(name: str, scale: Tensor) -> None:
+    """Raises ModelError on an impossible scale."""
+    wrong = ~(torch.isfinite(scale) & (scale > 0))
+    if wrong.any():
+        raise ModelError(name, f"a scale of {scale[wrong].flatten()[0].item():g}", "positive finite numbers")
+
+
+def dequantise(stored_NK: Tensor, scale: Tensor, scheme: Scheme, out_NK: Tensor) -> None:
+    """float32 products, rounded once to `out_NK`'s dtype. `scale` is float32 in any shape that the scheme allows."""
+    num_outputs, num_inputs = stored_NK.shape
+    scale = scale.view(scheme.scale_counts(num_outputs, num_inputs))
+    num_rows, num_columns = scheme.block
+    if num_columns is not None:
+        scale = scale.repeat_interleave(num_columns, dim=1)[:, :num_inputs]
+    num_rows = num_outputs if num_rows is None else num_rows
+    out_NK.copy_(stored_NK)  # exact: bfloat16 represents every stored value
+    if num_rows == 1 or scale.shape[0] == 1:
+        out_NK.mul_(scale)
+        return
+    for index, part_NK in enumerate(out_NK.split(num_rows)):
+        part_NK.mul_(scale[index])

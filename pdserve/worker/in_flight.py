@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast, final
 
 from pdserve.engine.async_stepper import AsyncStepper
-from pdserve.engine.interface import AheadEngine, Engine, Flight, Row, RowOut
+from pdserve.engine.interface import AsyncEngine, Engine, Flight, Row, RowOut
 from pdserve.worker.compute import Isolation, RowFailed
 from pdserve.worker.interface import AheadBatching
 
@@ -23,7 +23,7 @@ class Begun:
 class StepsInFlight:
     """Launches the steps of one batching, at most two at a time."""
 
-    def __init__(self, engine: AheadEngine, batching: AheadBatching, isolation: Isolation) -> None:
+    def __init__(self, engine: AsyncEngine, batching: AheadBatching, isolation: Isolation) -> None:
         self._engine, self._batching, self._isolation = engine, batching, isolation
         self._next: Begun | None = None
 
@@ -86,4 +86,4 @@ def make_steps_in_flight(
         engine = AsyncStepper(engine)
     if choice == "off" or not hasattr(engine, "launch"):
         return None
-    return StepsInFlight(cast(AheadEngine, engine), batching, isolation)
+    return StepsInFlight(cast(AsyncEngine, engine), batching, isolation)

@@ -25,8 +25,9 @@ from pdserve.engine.gpu.engine import GraphEngine
 from pdserve.engine.gpu.flights import GraphFlight
 from pdserve.engine.gpu.graphs import EagerReplays, GraphReplays
 from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.grammars import Filled, RowMasks
+from pdserve.engine.grammars import Filled
 from pdserve.engine.interface import PENDING, Engine, Flight, Row
+from pdserve.engine.matchers import RowMasks
 
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS_EACH: Final = 4

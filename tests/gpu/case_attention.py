@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pdserve.engine.gpu.attention import Rows, attend, make_scratch, scratch_of
+from pdserve.engine.gpu.attention import attend
+from pdserve.engine.gpu.attention_plan import Rows, make_scratch, scratch_of
 from pdserve.engine.pool import BlockShape, TorchPool
 from tests.gpu.cases import BOUNDS, Case, Launch, draw, worst
 

@@ -13,15 +13,15 @@ def _check(num_pages: int, follows: list[int], division: Division) -> Case:
     def check(device: torch.device) -> float:
         count = len(follows)
         sampled_B, token_B = torch.arange(100, 100 + count), torch.arange(count)
-        seat_B = torch.arange(count).mul(3) % (count + 1)
+        seq_slot_B = torch.arange(count).mul(3) % (count + 1)
         table_SP = torch.arange((count + 1) * num_pages, dtype=torch.int32).view(count + 1, num_pages)
-        given = torch.tensor(follows), sampled_B, token_B, seat_B, table_SP
+        given = torch.tensor(follows), sampled_B, token_B, seq_slot_B, table_SP
         ours_B = torch.zeros(count, dtype=torch.int64, device=device)
         length_B = torch.tensor([0 if index == 1 else 700 * index + 1 for index in range(count)], dtype=torch.int32)
         rows = (length_B - 1).clamp(min=0).to(device), length_B.to(device)
         ours_BP, work = prepare(*(each.to(device) for each in given), ours_B, *rows, division)
         expected = [100 + place if place >= 0 else index for index, place in enumerate(follows)]
-        is_right = ours_B.tolist() == expected and torch.equal(ours_BP.cpu(), table_SP[seat_B])
+        is_right = ours_B.tolist() == expected and torch.equal(ours_BP.cpu(), table_SP[seq_slot_B])
         return float(not (is_right and torch.equal(work, split(*rows, division))))
 
     return Case(f"prepare pages={num_pages} follows={follows} {division}", check, 0.0)

@@ -12,7 +12,8 @@ from torch import Tensor
 from pdserve.core.types import Sampling
 from pdserve.engine import noise as host_noise
 from pdserve.engine.gpu.noise import gumbel, stream
-from pdserve.engine.gpu.sampling import Draws, Sampler, floor_key
+from pdserve.engine.gpu.sampling import Sampler
+from pdserve.engine.gpu.samplings import Draws, floor_key
 from pdserve.engine.sampling import Draw, sample
 from tests.gpu.cases import Case, Launch, draw
 

@@ -29,7 +29,7 @@ import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
-from pdserve.engine.interface import PENDING, AheadEngine, Flight, Row
+from pdserve.engine.interface import PENDING, AsyncEngine, Flight, Row
 
 BUNDLED: Final = Path(__file__).parent.parent.parent / "pdserve/models/stdlib-5m"
 FAMILIES: Final = ("llama", "qwen3", "gemma2", "mistral-window")
@@ -123,7 +123,7 @@ def compare(folder: Path, dtype: str, rows: Rows, num_steps: int, *, is_rehearsa
         max_context_tokens=16 * rows.num_blocks_each,
         threads=1,
     )
-    engines: list[AheadEngine] = []
+    engines: list[AsyncEngine] = []
     buckets = buckets_for(rows.most)
     captured_s = 0.0
     for is_captured in (False, True):
@@ -160,7 +160,7 @@ def compare(folder: Path, dtype: str, rows: Rows, num_steps: int, *, is_rehearsa
     return f"{len(buckets)} | {captured_s:.1f} | {num_compared}", wrong
 
 
-def first_tokens(engine: AheadEngine, rows: Rows) -> list[int]:
+def first_tokens(engine: AsyncEngine, rows: Rows) -> list[int]:
     """Reads every row's prompt. Decoding again and again writes behind it only."""
     asked = []
     for row in range(rows.most):
@@ -178,7 +178,7 @@ def first_tokens(engine: AheadEngine, rows: Rows) -> list[int]:
     return [out.sampled[0].token_id for out in engine.step(asked)]
 
 
-def texts(engine: AheadEngine, kind: Rows, firsts: list[int], num_steps: int, *, is_cuda: bool) -> Drawn:
+def texts(engine: AsyncEngine, kind: Rows, firsts: list[int], num_steps: int, *, is_cuda: bool) -> Drawn:
     """What each row draws behind its first token, one step ahead."""
     num_rows = len(firsts)
     prompts = [kind.prompt_of(engine.spec.vocab_size, row) for row in range(num_rows)]

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 import triton
 
-from pdserve.engine.gpu import attention
+from pdserve.engine.gpu import attention, attention_plan
 from tests.gpu import case_attention
 from tests.gpu.all_cases import CASES, LAUNCHES
 from tests.gpu.cases import Launch
@@ -121,17 +121,18 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def tune(device: torch.device) -> None:
-    """attention.choose_tiling was chosen by shared memory and registers alone; this tells what is fastest."""
+    """attention_plan.choose_tiling was chosen by shared memory and registers alone; this tells what is fastest."""
     print("\n| launch | positions | warps | stages | us |\n|---|---|---|---|---|")
-    choose = attention.choose_tiling
+    choose = attention_plan.choose_tiling
     began_s = time.monotonic()
     for launch in case_attention.LAUNCHES[:9]:
         found = []
         for positions in (16, 32, 64, 128):
             for num_warps in (2, 4, 8):
                 for num_stages in (2, 3, 5, 7):
-                    tiling = attention.Tiling(positions, num_warps, num_stages, 12 // num_warps)
-                    attention.choose_tiling = lambda *_, tiling=tiling: replace(tiling)
+                    tiling = attention_plan.Tiling(positions, num_warps, num_stages, 12 // num_warps)
+                    for module in (attention, attention_plan):  # both hold the name
+                        module.choose_tiling = lambda *_, tiling=tiling, **__: replace(tiling)
                     try:
                         run, _ = launch.make(device)
                         found.append((graph_s(run), tiling))
@@ -141,7 +142,7 @@ def tune(device: torch.device) -> None:
             parts = (tiling.positions, tiling.num_warps, tiling.num_stages)
             print(f"| {launch.name} | {' | '.join(map(str, parts))} | {took_s * 1e6:.1f} |", flush=True)
         torch.cuda.empty_cache()
-    attention.choose_tiling = choose
+    attention.choose_tiling = attention_plan.choose_tiling = choose
     print(f"\ntuned in {time.monotonic() - began_s:.0f} s")
 
 

@@ -17,7 +17,7 @@ PURE = [
     *(f"pdserve.core.{path.stem}" for path in sorted((ROOT / "pdserve/core").glob("[!_]*.py"))),
     "pdserve.prefix.index",
     "pdserve.engine.gpu.extent",
-    "pdserve.engine.gpu.slots",
+    "pdserve.engine.gpu.count_slots",
     "pdserve.engine.gpu.splits",
     "pdserve.engine.interface",
     "pdserve.structured.endless",

@@ -1,6 +1,6 @@
 """Attention of decode rows over the paged pool: equal shares of all rows' positions (flash decoding), then a merge.
 
-    attend(pool, layer, q_THD, rows, make_scratch(...)) -> out_TN
+    attend(pool, layer, q_THD, rows, scratch) -> out_TN
 
 A row has 1 to 16 queries: its last token, and drafts to be verified. The G query heads of a kv head and the row's
 queries are the rows of one product, so keys and values are read once for all of them. The grid is kv heads x programs
@@ -14,7 +14,6 @@ to the scores and the weights in float32. Softmax uses powers of two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -23,98 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.core.errors import InternalError
+from pdserve.engine.gpu.attention_plan import MOST_QUERIES, AttentionScratch, Rows, Tiling, block_of, choose_tiling
 from pdserve.engine.gpu.casts import cast, operand
 from pdserve.engine.gpu.gated import tanh
-from pdserve.engine.gpu.splits import num_programs
-from pdserve.engine.gpu.work import HEAD_WORDS, Division, split, tile_range
+from pdserve.engine.gpu.work import HEAD_WORDS, Division, tile_range
 from pdserve.engine.pool import TorchPool
 
-MOST_QUERIES: Final = 16
 _LOG2_E: Final = 1.4426950408889634
 _PARTS: Final = 16  # parts that the merge reads at a time
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a step, on the device. A graph's rows all have `num_queries`; others may have fewer."""
-
-    num_queries: int  # maximum of a row
-    table_BP: Tensor  # int32: the row's blocks, in order
-    start_B: Tensor  # int32: position of the first query
-    length_B: Tensor  # int32: number of positions, including the queries; 0 for a padding row
-    first_B1: Tensor | None = None  # int32 [B + 1]: each row's first token, and the end; None: num_queries apart
-    # How their tiles are divided, computed by the first layer that needs it.
-    work: dict[Division, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def work_of(self, division: Division) -> Tensor:
-        if division not in self.work:
-            self.work[division] = split(self.start_B, self.length_B, division)
-        return self.work[division]
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Parameters of a program: positions at a time, warps, and loads in flight."""
-
-    positions: int
-    num_warps: int
-    num_stages: int
-    per_processor: int  # programs that a multiprocessor holds at once
-    most_registers: int | None = None  # registers per thread; None: chosen by the compiler
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Partial results for the merge; one buffer for all layers and graphs of a stream."""
-
-    num_programs: int  # W, of each kv head
-    out: Tensor  # float32 [K, 2 W, M, D]
-    weight: Tensor  # float32 [K, 2 W, M]: log2 of the sum of exponentials
-
-
-def make_scratch(
-    num_queries: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    num_processors: int,
-    device: torch.device,
-) -> Scratch:
-    """`num_queries`: maximum per row; `num_processors`: multiprocessors of the device."""
-    queries = num_heads // num_kv_heads * num_queries
-    tiling = choose_tiling(head_dim, dtype, block_of(queries))
-    return scratch_of(
-        num_programs(num_kv_heads, num_processors, tiling.per_processor), queries, num_kv_heads, head_dim, device
-    )
-
-
-def scratch_of(programs: int, queries: int, num_kv_heads: int, head_dim: int, device: torch.device) -> Scratch:
-    """`queries`: of all heads of a kv head."""
-    size = (num_kv_heads, 2 * programs, queries)
-    out, weight = torch.empty((*size, head_dim), device=device), torch.empty(size, device=device)
-    return Scratch(programs, out, weight)
-
-
-def block_of(queries: int) -> int:
-    """M: tl.dot requires at least 16."""
-    return max(16, int(triton.next_power_of_2(queries)))
-
-
-def choose_tiling(head_dim: int, dtype: torch.dtype, num_query_rows: int, *, is_scaled: bool = False) -> Tiling:
-    """By shared memory: a tile's keys and values are at most 16 KiB each. See tests/gpu/check_kernels.py --tune.
-
-    `is_scaled`: the pool is int8 or fp8.
-    """
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    positions = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    # Stages include the load of the block's number: with five, the next tile is being loaded while one is computed;
-    # with three, none is. float32 keeps three, and so do 64 queries of a scaled pool, which would spill.
-    if num_query_rows >= 64:
-        return Tiling(positions, 8, 3 if is_scaled or dtype == torch.float32 else 5, 2, 128)
-    # Without a limit the compiler uses at most 168 registers up to this width, so three programs fit into 65,536.
-    most_registers = 168 if row_bytes > 256 and dtype != torch.float32 else None
-    return Tiling(positions, 4, 3 if dtype == torch.float32 else 5, 3, most_registers)
 
 
 @triton.jit
@@ -314,7 +229,7 @@ def attend(
     layer: int,
     q_THD: Tensor,
     rows: Rows,
-    scratch: Scratch,
+    scratch: AttentionScratch,
     *,
     window: int | None = None,
     scale: float | None = None,

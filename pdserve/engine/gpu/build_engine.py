@@ -1,4 +1,4 @@
-"""Turns an eager engine on a CUDA device into one that replays graphs, or says why it cannot."""
+"""Turns an eager engine on a CUDA device into one that replays graphs, or reports why it cannot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def takes_graphs(config: WorkerConfig, role: Role) -> bool:
-    """Whether a worker on a GPU runs its decode steps as graphs; a warning says why it cannot."""
+    """Whether a worker on a GPU runs its decode steps as graphs; a logged warning gives the reason if it cannot."""
     if role is not Role.DECODE or not config.cuda_graphs:
         return False
     reason = why_no_graphs(read_config(Path(config.model)), config.block_size)
@@ -40,7 +40,7 @@ def takes_graphs(config: WorkerConfig, role: Role) -> bool:
 
 
 def graphs_meter(config: WorkerConfig) -> MeasureGraphs:
-    """Measures what `open_graphs` will take."""
+    """Measures the memory that `open_graphs` will use."""
     return partial(measure_graphs, most_rows=config.max_batch, most_drafts=_most_drafts(config))
 
 
@@ -105,7 +105,7 @@ def measure_graphs(eager: TorchEngine, meter: Meter, *, most_rows: int, most_dra
 
 def _static(eager: TorchEngine, model: Decoder, most_rows: int, most_drafts: int) -> tuple[StaticDecode, int]:
     """The static buffers, and the most tokens of a step with drafts."""
-    most_queries = 1 << most_drafts.bit_length()  # each number of queries needs a kernel of its own
+    most_queries = 1 << most_drafts.bit_length()  # each number of queries needs its own kernel
     most_tokens = verified_tokens(most_rows, most_queries)
     device = eager.pool.tensor.device
     use_device(device)

@@ -2,12 +2,13 @@
 
 A graph row has one token, or one token and drafts if the engine was opened for them; a step with drafts uses a graph
 for rows of several tokens. Everything beyond plain sampling is launched after the graph (resample.py). A step of graph
-rows only is launched without waiting until `Flight.wait`, and without drafts it can be launched ahead. Other steps are
-computed at launch: prompts, and the rows of a mixed step that can still use the graph.
+rows only is launched without waiting until `Flight.wait`, and without drafts it can be launched while the previous step
+runs (asynchronous scheduling). Other steps are computed at launch: prompts, and the rows of a mixed step that can still
+use the graph.
 
-In a step ahead, the graph computes the logits and samples for plain rows. If a row's sampling needs the token of the
-previous step (a grammar, bad words), the work after the graph waits until the host knows it; the device computes in the
-meantime.
+In a step that was scheduled asynchronously, the graph computes the logits and samples for plain rows. If a row's
+sampling needs the token of the previous step (a grammar, bad words), the work after the graph waits until the host
+knows it; the device computes in the meantime.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from pdserve.engine.gpu.resample import NO_EXTRAS, Asking, Resampler, RowsByNumb
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.gpu.tables import TableMirror, Update
 from pdserve.engine.grammars import Moves
-from pdserve.engine.interface import NEW_ROW, ChainedRows, EngineSpec, Flight, OnLayer, Row, RowOut
+from pdserve.engine.interface import NEW_ROW, ContinuedRows, EngineSpec, Flight, OnLayer, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import CheckedTables, check_rows
 from pdserve.engine.torch_engine import TorchEngine
 
-Tell = Callable[[Words], None]
+SendWords = Callable[[Words], None]
 
 
 @final
 class GraphEngine:
-    """Supports steps ahead. All steps run in order on the stream that is current when they are launched."""
+    """Supports asynchronous scheduling. All steps run in order on the stream that is current when they are launched."""
 
     def __init__(
         self, eager: TorchEngine, decode: StaticDecode, replays: Replays, verify: Replays | None = None
     ) -> None:
         """`verify`: graphs of steps with drafts, with buckets of tokens."""
         self._eager, self._decode, self._replays, self._verify = eager, decode, replays, verify
-        self._tables = CheckedTables(2 * decode.num_seats)
-        self._mirror = TableMirror(decode.num_seats, decode.num_pages)
+        self._tables = CheckedTables(2 * decode.num_seq_slots)
+        self._mirror = TableMirror(decode.num_seq_slots, decode.num_pages)
         is_cuda = self._is_cuda = decode.table_SP.device.type == "cuda"
         size = len(decode.sampled_B)
         # Two, because a flight may be read while the next one is running.
@@ -64,7 +65,7 @@ class GraphEngine:
             for _ in range(2)
         ]
         self._turn = 0
-        self._tell: Tell | None = None
+        self._send_words: SendWords | None = None
         self._followed: deque[Any] = deque(maxlen=2)  # events of the last graphs that this rank has followed
         self._last: PlainRows | None = None  # number of the last launch, if its sampled tokens are still on the device
         self._resampler = Resampler(decode, eager.grammars, eager.spec.eos_token_ids)
@@ -89,10 +90,10 @@ class GraphEngine:
     def launch(self, rows: Sequence[Row], after: Flight | None) -> Flight:
         return self._launch(rows, after, None)
 
-    def tell_ranks(self, tell: Tell) -> None:
-        """For the leader of tensor-parallel ranks: `tell` is called before every computation in which the others take
+    def send_steps_to_ranks(self, send: SendWords) -> None:
+        """For the leader of tensor-parallel ranks: `send` is called before every computation in which the others take
         part, with the arguments of their `follow`."""
-        self._tell = tell
+        self._send_words = send
 
     @torch.inference_mode()
     def follow(self, words: Sequence[int]) -> None:
@@ -104,7 +105,7 @@ class GraphEngine:
         if len(self._followed) == self._followed.maxlen and self._is_cuda:
             self._followed[0].synchronize()  # pinned inputs alternate; a follower's flights are not waited for
         if part.plain is not None:
-            self._begin_plain(part.plain, part.update, self._bucket(self._replays, len(part.plain.seat_B)))
+            self._begin_plain(part.plain, part.update, self._bucket(self._replays, len(part.plain.seq_slot_B)))
         else:
             assert self._verify is not None
             self._begin_drafted(part.drafted, part.update, self._verify)
@@ -120,7 +121,7 @@ class GraphEngine:
             )
         last, self._last = self._last, None
         number = 0
-        if isinstance(rows, ChainedRows):
+        if isinstance(rows, ContinuedRows):
             if last is not None and last.number == rows.before and (flight := self._follow(last, rows, after)):
                 return flight
             number, rows = rows.number, list(rows)
@@ -134,7 +135,7 @@ class GraphEngine:
         if len(fast) == len(rows):
             return self._replay(rows, number, after)
         if any(row.follows is not None for row in rows):
-            raise InternalError("a step ahead has rows that no graph takes")
+            raise InternalError("a step that was scheduled asynchronously has rows that no graph can compute")
         flight = self._replay([rows[index] for index in fast])
         taken = set(fast)
         slow = [index for index in range(len(rows)) if index not in taken]
@@ -147,8 +148,8 @@ class GraphEngine:
 
     def _compute(self, rows: Sequence[Row], on_layer: OnLayer | None) -> list[RowOut]:
         """Computes rows without a graph."""
-        if self._tell is not None and rows:
-            self._tell(row_words(rows))
+        if self._send_words is not None and rows:
+            self._send_words(row_words(rows))
         return self._eager.step(rows, on_layer)
 
     def _takes(self, rows: Sequence[Row]) -> list[int]:
@@ -161,11 +162,11 @@ class GraphEngine:
             fast = [index for index in fast if not rows[index].drafts]
         return fast if buckets.choose(self._replays.buckets, len(fast)) is not None else []
 
-    def _follow(self, last: PlainRows, rows: ChainedRows, after: Flight | None) -> GraphFlight | None:
+    def _follow(self, last: PlainRows, rows: ContinuedRows, after: Flight | None) -> GraphFlight | None:
         """Launches rows that continue the last step; None if a row needs another path."""
         new = {index: rows[index] for index, place in enumerate(rows.places) if place == NEW_ROW}
         is_running = isinstance(after, GraphFlight) and not after.has_drafts
-        if len(new) == len(rows) or (rows.is_ahead and not is_running):
+        if len(new) == len(rows) or (rows.is_async and not is_running):
             return None
         bucket = buckets.choose(self._replays.buckets, len(rows))
         if bucket is None or not all(is_graph_row(row, self._decode.most_queries) for row in new.values()):
@@ -173,7 +174,7 @@ class GraphEngine:
         check_rows(self._eager.spec, list(new.values()), self._tables)
         plain, update = follow(last, rows, new, self._mirror, self._eager.spec.block_size)
         self._decode.inputs.samplings.update(
-            [int(plain.seat_B[index]) for index in new], [sampling_of(row) for row in new.values()]
+            [int(plain.seq_slot_B[index]) for index in new], [sampling_of(row) for row in new.values()]
         )
         return self._replay_plain(rows, plain, update, bucket, after)
 
@@ -183,7 +184,7 @@ class GraphEngine:
             return self._replay_drafted(rows, self._verify)
         plain, update = read(rows, self._mirror, self._eager.spec.block_size, number)
         bucket = self._bucket(self._replays, len(rows))
-        decode.inputs.samplings.update(update.seats, [sampling_of(row) for row in rows])
+        decode.inputs.samplings.update(update.seq_slots, [sampling_of(row) for row in rows])
         return self._replay_plain(rows, plain, update, bucket, after)
 
     @torch.inference_mode()
@@ -191,11 +192,11 @@ class GraphEngine:
         self, rows: Sequence[Row], plain: PlainRows, update: Update, bucket: int, after: Flight | None
     ) -> GraphFlight:
         decode = self._decode
-        if self._tell is not None:
-            self._tell(plain_words(plain, update))
+        if self._send_words is not None:
+            self._send_words(plain_words(plain, update))
         self._begin_plain(plain, update, bucket)
-        asking = self._asking(plain.seat_B, plain.start_B + 1 - plain.prompt_len_B)
-        wants = decode.inputs.samplings.logprobs(plain.seat_B.tolist()) if asking.has_logprobs else None
+        asking = self._asking(plain.seq_slot_B, plain.start_B + 1 - plain.prompt_len_B)
+        wants = decode.inputs.samplings.logprobs(plain.seq_slot_B.tolist()) if asking.has_logprobs else None
         self._last = plain if plain.number else None
         if asking.rows and isinstance(after, GraphFlight) and self._awaits_tokens(rows, plain):
             later = partial(self._sample_known, plain, asking, after)
@@ -204,9 +205,9 @@ class GraphEngine:
 
     def _awaits_tokens(self, rows: Sequence[Row], plain: PlainRows) -> bool:
         """Whether the sampling of any row needs a token that the previous step samples."""
-        if isinstance(rows, ChainedRows) and not rows.is_ahead:
+        if isinstance(rows, ContinuedRows) and not rows.is_async:
             return False
-        needs_history_B = self._decode.inputs.samplings.needs_history_S[plain.seat_B]
+        needs_history_B = self._decode.inputs.samplings.needs_history_S[plain.seq_slot_B]
         return bool((needs_history_B & (plain.follows_B != NEW_ROW)).any())
 
     @torch.inference_mode()
@@ -232,12 +233,12 @@ class GraphEngine:
     @torch.inference_mode()
     def _replay_drafted(self, rows: Sequence[Row], verify: Replays) -> GraphFlight:
         update = self._mirror.update([row.blocks for row in rows])
-        if self._tell is not None:
-            self._tell(drafted_words(rows, update, self._eager.spec.block_size))
+        if self._send_words is not None:
+            self._send_words(drafted_words(rows, update, self._eager.spec.block_size))
         firsts, count = self._begin_drafted(rows, update, verify)
         num_output_B = np.array([row.start + 1 - row.prompt_len for row in rows], np.int64)
-        asking = self._asking(np.array(update.seats, np.int64), num_output_B)
-        # Behind a draft a grammar's mask is another one: these rows are looked at one by one.
+        asking = self._asking(np.array(update.seq_slots, np.int64), num_output_B)
+        # A grammar's mask changes after a draft, so these rows are masked one by one.
         asking = Asking(rows=asking.rows, bound=[], others=asking.rows, has_logprobs=asking.has_logprobs)
         has_logprobs = asking.has_logprobs
         wants = [sampling_of(row).logprobs for row in rows for _ in range(row.num_queries)] if has_logprobs else None
@@ -253,7 +254,7 @@ class GraphEngine:
         *firsts, count = accumulate((row.num_queries for row in rows), initial=0)
         bucket = self._bucket(verify, count)
         self._send_tables(update)
-        self._decode.inputs.send_drafted(rows, update.seats, bucket)
+        self._decode.inputs.send_drafted(rows, update.seq_slots, bucket)
         verify.replay(bucket)
         return firsts, count
 
@@ -285,16 +286,16 @@ class GraphEngine:
         event.record()
         return event
 
-    def _asking(self, seat_B: Any, num_output_B: Any) -> Asking:
+    def _asking(self, seq_slot_B: Any, num_output_B: Any) -> Asking:
         samplings = self._decode.inputs.samplings
-        asks_B, min_tokens_B = samplings.asks_S[seat_B], samplings.min_tokens_S[seat_B]
+        asks_B, min_tokens_B = samplings.asks_S[seq_slot_B], samplings.min_tokens_S[seq_slot_B]
         if min_tokens_B.any():
             asks_B |= num_output_B < min_tokens_B
         rows = np.flatnonzero(asks_B).tolist()
-        has_logprobs = bool(samplings.has_logprobs_S[seat_B].any())
+        has_logprobs = bool(samplings.has_logprobs_S[seq_slot_B].any())
         if not rows:
             return Asking(rows=[], bound=[], others=[], has_logprobs=has_logprobs)
-        is_bound_B = samplings.is_bound_S[seat_B]
+        is_bound_B = samplings.is_bound_S[seq_slot_B]
         return Asking(
             rows=rows,
             bound=np.flatnonzero(asks_B & is_bound_B).tolist(),

@@ -10,8 +10,9 @@ from typing import Any, final
 from pdserve.core.errors import InternalError
 from pdserve.core.types import TokenOut
 from pdserve.engine.gpu.resample import NO_EXTRAS, Extras
-from pdserve.engine.grammars import Moves, RowMasks
+from pdserve.engine.grammars import Moves
 from pdserve.engine.interface import PlainOuts, Row, RowOut
+from pdserve.engine.matchers import RowMasks
 from pdserve.engine.torch_engine import row_out
 
 

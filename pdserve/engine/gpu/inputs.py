@@ -19,9 +19,8 @@ from torch import Tensor
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.place import NOWHERE
 from pdserve.engine.gpu.plain_rows import PlainRows
-from pdserve.engine.gpu.sampling import Draws
 from pdserve.engine.gpu.samplings import FIELDS as DRAW_FIELDS
-from pdserve.engine.gpu.samplings import Samplings
+from pdserve.engine.gpu.samplings import Draws, Samplings
 from pdserve.engine.interface import Row
 
 _ALIGNMENT: Final = 16
@@ -30,7 +29,7 @@ FIELDS: Final = (  # wide types first
     ("follows", np.int64),  # row of the previous step whose sampled token is the input; -1: use `token`
     ("position", np.int64),
     ("slot", np.int64),
-    ("seat", np.int64),
+    ("seq_slot", np.int64),
     ("seed", np.int64),
     ("num_before", np.int64),  # tokens before the sampled one
     ("top_p", np.float64),
@@ -53,13 +52,13 @@ _TORCH: Final[dict[Any, torch.dtype]] = {
 class Inputs:
     """Fields of up to `most_tokens` tokens and as many rows, on the device: tensors that keep their addresses.
 
-    A row has one token, or one and its drafts (`send_drafted`). seat, start, length and first are per row, all other
-    fields per token.
+    A row has one token, or one and its drafts (`send_drafted`). seq_slot, start, length and first are per row, all
+    other fields per token.
     """
 
-    def __init__(self, most_tokens: int, block_size: int, device: torch.device, num_seats: int) -> None:
+    def __init__(self, most_tokens: int, block_size: int, device: torch.device, num_seq_slots: int) -> None:
         self._most_tokens, self._block_size = most_tokens, block_size
-        self.samplings = Samplings(num_seats)
+        self.samplings = Samplings(num_seq_slots)
         sizes = [(most_tokens + 1) * np.dtype(kind).itemsize for _, kind in FIELDS]
         starts = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)])
         num_bytes = int(starts[-1])
@@ -96,18 +95,18 @@ class Inputs:
 
     def send(self, rows: PlainRows, bucket: int) -> None:
         """Queues the copy for these rows and the padding after them, which attends to nothing and stores nothing.
-        `samplings` must contain the sampling of each seat."""
+        `samplings` must contain the sampling of each sequence slot."""
         fields = self._host_fields[self._turn]
         self._fill(fields, "token", rows.token_B, bucket, 0)
         self._fill(fields, "follows", rows.follows_B, bucket, -1)
-        self._fill(fields, "seat", rows.seat_B, bucket, 0)
+        self._fill(fields, "seq_slot", rows.seq_slot_B, bucket, 0)
         self._fill(fields, "start", rows.start_B, bucket, 0)
         self._fill(fields, "length", rows.start_B + 1, bucket, 0)
-        self._fill_draws(fields, rows.seat_B, rows.start_B, rows.block_B, bucket)
+        self._fill_draws(fields, rows.seq_slot_B, rows.start_B, rows.block_B, bucket)
 
-    def send_drafted(self, rows: Sequence[Row], seats: Sequence[int], bucket: int) -> None:
+    def send_drafted(self, rows: Sequence[Row], seq_slots: Sequence[int], bucket: int) -> None:
         """Like `send`, for rows with drafts after their tokens; `bucket` counts tokens. Each padding token is a row."""
-        self.samplings.update(seats, [sampling_of(row) for row in rows])
+        self.samplings.update(seq_slots, [sampling_of(row) for row in rows])
         fields, size = self._host_fields[self._turn], self._block_size
         start = np.fromiter((row.start for row in rows), np.int64, len(rows))
         count = np.fromiter((row.num_queries for row in rows), np.int64, len(rows))
@@ -120,21 +119,21 @@ class Inputs:
         token = np.fromiter((token for row in rows for token in (*row.tokens, *row.drafts)), np.int64, num_tokens)
         self._fill(fields, "token", token, bucket, 0)
         self._fill(fields, "follows", (), bucket, -1)
-        self._fill(fields, "seat", np.fromiter(seats, np.int64, len(rows)), bucket, 0)
+        self._fill(fields, "seq_slot", np.fromiter(seq_slots, np.int64, len(rows)), bucket, 0)
         self._fill(fields, "start", start, bucket, 0)
         self._fill(fields, "length", start + count, bucket, 0)
         padding = np.arange(num_tokens, num_tokens + bucket + 1 - len(rows))
         fields["first"][: bucket + 1] = np.minimum(np.concatenate([end - count, padding]), bucket)
-        self._fill_draws(fields, np.array(seats, np.int64)[row_of], position, block, bucket)
+        self._fill_draws(fields, np.array(seq_slots, np.int64)[row_of], position, block, bucket)
 
-    def _fill_draws(self, fields: dict[str, Any], seat: Any, position: Any, block: Any, bucket: int) -> None:
-        """Fills in the fields of each token, whose row has that seat, and queues the copy."""
+    def _fill_draws(self, fields: dict[str, Any], seq_slot: Any, position: Any, block: Any, bucket: int) -> None:
+        """Fills in the fields of each token, whose row has that sequence slot, and queues the copy."""
         size = self._block_size
         self._fill(fields, "position", position, bucket, 0)
         self._fill(fields, "slot", block * size + position % size, bucket, NOWHERE)
         self._fill(fields, "num_before", position + 1, bucket, 0)
         for name, _, padding in DRAW_FIELDS:
-            self._fill(fields, name, self.samplings.field(name, seat), bucket, padding)
+            self._fill(fields, name, self.samplings.field(name, seq_slot), bucket, padding)
         self._device.copy_(self._hosts[self._turn], non_blocking=True)
         self._turn = 1 - self._turn
 

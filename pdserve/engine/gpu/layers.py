@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.attention import Heads
-from pdserve.engine.gpu.attention import Rows, Scratch, attend, block_of, choose_tiling, make_scratch
+from pdserve.engine.gpu.attention import attend
+from pdserve.engine.gpu.attention_plan import AttentionScratch, Rows, block_of, choose_tiling, make_scratch
 from pdserve.engine.gpu.place import make_table, place
 from pdserve.engine.gpu.work import Division
 from pdserve.engine.parameters import LayerWeights
@@ -44,7 +45,7 @@ class LayerKernels:
             eps=heads.norm_eps,
         )
 
-    def attend(self, index: int, layer: LayerWeights, q_THD: Tensor, rows: Rows, scratch: Scratch) -> Tensor:
+    def attend(self, index: int, layer: LayerWeights, q_THD: Tensor, rows: Rows, scratch: AttentionScratch) -> Tensor:
         """The attention output of every query of the rows, [T, H * D]."""
         heads = self.heads
         return attend(
@@ -58,13 +59,13 @@ class LayerKernels:
             softcap=heads.softcap,
         )
 
-    def division(self, window: int | None, num_queries: int, scratch: Scratch) -> Division:
-        """What `attend` asks of rows of up to `num_queries`, in a layer of that window."""
+    def division(self, window: int | None, num_queries: int, scratch: AttentionScratch) -> Division:
+        """How `attend` divides rows of up to `num_queries`, in a layer with that window."""
         heads = self.heads
         block_m = block_of(heads.num_heads // heads.num_kv_heads * num_queries)
         return Division(scratch.num_programs, choose_tiling(heads.head_dim, self._dtype, block_m).positions, window)
 
-    def make_scratch(self, num_queries: int, num_processors: int) -> Scratch:
+    def make_scratch(self, num_queries: int, num_processors: int) -> AttentionScratch:
         """Scratch for rows of up to `num_queries`."""
         heads = self.heads
         return make_scratch(

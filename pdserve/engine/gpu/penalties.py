@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.core.errors import InternalError
-from pdserve.engine.gpu.slots import Slots
+from pdserve.engine.gpu.count_slots import CountSlots
 from pdserve.engine.host_to_device import to_device
 from pdserve.engine.interface import Row
 
@@ -87,7 +87,7 @@ class Penalties:
 
     def __init__(self, vocab_size: int, most_rows: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
-        self._slots = Slots(2 * most_rows)
+        self._slots = CountSlots(2 * most_rows)
         self._word_CV = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
 
     def apply(self, rows: Sequence[Row], logits_SV: Tensor, row_P: Tensor) -> Tensor:

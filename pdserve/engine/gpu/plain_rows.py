@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pdserve.engine.gpu.tables import TableMirror, Update
-from pdserve.engine.interface import NEW_ROW, ChainedRows, Row
+from pdserve.engine.interface import NEW_ROW, ContinuedRows, Row
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class PlainRows:
     number: int
     token_B: Any  # 0 if the previous step samples it
     follows_B: Any  # the row of the previous step that samples the token, or NEW_ROW
-    seat_B: Any
+    seq_slot_B: Any
     start_B: Any
     block_B: Any  # position that is computed
     prompt_len_B: Any
@@ -30,7 +30,7 @@ class PlainRows:
 
 def no_rows() -> PlainRows:
     """Arrays of a step with padding only."""
-    names = ("token_B", "follows_B", "seat_B", "start_B", "block_B", "prompt_len_B")
+    names = ("token_B", "follows_B", "seq_slot_B", "start_B", "block_B", "prompt_len_B")
     return PlainRows(number=0, tables=[], **{name: np.zeros(0, np.int64) for name in names})
 
 
@@ -40,7 +40,7 @@ def read(rows: Sequence[Row], mirror: TableMirror, block_size: int, number: int)
         number=number,
         token_B=np.maximum(np.array([row.tokens[0] for row in rows], np.int64), 0),
         follows_B=np.array([NEW_ROW if row.follows is None else row.follows for row in rows], np.int64),
-        seat_B=np.array(update.seats, np.int64),
+        seq_slot_B=np.array(update.seq_slots, np.int64),
         start_B=np.array([row.start for row in rows], np.int64),
         block_B=np.array([row.blocks[row.start // block_size] for row in rows], np.int64),
         prompt_len_B=np.array([row.prompt_len for row in rows], np.int64),
@@ -50,7 +50,7 @@ def read(rows: Sequence[Row], mirror: TableMirror, block_size: int, number: int)
 
 
 def follow(
-    last: PlainRows, rows: ChainedRows, new: dict[int, Row], mirror: TableMirror, block_size: int
+    last: PlainRows, rows: ContinuedRows, new: dict[int, Row], mirror: TableMirror, block_size: int
 ) -> tuple[PlainRows, Update]:
     """Arrays of `rows`, which continue `last`; `new`: rows that do not, by index. Other rows are read only if they
     begin a new block."""
@@ -60,7 +60,7 @@ def follow(
         number=rows.number,
         token_B=np.zeros(len(rows), np.int64),
         follows_B=place_B,
-        seat_B=last.seat_B[from_B],
+        seq_slot_B=last.seq_slot_B[from_B],
         start_B=last.start_B[from_B] + 1,
         block_B=last.block_B[from_B],
         prompt_len_B=last.prompt_len_B[from_B],
@@ -71,8 +71,8 @@ def follow(
         plain.tables[index] = row.blocks
     is_touched_B = (plain.start_B % block_size == 0) | (place_B == NEW_ROW)
     touched = np.flatnonzero(is_touched_B).tolist()
-    update = mirror.update([plain.tables[index] for index in touched], plain.seat_B[~is_touched_B])
-    for index, seat in zip(touched, update.seats, strict=True):
-        plain.seat_B[index] = seat
+    update = mirror.update([plain.tables[index] for index in touched], plain.seq_slot_B[~is_touched_B])
+    for index, seq_slot in zip(touched, update.seq_slots, strict=True):
+        plain.seq_slot_B[index] = seq_slot
         plain.block_B[index] = plain.tables[index][int(plain.start_B[index]) // block_size]
     return plain, update

@@ -21,7 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pdserve.engine.batch import Group
+from pdserve.engine.batch import RowGroup
 from pdserve.engine.gpu.flatten import flatten
 from pdserve.engine.gpu.splits import edges
 from pdserve.engine.host_to_device import to_device
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Call:
+class FlashCall:
     """Some rows of a step, tokens first .. first + num_tokens - 1 of the chunks."""
 
     first: int
@@ -47,11 +47,11 @@ class Call:
 @dataclass(frozen=True)
 class ChunkPlan:
     first: int  # token of the packed batch
-    calls: dict[int | None, tuple[Call, ...]]  # by window
+    calls: dict[int | None, tuple[FlashCall, ...]]  # by window
 
 
 def plan_chunks(
-    groups: Sequence[Group],
+    groups: Sequence[RowGroup],
     windows: Iterable[int | None],
     block_size: int,
     most_positions: int,
@@ -91,7 +91,9 @@ def attend_chunks(
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def flash(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: Call, window: int | None, scale: float | None) -> Tensor:
+def flash(
+    q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: FlashCall, window: int | None, scale: float | None
+) -> Tensor:
     """[T, H, D]. The operator behind torch.nn.attention.varlen, whose own arguments differ between torch's versions."""
     out_THD: Tensor
     left = -1 if window is None else window - 1
@@ -146,10 +148,10 @@ def _runs(lengths: Sequence[int], most: int) -> Iterator[range]:
 
 def _call(
     first: int, pages: Sequence[Sequence[int]], queries: Sequence[int], keys: Sequence[int], device: torch.device
-) -> Call:
+) -> FlashCall:
     width = max(map(len, pages))
     query_of, key_of = edges(queries), edges(keys)
-    return Call(
+    return FlashCall(
         first=first,
         num_tokens=query_of[-1],
         table_BP=to_device([[*page, *[0] * (width - len(page))] for page in pages], device, torch.int32),

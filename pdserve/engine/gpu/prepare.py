@@ -1,7 +1,7 @@
 """Prepares the rows of a decode step: their tokens, which the previous step may have sampled, their block tables, and
 the division of their tiles among attention's programs (work.py). One launch instead of six small ones."""
 
-# Shapes: B rows, S seats, P pages of a table.
+# Shapes: B rows, S sequence slots, P pages of a table.
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _prepare(
     follows,
     sampled,
     token_in,
-    seat_of,
+    seq_slot_of,
     table,
     token_out,
     table_out,
@@ -63,7 +63,7 @@ def _prepare(
         known = tl.load(token_in + row)
         tl.store(token_out + row, tl.where(place >= 0, tl.load(sampled + tl.maximum(place, 0)), known))
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    block = tl.load(table + tl.load(seat_of + row) * num_pages + page, mask=page < num_pages)
+    block = tl.load(table + tl.load(seq_slot_of + row) * num_pages + page, mask=page < num_pages)
     tl.store(table_out + row.to(tl.int64) * num_pages + page, block, mask=page < num_pages)
 
 
@@ -71,7 +71,7 @@ def prepare(
     follows_B: Tensor,
     sampled_B: Tensor,
     token_B: Tensor,
-    seat_B: Tensor,
+    seq_slot_B: Tensor,
     table_SP: Tensor,
     out_B: Tensor,
     start_B: Tensor,
@@ -90,7 +90,7 @@ def prepare(
         follows_B,
         sampled_B,
         token_B,
-        seat_B,
+        seq_slot_B,
         table_SP,
         out_B,
         table_BP,

@@ -26,11 +26,11 @@ PLAIN: Final = 1
 DRAFTED: Final = 2
 _DRAWS: Final = Sampling(temperature=0.0, max_tokens=1)  # the leader samples
 Words = Sequence[int] | np.ndarray[Any, Any]
-_READ: Final = ("token_B", "follows_B", "seat_B", "start_B", "block_B")  # of PlainRows, by the graph
+_READ: Final = ("token_B", "follows_B", "seq_slot_B", "start_B", "block_B")  # of PlainRows, by the graph
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FollowedStep:
     """Exactly one of `rows`, `plain` and `drafted` is set."""
 
     rows: Sequence[Row] = ()
@@ -46,7 +46,7 @@ class LastBlocks(Sequence[int]):
     def __init__(self, first: int, blocks: Sequence[int]) -> None:
         self._first, self._blocks = first, blocks
 
-    def __getitem__(self, index: int) -> int:  # type: ignore[override]  # a number is all that is asked for
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]  # callers pass numbers only
         if index < self._first:
             raise IndexError(index)
         return self._blocks[index - self._first]
@@ -60,12 +60,12 @@ def row_words(rows: Sequence[Row]) -> list[int]:
 
 
 def plain_words(plain: PlainRows, update: Update) -> Words:
-    head = np.array([PLAIN, len(plain.seat_B), len(update.at), *update.at, *update.block], np.int64)
+    head = np.array([PLAIN, len(plain.seq_slot_B), len(update.at), *update.at, *update.block], np.int64)
     return np.concatenate([head, *(getattr(plain, name) for name in _READ)])
 
 
 def drafted_words(rows: Sequence[Row], update: Update, block_size: int) -> list[int]:
-    words = [DRAFTED, len(rows), len(update.at), *update.at, *update.block, *update.seats]
+    words = [DRAFTED, len(rows), len(update.at), *update.at, *update.block, *update.seq_slots]
     for row in rows:
         first = row.start // block_size
         num_blocks = (row.start + row.num_queries - 1) // block_size + 1 - first
@@ -75,26 +75,26 @@ def drafted_words(rows: Sequence[Row], update: Update, block_size: int) -> list[
     return words
 
 
-def from_words(words: Words, block_size: int) -> Part:
+def from_words(words: Words, block_size: int) -> FollowedStep:
     """The arguments of the functions above, as far as a rank needs them."""
     left = iter(words)
     kind = next(left)
     if kind == ROWS:
-        return Part(rows=words_of_rows.from_words(list(left)))
+        return FollowedStep(rows=words_of_rows.from_words(list(left)))
     num_rows, num_changes = islice(left, 2)
     at, block = _take(left, num_changes), _take(left, num_changes)
     if kind == PLAIN:
         arrays = {name: np.array(_take(left, num_rows), np.int64) for name in _READ}
         plain = PlainRows(number=0, prompt_len_B=np.zeros(num_rows, np.int64), tables=[], **arrays)
-        return Part(plain=plain, update=Update([], at, block))
-    seats = _take(left, num_rows)
+        return FollowedStep(plain=plain, update=Update([], at, block))
+    seq_slots = _take(left, num_rows)
     drafted = []
     for _ in range(num_rows):
         start, token, num_blocks, num_drafts = islice(left, 4)
         blocks = LastBlocks(start // block_size, _take(left, num_blocks))
         drafts = _take(left, num_drafts)
         drafted.append(Row(tokens=(token,), start=start, blocks=blocks, sample=_DRAWS, drafts=drafts))
-    return Part(drafted=drafted, update=Update(seats, at, block))
+    return FollowedStep(drafted=drafted, update=Update(seq_slots, at, block))
 
 
 def _take(left: Iterator[int], count: int) -> list[int]:

@@ -7,7 +7,7 @@ such rows are not affected. Order and meaning are those of sampling.py. Nothing 
 """
 
 # Shapes: B rows of a bucket, S rows that are sampled again, R of them under bans, P with penalties, N biases, L rows
-# whose logprobs are told, K likeliest tokens, V vocabulary, W words of 32 tokens.
+# whose logprobs are reported, K likeliest tokens, V vocabulary, W words of 32 tokens.
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from pdserve.engine.gpu.forbid import forbid
 from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.penalties import Penalties
 from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.grammars import Cursor, Grammars, Moves, RowMasks
+from pdserve.engine.grammars import Cursor, Grammars, Moves
 from pdserve.engine.host_to_device import to_device
 from pdserve.engine.interface import Row
+from pdserve.engine.matchers import RowMasks
 from pdserve.engine.sampling import keep_top_sigma
 
 RowsByNumber = Sequence[Row] | Mapping[int, Row]
@@ -117,7 +118,7 @@ class Resampler:
         asked = [rows[index] for index in others]
         masks_by_number = self._grammars.masks_of(asked) if asked else {}
         masks_of = {others[number]: masks for number, masks in masks_by_number.items()}
-        told: dict[int, Row] = {}  # by token of the step, as all below
+        sampled_by: dict[int, Row] = {}  # by token of the step, as all below
         words_of: dict[int, Any] = {}
         for index, asked_row in zip(others, asked, strict=True):
             masks = masks_of.get(index)
@@ -125,7 +126,7 @@ class Resampler:
                 # Tokens after a draft that the grammar forbids are ignored.
                 if masks is not None and at >= len(masks.masks):
                     break
-                told[firsts[index] + at] = row
+                sampled_by[firsts[index] + at] = row
                 words = self._bans.words(row, None if masks is None else masks.masks[at])
                 if words is not None:
                     words_of[firsts[index] + at] = words
@@ -141,10 +142,10 @@ class Resampler:
                 masks_of[bound[number]] = RowMasks(failed=reason)
         for at, words in enumerate(words_of.values(), len(bound)):
             mask_RW[at].numpy()[: len(words)] = words.view("int32")
-        again = [token for token, row in told.items() if token in words_of or sampling_of(row).adjusts_logits]
+        again = [token for token, row in sampled_by.items() if token in words_of or sampling_of(row).adjusts_logits]
         if again or bound:
-            self._draw(told, again, [firsts[index] for index in bound], list(words_of), mask_RW)
-        top_of, tops = self._tell(told, set(again))
+            self._draw(sampled_by, again, [firsts[index] for index in bound], list(words_of), mask_RW)
+        top_of, tops = self._logprobs(sampled_by, set(again))
         return Extras(masks_of, bound, cursors, top_of, tops)
 
     def _take_masks(self, count: int) -> Tensor:
@@ -198,24 +199,26 @@ class Resampler:
             self._penalties.count(slot_P, sampled_S.index_select(0, row_P))
         decode.sampled_B.index_copy_(0, row_S, sampled_S)
 
-    def _tell(self, rows: Mapping[int, Row], again: set[int]) -> tuple[dict[int, int], tuple[Tensor, Tensor] | None]:
+    def _logprobs(
+        self, rows: Mapping[int, Row], again: set[int]
+    ) -> tuple[dict[int, int], tuple[Tensor, Tensor] | None]:
         """Logprobs of the tokens that were sampled again, and the most likely tokens, from the model's unchanged
         logits."""
         counts = {index: sampling_of(row).logprobs for index, row in rows.items()}
-        told = [index for index in counts if counts[index] or (counts[index] == 0 and index in again)]
-        if not told:
+        reported = [index for index in counts if counts[index] or (counts[index] == 0 and index in again)]
+        if not reported:
             return {}, None
         decode = self._decode
-        row_L = to_device(told, self._device)
+        row_L = to_device(reported, self._device)
         logprob_LV = decode.logits_BV.index_select(0, row_L).log_softmax(dim=-1, dtype=torch.float32)
         sampled_L1 = decode.sampled_B.index_select(0, row_L)[:, None]
         decode.logprob_B.index_copy_(0, row_L, logprob_LV.gather(1, sampled_L1)[:, 0])
-        most = min(max(counts[index] or 0 for index in told), logprob_LV.shape[1])
+        most = min(max(counts[index] or 0 for index in reported), logprob_LV.shape[1])
         if not most:
             return {}, None
         top_LK = logprob_LV.topk(most, dim=-1)
         tops = self._fetch(top_LK.indices), self._fetch(top_LK.values)
-        return {index: at for at, index in enumerate(told)}, tops
+        return {index: at for at, index in enumerate(reported)}, tops
 
     def _fetch(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)

@@ -15,9 +15,6 @@ logprob.
 
 from __future__ import annotations
 
-import math
-import struct
-from dataclasses import dataclass
 from typing import Final, final
 
 import torch
@@ -26,39 +23,19 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.core.errors import InternalError
-from pdserve.engine.gpu.cutoff import EVERYTHING, GROUP, bound_of, candidate, depth_key, find_cutoff, mass_of
+from pdserve.engine.gpu.cutoff import GROUP, bound_of, candidate, depth_key, find_cutoff, mass_of
 from pdserve.engine.gpu.noise import gumbel, stream
+from pdserve.engine.gpu.samplings import Draws
 from pdserve.engine.sampling import LEAST_TEMPERATURE
 
 _BLOCK: Final = 1024
 _CANDIDATES: Final = 1024  # tokens of a row processed together
 _MOST_PARTS: Final = 64
-KEEP_ALL: Final = int(EVERYTHING.value)  # a floor that min_p does not raise
 
 _LEAST = tl.constexpr(LEAST_TEMPERATURE)
 _GROUP = tl.constexpr(GROUP)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@dataclass(frozen=True)
-class Draws:
-    """The sampling of each row, on the device, [B] each. Unused rows may contain anything."""
-
-    seed: Tensor  # int64: its bits
-    position: Tensor  # int64: number of tokens before
-    temperature: Tensor  # float32; 0 is greedy
-    top_k: Tensor  # int32; 0 is off
-    top_p: Tensor  # float64; 1 is off
-    floor: Tensor  # int32: floor_key(min_p)
-
-
-def floor_key(min_p: float) -> int:
-    """The deepest key that min_p keeps: a token must be at least min_p times as likely as the best."""
-    if min_p <= 0.0:
-        return KEEP_ALL
-    key: int = struct.unpack("<i", struct.pack("<f", max(0.0, -math.log(min_p))))[0]
-    return key
 
 
 @triton.jit
@@ -304,7 +281,7 @@ class Sampler:
         """Tokens (int64) and their logprobs (float32), [B] each, in `out` if given. Logits may have any float dtype,
         and are not changed.
 
-        `parts` of the vocabulary, each number of which is a kernel of its own; None: as fits the number of rows.
+        `parts` of the vocabulary, each number of which needs its own kernel; None: as fits the number of rows.
         """
         num_rows, size = logits_BV.shape
         if num_rows > self._most_rows or size != self._size:

@@ -1,4 +1,4 @@
-"""How the attention of a decode step is divided among a fixed number of programs, whatever the lengths. Pure.
+"""How the attention of a decode step is divided among a fixed number of programs, for any lengths. Pure.
 
 All rows' tiles of positions form one sequence, row by row. Program p of a kv head takes tiles p * share to (p + 1) *
 share - 1 of it, so the longest program has at most one tile more than the mean. A row whose tiles are all in one
@@ -18,7 +18,7 @@ LEAST_POSITIONS: Final = 128  # per program: with fewer, its start and the merge
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TilePart:
     """Tiles begin .. end - 1 of a row, which one program computes for one kv head."""
 
     program: int
@@ -54,11 +54,11 @@ def share_of(num_tiles: int, programs: int, least: int) -> int:
     return max(least, -(-num_tiles // programs))
 
 
-def parts(ranges: Sequence[tuple[int, int]], programs: int, least: int) -> list[Part]:
+def parts(ranges: Sequence[tuple[int, int]], programs: int, least: int) -> list[TilePart]:
     """In the order of programs; `ranges` are those of the rows, as `tile_range` gives them."""
     edge_of = edges([end - first for first, end in ranges])
     share, total = share_of(edge_of[-1], programs, least), edge_of[-1]
-    found: list[Part] = []
+    found: list[TilePart] = []
     row = 0
     for program in range(programs):
         at, stop = program * share, min((program + 1) * share, total)
@@ -68,13 +68,13 @@ def parts(ranges: Sequence[tuple[int, int]], programs: int, least: int) -> list[
             first = ranges[row][0] - edge_of[row]
             is_whole = edge_of[row] >= begins and edge_of[row + 1] <= stop
             slot = None if is_whole else 2 * program + (edge_of[row] > begins)
-            found.append(Part(program, row, first + at, first + upto, slot))
+            found.append(TilePart(program, row, first + at, first + upto, slot))
             at = upto
             row += at == edge_of[row + 1]
     return found
 
 
-def imbalance(found: Sequence[Part], part_tiles: float = 0.0) -> float:
+def imbalance(found: Sequence[TilePart], part_tiles: float = 0.0) -> float:
     """The load of the fullest program over the mean of the non-empty ones; `part_tiles` is the additional cost of a
     part."""
     loads: dict[int, float] = {}

@@ -4,7 +4,7 @@ The host decides nothing in it, and nothing waits: a row's token may be the one 
 tables are on the device, and padding rows attend to nothing and store nothing.
 """
 
-# Shapes: B rows of a bucket, S seats, P pages of a table, N query, key and value heads, D head dim.
+# Shapes: B rows of a bucket, S sequence slots, P pages of a table, N query, key and value heads, D head dim.
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from pdserve.engine.gpu.attention import Rows, Scratch
+from pdserve.engine.gpu.attention_plan import AttentionScratch, Rows
 from pdserve.engine.gpu.inputs import Inputs
 from pdserve.engine.gpu.layers import LayerKernels
 from pdserve.engine.gpu.prepare import prepare
@@ -33,7 +33,7 @@ class GraphAttention:
         self,
         kernels: LayerKernels,
         rows: Rows,
-        scratch: Scratch,
+        scratch: AttentionScratch,
         token_B: Tensor,
         slot_B: Tensor,
         position_B: Tensor,
@@ -68,10 +68,10 @@ class StaticDecode:
         most_tokens = max(most_tokens, most_rows)
         self.most_queries = most_queries
         self._model = model
-        self.num_seats = 2 * most_rows  # the results of the running step must persist while the next one writes
+        self.num_seq_slots = 2 * most_rows  # the results of the running step must persist while the next one writes
         self.num_pages = -(-max_context_tokens // pool.block_size)
-        self.inputs = Inputs(most_tokens, pool.block_size, device, self.num_seats)
-        self.table_SP = torch.zeros((self.num_seats, self.num_pages), dtype=torch.int32, device=device)
+        self.inputs = Inputs(most_tokens, pool.block_size, device, self.num_seq_slots)
+        self.table_SP = torch.zeros((self.num_seq_slots, self.num_pages), dtype=torch.int32, device=device)
         self._token_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self.sampled_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self.logprob_B = torch.zeros(most_tokens, dtype=torch.float32, device=device)
@@ -79,7 +79,7 @@ class StaticDecode:
         self.logits_BV = torch.zeros((most_tokens, vocab_size), dtype=model.logits_dtype, device=device)
         self._kernels = LayerKernels(pool, model.heads, model.dtype, max_context_tokens)
         self._num_processors = num_processors
-        self._scratches: dict[int, Scratch] = {}  # by queries per row; captured graphs contain their addresses
+        self._scratches: dict[int, AttentionScratch] = {}  # by queries per row; captured graphs contain their addresses
         self.sampler = Sampler(most_tokens, vocab_size, device, num_processors)
 
     @property
@@ -87,7 +87,7 @@ class StaticDecode:
         """Whether this rank samples."""
         return self._model.is_leader
 
-    def _scratch(self, num_queries: int) -> Scratch:
+    def _scratch(self, num_queries: int) -> AttentionScratch:
         if num_queries not in self._scratches:
             self._scratches[num_queries] = self._kernels.make_scratch(num_queries, self._num_processors)
         return self._scratches[num_queries]
@@ -109,7 +109,7 @@ class StaticDecode:
             field("follows", bucket),
             self.sampled_B,
             field("token", bucket),
-            field("seat", bucket),
+            field("seq_slot", bucket),
             self.table_SP,
             token_B,
             start_B,

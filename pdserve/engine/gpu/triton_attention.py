@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pdserve.engine.attention import Context, Heads, MakeAttention, attend_chunk, contexts_of, rows_of
 from pdserve.engine.attention import attend as attend_gathered
-from pdserve.engine.batch import Batch, Group
-from pdserve.engine.gpu.attention import MOST_QUERIES, Rows, Scratch
+from pdserve.engine.batch import PackedBatch, RowGroup
+from pdserve.engine.gpu.attention_plan import MOST_QUERIES, AttentionScratch, Rows
 from pdserve.engine.gpu.flatten import flatten
 from pdserve.engine.gpu.layers import LayerKernels
 from pdserve.engine.gpu.prefill import attend_chunks, plan_chunks
@@ -31,7 +31,7 @@ from pdserve.engine.pool import TorchPool
 _WORDS: Final = 4  # int32 numbers in 16 bytes
 
 
-def plan_rows(group: Group, device: torch.device) -> Rows:
+def plan_rows(group: RowGroup, device: torch.device) -> Rows:
     """One copy to the device: tables, starts, lengths and first tokens are in one tensor."""
     width = max(len(table) for table in group.tables)
     lengths = [start + count for start, count in zip(group.starts, group.counts, strict=True)]
@@ -42,7 +42,7 @@ def plan_rows(group: Group, device: torch.device) -> Rows:
     packed = to_device([word for part in padded for word in part], device, torch.int32)
     pieces = packed.split([len(part) for part in padded])
     table_BP, start_B, length_B, first_B1 = (piece[: len(part)] for piece, part in zip(pieces, parts, strict=True))
-    # One or the maximum, because each number of queries needs a kernel of its own.
+    # One or the maximum, because each number of queries needs its own kernel.
     most = 1 if max(group.counts) == 1 else MOST_QUERIES
     return Rows(most, table_BP.view(len(lengths), width), start_B, length_B, first_B1)
 
@@ -59,11 +59,11 @@ class TritonAttention:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: PackedBatch,
         on_layer: OnLayer | None,
         *,
         kernels: LayerKernels,
-        scratch_of: Callable[[int], Scratch],
+        scratch_of: Callable[[int], AttentionScratch],
         most_positions: int | None,
     ) -> None:
         """`on_layer` is called with the number of layers that have queued their writes. `scratch_of`: for rows of up to
@@ -75,7 +75,7 @@ class TritonAttention:
         pool.clear(batch.fresh_blocks)
         self._rows = None if batch.short is None else plan_rows(batch.short, device)
         self._chunks = None
-        self._gathered: list[tuple[Group, dict[int | None, Context]]] = []
+        self._gathered: list[tuple[RowGroup, dict[int | None, Context]]] = []
         if most_positions is not None and batch.groups:
             self._chunks = plan_chunks(batch.groups, heads.windows, pool.block_size, most_positions, device)
         else:

@@ -19,9 +19,10 @@ from llguidance import LLParserLimits
 from pdserve.core.attempt import EndRule
 from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.core.types import FinishReason, Sampling, TokenOut
-from pdserve.engine import grammars as grammars_module
+from pdserve.engine import matchers as matchers_module
 from pdserve.engine.grammars import Cursor, Grammars
 from pdserve.engine.interface import Engine, Row
+from pdserve.engine.matchers import Matchers
 from pdserve.engine.toy import ToyEngine
 from pdserve.structured.compile import Compiler
 from pdserve.text.tokenizer import load_tokenizer
@@ -181,12 +182,12 @@ def test_right_wrong_and_forbidden_drafts_change_no_token(engine: Engine, oracle
 def test_a_matcher_made_again_from_the_output_gives_the_same_masks() -> None:
     """After a preemption, on another worker: from any prefix on."""
     compiler = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,))
-    going, grammar = Grammars(compiler), json_schema(PERSON)
+    matchers, grammar = Matchers(compiler), json_schema(PERSON)
     output = tuple(TOKENIZER.encode('{"name": "Ada", "age": 36, "tags": ["red", "blue"]}'))
-    masks = [going.masks(grammar, output[:count], ()) for count in range(len(output) + 1)]
-    assert going.num_replays == 0
+    masks = [matchers.masks(grammar, output[:count], ()) for count in range(len(output) + 1)]
+    assert matchers.num_replays == 0
     for count in range(len(output) + 1):
-        assert Grammars(compiler).masks(grammar, output[:count], ()) == masks[count]
+        assert Matchers(compiler).masks(grammar, output[:count], ()) == masks[count]
     assert all(one.failed is None for one in masks)
     [end] = masks[-1].masks
     assert [at for at in range(8 * len(end)) if end[at // 8] >> at % 8 & 1] == [EOS]
@@ -195,7 +196,7 @@ def test_a_matcher_made_again_from_the_output_gives_the_same_masks() -> None:
 def test_growing_texts_are_masked_together_as_alone() -> None:
     """Some take drafts meanwhile, end in a dead end, or come with another list."""
     compiler, rng = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), random.Random(2)
-    going = Grammars(compiler)
+    grammars = Grammars(compiler)
     dead = Grammar(GrammarKind.LARK, 'start: "a" | "b" X\nX: /a/ & /b/')
     texts = {Sampling(grammar=one, seed=n): [*PROMPT] for n, one in enumerate([json_schema(PERSON)] * 3 + [dead] * 2)}
     for step in range(14):
@@ -206,11 +207,11 @@ def test_growing_texts_are_masked_together_as_alone() -> None:
             drafts = TOKENIZER.encode('{"na')[: step % 3] if (step, sampling.seed) in ((3, 0), (4, 0)) else ()
             row = Row(tokens=text[-1:], start=len(text) - 1, blocks=[0], sample=sampling, history=text, drafts=drafts)
             rows.append(dataclasses.replace(row, prompt_len=len(PROMPT)))
-        for index, masks in going.masks_of(rows).items():
+        for index, masks in grammars.masks_of(rows).items():
             row, sampling = rows[index], rows[index].sample
             assert sampling is not None
             assert sampling.grammar is not None
-            alone = Grammars(compiler).masks(sampling.grammar, tuple(row.history[len(PROMPT) :]), row.drafts)
+            alone = Matchers(compiler).masks(sampling.grammar, tuple(row.history[len(PROMPT) :]), row.drafts)
             assert masks.failed == alone.failed
             assert [bytes(one) for one in masks.masks] == list(alone.masks)
             if masks.failed is not None:
@@ -221,16 +222,16 @@ def test_growing_texts_are_masked_together_as_alone() -> None:
             if texts[sampling][-1] == EOS:
                 del texts[sampling]
     assert len(texts) >= 3
-    assert going.num_replays < 8, "texts that grow are made again"
+    assert grammars.matchers.num_replays < 8, "texts that grow are made again"
 
 
 def test_masks_of_texts_that_are_known_by_cursors_are_those_of_their_rows() -> None:
     """Rows are read at first, where no cursor is given, and where a token of the batch is not allowed; else never."""
     compiler, rng = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), random.Random(3)
-    going, num_words = Grammars(compiler), compiler.num_words
+    grammars, num_words = Grammars(compiler), compiler.num_words
     dead = Grammar(GrammarKind.LARK, 'start: "a" | "b" X\nX: /a/ & /b/')
-    grammars = [json_schema(PERSON)] * 6 + [Grammar(GrammarKind.REGEX, "[a-z]{9}"), dead, dead]
-    texts = [(grammar, [*PROMPT]) for grammar in grammars]
+    kinds = [json_schema(PERSON)] * 6 + [Grammar(GrammarKind.REGEX, "[a-z]{9}"), dead, dead]
+    texts = [(grammar, [*PROMPT]) for grammar in kinds]
     cursors: list[Cursor | None] = [None] * len(texts)
     num_read = []
     for step in range(12):
@@ -247,11 +248,11 @@ def test_masks_of_texts_that_are_known_by_cursors_are_those_of_their_rows() -> N
         if step == 6:
             cursors = [cursors[0], None, *cursors[2:]]  # as after a step that was not taken ahead
         words_RW = np.zeros((len(texts), num_words), np.int32)
-        filled = going.fill(row_at, words_RW, (cursors, [text[-1] for _, text in texts]))
+        filled = grammars.fill(row_at, words_RW, (cursors, [text[-1] for _, text in texts]))
         num_read.append(len(set(read)))
         staying = []
         for index, (grammar, text) in enumerate(texts):
-            alone = Grammars(compiler).masks(grammar, tuple(text[len(PROMPT) :]), ())
+            alone = Matchers(compiler).masks(grammar, tuple(text[len(PROMPT) :]), ())
             assert filled.failed.get(index) == alone.failed
             if alone.failed is None:
                 assert words_RW[index].tobytes() == alone.masks[0]
@@ -268,30 +269,30 @@ def test_masks_of_texts_that_are_known_by_cursors_are_those_of_their_rows() -> N
     assert (sum(num_read[2:6]), num_read[6], num_read[7]) == (0, 1, 0)
     assert num_read[8] > 4
     assert num_read[9:] == [0, 0, 0]
-    assert going.num_replays <= 6, "two for each row that fails"
+    assert grammars.matchers.num_replays <= 6, "two for each row that fails"
 
 
 def test_a_mask_behind_drafts_is_that_of_their_text_and_leaves_the_matcher_where_it_stood() -> None:
     compiler, grammar = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), Grammar(GrammarKind.REGEX, "[ab][bc][ad][a-d]")
     a, b, c = (TOKENIZER.encode(letter)[0] for letter in "abc")
-    fresh = [Grammars(compiler).masks(grammar, output, ()).masks[0] for output in ((), (a,), (a, b), (b,))]
+    fresh = [Matchers(compiler).masks(grammar, output, ()).masks[0] for output in ((), (a,), (a, b), (b,))]
     assert len(set(fresh)) == 3  # behind a and behind b the same may follow
-    going = Grammars(compiler)
-    assert going.masks(grammar, (), (a, b)).masks == tuple(fresh[:3])
-    assert going.masks(grammar, (), (c, b)).masks == (fresh[0],)
-    assert going.masks(grammar, (b,), ()).masks == (fresh[3],)
-    assert going.num_replays == 0
+    matchers = Matchers(compiler)
+    assert matchers.masks(grammar, (), (a, b)).masks == tuple(fresh[:3])
+    assert matchers.masks(grammar, (), (c, b)).masks == (fresh[0],)
+    assert matchers.masks(grammar, (b,), ()).masks == (fresh[3],)
+    assert matchers.num_replays == 0
 
 
 def test_two_requests_that_share_a_beginning_keep_their_own_matchers() -> None:
-    grammars = Grammars(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
+    matchers = Matchers(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
     grammar = choice(["abc", "abd"])
     a, b, c, d = (TOKENIZER.encode(letter)[0] for letter in "abcd")
     for _ in range(3):
-        assert grammars.masks(grammar, (a, b), ()).failed is None
-        one, other = grammars.masks(grammar, (a, b, c), ()), grammars.masks(grammar, (a, b, d), ())
-        assert one == other != grammars.masks(grammar, (a, b), ())
-    assert grammars.masks(grammar, (b,), ()).failed is not None
+        assert matchers.masks(grammar, (a, b), ()).failed is None
+        one, other = matchers.masks(grammar, (a, b, c), ()), matchers.masks(grammar, (a, b, d), ())
+        assert one == other != matchers.masks(grammar, (a, b), ())
+    assert matchers.masks(grammar, (b,), ()).failed is not None
 
 
 def test_what_other_requests_have_met_does_not_fail_a_row() -> None:
@@ -299,18 +300,18 @@ def test_what_other_requests_have_met_does_not_fail_a_row() -> None:
     compiler = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,))
     compiler._limits = LLParserLimits(max_lexer_states=2000, verbose_errors=False)
     grammar = Grammar(GrammarKind.REGEX, "(a|b){0,5}(a|b|c)*a(a|b|c){14}(d|e).{3}[^x]*y.{40}")
-    grammars, rng = Grammars(compiler), random.Random(1)
+    matchers, rng = Matchers(compiler), random.Random(1)
     for _ in range(60):
         output: tuple[int, ...] = ()
         for _ in range(30):
-            row = grammars.masks(grammar, output, ())
+            row = matchers.masks(grammar, output, ())
             assert row.failed is None
             [mask] = row.masks
             allowed = [at for at in range(1, TOKENIZER.vocab_size) if mask[at // 8] >> at % 8 & 1]
             if not allowed:
                 break
             output = (*output, rng.choice(allowed))
-    assert grammars.num_replays > 0, "the limit was never met"
+    assert matchers.num_replays > 0, "the limit was never met"
 
 
 def test_rows_with_and_without_a_grammar_share_a_step_and_keep_their_own_tokens(engine: Engine) -> None:
@@ -330,25 +331,25 @@ def test_a_dead_end_fails_its_row_alone(engine: Engine) -> None:
 
 
 def test_a_row_whose_mask_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
-    assert grammars.masks(json_schema(PERSON), (), ()).failed is None
-    monkeypatch.setattr(grammars_module, "MAX_ROW_S", 0.0)
-    assert "where 0 s are allowed" in (grammars.masks(json_schema(PERSON), (), ()).failed or "")
+    matchers = Matchers(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
+    assert matchers.masks(json_schema(PERSON), (), ()).failed is None
+    monkeypatch.setattr(matchers_module, "MAX_ROW_S", 0.0)
+    assert "where 0 s are allowed" in (matchers.masks(json_schema(PERSON), (), ()).failed or "")
 
 
 def test_drafts_that_run_into_a_dead_end_fail_nothing_before_it(engine: Engine) -> None:
     [first] = write(engine, [Sampling(temperature=0.0, max_tokens=1, grammar=DEAD_END)])
     assert first.failed is None
-    grammars = Grammars(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
-    row = grammars.masks(DEAD_END, (), [*first.output, 5, 6])
+    matchers = Matchers(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
+    row = matchers.masks(DEAD_END, (), [*first.output, 5, 6])
     assert (len(row.masks), row.failed) == (1, None)
-    assert grammars.masks(DEAD_END, tuple(first.output), ()).failed is not None
+    assert matchers.masks(DEAD_END, tuple(first.output), ()).failed is not None
 
 
 def test_a_grammar_that_does_not_compile_or_a_model_without_tokens_fails_the_row() -> None:
     bad = Grammar(GrammarKind.REGEX, "(")
-    assert "unclosed" in (Grammars(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,))).masks(bad, (), ()).failed or "")
-    assert "cannot be masked" in (Grammars(None).masks(bad, (), ()).failed or "")
+    assert "unclosed" in (Matchers(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,))).masks(bad, (), ()).failed or "")
+    assert "cannot be masked" in (Matchers(None).masks(bad, (), ()).failed or "")
     [out] = ToyEngine().step(
         [Row(tokens=[65], start=0, blocks=[0], sample=Sampling(grammar=bad), history=[65], prompt_len=1)]
     )

@@ -18,7 +18,7 @@ from pdserve.core.types import Sampling
 from pdserve.engine.config import read_config
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.linear import Int8Linear, weight_levels
-from pdserve.engine.quantisation_config import PLAIN, Rule, read_quantisation
+from pdserve.engine.quantisation_config import PLAIN, ModuleRule, read_quantisation
 from pdserve.engine.safetensors_file import open_checkpoint
 from pdserve.engine.weights import load_weights
 
@@ -263,6 +263,8 @@ def test_static_activations_are_refused() -> None:
 
 def test_rules_name_modules_as_checkpoints_do() -> None:
     module = "model.layers.3.mlp.gate_proj"
-    assert all(Rule(text).matches(module) for text in ("Linear", module, "gate_proj", "model.layers.3", "re:.*gate.*"))
-    assert not any(Rule(text).matches(module) for text in ("gate", "mlp.gate", "layers.31", "lm_head", "re:gate"))
+    assert all(
+        ModuleRule(text).matches(module) for text in ("Linear", module, "gate_proj", "model.layers.3", "re:.*gate.*")
+    )
+    assert not any(ModuleRule(text).matches(module) for text in ("gate", "mlp.gate", "layers.31", "lm_head", "re:gate"))
     assert PLAIN.scheme(module) is None

@@ -17,9 +17,9 @@ from pdserve.engine.checkpoint_spec import Needs
 from pdserve.engine.config import read_config
 from pdserve.engine.parameters import build_weights
 from pdserve.engine.quantisation_config import Scheme
-from pdserve.engine.reading import Reader
 from pdserve.engine.safetensors_file import StoredTensor, open_checkpoint
 from pdserve.engine.sharding import Cut, Shard, rank_config
+from pdserve.engine.tensor_reader import TensorReader
 from pdserve.engine.tensor_slices import cut_scale, cut_tensor
 from tests.support.examples import examples
 
@@ -53,7 +53,7 @@ def test_a_cut_tensor_reads_as_the_part_of_the_whole(
     stored = StoredTensor(file, "w", "F32", whole.shape, 4, whole.nbytes)
     part = cut_tensor(stored, (first_row, last_row), (first, last))
     target = np.empty(part.shape, np.float32)
-    with Reader([part]) as reader:
+    with TensorReader([part]) as reader:
         reader.read(part, memoryview(target).cast("B"))  # type: ignore[arg-type]
     assert np.array_equal(target, whole[first_row:last_row, first:last])
 

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
-from pdserve.engine.async_stepper import LazyFlight
+from pdserve.engine.async_stepper import DeferredFlight
 from pdserve.engine.interface import Flight, Row, RowOut
 from pdserve.engine.load import load_engine
 from pdserve.engine.toy import answer
@@ -36,9 +36,9 @@ class FlakyEngine:
             raise RuntimeError("a launch failed")
         return self._engine.step(rows)
 
-    def launch(self, rows: Sequence[Row], after: Flight | None) -> LazyFlight:
+    def launch(self, rows: Sequence[Row], after: Flight | None) -> DeferredFlight:
         self.num_ahead += after is not None
-        return LazyFlight(self, rows, after if isinstance(after, LazyFlight) else None)
+        return DeferredFlight(self, rows, after if isinstance(after, DeferredFlight) else None)
 
     def close(self) -> None:
         self._engine.close()

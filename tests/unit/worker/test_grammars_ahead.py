@@ -9,7 +9,7 @@ from typing import Any
 
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Role
-from pdserve.engine.async_stepper import LazyFlight
+from pdserve.engine.async_stepper import DeferredFlight
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import worker_pb2
 
@@ -45,14 +45,14 @@ ASKED: dict[str, dict[str, Any]] = {
 async def test_tokens_are_those_of_the_step_by_step_worker(start: Any, attach: Any, ask: Any, monkeypatch: Any) -> None:
     prompt = load_tokenizer(str(BUNDLED)).encode("def config():\n    return ")
     num_late = 0
-    sample = LazyFlight.sample
+    sample = DeferredFlight.sample
 
-    def counted(flight: LazyFlight, rows: Any) -> None:
+    def counted(flight: DeferredFlight, rows: Any) -> None:
         nonlocal num_late
         num_late += len(rows)
         sample(flight, rows)
 
-    monkeypatch.setattr(LazyFlight, "sample", counted)
+    monkeypatch.setattr(DeferredFlight, "sample", counted)
     answers = {}
     for ahead in ("off", "on"):
         d = start(Role.DECODE, **SETTINGS, async_scheduling=ahead, worker_id=f"d-{ahead}")

@@ -12,7 +12,7 @@ from pdserve.core.errors import InternalError
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.engine import is_graph_row
 from pdserve.engine.gpu.flights import DoneFlight, GraphFlight
-from pdserve.engine.interface import NEW_ROW, PENDING, ChainedRows, Engine, Flight, Row
+from pdserve.engine.interface import NEW_ROW, PENDING, ContinuedRows, Engine, Flight, Row
 from tests.support.slow import slow_except
 from tests.unit.engine.conftest import GREEDY, Request
 from tests.unit.engine.gpu.conftest import MOST_ROWS
@@ -154,7 +154,7 @@ def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_ahead: boo
                 follows=places[index] if is_pending else None,
             )
 
-        rows = ChainedRows(make, places, number=step + 1, before=step, is_ahead=is_ahead and step > 0)
+        rows = ContinuedRows(make, places, number=step + 1, before=step, is_async=is_ahead and step > 0)
         flights.append((graph.launch(rows, flights[-1][0] if is_ahead and flights else None), chosen))
         for which in chosen:
             launched[which] += 1
@@ -183,11 +183,11 @@ def test_rows_that_continue_another_step_than_the_last_are_read(make_pair: Calla
 
     for number, before in ((1, 0), (3, 2), (4, 1)):
         expected = eager.step([make(0)])[0].sampled[0].token_id
-        rows = ChainedRows(make, [0 if before else NEW_ROW], number=number, before=before, is_ahead=False)
+        rows = ContinuedRows(make, [0 if before else NEW_ROW], number=number, before=before, is_async=False)
         assert graph.step(rows)[0].sampled[0].token_id == expected
         text.append(expected)
     pending = Row(tokens=(PENDING,), start=6, blocks=blocks, sample=GREEDY, history=text, prompt_len=3, follows=0)
-    ahead = ChainedRows(lambda _: pending, [0], number=5, before=4, is_ahead=True)
+    ahead = ContinuedRows(lambda _: pending, [0], number=5, before=4, is_async=True)
     with pytest.raises(InternalError, match="does not run"):
         graph.launch(ahead, None)
 

@@ -17,7 +17,7 @@ from pdserve.core.types import Sampling
 from pdserve.engine.gpu.plain_rows import PlainRows
 from pdserve.engine.gpu.rank_words import LastBlocks, drafted_words, from_words, plain_words, row_words
 from pdserve.engine.gpu.tables import Update
-from pdserve.engine.interface import NEW_ROW, PENDING, ChainedRows, Flight, Row
+from pdserve.engine.interface import NEW_ROW, PENDING, ContinuedRows, Flight, Row
 from pdserve.engine.parallel import ParallelFlight, ParallelGraphEngine
 from pdserve.engine.ranks import make_store
 from tests.oracle import Oracle
@@ -116,7 +116,7 @@ def test_ranks_draw_the_tokens_of_one_also_one_step_ahead(
         ]
         places = [order.index(which) if flight is not None else NEW_ROW for which in chosen]
         is_ahead = flight is not None
-        chained = ChainedRows(rows.__getitem__, places, number=step + 1, before=step, is_ahead=is_ahead)
+        chained = ContinuedRows(rows.__getitem__, places, number=step + 1, before=step, is_async=is_ahead)
         flight = engine.launch(chained, flight)
         assert isinstance(flight, ParallelFlight)
         flights.append((flight, chosen))
@@ -162,7 +162,7 @@ def test_parts_of_a_step_become_numbers_and_parts_again() -> None:
     assert (len(part.drafted[0].blocks), part.drafted[1].blocks[0]) == (4, 3)
     with pytest.raises(IndexError):
         LastBlocks(2, [7, 6])[1]
-    names = ("token_B", "follows_B", "seat_B", "start_B", "block_B", "prompt_len_B")
+    names = ("token_B", "follows_B", "seq_slot_B", "start_B", "block_B", "prompt_len_B")
     plain = PlainRows(number=3, tables=[], **{name: np.array([10 * at, -at]) for at, name in enumerate(names, 1)})
     part = from_words(plain_words(plain, Update([9], [5], [6])), 8)
     assert part.plain is not None

@@ -13,8 +13,9 @@ from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.bans import Bans
 from pdserve.engine.gpu.flights import GraphFlight
-from pdserve.engine.grammars import Cursor, Filled, Moves, RowMasks
+from pdserve.engine.grammars import Cursor, Filled, Moves
 from pdserve.engine.interface import PENDING, Engine, Flight, Row
+from pdserve.engine.matchers import RowMasks
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "any")
 STUCK = Grammar(GrammarKind.REGEX, "none")

@@ -14,9 +14,9 @@ from pdserve.engine.gpu.tables import TableMirror
 @pytest.mark.parametrize("seed", range(20))
 def test_the_device_holds_every_table_of_a_step(seed: int) -> None:
     rng = random.Random(seed)
-    num_seats, num_pages = 6, 8
-    device = [-1] * (num_seats * num_pages)
-    mirror = TableMirror(num_seats, num_pages)
+    num_seq_slots, num_pages = 6, 8
+    device = [-1] * (num_seq_slots * num_pages)
+    mirror = TableMirror(num_seq_slots, num_pages)
     live: list[list[int]] = []
     for _ in range(200):
         for table in live:
@@ -32,9 +32,9 @@ def test_the_device_holds_every_table_of_a_step(seed: int) -> None:
         update = mirror.update(chosen)
         for at, block in zip(update.at, update.block, strict=True):
             device[at] = block
-        assert len(set(update.seats)) == len(chosen)
-        for seat, table in zip(update.seats, chosen, strict=True):
-            assert device[seat * num_pages :][: len(table)] == table
+        assert len(set(update.seq_slots)) == len(chosen)
+        for seq_slot, table in zip(update.seq_slots, chosen, strict=True):
+            assert device[seq_slot * num_pages :][: len(table)] == table
 
 
 def test_only_what_was_added_is_sent() -> None:
@@ -44,14 +44,14 @@ def test_only_what_was_added_is_sent() -> None:
     assert first.block == [7, 8]
     assert mirror.update([table]).block == []
     table.append(9)
-    assert mirror.update([table]).at == [first.seats[0] * 4 + 2]
+    assert mirror.update([table]).at == [first.seq_slots[0] * 4 + 2]
 
 
 def test_more_than_the_tables_hold_is_refused() -> None:
     mirror = TableMirror(2, 4)
     with pytest.raises(InternalError, match="a table has 4"):
         mirror.update([[1, 2, 3, 4, 5]])
-    with pytest.raises(InternalError, match="seats"):
+    with pytest.raises(InternalError, match="sequence slots"):
         mirror.update([[1], [2], [3]])
     shared = [1, 2]
     with pytest.raises(InternalError, match="share"):

@@ -15,8 +15,8 @@ from torch import Tensor
 from pdserve.engine.attention import EagerAttention
 from pdserve.engine.batch import pack
 from pdserve.engine.gpu import prefill
-from pdserve.engine.gpu.attention import MOST_QUERIES
-from pdserve.engine.gpu.prefill import Call
+from pdserve.engine.gpu.attention_plan import MOST_QUERIES
+from pdserve.engine.gpu.prefill import FlashCall
 from pdserve.engine.gpu.triton_attention import takes_flash, triton_attention
 from pdserve.engine.interface import Row
 
@@ -75,7 +75,9 @@ def test_states_and_blocks_are_those_of_torch(
         assert (mine - expected).abs().max() < (1e-4 if kv_dtype == "auto" else 0.05) * expected.abs().max()
 
 
-def flash(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: Call, window: int | None, scale: float | None) -> Tensor:
+def flash(
+    q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: FlashCall, window: int | None, scale: float | None
+) -> Tensor:
     """What the operator documents, in float64, and what it demands."""
     for tensor in (call.query_B1, call.key_B1):
         assert (tensor.dtype, tensor.device, tensor.is_contiguous()) == (torch.int32, q_THD.device, True)

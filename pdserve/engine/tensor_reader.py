@@ -26,7 +26,7 @@ _ADVICE_BYTES: Final = 128 * 2**10  # for a longer advice the kernel reads only 
 
 
 @final
-class Reader:
+class TensorReader:
     def __init__(
         self, order: Sequence[StoredTensor], *, num_threads: int = NUM_THREADS, ahead_bytes: int = AHEAD_BYTES
     ) -> None:

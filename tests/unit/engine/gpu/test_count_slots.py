@@ -1,18 +1,18 @@
 import pytest
 
 from pdserve.core.errors import InternalError
-from pdserve.engine.gpu.slots import Slots
+from pdserve.engine.gpu.count_slots import CountSlots
 
 
 def test_a_sequence_that_grows_by_one_token_a_step_is_known_from_its_second_step_on() -> None:
-    slots, one, other = Slots(4), [1, 2], [1, 2]
+    slots, one, other = CountSlots(4), [1, 2], [1, 2]
     assert slots.take([(one, 2), (other, 2)]) == [(0, False), (1, False)]
     assert slots.take([(other, 3), (one, 3)]) == [(1, True), (0, True)]
     assert slots.take([(one, 4)]) == [(0, True)]
 
 
 def test_a_sequence_that_was_passed_by_or_goes_back_is_filled_anew() -> None:
-    slots, one = Slots(2), [1]
+    slots, one = CountSlots(2), [1]
     slots.take([(one, 1)])
     assert slots.take([(one, 3)]) == [(0, False)]
     assert slots.take([(one, 3)]) == [(0, False)], "its last step was given up"
@@ -20,7 +20,7 @@ def test_a_sequence_that_was_passed_by_or_goes_back_is_filled_anew() -> None:
 
 
 def test_who_left_gives_up_its_slot_to_who_needs_it_and_never_one_of_the_step_before() -> None:
-    slots = Slots(2)
+    slots = CountSlots(2)
     lists = [[token] for token in range(6)]
     assert slots.take([(lists[0], 1)]) == [(0, False)]
     assert slots.take([(lists[1], 1)]) == [(1, False)]
@@ -30,4 +30,4 @@ def test_who_left_gives_up_its_slot_to_who_needs_it_and_never_one_of_the_step_be
     with pytest.raises(InternalError, match="more rows than the 2 slots"):
         slots.take([(lists[3], 1), (lists[4], 1)])
     with pytest.raises(InternalError, match="share a list"):
-        Slots(4).take([(lists[0], 1), (lists[0], 1)])
+        CountSlots(4).take([(lists[0], 1), (lists[0], 1)])

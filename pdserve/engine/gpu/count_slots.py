@@ -14,17 +14,17 @@ from pdserve.core.errors import InternalError
 
 
 @dataclass(slots=True)
-class _Slot:
+class _CountSlot:
     tokens: Sequence[int]  # the caller's list, kept so that its identity is not another's
     count: int  # number of its tokens that the device has counted after the last step
     step: int  # when it was last used
 
 
 @final
-class Slots:
+class CountSlots:
     def __init__(self, most: int) -> None:
         self._most = most
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _CountSlot] = {}
         self._number_of: dict[int, int] = {}  # by identity of the list
         self._free: list[int] = []
         self._step = 0
@@ -40,7 +40,7 @@ class Slots:
         if number is None:
             number = self._new()
             self._number_of[id(tokens)] = number
-            self._slots[number] = _Slot(tokens, -1, 0)
+            self._slots[number] = _CountSlot(tokens, -1, 0)
         slot = self._slots[number]
         if slot.step == self._step:
             raise InternalError("two rows of a step share a list of tokens")

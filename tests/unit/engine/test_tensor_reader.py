@@ -11,9 +11,9 @@ import pytest
 
 from pdserve.core.errors import InternalError, ModelError
 from pdserve.engine.progress import LoadingLine
-from pdserve.engine.reading import Reader
 from pdserve.engine.safetensors_file import StoredTensor
-from pdserve.engine.scratch import Scratch
+from pdserve.engine.scratch import LoadScratch
+from pdserve.engine.tensor_reader import TensorReader
 
 MIB = 2**20
 
@@ -28,7 +28,7 @@ def tensors(folder: Path, *sizes: int) -> tuple[list[StoredTensor], bytes]:
 
 
 def read(order: list[StoredTensor], *tensors: StoredTensor, size: int = 0) -> None:
-    with Reader(order) as reader:
+    with TensorReader(order) as reader:
         for tensor in tensors:
             reader.read(tensor, memoryview(bytearray(size or tensor.num_bytes)))
 
@@ -37,7 +37,7 @@ def read(order: list[StoredTensor], *tensors: StoredTensor, size: int = 0) -> No
 @pytest.mark.parametrize("num_threads", [1, 8])
 def test_every_byte_arrives(tmp_path: Path, num_threads: int, ahead_bytes: int) -> None:
     order, data = tensors(tmp_path, 1, 5 * MIB + 3, 0, MIB, 1000)
-    with Reader(order, num_threads=num_threads, ahead_bytes=ahead_bytes) as reader:
+    with TensorReader(order, num_threads=num_threads, ahead_bytes=ahead_bytes) as reader:
         for tensor in order:
             target = bytearray(tensor.num_bytes)
             reader.read(tensor, memoryview(target))
@@ -57,7 +57,7 @@ def test_a_tensor_is_read_exactly_once(tmp_path: Path) -> None:
     with pytest.raises(InternalError, match="t0 has 10 bytes, its place 11"):
         read(order, order[0], size=11)
     with pytest.raises(InternalError, match="twice in the order"):
-        Reader([*order, order[0]])
+        TensorReader([*order, order[0]])
 
 
 def test_a_file_that_shrinks_after_its_header_was_read_is_named(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
 
 
 def test_scratch_is_used_again_and_a_far_too_large_one_is_given_back() -> None:
-    scratch = Scratch()
+    scratch = LoadScratch()
     large = scratch.take(300 * MIB).data_ptr()
     assert scratch.take(60 * MIB).data_ptr() == large
     scratch.take(20 * MIB)
