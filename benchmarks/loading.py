@@ -29,8 +29,8 @@ from typing import Any, Final
 import torch
 
 from pdserve.core.json_text import to_json
-from pdserve.engine.build_engine import choose_dtype
 from pdserve.engine.config import read_config
+from pdserve.engine.device import choose_dtype
 from pdserve.engine.safetensors_file import open_checkpoint
 from pdserve.engine.weights import load_weights
 

@@ -12,7 +12,7 @@ import torch
 
 from kvtransfer.rank_server import RankServer
 from pdserve.config import WorkerConfig
-from pdserve.engine.current_device import use_device
+from pdserve.engine.device import use_device
 from pdserve.engine.follower import main
 from pdserve.engine.torch_engine import TorchEngine
 

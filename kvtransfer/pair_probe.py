@@ -167,7 +167,7 @@ def _pool(device: str) -> KvPool:
         return ProbePool()
     import torch
 
-    from pdserve.engine.current_device import use_device
+    from pdserve.engine.device import use_device
     from pdserve.engine.pool import BlockShape, TorchPool
 
     use_device(torch.device(device))

@@ -18,8 +18,8 @@ from pdserve.config import WorkerConfig, forget_secrets
 from pdserve.config_flags import parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.proof import ClusterSecret
-from pdserve.engine.build_engine import choose_device, open_rank, shared_bytes
-from pdserve.engine.current_device import use_device
+from pdserve.engine.build_engine import open_rank, shared_bytes
+from pdserve.engine.device import choose_device, use_device
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.parallel import GRAPHS, MEET_S, STEP, gloo_host
 from pdserve.engine.rank_processes import OWN

@@ -28,8 +28,9 @@ from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
-from pdserve.engine.build_engine import choose_device, open_rank, shared_bytes, warmed, with_host_blocks
+from pdserve.engine.build_engine import open_rank, shared_bytes, warmed, with_host_blocks
 from pdserve.engine.config import read_config
+from pdserve.engine.device import choose_device
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.gpu.rank_words import Words
 from pdserve.engine.host_memory import HostMemory

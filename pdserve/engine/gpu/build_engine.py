@@ -12,7 +12,7 @@ import torch
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
 from pdserve.engine.config import ModelConfig, read_config
-from pdserve.engine.current_device import use_device
+from pdserve.engine.device import use_device
 from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
 from pdserve.engine.gpu.engine import GraphEngine
 from pdserve.engine.gpu.graphs import GraphReplays

@@ -10,8 +10,8 @@ import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
-from pdserve.engine.build_engine import choose_dtype
 from pdserve.engine.config import read_config
+from pdserve.engine.device import choose_dtype
 from pdserve.engine.dummy import dummy_weights
 from pdserve.engine.fp8 import MOST, Fp8Linear, make_fp8_linear, round_rows
 from pdserve.engine.linear import PlainLinear, make_linear
