@@ -39,7 +39,7 @@ from pdserve.core.protocol import AttemptFailed, FirstToken, Load, Refused, Rele
 from pdserve.core.stamps import content_hash64
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import RowOut
-from prefill_worker.prompt import PrefillStage, PrefillStep, Prompt
+from prefill_worker.prefill_sequence import PrefillSequence, PrefillStage, PrefillStep
 from prefill_worker.pushing import PushRule
 
 
@@ -61,9 +61,9 @@ class PrefillBatching:
         self._max_batch_tokens = max_batch_tokens
         self._inbox_depth = inbox_depth
         self._end_rule = end_rule
-        self._prompts: dict[AttemptKey, Prompt] = {}
-        self._waiting: dict[AttemptKey, Prompt] = {}  # both in order of arrival
-        self._computing: dict[AttemptKey, Prompt] = {}
+        self._prompts: dict[AttemptKey, PrefillSequence] = {}
+        self._waiting: dict[AttemptKey, PrefillSequence] = {}  # both in order of arrival
+        self._computing: dict[AttemptKey, PrefillSequence] = {}
         self.is_draining = False
 
     def __contains__(self, key: AttemptKey) -> bool:
@@ -125,7 +125,7 @@ class PrefillBatching:
         tokens = attempt.token_ids
         held = held_blocks * granted_size // size  # a block that the receiver holds only in part is sent
         hashes = attempt.extend_hashes([], tokens, size)
-        prompt = Prompt(
+        prompt = PrefillSequence(
             attempt=attempt,
             receiver=receiver,
             may_divide=may_divide,
@@ -142,7 +142,7 @@ class PrefillBatching:
         """The next step; apply the effects first. No rows: nothing can be computed now."""
         effects = self.expire(now_s)
         budget = self._max_batch_tokens
-        shares: list[tuple[Prompt, int]] = []
+        shares: list[tuple[PrefillSequence, int]] = []
         load = 0.0
         for prompt in self._chunks(now_s, effects):
             count = min(prompt.remaining, budget)
@@ -259,7 +259,7 @@ class PrefillBatching:
             assert bool(prompt.blocks) == (prompt.stage is not PrefillStage.WAITING), prompt
         assert self._waiting.keys() | self._computing.keys() <= self._prompts.keys()
 
-    def _chunks(self, now_s: float, effects: list[PrefillEffect]) -> Iterable[Prompt]:
+    def _chunks(self, now_s: float, effects: list[PrefillEffect]) -> Iterable[PrefillSequence]:
         """Prompts that are being computed, then prompts that can start, until the caller stops iterating."""
         yield from list(self._computing.values())
         for key, prompt in list(self._waiting.items()):
@@ -270,7 +270,7 @@ class PrefillBatching:
                 effects += self._done(prompt)  # tokens in the prefix cache
             yield prompt
 
-    def _start(self, prompt: Prompt, now_s: float) -> bool:
+    def _start(self, prompt: PrefillSequence, now_s: float) -> bool:
         size = self._block_size
         # A prompt that is scored is computed completely, because a cache holds no logprobs.
         is_scored = prompt.attempt.num_top_of_prompt is not None
@@ -296,7 +296,7 @@ class PrefillBatching:
         self._computing[key] = prompt
         return True
 
-    def _done(self, prompt: Prompt) -> list[PrefillEffect]:
+    def _done(self, prompt: PrefillSequence) -> list[PrefillEffect]:
         is_last = prompt.remaining == 0
         if not prompt.is_moved or (not is_last and not prompt.push.is_early):
             return []
@@ -307,7 +307,7 @@ class PrefillBatching:
         prompt.pushed = max(prompt.pushed, final)
         return [done]
 
-    def _pushed(self, prompt: Prompt, final: int, *, is_last: bool, end_group: int) -> BlocksDone:
+    def _pushed(self, prompt: PrefillSequence, final: int, *, is_last: bool, end_group: int) -> BlocksDone:
         return BlocksDone(
             key=prompt.attempt.key,
             blocks=tuple((index - prompt.held_blocks, prompt.blocks[index]) for index in range(prompt.pushed, final)),
@@ -317,7 +317,7 @@ class PrefillBatching:
             groups=prompt.push.groups,
         )
 
-    def _first(self, prompt: Prompt, token: TokenOut, now_s: float) -> FirstToken:
+    def _first(self, prompt: PrefillSequence, token: TokenOut, now_s: float) -> FirstToken:
         attempt = prompt.attempt
         num_output = len(attempt.output_ids) + 1
         return FirstToken(

@@ -39,7 +39,7 @@ from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
 from prefill_worker.batching import PrefillBatching
-from prefill_worker.prompt import PrefillStep
+from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import DEVICE_MESSAGE_S, MESSAGE_S, MOST_GROUPS, PushRule
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.grant import TransferKey
 from pdserve.engine.interface import RowOut
 from prefill_worker.batching import PrefillBatching
-from prefill_worker.prompt import PrefillStep
+from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import PushRule
 from simulator.machine import Environment, Machine, Order
 from simulator.model import WorkerShape

@@ -43,7 +43,7 @@ OWN = {
     "decode_worker.decode_sequence": ("decode_worker/test_batching.py",),
     "decode_worker.sequence_table": ("decode_worker/test_batching.py", "decode_worker/test_known_failures.py"),
     "decode_worker.step": ("decode_worker/test_batching.py",),
-    "prefill_worker.prompt": ("prefill_worker/test_batching.py",),
+    "prefill_worker.prefill_sequence": ("prefill_worker/test_batching.py",),
     "kvtransfer.commands": ("kvtransfer/test_schedules.py",),
     "kvtransfer.send_transfer": (
         "kvtransfer/test_send_transfers.py",

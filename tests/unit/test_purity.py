@@ -49,7 +49,7 @@ PURE = [
     "router.policy",
     "pdserve.worker.timed",
     "prefill_worker.batching",
-    "prefill_worker.prompt",
+    "prefill_worker.prefill_sequence",
     "prefill_worker.pushing",
     "decode_worker.ahead",
     "decode_worker.batching",

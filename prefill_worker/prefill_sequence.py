@@ -20,7 +20,7 @@ class PrefillStage(Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Prompt:
+class PrefillSequence:
     """The state of one attempt."""
 
     attempt: Attempt
@@ -68,7 +68,7 @@ class Prompt:
 class PrefillStep:
     """The prompt tokens to compute for each prompt; the engine's rows are created on demand."""
 
-    shares: list[tuple[Prompt, int]]
+    shares: list[tuple[PrefillSequence, int]]
     account: StepAccount
     block_size: int
 
