@@ -35,7 +35,7 @@ def fleet() -> Fleet:
     return state._cluster.fleet
 
 
-def test_a_policy_is_told_what_is_left_of_the_request(fleet: Fleet) -> None:
+def test_a_policy_gets_what_is_left_of_the_request(fleet: Fleet) -> None:
     one = request(prompt=100, max_tokens=8)
     fresh = ask_of(one, fleet, OutputLengths(), NOW_S)
     assert (fresh.num_tokens, fresh.max_new_tokens, fresh.expected_tokens, fresh.is_resumed) == (100, 8, 8.0, False)

@@ -75,7 +75,7 @@ def local() -> Given:
     return one
 
 
-def test_a_local_request_is_seated_and_answered_by_one_worker(local: Given) -> None:
+def test_one_worker_serves_a_local_request(local: Given) -> None:
     assert local.arrives() == [reserve(is_local=True)]
     assert local.seated() == []
     assert local.tokens(0, [100]) == [emit(0, 100)]

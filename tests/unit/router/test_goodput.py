@@ -78,7 +78,7 @@ def test_path_choice_goes_local_where_a_queue_would_cost_more_than_residents_pay
     assert (waits.choice, waits.obstacle) == (Choice.WAIT, Obstacle.PREFILL)
 
 
-def test_who_decodes_up_to_the_promise_does_not_read_what_a_prefill_worker_can_read_later() -> None:
+def test_a_full_decode_worker_leaves_prompts_to_prefill_workers() -> None:
     # 16 rows of 8,000 tokens and this one make a step of 12 ms. That is within 13 ms, but it leaves no time to read.
     slo = Slo(ttft_s=2.0, tpot_s=0.013)
     prefills, decodes = [with_queue(view("p0"), 0.5)], [with_rows(view("d0"), 16, tpot_s=0.013)]
@@ -143,28 +143,28 @@ def test_a_prefix_on_the_decode_worker_spares_transfer_and_prefill() -> None:
 # -- promises ----------------------------------------------------------------------------------------------------
 
 
-def test_a_decode_worker_whose_residents_would_lose_their_promise_is_left_alone() -> None:
+def test_no_placement_makes_a_running_request_miss() -> None:
     strict = with_rows(view("d0"), 6, tokens=30_000, tpot_s=0.014)  # a step of 13.6 ms already
     assert place(decide([view("p0")], [strict, with_rows(view("d1"), 1)], ask(30_000)))[2] == "d1"
     alone = decide([view("p0")], [strict], ask(30_000))
     assert (alone.choice, alone.obstacle) == (Choice.WAIT, Obstacle.ROOM)
 
 
-def test_who_has_lost_its_own_promise_still_waits_for_room_but_not_for_ever() -> None:
+def test_a_late_request_waits_for_room_for_a_limited_time() -> None:
     strict = with_rows(view("d0"), 6, tokens=30_000, tpot_s=0.014)
     assert decide([view("p0")], [strict], ask(30_000, waited_s=3.9)).choice is Choice.WAIT
     assert decide([view("p0")], [strict], ask(30_000, waited_s=4.1)).choice is not Choice.WAIT
 
 
 @pytest.mark.parametrize("slo", [Slo(ttft_s=0.001, tpot_s=1.0), Slo(ttft_s=9.0, tpot_s=0.001)])
-def test_on_an_idle_cluster_a_hopeless_promise_is_served_late_at_once(slo: Slo) -> None:
+def test_an_idle_cluster_serves_a_hopeless_request_at_once(slo: Slo) -> None:
     decision = decide([view("p0")], [view("d0")], ask(slo=slo))
     assert decision.choice in (Choice.REMOTE, Choice.LOCAL)
     assert decision.candidates[0].slack < 0.0
     assert "served late" in decision.reason
 
 
-def test_a_promise_that_cannot_be_kept_does_not_close_a_worker_to_others() -> None:
+def test_an_impossible_target_does_not_close_a_worker() -> None:
     hopeless = with_rows(view("d0"), 3, tpot_s=0.001)
     assert decide([view("p0")], [hopeless], ask()).choice is not Choice.WAIT
 

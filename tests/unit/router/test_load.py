@@ -84,7 +84,7 @@ def test_prompts_share_steps_so_that_a_queue_is_shorter_than_its_prompts_each_al
     assert sum(view.reading_s(one, 0) for one in prompts) > 1.15 * seconds
 
 
-def test_a_promise_that_nobody_could_keep_binds_nobody() -> None:
+def test_an_impossible_target_limits_no_request() -> None:
     assert decode(3, tpot_s=0.001).load.tightest_s == math.inf
     assert decode(3, tpot_s=0.02).load.tightest_s == 0.02
 

@@ -221,7 +221,7 @@ def test_workers_that_came_back_meanwhile_start_the_grace_anew() -> None:
     assert given.arrives("b") == []
 
 
-def test_waiting_requests_go_by_priority_then_by_promised_time() -> None:
+def test_waiting_requests_go_by_priority_then_by_target() -> None:
     given = Given(RouterSettings(policy="least-ttft", is_strict=True))
     given.connect_decode("d0", inbox_depth=1)
     given.arrives("a")

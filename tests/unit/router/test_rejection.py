@@ -151,7 +151,7 @@ def test_at_a_load_that_can_be_served_the_rule_costs_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", slow_except([1, 2, 3], 1))
-def test_of_far_too_much_the_longest_are_rejected_and_more_promises_are_kept(seed: int) -> None:
+def test_overload_rejects_the_longest_and_meets_more_targets(seed: int) -> None:
     rng = random.Random(seed)
     prompts = [rng.randint(50, 500) for _ in range(600)]  # 2.75 times what one worker can do
     arrivals = [(0.1 * index, short(f"{index}", prompt, TWO_SECONDS)) for index, prompt in enumerate(prompts)]

@@ -19,7 +19,7 @@ STEP_S = 0.010
 SLOW_READER = CostPrior(prefill_per_token_s=1e-3, decode_base_s=0.004)
 
 
-def test_of_a_step_that_nobody_told_of_half_is_left() -> None:
+def test_half_of_an_unreported_step_is_left() -> None:
     assert StepClock().remaining_s(7.0, STEP_S) == 0.5 * STEP_S
     assert StepClock().remaining_s(7.0, 0.0) == 0.0
 
@@ -76,7 +76,7 @@ def test_an_empty_worker_reads_its_messages_at_once(view: WorkerView) -> None:
     assert view.rest_of_step_s(5.0) == 0.0
 
 
-def test_a_worker_that_tells_of_each_step_is_foretold_by_the_last(view: WorkerView) -> None:
+def test_reported_steps_predict_the_next_end(view: WorkerView) -> None:
     step(view, 5.0, *residents(view, 3))
     whole_s = view.load.step_s
     assert view.rest_of_step_s(5.0) == pytest.approx(whole_s)
@@ -115,7 +115,7 @@ def test_no_step_is_longer_than_what_is_left_to_read(view: WorkerView) -> None:
     assert view.rest_of_step_s(5.0) == pytest.approx(0.02)
 
 
-def test_a_first_token_is_foretold_by_the_step_that_runs() -> None:
+def test_the_running_step_delays_the_first_token() -> None:
     def predicted_s(after_s: float) -> float:
         given = Given(RouterSettings(policy="goodput", is_strict=True))
         given.connect_decode("d0")

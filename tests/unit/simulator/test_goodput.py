@@ -59,7 +59,7 @@ def test_where_attainment_is_noisy_every_probed_rate_up_to_the_answer_has_held()
     assert all(one.has_held for one in found.probes if one.scale <= found.scale)
 
 
-def test_a_promise_that_nobody_keeps_at_a_trickle_is_reported_as_that() -> None:
+def test_a_target_missed_at_low_load_is_reported() -> None:
     def run(scale: float, to_end: bool = False) -> Probe:
         probe = at(scale, 40)
         probe.is_whole = to_end

@@ -83,7 +83,7 @@ def test_an_empty_run_divides_by_nothing() -> None:
     assert summary.ttft_s == Percentiles(of=0)
 
 
-def test_a_burst_is_told_by_the_time_it_took() -> None:
+def test_a_burst_is_measured_by_its_duration() -> None:
     assert summarise(result(row(0), row(0, ended_s=4.0))).rate_rps == 0.5
 
 
@@ -151,7 +151,7 @@ def test_the_worst_are_lost_then_late_then_rejected() -> None:
     assert [one.number for one in worst(MIXED, 2)] == [7, 10]
 
 
-def test_reasons_are_told_in_words() -> None:
+def test_reasons_are_shown_in_words() -> None:
     late = row(2, "late", ttft_s=1.5, queue_s=1.1, transfer_s=0.1, preemptions=2, attempts=2)
     assert why(late) == "first token 500 ms late, mostly queue (1.1 s of 1.5 s); preempted twice; placed twice"
     assert why(MIXED[3]) == "2 times the target time per token"

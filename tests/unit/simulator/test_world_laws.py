@@ -55,7 +55,7 @@ def test_equal_seeds_give_equal_runs(noise: float) -> None:
     assert (asdict(other)["requests"] == asdict(first)["requests"]) is (noise == 0.0)
 
 
-def test_how_tokens_are_told_does_not_change_when_they_are_drawn() -> None:
+def test_reports_do_not_change_when_tokens_are_sampled() -> None:
     rows = workload(3, rate_rps=6.0)
     _, seldom = run(rows, cluster(policy="round-robin", report_s=0.25))
     _, always = run(rows, cluster(policy="round-robin", report_s=0.0))
@@ -237,7 +237,7 @@ def test_rows_can_be_had_as_they_end_and_a_run_be_stopped() -> None:
     assert all(row.ended_s is not None and row.outcome == "served" for row in seen)
 
 
-def test_a_router_is_not_told_how_long_an_answer_will_be() -> None:
+def test_a_router_does_not_know_the_length_of_answers() -> None:
     rows = [asked(0.0, 10, 7), asked(1.0, 10, 30, max_tokens=64), asked(2.0, 10, 9000)]
     world = World(Listed(rows), cluster())
     state, allowed = world.fronts[0].state, []
