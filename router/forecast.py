@@ -15,9 +15,9 @@ from typing import Final, NamedTuple, final
 
 from router.view import WorkerView
 
-PRIOR_REQUESTS: Final = 8.0  # prior at full pace, in mean requests
+PRIOR_REQUESTS: Final = 8.0  # prior at full utilization, in mean requests
 MEMORY: Final = 0.99  # forgetting factor per request
-SLOWEST: Final = 0.05  # lower limit of the pace
+SLOWEST: Final = 0.05  # lower limit of the utilization
 FASTEST: Final = 4.0  # upper limit: short prompts share batches, and the reading of the weights
 HORIZON: Final = 2.0  # TTFT targets over which demand is measured; shorter peaks can wait
 FEWEST: Final = 256  # minimum number of requests over which demand is measured
@@ -74,9 +74,9 @@ class Capacity:
 
 
 def capacity(
-    prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float, pace: float, *, with_local: bool
+    prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float, share: float, *, with_local: bool
 ) -> Capacity:
-    """The capacity of these workers, at `pace`. `with_local`: decode workers prefill even if there are prefill
+    """The capacity of these workers, times `share`. `with_local`: decode workers prefill even if there are prefill
     workers."""
     rated = [(view.batch_s / view.hello.max_batch_tokens, view) for view in prefills]
     if with_local or not prefills:
@@ -86,7 +86,7 @@ def capacity(
     fastest_s = min(seconds for seconds, _ in rated)
     return Capacity(
         [
-            (max(view.free_at_s - now_s, view.closed_until_s - now_s, 0.0), pace * fastest_s / seconds)
+            (max(view.free_at_s - now_s, view.closed_until_s - now_s, 0.0), share * fastest_s / seconds)
             for seconds, view in rated
         ]
     )
@@ -160,7 +160,7 @@ class Utilization:
         self._offered_s = self._used_s = self._mean_s = 0.0
         self._open_s = 0.0  # offered since the last request that was placed
         self._products = (0.0, 0.0, 0.0)  # sums of used^2, used * offered and offered^2, per request
-        self._prior = PRIOR_REQUESTS  # prior at full pace in mean requests, forgotten as requests are measured
+        self._prior = PRIOR_REQUESTS  # prior at full utilization in mean requests, forgotten as requests are measured
         self._rate = 0.0
         self._since_s = 0.0
         self._is_contended = False
@@ -185,7 +185,7 @@ class Utilization:
         return min(math.sqrt(max(squares, 0.0) + prior_s * prior_s) / used_s, 1.0)
 
     def offers(self, rate: float, now_s: float, target_s: float = 0.0) -> None:
-        """From now on, `rate` is the work per second at full pace. `target_s`: mean TTFT target."""
+        """From now on, `rate` is the work per second at full utilization. `target_s`: mean TTFT target."""
         self._pass(now_s)
         self._rate = rate
         self.variation.end_interval(self.share, target_s)

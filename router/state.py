@@ -3,15 +3,17 @@
 It uses no clock, socket, thread or randomness: equal events at equal times give equal commands, so a recorded router
 can be replayed (replay.py), and the simulator runs the same class. Modules:
 
-    lifecycle.py   the legal events of each stage, and the next stages
-    queue.py       in which order requests wait; fairness.py: fairness between tenants
-    placing.py     when the policy is asked, and how its decision is carried out
-    newcomers.py   which new requests are rejected, by the predicted start of forecast.py
+    lifecycle.py      the legal events of each stage, and the next stages
+    attempts.py       worker messages about an attempt
+    recovery.py       workers that connect or are lost
+    transitions.py    what follows from the end of a request or of an attempt
+    queue.py          the order of waiting requests; fairness.py: fairness between tenants
+    placing.py        when the policy is asked, and how its decision is carried out
+    newcomers.py      which new requests are rejected, by the predicted start of forecast.py
     late_requests.py  which waiting requests are rejected or delayed because they are late
-    attempts.py    worker messages about an attempt
-    recovery.py    workers that connect or are lost
-    transitions.py  what follows from the end of a request or of an attempt
-    explaining.py  explanations of placements
+    explaining.py     explanations of placements
+
+An event is read in one pass: what is due, its handler, the transitions that it returns, placing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When work that waits will start: the capacity of free capacity, the pace of late, and demand."""
+"""Predictions of when waiting work starts: capacity, utilization and demand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from router.forecast import (
 )
 
 
-def test_work_starts_when_the_fluid_has_done_what_is_before_it() -> None:
+def test_work_starts_when_the_work_ahead_is_done() -> None:
     capacity = Capacity([(1.0, 1.0), (3.0, 0.5)])
     assert capacity.start_in_s(0.0) == 1.0
     assert capacity.start_in_s(1.0) == 2.0
@@ -33,7 +33,7 @@ def test_work_starts_when_the_fluid_has_done_what_is_before_it() -> None:
     assert (capacity.done_by(0.5), capacity.done_by(2.0), capacity.done_by(4.0)) == (0.0, 1.0, 3.5)
 
 
-def test_where_nobody_works_nothing_starts() -> None:
+def test_nothing_starts_without_workers() -> None:
     assert Capacity([]).start_in_s(1.0) == math.inf
     assert Capacity([(0.0, 0.0)]).done_by(10.0) == 0.0
 
@@ -72,12 +72,12 @@ def test_a_drain_that_stands_still_every_other_second_varies_by_its_mean() -> No
     assert drained([1.0, 0.0] * 20).relative == pytest.approx(1.0, abs=0.01)
 
 
-def test_the_first_stretch_is_compared_with_nothing() -> None:
+def test_the_first_interval_has_no_prediction() -> None:
     assert drained([0.0]).relative == 0.0
     assert drained([0.5, 1.0]).relative == pytest.approx(INTERVAL_GAIN**0.5)
 
 
-def test_a_stretch_lasts_one_target() -> None:
+def test_an_interval_lasts_one_target() -> None:
     drain = DrainError()
     for target_s in (2.0, 0.0):
         drain.end_interval(1.0, target_s)
@@ -102,81 +102,81 @@ def drained(used_s: list[float]) -> DrainError:
 
 
 def test_waves_do_not_show_in_the_mean_of_the_drain_rate() -> None:
-    pace, now_s = Utilization(), 0.0
-    pace.offers(1.0, now_s, 1.0)
-    pace.contended(True, now_s)
+    utilization, now_s = Utilization(), 0.0
+    utilization.offers(1.0, now_s, 1.0)
+    utilization.contended(True, now_s)
     for _ in range(30):
         for _ in range(10):
             now_s += 0.1
-            pace.placed(0.1, now_s)
-        pace.offers(1.0, now_s, 1.0)
+            utilization.placed(0.1, now_s)
+        utilization.offers(1.0, now_s, 1.0)
         now_s += 1.0
-        pace.offers(1.0, now_s, 1.0)
-    assert pace.share == pytest.approx(0.5, abs=0.1)
-    assert pace.error < 0.3
-    assert pace.variation.relative > 0.8
+        utilization.offers(1.0, now_s, 1.0)
+    assert utilization.share == pytest.approx(0.5, abs=0.1)
+    assert utilization.error < 0.3
+    assert utilization.variation.relative > 0.8
 
 
 def test_a_standstill_lasts_while_requests_wait_and_none_is_placed() -> None:
-    pace = Utilization()
-    pace.contended(False, 0.0)
-    pace.contended(True, 5.0)
-    pace.offers(1.0, 7.0)
-    assert pace.standstill_s == 2.0
-    pace.placed(0.1, 8.0)
-    assert pace.standstill_s == 0.0
-    pace.offers(1.0, 8.5)
-    assert pace.standstill_s == 0.5
+    utilization = Utilization()
+    utilization.contended(False, 0.0)
+    utilization.contended(True, 5.0)
+    utilization.offers(1.0, 7.0)
+    assert utilization.standstill_s == 2.0
+    utilization.placed(0.1, 8.0)
+    assert utilization.standstill_s == 0.0
+    utilization.offers(1.0, 8.5)
+    assert utilization.standstill_s == 0.5
 
 
-def test_pace_is_full_until_something_else_is_measured() -> None:
-    pace = Utilization()
-    assert pace.share == 1.0
-    pace.placed(1.0, 0.0)
-    assert pace.share == 1.0
+def test_utilization_is_full_before_it_is_measured() -> None:
+    utilization = Utilization()
+    assert utilization.share == 1.0
+    utilization.placed(1.0, 0.0)
+    assert utilization.share == 1.0
 
 
-def test_pace_follows_what_was_placed_while_requests_waited() -> None:
-    pace = Utilization()
-    pace.offers(4.0, 0.0)
-    pace.contended(True, 0.0)
+def test_utilization_follows_placements_while_requests_wait() -> None:
+    utilization = Utilization()
+    utilization.offers(4.0, 0.0)
+    utilization.contended(True, 0.0)
     for second in range(1, 200):
-        pace.placed(1.0, float(second))
-    assert pace.share == pytest.approx(0.25, abs=0.1)
+        utilization.placed(1.0, float(second))
+    assert utilization.share == pytest.approx(0.25, abs=0.1)
 
 
-def test_idle_time_says_nothing_about_the_pace() -> None:
-    pace = Utilization()
-    pace.placed(1.0, 0.0)
-    pace.offers(4.0, 0.0)
-    pace.contended(False, 0.0)
-    pace.placed(1.0, 1000.0)
-    assert pace.share == 1.0
+def test_idle_time_does_not_change_utilization() -> None:
+    utilization = Utilization()
+    utilization.placed(1.0, 0.0)
+    utilization.offers(4.0, 0.0)
+    utilization.contended(False, 0.0)
+    utilization.placed(1.0, 1000.0)
+    assert utilization.share == 1.0
 
 
 def test_the_drain_rate_is_certain_after_many_requests_however_much_they_differ() -> None:
-    rng, pace, now_s = random.Random(1), Utilization(), 0.0
-    pace.offers(1.0, now_s)
-    pace.contended(True, now_s)
-    assert pace.error == 1.0
+    rng, utilization, now_s = random.Random(1), Utilization(), 0.0
+    utilization.offers(1.0, now_s)
+    utilization.contended(True, now_s)
+    assert utilization.error == 1.0
     errors = []
     for _ in range(200):
         predicted_s = rng.uniform(0.1, 0.3)
         now_s += predicted_s * rng.choice([0.5, 1.0, 1.5])  # each single prediction is off by half
-        pace.placed(predicted_s, now_s)
-        errors.append(pace.error)
+        utilization.placed(predicted_s, now_s)
+        errors.append(utilization.error)
     assert errors[1] > 0.5
     assert errors[-1] < 0.15
-    assert pace.share == pytest.approx(1.0, rel=0.2)
+    assert utilization.share == pytest.approx(1.0, rel=0.2)
 
 
 def test_short_prompts_that_share_batches_drain_faster_than_predicted() -> None:
-    pace = Utilization()
-    pace.offers(1.0, 0.0)
-    pace.contended(True, 0.0)
+    utilization = Utilization()
+    utilization.offers(1.0, 0.0)
+    utilization.contended(True, 0.0)
     for tenth in range(1, 400):
-        pace.placed(0.2, tenth / 10)
-    assert pace.share == pytest.approx(2.0, rel=0.05)
+        utilization.placed(0.2, tenth / 10)
+    assert utilization.share == pytest.approx(2.0, rel=0.05)
 
 
 def test_demand_is_work_per_second_and_fades_when_nobody_comes() -> None:
@@ -215,40 +215,40 @@ def test_demand_is_remembered_in_bounded_memory(arrivals: list[tuple[float, floa
         assert demand.rate(now_s) >= 0.0
 
 
-def test_the_pace_is_the_work_that_was_placed_of_the_work_that_was_offered() -> None:
-    pace = Utilization()
-    pace.contended(True, 0.0)  # nothing is offered yet
-    pace.offers(4.0, 5.0)
-    pace.placed(2.0, 10.0)
+def test_utilization_is_placed_over_offered_work() -> None:
+    utilization = Utilization()
+    utilization.contended(True, 0.0)  # nothing is offered yet
+    utilization.offers(4.0, 5.0)
+    utilization.placed(2.0, 10.0)
     prior_s = PRIOR_REQUESTS * MEMORY * 2.0
-    assert pace.share == pytest.approx((2.0 + prior_s) / (20.0 + prior_s))
-    pace.placed(1.0, 11.0)
+    assert utilization.share == pytest.approx((2.0 + prior_s) / (20.0 + prior_s))
+    utilization.placed(1.0, 11.0)
     used_s, offered_s = MEMORY * 2.0 + 1.0, MEMORY * 20.0 + 4.0
     prior_s = PRIOR_REQUESTS * MEMORY**2 * (2.0 + 0.05 * (1.0 - 2.0))
-    assert pace.share == pytest.approx((used_s + prior_s) / (offered_s + prior_s))
+    assert utilization.share == pytest.approx((used_s + prior_s) / (offered_s + prior_s))
 
 
-def test_a_pace_near_nothing_is_no_pace_and_a_pace_has_a_limit() -> None:
+def test_utilization_has_limits() -> None:
     slow, fast = Utilization(), Utilization()
-    for pace, rate in ((slow, 1000.0), (fast, 1e-6)):
-        pace.contended(True, 0.0)
-        pace.offers(rate, 0.0)
+    for utilization, rate in ((slow, 1000.0), (fast, 1e-6)):
+        utilization.contended(True, 0.0)
+        utilization.offers(rate, 0.0)
         for second in range(1, 500):
-            pace.placed(1.0, float(second))
+            utilization.placed(1.0, float(second))
     assert (slow.share, fast.share) == (SLOWEST, FASTEST)
 
 
 def test_the_error_is_of_the_sum_of_what_single_requests_were_off() -> None:
-    pace = Utilization()
-    pace.offers(1.0, 0.0)
-    pace.contended(True, 0.0)
-    pace.placed(1.0, 2.0)
-    pace.placed(1.0, 2.5)
+    utilization = Utilization()
+    utilization.offers(1.0, 0.0)
+    utilization.contended(True, 0.0)
+    utilization.placed(1.0, 2.0)
+    utilization.placed(1.0, 2.5)
     prior_s = PRIOR_REQUESTS * MEMORY**2
     used_s, offered_s = MEMORY + 1.0, MEMORY * 2.0 + 0.5
     share = (used_s + prior_s) / (offered_s + prior_s)
     squares = (MEMORY * (1.0 - share * 2.0)) ** 2 + (1.0 - share * 0.5) ** 2
-    assert pace.error == pytest.approx((squares + prior_s**2) ** 0.5 / (used_s + prior_s))
+    assert utilization.error == pytest.approx((squares + prior_s**2) ** 0.5 / (used_s + prior_s))
 
 
 def test_demand_is_that_of_the_last_requests() -> None:
