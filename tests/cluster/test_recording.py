@@ -46,18 +46,18 @@ async def one_client(client: AsyncClient, number: int, answered: dict[str, int])
 async def drive(cluster: Cluster, record: Path, num_events: int) -> dict[str, int]:
     """Sends bursts of requests and kills workers until enough was recorded. Bursts grow until a request is rejected."""
     answered: dict[str, int] = {}
-    number = bursts = refused = 0
+    number = bursts = rejected = 0
     size = 40
     async with AsyncClient(cluster.target, retries=Retries(limit=0)) as client:
-        while bursts < 4 or sum(1 for _ in record.open()) < num_events + 300 or (not refused and size < MOST_TOGETHER):
+        while bursts < 4 or sum(1 for _ in record.open()) < num_events + 300 or (not rejected and size < MOST_TOGETHER):
             tasks = [asyncio.create_task(one_client(client, number + index, answered)) for index in range(size)]
             number += len(tasks)
             bursts += 1
             if bursts in (2, 3):
                 await asyncio.sleep(0.05)
                 cluster.kill("d1" if bursts == 2 else "p0")
-            refused += sum(await asyncio.gather(*tasks))
-            if not refused:
+            rejected += sum(await asyncio.gather(*tasks))
+            if not rejected:
                 size = min(2 * size, MOST_TOGETHER)  # a fast machine serves a small burst without a queue
     return answered
 
@@ -79,7 +79,7 @@ def test_the_events_of_a_running_cluster_replay_to_equal_commands(
     assert seen.total() >= num_events
     for kind in ("ClientLeft", "WorkerLost", "FirstToken", "TransferEnded", "TokensArrived", "BatchTimed"):
         assert seen[kind], kind
-    assert '"outcome":"refused"' in record.read_text()
+    assert '"outcome":"rejected"' in record.read_text()
     assert main(["replay", str(record)]) == 0
     assert capsys.readouterr().out == f"{seen.total()} events, 0 answered otherwise\n"
 
