@@ -98,7 +98,7 @@ class Channel:
         tune(sock)
         self.socket = sock
         self.waker = waker or Waker()
-        self._clock = clock  # of the pulse
+        self._clock = clock  # of the heartbeat
         self.is_readable = False  # as the last wait saw it
         self.meanwhile: Callable[[], None] = lambda: None  # called whenever `fill` has waited
         self._owner = 0
@@ -110,7 +110,7 @@ class Channel:
         self._poll.register(self.waker, select.POLLIN)
         self._events = select.POLLIN
         self._wakes_at = 1
-        self._pulse: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._beat = b""
         self._num_pending = 0  # bytes that had arrived and did not end the last wait
 
@@ -120,9 +120,9 @@ class Channel:
         if threading.get_ident() != self._owner:  # the owner flushes before it waits
             self.waker.set()
 
-    def watch(self, pulse: Heartbeat, beat: bytes) -> None:
+    def watch(self, heartbeat: Heartbeat, beat: bytes) -> None:
         """From here on, every wait sends `beat` when it is due, and ends the connection if the peer is silent."""
-        self._pulse, self._beat = pulse, beat
+        self._heartbeat, self._beat = heartbeat, beat
 
     @property
     def unacknowledged_bytes(self) -> int:
@@ -159,34 +159,34 @@ class Channel:
     def wait(self, timeout_s: float | None = None, *, is_writing: bool = False) -> bool:
         """Waits for bytes to read, for room to write (if requested or if frames are queued), or for a wake. False:
         timed out."""
-        pulse = self._pulse
-        if pulse is None:
+        heartbeat = self._heartbeat
+        if heartbeat is None:
             return self._wait(timeout_s, is_writing)
         ends_s = math.inf if timeout_s is None else self._clock() + timeout_s
         while True:
             now_s = self._clock()
-            is_over = not self._wait(min(pulse.left_s(now_s), max(0.0, ends_s - now_s)), is_writing)
+            is_over = not self._wait(min(heartbeat.left_s(now_s), max(0.0, ends_s - now_s)), is_writing)
             now_s = self._clock()
             if self.is_readable:
-                pulse.heard(now_s)
-            self._live(pulse, now_s)
+                heartbeat.heard(now_s)
+            self._live(heartbeat, now_s)
             if not is_over or now_s >= ends_s:
                 return not is_over
 
-    def _live(self, pulse: Heartbeat, now_s: float) -> None:
-        if pulse.is_silent(now_s) and not self._has_more_pending(pulse, now_s):
-            raise Silent(f"nothing was heard of the peer for {pulse.silence_s:g} s")
-        if pulse.is_due(now_s) and not self.has_unsent:
+    def _live(self, heartbeat: Heartbeat, now_s: float) -> None:
+        if heartbeat.is_silent(now_s) and not self._has_more_pending(heartbeat, now_s):
+            raise Silent(f"nothing was heard of the peer for {heartbeat.silence_s:g} s")
+        if heartbeat.is_due(now_s) and not self.has_unsent:
             self._outbox.append(self._beat)
             self.flush()
 
-    def _has_more_pending(self, pulse: Heartbeat, now_s: float) -> bool:
+    def _has_more_pending(self, heartbeat: Heartbeat, now_s: float) -> bool:
         """Whether bytes are arriving, but too few yet to end the wait (`wake_at`)."""
         pending = int.from_bytes(fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4)), sys.byteorder)
         before, self._num_pending = self._num_pending, pending
         if pending in (0, before):
             return False
-        pulse.heard(now_s)
+        heartbeat.heard(now_s)
         return True
 
     def _wait(self, timeout_s: float | None, is_writing: bool) -> bool:
@@ -224,10 +224,10 @@ class Channel:
             raise Gone(f"connection lost: {error}") from error
         if received == 0:
             raise Gone("connection closed by the peer")
-        if self._pulse is not None:
+        if self._heartbeat is not None:
             now_s = self._clock()
-            self._pulse.heard(now_s)
-            self._live(self._pulse, now_s)  # a side that only reads must show that it is alive, too
+            self._heartbeat.heard(now_s)
+            self._live(self._heartbeat, now_s)  # a side that only reads must show that it is alive, too
         return received
 
     def send(self, views: list[memoryview]) -> int:

@@ -173,13 +173,13 @@ def _greet(secret: ClusterSecret, parties: Parties, sock: socket.socket, ticket:
     """The pool is not shared before the receiver has answered. Raises OSError."""
     greeting = sender_greeting(secret, parties, ticket, secrets.token_bytes(NONCE_BYTES))
     sock.sendall(greeting.encode())
-    answer, patience_s = bytearray(), sock.gettimeout()
+    answer, timeout_s = bytearray(), sock.gettimeout()
     while len(answer) < ANSWER_BYTES:
         sock.settimeout(max(0.1, ends_s - time.monotonic()))
         received = sock.recv(ANSWER_BYTES - len(answer))
         if not received:
             raise OSError("the receiver did not accept the ticket")
         answer += received
-    sock.settimeout(patience_s)
+    sock.settimeout(timeout_s)
     if not hmac.compare_digest(answer, receiver_answer(secret, parties, greeting)):
         raise OSError("the receiver did not prove that it knows the cluster's secret")

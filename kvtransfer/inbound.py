@@ -82,7 +82,7 @@ class Inbound(threading.Thread):
         self._unpacker: Unpacker | None = None  # if blocks arrive in another format
         self._began_s = hub.clock()
 
-    def begun(self) -> Inbound:
+    def started(self) -> Inbound:
         """Starts the thread. Raises RuntimeError, and keeps nothing, if the process cannot have more threads."""
         try:
             self.start()

@@ -71,7 +71,7 @@ class Outbound(threading.Thread):
             grace_s=lease.grace_s,
         )
         self._lease = lease
-        self._pulse: Heartbeat | None = None  # once it is connected
+        self._heartbeat: Heartbeat | None = None  # once it is connected
         self._owners: dict[TransferKey, OnSent] = {}
         self._commands: deque[Command] = deque()
         self._lock = threading.Lock()  # guards the commands and is_over
@@ -86,7 +86,7 @@ class Outbound(threading.Thread):
         self._decoder = FrameDecoder()
         self._scratch = memoryview(bytearray(4096))
 
-    def begun(self) -> Outbound:
+    def started(self) -> Outbound:
         """Starts the thread. Raises RuntimeError, and keeps nothing, if the process cannot have more threads."""
         try:
             self.start()
@@ -218,20 +218,20 @@ class Outbound(threading.Thread):
     def _timeout_s(self) -> float | None:
         now_s, alarm_s = self._clock(), self._table.next_alarm_s
         left = [] if alarm_s is None else [clamped_s(alarm_s - now_s)]
-        if self._pulse is not None:
-            left.append(self._pulse.left_s(now_s))
+        if self._heartbeat is not None:
+            left.append(self._heartbeat.left_s(now_s))
         return min(left, default=None)
 
     def _live(self) -> None:
-        now_s, pulse = self._clock(), self._pulse
+        now_s, heartbeat = self._clock(), self._heartbeat
         if self._table.is_stuck:
             raise Gone("source blocks were still read after their transfer was given up")
-        assert pulse is not None, "it is connected"
-        if pulse.is_silent(now_s):
+        assert heartbeat is not None, "it is connected"
+        if heartbeat.is_silent(now_s):
             self.stats.silent += 1
-            raise Silent(f"nothing was heard of the receiver for {pulse.silence_s:g} s")
-        if pulse.is_due(now_s) and self.writer.is_idle:  # bytes that are being written show that this side is alive
-            self.writer.say(beat())
+            raise Silent(f"nothing was heard of the receiver for {heartbeat.silence_s:g} s")
+        if heartbeat.is_due(now_s) and self.writer.is_idle:  # bytes that are being written show that this side is alive
+            self.writer.write(beat())
 
     def _dial(self) -> None:
         result = try_dial(self._caller, self._endpoint, self._incarnation)
@@ -279,7 +279,7 @@ class Outbound(threading.Thread):
         self._connection = connection
         self._channel = Channel(connection.socket, self._waker)
         self._digest = hasher(connection.checksum)
-        self._pulse = Heartbeat(self._lease, self._clock())
+        self._heartbeat = Heartbeat(self._lease, self._clock())
         connection.path.attach(self)
         facts = {"endpoint": self._endpoint, "transport": connection.transport, "reason": connection.reason}
         log.info("kv connection up", extra=facts)
@@ -293,15 +293,15 @@ class Outbound(threading.Thread):
                 except Exception:  # an error of one owner must not end the other owners' transfers
                     log.exception("on_end of a transfer raised", extra={"transfer_id": action.sent.key.transfer_id})
             elif isinstance(action, Announce):
-                self.writer.say(Frame(Kind.ANNOUNCE, action.tag, part=Part(action.shard, 0, action.groups)).encode())
+                self.writer.write(Frame(Kind.ANNOUNCE, action.tag, part=Part(action.shard, 0, action.groups)).encode())
             else:
-                self.writer.say(encode_text(Kind.RETRACT, action.tag, action.error, is_cancelled=action.is_cancelled))
+                self.writer.write(encode_text(Kind.RETRACT, action.tag, action.error, is_cancelled=action.is_cancelled))
 
     def _write(self, channel: Channel, path: SendPath) -> Progress:
         """Sends at most one chunk."""
         path.poll()
-        for forsaken in [one for one in self._jobs if not one.transfer.session.is_open]:
-            path.forsake(forsaken)  # its owner is waiting for its blocks
+        for abandoned in [one for one in self._jobs if not one.transfer.session.is_open]:
+            path.abandon(abandoned)  # its owner is waiting for its blocks
         job = self._table.take(self._limit_blocks(path), self._clock()) if path.is_free else None
         if job is not None:
             self._post(path, job)
@@ -322,18 +322,18 @@ class Outbound(threading.Thread):
 
     def _read(self, channel: Channel) -> None:
         received = channel.receive([self._scratch])
-        if received and self._pulse is not None:
-            self._pulse.heard(self._clock())
+        if received and self._heartbeat is not None:
+            self._heartbeat.heard(self._clock())
         for frame, text in self._decoder.feed(self._scratch[:received]):
-            self._hear(frame, text)
+            self._on_frame(frame, text)
 
-    def _hear(self, frame: Frame, text: str) -> None:
+    def _on_frame(self, frame: Frame, text: str) -> None:
         now_s = self._clock()
         if frame.kind is Kind.DONE:
             self._act(self._table.done(frame.tag, now_s, frame.slot * 1e-6))
         elif frame.kind is Kind.REFUSE:
             self._act(self._table.refused(frame.tag, text, now_s, is_cancelled=frame.is_cancelled))
         elif frame.kind is Kind.CREDIT and self._connection is not None:
-            self._connection.path.hear(frame)
+            self._connection.path.on_credit(frame)
         elif frame.kind is not Kind.BEAT:
             raise BadFrame(f"a {frame.kind.name} frame from a receiver")

@@ -242,7 +242,7 @@ class _Receiving:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def obey(self, order: dict[str, Any]) -> str:
+    def execute(self, order: dict[str, Any]) -> str:
         """Raises PdserveError."""
         if "open" in order:
             return self._open(order["open"])
@@ -280,7 +280,7 @@ def main() -> int:
     receiving = _Receiving(sys.argv[1], secret)
     for line in sys.stdin:
         try:
-            answer = {"said": receiving.obey(json.loads(line))}
+            answer = {"said": receiving.execute(json.loads(line))}
         except PdserveError as error:
             answer = {"error": error.message}
         sys.stdout.write(json.dumps(answer) + "\n")

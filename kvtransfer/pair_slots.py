@@ -13,7 +13,7 @@ from typing import Final, final
 
 from pdserve.core.errors import TransferFailed
 
-PATIENCE_S: Final = 3.0  # for a place, over all pairs that are asked
+WAIT_S: Final = 3.0  # for a place, over all pairs that are asked
 ANSWER_S: Final = 0.5  # for one pair that is asked: its connection and its communicator must end
 
 
@@ -44,7 +44,7 @@ class PairSlots:
 
     def take(self) -> PairSlot:
         """Waits for a place if none is free. Raises TransferFailed if no pair closes."""
-        ends_s = time.monotonic() + PATIENCE_S
+        ends_s = time.monotonic() + WAIT_S
         with self._changed:
             for pair_slot in [None, *self._taken]:
                 if pair_slot is not None and pair_slot.ask is not None:

@@ -101,7 +101,7 @@ class Endpoint:
         else:
             self.receiver = make_receiver(self._pool, facts, host=config.host, **common)
 
-    def obey(self, order: rank_pb2.FollowRequest) -> None:
+    def execute(self, order: rank_pb2.FollowRequest) -> None:
         """Raises InvalidRequest on an invalid order."""
         match order.WhichOneof("order"):
             case "expect" if self.receiver is not None:
@@ -238,7 +238,7 @@ class RankServer:
             opened = await self._open(endpoint, is_sender=first.open.is_sender)
             await reports.put(rank_pb2.FollowResponse(opened=opened))
             while not opened.error and (order := await context.read()) is not EOF:
-                await self._in_order(endpoint.obey, order)
+                await self._in_order(endpoint.execute, order)
         finally:
             # A task of its own, because a cancelled call may be cancelled again while its transfers end.
             self._closing = asyncio.create_task(self._end(endpoint, reports))

@@ -92,7 +92,7 @@ class ReceiveTransfer:
         shard = self.shards.get(part.shard)
         return shard if shard is not None and shard.writer == writer and shard.groups == part.groups else None
 
-    def mistake(self, first: int, stamps: bytes, part: Part) -> str:
+    def stamp_error(self, first: int, stamps: bytes, part: Part) -> str:
         """What is wrong with the stamps of the blocks from `first` on; empty if they match."""
         content_hashes = (
             stamping.content_hashes_in(stamps) if self.content_hashes is None else self.content_hashes[first:]

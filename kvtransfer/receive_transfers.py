@@ -170,7 +170,7 @@ class ReceiveTransfers:
         if first + count > num_blocks or not transfer.session.claim(at, count):
             self.stats.duplicate_chunks += 1
             return None
-        if wrong := transfer.mistake(first, stamps, part):
+        if wrong := transfer.stamp_error(first, stamps, part):
             self.stats.stamp_mismatches += 1
             transfer.session.handle(Event.MISTAKEN, wrong)
             return None
@@ -278,7 +278,7 @@ class ReceiveTransfers:
                 why = "no sender came" if not transfer.shards else f"no block came for {self.stall_s:g} s"
                 transfer.session.handle(Event.EXPIRED, f"{why}; {transfer.progress} had come")
             actions += self._after(transfer, now_s)
-            actions += self._press(transfer, now_s)
+            actions += self._end_writes(transfer, now_s)
             if transfer.lease_at_s is not None and transfer.session.is_open:
                 self._alarms.set(tag, transfer.lease_at_s)
         return actions
@@ -287,7 +287,7 @@ class ReceiveTransfers:
         if transfer.lease_at_s is not None:
             transfer.lease_at_s = max(transfer.lease_at_s, now_s + self.stall_s)
 
-    def _press(self, transfer: ReceiveTransfer, now_s: float) -> list[Action]:
+    def _end_writes(self, transfer: ReceiveTransfer, now_s: float) -> list[Action]:
         """The actions for writes that stay open after their transfer was abandoned."""
         if transfer.given_up_at_s is None or transfer.session.has_ended:
             return []

@@ -94,13 +94,13 @@ class StreamReceiver:
         self._refusals = LogLimit()
         self._number = 0
         self._kinds = tuple(transports)
-        self._doors = {kind: _listen(kind, host) for kind in transports}
+        self._listeners = {kind: _listen(kind, host) for kind in transports}
         self._gate = Gate(
             fingerprint,
             secret,
             incarnation,
             host_id(),
-            {kind: TRANSPORTS[kind].address(door) for kind, door in self._doors.items()},
+            {kind: TRANSPORTS[kind].address(listener) for kind, listener in self._listeners.items()},
             checksums or checksum.available(),
             self.chunk_bytes,
             self._table.stats,
@@ -185,8 +185,8 @@ class StreamReceiver:
         for thread in (self._thread, *connections):
             thread.join(_JOIN_S)
         self._decide(lambda now_s: self._table.fail_all("the receiver is closed", now_s))
-        for door in self._doors.values():
-            door.close()
+        for listener in self._listeners.values():
+            listener.close()
         self._waker.close()
 
     # Called by connections.
@@ -277,8 +277,8 @@ class StreamReceiver:
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._waker, selectors.EVENT_READ, None)
-                for kind, door in self._doors.items():
-                    selector.register(door, selectors.EVENT_READ, kind)
+                for kind, listener in self._listeners.items():
+                    selector.register(listener, selectors.EVENT_READ, kind)
                 while not self._is_closed:
                     self._tick(selector)
         # without the listening thread there are no deadlines and no new connections, so this side must end
@@ -295,14 +295,14 @@ class StreamReceiver:
         timeout_s = None if alarm_s is None else clamped_s(alarm_s - self.clock())
         for key, _ in selector.select(timeout_s):
             if key.data is not None:
-                self._accept(self._doors[key.data], key.data)
+                self._accept(self._listeners[key.data], key.data)
         self._waker.clear()
         self._decide(self._table.expire)
 
-    def _accept(self, door: socket.socket, kind: int) -> None:
+    def _accept(self, listener: socket.socket, kind: int) -> None:
         sock: socket.socket | None = None
         try:
-            sock, _ = door.accept()
+            sock, _ = listener.accept()
             with self._lock:
                 pending = [one for one in self._connections.values() if one.peer is None]
                 if self._is_closed or len(self._connections) - len(pending) >= MAX_CONNECTIONS:
@@ -310,7 +310,7 @@ class StreamReceiver:
                 self._make_room(pending)
                 self._number += 1
                 inbound = Inbound(self, sock, self._number, TRANSPORTS[kind])
-                self._connections[inbound.number] = inbound.begun()
+                self._connections[inbound.number] = inbound.started()
         # the peer has disconnected again, or descriptors or threads are exhausted
         except (OSError, RuntimeError) as error:
             with self._lock:
@@ -340,7 +340,7 @@ def _encode(answer: Answer) -> bytes:
 
 
 def _listen(kind: int, host: str) -> socket.socket:
-    door = TRANSPORTS[kind].listen(host)
-    door.listen(64)
-    door.setblocking(False)
-    return door
+    listener = TRANSPORTS[kind].listen(host)
+    listener.listen(64)
+    listener.setblocking(False)
+    return listener

@@ -192,7 +192,7 @@ class StreamSender:
         try:
             outbound = Outbound(
                 self.caller, self._memory, self._stamps, *pair, self._clock, self._on_read, self._lease
-            ).begun()
+            ).started()
         except (OSError, RuntimeError) as error:
             raise Unavailable(f"no KV connection to {pair[0]} can be made: {error}") from error
         self._pairs[pair] = outbound

@@ -34,7 +34,7 @@ class Writer:
         """Whether the long frame's memory is still read."""
         return self._on_written is not None
 
-    def say(self, frame: bytes) -> None:
+    def write(self, frame: bytes) -> None:
         self._small.append(frame)
 
     def stream(self, frame: Sequence[memoryview], on_written: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from kvtransfer.receive_transfer import Claim
 from kvtransfer.send_transfer import Job
 from kvtransfer.send_transfers import StaleSource
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.local import TAKEN, UnixDoor, await_taken, receive_patiently
+from kvtransfer.transports.local import TAKEN, UnixListener, await_taken, receive_within
 from kvtransfer.transports.on_device import OnDevice, extents_of_part
 from kvtransfer.transports.slots import Slots, check_numbers, give_back, read_numbers
 from pdserve.core.errors import TransferFailed
@@ -62,12 +62,12 @@ class CudaIpcSend:
         copying = self._device.copy(source, job.chunk.sources, None, (), self._link.wake, job.after)
         self._summing[slot] = job, copying
 
-    def forsake(self, job: Job) -> None:
+    def abandon(self, job: Job) -> None:
         """Checksums in progress are still completed."""
-        self._slots.forsake(job, self._link)
+        self._slots.abandon(job, self._link)
 
-    def hear(self, frame: Frame) -> None:
-        self._slots.hear(frame, self._link)
+    def on_credit(self, frame: Frame) -> None:
+        self._slots.on_credit(frame, self._link)
 
     def poll(self) -> None:
         for slot, (job, copying) in list(self._summing.items()):
@@ -132,7 +132,7 @@ class CudaIpcReceive:
 
 
 @final
-class CudaIpc(OnDevice, UnixDoor):
+class CudaIpc(OnDevice, UnixListener):
     kind: int = CUDA_IPC
     name = "cuda_ipc"
 
@@ -152,14 +152,14 @@ class CudaIpc(OnDevice, UnixDoor):
         return CudaIpcSend(device)
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
-        hello = receive_patiently(link, _HELLO.size, HANDSHAKE_S)
+        hello = receive_within(link, _HELLO.size, HANDSHAKE_S)
         magic, num_blocks, block_bytes, size = _HELLO.unpack(hello)
         expected = link.source.block_bytes
         if magic != _MAGIC or block_bytes != expected or not num_blocks or not 0 < size <= MAX_EXPORT_BYTES:
             raise BadFrame(f"a pool of {num_blocks} blocks of {block_bytes} bytes, expected {expected}")
         device = self._device(link.pool)
         try:
-            source = device.open(receive_patiently(link, size, HANDSHAKE_S))
+            source = device.open(receive_within(link, size, HANDSHAKE_S))
         except TransferFailed as failed:
             raise BadFrame(failed.message) from failed
         if source.num_blocks < num_blocks:

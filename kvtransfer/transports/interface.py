@@ -6,7 +6,7 @@ sender's pool (shm), or by a library. Each side has one half of the path, which 
 
     sender                                          receiver
     post(job): the frame, through the link  ------> receive(frame, claim), if the table allowed a claim
-    hear(frame)  <--------------------------------- CREDIT, as often as the path needs
+    on_credit(frame) <--------------------------------- CREDIT, as often as the path needs
     link.finished(job): nobody reads it any more    link.settle(claim, ...): all is in place, this is its checksum
 
 `post` and `receive` may return before the bytes have moved: `poll` is called whenever the thread wakes, and any thread
@@ -96,11 +96,11 @@ class SendPath(Protocol):
         """Begins to send a chunk. Its source blocks are read until `link.finished`."""
         ...
 
-    def forsake(self, job: Job) -> None:
+    def abandon(self, job: Job) -> None:
         """The job's transfer has failed: `link.finished` must be called as soon as possible. May be called again."""
         ...
 
-    def hear(self, frame: Frame) -> None:
+    def on_credit(self, frame: Frame) -> None:
         """A CREDIT of the receiver's half. Raises BadFrame on an invalid one."""
         ...
 
@@ -180,7 +180,7 @@ class Transport(Protocol):
 
     def listen(self, host: str) -> socket.socket: ...
 
-    def address(self, door: socket.socket) -> str:
+    def address(self, listener: socket.socket) -> str:
         """The address of the listening socket, for senders."""
         ...
 

@@ -16,18 +16,18 @@ from kvtransfer.transports.interface import ReceiveLink
 TAKEN: Final = b"PDOK"  # the receiver has accepted the offer
 
 
-class UnixDoor:
+class UnixListener:
     """The listener of transports whose two ends share a host."""
 
     is_same_host = True
 
     def listen(self, host: str) -> socket.socket:
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        door.bind("\0pdserve-kv-" + secrets.token_hex(16))
-        return door
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind("\0pdserve-kv-" + secrets.token_hex(16))
+        return listener
 
-    def address(self, door: socket.socket) -> str:
-        return bytes(door.getsockname())[1:].decode()
+    def address(self, listener: socket.socket) -> str:
+        return bytes(listener.getsockname())[1:].decode()
 
     def dial(self, address: str, endpoint: str, timeout_s: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -58,14 +58,14 @@ def await_taken(sock: socket.socket, what: str) -> None:
         raise OSError(f"the receiver did not take the {what}")
 
 
-def receive_patiently(link: ReceiveLink, num_bytes: int, patience_s: float) -> bytes:
+def receive_within(link: ReceiveLink, num_bytes: int, timeout_s: float) -> bytes:
     """Reads from a connection's non-blocking socket. Raises BadFrame if the bytes do not come."""
     data = bytearray(num_bytes)
-    view, ends_s = memoryview(data), time.monotonic() + patience_s
+    view, ends_s = memoryview(data), time.monotonic() + timeout_s
     while view:
         received = link.channel.receive([view])
         left_s = ends_s - time.monotonic()
         if received == 0 and (left_s <= 0 or not link.channel.wait(left_s)):
-            raise BadFrame(f"{num_bytes} bytes of the handshake did not come in {patience_s:.0f} s")
+            raise BadFrame(f"{num_bytes} bytes of the handshake did not come in {timeout_s:.0f} s")
         view = view[received:]
     return bytes(data)

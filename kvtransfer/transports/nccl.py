@@ -35,11 +35,11 @@ from kvtransfer.receive_transfer import Claim
 from kvtransfer.send_transfer import Job
 from kvtransfer.staging_budget import StagingShare
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.local import TAKEN, await_taken, receive_patiently
+from kvtransfer.transports.local import TAKEN, await_taken, receive_within
 from kvtransfer.transports.on_device import DeviceOf, OnDevice, announce_packed, extents_of_part
 from kvtransfer.transports.slots import give_back
 from kvtransfer.transports.staging_slots import StagingSlots, slot_size
-from kvtransfer.transports.tcp import TcpDoor
+from kvtransfer.transports.tcp import TcpListener
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
@@ -92,10 +92,10 @@ class NcclSend:
         copying = self._device.copy(self._pool.narrowed(extent), sources, packed, targets, link.wake, job.after)
         self._packing[slot] = job, copying
 
-    def forsake(self, job: Job) -> None:
+    def abandon(self, job: Job) -> None:
         """Packing is short, and packed chunks no longer read source blocks."""
 
-    def hear(self, frame: Frame) -> None:
+    def on_credit(self, frame: Frame) -> None:
         if frame.slot == LEAVE:
             self._link.retire()
             return
@@ -127,9 +127,9 @@ class NcclSend:
     def _announce(self, slot: int, job: Job, digest: bytes) -> None:
         def say(head: bytes) -> None:
             self._announced[slot] = job.chunk.count * self._link.extent_of(job).num_bytes
-            self._link.writer.say(head)
+            self._link.writer.write(head)
 
-        announce_packed(self._link, job, digest, self._free, slot, say, told_slot=slot)
+        announce_packed(self._link, job, digest, self._free, slot, say, frame_slot=slot)
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ class NcclReceive:
 
 
 @final
-class Nccl(OnDevice, TcpDoor):
+class Nccl(OnDevice, TcpListener):
     kind: int = NCCL
     name = "nccl"
     packages = ("cupy",)
@@ -260,7 +260,7 @@ class Nccl(OnDevice, TcpDoor):
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
         connector = self._connector()
-        magic, version, block_bytes, slots, size = _HELLO.unpack(receive_patiently(link, _HELLO.size, HANDSHAKE_S))
+        magic, version, block_bytes, slots, size = _HELLO.unpack(receive_within(link, _HELLO.size, HANDSHAKE_S))
         theirs = version.rstrip(b"\0").decode("ascii", "replace")
         expected = link.source.block_bytes
         if magic != _MAGIC or block_bytes != expected or not 0 < size <= MAX_ID_BYTES:
@@ -269,7 +269,7 @@ class Nccl(OnDevice, TcpDoor):
             raise BadFrame(f"{slots} slots of staging, expected 1 to {MOST_SLOTS}")
         if theirs != connector.version:
             raise BadFrame(f"NCCL {theirs}, expected {connector.version}: both ranks must have the same")
-        unique_id = receive_patiently(link, size, HANDSHAKE_S)
+        unique_id = receive_within(link, size, HANDSHAKE_S)
         device, pair_slot = self._device(link.pool), self.pair_slots.take()
         share = device.budget.take(slot_size(link.block_bytes, SLOT_BYTES), slots)
         try:

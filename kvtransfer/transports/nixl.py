@@ -30,9 +30,9 @@ from kvtransfer.plan import byte_ranges
 from kvtransfer.receive_transfer import Claim
 from kvtransfer.send_transfer import Job
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.local import TAKEN, await_taken, receive_patiently
+from kvtransfer.transports.local import TAKEN, await_taken, receive_within
 from kvtransfer.transports.slots import Slots, check_numbers, give_back, read_numbers
-from kvtransfer.transports.tcp import TcpDoor
+from kvtransfer.transports.tcp import TcpListener
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
@@ -67,11 +67,11 @@ class NixlSend:
         slots.announce(slots.take(), job, link, link.digest(link.views(job)))
         self._agent.serve(1)
 
-    def forsake(self, job: Job) -> None:
-        self._slots.forsake(job, self._link)
+    def abandon(self, job: Job) -> None:
+        self._slots.abandon(job, self._link)
 
-    def hear(self, frame: Frame) -> None:
-        self._slots.hear(frame, self._link)
+    def on_credit(self, frame: Frame) -> None:
+        self._slots.on_credit(frame, self._link)
         self._agent.serve(-1)
 
     def poll(self) -> None:
@@ -139,7 +139,7 @@ class NixlReceive:
 
 
 @final
-class Nixl(TcpDoor):
+class Nixl(TcpListener):
     """A process has one agent for sending, for all its pools, and one for receiving."""
 
     kind: int = NIXL
@@ -171,13 +171,13 @@ class Nixl(TcpDoor):
         return NixlSend(self._exporter)
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
-        hello = receive_patiently(link, _HELLO.size, HANDSHAKE_S)
+        hello = receive_within(link, _HELLO.size, HANDSHAKE_S)
         magic, num_blocks, block_bytes, address, size = _HELLO.unpack(hello)
         if magic != _MAGIC or block_bytes != link.source.block_bytes or not num_blocks:
             raise BadFrame(f"a pool of {num_blocks} blocks of {block_bytes} bytes, expected {link.source.block_bytes}")
         if not 0 < size <= MAX_METADATA_BYTES:
             raise BadFrame(f"{size} bytes of metadata, at most {MAX_METADATA_BYTES}")
-        metadata = receive_patiently(link, size, HANDSHAKE_S)
+        metadata = receive_within(link, size, HANDSHAKE_S)
         with self._lock:
             self._importer = self._importer or Agent(self._make or make_library)
         try:

@@ -92,13 +92,13 @@ def announce_packed(
     slot: int,
     say: Callable[[bytes], None],
     *,
-    told_slot: int = 0,
+    frame_slot: int = 0,
     length: int = 0,
 ) -> None:
     """Sends the frame of a chunk that was copied into a slot of staging, or frees the slot if its transfer has ended.
-    `told_slot` and `length` are the frame's."""
+    `frame_slot` and `length` are the frame's."""
     try:
-        head = link.head(job, digest, slot=told_slot, length=length) if job.transfer.session.is_open else b""
+        head = link.head(job, digest, slot=frame_slot, length=length) if job.transfer.session.is_open else b""
     except StaleSource as stale:
         free.append(slot)
         link.stale(job, str(stale))

@@ -20,7 +20,7 @@ from kvtransfer.receive_transfer import Claim
 from kvtransfer.send_transfer import Job
 from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.transports.local import TAKEN, UnixDoor, await_taken
+from kvtransfer.transports.local import TAKEN, UnixListener, await_taken
 from kvtransfer.transports.slots import Slots, check_numbers, give_back, read_numbers
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
@@ -58,11 +58,11 @@ class ShmSend:
         link, slots = self._link, self._slots
         slots.announce(slots.take(), job, link, link.digest(link.views(job)))
 
-    def forsake(self, job: Job) -> None:
-        self._slots.forsake(job, self._link)
+    def abandon(self, job: Job) -> None:
+        self._slots.abandon(job, self._link)
 
-    def hear(self, frame: Frame) -> None:
-        self._slots.hear(frame, self._link)
+    def on_credit(self, frame: Frame) -> None:
+        self._slots.on_credit(frame, self._link)
 
     def poll(self) -> None:
         pass
@@ -119,7 +119,7 @@ class ShmReceive:
 
 
 @final
-class Shm(UnixDoor):
+class Shm(UnixListener):
     kind: int = SHM
     name = "shm"
     is_for_hosts, is_for_devices = True, False

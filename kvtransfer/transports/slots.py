@@ -49,15 +49,15 @@ class Slots:
             self.put_back(slot)
             raise
         self._out[slot] = job
-        link.writer.say(head + numbers)
+        link.writer.write(head + numbers)
 
-    def forsake(self, job: Job, link: SendLink) -> None:
+    def abandon(self, job: Job, link: SendLink) -> None:
         """Immediate: anything that the receiver still reads belongs to a transfer that it will not commit."""
         for slot in [slot for slot, one in self._out.items() if one is job]:
             self._out[slot] = None
             link.finished(job)
 
-    def hear(self, frame: Frame, link: SendLink) -> None:
+    def on_credit(self, frame: Frame, link: SendLink) -> None:
         """The receiver returns a slot. Raises BadFrame if it has none."""
         if frame.slot not in self._out:
             raise BadFrame(f"credit for slot {frame.slot}, which is not in use")

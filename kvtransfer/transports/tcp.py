@@ -41,11 +41,11 @@ class TcpSend:
         head = link.head(job, link.digest(views), length=sum(map(len, views)))
         link.writer.stream([memoryview(head), *views], lambda: link.finished(job))
 
-    def forsake(self, job: Job) -> None:
+    def abandon(self, job: Job) -> None:
         """The frame must be completed so that the next one can be parsed. The rest is sent from a copy."""
         self._link.writer.detach()
 
-    def hear(self, frame: Frame) -> None:
+    def on_credit(self, frame: Frame) -> None:
         raise BadFrame("credit, which tcp has no use for")
 
     def poll(self) -> None:
@@ -108,18 +108,18 @@ def discard(channel: Channel, num_bytes: int) -> None:
         num_bytes -= received
 
 
-class TcpDoor:
+class TcpListener:
     """The listener of transports whose ends may be on any hosts."""
 
     is_same_host = False
 
     def listen(self, host: str) -> socket.socket:
-        door = socket.socket(_family(host), socket.SOCK_STREAM)
-        door.bind((host, 0))
-        return door
+        listener = socket.socket(_family(host), socket.SOCK_STREAM)
+        listener.bind((host, 0))
+        return listener
 
-    def address(self, door: socket.socket) -> str:
-        host, port = door.getsockname()[:2]
+    def address(self, listener: socket.socket) -> str:
+        host, port = listener.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def dial(self, address: str, endpoint: str, timeout_s: float) -> socket.socket:
@@ -138,7 +138,7 @@ class TcpDoor:
 
 
 @final
-class Tcp(TcpDoor):
+class Tcp(TcpListener):
     kind: int = TCP
     name = "tcp"
     is_for_hosts, is_for_devices = True, False

@@ -28,7 +28,7 @@ from kvtransfer.staging_budget import StagingBudget
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.transports.on_device import DeviceOf, OnDevice, announce_packed, extents_of_part, wake_nobody
 from kvtransfer.transports.staging_slots import StagingSlots, slot_size
-from kvtransfer.transports.tcp import WAKE_BYTES, TcpDoor, discard
+from kvtransfer.transports.tcp import WAKE_BYTES, TcpListener, discard
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
@@ -69,10 +69,10 @@ class TcpStagedSend:
         )
         self._filling[slot] = job, gathering, moving
 
-    def forsake(self, job: Job) -> None:
+    def abandon(self, job: Job) -> None:
         """Gathering is short, and gathered chunks no longer read source blocks."""
 
-    def hear(self, frame: Frame) -> None:
+    def on_credit(self, frame: Frame) -> None:
         raise BadFrame("credit, which tcp_staged has no use for")
 
     def poll(self) -> None:
@@ -148,7 +148,7 @@ class TcpStagedReceive:
 
 
 @final
-class TcpStaged(OnDevice, TcpDoor):
+class TcpStaged(OnDevice, TcpListener):
     kind: int = TCP_STAGED
     name = "tcp_staged"
     is_for_hosts = True  # if the other end is on a device

@@ -307,19 +307,19 @@ def test_nothing_is_offered_to_a_data_port_that_proves_nothing(pair: Pair) -> No
             return answer
 
     is_shm = pair.transport == "shm"
-    door = socket.socket(socket.AF_UNIX if is_shm else socket.AF_INET)
-    door.bind(f"\0kv-false-{os.getpid()}" if is_shm else ("127.0.0.1", 0))
-    address = f"kv-false-{os.getpid()}" if is_shm else f"127.0.0.1:{door.getsockname()[1]}"
-    door.listen()
+    listener = socket.socket(socket.AF_UNIX if is_shm else socket.AF_INET)
+    listener.bind(f"\0kv-false-{os.getpid()}" if is_shm else ("127.0.0.1", 0))
+    address = f"kv-false-{os.getpid()}" if is_shm else f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.listen()
     host, sent, heard = GrpcHost(Elsewhere()), Heard(), []
     pair.sender.start(pair.grant((1,), endpoint=host.endpoint), sent)
-    sock, _ = door.accept()
+    sock, _ = listener.accept()
     with sock:
         sock.settimeout(WAIT_S)
         heard.append(read_exactly(sock, GREETING_BYTES))
         sock.sendall(b"\0" * ANSWER_BYTES)
         heard.append(sock.recv(1))
-    door.close()
+    listener.close()
     assert sent.wait().error.endswith("the receiver did not prove that it knows the cluster's secret")
     assert heard[1] == b""
     host.stop()

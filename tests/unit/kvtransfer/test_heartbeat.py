@@ -12,20 +12,20 @@ LEASE = Lease(beat_s=1.0, silence_s=5.0)
 
 
 def test_a_peer_is_silent_after_its_time_and_heard_again_by_any_byte() -> None:
-    pulse = Heartbeat(LEASE, 10.0)
-    assert [pulse.is_silent(now_s) for now_s in (10.0, 14.9, 15.0)] == [False, False, True]
-    pulse.heard(14.0)
-    assert [pulse.is_silent(now_s) for now_s in (18.9, 19.0)] == [False, True]
+    heartbeat = Heartbeat(LEASE, 10.0)
+    assert [heartbeat.is_silent(now_s) for now_s in (10.0, 14.9, 15.0)] == [False, False, True]
+    heartbeat.heard(14.0)
+    assert [heartbeat.is_silent(now_s) for now_s in (18.9, 19.0)] == [False, True]
 
 
 def test_a_sign_of_life_is_due_once_per_beat() -> None:
-    pulse = Heartbeat(LEASE, 10.0)
-    assert [pulse.is_due(now_s) for now_s in (10.9, 11.0, 11.1, 11.9, 12.0)] == [False, True, False, False, True]
+    heartbeat = Heartbeat(LEASE, 10.0)
+    assert [heartbeat.is_due(now_s) for now_s in (10.9, 11.0, 11.1, 11.9, 12.0)] == [False, True, False, False, True]
 
 
 def test_the_next_change_is_the_nearer_of_both() -> None:
-    pulse = Heartbeat(LEASE, 10.0)
-    assert (pulse.left_s(10.0), pulse.left_s(10.75), pulse.left_s(12.0)) == (1.0, 0.25, 0.0)
+    heartbeat = Heartbeat(LEASE, 10.0)
+    assert (heartbeat.left_s(10.0), heartbeat.left_s(10.75), heartbeat.left_s(12.0)) == (1.0, 0.25, 0.0)
     late = Heartbeat(Lease(beat_s=2.0, silence_s=4.0), 10.0)
     for now_s in (12.0, 13.5):
         late.is_due(now_s)

@@ -22,15 +22,15 @@ TAG = tag_of(GRANT.key)
 
 
 def test_a_pulse_is_due_each_beat_and_silent_after_its_time() -> None:
-    pulse = Heartbeat(Lease(beat_s=1.0, silence_s=3.0), 10.0)
-    assert (pulse.is_due(10.9), pulse.left_s(10.9)) == (False, pytest.approx(0.1))
-    assert pulse.is_due(11.0)
-    assert not pulse.is_due(11.5)
-    assert not pulse.is_silent(12.9)
-    assert pulse.is_silent(13.0)
-    pulse.heard(13.0)
-    assert not pulse.is_silent(15.9)
-    assert pulse.left_s(100.0) == 0.0
+    heartbeat = Heartbeat(Lease(beat_s=1.0, silence_s=3.0), 10.0)
+    assert (heartbeat.is_due(10.9), heartbeat.left_s(10.9)) == (False, pytest.approx(0.1))
+    assert heartbeat.is_due(11.0)
+    assert not heartbeat.is_due(11.5)
+    assert not heartbeat.is_silent(12.9)
+    assert heartbeat.is_silent(13.0)
+    heartbeat.heard(13.0)
+    assert not heartbeat.is_silent(15.9)
+    assert heartbeat.left_s(100.0) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_a_door_that_cannot_be_gone_through_is_tried_again_later(pair: Pair) -> 
     def no_more() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    pair.receiver._accept(SimpleNamespace(accept=no_more), next(iter(pair.receiver._doors)))  # type: ignore[arg-type]
+    pair.receiver._accept(SimpleNamespace(accept=no_more), next(iter(pair.receiver._listeners)))  # type: ignore[arg-type]
     assert pair.receiver.stats.refused_connections == 1
     assert_still_serves(pair)
 
@@ -215,7 +215,7 @@ def test_memory_of_a_frame_that_waits_behind_others_may_change_once_it_is_detach
     mine, theirs = socket.socketpair()
     channel, writer, is_free = Channel(mine), Writer(), threading.Event()
     memory = bytearray(b"a" * 1000)
-    writer.say(b"small")
+    writer.write(b"small")
     writer.stream([memoryview(memory)], is_free.set)
     writer.advance(channel)  # the small one alone
     assert not is_free.is_set()

@@ -31,7 +31,7 @@ def leaving(pair_slot: PairSlot, asked: list[PairSlot]) -> Callable[[], None]:
 
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """For pairs that do leave, on a machine that has other things to do."""
-    monkeypatch.setattr("kvtransfer.pair_slots.PATIENCE_S", WAIT_S)
+    monkeypatch.setattr("kvtransfer.pair_slots.WAIT_S", WAIT_S)
     monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", WAIT_S)
 
 
@@ -66,7 +66,7 @@ def test_whoever_waits_has_a_limited_patience_for_all_that_are_asked(monkeypatch
     pair_slots, asked = PairSlots(2), list[int]()
     for number in range(2):
         pair_slots.take().ask = lambda number=number: asked.append(number)  # type: ignore[misc]
-    monkeypatch.setattr("kvtransfer.pair_slots.PATIENCE_S", 0.0)
+    monkeypatch.setattr("kvtransfer.pair_slots.WAIT_S", 0.0)
     with pytest.raises(TransferFailed, match="2 pairs are open"):
         pair_slots.take()
     assert asked == [], "nobody is asked for a place that is not waited for any more"
@@ -113,7 +113,7 @@ def test_a_pair_with_an_open_transfer_is_not_ended_for_another(
     make_pair: MakePair, bounded: Callable[[int], Nccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bounded(2)
-    monkeypatch.setattr("kvtransfer.pair_slots.PATIENCE_S", WAIT_S)
+    monkeypatch.setattr("kvtransfer.pair_slots.WAIT_S", WAIT_S)
     monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", 1.5)  # all that the idle one has, and what the busy one costs
     busy, idle, late = (make_pair("nccl", num_blocks=4) for _ in range(3))
     grant = busy.grant((1, 2))

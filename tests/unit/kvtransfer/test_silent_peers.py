@@ -19,12 +19,12 @@ MakePair = Callable[..., Pair]
 LEASE = Lease(beat_s=0.05, silence_s=60.0, stall_s=1000.0, unclaimed_s=1000.0)
 
 
-def pulses(pair: Pair) -> list[Heartbeat]:
+def heartbeats(pair: Pair) -> list[Heartbeat]:
     """Of both ends of the pair's own connection."""
     outbounds = [one for one in pair.sender.plain._pairs.values() if one._endpoint == pair.host.endpoint]
     inbounds = [one for one in pair.receiver._connections.values() if one.peer and one.peer.sender_id == "p0"]
-    found = [*(one._pulse for one in outbounds), *(one.channel._pulse for one in inbounds)]
-    return [pulse for pulse in found if pulse is not None]
+    found = [*(one._heartbeat for one in outbounds), *(one.channel._heartbeat for one in inbounds)]
+    return [heartbeat for heartbeat in found if heartbeat is not None]
 
 
 def live(pair: Pair, clock: Clock, for_s: float = 1.5 * LEASE.silence_s) -> None:
@@ -32,8 +32,8 @@ def live(pair: Pair, clock: Clock, for_s: float = 1.5 * LEASE.silence_s) -> None
     for _ in range(4):
         clock.added_s += for_s / 4
         at_s = clock()
-        wait_for(lambda: all(pulse._heard_s >= at_s for pulse in pulses(pair)), "signs of life")  # noqa: B023
-    assert len(pulses(pair)) == 2
+        wait_for(lambda: all(heartbeat._heard_s >= at_s for heartbeat in heartbeats(pair)), "signs of life")  # noqa: B023
+    assert len(heartbeats(pair)) == 2
 
 
 def fall_silent(clock: Clock, heard: Heard) -> Any:
@@ -92,7 +92,7 @@ def test_bytes_that_trickle_in_are_a_sign_of_life(make_pair: MakePair, clock: Cl
         raw.send(payload[at : at + 50])
         clock.added_s += LEASE.silence_s
         at_s = clock()
-        wait_for(lambda: slow.channel._pulse._heard_s >= at_s or bool(received.all), "it to be heard")  # type: ignore[union-attr]  # noqa: B023
+        wait_for(lambda: slow.channel._heartbeat._heard_s >= at_s or bool(received.all), "it to be heard")  # type: ignore[union-attr]  # noqa: B023
     assert received.all == []
     raw.send(payload[200:])
     assert received.wait().outcome is ReceiveOutcome.VERIFIED

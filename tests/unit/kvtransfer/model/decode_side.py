@@ -76,7 +76,7 @@ class DecodeSide:
                 self.threads[writer] = Thread()
                 return []
             case ("hear", int(writer), message):
-                return self._hear(writer, message)
+                return self._on_frame(writer, message)
             case ("go on", int(writer)):
                 return self._go_on(writer)
             case ("thread ends", int(writer)):
@@ -138,7 +138,7 @@ class DecodeSide:
         actions = self.table.expect(grant, self.now_s, self._deadline_at_s(), content_hashes)
         return [("grant", transfer), *self._do(actions)]
 
-    def _hear(self, writer: int, message: object) -> list[Output] | None:
+    def _on_frame(self, writer: int, message: object) -> list[Output] | None:
         thread = self.threads[writer]
         if thread.at is not At.HEADER:
             return None
