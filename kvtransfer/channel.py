@@ -1,6 +1,6 @@
 """A non-blocking stream socket that one thread serves and other threads may wake.
 
-All waiting is done by `poll`. Only the owning thread may call the methods, except `post`, `wake` and `stop`.
+`poll` does all waiting. Only the owning thread may call the methods; `post` and `stop` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _KEEPALIVE: Final = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 
 
 
 class Gone(Exception):
-    """The connection is over; the text says why."""
+    """The connection has ended; the text says why."""
 
 
 class Silent(Gone):
-    """The peer has shown no sign of life for too long."""
+    """The peer has sent nothing for too long."""
 
 
 class Waker:
@@ -99,7 +99,7 @@ class Channel:
         self.socket = sock
         self.waker = waker or Waker()
         self._clock = clock  # of the heartbeat
-        self.is_readable = False  # as the last wait saw it
+        self.is_readable = False  # as of the last wait
         self.meanwhile: Callable[[], None] = lambda: None  # called whenever `fill` has waited
         self._owner = 0
         self._outbox: deque[bytes] = deque()
@@ -121,7 +121,7 @@ class Channel:
             self.waker.set()
 
     def watch(self, heartbeat: Heartbeat, beat: bytes) -> None:
-        """From here on, every wait sends `beat` when it is due, and ends the connection if the peer is silent."""
+        """From now on, waits send `beat` whenever it is due, and raise Silent if the peer is silent."""
         self._heartbeat, self._beat = heartbeat, beat
 
     @property
@@ -175,13 +175,13 @@ class Channel:
 
     def _live(self, heartbeat: Heartbeat, now_s: float) -> None:
         if heartbeat.is_silent(now_s) and not self._has_more_pending(heartbeat, now_s):
-            raise Silent(f"nothing was heard of the peer for {heartbeat.silence_s:g} s")
+            raise Silent(f"the peer sent nothing for {heartbeat.silence_s:g} s")
         if heartbeat.is_due(now_s) and not self.has_unsent:
             self._outbox.append(self._beat)
             self.flush()
 
     def _has_more_pending(self, heartbeat: Heartbeat, now_s: float) -> bool:
-        """Whether bytes are arriving, but too few yet to end the wait (`wake_at`)."""
+        """Whether bytes are arriving, but too few to end the wait (`wake_at`)."""
         pending = int.from_bytes(fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4)), sys.byteorder)
         before, self._num_pending = self._num_pending, pending
         if pending in (0, before):
@@ -205,8 +205,8 @@ class Channel:
         return bool(ready)
 
     def wake_at(self, num_bytes: int) -> None:
-        """Later waits see the socket as readable only from this many bytes on, or at its end. Must not exceed the bytes
-        that will arrive."""
+        """Later waits treat the socket as readable only if at least this many bytes have arrived, or at its end.
+        `num_bytes` must not exceed the bytes that will arrive."""
         if num_bytes != self._wakes_at:
             self._wakes_at = num_bytes
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
@@ -227,7 +227,7 @@ class Channel:
         if self._heartbeat is not None:
             now_s = self._clock()
             self._heartbeat.heard(now_s)
-            self._live(self._heartbeat, now_s)  # a side that only reads must show that it is alive, too
+            self._live(self._heartbeat, now_s)  # a side that only reads must send heartbeats, too
         return received
 
     def send(self, views: list[memoryview]) -> int:
@@ -240,7 +240,7 @@ class Channel:
             raise Gone(f"connection lost: {error}") from error
 
     def fill(self, view: memoryview, wake_bytes: int = 1) -> None:
-        """Reads exactly len(view) bytes. Waits without a time limit, each time for `wake_bytes` or the rest."""
+        """Reads exactly len(view) bytes, without a time limit. Each wait is for `wake_bytes`, or for the rest."""
         while view:
             received = self.receive([view])
             if received == 0:

@@ -1,7 +1,7 @@
-"""Which checksum a pair uses, and how it is computed over scattered memory.
+"""The checksums of chunks, and their computation over scattered memory.
 
-Both sides list theirs in the handshake. xxh3-64 reads tens of GB/s from the cache. BLAKE2b (8 bytes long) is for
-machines without the xxhash package. It takes most of the transfer's time, which is better than no check.
+Both sides list theirs in the handshake. XXH3-64 processes tens of GB/s from the cache. BLAKE2b (8 bytes) is for
+machines without the xxhash package, where it takes most of the transfer's time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _blake2b() -> Any:
 
 
 def hasher(kind: Checksum) -> Callable[[Iterable[memoryview]], bytes]:
-    """A function from memory, in order, to 8 bytes."""
+    """A function that computes the 8-byte checksum of views, in order."""
     if kind is Checksum.XXH3_64:
         import xxhash
 

@@ -11,7 +11,7 @@ from kvtransfer.transport import Sent
 from pdserve.core.grant import Grant, TransferKey
 
 OnSent = Callable[[Sent], None]
-# called when these source blocks of a transfer are no longer read
+# called with source blocks of a transfer that are no longer read
 OnRead = Callable[[TransferKey, Sequence[int]], None]
 
 
@@ -21,8 +21,8 @@ class Start:
     on_end: OnSent
     deadline_at_s: float | None
     groups: int = 1
-    layout: PartLayout | None = None  # None: the receiver's shape does not suit this sender
-    error: str = ""  # it has failed already
+    layout: PartLayout | None = None  # None: blocks cannot be converted to the receiver's shape
+    error: str = ""  # if not empty, it has failed already
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,4 +38,4 @@ class Push:
 @dataclass(frozen=True, slots=True)
 class Abort:
     key: TransferKey
-    error: str = ""  # why it has failed; empty: the owner no longer needs it
+    error: str = ""  # empty: the owner no longer needs the transfer

@@ -1,7 +1,7 @@
-"""Chooses the copy stream of a device for each piece of work, and limits how many copies are queued in parallel.
+"""Chooses the copy stream of a device for each copy.
 
-Work goes to the stream with the fewest outstanding bytes, so that a copy that waits for the engine delays no other.
-Work that must run after other work uses the same stream, which keeps the order without an event.
+A copy goes to the stream with the fewest outstanding bytes, so a copy that waits for the engine does not delay others.
+A copy that must run after another one uses the same stream, which keeps the order without an event.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-#: As many as one connection of cuda_ipc has chunks in flight. More would share the same links: docs/gpu.md.
+#: The number of chunks that a cuda_ipc connection has in flight. More streams would share the same links: docs/gpu.md.
 DEFAULT_STREAMS: Final = 4
 DEFAULT_STAGING_BYTES: Final = 2**30
 
@@ -50,7 +50,7 @@ class StreamLoads:
             return index
 
     def end(self, index: int, num_bytes: int) -> None:
-        """They were copied, or will not be copied. Call it once for each `begin`."""
+        """The bytes were copied, or will not be. Call it once for each `begin`."""
         with self._lock:
             assert self._bytes[index] >= num_bytes
             self._bytes[index] -= num_bytes

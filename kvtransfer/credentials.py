@@ -1,7 +1,7 @@
 """Proofs on a data connection: both parties know the ticket and the cluster's secret. Pure.
 
-A ticket alone does not admit a third party that has read it: the greeting must also prove the secret. A ticket is new
-for each connection, so a proof cannot be replayed.
+A third party that has read a ticket is not admitted, because the greeting must also prove the secret. Each connection
+has a new ticket, so a proof cannot be replayed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdserve.core.proof import ClusterSecret
 
 @dataclass(frozen=True, slots=True)
 class Parties:
-    """The two workers of a connection, and how it was agreed on."""
+    """The two workers of a connection, and its transport."""
 
     sender: str  # proof.caller_name
     receiver_incarnation: str

@@ -1,9 +1,8 @@
 """What the transports between GPUs need from a device. Pure.
 
-Every call queues work on one of the device's own streams and returns; the caller is woken when the work is done. Work
-is ordered only on request: `behind` other work, and after what the engine had queued at a fence. All other work runs
-concurrently and ends in any order. The same protocol serves CUDA, and a stand-in in plain memory for tests without a
-GPU.
+Each call queues work on one of the device's own streams and returns. `wake` is called when the work is done. Work runs
+concurrently and ends in any order, unless the caller asks for an order: `behind` other work, or after the work that the
+engine had queued at a fence. CUDA implements this protocol, and so does a fake in plain memory for tests without a GPU.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pdserve.engine.gpu.extent import Extent
 
-if TYPE_CHECKING:  # it locks, and what decides about transfers imports this module
+if TYPE_CHECKING:  # staging_budget has locks, and pure modules import this one
     from kvtransfer.staging_budget import StagingBudget
 
-COPY_S: Final = 10.0  # a copy that takes longer is assumed not to end
-MESSAGE_S: Final = 3.0  # the same for a message, which is queued only when the other end is ready for it
+COPY_S: Final = 10.0  # a copy that takes longer is assumed to be stuck
+MESSAGE_S: Final = 3.0  # the same for a message, which is queued only when the peer is ready for it
 
 Wake = Callable[[], None]
-Fence = Any  # a point in the engine's stream: everything queued before it
+Fence = Any  # a point in the engine's stream: all work queued before it
 
 
 class Copying(Protocol):
@@ -37,17 +36,17 @@ class Copying(Protocol):
 
 
 class Blocks(Protocol):
-    """Blocks of equal size in device memory: this process's pool, staging, or another process's pool."""
+    """Blocks of equal size in device memory: of this process's pool, of staging, or of another process's pool."""
 
     num_blocks: int
     block_bytes: int
 
     def narrowed(self, extent: Extent) -> Blocks:
-        """Those bytes of every block, with its runs concatenated."""
+        """The extent's bytes of every block, with the runs concatenated."""
         ...
 
     def cut(self, first: int, count: int, num_bytes: int) -> Blocks:
-        """Blocks first .. first + count - 1 as blocks of another size, as many as fit."""
+        """Blocks first .. first + count - 1 as blocks of `num_bytes` bytes, as many as fit."""
         ...
 
     def close(self) -> None: ...
@@ -63,7 +62,7 @@ class Pinned(Protocol):
 
 class Device(Protocol):
     name: str  # the same for all processes on one device
-    budget: StagingBudget  # of the staging that connections take
+    budget: StagingBudget  # for the staging of connections
 
     def pool(self) -> Blocks:
         """The engine's."""
@@ -84,7 +83,7 @@ class Device(Protocol):
         ...
 
     def fence(self) -> Fence:
-        """Now. Any thread may ask."""
+        """The present point of the engine's stream. Any thread may call it."""
         ...
 
     def copy(
@@ -97,8 +96,8 @@ class Device(Protocol):
         after: Fence | None,
         behind: Copying | None = None,
     ) -> Copying:
-        """Copies source blocks to target blocks of the same size, after the work before the fence and the work that it
-        is `behind`; without a target, only computes their digest."""
+        """Copies source blocks to target blocks of the same size, once the work before the fence `after` and the work
+        `behind` is done. Without a target, only computes the digest."""
         ...
 
     def move(
@@ -111,21 +110,21 @@ class Device(Protocol):
         is_to_host: bool,
         behind: Copying | None = None,
     ) -> Copying:
-        """The first bytes of the staging, to or from host memory."""
+        """Copies the first bytes of the staging to or from host memory."""
         ...
 
     def drain(self) -> None:
-        """Waits, without a time limit, until no work that was queued here accesses memory: a block that was returned
-        earlier could be overwritten."""
+        """Waits, without a time limit, until no work that was queued here accesses memory. Blocks that were returned
+        before could be overwritten."""
         ...
 
 
 class DeviceConnection(Protocol):
-    """An ordered channel between the device memories of two processes. Both ends must issue their calls in the same
+    """An ordered connection between the device memories of two processes, which must issue their calls in the same
     order."""
 
     def send(self, source: Blocks, num_bytes: int, wake: Wake) -> Copying:
-        """The first bytes of the blocks."""
+        """Sends the first bytes of the blocks."""
         ...
 
     def receive(self, target: Blocks, num_bytes: int, wake: Wake) -> Copying: ...
@@ -137,12 +136,12 @@ class DeviceConnection(Protocol):
 
 
 class DeviceConnector(Protocol):
-    version: str  # of the library; both ends must have the same
+    version: str  # of the library; both processes must have the same
 
     def new_id(self) -> bytes:
-        """The id from which both ends of a new connection are made."""
+        """The id with which both processes make a new connection."""
         ...
 
     def join(self, device: Any, unique_id: bytes, rank: int) -> DeviceConnection:
-        """Connects to the other end. Blocking. Raises TransferFailed."""
+        """Connects to the other process. Blocking. Raises TransferFailed."""
         ...

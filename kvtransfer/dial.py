@@ -1,6 +1,6 @@
-"""How a prefill worker reaches a decode worker: Open over gRPC, then the data connection with the ticket. Blocking.
+"""Connects a prefill worker to a decode worker: Open over gRPC, then the data connection with the ticket. Blocking.
 
-On both, each side proves that it knows the cluster's secret before the other sends anything else.
+On both connections, each side proves that it knows the cluster's secret before the other side sends anything else.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def try_dial(caller: Caller, endpoint: str, incarnation: str) -> Dialled:
 def dial(caller: Caller, endpoint: str, incarnation: str) -> DataConnection:
     """Tries the transports in order until one connects. Raises TransferFailed with the error of each."""
     ends_s = time.monotonic() + DIAL_S
-    said: list[str] = []
+    errors: list[str] = []
     transports = caller.transports
     while transports:
         answer = _open(caller, transports, endpoint, ends_s)
@@ -106,16 +106,16 @@ def dial(caller: Caller, endpoint: str, incarnation: str) -> DataConnection:
             raise TransferFailed(f"{endpoint} chose transport {answer.transport}, which was not offered")
         try:
             connection = _connect(caller, answer, endpoint, ends_s)
-            connection = dataclasses.replace(connection, reason="; ".join([*said, connection.reason]))
+            connection = dataclasses.replace(connection, reason="; ".join([*errors, connection.reason]))
             if caller.fault_injector is None:
                 return connection
             return dataclasses.replace(
                 connection, socket=caller.fault_injector.between(connection.socket, connection.path)
             )
         except OSError as error:
-            said.append(f"{name_of(answer.transport)} to {endpoint}: {error}")
+            errors.append(f"{name_of(answer.transport)} to {endpoint}: {error}")
             transports = tuple(kind for kind in transports if kind != answer.transport)
-    raise TransferFailed("; ".join(said))
+    raise TransferFailed("; ".join(errors))
 
 
 def open_request(caller: Caller, transports: Sequence[int]) -> transfer_pb2.OpenRequest:
@@ -170,7 +170,7 @@ def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, e
 
 
 def _greet(secret: ClusterSecret, parties: Parties, sock: socket.socket, ticket: bytes, ends_s: float) -> None:
-    """The pool is not shared before the receiver has answered. Raises OSError."""
+    """Authenticates both sides. The pool is shared only after the receiver's answer. Raises OSError."""
     greeting = sender_greeting(secret, parties, ticket, secrets.token_bytes(NONCE_BYTES))
     sock.sendall(greeting.encode())
     answer, timeout_s = bytearray(), sock.gettimeout()

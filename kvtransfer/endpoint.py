@@ -41,7 +41,7 @@ def make_receiver(
 ) -> StreamReceiver:
     """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError.
 
-    `limits`: of copies on a device, set by the first end that is made for a pool.
+    `limits`: of copies on a device. The first sender or receiver of a pool sets them.
     """
     if pool.is_on_host:
         fused.prepare(pool.block_bytes)
@@ -105,7 +105,7 @@ def make_sender(
 
 
 def _runs_of(shape: KvShape) -> list[Extent]:
-    """All byte runs in which layer groups of a block may be sent."""
+    """The byte runs of all layer groups in which a block may be sent."""
     layout = PartLayout.to_send(shape, shape)
     possible = [groups for groups in range(2, MAX_GROUPS + 1) if shape.num_layers % groups == 0]
     found = (layout.extent(Part(0, group, groups)) for groups in possible for group in range(groups))

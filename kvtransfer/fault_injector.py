@@ -1,8 +1,8 @@
 """Injects faults according to a plan: a proxy inside a sender's connection, and a hook before a receiver's writes.
 
-It runs only if a worker was started with faults to inject. The connection's threads then use one end of a socket pair,
-and two threads forward frames between the other end and the real socket. Lost, late, duplicated, changed, truncated and
-stalled frames therefore reach the product's own code as they would from a network.
+It runs only if a worker was started with faults to inject. The connection's thread then uses one socket of a pair, and
+two threads forward frames between the other socket of the pair and the real connection. Lost, late, duplicated,
+changed, truncated and stalled frames therefore reach the product's code as they would from a network.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from kvtransfer.transports.shm import ShmSend
 log = logging.getLogger(__name__)
 
 _HEADER_SHARE: Final = 0.1  # share of changed bytes that are in a header
-_STALE: Final = 1 << 62  # added to a generation: one that was never granted
+_STALE: Final = 1 << 62  # added to a generation, it gives one that was never granted
 _FRAMES_KNOWN: Final = 1024  # transfers whose frames are counted
-# Counted from when the process is stopped: on a busy machine that may be later than the planned end of the stop.
+# The time counts from the actual stop, which on a busy machine may be later than the planned end of the stop.
 _WAKE: Final = (
     "n=0; until grep -q '^State:.T' /proc/{pid}/status || [ $n -ge 1000 ]; do sleep 0.01; n=$((n+1)); done; "
     "sleep {for_s:.3f}; kill -CONT {pid}"
@@ -77,8 +77,7 @@ class FaultInjector:
             self.end_process(fault)
 
     def end_process(self, fault: Fault) -> None:
-        """Kills this process, or stops it for some time. One stop at a time, because each needs a process that ends
-        it."""
+        """Kills this process, or stops it for some time. Stops do not overlap, because a separate process ends each."""
         with self._ending:
             self._end_process(fault)
 
@@ -95,7 +94,7 @@ class FaultInjector:
         self.pauses[-1] = (began_s, time.monotonic())
 
     def due(self, tag: Tag, where: Where) -> Fault | None:
-        """The fault that this frame of the transfer meets."""
+        """The fault of this frame of the transfer, if any."""
         fault = self._fault_of(tag)
         if fault is None or fault.where is not where:
             return None
@@ -120,7 +119,7 @@ def make_fault_injector(faults: str, block_bytes: int) -> FaultInjector | None:
 
 
 class _SocketPair:
-    """The two sockets of one connection: closed when both directions are done with them."""
+    """The two sockets of one connection. They are closed when both directions have ended."""
 
     def __init__(self, *sockets: socket.socket) -> None:
         self._sockets = sockets
@@ -185,10 +184,10 @@ class _Pump(threading.Thread):
     def _do(self, fault: Fault, frame: Frame, message: bytearray) -> bool:
         match fault.kind:
             case FaultKind.DROP if frame.kind is Kind.CREDIT:
-                self._target.sendall(message)  # a slot is not lost on its own
+                self._target.sendall(message)  # a credit cannot be lost without its connection
             case FaultKind.DROP if frame.kind is Kind.CHUNK and (self._has_slots or fault.at < 0.5):
-                # It arrives as a frame of another grant: lost to the transfer like a dropped frame, but without losing
-                # its slot.
+                # It arrives as a frame of an unknown grant. The transfer loses it like a dropped frame, but the slot is
+                # returned.
                 stale = frame.tag._replace(generation=frame.tag.generation | _STALE)
                 self._target.sendall(dataclasses.replace(frame, tag=stale).encode() + message[HEADER_BYTES:])
             case FaultKind.DROP:
@@ -221,7 +220,7 @@ class _Pump(threading.Thread):
         body[int(fault.at * len(body))] ^= 0x5A
 
     def _wait(self) -> bool:
-        """True if there is something to read. Sends delayed frames that are due in the meantime."""
+        """Waits until there is something to read (True), or sends a delayed frame that is due (False)."""
         timeout_ms = None
         if self._delayed:
             left_s = self._delayed[0][0] - time.monotonic()

@@ -1,7 +1,7 @@
 """A seeded plan of the faults of transfers, for tests of a whole cluster. Pure.
 
-A plan names at most one fault for a transfer, from its seed and the transfer's tag alone: the same seed and the same
-transfers give the same faults, independent of threads. `kvtransfer.fault_injector` injects them.
+A plan gives each transfer at most one fault, which depends only on the seed and the transfer's tag. The same seed and
+transfers therefore give the same faults, whatever the threads do. `kvtransfer.fault_injector` injects them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pdserve.core.errors import ConfigError
 
 class FaultKind(Enum):
     DROP = "drop"  # the frame is lost
-    DELAY = "delay"  # later frames overtake it
+    DELAY = "delay"  # it is sent later, after frames that follow it
     DUPLICATE = "duplicate"
     CORRUPT = "corrupt"  # one byte of it is changed
     TRUNCATE = "truncate"  # its end is lost, and the following bytes are read in its place
-    STALL = "stall"  # it is delayed, with everything behind it
+    STALL = "stall"  # it is delayed, and so are all later frames
     CUT = "cut"  # the connection ends before it
     KILL = "kill"  # the process gets SIGKILL
     STOP = "stop"  # the process gets SIGSTOP, and SIGCONT later
@@ -82,7 +82,7 @@ class FaultPlan:
         if kind in OF_FRAMES:
             places[Where.ANSWERED] = 1.0
         where = rng.choices(list(places), list(places.values()))[0]
-        # The first frame of a sender is the announcement. Its chunks, which matter most, follow.
+        # The sender's first frame is the announcement. The chunks, which matter most, follow.
         nth = rng.choice((0, 1, 1, 1, 2, 2, 3)) if where is Where.SENT else rng.choice((0, 0, 1))
         return Fault(kind, where, nth, rng.uniform(0.1, 1.0) * self.longest_s, rng.random())
 

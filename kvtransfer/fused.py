@@ -1,8 +1,8 @@
 """Copies blocks and computes their XXH3-64 in one pass, with stores that bypass the caches.
 
-A large copy is limited by memory bandwidth, so the hash costs no extra time. Stores that bypass the caches save the
-read with which an ordinary store begins (docs/decisions/0005-the-pool-is-shared.md). Each byte is loaded once, so the
-digest is that of the stored bytes.
+A large copy is limited by memory bandwidth, so the hash costs no extra time. An ordinary store first reads the cache
+line; a store that bypasses the caches does not (docs/decisions/0005-the-pool-is-shared.md). Each byte is loaded only
+once, so the digest is that of the stored bytes.
 
 XXH3 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md) reads 64-byte stripes into eight 64-bit lanes and scrambles the
 lanes after each KiB. Here runs are whole KiBs, so the end of the input is the only special case.
@@ -36,7 +36,7 @@ _START: Final = (
 
 @final
 class Copier:
-    """Copies blocks of one pool into another. Other threads of the process continue in the meantime."""
+    """Copies blocks of one pool into another. The GIL is released meanwhile."""
 
     @staticmethod
     def between(to: memoryview, source: memoryview, block_bytes: int) -> Copier | None:
@@ -64,7 +64,7 @@ class Copier:
         return self._to % ALIGNMENT != 0
 
     def addresses(self, to: Sequence[int], source: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The addresses of the blocks. Raises IndexError on a block outside its pool: nothing else checks bounds."""
+        """The addresses of the blocks. Raises IndexError on a block outside its pool, which nothing else checks."""
         import numpy as np
 
         if len(to) != len(source) or not len(to):

@@ -1,7 +1,7 @@
 """Decides who may connect: answers Open calls, issues tickets, and accepts each ticket once.
 
-A ticket is 16 random bytes, valid for a few seconds. It admits only the worker that called Open, which must prove on
-the data socket that it knows the cluster's secret.
+A ticket is 16 random bytes, and is valid for a few seconds. It admits only the worker that called Open. On the data
+socket, this worker must prove that it knows the cluster's secret.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire.peers import proven_caller
 from pdserve.wire.protocol import FINGERPRINT
 
-TICKET_LIFE_S: Final = 10.0
+TICKET_TTL_S: Final = 10.0
 MAX_TICKETS: Final = 256
 MAX_NAME_CHARS: Final = 256
 CHECKSUMS: Final = {
@@ -87,7 +87,7 @@ class Gate:
         self._tickets: dict[bytes, tuple[Peer, float]] = {}
 
     def open(self, request: transfer_pb2.OpenRequest, caller: str) -> transfer_pb2.OpenResponse:
-        """`caller` is the name that the call's proof holds. Raises ConfigError naming the difference, Unauthenticated
+        """`caller` is the name in the call's proof. Raises ConfigError if the two workers do not match, Unauthenticated
         if the request contains another name, or Overloaded if too many tickets are unused."""
         try:
             if caller_name(request.sender_id, request.sender_incarnation) != caller:
@@ -110,9 +110,11 @@ class Gate:
         )
 
     def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None:
-        """The peer that received the ticket, and the answer to send to it; once, and before the ticket expires.
+        """The peer that received the ticket, and the answer to send to it. Each ticket is accepted once, before it
+        expires.
 
-        None for any other peer. The ticket then stays valid; otherwise a foreign process could use it up.
+        None if the greeting does not prove the peer. The ticket then stays valid; otherwise a foreign process could
+        use it up.
         """
         now_s = self._clock()
         with self._lock:
@@ -147,17 +149,17 @@ class Gate:
         return Peer(name, incarnation, transport, reason, checksum, theirs.shape, dtype)
 
     def _transport(self, request: transfer_pb2.OpenRequest) -> tuple[int, str]:
-        """The first of the sender's transports that can be used, and why the earlier ones cannot."""
+        """The first of the sender's transports that both sides can use, and why the earlier ones cannot be used."""
         is_same_host = bool(self._host_id) and request.host_id == self._host_id
-        passed: list[str] = []
+        unusable: list[str] = []
         for kind in request.transports:
             if kind not in self._addresses:
-                passed.append(f"the receiver has no {name_of(kind)}")
+                unusable.append(f"the receiver has no {name_of(kind)}")
             elif TRANSPORTS[kind].is_same_host and not is_same_host:
-                passed.append(f"{name_of(kind)} needs one host")
+                unusable.append(f"{name_of(kind)} needs one host")
             else:
                 plain = "the sender's first choice" if len(request.transports) > 1 else "the sender asks for no other"
-                return int(kind), "; ".join(passed) or plain
+                return int(kind), "; ".join(unusable) or plain
         offered = names_of(request.transports) or "none"
         local = [kind for kind in self._addresses if TRANSPORTS[kind].is_same_host]
         where = "" if is_same_host or not local else f" (another host, so not {names_of(local)})"
@@ -168,9 +170,9 @@ class Gate:
         with self._lock:
             self._forget_old(now_s)
             if len(self._tickets) >= MAX_TICKETS:
-                raise Overloaded(f"{MAX_TICKETS} transfer tickets are out already", TICKET_LIFE_S)
+                raise Overloaded(f"{MAX_TICKETS} transfer tickets are unused", TICKET_TTL_S)
             ticket = secrets.token_bytes(TICKET_BYTES)
-            self._tickets[ticket] = (peer, now_s + TICKET_LIFE_S)
+            self._tickets[ticket] = (peer, now_s + TICKET_TTL_S)
             return ticket
 
     def _forget_old(self, now_s: float) -> None:

@@ -34,9 +34,9 @@ def shape_of(spec: EngineSpec) -> KvShape:
 
 
 def check_movable(degree: int, num_ranks: int = 1) -> None:
-    """Whether the pools of `num_ranks` ranks hold all of a block. Raises ConfigError where ranks are missing."""
+    """Raises ConfigError unless the pools of `num_ranks` ranks together hold whole blocks."""
     if degree != num_ranks:
-        expected = f"{num_ranks} where KV is to move: other ranks have pools of their own, and no KV endpoint"
+        expected = f"{num_ranks} for KV transfer: the other ranks have separate pools, and no KV endpoint"
         raise ConfigError("tensor_parallel", degree, expected)
 
 
@@ -45,8 +45,7 @@ def fingerprint_of(spec: EngineSpec) -> Fingerprint:
 
 
 def compare(mine: Fingerprint, theirs: Fingerprint) -> None:
-    """Checks that their blocks can be converted to mine. Raises ConfigError naming the first field that differs, with
-    both values."""
+    """Raises ConfigError, with the first field that differs, unless blocks of `theirs` can be converted to `mine`."""
     for name in ("protocol", "model", "engine"):
         expected, seen = getattr(mine, name), getattr(theirs, name)
         if expected != seen:
@@ -55,12 +54,12 @@ def compare(mine: Fingerprint, theirs: Fingerprint) -> None:
 
 
 def encode_grant(grant: Grant) -> bytes:
-    """As routers carry it from the decode worker to the prefill worker."""
+    """The form in which routers forward a grant from the decode worker to the prefill worker."""
     return grant_to_proto(grant).SerializeToString()
 
 
 def decode_grant(data: bytes) -> Grant:
-    """Raises InvalidRequest on what no decode worker grants."""
+    """Raises InvalidRequest on a grant that no decode worker makes."""
     try:
         message = transfer_pb2.Grant.FromString(data)
     except DecodeError as error:

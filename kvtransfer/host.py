@@ -1,9 +1,9 @@
 """Identifies the host of this process for sharing memory.
 
 Two processes get the same id if one can pass a file descriptor to the other over an abstract Unix socket: the same boot
-of the same kernel, the same network namespace (which holds the abstract names), and the same user in the same user
-namespace (each side checks the other's credentials). Mount and process namespaces do not matter, because the pool is an
-anonymous memory file that is passed only as a descriptor.
+of the same kernel, the same network namespace (it contains the abstract names), and the same user in the same user
+namespace (each side checks the other's credentials). Mount and process namespaces do not matter, because a pool is an
+anonymous memory file, which is passed as a descriptor.
 """
 
 from __future__ import annotations

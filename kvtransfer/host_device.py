@@ -1,6 +1,6 @@
-"""A pool in host memory as a Device, for a pair whose other pool is on a GPU. Its work is done immediately.
+"""A pool in host memory as a Device, for a pair whose other pool is on a GPU. All work is done immediately.
 
-Both ends of such a pair compare the checksums of pdserve.engine.gpu.extent, which numpy computes here.
+Both sides of such a pair compare the checksum that pdserve.engine.gpu.extent defines. Here numpy computes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvtransfer.staging_budget import StagingBudget
 from pdserve.core.errors import InternalError
 from pdserve.engine.gpu.extent import GOLDEN, MIX, WORD_BYTES, Extent
 
-_AT_ONCE: Final = 1 << 16  # words at a time: their intermediate values fit into the processor's cache
+_AT_ONCE: Final = 1 << 16  # words at a time, so that intermediate values fit into the processor's cache
 _OFFSETS: Final = np.arange(1, _AT_ONCE + 1, dtype=np.uint64) * np.uint64(GOLDEN)
 
 
@@ -117,7 +117,7 @@ class PlainBytes:
 
 @final
 class Done:
-    """A copy that has ended."""
+    """A copy that is done."""
 
     is_done = True
 

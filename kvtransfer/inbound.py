@@ -1,7 +1,7 @@
 """One connection from a prefill worker, served by one thread of the decode worker: reads frames and sends answers.
 
-The transport moves a chunk's bytes. It asks the transfer table, through this connection, before each write, so
-no byte is written after a transfer was reported as drained.
+The transport receives a chunk's bytes. Before each write it asks the transfer table, through this connection, so no
+byte is written after a transfer was reported as drained.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Hub(Protocol):
 
 
 class Inbound(threading.Thread):
-    """The thread, and the link of its path."""
+    """The thread. It is also the ReceiveLink of its transport."""
 
     def __init__(self, hub: Hub, sock: socket.socket, number: int, transport: Transport) -> None:
         super().__init__(name=f"kv-inbound-{number}", daemon=True)
@@ -83,7 +83,7 @@ class Inbound(threading.Thread):
         self._began_s = hub.clock()
 
     def started(self) -> Inbound:
-        """Starts the thread. Raises RuntimeError, and keeps nothing, if the process cannot have more threads."""
+        """Starts the thread. Raises RuntimeError, and closes everything, if the process cannot have more threads."""
         try:
             self.start()
         except RuntimeError:
@@ -114,7 +114,7 @@ class Inbound(threading.Thread):
         except Exception:  # the thread ends, so its transfers must end and be reported
             log.exception("kv connection failed", extra={"connection": self.number})
         finally:
-            # The order matters: the table may free memory once it is told that there are no more writers.
+            # In this order, because the table may free memory as soon as `ended` reports that this writer is gone.
             if self._path is not None:
                 self._path.close()
             self._hub.ended(self, error, is_peers_fault=is_peers_fault, is_silent=is_silent)
@@ -135,7 +135,7 @@ class Inbound(threading.Thread):
 
     @property
     def _link(self) -> ReceiveLink:
-        """Called by the transport."""
+        """What the transport uses: this connection, or the unpacker in front of it."""
         return self if self._unpacker is None else self._unpacker
 
     def _authenticate(self) -> bool:
@@ -145,7 +145,7 @@ class Inbound(threading.Thread):
         at = 0
         while greeting is None:
             received = self.channel.receive([memoryview(data)[at:]])
-            # invalid bytes and other versions are rejected without waiting for more
+            # raises on invalid bytes and other versions as soon as they are visible
             greeting = decode_greeting(bytes(data[: at + received]))
             left_s = self._began_s + AUTHENTICATION_S - self._hub.clock()
             if received == 0 and (left_s <= 0 or not self.channel.wait(left_s)):
@@ -172,7 +172,8 @@ class Inbound(threading.Thread):
         return True
 
     def _source_of(self, peer: Peer, mine: KvShape) -> PartLayout:
-        """Between ranks of different degrees, a sender on a device takes the heads out of its blocks."""
+        """The layout of the sender's blocks. Between different degrees, a sender on a device sends heads directly out
+        of its blocks."""
         plain = PartLayout.to_send(peer.shape, mine, peer.wire_dtype)
         is_cut = self._transport.is_for_devices and not is_same_bytes(peer.shape, mine)
         try:
@@ -183,7 +184,7 @@ class Inbound(threading.Thread):
     def _serve(self) -> None:
         header = bytearray(HEADER_BYTES)
         assert self._path is not None
-        self.channel.meanwhile = self._path.poll  # writes end while the rest of a frame is late
+        self.channel.meanwhile = self._path.poll  # so that writes are closed while the rest of a frame is late
         while True:
             self.channel.fill(memoryview(header))
             frame = decode(header, self.chunk_bytes)

@@ -1,7 +1,7 @@
-"""The one thread that calls NCCL for a device, and calls that may never return.
+"""The thread that calls NCCL for a device, where a call may never return.
 
-A call whose caller has given up is not started. A thread that is stuck inside such a call is replaced, so that the
-calls behind it continue. The stuck thread ends if its call ever returns.
+A call is not started if its caller has stopped waiting for it. If a call does not return in time, a new thread replaces
+the stuck one, so that later calls continue. The stuck thread ends if its call ever returns.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Call:
             self._done.put((None, error))
 
     def answer(self, timeout_s: float) -> Any:
-        """Raises TransferFailed if the function raised or takes too long. A function that has not started yet is then
-        not started."""
+        """What the function returned. Raises TransferFailed if it raised or takes too long. If it has not started by
+        then, it never will."""
         try:
             value, error = self._done.get(timeout=timeout_s)
         except queue.Empty:
@@ -75,7 +75,7 @@ class Issuer:
         self._begin()
 
     def call(self, function: Callable[[], Any], timeout_s: float = CALL_S) -> Any:
-        """What `function` returns on the issuing thread. Raises TransferFailed if it raises or takes too long."""
+        """Runs `function` on the issuing thread. Raises TransferFailed if it raises or takes too long."""
         call = Call(function)
         self._calls.put(call)
         try:
@@ -89,12 +89,12 @@ class Issuer:
 
     def _replace(self, call: Call) -> None:
         with self._lock:
-            if self._running is not call:  # it has ended, or was waiting behind another call
+            if self._running is not call:  # it has ended, or is waiting behind another call
                 return
             self.num_replaced += 1
             self._running = None
             _count_stuck()
-            log.error("a call of NCCL is stuck: another thread issues now", extra={"replaced": self.num_replaced})
+            log.error("an NCCL call is stuck; its thread is replaced", extra={"replaced": self.num_replaced})
             self._begin()
 
     def _run(self, number: int) -> None:
@@ -110,7 +110,7 @@ class Issuer:
 
 
 def answer_of(function: Callable[[], Any], begin: Callable[[Callable[[], None]], object], timeout_s: float) -> Any:
-    """What `function` returns on the thread that `begin` gives it to. Raises TransferFailed."""
+    """What `function` returns on the thread on which `begin` runs it. Raises TransferFailed."""
     call = Call(function)
     begin(call.run)
     return call.answer(timeout_s)
@@ -121,5 +121,5 @@ def on_its_own_thread(function: Callable[[], None]) -> None:
 
 
 def status_of(error: BaseException) -> str:
-    """CuPy maps statuses to names, and raises KeyError with the number of a status without a name."""
+    """The NCCL status of an error. For a status that CuPy has no name for, CuPy raises KeyError with its number."""
     return f"status {error.args[0]}" if isinstance(error, KeyError) and error.args else str(error)

@@ -1,7 +1,7 @@
-"""The sender and receiver of a worker whose ranks have pools of their own: each instructs the ends of all ranks.
+"""The sender and receiver of a worker whose ranks have separate pools: each passes calls on to those of all ranks.
 
-kvtransfer/joint.py decides how a transfer ends. `ranks[0]` is this process's end. The others belong to the ranks'
-processes (kvtransfer/rank_link.py), or in tests to this process too.
+kvtransfer/joint.py decides how a transfer ends. `ranks[0]` is the sender or receiver of this process. The others are in
+the ranks' processes (kvtransfer/rank_link.py), or in tests in this process too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Joined(Generic[Rank, Member, Result]):
 
     @property
     def is_healthy(self) -> bool:
-        """False after a rank's end was lost."""
+        """False after a rank was lost."""
         return all(getattr(rank, "is_healthy", True) for rank in self._ranks)
 
     @property
@@ -100,7 +100,7 @@ class _Joined(Generic[Rank, Member, Result]):
             self._give_up(action)
 
     def _repeat(self, key: TransferKey) -> None:
-        """A part may have ended before all others began."""
+        """Gives up again the parts that had not begun when another part failed."""
         with self._lock:
             actions = self._table.given_up(key)
         self._act(actions)
@@ -180,7 +180,7 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
         check_movable(shape.tp_degree, len(ranks))
         super().__init__(ranks, JointTransfers(join_sent))
         self._shape, self._is_on_host = shape, is_on_host
-        self._keys: dict[TransferKey, dict[tuple[int, int], TransferKey]] = {}  # names of the parts on the ranks
+        self._keys: dict[TransferKey, dict[tuple[int, int], TransferKey]] = {}  # keys of the parts
 
     @property
     def links(self) -> list[Link]:
@@ -189,7 +189,7 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
 
     @property
     def divides_blocks(self) -> bool:
-        """On devices only the leader's own launches are reported by layer, not those of other ranks."""
+        """On devices, only the leader's launches are reported by layer, not those of other ranks."""
         return (self._is_on_host or len(self._ranks) == 1) and self._ranks[0].divides_blocks
 
     @property

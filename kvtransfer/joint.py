@@ -1,9 +1,9 @@
-"""Transfers of workers whose ranks have pools of their own: joins the ends of a transfer's parts into one. Pure.
+"""Transfers of workers whose ranks have separate pools: combines the results of a transfer's parts into one. Pure.
 
-A part is what one member transfers. A receiver's member is a rank with its heads of the granted blocks. A sender's
-member is a rank together with one rank of the receiver. A transfer is complete when all its parts are. The first part
-that fails aborts all others. The owner is told of the end when every part has ended, because a rank may use its blocks
-until then.
+Each member transfers one part. A member of a receiver is a rank, with its heads of the granted blocks. A member of a
+sender is a rank together with one rank of the receiver. A transfer is complete when all its parts are. The first part
+that fails aborts all others. The result is reported when every part has ended, because a rank may use its blocks until
+then.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _WHOLE: Final = (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Generic[Member]):
-    """Tell a member that its part is not needed: because another part has failed, or, without an error, because the
-    transfer is not needed."""
+    """End a member's part, because another part has failed or, if `error` is empty, because the transfer is not
+    needed."""
 
     key: TransferKey
     member: Member
@@ -41,7 +41,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Report(Generic[Result]):
-    """Tell the owner."""
+    """Report the result to the owner."""
 
     end: Result
 
@@ -51,19 +51,19 @@ class _Joint(Generic[Member, Result]):
     waiting: dict[Member, None]  # members whose parts have not ended, in order
     unopened: set[Member]
     results: list[Result] = field(default_factory=list)
-    failure: str | None = None  # the error that the other members are told; empty: their parts are not needed
+    failure: str | None = None  # the error of the other members' parts; empty: these are not needed
     is_aborted: bool = False  # by the owner
     is_quarantined: bool = False
 
 
 @final
 class JointTransfers(Generic[Member, Result]):
-    """All open transfers of one worker. `join` combines the ends of all parts (`join_received`, `join_sent`)."""
+    """All open transfers of one worker. `join` combines the parts' results (`join_received`, `join_sent`)."""
 
     def __init__(self, join: Callable[[TransferKey, Sequence[Result], bool], Result]) -> None:
         self._join: Callable[[TransferKey, Sequence[Result], bool], Result] = join
         self._open: dict[TransferKey, _Joint[Member, Result]] = {}
-        self.num_late = 0  # ends of parts of unknown transfers
+        self.num_late = 0  # results of parts of unknown transfers
 
     @property
     def keys(self) -> list[TransferKey]:
@@ -87,7 +87,7 @@ class JointTransfers(Generic[Member, Result]):
         self._open[key] = _Joint(dict.fromkeys(members), set(unopened))
 
     def given_up(self, key: TransferKey) -> list[GiveUp[Member]]:
-        """What must be repeated to members that had not begun when they were told."""
+        """Actions to repeat for members that had not begun when the transfer was given up."""
         joint = self._open.get(key)
         if joint is None or (joint.failure is None and not joint.is_aborted):
             return []

@@ -1,10 +1,12 @@
 """Time limits on silent connections and stalled transfers, and a connection's heartbeat. Pure: time is passed as
 `now_s`.
 
-Each side of a connection sends heartbeats. If a side sends nothing for `silence_s`, it is assumed dead, and every
-transfer of the connection ends before its deadline. A transfer without a deadline has a lease that its own progress
-extends, so memory is also freed if the peer is alive but does nothing. A transfer that was sent completely is confirmed
-soon or never, and ends early so that a new attempt still has time.
+- Each side of a connection sends heartbeats. A peer that sends nothing for `silence_s` is assumed dead, and all
+  transfers of the connection end, without waiting for their deadlines.
+- A transfer without a deadline has a lease. Each block that arrives renews it, so memory is freed even if the peer is
+  alive but sends nothing.
+- The receiver confirms a transfer soon after its last block. If the confirmation does not come within `unconfirmed_s`,
+  the transfer ends, which leaves time for another attempt.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from pdserve.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    beat_s: float = 0.5  # between two heartbeats of an idle connection
-    silence_s: float = 5.0  # without a byte from the peer, after which it is assumed dead
-    unconfirmed_s: float = 10.0  # after its last byte was sent, before an unconfirmed transfer ends
-    stall_s: float = 60.0  # without a block, after which a transfer that has no deadline ends
-    unclaimed_s: float = 120.0  # without a sender, after which a grant that has no deadline ends
-    grace_s: float = 0.5  # for which a write may stay open after its transfer was abandoned
-    quarantine_s: float = 4.0  # after that, before the connection is closed so that the write must end
+    beat_s: float = 0.5  # interval of heartbeats on an idle connection
+    silence_s: float = 5.0  # a peer is assumed dead if no byte comes from it for this long
+    unconfirmed_s: float = 10.0  # time limit for the confirmation, from the last byte that was sent
+    stall_s: float = 60.0  # a transfer without a deadline ends if no block comes for this long
+    unclaimed_s: float = 120.0  # a grant without a deadline ends if no sender announces it for this long
+    grace_s: float = 0.5  # a write may stay open for this long after its transfer was abandoned
+    quarantine_s: float = 4.0  # after grace_s, until the connection is closed, which ends the write
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -39,7 +41,7 @@ DEFAULT_LEASE: Final = Lease()
 
 @final
 class Heartbeat:
-    """One side of one connection."""
+    """When one side of a connection must send a heartbeat, and when it has heard nothing for too long."""
 
     def __init__(self, lease: Lease, now_s: float) -> None:
         self._beat_s, self.silence_s = lease.beat_s, lease.silence_s
@@ -60,5 +62,5 @@ class Heartbeat:
         return True
 
     def left_s(self, now_s: float) -> float:
-        """Until `is_silent` or `is_due` may change."""
+        """The time until `is_silent` or `is_due` may change."""
         return max(0.0, min(self._heard_s + self.silence_s, self._beaten_s + self._beat_s) - now_s)

@@ -1,6 +1,6 @@
-"""Views into a pool's memory, and iteration over them. Pure.
+"""Views into a pool's memory, as lists for sendmsg and recvmsg_into. Pure.
 
-sendmsg and recvmsg_into take a list of views. A view never extends beyond its blocks.
+A view never extends beyond its blocks.
 """
 
 from __future__ import annotations

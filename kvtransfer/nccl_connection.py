@@ -1,11 +1,12 @@
-"""Communicators of two ranks through CuPy. The only module that imports CuPy's NCCL.
+"""NCCL communicators of two ranks, through CuPy. The only module that imports CuPy's NCCL.
 
-All sends and receives of a device come from one thread, in the order of the requests: NCCL forbids two threads on one
-communicator, and advises against several threads for several communicators of one device. The exception is a pair's
-first message. It connects the pair and blocks until the other rank joins, so the thread that makes the pair sends it.
-CuPy's binding raises KeyError on statuses that it does not know (in progress, timeout); here these are statuses like
-others. A call that does not end is aborted by a thread that may be left behind. If the abort does not return either,
-the staging is not used again.
+- One thread issues all sends and receives of a device, in the order of the requests (`Issuer`). NCCL forbids calls from
+  two threads on one communicator, and advises against several threads for the communicators of one device.
+- A pair's first message is the exception: the thread that makes the pair sends it, because the message connects the
+  pair and blocks until the other rank joins.
+- CuPy raises KeyError for statuses that it does not know (in progress, timeout). They are treated like other statuses.
+- A separate thread aborts a call that does not end. If the abort does not return, that thread stays, and the
+  connection's staging is not used again.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from pdserve.core.errors import TransferFailed
 log = logging.getLogger(__name__)
 
 JOIN_S: Final = 60.0
-LEAVE_S: Final = 1.0  # for a call in progress, which takes microseconds unless it is stuck
+LEAVE_S: Final = 1.0  # wait for a call in progress, which takes microseconds unless it is stuck
 ABORT_S: Final = 10.0
 _WARM_BYTES: Final = 4
 
 
 def signed(unique_id: bytes) -> tuple[int, ...]:
-    """An id as CuPy before 14 takes it: a tuple of C chars, which are signed on x86."""
+    """An id in the form that CuPy before 14 expects: a tuple of C chars, which are signed on x86."""
     return tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
 
 
@@ -49,7 +50,7 @@ class NcclConnector:
     def __init__(self) -> None:
         from cupy.cuda import nccl
 
-        if not nccl.available:  # without NCCL the module exists, but its functions do not
+        if not nccl.available:  # CuPy without NCCL has the module, but not its functions
             raise TransferFailed("CuPy finds no NCCL library")
         self._nccl = nccl
         self.version = str(nccl.get_version())
@@ -58,7 +59,7 @@ class NcclConnector:
         return bytes(number % 256 for number in self._nccl.get_unique_id())
 
     def join(self, device: CudaDevice, unique_id: bytes, rank: int) -> NcclConnection:
-        """Makes and connects the pair on a thread of its own. Raises TransferFailed."""
+        """Makes and connects the pair on a separate thread. Raises TransferFailed."""
         issuer = issuer_of(device)
         made: list[NcclConnection] = []
         is_given_up = threading.Event()
@@ -81,14 +82,14 @@ class NcclConnector:
                 scratch.close()
                 return connection
 
-        # Not on the issuing thread: a rank that waits for a missing peer cannot be interrupted, and the first message
-        # blocks until the other rank joins. If several workers made their pairs in different orders, they would wait
-        # for each other in a circle.
+        # Not on the issuing thread: the first message blocks until the other rank joins, and a rank that waits for a
+        # missing peer cannot be interrupted. If several workers made their pairs in different orders, they would
+        # deadlock.
         try:
             connection: NcclConnection = answer_of(make, on_its_own_thread, JOIN_S)
         except TransferFailed:
             is_given_up.set()
-            for late in made:  # stuck in its first message; only an abort ends it
+            for late in made:  # its first message is stuck, and only an abort ends it
                 late.close()
             raise
         return connection
@@ -103,7 +104,7 @@ class NcclConnection:
         self._calling = threading.Lock()  # held during each call of the communicator
         self._closing = threading.Lock()
         self._is_closed = False
-        self._why_open = ""  # why it may still touch memory although it was closed
+        self._open_reason = ""  # why it may still access memory although it was closed
         # A receive whose sender is gone blocks all later work of its stream, so each pair has its own stream. CuPy
         # makes it, because torch hands out the same 32 streams in turn. It exists as long as the connection.
         with cupy.cuda.Device(device.device.index):
@@ -111,11 +112,14 @@ class NcclConnection:
         self._stream = torch.cuda.ExternalStream(self._owned.ptr, device=device.device)
 
     def warm(self, rank: int, scratch: Blocks) -> None:
-        """The first message, on the calling thread. It makes the connection, and may take as long as making the
-        communicator did: NCCL connects all channels of a peer then, for a message of any size."""
-        told = threading.Event()
-        copying = self._queue("recv" if rank else "send", scratch, _WARM_BYTES, told.set, JOIN_S)
-        if not told.wait(JOIN_S) or not copying.is_done:
+        """Sends or receives the first message, on the calling thread.
+
+        NCCL then connects all channels to the peer, whatever the size of the message. This may take as long as making
+        the communicator.
+        """
+        has_ended = threading.Event()
+        copying = self._queue("recv" if rank else "send", scratch, _WARM_BYTES, has_ended.set, JOIN_S)
+        if not has_ended.wait(JOIN_S) or not copying.is_done:
             raise TransferFailed("the other NCCL rank has not answered")
 
     def send(self, source: Blocks, num_bytes: int, wake: Wake) -> CudaCopying:
@@ -125,21 +129,21 @@ class NcclConnection:
         return self._issue("recv", target, num_bytes, wake)
 
     def close(self) -> None:
-        with self._closing:  # a second caller returns after the first has ended it
+        with self._closing:  # a second caller waits until the first has closed it
             if not self._is_closed:
                 self._is_closed = True
-                self._why_open = self._end()
-                if self._why_open:  # it may still write, so staging is not closed and these are kept
+                self._open_reason = self._end()
+                if self._open_reason:  # it may still write, so these objects and the staging are kept
                     _abandoned.append((self._communicator, self._owned))
-            if self._why_open:
-                raise TransferFailed(self._why_open)
+            if self._open_reason:
+                raise TransferFailed(self._open_reason)
 
     def _end(self) -> str:
         """Aborts the communicator. Returns why memory may still be accessed; empty if it is not."""
         ended = threading.Event()
 
         def abort() -> None:
-            has_left = self._calling.acquire(timeout=LEAVE_S)  # otherwise the call is stuck, and the abort must end it
+            has_left = self._calling.acquire(timeout=LEAVE_S)  # if not, the call is stuck, and the abort must end it
             try:
                 self._communicator.abort()
             except Exception as error:
@@ -151,11 +155,11 @@ class NcclConnection:
 
         threading.Thread(target=abort, name="nccl-abort", daemon=True).start()
         if not ended.wait(LEAVE_S + ABORT_S):
-            return f"an NCCL communicator's abort has not returned in {ABORT_S:g} s"
+            return f"the abort of an NCCL communicator did not return within {ABORT_S:g} s"
         if not self._calling.acquire(timeout=ABORT_S):
-            return "a call of NCCL has not returned although its communicator was aborted"
+            return "an NCCL call did not return although its communicator was aborted"
         if not self._device.has_drained(self._stream, ABORT_S):
-            return f"an NCCL kernel has not ended in {ABORT_S:g} s although its communicator was aborted"
+            return f"an NCCL kernel did not end within {ABORT_S:g} s although its communicator was aborted"
         return ""
 
     def _issue(self, name: str, blocks: Blocks, num_bytes: int, wake: Wake) -> CudaCopying:
@@ -169,7 +173,7 @@ class NcclConnection:
 
         assert isinstance(blocks, CudaBlocks)
         pointer = blocks.tensor.data_ptr()
-        # Checked here too: the pair may have been closed while the call waited, which frees the communicator.
+        # Checked again, because the pair may have been closed while the call waited, which frees the communicator.
         if not self._calling.acquire(blocking=False):
             raise TransferFailed("the NCCL pair is being closed")
         try:

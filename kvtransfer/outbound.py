@@ -1,8 +1,8 @@
-"""One pair's connection on the prefill side, served by one thread: connects, sends chunks, receives how transfers
-ended.
+"""A prefill worker's connection to one decode worker, served by one thread: connects, sends chunks, and receives the
+outcomes of transfers.
 
-The thread owns the transfer table, the socket and the transport; other threads only queue commands. The thread
-ends with its connection, and so does every transfer on it. A new connection is a new Outbound.
+The thread owns the transfer table, the socket and the transport. Other threads only queue commands. When the connection
+ends, its transfers and the thread end too. A new connection is a new Outbound.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Command = Start | Push | Abort | Dialled
 
 
 class Outbound(threading.Thread):
-    """The thread, and the link of its path."""
+    """The thread. It is also the SendLink of its transport."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Outbound(threading.Thread):
         self._caller, self._endpoint, self._incarnation = caller, endpoint, incarnation
         self._worker_id = worker_id
         self._clock, self._on_read = clock, on_read
-        self._layout: PartLayout | None = None  # of this pair; known once a transfer has given the receiver's shape
+        self._layout: PartLayout | None = None  # known from the first transfer on, which has the receiver's shape
         self.stats = TransferStats()  # written by this thread only
         self._table = SendTransfers(
             self.block_bytes,
@@ -87,7 +87,7 @@ class Outbound(threading.Thread):
         self._scratch = memoryview(bytearray(4096))
 
     def started(self) -> Outbound:
-        """Starts the thread. Raises RuntimeError, and keeps nothing, if the process cannot have more threads."""
+        """Starts the thread. Raises RuntimeError, and closes everything, if the process cannot have more threads."""
         try:
             self.start()
         except RuntimeError:
@@ -96,7 +96,7 @@ class Outbound(threading.Thread):
         return self
 
     def post(self, command: Command) -> bool:
-        """Queues a command from any thread. False: the connection is over, and the command will not be read."""
+        """Queues a command, from any thread. False: the connection has ended, and the command is not queued."""
         with self._lock:
             if self._is_over:
                 return False
@@ -110,7 +110,7 @@ class Outbound(threading.Thread):
 
     @property
     def link(self) -> Link | None:
-        """None before it is connected and after it has ended."""
+        """None until it is connected, and after it has ended."""
         connection = self._connection
         if connection is None or self._is_over:
             return None
@@ -159,8 +159,8 @@ class Outbound(threading.Thread):
         with self._lock:
             if self._commands or self._table.keys:
                 return
-            self._is_over = True  # no transfer can be added in between: `post` refuses it from here on
-        raise Gone("its place was needed by another pair")
+            self._is_over = True  # `post` refuses new transfers from here on
+        raise Gone("its slot was needed by another pair")
 
     # Inside.
 
@@ -192,7 +192,7 @@ class Outbound(threading.Thread):
         self.writer.clear()
         self._jobs.clear()
         if self._connection is not None:
-            self._connection.close()  # before the owners are told: nothing reads their blocks from here on
+            self._connection.close()  # first, because owners reuse their blocks once the end is reported
         self._act(self._table.cut(error, self._clock()))
         self._waker.close()
 
@@ -225,12 +225,12 @@ class Outbound(threading.Thread):
     def _live(self) -> None:
         now_s, heartbeat = self._clock(), self._heartbeat
         if self._table.is_stuck:
-            raise Gone("source blocks were still read after their transfer was given up")
+            raise Gone("source blocks were still being read long after their transfer had ended")
         assert heartbeat is not None, "it is connected"
         if heartbeat.is_silent(now_s):
             self.stats.silent += 1
-            raise Silent(f"nothing was heard of the receiver for {heartbeat.silence_s:g} s")
-        if heartbeat.is_due(now_s) and self.writer.is_idle:  # bytes that are being written show that this side is alive
+            raise Silent(f"the receiver sent nothing for {heartbeat.silence_s:g} s")
+        if heartbeat.is_due(now_s) and self.writer.is_idle:  # bytes in the writer show as well that this side is alive
             self.writer.write(beat())
 
     def _dial(self) -> None:
@@ -301,7 +301,7 @@ class Outbound(threading.Thread):
         """Sends at most one chunk."""
         path.poll()
         for abandoned in [one for one in self._jobs if not one.transfer.session.is_open]:
-            path.abandon(abandoned)  # its owner is waiting for its blocks
+            path.abandon(abandoned)  # the owner is waiting for the source blocks
         job = self._table.take(self._limit_blocks(path), self._clock()) if path.is_free else None
         if job is not None:
             self._post(path, job)

@@ -1,7 +1,7 @@
-"""Limits the number of pairs. If the limit is reached, a new pair takes the place of the least recently used one.
+"""Limits the number of pairs. If the limit is reached, a new pair takes the slot of the least recently used one.
 
-A pair can be closed only while it has no open transfer, which only its sender knows. So pairs are asked to close, in
-the order of their last use, and the new pair takes the first place that becomes free.
+A pair can be closed only while it has no open transfer, and only its sender knows this. So pairs are asked to close, in
+the order of their last use, and the new pair takes the first slot that becomes free.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Final, final
 
 from pdserve.core.errors import TransferFailed
 
-WAIT_S: Final = 3.0  # for a place, over all pairs that are asked
-ANSWER_S: Final = 0.5  # for one pair that is asked: its connection and its communicator must end
+WAIT_S: Final = 3.0  # for a slot, over all pairs that are asked
+ANSWER_S: Final = 0.5  # for each pair that is asked: its connection and its communicator must end
 
 
 @final
 class PairSlot:
-    """One pair's place. Any thread may call it."""
+    """The slot of one pair. Any thread may call it."""
 
     def __init__(self, pair_slots: PairSlots) -> None:
         self._pair_slots = pair_slots
@@ -36,14 +36,14 @@ class PairSlot:
 class PairSlots:
     def __init__(self, most: int) -> None:
         self.most = most
-        self._taken: list[PairSlot] = []  # the one used longest ago first
+        self._taken: list[PairSlot] = []  # least recently used first
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def take(self) -> PairSlot:
-        """Waits for a place if none is free. Raises TransferFailed if no pair closes."""
+        """Waits for a slot if none is free. Raises TransferFailed if no pair closes."""
         ends_s = time.monotonic() + WAIT_S
         with self._changed:
             for pair_slot in [None, *self._taken]:
@@ -55,7 +55,7 @@ class PairSlots:
                     return self._taken[-1]
                 if time.monotonic() >= ends_s:
                     break
-        raise TransferFailed(f"{self.most} pairs are open already, and none of those asked is without a transfer")
+        raise TransferFailed(f"{self.most} pairs are open, and none could be closed")
 
     def used(self, pair_slot: PairSlot) -> None:
         with self._changed:

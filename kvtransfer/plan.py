@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Final
 
 DEFAULT_CHUNK_BYTES: Final = 4 * 2**20  # a transport may use less
-# between GPUs: a launch and a wake take far longer than the copy of a small chunk
+# between GPUs, where a launch and a wake take far longer than the copy of a small chunk
 DEVICE_CHUNK_BYTES: Final = 64 * 2**20
 MAX_CHUNK_BYTES: Final = 1 << 30
 
@@ -37,7 +37,7 @@ class Chunk:
         return len(self.sources)
 
     def split(self, limit_blocks: int) -> tuple[Chunk, Chunk | None]:
-        """At most `limit_blocks` of it, and the rest."""
+        """At most `limit_blocks` blocks of it, and the rest."""
         if self.count <= limit_blocks:
             return self, None
         head, tail = self.sources[:limit_blocks], self.sources[limit_blocks:]
@@ -66,7 +66,7 @@ def chunks_of(pushes: Sequence[tuple[int, int]], limit_blocks: int) -> Iterator[
     """Groups (grant index, source block) pairs into chunks of consecutive indices."""
     if pushes and len(pushes) <= limit_blocks:
         indices, sources = zip(*pushes, strict=True)
-        if indices == tuple(range(indices[0], indices[0] + len(indices))):  # the usual case, and far faster
+        if indices == tuple(range(indices[0], indices[0] + len(indices))):  # the usual case, which is much faster
             yield Chunk(indices[0], sources)
             return
     begin = 0

@@ -1,4 +1,4 @@
-"""Combines the KV endpoints of a worker's ranks into one."""
+"""Combines the senders, or the receivers, of a worker's ranks into one."""
 
 from __future__ import annotations
 

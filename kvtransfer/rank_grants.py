@@ -1,5 +1,4 @@
-"""Which ranks of two workers take part in a transfer, and the part of its grant that each pair of ranks receives.
-Pure."""
+"""The pairs of ranks that transfer parts of one grant, and the grant of each part. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from pdserve.core.kv_shape import KvShape
 
 
 def rank_pairs(source: KvShape, target: KvShape) -> list[tuple[int, int]]:
-    """(sending rank, receiving rank) of each part; the ranks in both shapes do not matter."""
+    """(sending rank, receiving rank) of each part. `tp_rank` of both shapes is ignored."""
     return [
         (shard.source_rank, rank)
         for rank in range(target.tp_degree)
@@ -20,7 +19,7 @@ def rank_pairs(source: KvShape, target: KvShape) -> list[tuple[int, int]]:
 
 
 def rank_key(key: TransferKey, rank: int) -> TransferKey:
-    """A receiving rank's own name of the transfer, because a sender may send parts of one transfer to several ranks."""
+    """The key of one rank's part. Parts need different keys, because a sender may send parts to several ranks."""
     return replace(key, transfer_id=f"{key.transfer_id}/{rank}")
 
 

@@ -1,7 +1,7 @@
 """The leader's side of a rank's stream: sends orders, receives reports.
 
-Orders are queued without waiting, so that a step of the engine does not wait for another process. If a rank is lost, it
-may still be writing. Its transfers then get no end, their blocks stay reserved, and the worker exits.
+Orders are queued, so that an engine step does not wait for another process. A rank that is lost may still be writing.
+Its transfers are then never reported as ended, their blocks stay reserved, and the worker exits.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RankLink:
         self._orders.put(order)
 
     def close(self) -> None:
-        """Ends the stream, and with it the rank's endpoint. Not from a report."""
+        """Ends the stream, and with it the rank's endpoint. Do not call it from `on_report`."""
         self._is_closed = True
         self._orders.put(None)
         thread = getattr(self, "_thread", None)

@@ -39,15 +39,15 @@ def expect_order(
 
 
 def start_order(grant: Grant, deadline_s: float | None, text: Text | None, groups: int) -> rank_pb2.FollowRequest:
-    told = None if text is None else rank_pb2.SequenceText(**asdict(text))
-    order = rank_pb2.StartTransfer(grant=grant_to_proto(grant), deadline_s=deadline_s, groups=groups, text=told)
+    sequence = None if text is None else rank_pb2.SequenceText(**asdict(text))
+    order = rank_pb2.StartTransfer(grant=grant_to_proto(grant), deadline_s=deadline_s, groups=groups, text=sequence)
     return rank_pb2.FollowRequest(start=order)
 
 
 def push_order(
     key: TransferKey, blocks: Sequence[tuple[int, int]], stamps: BlockStamps, is_last: bool, groups: range | None
 ) -> rank_pb2.FollowRequest:
-    """Includes the blocks' epochs and content hashes, which a rank receives from its leader."""
+    """Includes the blocks' epochs and content hashes, which only the leader knows."""
     sources = [source for _, source in blocks]
     return rank_pb2.FollowRequest(
         push=rank_pb2.PushBlocks(

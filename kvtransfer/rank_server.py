@@ -1,8 +1,8 @@
-"""The KV endpoint of a follower rank: serves the leader's stream, and carries out its orders on the rank's pool.
+"""The KV endpoint of a follower rank: executes the leader's orders on the rank's pool, and reports to the leader.
 
     gRPC thread                      orders thread                        transfer threads
     Follow: orders in, one by one -> expect, start, push, give up ->      sender or receiver over this rank's pool
-            reports out           <- opened, expected         <-          ends
+            reports out           <- opened, expected         <-          ended
 
 A process has one leader. If the stream ends, so does the endpoint.
 """
@@ -58,7 +58,7 @@ IDLE_S: Final = 120.0
 OPTIONS: Final = server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
 OPEN_S: Final = 10.0  # until the first order after the leader has connected
 _JOIN_S: Final = 5.0
-_STOPPED: Final = "a source block was reassigned before this rank was ordered to send it"
+_REASSIGNED: Final = "a source block was reassigned before this rank was ordered to send it"
 
 Report = Callable[[rank_pb2.FollowResponse], None]
 
@@ -154,7 +154,7 @@ class Endpoint:
         key = key_from_proto(order.key)
         blocks, groups = read_push(order, self._pool.num_blocks)
         if self._stamps.epochs(order.blocks) != tuple(order.epochs):
-            sender.fail(key, _STOPPED)
+            sender.fail(key, _REASSIGNED)
             return
         for block, content_hash in zip(order.blocks, order.content_hashes, strict=True):
             self._stamps.mark(block, content_hash)
@@ -240,7 +240,7 @@ class RankServer:
             while not opened.error and (order := await context.read()) is not EOF:
                 await self._in_order(endpoint.execute, order)
         finally:
-            # A task of its own, because a cancelled call may be cancelled again while its transfers end.
+            # A separate task, because the call may be cancelled again while its transfers end.
             self._closing = asyncio.create_task(self._end(endpoint, reports))
         await asyncio.shield(self._closing)
         await writer
@@ -263,7 +263,7 @@ class RankServer:
             return rank_pb2.EndpointOpened(error=error.message)
 
     async def _in_order(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Runs on the one thread for orders: the next order is read when this one is done."""
+        """Runs the call on the thread for orders. The caller reads the next order when it is done."""
         await self._loop.run_in_executor(self._orders, call, *arguments)
 
     async def _serve(self, add: Callable[[Any], None]) -> str:

@@ -1,4 +1,4 @@
-"""The state of one granted transfer on its receiver. Pure."""
+"""The state of one transfer on its receiver. Pure."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ OUTCOMES: Final = {
 class LinkBusyTime:
     """Time during which at least one chunk was being transferred.
 
-    A pause that is no longer than the chunk before it counts: it is the sender's own work between two chunks. A longer
-    pause does not count: the sender waits for more KV to be computed.
+    A pause counts if it is no longer than the chunk before it: the sender is preparing the next chunk. A longer pause
+    does not count: the sender is waiting for KV that is still being computed.
     """
 
     total_s: float = 0.0
@@ -57,9 +57,9 @@ class ShardWriter:
 
     writer: int
     groups: int
-    base: int  # number of the shard's first piece in the session
-    accesses: int = 0  # that it has open
-    has_said_last: bool = False
+    base: int  # index of the shard's first piece in the session
+    accesses: int = 0  # number of open writes
+    has_sent_last: bool = False
     is_answered: bool = False
 
 
@@ -69,14 +69,14 @@ class ReceiveTransfer:
     tag: Tag
     session: Session
     deadline_at_s: float | None
-    content_hashes: tuple[int, ...] | None  # content hashes that the blocks must have, if the owner knows them
+    content_hashes: tuple[int, ...] | None  # that the blocks must have; None: not checked
     epochs: tuple[int, ...]  # the blocks' epochs when they were granted
     after: Fence | None  # device work that may still have used the blocks then
     shards: dict[int, ShardWriter] = field(default_factory=dict)
     num_shards: int | None = None  # number of shards that fill the blocks; None before a sender has announced it
     first_byte_at_s: float | None = None
-    lease_at_s: float | None = None  # when it ends for lack of progress, if it has no deadline
-    given_up_at_s: float | None = None  # while a write is still open
+    lease_at_s: float | None = None  # if it has no deadline: when it ends for lack of progress
+    given_up_at_s: float | None = None  # when it was abandoned with a write still open
     is_severed: bool = False
     num_bytes: int = 0
     busy: LinkBusyTime = field(default_factory=LinkBusyTime)
@@ -93,7 +93,7 @@ class ReceiveTransfer:
         return shard if shard is not None and shard.writer == writer and shard.groups == part.groups else None
 
     def stamp_error(self, first: int, stamps: bytes, part: Part) -> str:
-        """What is wrong with the stamps of the blocks from `first` on; empty if they match."""
+        """The error in the stamps of the blocks from `first` on; empty if they match."""
         content_hashes = (
             stamping.content_hashes_in(stamps) if self.content_hashes is None else self.content_hashes[first:]
         )
@@ -123,7 +123,7 @@ class ReceiveTransfer:
 
     @property
     def progress(self) -> str:
-        """The transfer's name for error messages."""
+        """What has arrived, for error messages."""
         session, num_blocks = self.session, len(self.grant.blocks)
         if session.size in (0, num_blocks):
             return f"{session.transferred.count} of {num_blocks} blocks"
@@ -132,14 +132,14 @@ class ReceiveTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Permission to receive one chunk, still to be confirmed by `enter` for each write."""
+    """Permission to receive one chunk. Each write must still be opened with `enter`."""
 
     transfer: ReceiveTransfer
     first: int
     count: int
     blocks: tuple[int, ...]
     part: Part
-    at: int  # number of the chunk's first piece in the session
+    at: int  # index of the chunk's first piece in the session
 
     @property
     def shard(self) -> ShardWriter:

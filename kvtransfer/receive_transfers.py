@@ -1,8 +1,8 @@
-"""All transfers of one receiver: decides which connection may write where, and what to report. Pure: time is passed as
-`now_s`.
+"""The transfer table of a receiver: decides which connection may write where, and what to report. Pure: time is passed
+as `now_s`.
 
-Methods change the table and return the actions to carry out, in order. The caller holds one lock around each call and
-acts after releasing it. A `writer` is a number that the caller gives to each connection.
+Methods change the table and return the actions to carry out, in order. The caller holds one lock during each call. A
+`writer` is the caller's number of a connection.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ REMEMBERED: Final = 4096  # ended transfers whose outcome is kept for late sende
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Tell the owner."""
+    """Report the end, or the quarantine, to the owner."""
 
     received: Received
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Tell the sender how its transfer ended."""
+    """Send the sender the outcome of its transfer."""
 
     writer: int
     tag: Tag
@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Sever:
-    """Close this connection: one of its writes is open, and nothing else can end it."""
+    """Close this connection, because nothing else can end a write that it has open."""
 
     writer: int
 
@@ -128,11 +128,11 @@ class ReceiveTransfers:
     def announce(
         self, tag: Tag, writer: int, shard: int = 0, groups: int = 1, now_s: float = 0.0, num_shards: int = 1
     ) -> list[Action]:
-        """A sender announces that it will write a shard, in so many groups of layers. If its connection ends, so does
-        the transfer.
+        """A sender announces that it will write a shard, in `groups` groups of layers. The transfer ends with the
+        sender's connection.
 
-        `num_shards` of the sender's ranks fill the blocks; the first announcement sets the number. A shard has one
-        writer: a second one is rejected.
+        `num_shards` of the sender's ranks fill the blocks. The first announcement sets this number. A shard has one
+        writer; a second one is rejected.
         """
         transfer = self._open.get(tag)
         if transfer is None and tag in self._ended:
@@ -158,7 +158,7 @@ class ReceiveTransfers:
         return []
 
     def claim(self, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float, part: Part = WHOLE) -> Claim | None:
-        """A claim if a chunk with these stamps may be written. None: discard its payload, then call `review`."""
+        """A claim if a chunk with these stamps may be written. None: discard the payload, then call `review`."""
         count = len(stamps) // stamping.STAMP_BYTES
         transfer = self._open.get(tag)
         shard = None if transfer is None else transfer.shard(writer, part)
@@ -188,7 +188,7 @@ class ReceiveTransfers:
         return True
 
     def review(self, tag: Tag, now_s: float) -> list[Action]:
-        """The actions after a refused claim or write."""
+        """The actions after `claim` or `enter` refused."""
         transfer = self._open.get(tag)
         return [] if transfer is None else self._after(transfer, now_s)
 
@@ -199,7 +199,7 @@ class ReceiveTransfers:
         return self._after(claim.transfer, now_s)
 
     def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool, now_s: float) -> list[Action]:
-        """The chunk is in memory and its checksum was compared. `is_last`: the sender will send no more."""
+        """The chunk is in memory, and its checksum was compared. `is_last`: the sender will send no more chunks."""
         session = claim.transfer.session
         if not session.is_open:
             return []
@@ -211,19 +211,19 @@ class ReceiveTransfers:
         session.mark_transferred(claim.at, claim.count)
         session.check(claim.at, claim.count, matches)
         self.stats.checksum_mismatches += not matches
-        claim.shard.has_said_last |= is_last
-        missing = claim.transfer.missing(claim.shard) if claim.shard.has_said_last else 0
+        claim.shard.has_sent_last |= is_last
+        missing = claim.transfer.missing(claim.shard) if claim.shard.has_sent_last else 0
         if missing:
             pieces = "blocks" if claim.part.groups == 1 else "parts of blocks"
             size = len(claim.transfer.grant.blocks) * claim.part.groups
-            session.handle(Event.INCOMPLETE, f"{missing} of {size} {pieces} never came")
+            session.handle(Event.INCOMPLETE, f"{missing} of {size} {pieces} did not arrive")
         return self._after(claim.transfer, now_s)
 
     def retract(self, tag: Tag, writer: int, error: str, now_s: float, *, is_cancelled: bool = False) -> list[Action]:
         """The sender abandons the transfer; with `is_cancelled`, because it is no longer needed."""
         transfer = self._open.get(tag)
         shards = [] if transfer is None else transfer.of(writer)
-        # A sender that announced nothing may still retract a grant that has no writer.
+        # A sender may retract a grant without having announced it, as long as no other sender has.
         if transfer is None or (transfer.shards and not shards):
             self.stats.late_messages += 1
             return []
@@ -248,7 +248,7 @@ class ReceiveTransfers:
         return self._after(transfer, now_s)
 
     def cut(self, writer: int, error: str, now_s: float) -> list[Action]:
-        """The connection is gone, and its thread no longer writes."""
+        """The connection has ended, and its thread no longer writes."""
         actions: list[Action] = []
         for transfer in [one for one in self._open.values() if one.of(writer)]:
             transfer.session.handle(Event.CUT, error)
@@ -260,7 +260,7 @@ class ReceiveTransfers:
         return actions
 
     def fail_all(self, error: str, now_s: float) -> list[Action]:
-        """This side cannot serve any more. Open writes are still waited for."""
+        """This side cannot receive any more. Transfers with open writes end when these are closed."""
         actions: list[Action] = []
         for transfer in list(self._open.values()):
             transfer.session.handle(Event.CUT, error)
@@ -268,15 +268,15 @@ class ReceiveTransfers:
         return actions
 
     def expire(self, now_s: float) -> list[Action]:
-        """Ends transfers that are past their deadline, and quarantines aborts that do not drain."""
+        """Ends transfers that are past their deadline or lease, and quarantines aborted ones whose writes stay open."""
         actions: list[Action] = []
         while (tag := self._alarms.pop_due(now_s)) is not None:
             transfer = self._open[tag]
             if transfer.deadline_at_s is not None and transfer.deadline_at_s <= now_s:
-                transfer.session.handle(Event.EXPIRED, f"the deadline passed when {transfer.progress} had come")
+                transfer.session.handle(Event.EXPIRED, f"the deadline passed when {transfer.progress} had arrived")
             if transfer.lease_at_s is not None and transfer.lease_at_s <= now_s:
-                why = "no sender came" if not transfer.shards else f"no block came for {self.stall_s:g} s"
-                transfer.session.handle(Event.EXPIRED, f"{why}; {transfer.progress} had come")
+                why = "no sender announced it" if not transfer.shards else f"no block came for {self.stall_s:g} s"
+                transfer.session.handle(Event.EXPIRED, f"{why}; {transfer.progress} had arrived")
             actions += self._after(transfer, now_s)
             actions += self._end_writes(transfer, now_s)
             if transfer.lease_at_s is not None and transfer.session.is_open:
@@ -288,7 +288,7 @@ class ReceiveTransfers:
             transfer.lease_at_s = max(transfer.lease_at_s, now_s + self.stall_s)
 
     def _end_writes(self, transfer: ReceiveTransfer, now_s: float) -> list[Action]:
-        """The actions for writes that stay open after their transfer was abandoned."""
+        """Quarantine and then closed connections, if writes stay open after their transfer was abandoned."""
         if transfer.given_up_at_s is None or transfer.session.has_ended:
             return []
         overdue_at_s = transfer.given_up_at_s + self.grace_s

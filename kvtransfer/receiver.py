@@ -1,8 +1,7 @@
-"""The decode side over sockets: a listening thread, one thread per prefill worker, one transfer table with one
-lock.
+"""The decode side over sockets: a listening thread, a thread per prefill worker, and one transfer table with one lock.
 
-The listening thread is also the clock: it ends transfers at their deadline. Callbacks come from these threads, in the
-order of the table's decisions, and never from inside `expect` or `abort`.
+The listening thread also ends transfers at their deadline. Callbacks come from these threads, in the order of the
+table's decisions, and never from inside `expect` or `abort`.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class StreamReceiver:
         self._lock = threading.Lock()  # guards the table, the connections and the reports
         self._reports: Reports[Received] = Reports(self._lock)
         self._connections: dict[int, Inbound] = {}
-        self._ending: list[Inbound] = []  # they no longer write, but their threads have yet to report and to close
+        self._ending: list[Inbound] = []  # they write no more, but their threads have not reported and closed yet
         self._is_closed = False
         self._refusals = LogLimit()
         self._number = 0
@@ -192,8 +191,8 @@ class StreamReceiver:
     # Called by connections.
 
     def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None:
-        """A sender's new connection replaces its old ones of that kind: it would not have connected again while they
-        worked."""
+        """A sender's new connection replaces its old ones of the same kind, because a sender connects again only if
+        those have failed."""
         admitted = self._gate.admit(greeting, transport)
         if admitted is None:
             return None
@@ -269,7 +268,7 @@ class StreamReceiver:
                     inbound.post(_encode(action))
             elif isinstance(action, Sever):
                 if (writer := self._connections.get(action.writer)) is not None:
-                    writer.stop("a write of it did not end in time after its transfer was given up")
+                    writer.stop("one of its writes did not end in time after the transfer was abandoned")
             else:
                 self._reports.add(action.received)
 
@@ -281,7 +280,7 @@ class StreamReceiver:
                     selector.register(listener, selectors.EVENT_READ, kind)
                 while not self._is_closed:
                     self._tick(selector)
-        # without the listening thread there are no deadlines and no new connections, so this side must end
+        # without this thread there are no deadlines and no new connections, so the receiver must end
         except Exception:
             log.critical("the KV receiver's thread died", exc_info=True)
             with self._lock:
@@ -311,7 +310,7 @@ class StreamReceiver:
                 self._number += 1
                 inbound = Inbound(self, sock, self._number, TRANSPORTS[kind])
                 self._connections[inbound.number] = inbound.started()
-        # the peer has disconnected again, or descriptors or threads are exhausted
+        # the peer has disconnected already, or the process has no more descriptors or threads
         except (OSError, RuntimeError) as error:
             with self._lock:
                 self._table.stats.refused_connections += 1
@@ -319,17 +318,17 @@ class StreamReceiver:
             if sock is not None:
                 sock.close()
             else:
-                time.sleep(_ACCEPT_PAUSE_S)  # the socket stays readable, and the thread must not spin on it
+                time.sleep(_ACCEPT_PAUSE_S)  # the socket stays readable, so without a pause this thread would spin
 
     def _log_refusal(self, error: str) -> None:
-        """With the lock held. Any process that reaches the port can cause it."""
+        """With the lock held. Limited, because any process that reaches the port can cause refusals."""
         if count := self._refusals.due(self.clock()):
             log.warning("kv connections were refused", extra={"connections": count, "error": error})
 
     def _make_room(self, pending: Sequence[Inbound]) -> None:
-        """With the lock held. Unauthenticated connections must not keep senders out. The oldest comes first."""
+        """With the lock held. Closes the oldest unauthenticated connections, so that they do not keep senders out."""
         for oldest in pending[: len(pending) - MAX_PENDING + 1]:
-            oldest.stop("its place was needed by another connection before it had proven itself")
+            oldest.stop("it was not authenticated when another connection needed its place")
             self._ending.append(self._connections.pop(oldest.number))
 
 

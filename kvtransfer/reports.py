@@ -1,4 +1,4 @@
-"""Tells owners how their transfers ended, in the order of the table's decisions, and without holding its lock."""
+"""Reports results to the owners of transfers, in the order of the table's decisions, without holding its lock."""
 
 from __future__ import annotations
 

@@ -25,20 +25,21 @@ class SendTransfer:
     groups: int
     epochs: list[int]  # epochs of the source blocks when they were first pushed, by grant index
     began_at_s: float | None = None
-    # layer group, device work to wait for
+    # chunk, layer group, device work to wait for
     pending: deque[tuple[Chunk, int, Fence | None]] = field(default_factory=deque)
-    num_stamped: int = 0  # pieces of chunks whose frames were made
+    num_stamped: int = 0  # pieces whose frames were made
     num_bytes: int = 0
     early_bytes: int = 0
     last_pushed_at_s: float | None = None
     busy_s: float = 0.0
     is_announced: bool = False
-    lease_at_s: float | None = None  # when it ends for lack of progress: if it has no deadline, or once it is sent
-    given_up_at_s: float | None = None  # while its source blocks are still read
+    lease_at_s: float | None = None  # when it ends for lack of progress, or of the confirmation
+    given_up_at_s: float | None = None  # when it was abandoned with source blocks still being read
 
     @property
     def is_stamped(self) -> bool:
-        """The frame of every piece was made. Copies end in any order: the last chunk taken may not be the last sent."""
+        """Whether the frames of all pieces were made. Copies end in any order, so the chunk that was taken last may not
+        be the last one sent."""
         return self.num_stamped == self.session.size
 
     @property
@@ -63,13 +64,13 @@ class SendTransfer:
         )
 
     def at(self, index: int, group: int) -> int:
-        """The number of a block's part in the session."""
+        """The index of a block's part in the session."""
         return group * len(self.grant.blocks) + index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A chunk whose source blocks are being read, until `written`."""
+    """A chunk whose source blocks are being read, until `SendTransfers.written`."""
 
     transfer: SendTransfer
     chunk: Chunk

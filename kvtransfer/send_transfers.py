@@ -1,6 +1,6 @@
-"""All transfers of one pair on the sender's side: decides what to send next and what to report. Pure.
+"""The transfer table of a sender's connection: decides what to send next, and what to report. Pure.
 
-One thread owns it. Transfers alternate by chunks, so that a long prompt does not delay a short one.
+One thread owns it. Transfers take turns by chunks, so a long prompt does not delay a short one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pdserve.core.stamps import BlockStamps
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Tell the owner."""
+    """Report the end to the owner."""
 
     sent: Sent
 
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the receiver that this transfer uses this connection."""
+    """Announce to the receiver that this transfer uses this connection."""
 
     tag: Tag
     shard: int = 0
@@ -40,7 +40,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Retract:
-    """Tell the receiver that no more chunks will be sent."""
+    """Send the receiver the message that no more chunks will come."""
 
     tag: Tag
     error: str
@@ -49,7 +49,7 @@ class Retract:
 
 Action = Report | Announce | Retract
 
-_OWN_FAULTS = (Event.ABORTED, Event.INCOMPLETE, Event.STALE)  # unknown to a receiver that was never told of it
+_OWN_FAULTS = (Event.ABORTED, Event.INCOMPLETE, Event.STALE)  # the receiver does not know of these by itself
 
 
 class StaleSource(Exception):
@@ -61,11 +61,11 @@ class SendTransfers:
     block_bytes: int
     stamps: BlockStamps  # of the pool
     stats: TransferStats = field(default_factory=TransferStats)
-    stall_s: float = 60.0  # without progress, after which a transfer that has no deadline ends
-    unconfirmed_s: float = 10.0  # after its last byte was sent, before an unconfirmed transfer ends
-    grace_s: float = 0.5  # for which source blocks may be read after their transfer was abandoned
+    stall_s: float = 60.0  # a transfer without a deadline ends after this time without progress
+    unconfirmed_s: float = 10.0  # time limit for the confirmation, from the last byte that was sent
+    grace_s: float = 0.5  # source blocks may be read for this long after their transfer was abandoned
     is_linked: bool = False
-    is_stuck: bool = False  # source blocks are read long after the end: only closing the connection helps
+    is_stuck: bool = False  # source blocks are being read long after the end: the connection must be closed
     _open: dict[Tag, SendTransfer] = field(default_factory=dict)
     _ready: deque[Tag] = field(default_factory=deque)
     _unsaid: list[Retract] = field(default_factory=list)  # abandoned before the pair was connected
@@ -98,9 +98,9 @@ class SendTransfers:
         num_shards: int = 1,
         groups: int = 1,
     ) -> list[Action]:
-        """Opens the transfer. With `error` it has failed already, and only the owner is told.
+        """Opens the transfer. If `error` is given, it has failed already, and is only reported to the owner.
 
-        This sender fills one of the grant's shards, in `num_groups` groups of layers.
+        This sender fills one of the grant's shards, in `groups` groups of layers.
         """
         tag = tag_of(grant.key)
         assert tag not in self._open, "the sender has refused a key that is in use"
@@ -126,13 +126,12 @@ class SendTransfers:
         groups: range | None = None,
         after: Fence | None = None,
     ) -> list[Action]:
-        """Queues blocks with the `epochs` that they had when they were pushed; None: the present ones. `groups`
-        of layers; None: all.
+        """Queues blocks: (grant index, source block). A block that was pushed before fails the transfer, and so does a
+        last push that leaves a gap.
 
-        `after` is passed to the transport that reads them on a device.
-
-        A block that was pushed before, or a last push that leaves a gap, fails the transfer.
-        `unacknowledged_bytes` of what was written on this connection have not reached the receiver's host.
+        `unacknowledged_bytes`: bytes written to this connection that have not reached the receiver's host. `epochs`: of
+        the blocks when they were pushed; None: the present ones. `groups`: groups of layers; None: all. `after` is
+        passed to the transport that reads the blocks on a device.
         """
         transfer = self._open.get(tag_of(key))
         if transfer is None or not transfer.session.is_open:
@@ -143,7 +142,7 @@ class SendTransfers:
         pushed = self.stamps.epochs([source for _, source in blocks]) if epochs is None else epochs
         for (index, _), epoch in zip(blocks, pushed, strict=True):
             if groups is None or groups.start == 0:
-                transfer.epochs[index] = epoch  # of a block that is sent in parts: when the first part was pushed
+                transfer.epochs[index] = epoch  # if it is sent in parts, as of the push of the first part
         if is_last:
             transfer.last_pushed_at_s = now_s
             transfer.early_bytes = max(0, transfer.num_bytes - unacknowledged_bytes)
@@ -194,12 +193,11 @@ class SendTransfers:
         return None
 
     def stamp(self, job: Job) -> bytes:
-        """The stamps of a chunk, once its bytes have been copied or their checksum taken. Raises StaleSource.
+        """The stamps of a chunk. Raises StaleSource if one of its blocks was reassigned.
 
-        Called once for each chunk, in the order in which their frames are written.
-
-        In this order a reused block is detected: by its epoch if it was reused before the copy, by the checksum if
-        after.
+        Call it once for each chunk, in the order of their frames, after the bytes were copied or their checksum was
+        computed. A block that was reassigned before is detected here by its epoch. A block that is reassigned later is
+        detected by the checksum.
         """
         content_hashes = self.stamps.content_hashes(job.chunk.sources)
         if stale := self._reused(job):
@@ -233,7 +231,7 @@ class SendTransfers:
         return self._after(transfer, now_s)
 
     def done(self, tag: Tag, now_s: float, busy_s: float = 0.0) -> list[Action]:
-        """The receiver has verified every block; chunks were being transferred for `busy_s`."""
+        """The receiver has verified every block. The link was busy for `busy_s`."""
         transfer = self._open.get(tag)
         if transfer is not None:
             transfer.busy_s = busy_s
@@ -266,12 +264,12 @@ class SendTransfers:
         transfer = self._open.get(tag_of(key))
         if transfer is None:
             return []
-        # the receiver is told of it, even if it was never told of the transfer
+        # INCOMPLETE is retracted at the receiver even if the transfer was not announced to it
         transfer.session.handle(Event.INCOMPLETE, error)
         return self._after(transfer, now_s)
 
     def cut(self, error: str, now_s: float) -> list[Action]:
-        """The connection is gone, and no source block is read for it any more."""
+        """The connection has ended, and no source block is read for it any more."""
         self.is_linked = False
         self._unsaid.clear()
         actions: list[Action] = []

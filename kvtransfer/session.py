@@ -34,11 +34,11 @@ class Event(Enum):
     REFUSED = "refused"  # by the other side
     CANCELLED = "cancelled"  # by the other side's owner, because the transfer is no longer needed
     CORRUPT = "corrupt"  # a checksum differs
-    MISTAKEN = "mistaken"  # a stamp differs: the bytes belong to another block
+    MISTAKEN = "mistaken"  # a stamp differs: the bytes are those of another block
     STALE = "stale"  # a block of this side was reassigned in the meantime
-    INCOMPLETE = "incomplete"  # the sender has finished, but blocks are missing
-    CUT = "cut"  # the connection is gone
-    EXPIRED = "expired"  # past the deadline
+    INCOMPLETE = "incomplete"  # the sender has sent its last chunk, but blocks are missing
+    CUT = "cut"  # the connection has ended
+    EXPIRED = "expired"  # past its deadline or lease
     OVERDUE = "overdue"  # an access stayed open longer than the grace time after an abort
     QUIET = "quiet"  # no access is open
 
@@ -75,7 +75,7 @@ RECEIVER_MOVES: Final[Moves] = {
     (State.QUARANTINED, Event.QUIET): State.DRAINED,
 }
 
-# The sender's owner is told FAILED after its own abort, too: it only needs to know when it may reuse the source blocks.
+# After its own abort, too, the sender's owner gets FAILED: it only needs to know when it may reuse the source blocks.
 SENDER_MOVES: Final[Moves] = {
     **_PROGRESS,
     **{(state, Event.ABORTED): State.FAILING for state in OPEN},
@@ -127,7 +127,7 @@ class Session:
 
     @property
     def is_cancelled(self) -> bool:
-        """An owner abandoned it before any error occurred. This does not count as a failure."""
+        """Whether an owner abandoned it before any error occurred. This does not count as a failure."""
         return self.fault in (Event.ABORTED, Event.CANCELLED)
 
     @property
@@ -167,7 +167,7 @@ class Session:
         return self._settle()
 
     def writer_gone(self, accesses: int | None = None) -> bool:
-        """The process, device or thread that held `accesses` accesses (None: all) has ended, so they are closed."""
+        """Closes accesses (None: all) whose process, device or thread has ended."""
         self.accesses -= self.accesses if accesses is None else accesses
         return self._settle()
 

@@ -1,8 +1,7 @@
-"""What a transport must offer, and what it must prove. Pure.
+"""The interface of KV transfer to workers: Sender, Receiver, and how transfers end. Pure.
 
-The decode worker grants, the prefill worker pushes. Each decode worker has a Receiver, each prefill worker a Sender.
-Both are thread-safe, never block their caller on the network, and report through callbacks that may come from any
-thread.
+A decode worker grants blocks to its Receiver; a prefill worker pushes blocks to its Sender. Both are thread-safe and
+never block their caller on the network. Their callbacks may come from any thread.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Link:
 class Text:
     """What a sender needs to convert a sequence to another shape: its length, and the content hashes of its blocks.
 
-    `own` are the hashes of the sender's blocks, from the first that contains a token to send; `theirs` those of the
-    granted blocks (`Attempt.content_hashes`).
+    `own`: of the sender's blocks, from the first that contains a token to send. `theirs`: of the granted blocks
+    (`Attempt.content_hashes`).
     """
 
     num_tokens: int
@@ -39,15 +38,15 @@ class Text:
     theirs: tuple[int, ...]
 
 
-#: Ends of a transfer that an owner abandoned, on either side, because it was not needed. These are no failures.
+#: Faults of transfers that an owner on either side abandoned because they were not needed. These are no failures.
 CANCELLED: Final = ("aborted", "cancelled")
 
 
 class ReceiveOutcome(Enum):
     VERIFIED = "verified"  # every granted block arrived and its checksum matched
     FAILED = "failed"  # incomplete or damaged; the memory is safe to free
-    DRAINED = "drained"  # after abort: there are no writers any more; the memory is safe to free
-    QUARANTINED = "quarantined"  # after abort: a writer may still be active; DRAINED follows when it has provably ended
+    DRAINED = "drained"  # after an abort: no writer is active; the memory is safe to free
+    QUARANTINED = "quarantined"  # after an abort: a writer may be active; DRAINED follows once it has provably ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ class Received:
     transfer_s: float = 0.0  # first byte to verification, on this host's monotonic clock
     busy_s: float = 0.0  # the part of it with chunks in transfer
     error: str = ""
-    fault: str = ""  # the kind of error, of few: session.Event
+    fault: str = ""  # the kind of error: session.Event
 
     @property
     def is_cancelled(self) -> bool:
@@ -80,7 +79,7 @@ class Sent:
     exposed_s: float = 0.0  # from the last push to the receiver's confirmation: the part that prefill did not hide
     early_bytes: int = 0  # bytes that the receiver's host had acknowledged at the last push
     error: str = ""
-    fault: str = ""  # the kind of error, of few: session.Event
+    fault: str = ""  # the kind of error: session.Event
     wire_dtype: str = ""  # dtype in which the values were sent; empty: as they are stored
 
     @property
@@ -96,7 +95,7 @@ class Receiver(Protocol):
 
     @property
     def is_healthy(self) -> bool:
-        """False once it cannot receive any more; the worker then exits."""
+        """False if it cannot receive any more; the worker then exits."""
         ...
 
     @property
@@ -168,7 +167,7 @@ class Sender(Protocol):
         text: Text | None = None,
         groups: int = 1,
     ) -> None:
-        """Announces a transfer whose blocks are sent in `num_groups` groups of layers. Connects if the pair is new.
+        """Announces a transfer whose blocks are sent in `groups` groups of layers. Connects if the pair is new.
 
         `text` is required if the receiver's shape differs from the sender's.
         """
@@ -177,13 +176,11 @@ class Sender(Protocol):
     def push(
         self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, groups: range | None = None
     ) -> None:
-        """Queues finished blocks, whose contents must not change any more: (index, source block).
+        """Queues finished blocks: (index, source block). Their contents must not change any more, and they must have
+        been marked with their content hashes (`BlockStamps.mark`).
 
         The index counts the sender's blocks from the first that contains a token to send. If the shapes are equal, it
-        is the grant index.
-
-        `groups`: the layer groups that are finished; None: all. Blocks must have been marked with their content hashes
-        (`BlockStamps.mark`).
+        is the grant index. `groups`: the layer groups that are finished; None: all.
         """
         ...
 
@@ -198,5 +195,5 @@ class RankSender(Sender, Protocol):
     """The Sender of one rank, whose transfers are parts of a worker's transfers."""
 
     def fail(self, key: TransferKey, error: str) -> None:
-        """Like `abort`, but because another part has failed: the receiver is told of a failure."""
+        """Like `abort`, but because another part has failed. The receiver then reports a failure."""
         ...

@@ -31,11 +31,11 @@ _KINDS: Final = (
     ("stamp", "stamp|reassigned|what the prompt says"),
     ("aborted", "abort"),
     ("the device or NCCL", "NCCL|device|did not end in time"),
-    ("pushed wrongly", "pushed twice|pushed, expected|leaves|never came"),
+    ("pushed wrongly", "pushed twice|pushed, expected|leaves|did not arrive"),
     (
         "connection",
         "connection|closed|lost|protocol|header|frame|credit|restart|refused: UNAVAILABLE|did not (take|accept)|Errno|"
-        "silent|heartbeat|lease",
+        "silent|sent nothing|heartbeat|lease",
     ),
     ("told by the peer", "gave up|refused|does not expect"),
 )

@@ -229,7 +229,7 @@ def test_a_lost_chunk_is_noticed_when_the_last_one_comes(make_pair: MakePair, tr
     pair = make_pair(transport, num_blocks=len(blocks), hook=hook)
     received, sent = pair.move(pair.grant(blocks), blocks)
     assert received.outcome is ReceiveOutcome.FAILED
-    assert received.error.endswith(f" of {len(blocks)} blocks never came")
+    assert received.error.endswith(f" of {len(blocks)} blocks did not arrive")
     assert sent.outcome is SendOutcome.FAILED
 
 

@@ -16,7 +16,6 @@ from kvtransfer.reshape.convert import FP8_VALUES, Blocks, fp8_bits, move, pack,
 from kvtransfer.reshape.mapping import Piece, Window, pieces_of, shard_of
 from pdserve.core.kv_shape import KvShape, Loss, check_convertible
 from pdserve.engine.pool import BlockShape, TorchPool, quantise
-from tests.support.examples import examples
 
 FP8 = "float8_e4m3fn"
 LAYOUTS = {
@@ -132,9 +131,9 @@ def within(seen: np.ndarray, expected: np.ndarray, loss: Loss) -> bool:
     return bool((np.abs(seen - expected) <= loss.relative * np.abs(expected) + loss.of_largest * largest).all())
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
-def test_what_lands_is_what_was_computed(case: Case) -> None:
+def test_received_values_are_those_computed(case: Case) -> None:
     """All ranks of the source send to each rank of the target, in shards and layer groups, over a staging area."""
     rng, order = np.random.default_rng(case.seed), random.Random(case.seed)
     source, target = case.source, case.target
@@ -152,9 +151,9 @@ def test_what_lands_is_what_was_computed(case: Case) -> None:
         senders.append((shape, blocks, memory))
     for rank in range(target.tp_degree):
         shape = replace(target, tp_rank=rank)
-        landing = order.sample(range(num_targets + 5), num_targets)
+        targets = order.sample(range(num_targets + 5), num_targets)
         memory = bytearray([DIRT]) * ((num_targets + 5) * shape.block_bytes)
-        granted = landing[case.held :]
+        granted = targets[case.held :]
         for sender, blocks, sent in senders:
             shard = shard_of(sender, shape)
             if shard is None:
@@ -182,20 +181,20 @@ def test_what_lands_is_what_was_computed(case: Case) -> None:
         first = case.held * shape.block_size
         heads = slice(shape.first_head, shape.first_head + shape.num_heads)
         stored = read_all(senders, case.num_tokens)[first:, :, :, heads]
-        seen = read(shape, memory, landing, case.num_tokens)[first:]
+        seen = read(shape, memory, targets, case.num_tokens)[first:]
         if loss == Loss():
             np.testing.assert_array_equal(seen, stored)
         assert within(seen, stored, loss)
         if source.dtype == "float32" and case.held == 0:
             expected = bytearray(memory)
-            write(shape, expected, landing, dense)
+            write(shape, expected, targets, dense)
             assert memory == expected, "bit for bit what the target's engine stores"
         for block in set(range(num_targets + 5)) - set(granted):
             whole = memory[block * shape.block_bytes : (block + 1) * shape.block_bytes]
             assert whole == bytearray([DIRT]) * shape.block_bytes, "a block outside the grant was touched"
         behind = -case.num_tokens % shape.block_size
         if behind:
-            tail = read(shape, memory, landing, case.num_tokens + behind)[case.num_tokens :]
+            tail = read(shape, memory, targets, case.num_tokens + behind)[case.num_tokens :]
             assert not tail.any(), "behind the end of the sequence there are zeros"
 
 
@@ -245,7 +244,7 @@ def test_rounding_to_bfloat16_is_torchs(values: list[float]) -> None:
     np.testing.assert_array_equal(widened(seen)[~is_nan], expected.float().numpy()[~is_nan])
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(floats, min_size=6, max_size=6))
 def test_rounding_to_a_scale_is_the_engines(values: list[float]) -> None:
     for dtype in ("int8", FP8):

@@ -296,7 +296,7 @@ near = trap.between(mine, TcpSend())
 frame = Frame(Kind.ANNOUNCE, tag).encode()
 def pass_one():
     if where is Where.WRITTEN:
-        trap.target(tag)
+        trap.before_write(tag)
     else:
         near.sendall(frame)
         assert theirs.recv(4096) == frame
@@ -308,7 +308,7 @@ print(f"{time.monotonic() - began:.2f}", trap.pauses[0][1] - trap.pauses[0][0] >
 """
 
 
-@pytest.mark.parametrize("where", ["target", "sent"])
+@pytest.mark.parametrize("where", ["written", "sent"])
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_a_process_dies_or_stops_at_the_chunk_or_frame_that_was_named(kind: str, where: str) -> None:
     done = subprocess.run(

@@ -98,5 +98,5 @@ def test_the_storm_sees_a_wrong_byte_a_leak_and_a_late_end() -> None:
     assert storage.take(storage.allocator.num_blocks) is not None
     assert "while nobody held it" in storage.wrong.pop()
     storage.check_rest([])
-    assert "the tables do not balance" in storage.wrong[0]
+    assert "the block accounting does not balance" in storage.wrong[0]
     assert exit_code([Result(transport="tcp", seed=1, late_s=[0.2, 1.1])]) == 1

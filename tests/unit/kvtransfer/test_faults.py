@@ -202,7 +202,7 @@ def test_a_deadline_fails_both_sides_and_frees_the_memory(
     pair.receiver.abort(pair.grant((0,)).key)  # of nobody: the receiver looks at its clock
     assert received.wait().outcome is ReceiveOutcome.FAILED
     assert sent.wait().outcome is SendOutcome.FAILED
-    assert received.all[0].error == f"the deadline passed when 0 of {MANY} blocks had come"
+    assert received.all[0].error == f"the deadline passed when 0 of {MANY} blocks had arrived"
     assert "the deadline passed when" in sent.all[0].error  # its own, or the receiver's word for it
     pair.target.fill(blocks, STAMP)
     gate.open()
@@ -225,7 +225,7 @@ def test_a_deadline_ends_the_sender_that_cannot_reach_its_receiver(pair: Pair) -
 def test_a_grant_that_nobody_uses_ends_at_its_deadline(pair: Pair) -> None:
     received = Heard()
     pair.receiver.expect(pair.grant((1,)), received, 0.05)
-    assert received.wait().error == "the deadline passed when 0 of 1 blocks had come"
+    assert received.wait().error == "the deadline passed when 0 of 1 blocks had arrived"
 
 
 def test_a_cut_connection_fails_what_it_carried_and_the_next_transfer_connects_again(

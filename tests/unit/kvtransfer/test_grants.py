@@ -58,7 +58,7 @@ def test_an_engines_spec_says_which_blocks_it_has() -> None:
 def test_a_rank_with_a_pool_of_its_own_says_that_its_blocks_do_not_travel() -> None:
     check_movable(1)
     check_movable(4, 4)
-    with pytest.raises(ConfigError, match="tensor_parallel: got 2, expected 1 where KV is to move"):
+    with pytest.raises(ConfigError, match="tensor_parallel: got 2, expected 1 for KV transfer"):
         check_movable(2)
 
 

@@ -17,7 +17,7 @@ import pytest
 from kvtransfer.checksum import Checksum
 from kvtransfer.dial import DataConnection, dial, open_request
 from kvtransfer.frames import ANSWER_BYTES, GREETING_BYTES
-from kvtransfer.gate import MAX_TICKETS, TICKET_LIFE_S
+from kvtransfer.gate import MAX_TICKETS, TICKET_TTL_S
 from kvtransfer.host import host_id
 from kvtransfer.inbound import AUTHENTICATION_S
 from kvtransfer.receiver import MAX_PENDING
@@ -208,7 +208,7 @@ def test_tickets_are_bounded_and_leave_with_time(
     with pytest.raises(grpc.RpcError) as refused:
         pair.host.open(pair.sender)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    clock.added_s += TICKET_LIFE_S
+    clock.added_s += TICKET_TTL_S
     with connect(pair, answer) as sock:
         sock.sendall(greet(pair, answer))
         wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal of a ticket that is too old")

@@ -64,7 +64,7 @@ def rung(it: ReceiveTransfers, until_s: float) -> list[receive_transfers.Action]
 def test_a_grant_without_deadline_that_no_sender_takes_ends() -> None:
     it = table()
     assert rung(it, 119.9) == []
-    assert ends_of(rung(it, 120.0)) == [("failed", "no sender came; 0 of 2 blocks had come")]
+    assert ends_of(rung(it, 120.0)) == [("failed", "no sender announced it; 0 of 2 blocks had arrived")]
     assert it.stats.expired == 1
 
 
@@ -76,13 +76,13 @@ def test_a_transfer_without_deadline_lives_while_it_progresses_and_ends_when_it_
     assert claim is not None
     it.settle(claim, 1, True, False, 150.0)
     assert rung(it, 209.9) == [], "the block has extended it"
-    assert ends_of(rung(it, 210.0))[0][1] == "no block came for 60 s; 1 of 2 blocks had come"
+    assert ends_of(rung(it, 210.0))[0][1] == "no block came for 60 s; 1 of 2 blocks had arrived"
 
 
 def test_a_deadline_is_all_that_counts_where_there_is_one() -> None:
     it = table(deadline_at_s=500.0)
     assert rung(it, 499.0) == []
-    assert ends_of(rung(it, 500.0)) == [("failed", "the deadline passed when 0 of 2 blocks had come")]
+    assert ends_of(rung(it, 500.0)) == [("failed", "the deadline passed when 0 of 2 blocks had arrived")]
 
 
 def writing(it: ReceiveTransfers) -> Claim:

@@ -141,10 +141,10 @@ def test_the_library_is_told_to_use_ucx_and_not_to_write_to_the_programs_output(
 def test_a_slot_that_is_still_read_into_is_not_announced_again(pair: Pair, nixl_world: World) -> None:
     received, _, _ = begin_slow(pair, nixl_world)
     [outbound] = pair.sender.plain._pairs.values()
-    assert outbound._line is not None
+    assert outbound._connection is not None
     tag = tag_of(pair.receiver.open_keys[0])
     frame = Frame(Kind.CHUNK, tag, 0, 1, 1, 4, b"c" * 8)  # slot 0 was the first transfer's
-    outbound._line.socket.sendall(frame.encode())  # nothing else is being written
+    outbound._connection.socket.sendall(frame.encode())  # nothing else is being written
     assert received.wait().error == "sender p0: protocol error: 1 blocks in slot 1, which is still read into"
     nixl_world.gate.set()
 

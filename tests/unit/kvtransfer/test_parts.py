@@ -197,7 +197,7 @@ def test_a_deadline_says_how_many_parts_had_come() -> None:
     it = table()
     receive(it, 10, Part(0, 0, 2), 0, [1, 2])
     *_, report = it.expire(10.0)
-    assert report.received.error == "the deadline passed when 2 of 6 parts of blocks had come"  # type: ignore[union-attr]
+    assert report.received.error == "the deadline passed when 2 of 6 parts of blocks had arrived"  # type: ignore[union-attr]
 
 
 def test_a_fault_of_one_shard_reaches_all_and_frees_nothing_under_the_others_write() -> None:
@@ -232,7 +232,7 @@ def test_a_shards_last_word_is_about_its_own_pieces() -> None:
     receive(it, 20, Part(1, 0, 1), 0, [1, 2], is_last=True)
     assert it.keys == [GRANT.key]
     *_, report = receive(it, 10, Part(0, 0, 2), 0, [1, 2], is_last=True)
-    assert report.received.error == "2 of 4 parts of blocks never came"
+    assert report.received.error == "2 of 4 parts of blocks did not arrive"
 
 
 def test_a_retraction_of_one_shard_is_told_to_the_others() -> None:

@@ -62,8 +62,8 @@ def test_a_last_chunk_that_leaves_a_gap_fails_the_transfer_at_once() -> None:
     claim = table.claim(tag, 1, 3, unmarked_stamps(tag, 1), 0.0)
     assert claim is not None
     actions = table.settle(claim, 1, True, True, 0.0)
-    assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "3 of 4 blocks never came")]
-    assert receive_transfers.Answer(1, tag, False, "3 of 4 blocks never came") in actions
+    assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "3 of 4 blocks did not arrive")]
+    assert receive_transfers.Answer(1, tag, False, "3 of 4 blocks did not arrive") in actions
 
 
 def test_an_abort_that_does_not_drain_in_time_is_quarantined_and_then_drained() -> None:
@@ -85,7 +85,7 @@ def test_a_deadline_fails_the_transfer_and_says_how_far_it_came() -> None:
     assert claim is not None
     table.settle(claim, 3, True, False, 0.0)
     assert table.expire(4.9) == []
-    error = "the deadline passed when 3 of 4 blocks had come"
+    error = "the deadline passed when 3 of 4 blocks had arrived"
     assert outcomes_of(table.expire(5.0)) == [(ReceiveOutcome.FAILED, error)]
     assert table.stats.expired == 1
 
@@ -144,7 +144,7 @@ def shard_stamps(tag: Tag, shard: int) -> bytes:
 def test_a_deadline_before_the_sender_came_says_that_no_block_did() -> None:
     table, grant = ReceiveTransfers(STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
     table.expect(grant, 0.0, 5.0)
-    error = "the deadline passed when 0 of 4 blocks had come"
+    error = "the deadline passed when 0 of 4 blocks had arrived"
     assert outcomes_of(table.expire(5.0)) == [(ReceiveOutcome.FAILED, error)]
 
 

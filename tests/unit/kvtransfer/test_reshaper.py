@@ -36,7 +36,7 @@ def make_shapes(transport: str) -> Iterator[MakeShapes]:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_what_lands_is_what_conversion_gives(make_shapes: MakeShapes, source: KvShape, target: KvShape) -> None:
+def test_received_blocks_are_the_converted_ones(make_shapes: MakeShapes, source: KvShape, target: KvShape) -> None:
     shapes = make_shapes(source, target)
     for num_tokens, held in ((1, 0), (100, 0), (107, 2), (3 * target.block_size, 1)):
         grant, text, sources = shapes.grant(num_tokens, held)

@@ -99,8 +99,8 @@ def test_a_pool_that_cannot_be_shared_goes_by_tcp(make_pair: MakePair) -> None:
     received, _ = pair.move(pair.grant((1,)), (1,))
     assert received.outcome is ReceiveOutcome.VERIFIED
     [outbound] = pair.sender.plain._pairs.values()
-    assert outbound._line is not None
-    assert outbound._line.transport == "tcp"
+    assert outbound._connection is not None
+    assert outbound._connection.transport == "tcp"
 
 
 def test_shm_alone_says_why_it_cannot(make_pair: MakePair) -> None:

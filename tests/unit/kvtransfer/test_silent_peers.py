@@ -55,7 +55,7 @@ def test_a_silent_sender_frees_what_it_holds_though_nothing_has_a_deadline(
     wait_for(lambda: pair.receiver.stats.chunks == 1, "the first block")
     end = fall_silent(clock, received)
     assert (end.outcome, end.fault) == (ReceiveOutcome.FAILED, "cut")
-    assert end.error == "sender silent: nothing was heard of the peer for 60 s"
+    assert end.error == "sender silent: the peer sent nothing for 60 s"
     assert pair.receiver.stats.silent == 1
     raw.close()
 
@@ -133,7 +133,7 @@ def test_a_stopped_sender_frees_everything_and_is_late_when_it_wakes(
     assert sender.say() == {"ready": True}
     wait_for(lambda: pair.target.block(30) == pair.source.block(30), "all blocks but the last")
     sender.stop()
-    assert fall_silent(clock, received).error == "sender p9: nothing was heard of the peer for 60 s"
+    assert fall_silent(clock, received).error == "sender p9: the peer sent nothing for 60 s"
     pair.target.fill(range(32), 0x5A)
     sender.go_on()
     assert sender.say()["sent"] == "failed"
@@ -158,7 +158,7 @@ def test_a_stopped_receiver_gives_the_source_back_and_delays_no_other_pair(
         assert pair.move(pair.grant((40, 41)), (1, 2))[0].outcome is ReceiveOutcome.VERIFIED
     assert sent.all == [], "the others did not wait for the end of this one"
     live(pair, clock, 2 * LEASE.silence_s)  # the last word of the stopped one may have been heard after the first step
-    assert sent.wait().error == f"{endpoint}: nothing was heard of the receiver for 60 s"
+    assert sent.wait().error == f"{endpoint}: the receiver sent nothing for 60 s"
     assert pair.sender.stats.silent == 1
 
 

@@ -269,7 +269,7 @@ async def test_ranks_with_pools_of_their_own_are_refused_before_a_block_moves(
 ) -> None:
     """As a prefill worker at its start; a decode worker reads prompts itself, and grants nothing."""
     p = start(Role.PREFILL, model="toy")
-    with pytest.raises(ConfigError, match="tensor_parallel: got 2, expected 1 where KV is to move"):
+    with pytest.raises(ConfigError, match="tensor_parallel: got 2, expected 1 for KV transfer"):
         start(Role.PREFILL, load_own_pools, model="toy")
     d = start(Role.DECODE, load_own_pools, model="toy")
     router = await attach(p, d)
