@@ -1,12 +1,12 @@
-"""A CUDA device for the device transports: block copies on streams of their own, and pools shared between processes.
+"""A CUDA device for the device transports: block copies on separate streams, and pools shared between processes.
 
 Needs torch, Triton and the CUDA driver. The pool must be one allocation, because a driver handle names an allocation. A
-copy waits for the event that it is given, and for nothing else of the engine's. A received block is read only after the
-host has said so.
+copy waits for the fence that it is given, and for no other work of the engine. The engine reads a received block only
+after the host has seen the copy end.
 
-Staging is not allocated by torch. torch's allocator may hand out memory that a queued kernel of the engine's stream
-still uses, which is safe only for later work on that stream, and staging is used on other streams. Memory that is
-allocated inside `copy` belongs to the copy stream and is used only there.
+Staging is not allocated by torch. torch's allocator may return memory that a queued kernel of the engine's stream still
+uses. This is safe only for later work on that stream, and staging is used on other streams. Memory that is allocated
+inside `copy` belongs to the copy stream, and is used only there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXPORT: Final = struct.Struct("<QQQ16s")  # offset in the allocation, blocks, b
 
 
 def why_no_cuda(*packages: str) -> str:
-    """What this system lacks; empty if CUDA can be used."""
+    """What this system lacks for CUDA; empty if it can be used."""
     for package in ("torch", "triton", *packages):
         if find_spec(package) is None:
             return f"the package {package} is not installed"
@@ -67,10 +67,9 @@ class CudaDevice:
         return CudaBlocks(self._pool.tensor)
 
     def staging(self, num_blocks: int) -> CudaBlocks:
-        """The caller closes it once nothing on the device uses it; the next caller gets the same memory.
-
-        It is never returned to the driver, because cuMemFree waits for all work of the device. Raises TransferFailed if
-        the device has no memory left.
+        """The caller closes it when no work on the device uses it. The memory is then reused, and never returned to the
+        driver, because cuMemFree waits for all work of the device. Raises TransferFailed if the device has no memory
+        left.
         """
         block_bytes = self._pool.block_bytes
         size = num_blocks * block_bytes
@@ -121,8 +120,9 @@ class CudaDevice:
         with self._queued(len(sources) * source.block_bytes, behind) as (index, num_bytes):
             if after is not None:
                 self.streams[index].wait_event(after)
-            count, padding = len(sources), [0] * (-len(sources) % _WORDS)  # both rows at multiples of 16 bytes, as
-            rows = [[*sources, *padding], [*(targets or sources), *padding]]  # Triton would else compile anew
+            # Both rows begin at multiples of 16 bytes; otherwise Triton would compile another kernel.
+            count, padding = len(sources), [0] * (-len(sources) % _WORDS)
+            rows = [[*sources, *padding], [*(targets or sources), *padding]]
             numbers = torch.tensor(rows, dtype=torch.int32).pin_memory()
             on_device = numbers.to(self.device, non_blocking=True)[:, :count]
             into = target.tensor if isinstance(target, CudaBlocks) else None
@@ -156,7 +156,7 @@ class CudaDevice:
             return self._watched(index, num_bytes, None, wake)
 
     def watched(self, wake: Wake, stream: Any, limit_s: float) -> CudaCopying:
-        """What has been queued so far on a stream that is not one of the device's copy streams."""
+        """The work queued so far on a stream that is not one of the device's copy streams."""
         event = torch.cuda.Event()
         event.record(stream)
         copying = CudaCopying(event, None, limit_s)
@@ -175,7 +175,7 @@ class CudaDevice:
 
     @contextmanager
     def _queued(self, num_bytes: int, behind: Copying | None) -> Iterator[tuple[int, int]]:
-        """Makes the stream for so many bytes current; yields its number and the bytes."""
+        """Chooses a stream for `num_bytes` and makes it current. Yields its number, and the bytes."""
         index = self.loads.begin(num_bytes, None if behind is None else _stream_of(behind))
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self.streams[index]):
@@ -203,7 +203,7 @@ class CudaDevice:
             return event
 
     def _close(self, base: int) -> None:
-        """Call it once this process no longer reads the memory."""
+        """Closes another process's pool, which this process must no longer read."""
         try:
             with driver().current(self._index):
                 driver().close(base)
@@ -228,10 +228,10 @@ _lock = threading.Lock()
 
 
 def device_of(pool: KvPool, limits: CopyLimits | None = None) -> CudaDevice:
-    """One device object for all connections of a pool, which share its streams. The first call sets its limits."""
+    """The device object of a pool, whose connections share its streams. The first call sets the limits."""
     raw: Any = getattr(pool, "raw", None)
     if raw is None or raw.device.type != "cuda":
-        raise TransferFailed("the KV pool does not lie on a CUDA device")
+        raise TransferFailed("the KV pool is not on a CUDA device")
     with _lock:
         if raw.data_ptr() not in _devices:
             _devices[raw.data_ptr()] = CudaDevice(raw, limits)

@@ -14,8 +14,8 @@ from pdserve.engine.gpu.extent import Extent
 
 @final
 class CudaBlocks:
-    """`raw` is uint8 [blocks, block_bytes] on the device, or [blocks, runs, bytes of a run]; there may be other bytes
-    between two blocks or runs."""
+    """`raw` is uint8 [blocks, block_bytes] on the device, or [blocks, runs, bytes of a run]. Other bytes may be between
+    two blocks or runs."""
 
     def __init__(self, raw: torch.Tensor, on_close: Callable[[], None] = lambda: None) -> None:
         self.raw: torch.Tensor | None = raw
@@ -51,11 +51,11 @@ class PinnedBytes:
         try:
             self.tensor: torch.Tensor | None = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            raise TransferFailed(f"the host pins no {num_bytes} bytes: {error}") from error
+            raise TransferFailed(f"the host cannot pin {num_bytes} bytes: {error}") from error
         self.view = memoryview(self.tensor.numpy().data)
 
     def close(self) -> None:
-        """torch reuses the memory only after the queued copies have ended."""
+        """torch reuses the memory only when the queued copies have ended."""
         self.tensor, self.view = None, memoryview(b"")
 
 
@@ -64,8 +64,8 @@ def moved(
 ) -> torch.Tensor:
     """Copies the source blocks to the target blocks and returns their checksums.
 
-    `relay` does both at once if a block is one run of bytes on either side. Otherwise torch packs the runs before it
-    and unpacks them after it, which is one more pass over the bytes.
+    `relay` does both in one pass if a block is one run of bytes on both sides. Otherwise torch packs the runs first, or
+    unpacks them last, in another pass over the bytes.
     """
     if source.dim() == 3:
         packed = source.view(torch.int32).index_select(0, source_B).view(torch.uint8).flatten(1)

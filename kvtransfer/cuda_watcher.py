@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 _SHORTEST_POLL_S: Final = 50e-6
 _LONGEST_POLL_S: Final = 1e-3
-_POLL_SHARE: Final = 0.1  # of the time that the newest of them has waited already
+_POLL_SHARE: Final = 0.1  # of the time for which the newest copy has waited
 
 
 @final
@@ -44,17 +44,17 @@ class CudaCopying:
 
 
 def poll_s(waited_s: float) -> float:
-    """The time until the events are polled again; the newest one has waited for `waited_s`.
+    """The time until the events are polled again, if the newest one has waited for `waited_s`.
 
     Each poll takes the GIL from the engine's thread. A wait takes some 20 polls in its first 0.5 ms, 30 more up to 10
-    ms, and 1,000 a second after that. Its end is detected late by at most a tenth of its length.
+    ms, and 1,000 per second after that. Its end is detected late by at most a tenth of its length.
     """
     return min(max(_POLL_SHARE * waited_s, _SHORTEST_POLL_S), _LONGEST_POLL_S)
 
 
 @final
 class Watcher:
-    """A thread that wakes the waiters of an event. It sleeps while there is none."""
+    """A thread that wakes the waiters of copies when these end. It sleeps while there are none."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -80,7 +80,7 @@ class Watcher:
                 self._pause(waiting)
 
     def _pause(self, waiting: Sequence[tuple[CudaCopying, Wake]]) -> None:
-        """Ends early if another copy is added."""
+        """Waits until the next poll, or until another copy is added."""
         newest_s = max(one.began_s for one, _ in waiting)
         with self._changed:
             if len(self._waiting) == len(waiting):
@@ -90,18 +90,18 @@ class Watcher:
 def _has_ended(copying: CudaCopying) -> bool:
     try:
         return copying.is_done
-    except TransferFailed:  # the waiter polls again after it was woken, and receives the error
+    except TransferFailed:  # the woken waiter polls again, and gets the error
         return True
 
 
 def has_passed(event: Any, limit_s: float) -> bool:
-    """Waits for it. False: timed out."""
+    """Waits until the event has passed. False: timed out."""
     ends_s = time.monotonic() + limit_s
     while True:
         try:
             if event.query():
                 return True
-        except RuntimeError as error:  # a device that has failed runs nothing any more
+        except RuntimeError as error:  # a failed device runs no more work
             log.error("the device failed", extra={"error": str(error)})
             return True
         if time.monotonic() > ends_s:

@@ -44,7 +44,7 @@ GREETING_BYTES: Final = len(_GREETING) + TICKET_BYTES + NONCE_BYTES + MAC_BYTES
 class Kind(IntEnum):
     ANNOUNCE = 1  # sender: this transfer uses this connection
     CHUNK = 2  # sender: blocks first .. first + count - 1 of the grant
-    RETRACT = 3  # sender: abandons the transfer; the text says why
+    RETRACT = 3  # sender: the transfer is abandoned; the text says why
     # receiver: every block is verified; `slot` is the number of microseconds during which chunks were being transferred
     DONE = 4
     REFUSE = 5  # receiver: the transfer has ended unverified; the text says why
@@ -111,13 +111,13 @@ def beat() -> bytes:
 
 
 def encode_text(kind: Kind, tag: Tag, text: str, *, is_cancelled: bool = False) -> bytes:
-    """A header and its text, cut to MAX_TEXT_BYTES."""
+    """A header and its text, truncated to MAX_TEXT_BYTES."""
     payload = text.encode()[:MAX_TEXT_BYTES]
     return Frame(kind, tag, length=len(payload), is_cancelled=is_cancelled).encode() + payload
 
 
 def decode_text(payload: bytes) -> str:
-    """Text from the network, fit for a log line: printable, on one line."""
+    """Text from the network, made printable, on one line, for logs."""
     text = payload.decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "?" for c in text)
 
@@ -168,7 +168,7 @@ class FrameDecoder:
 
 
 class Greeting(NamedTuple):
-    """The first words of a connection, from the sender."""
+    """The sender's first message on a connection."""
 
     ticket: bytes
     nonce: bytes

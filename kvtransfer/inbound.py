@@ -163,7 +163,7 @@ class Inbound(threading.Thread):
         self.source = self._source_of(peer, mine)
         if peer.wire_dtype != mine.dtype:
             if not self.pool.is_on_host:
-                raise TransferFailed(f"{peer.wire_dtype} for {mine.dtype}: a pool on a GPU converts nothing")
+                raise TransferFailed(f"{peer.wire_dtype} for {mine.dtype}: blocks on a GPU cannot be converted")
             self._unpacker = Unpacker(self, arrival_of(peer.shape, mine, peer.wire_dtype), mine.form)
         self._path = self._transport.receiver(self._link)
         self.channel.watch(Heartbeat(self._hub.lease, self._hub.clock()), beat())

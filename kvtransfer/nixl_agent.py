@@ -1,15 +1,17 @@
-"""NIXL agents, each called by one thread of its own. The only module that imports nixl.
+"""NIXL agents, each called by its own thread. The only module that imports nixl.
 
-The library makes progress when it is polled, which happens here and only while a read is in progress. Its own progress
-thread polls continuously, and two of them would occupy a small machine's cores.
+The library makes progress only when it is polled. The agent's thread polls it while a read is in progress. The
+library's progress thread is not used, because it polls continuously, and two of them would occupy the cores of a small
+machine.
 
-The library cannot end a read. Releasing a handle returns while bytes still arrive (ai-dynamo/nixl#2044: there is no
+A read cannot be ended. Releasing its handle returns while bytes still arrive (ai-dynamo/nixl#2044; there is no
 cancellation, #2067), and an error status does not mean that the backend has stopped. So reads go only into staging,
-where bytes that arrive too late can at most cause a wrong checksum. The process that is read from cannot stop a reader
-either: over sockets UCX lets the other process read any address at any time, and crashes if the address is no longer
-mapped. So registered memory, staging or pool, stays mapped and registered until the process ends; later connections
-reuse staging. A handle is released when the library reports its read as ended, and a remote agent is forgotten when it
-has no read in progress.
+where late bytes can at most cause a wrong checksum. The process that is read from cannot stop a reader either: over
+sockets, UCX lets the other process read any address at any time, and crashes if the address is not mapped any more.
+
+So registered memory, both staging and pools, stays mapped and registered until the process ends. Later connections
+reuse staging. A handle is released when the library reports that its read has ended. A remote agent is removed when
+none of its reads is in progress.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from pdserve.engine.interface import KvPool
 log = logging.getLogger(__name__)
 
 CALL_S: Final = 20.0  # making an agent takes half a second, registering large pools longer
-READ_S: Final = 10.0  # of one chunk
+READ_S: Final = 10.0  # time limit for one chunk
 PACE_S: Final = 0.0002  # between two polls
-MOST_READERS: Final = 64  # each holds the staging of a connection
+MOST_READERS: Final = 64  # each has the staging of a connection
 
 MakeLibrary = Callable[[str], Any]  # by the agent's name
 Runs = Sequence[tuple[int, int]]  # (address, bytes)
@@ -45,7 +47,7 @@ Runs = Sequence[tuple[int, int]]  # (address, bytes)
 def make_library(name: str) -> Any:
     from nixl._api import nixl_agent, nixl_agent_config
 
-    # By default it logs every step to standard output, which belongs to the program.
+    # By default it logs each step to standard output, which only the program may use.
     theirs = logging.getLogger("nixl")
     theirs.handlers.clear()
     theirs.propagate = True
@@ -57,7 +59,7 @@ def make_library(name: str) -> Any:
 
 
 class Export(NamedTuple):
-    """A pool that other processes may read."""
+    """A registered pool, which other processes may read."""
 
     address: int
     metadata: bytes
@@ -65,7 +67,7 @@ class Export(NamedTuple):
 
 @final
 class NixlRead:
-    """One read into staging. The agent's thread reports how it ended."""
+    """One read into staging. The agent's thread reports its end."""
 
     def __init__(self) -> None:
         self._overdue_at_s = time.monotonic() + READ_S
@@ -73,7 +75,7 @@ class NixlRead:
 
     @property
     def is_done(self) -> bool:
-        """Raises TransferFailed if it failed or takes too long. Its bytes may then still be written."""
+        """Raises TransferFailed if the read failed or takes too long. Its bytes may then still arrive."""
         if self._end is None and time.monotonic() > self._overdue_at_s:
             raise TransferFailed(f"a NIXL read has not ended in {READ_S:g} s")
         if self._end:
@@ -86,17 +88,17 @@ class NixlRead:
 
 @dataclass(slots=True, eq=False)
 class NixlReader:
-    """One connection's source and staging. Only the agent's thread changes it."""
+    """The remote agent and the staging of one connection. Only the agent's thread changes it."""
 
     agent: Agent
     remote: Any  # the library's name of the other agent
     memory: memoryview
     address: int
-    num_under_way: int = 0
+    num_in_progress: int = 0
     is_closed: bool = False
 
     def read(self, at: int, runs: Runs, wake: Callable[[], None]) -> NixlRead:
-        """Begins to read these runs of the other process into staging, from `at` on."""
+        """Begins to read these runs of the other process into staging, at offset `at`."""
         read = NixlRead()
         self.agent.post(lambda: self.agent.begin(self, read, at, runs, wake))
         return read
@@ -106,7 +108,7 @@ class NixlReader:
 
 
 @dataclass(slots=True, eq=False)
-class _UnderWay:
+class _InProgress:
     reader: NixlReader
     read: NixlRead
     handle: Any
@@ -120,7 +122,7 @@ class Agent:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: the thread ends
         self._exports: weakref.WeakKeyDictionary[KvPool, Export] = weakref.WeakKeyDictionary()
         self._mapped: list[memoryview] = []  # of the pools that were exported
-        self._under_way: list[_UnderWay] = []
+        self._in_progress: list[_InProgress] = []
         self._spare: defaultdict[int, list[memoryview]] = defaultdict(list)  # staging, by size
         self._users: defaultdict[Any, int] = defaultdict(int)  # readers, by remote agent
         self._num_served = 0  # number of chunks that other processes may be reading
@@ -162,11 +164,11 @@ class Agent:
         return export
 
     def serve(self, change: int) -> None:
-        """Changes the number of chunks that other processes may read. They need this side to poll for that."""
+        """Changes the number of chunks that other processes may read. Their reads progress while this side polls."""
         self.post(lambda: self._serve(change))
 
     def reader(self, metadata: bytes, num_bytes: int) -> NixlReader:
-        """With staging of that size. Raises TransferFailed on invalid metadata."""
+        """A reader with `num_bytes` of staging. Raises TransferFailed on invalid metadata."""
         reader: NixlReader = self.call(lambda: self._join(metadata, num_bytes))
         return reader
 
@@ -186,15 +188,15 @@ class Agent:
             read.ended(str(error) or type(error).__name__)
             wake()
             return
-        under_way = _UnderWay(reader, read, handle, wake)
-        reader.num_under_way += 1
-        self._under_way.append(under_way)
-        self._look(under_way, self._library.transfer)
+        in_progress = _InProgress(reader, read, handle, wake)
+        reader.num_in_progress += 1
+        self._in_progress.append(in_progress)
+        self._look(in_progress, self._library.transfer)
 
     def retire(self, reader: NixlReader) -> None:
-        """Its staging is reused, and its remote agent forgotten, once the library reports all its reads as ended."""
+        """Reuses its staging and removes its remote agent, when the library has reported the end of all its reads."""
         reader.is_closed = True
-        if reader.num_under_way:
+        if reader.num_in_progress:
             return
         self._spare[len(reader.memory)].append(reader.memory)
         self._users[reader.remote] -= 1
@@ -204,7 +206,7 @@ class Agent:
 
     def _join(self, metadata: bytes, num_bytes: int) -> NixlReader:
         if sum(self._users.values()) >= MOST_READERS:
-            raise TransferFailed(f"{MOST_READERS} connections read already")
+            raise TransferFailed(f"{MOST_READERS} connections are reading, the maximum")
         remote = self._library.add_remote_agent(metadata)
         memory = self._spare[num_bytes].pop() if self._spare[num_bytes] else self._new_staging(num_bytes)
         self._users[remote] += 1
@@ -230,7 +232,7 @@ class Agent:
 
     def _run(self) -> None:
         while True:
-            is_idle = not self._under_way and self._num_served <= 0
+            is_idle = not self._in_progress and self._num_served <= 0
             try:
                 call = self._calls.get(timeout=None if is_idle else PACE_S)
             except queue.Empty:
@@ -239,35 +241,35 @@ class Agent:
             if call is None:
                 return
             call()
-            del call  # it may hold a pool
+            del call  # it may reference a pool
 
     def _progress(self) -> None:
         if self._num_served > 0:
             self._try(self._library.get_new_notifs)
-        for under_way in list(self._under_way):
-            self._look(under_way, self._library.check_xfer_state)
+        for in_progress in list(self._in_progress):
+            self._look(in_progress, self._library.check_xfer_state)
 
-    def _look(self, under_way: _UnderWay, ask: Callable[[Any], str]) -> None:
+    def _look(self, in_progress: _InProgress, ask: Callable[[Any], str]) -> None:
         try:
-            state = ask(under_way.handle)
+            state = ask(in_progress.handle)
             error = "" if state == "DONE" else "its state is ERR"
-        except Exception as raised:  # this is how it reports a lost peer
+        except Exception as raised:  # the library reports a lost peer by raising
             state, error = "ERR", str(raised) or type(raised).__name__
         if state == "PROC":
             return
-        self._under_way.remove(under_way)
-        self._try(lambda: self._library.release_xfer_handle(under_way.handle))
-        reader = under_way.reader
-        reader.num_under_way -= 1
-        under_way.read.ended(error)
-        under_way.wake()
+        self._in_progress.remove(in_progress)
+        self._try(lambda: self._library.release_xfer_handle(in_progress.handle))
+        reader = in_progress.reader
+        reader.num_in_progress -= 1
+        in_progress.read.ended(error)
+        in_progress.wake()
         if reader.is_closed:
             self.retire(reader)
 
     def _try(self, function: Callable[[], Any]) -> None:
         try:
             function()
-        except Exception as error:  # cleaning up after a lost peer must not end the thread
+        except Exception as error:  # an error of cleaning up after a lost peer must not end the thread
             log.warning("NIXL failed", extra={"error": str(error) or type(error).__name__})
 
 

@@ -142,7 +142,7 @@ class Outbound(threading.Thread):
         assert self._layout is not None
         extent = self._layout.extent(job.part)
         if extent is None:
-            raise TransferFailed(f"{job.part}: between devices a part of a block is equal runs of bytes")
+            raise TransferFailed(f"{job.part}: between devices, a part of a block must be equal runs of bytes")
         return extent
 
     def finished(self, job: Job) -> None:

@@ -1,9 +1,9 @@
-"""Measures KV transfer between two processes of this host: every transport, and the one that `auto` takes.
+"""Measures KV transfer between two processes of this host: each transport, and the one that `auto` chooses.
 
     python -m kvtransfer.pair_probe DEVICE      the receiving process; started by `probe`
 
-Both ends are those of workers, with their proofs and checksums. A probe takes at most PROBE_S, and transfers at most
-TRIES * POOL_BYTES and some blocks for each transport.
+Sender and receiver are those of workers, with proofs and checksums. A probe takes at most PROBE_S. For each transport
+it transfers at most TRIES * POOL_BYTES and some single blocks.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class PathFound:
     """The result for one transport, or in `error` why it does not work."""
 
     asked: str  # its name, or auto
-    transport: str = ""  # that was taken
-    reason: str = ""  # for it
-    block_s: float = 0.0  # from the push of one block to the message that it is verified
+    transport: str = ""  # that was used
+    reason: str = ""  # for this transport
+    block_s: float = 0.0  # from the push of one block to its confirmation
     bytes_per_s: float = 0.0  # of all blocks in one transfer
     error: str = ""
 
@@ -88,8 +88,8 @@ def names(*, is_on_host: bool) -> Iterator[tuple[str, str]]:
 
 
 def probe(device: str = "cpu", other: str = "cpu") -> Iterator[PathFound]:
-    """Each transport between a pool on `device` in this process and one on `other` in another process; last, what auto
-    takes."""
+    """Probes each transport, and last `auto`, from a pool on `device` in this process to one on `other` in another
+    process."""
     child = _Child(other)
     try:
         pool = _pool(device)
@@ -238,7 +238,7 @@ class _Receiving:
     def __init__(self, device: str, secret: ClusterSecret) -> None:
         self._pool, self._secret = _pool(device), secret
         self._receivers: dict[str, Any] = {}
-        self._servers: list[Any] = []  # kept, because they would end otherwise
+        self._servers: list[Any] = []  # referenced here, because a server without references ends
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 

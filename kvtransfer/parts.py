@@ -1,8 +1,8 @@
 """Which bytes of a block are sent in one chunk. Pure.
 
-A block is sent whole or in parts. A part is one *group* of layers of one *shard*. A shard is the heads that one
-tensor-parallel rank of the sender has. The sender announces the number of equal groups. Coverage is counted by (block,
-part): a transfer is complete when every part of every shard has arrived for each block. Each shard has one writer.
+A block is sent whole or in parts. A part is one *group* of layers of one *shard*; a shard is the heads that one
+tensor-parallel rank of the sender has. The sender announces the number of groups, which are equal. A transfer is
+complete when every part of every shard has arrived for each block. Each shard has one writer.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ WHOLE: Final = Part()
 
 @final
 class PartLayout:
-    """One side of a pair: where the parts of the pair's shard are in its blocks.
+    """The places of a shard's parts in the blocks of one side of a pair.
 
-    `form` is the format of this side's blocks, and `first_head` .. `first_head + num_heads - 1` are the heads of the
-    shard. Both sides list the same bytes in the same order.
+    `form` is the format of this side's blocks. The shard has the heads `first_head` .. `first_head + num_heads - 1`.
+    Both sides list the same bytes in the same order.
     """
 
     def __init__(self, form: BlockForm, shard: HeadShard, count: int, first_head: int, largest_bytes: int = 0) -> None:
@@ -59,11 +59,11 @@ class PartLayout:
 
     @staticmethod
     def to_cut(source: KvShape, target: KvShape) -> PartLayout:
-        """For a sender that sends the shard's heads directly out of its blocks: on a device, between ranks of different
-        degrees. Raises ConfigError if more than the heads differs."""
+        """For a sender on a device, between ranks of different degrees: it sends the shard's heads directly out of its
+        blocks. Raises ConfigError if the shapes differ in more than the heads."""
         shard, count = _shard(source, target)
         if source.form.narrowed(source.num_layers, 1) != target.form.narrowed(target.num_layers, 1):
-            expected = f"{target}, but for the tensor-parallel rank: a pool on a GPU is not converted on its way"
+            expected = f"{target}, except the tensor-parallel rank: blocks on a GPU cannot be converted"
             raise ConfigError("kv_shape", source, expected)
         return PartLayout(source.form, shard, count, shard.source_head, target.block_bytes)
 
@@ -78,7 +78,7 @@ class PartLayout:
         return self.count == 1 and part.groups == 1 and self._num_heads == self.form.num_heads
 
     def bytes_of(self, part: Part) -> int:
-        """Of one block's share of the part."""
+        """The size of the part in one block."""
         return sum(size for _, size in self.runs(part))
 
     def runs(self, part: Part) -> tuple[tuple[int, int], ...]:

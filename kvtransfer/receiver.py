@@ -51,7 +51,7 @@ OnReceived = Callable[[Received], None]
 
 
 class StreamReceiver:
-    """Receiver over tcp, shm or both; `transports` are numbers of TransportKind."""
+    """Receiver over the given transports: numbers of TransportKind."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The prefill side over sockets: one connection and one thread per decode worker, made when first needed."""
+"""The prefill side over sockets: one connection and one thread for each decode worker, made when first needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Pair = tuple[str, str, str]  # endpoint, worker id, incarnation
 
 
 class StreamSender:
-    """Sender over tcp, shm or both; `transports` are numbers of TransportKind, the preferred first.
+    """Sender over the given transports: numbers of TransportKind, the preferred one first.
 
     The pool's blocks have the format that receivers expect from the fingerprint's shape. `on_read` is called on the
     connections' threads, before a transfer ends, with the source blocks that are no longer read.
@@ -71,7 +71,7 @@ class StreamSender:
         self._lock = threading.Lock()  # guards all below
         self._pairs: dict[Pair, Outbound] = {}
         self._transfers: dict[TransferKey, tuple[Outbound, int]] = {}  # its connection, number of blocks
-        self._ending: list[Outbound] = []  # they take no more transfers, but may still read the pool
+        self._ending: list[Outbound] = []  # they accept no more transfers, but may still read the pool
         self._past = TransferStats()  # statistics of connections that ended
         self._is_closed = False
 
@@ -115,7 +115,7 @@ class StreamSender:
                 if groups == 1:
                     expected = "the receiver's: int8 and fp8 blocks on a GPU are not divided by heads"
                     raise ConfigError("tensor_parallel", self.caller.fingerprint.shape.tp_degree, expected)
-                expected = "1: layer groups of these blocks are not runs of bytes, which a pool on a GPU needs"
+                expected = "1: layer groups of these blocks are not runs of bytes, as pools on GPUs require"
                 raise ConfigError("groups", groups, expected)
         except ConfigError as differs:
             error = differs.message
@@ -139,7 +139,7 @@ class StreamSender:
         """Raises InvalidRequest on indices outside the grant or blocks outside the pool."""
         with self._lock:
             found = self._transfers.get(key)
-        if found is None:  # it has ended, and its owner was told or is being told
+        if found is None:  # it has ended; the report to its owner was made or is being made
             return
         outbound, size = found
         sources = [source for _, source in blocks]
@@ -184,7 +184,7 @@ class StreamSender:
         return PartLayout.to_cut(source, target)
 
     def _connect(self, pair: Pair) -> Outbound:
-        """With the lock held. Forgets the connections that have ended."""
+        """With the lock held. Drops the connections that have ended."""
         over = [one for one, outbound in self._pairs.items() if outbound.is_over]
         self._ending += [self._pairs.pop(one) for one in over]
         self._past = total([self._past, *(one.stats for one in self._ending if not one.is_alive())])

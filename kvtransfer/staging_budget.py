@@ -1,8 +1,8 @@
 """Limits the staging memory of all connections of one KV pool.
 
-A connection always has one slot, so that every pair of workers can connect. It gets further slots, and so more chunks
-in flight, from half of the remaining budget: the first connections get what they can use, and some is left for later
-ones.
+A connection always gets one slot, so that every pair of workers can connect. It gets further slots, for more chunks in
+flight, from half of the remaining budget. So the first connections get what they can use, and some budget is left for
+later ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StagingShare:
         self._budget = budget
 
     def shrink(self, num_slots: int) -> None:
-        """Returns slots, because the other end has fewer."""
+        """Returns slots, because the peer has fewer."""
         assert 1 <= num_slots <= self.num_slots
         self._budget._give_back((self.num_slots - num_slots) * self.slot_bytes)
         self.num_slots = num_slots

@@ -5,7 +5,7 @@
     mask 4           the layer groups of the block that this chunk contains
 
 The hashes come from the sender's table, not from the transfer, so a source block that was reassigned is detected. The
-receiver computes from its own copy of the prompt what each granted block must contain.
+receiver computes the expected hash of each granted block from its own copy of the prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def content_hashes_in(stamps: bytes) -> tuple[int, ...]:
 
 
 def difference(seen: bytes, expected: bytes) -> tuple[int, str] | None:
-    """(number of the first stamp that differs, what differs with both values); None where they are equal."""
+    """(index of the first stamp that differs, the field with both values); None if all are equal."""
     if seen == expected:
         return None
     if len(seen) != len(expected):

@@ -1,5 +1,5 @@
-"""Draws the states in docs/transfer.md from the tables: `python -m kvtransfer.states_page` rewrites them there. Pure
-but for the reading and writing at the end."""
+"""Draws the states in docs/transfer.md from the tables. `python -m kvtransfer.states_page` rewrites the page; all else
+here is pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEANING: Final[dict[State, str]] = {
     State.SENDING: "Blocks are being sent.",
     State.SENT: "Every block has arrived (receiver) or was sent (sender).",
     State.VERIFIED: "Every checksum and stamp matched: the receiver's owner may commit, the sender's may reuse.",
-    State.ABORTING: "The receiver's owner aborted; a write may still be under way.",
+    State.ABORTING: "The receiver's owner aborted; a write may still be open.",
     State.QUARANTINED: "Aborting for longer than the grace time. The blocks stay reserved.",
     State.DRAINED: "Aborted, and no access is open.",
     State.FAILING: "Cannot complete; an access may still be open.",
@@ -65,7 +65,7 @@ def _arrows(moves: Moves) -> list[str]:
 
 
 def _difference() -> list[str]:
-    """How the sender's table differs."""
+    """The difference between the sender's table and the receiver's."""
     others = sorted({after.value for (_, event), after in SENDER_MOVES.items() if event is Event.ABORTED})
     return [f"The sender's table has the same moves, except that an abort leads to {' or '.join(others)}."]
 

@@ -15,23 +15,23 @@ class TransferStats:
     verified: int = 0  # ended with every block verified (receiver) or acknowledged (sender)
     failed: int = 0
     cancelled: int = 0  # abandoned by an owner on either side, because it was no longer needed
-    expired: int = 0  # of the failed: past their deadline
-    cut: int = 0  # of the failed: the connection was lost
+    expired: int = 0  # failed because they were past their deadline
+    cut: int = 0  # failed because the connection was lost
     quarantined: int = 0  # cancelled, and a write was still open after the grace time
     bytes: int = 0  # payload of verified (receiver) or acknowledged (sender) transfers
-    moved_bytes: int = 0  # sender: payload that is no longer read, whatever the outcome of its transfer
+    moved_bytes: int = 0  # sender: payload that is no longer read, with any outcome of its transfer
     chunks: int = 0  # accepted (receiver) or sent (sender)
-    late_messages: int = 0  # for transfers that are unknown, replaced or over
+    late_messages: int = 0  # for transfers that are unknown, replaced or ended
     duplicate_chunks: int = 0  # dropped because they overlap blocks that have arrived or are arriving
     silent: int = 0  # connections that ended because the peer was silent
     severed: int = 0  # connections that were closed to end a write in quarantine
     checksum_mismatches: int = 0
     stamp_mismatches: int = 0  # stamps of another prompt, grant or layer group
     stale_source: int = 0  # transfers that failed because a source block was reassigned while it was needed
-    stale_target: int = 0  # the same for a granted block
+    stale_target: int = 0  # transfers that failed because a granted block was reassigned
     refused_opens: int = 0  # rejected handshakes
     refused_connections: int = 0  # no greeting of this version, no valid ticket, or too many
-    unproven: int = 0  # a peer had a ticket, or asked for one, and did not prove that it knows the cluster's secret
+    unproven: int = 0  # peers that did not prove that they know the cluster's secret
     protocol_errors: int = 0  # connections that were closed because of what they sent
 
 

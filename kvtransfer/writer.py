@@ -31,7 +31,7 @@ class Writer:
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the long frame's memory is still read."""
+        """Whether the long frame's memory is still being read."""
         return self._on_written is not None
 
     def write(self, frame: bytes) -> None:

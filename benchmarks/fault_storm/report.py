@@ -28,7 +28,7 @@ _COUNTED: Final = (
 _KINDS: Final = (
     ("deadline", "deadline"),
     ("checksum", "checksum"),
-    ("stamp", "stamp|reassigned|what the prompt says"),
+    ("stamp", "stamp|reassigned|content hash"),
     ("aborted", "abort"),
     ("the device or NCCL", "NCCL|device|did not end in time"),
     ("pushed wrongly", "pushed twice|pushed, expected|leaves|did not arrive"),

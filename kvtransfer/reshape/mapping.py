@@ -1,9 +1,9 @@
-"""Which tokens and heads of which source blocks fill which rectangle of which target block. Pure.
+"""The mapping from tokens and heads of source blocks to target blocks. Pure.
 
-Heads: a target rank gets its heads from one or several source ranks, each of which is a *shard*. Tokens: a target block
-is filled by *pieces*, which are runs of tokens in one source block. The pieces are the same for every shard and layer,
-so a transfer consists of shards x layers x pieces. Target blocks are counted as in the grant: index 0 comes after the
-held blocks.
+- Heads: a target rank gets its heads from one or several source ranks. The heads from one source rank are a *shard*.
+- Tokens: *pieces* fill a target block. A piece is a run of tokens in one source block. The pieces are the same for
+  every shard and layer, so a transfer consists of shards x layers x pieces.
+- Target blocks are counted as in the grant: index 0 is the first block after the held ones.
 
     source blocks of 16    |0      |1      |2   :   |          40 tokens
     target blocks of 32    |held           |0   :          |   one piece: 8 tokens of source 2, then zeros
@@ -19,9 +19,9 @@ from pdserve.core.kv_shape import LOSSES, BlockForm, KvShape
 
 @dataclass(frozen=True, slots=True)
 class HeadShard:
-    """The heads that one source rank sends to one target rank. Heads are counted within each side's own rank."""
+    """The heads that one source rank sends to one target rank. Each side counts heads within its own rank."""
 
-    index: int  # among the target's shards, by rising head
+    index: int  # among the target's shards, in the order of their heads
     source_rank: int
     source_head: int
     target_head: int
@@ -32,7 +32,7 @@ class HeadShard:
 class Piece:
     """`num_tokens` tokens from (source block, offset) to (target block, offset).
 
-    `source` and `target` count from the first block of each side that contains tokens of the call.
+    `source` and `target` are counted from the first block of each side that contains tokens of the call.
     """
 
     source: int
@@ -57,7 +57,7 @@ class Window:
 
 
 def shards_of(source: KvShape, target: KvShape) -> tuple[HeadShard, ...]:
-    """The ranks of the source's worker that fill the target rank, whatever the source's own rank is.
+    """The shards of the target rank, from all ranks of the source's worker. The source's own rank is ignored.
 
     If several source ranks hold a head, the target's replicas are divided among them.
     """
@@ -73,14 +73,14 @@ def shards_of(source: KvShape, target: KvShape) -> tuple[HeadShard, ...]:
 
 
 def shard_of(source: KvShape, target: KvShape) -> HeadShard | None:
-    """The shard of the source's own rank; None if other ranks provide all that the target needs."""
+    """The shard of the source's own rank; None if the target needs no heads of it."""
     return next((shard for shard in shards_of(source, target) if shard.source_rank == source.tp_rank), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How a source's blocks reach the target: each is sent as a block of `form`, from the window `out_of` of the
-    source's pool to the window `into` of the target's."""
+    """The format `form` in which a source's blocks are sent, from the window `out_of` of its pool to the window `into`
+    of the target's pool."""
 
     form: BlockForm
     out_of: Window

@@ -1,12 +1,12 @@
-"""The prefill side for decode workers of another shape: blocks are converted into a staging pool and sent from there.
+"""The prefill side for decode workers of another shape: converts blocks into a staging pool, and sends them from there.
 
 One Reshaper serves all receivers of one shape. Its thread fills staging blocks in the receivers' format, and a plain
-sender sends them as if they were the engine's. Every transport, checksum and stamp therefore works as between equal
-shapes. A staging block is free again once the sender no longer reads it, so a small pool that stays in the cache serves
-transfers of any length.
+sender sends them like blocks of the engine, so transports, checksums and stamps need no changes. A staging block is
+free again when the sender no longer reads it. A small pool that stays in the cache therefore serves transfers of any
+length.
 
     push(source blocks) -> [converting thread] -> staging blocks -> plain sender -> receiver
-                                   ^------- read no more -------------'
+                                   ^------- no longer read -----------'
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pdserve.engine.interface import KvPool
 log = logging.getLogger(__name__)
 
 STAGING_BYTES: Final = 8 * 2**20
-PUSH_BYTES: Final = 2**20  # converted at a time: the first blocks are sent while the rest is packed
+PUSH_BYTES: Final = 2**20  # converted at a time, so that the first blocks are sent while the others are packed
 MIN_STAGING_BLOCKS: Final = 4
 _JOIN_S: Final = 5.0
 
@@ -48,7 +48,7 @@ class ReshapedTransfer:
     grant: Grant
     text: Text
     on_end: OnSent
-    groups: int  # groups of layers in which blocks are pushed; a block is converted once its last group has been pushed
+    groups: int  # groups of layers in which blocks are pushed; a block is converted when its last group was pushed
     sources: list[int] = field(default_factory=list)  # this side's blocks, from the first that contains a token to send
     epochs: list[int] = field(default_factory=list)  # epochs of these blocks when they were pushed
     last_pushed_at_s: float | None = None
@@ -75,7 +75,7 @@ class Reshaper:
     ) -> None:
         arrival = arrival_of(source, target, dtype)
         if not pool.is_on_host:
-            raise ConfigError("kv_shape", target, f"{source}: a pool on a GPU is not converted on its way")
+            raise ConfigError("kv_shape", target, f"{source}: blocks on a GPU cannot be converted")
         self._source, self._target, self._dtype = source, target, dtype
         self._window, self._form = arrival.out_of, arrival.form
         self._memory, self._num_blocks, self._stamps = Blocks(flat(pool.buffer), source.form), pool.num_blocks, stamps
@@ -215,7 +215,8 @@ class Reshaper:
             self._packed(transfer, blocks, error)
 
     def _take(self) -> tuple[ReshapedTransfer, int, list[int]] | None:
-        """The next granted blocks to fill, and staging blocks for them. Transfers take turns. None: closed."""
+        """The next transfer, the index of its first block to fill, and staging blocks. Transfers take turns. None:
+        closed."""
         with self._lock:
             while not self._is_closed:
                 if self._turns and self._free:
@@ -245,13 +246,13 @@ class Reshaper:
         sources, names = transfer.sources[begin:end], transfer.text.own[begin:end]
         self._staging_stamps.begin(blocks)
         pack(self._memory, sources, self._window, self._out, blocks, pieces)
-        # Checked after the copy: the epoch shows whether a source block was reassigned in the meantime.
+        # Checked after the copy, so that a reassignment during the copy is seen, too.
         if self._stamps.epochs(sources) != tuple(transfer.epochs[begin:end]):
             self._own.stale_source += 1
             return "a source block was reassigned while it was being converted"
         if self._stamps.content_hashes(sources) != tuple(names):
             self._own.stamp_mismatches += 1
-            return "a source block does not hold what the prompt says"
+            return "a source block does not have the content hash of the prompt's block"
         for block, name in zip(blocks, transfer.text.theirs[first : first + len(blocks)], strict=True):
             self._staging_stamps.mark(block, name)
         return ""

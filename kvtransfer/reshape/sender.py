@@ -87,11 +87,11 @@ class ShapedSender:
         theirs = grant.fingerprint.shape
         is_quantised = text is not None and self._rule.is_quantised(grant.endpoint)
         dtype = wire_dtype(self._shape, theirs, is_quantised=is_quantised)
-        has_same_names = text is None or text.own == text.theirs
+        has_same_hashes = text is None or text.own == text.theirs
         on_end = self._observed(grant, dtype, on_end)
-        # a sender on a device takes the heads out of its blocks, or refuses
+        # a sender on a device sends heads directly out of its blocks, or fails
         is_alike = is_same_bytes(self._shape, theirs) or not self._pool.is_on_host
-        if is_alike and dtype == self._shape.dtype and has_same_names:
+        if is_alike and dtype == self._shape.dtype and has_same_hashes:
             self.plain.start(grant, on_end, deadline_s, groups=groups)
             return
         try:

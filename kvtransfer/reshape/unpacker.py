@@ -1,5 +1,5 @@
-"""Converts blocks that arrive in another format: the transport writes a chunk into staging, and the chunk is converted
-into the granted blocks once its checksum matches."""
+"""Converts received blocks of another format: the transport writes a chunk into staging, and when its checksum matches,
+the chunk is converted into the granted blocks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from pdserve.engine.interface import KvPool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedClaim(Claim):
-    """A claim on staging blocks, and the claim on the granted blocks that it stands for."""
+    """A claim on staging blocks, with the claim on the granted blocks."""
 
     granted: Claim
 
 
 @final
 class Unpacker:
-    """The link that the transport uses. One chunk at a time: a transport settles a chunk before it takes the next
-    one."""
+    """The link that the transport uses. It converts one chunk at a time: a transport settles a chunk before it begins
+    the next one."""
 
     def __init__(self, link: ReceiveLink, arrival: Arrival, target: BlockForm) -> None:
         self._link, self._window = link, arrival.into
@@ -54,8 +54,8 @@ class Unpacker:
         return self.source.views(self.memory, claim.blocks, claim.part)
 
     def size_of(self, frame: Frame) -> int:
-        """Raises BadFrame on a chunk of some layers only: the others would come from old contents of the staging
-        area."""
+        """Raises BadFrame on a chunk of some layers only, because the other layers would be converted from old staging
+        contents."""
         if frame.part.groups != 1:
             raise BadFrame(f"layer group {frame.part.group} of {frame.part.groups} of blocks that are to be converted")
         return frame.count * self.source.bytes_of(frame.part)
@@ -67,7 +67,7 @@ class Unpacker:
         self._link.leave(_granted(claim))
 
     def settle(self, claim: Claim, frame: Frame, checksum: bytes) -> None:
-        """The staged bytes are correct, and may now be copied into the granted blocks."""
+        """Converts the staged chunk into the granted blocks if its checksum matches."""
         granted = _granted(claim)
         if hmac.compare_digest(checksum, frame.checksum):
             if not self._link.enter(granted):

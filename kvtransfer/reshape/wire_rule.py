@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final, final
 
-# Bytes of floats per second that both ends can convert on one core (benchmarks/conversion.py). A faster link is not the
-# bottleneck.
+# Bytes of floats per second that both sides can convert on one core (benchmarks/conversion.py). A faster link is not
+# the bottleneck.
 CONVERTED_BYTES_S: Final = 1.0e9
 LEAST_BYTES: Final = 1 << 20  # smaller transfers do not measure a link's bandwidth
-REVISIT: Final = 64  # one of this many transfers is exact, to measure whether the link is still slow
+REVISIT: Final = 64  # one transfer in so many is exact, to measure whether the link is still slow
 MAX_PAIRS: Final = 256
 _WEIGHT: Final = 0.3  # weight of the newest transfer
 

@@ -1,7 +1,7 @@
-"""cuda_ipc: the receiver opens the sender's pool by a driver handle, and copies blocks out of it, once.
+"""cuda_ipc: the receiver opens the sender's pool with a driver handle, and copies blocks out of it, once.
 
-As with shm, only the receiver writes into its pool, so no write follows a cancel. The sender computes checksums on the
-device before it announces blocks, the receiver while it copies. Both ends are on one host.
+As with shm, only the receiver writes into its pool, so no write follows an abort. The sender computes checksums on the
+device before it announces blocks; the receiver computes them while it copies. Both workers are on one host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import socket
 
 CUDA_IPC: Final = transfer_pb2.TRANSPORT_KIND_CUDA_IPC
-WINDOW: Final = 4  # chunks in flight, each on a copy stream of its own
+WINDOW: Final = 4  # chunks in flight, each on its own copy stream
 HANDSHAKE_S: Final = 10.0
 MAX_EXPORT_BYTES: Final = 4096
 _HELLO: Final = struct.Struct("<4sIQI")  # magic, blocks, bytes per block, bytes of the export that follows
@@ -117,7 +117,7 @@ class CudaIpcReceive:
 
     def poll(self) -> None:
         for number, (frame, claim, copying) in list(self._copying.items()):
-            if not copying.is_done:  # another one may be: each has a stream of its own
+            if not copying.is_done:  # later copies may be done: each has its own stream
                 continue
             del self._copying[number]
             digest = copying.digest()
@@ -126,7 +126,7 @@ class CudaIpcReceive:
             self._link.settle(claim, frame, digest)
 
     def close(self) -> None:
-        """The transfer table may be told that there are no writers only after the last copy."""
+        """Waits for the last copy, because the transfer table frees memory once this connection reports its end."""
         self._device.drain()
         self._source.close()
 

@@ -1,16 +1,17 @@
 """The protocols that a transport implements.
 
-The connection is the same for every transport: a stream socket for frames, one thread and one transfer table on each
-side. A path is how the bytes of an announced chunk are moved: behind their frame (tcp), copied by the receiver from the
-sender's pool (shm), or by a library. Each side has one half of the path, which only the connection's thread calls.
+The connection is the same for all transports: a stream socket for frames, with one thread and one transfer table on
+each side. A path transfers the bytes of an announced chunk: they follow their frame (tcp), the receiver copies them
+from the sender's pool (shm), or a library transfers them. Each side has one half of the path. Only the connection's
+thread calls it.
 
     sender                                          receiver
     post(job): the frame, through the link  ------> receive(frame, claim), if the table allowed a claim
     on_credit(frame) <--------------------------------- CREDIT, as often as the path needs
-    link.finished(job): nobody reads it any more    link.settle(claim, ...): all is in place, this is its checksum
+    link.finished(job): it is no longer read        link.settle(claim, ...): it is in place, with this checksum
 
-`post` and `receive` may return before the bytes have moved: `poll` is called whenever the thread wakes, and any thread
-may wake it.
+`post` and `receive` may return before the bytes are transferred. The thread calls `poll` whenever it wakes, and any
+thread may wake it.
 """
 
 from __future__ import annotations
@@ -43,27 +44,27 @@ class SendLink(Protocol):
         ...
 
     def head(self, job: Job, checksum: bytes, *, slot: int = 0, length: int = 0) -> bytes:
-        """The chunk's frame with its stamps; `length` bytes of the path follow it on the socket.
+        """The chunk's frame with its stamps. The path then writes `length` bytes to the socket.
 
-        Call it after the bytes were copied or their checksum computed. Raises StaleSource, which `post` passes on:
-        nothing of the job was posted, and its source blocks are no longer read.
+        Call it after the bytes were copied or their checksum was computed. Raises StaleSource, which `post` passes on:
+        nothing of the job was sent, and its source blocks are no longer read.
         """
         ...
 
     def views(self, job: Job) -> list[memoryview]:
-        """The job's bytes in the pool: of its source blocks, its part."""
+        """The job's bytes in the pool: its part of its source blocks."""
         ...
 
     def extent_of(self, job: Job) -> Extent:
-        """The same for each block of a pool on a device, where a part is equal runs of bytes."""
+        """The part's bytes in each block, for a pool on a device."""
         ...
 
     def finished(self, job: Job) -> None:
-        """The job's source blocks are no longer read, whether all of it was sent or not."""
+        """The job's source blocks are no longer read. It may be sent only in part."""
         ...
 
     def stale(self, job: Job, error: str) -> None:
-        """For a path that calls `head` after `post` has returned: StaleSource was raised, with this text."""
+        """For a path that calls `head` after `post` has returned: `head` raised StaleSource with this text."""
         ...
 
     def wake(self) -> None:
@@ -97,7 +98,7 @@ class SendPath(Protocol):
         ...
 
     def abandon(self, job: Job) -> None:
-        """The job's transfer has failed: `link.finished` must be called as soon as possible. May be called again."""
+        """The job's transfer has failed, so call `link.finished` as soon as possible. May be called again."""
         ...
 
     def on_credit(self, frame: Frame) -> None:
@@ -126,11 +127,11 @@ class ReceiveLink(Protocol):
     def digest(self, views: Iterable[memoryview]) -> bytes: ...
 
     def views(self, claim: Claim) -> list[memoryview]:
-        """The places of the claim's bytes in the pool, in the order in which they arrive."""
+        """The places of the claim's bytes in the pool, in the order in which they are sent."""
         ...
 
     def size_of(self, frame: Frame) -> int:
-        """The bytes that a chunk brings."""
+        """The size of a chunk."""
         ...
 
     def enter(self, claim: Claim) -> bool:
@@ -142,7 +143,7 @@ class ReceiveLink(Protocol):
         ...
 
     def settle(self, claim: Claim, frame: Frame, checksum: bytes) -> None:
-        """The whole chunk is in place, and this is the checksum of the received bytes. Any thread may call it."""
+        """The whole chunk is in place; `checksum` is that of the received bytes. Any thread may call it."""
         ...
 
 
@@ -169,7 +170,7 @@ class Transport(Protocol):
 
     kind: int  # of TransportKind
     name: str
-    is_same_host: bool  # requires that both ends can share memory
+    is_same_host: bool  # requires that both processes can share memory
     is_for_hosts: bool  # supports pools in host memory
     is_for_devices: bool  # supports pools on a GPU
     divides_blocks: bool  # can send blocks in groups of layers
@@ -193,9 +194,9 @@ class Transport(Protocol):
         ...
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
-        """After the ticket: the messages of the halves before the first frame. Blocking. Raises OSError."""
+        """Exchanges the transport's messages after the ticket and before the first frame. Blocking. Raises OSError."""
         ...
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
-        """The other end of `sender`. Raises OSError."""
+        """The receiver's side of `sender`. Raises OSError."""
         ...

@@ -1,5 +1,4 @@
-"""How the two ends of a transport connect: sockets between two ends on one host, and the messages before the first
-frame."""
+"""Sockets between two processes of one host, and the handshake messages before the first frame."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ TAKEN: Final = b"PDOK"  # the receiver has accepted the offer
 
 
 class UnixListener:
-    """The listener of transports whose two ends share a host."""
+    """The listening socket of transports between processes of one host."""
 
     is_same_host = True
 

@@ -1,19 +1,19 @@
-"""nccl: chunks are packed into staging, sent over a communicator of two ranks, and unpacked by the receiver.
+"""nccl: the sender packs chunks into staging and sends them over a communicator; the receiver unpacks them.
 
     sender                                        receiver
     pack into slot k, then CHUNK(slot k)  ----->  a receive into its own slot k is queued
     send slot k                           <-----  CREDIT(slot k): go
                                                   received: unpack under the claim, settle
 
-Neither side therefore waits on the device for an absent peer, and a late sender can write only into staging, never into
-the pool. A chunk without a claim stays in staging. Both ends have equally many slots, the smaller number of the two
-budgets; a receive is queued only after the slot's last chunk was unpacked. Slots are packed and unpacked in parallel,
-on several streams. Messages use one stream and one communicator: NCCL executes a communicator's operations in order on
-any streams, and both ends must issue them in the same order.
-
-A communicator takes device memory, so their number per process is limited. The least recently used pair makes room for
-a new one: its sender is asked, by its own side or by a CREDIT for the slot LEAVE, and closes the connection if no
-transfer is open.
+- Neither side waits on the device for an absent peer. A late sender can write only into staging, never into the pool. A
+  chunk without a claim stays in staging.
+- Both sides have the same number of slots: the smaller one that the two budgets allow. A receive into a slot is queued
+  only when the slot's previous chunk was unpacked.
+- Slots are packed and unpacked in parallel, on several streams. Messages use one stream and one communicator, because
+  NCCL executes the operations of a communicator in order on any streams, and both sides must issue them in one order.
+- A communicator takes device memory, so their number per process is limited. The least recently used pair makes room
+  for a new one: its sender is asked to close, by its own side or with a CREDIT for the slot LEAVE, and does so if it
+  has no open transfer.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class NcclSend:
         self._packing[slot] = job, copying
 
     def abandon(self, job: Job) -> None:
-        """Packing is short, and packed chunks no longer read source blocks."""
+        """Nothing to do: packing is short, and packed chunks no longer read source blocks."""
 
     def on_credit(self, frame: Frame) -> None:
         if frame.slot == LEAVE:
@@ -223,7 +223,7 @@ class Nccl(OnDevice, TcpListener):
     def __init__(
         self, device_of: DeviceOf | None = None, connector: DeviceConnector | None = None, most_pairs: int = MOST_PAIRS
     ) -> None:
-        """The first two stand in for CUDA and NCCL."""
+        """`device_of` and `connector` replace CUDA and NCCL in tests."""
         super().__init__(device_of)
         self._given_connector = connector
         self.pair_slots = PairSlots(most_pairs)
@@ -243,7 +243,7 @@ class Nccl(OnDevice, TcpListener):
             hello = _HELLO.pack(_MAGIC, _padded(connector.version), pool.block_bytes, share.num_slots, len(unique_id))
             sock.settimeout(HANDSHAKE_S)
             sock.sendall(hello + unique_id)
-            # Only after the other end has confirmed that it will join: a rank that waits alone cannot be interrupted.
+            # Only after the receiver has confirmed that it will join, because a waiting rank cannot be interrupted.
             await_taken(sock, "communicator")
             share.shrink(_slots_in(sock.recv(_SLOTS.size), share.num_slots))
             connection = connector.join(device, unique_id, 0)
@@ -293,7 +293,7 @@ class Nccl(OnDevice, TcpListener):
 
 @contextmanager
 def _closed_on_error(connection: DeviceConnection) -> Iterator[None]:
-    """There may be no memory for staging."""
+    """For errors after the connection was made, such as no memory for staging."""
     try:
         yield
     except BaseException:
@@ -304,7 +304,7 @@ def _closed_on_error(connection: DeviceConnection) -> Iterator[None]:
 def _close(device: Device, connection: DeviceConnection, pair_slot: PairSlot, staging: StagingSlots) -> None:
     try:
         connection.close()
-    except TransferFailed as failed:  # it may still write into staging, so it keeps its staging and its place
+    except TransferFailed as failed:  # it may still write into staging, so it keeps its staging and its slot
         log.warning("an NCCL pair does not end", extra={"error": failed.message})
         device.drain()
         return

@@ -1,17 +1,17 @@
-"""nixl: the receiver reads the sender's blocks by NIXL into staging, and copies them from there into the pool.
+"""nixl: the receiver reads the sender's blocks into staging with NIXL, and copies them from there into the pool.
 
     sender                                                  receiver
     sums a chunk, then CHUNK(slot, source numbers)  ----->  READ into staging slot
                                                             DONE: copies under the claim, sums the copy, settles
     may post to the slot again                      <-----  CREDIT(slot)
 
-The receiver's own thread is the only writer of its pool. After an abort, a write by the sender or a read directly into
-the pool would have to be waited for, but the library can neither end one nor prove that it has ended
-(kvtransfer/nixl_agent.py). A dead peer could then block memory indefinitely. The cost is one more copy, of a chunk that
-is in the cache. A late or dead sender can at worst change bytes before their checksum is computed.
+Only the connection's thread writes into the receiver's pool. If the sender wrote into the pool, or NIXL read directly
+into it, an abort would have to wait for that, but the library can neither end a read nor prove that it has ended
+(kvtransfer/nixl_agent.py). A dead peer could then block memory indefinitely. Staging costs one more copy, of a chunk
+that is in the cache. A late or dead sender can at worst change bytes before their checksum is computed.
 
-Pools are in host memory, over UCX. NIXL has no read-only registration: a process with the metadata could also write. So
-the metadata is given only to receivers with a ticket, and covers only the pool.
+Pools are in host memory, and NIXL uses UCX. NIXL has no read-only registration: a process with the metadata could also
+write. So only receivers with a ticket get the metadata, which covers only the pool.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pdserve.v1 import transfer_pb2
 
 NIXL: Final = transfer_pb2.TRANSPORT_KIND_NIXL
 WINDOW: Final = 3  # chunks: one is being hashed, one read, one copied
-HANDSHAKE_S: Final = 30.0  # in a new process the other side first makes its agent and registers its pool
+HANDSHAKE_S: Final = 30.0  # a new process first makes its agent and registers its pool
 MAX_METADATA_BYTES: Final = 65_536  # some 450 with UCX on one host
 _HELLO: Final = struct.Struct("<4sIQQI")  # magic, blocks, bytes per block, address, bytes of the metadata that follow
 _MAGIC: Final = b"PDKX"
@@ -78,7 +78,7 @@ class NixlSend:
         pass
 
     def close(self) -> None:
-        """Other processes may still be reading. Their connection is gone, so they cannot commit anything."""
+        """Other processes may still be reading, but without the connection they cannot commit a chunk."""
         self._agent.serve(-len(self._slots))
         self._slots.clear()
 
@@ -112,7 +112,7 @@ class NixlReceive:
                 self._take(frame, claim)
 
     def close(self) -> None:
-        """Reads in progress go to staging, however long they take."""
+        """Reads in progress continue into staging."""
         self._reader.close()
 
     def _take(self, frame: Frame, claim: Claim) -> None:
@@ -148,7 +148,7 @@ class Nixl(TcpListener):
     divides_blocks = True
 
     def __init__(self, make: MakeLibrary | None = None) -> None:
-        """`make` stands in for the library."""
+        """`make` replaces the library in tests."""
         self._make = make
         self._lock = threading.Lock()  # guards the two
         self._exporter: Agent | None = None

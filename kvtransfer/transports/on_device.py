@@ -1,4 +1,4 @@
-"""What the transports between GPUs share: the device of a pool, or what this system lacks for one."""
+"""What the transports between GPUs share: a pool's device, preparation of its kernels, and packed chunks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ DeviceOf = Callable[[KvPool], Device]
 
 
 def wake_nobody() -> None:
-    """For work that is waited for, or followed by other work that wakes the thread."""
+    """The `wake` of work that is followed by other work, which wakes the thread."""
 
 
 class OnDevice:
     is_for_hosts, is_for_devices = False, True
-    divides_blocks = True  # if a part of a block is equal runs of bytes
+    divides_blocks = True  # if the parts of a block are equal runs of bytes
     packages: tuple[str, ...] = ()  # packages that it needs besides torch and Triton
 
     def __init__(self, device_of: DeviceOf | None = None) -> None:
-        """`device_of` stands in for CUDA."""
+        """`device_of` replaces CUDA in tests."""
         self._device_of = device_of
 
     def why_not(self, *, is_on_host: bool = False) -> str:
@@ -39,16 +39,15 @@ class OnDevice:
         return why_no_cuda(*self.packages)
 
     def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
-        """The first copies of a process import, compile and load for seconds, during which its connections would be
-        silent and assumed dead. So this is called before there are connections, with all runs of a block that will be
-        copied.
+        """Compiles and loads the copy kernels, with all runs of a block that will be copied.
 
-        A kernel is compiled for each combination of alignments, so one run of each is enough: to its place in another
-        block, and into blocks of its own size and back.
+        This takes seconds. It is done before there are connections, because these would be silent meanwhile and be
+        assumed dead. A kernel is compiled for each combination of alignments, so one run of each is copied: to its
+        place in another block, and into a block of its own size and back.
         """
         device = self._device(pool, limits)
         source, scratch = device.pool(), device.staging(2)
-        last: Copying | None = None  # all use the same scratch, one behind the other
+        last: Copying | None = None  # one after the other, because all use the same scratch
         try:
             last = device.copy(source, [0], None, (), wake_nobody, None, last)
             last = device.copy(source, [0], scratch, [0], wake_nobody, None, last)
@@ -63,7 +62,7 @@ class OnDevice:
             scratch.close()
 
     def fence(self, pool: KvPool) -> Fence:
-        """What the pool's engine has queued until now."""
+        """The present point of the engine's stream."""
         return self._device(pool).fence()
 
     def _device(self, pool: KvPool, limits: CopyLimits | None = None) -> Device:
@@ -76,11 +75,11 @@ class OnDevice:
 
 
 def extents_of_part(link: ReceiveLink, part: Part) -> tuple[Extent, Extent]:
-    """The part's bytes in the blocks of the sender and of the receiver. Raises BadFrame unless these are as many, in
-    equal runs."""
+    """The part's bytes in the blocks of the sender and of the receiver. Raises BadFrame unless both are equal runs of
+    the same total size."""
     source, target = link.source.extent(part), link.target.extent(part)
     if source is None or target is None or source.num_bytes != target.num_bytes:
-        raise BadFrame(f"{part}: between devices a part of a block is equal runs of bytes")
+        raise BadFrame(f"{part}: between devices, a part of a block must be equal runs of bytes")
     return source, target
 
 
@@ -95,8 +94,8 @@ def announce_packed(
     frame_slot: int = 0,
     length: int = 0,
 ) -> None:
-    """Sends the frame of a chunk that was copied into a slot of staging, or frees the slot if its transfer has ended.
-    `frame_slot` and `length` are the frame's."""
+    """Sends the frame of a chunk that was copied into a staging slot, or frees the slot if its transfer has ended.
+    `frame_slot` and `length` are fields of the frame."""
     try:
         head = link.head(job, digest, slot=frame_slot, length=length) if job.transfer.session.is_open else b""
     except StaleSource as stale:
@@ -111,5 +110,5 @@ def announce_packed(
 
 
 def _one_of_each(runs: Sequence[Extent]) -> list[Extent]:
-    """Alignments differ at multiples of 16 bytes of addresses, and of 16 words of sizes."""
+    """One run for each alignment: of the address modulo 16 bytes, and of the size modulo 16 words."""
     return list({(one.first % 16, one.num_bytes % 64): one for one in reversed(runs)}.values())

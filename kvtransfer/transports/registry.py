@@ -43,7 +43,7 @@ def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
     if chosen is None:
         where = "in host memory" if is_on_host else "on a GPU"
         allowed = ", ".join(dict.fromkeys(one.name.removesuffix("_staged") for one in fitting))
-        raise ConfigError("transport", name, f"{allowed}: the KV pool lies {where}")
+        raise ConfigError("transport", name, f"{allowed}: the KV pool is {where}")
     if why_not := chosen.why_not(is_on_host=is_on_host):
         raise ConfigError("transport", name, f"another on this system: {why_not}")
     return (chosen.kind,)
@@ -52,11 +52,8 @@ def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
 def prepare(
     pool: KvPool, numbers: Sequence[int], runs: Sequence[Extent] = (), limits: CopyLimits | None = None
 ) -> None:
-    """Does in advance what would take seconds in the first transfer of a pool on a GPU. Its blocks may be sent by these
-    runs of bytes.
-
-    May raise TransferFailed.
-    """
+    """Prepares the transports of a pool on a GPU, which would take seconds in its first transfer. `runs`: all byte runs
+    in which its blocks may be sent. May raise TransferFailed."""
     if pool.is_on_host:
         return
     for transport in (TRANSPORTS[kind] for kind in numbers):

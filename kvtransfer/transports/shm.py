@@ -1,7 +1,7 @@
 """shm: the receiver maps the sender's pool and copies blocks out of it, once.
 
-Only the receiver writes into its pool, so no write follows a cancel. A late, faulty or dead sender can at worst change
-bytes before the receiver reads them, and the checksum then differs from the announced one.
+Only the receiver writes into its pool, so no write follows an abort. A late, faulty or dead sender can at worst change
+bytes before the receiver reads them. The checksum then differs from the announced one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pdserve.v1 import transfer_pb2
 
 SHM: Final = transfer_pb2.TRANSPORT_KIND_SHM
 
-# The sender hashes a chunk while the receiver copies the previous one, which the hash has brought into the cache. So a
-# few chunks must fit into the last-level cache, and each must be large compared with a system call on both sides.
+# The sender hashes a chunk while the receiver copies the previous one, which hashing has brought into the cache. So a
+# few chunks must fit into the last-level cache, and the copy of each must take much longer than a system call.
 CHUNK_BYTES: Final = 4 * 2**20
 WINDOW: Final = 3  # chunks that are announced but not yet copied
 _LEAST_CHUNK_BYTES: Final = CHUNK_BYTES // 2 ** (WINDOW - 1)
@@ -37,7 +37,7 @@ HANDSHAKE_S: Final = 5.0
 
 @final
 class ShmSend:
-    """A chunk's frame is followed by its source blocks' numbers; the receiver gives the slot back once it has read."""
+    """The numbers of the source blocks follow a chunk's frame. The receiver returns the slot when it has read them."""
 
     def __init__(self) -> None:
         self._slots = Slots(WINDOW)
@@ -47,7 +47,7 @@ class ShmSend:
 
     @property
     def chunk_bytes(self) -> int:
-        """Smaller if the receiver has little to do, so that it begins soon."""
+        """Smaller while the receiver has little to do, so that it can begin soon."""
         return _LEAST_CHUNK_BYTES << len(self._slots)
 
     @property
@@ -96,7 +96,7 @@ class ShmReceive:
         link.settle(claim, frame, digest)
 
     def _copy(self, blocks: tuple[int, ...], sources: array[int]) -> bytes:
-        """Whole blocks. The checksum of what was written."""
+        """Copies whole blocks. Returns the checksum of the written bytes."""
         link = self._link
         if self._copier is not None and link.checksum is Checksum.XXH3_64:
             return self._copier.copy(blocks, sources)

@@ -1,6 +1,6 @@
-"""Chunks that the receiver reads from the sender's pool: announced by slot, with the numbers of their source blocks.
+"""Slots of chunks that the receiver reads from the sender's pool. A chunk is announced with its source blocks' numbers.
 
-The sender may post one chunk per slot. The receiver returns a slot once it no longer reads the source.
+The sender may announce one chunk per slot. The receiver returns a slot when it no longer reads the source blocks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _NUMBER_BYTES: Final = 4
 
 @final
 class Slots:
-    """The sender's."""
+    """The slots of a sender."""
 
     def __init__(self, count: int) -> None:
         self._free = deque(range(count))
         self._out: dict[int, Job | None] = {}  # announced; None: abandoned in the meantime
 
     def __len__(self) -> int:
-        """How many are announced."""
+        """The number of announced chunks."""
         return len(self._out)
 
     @property
@@ -52,7 +52,7 @@ class Slots:
         link.writer.write(head + numbers)
 
     def abandon(self, job: Job, link: SendLink) -> None:
-        """Immediate: anything that the receiver still reads belongs to a transfer that it will not commit."""
+        """Finishes the job immediately: the receiver may still read the blocks, but will not commit the transfer."""
         for slot in [slot for slot, one in self._out.items() if one is job]:
             self._out[slot] = None
             link.finished(job)
@@ -67,7 +67,7 @@ class Slots:
             link.finished(job)
 
     def clear(self) -> None:
-        """The connection is gone, so no chunk is announced any more."""
+        """The connection has ended, so no chunk is announced any more."""
         self._out.clear()
 
 

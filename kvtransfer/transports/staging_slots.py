@@ -1,4 +1,4 @@
-"""A connection's staging slots on a device, each with pinned host memory for bytes that are sent by a socket."""
+"""A connection's staging slots on a device, if needed with pinned host memory for a socket."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ def slot_size(block_bytes: int, slot_bytes: int) -> int:
 
 @final
 class StagingSlots:
-    """Each slot is an allocation of its own, so that slots of one size are reused by connections with other numbers of
-    slots."""
+    """Each slot is a separate allocation, so that connections with other numbers of slots can reuse it."""
 
     def __init__(self, device: Device, block_bytes: int, share: StagingShare, *, is_pinned: bool = False) -> None:
         """Takes the share over. Raises TransferFailed if the device or the host has no memory left."""
@@ -41,7 +40,7 @@ class StagingSlots:
         return self._slots[slot]
 
     def dense(self, slot: int, num_bytes: int) -> Blocks:
-        """The slot as blocks of that size."""
+        """The slot as blocks of `num_bytes` bytes."""
         return self._slots[slot].cut(0, self._blocks, num_bytes)
 
     def host(self, slot: int) -> Pinned:

@@ -1,4 +1,4 @@
-"""tcp: a chunk's bytes follow its frame, from the source blocks through the socket into the granted blocks."""
+"""tcp: a chunk's bytes follow its frame on the socket, directly from the source blocks and into the granted blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCRATCH_BYTES: Final = 64 * 1024
 
 @final
 class TcpSend:
-    """One chunk at a time; its source blocks are read until the socket has taken them."""
+    """Sends one chunk at a time. Its source blocks are read until all of it is written to the socket."""
 
     chunk_bytes = CHUNK_BYTES
 
@@ -46,7 +46,7 @@ class TcpSend:
         self._link.writer.detach()
 
     def on_credit(self, frame: Frame) -> None:
-        raise BadFrame("credit, which tcp has no use for")
+        raise BadFrame("a CREDIT frame, which tcp does not use")
 
     def poll(self) -> None:
         pass
@@ -109,7 +109,7 @@ def discard(channel: Channel, num_bytes: int) -> None:
 
 
 class TcpListener:
-    """The listener of transports whose ends may be on any hosts."""
+    """The listening socket of transports between any hosts."""
 
     is_same_host = False
 

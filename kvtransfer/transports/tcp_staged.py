@@ -1,14 +1,14 @@
-"""tcp_staged: tcp for pools on GPUs. Blocks are gathered into pinned memory, sent from there, and scattered there.
+"""tcp_staged: tcp for pools on GPUs. The sender gathers blocks into pinned memory; the receiver scatters them from it.
 
     sender                                              receiver
     gather blocks into slot k, on the device
     slot k to pinned memory, then CHUNK and its bytes -->  into a slot of pinned memory
     the slot is free once the socket has taken it          to the device, then scattered under the claim: settle
 
-The two steps of a slot use one stream, and slots use several streams, so that one is gathered while another is copied
-to the host. Either end may be in host memory, where a slot is filled and emptied immediately, so every pair can use
-this transport. The devices compute checksums while they gather and scatter, and the two are compared. This detects
-every error in between, also in the driver's copies.
+The two steps of a slot use one stream, and the slots use several streams, so that one slot is gathered while another is
+copied to the host. Either pool may be in host memory, where a slot is filled and emptied immediately, so every pair can
+use this transport. The devices compute checksums while they gather and scatter. Their comparison detects every error in
+between, also in the driver's copies.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from pdserve.v1 import transfer_pb2
 
 TCP_STAGED: Final = transfer_pb2.TRANSPORT_KIND_TCP_STAGED
 SLOT_BYTES: Final = 8 * 2**20  # a launch and a wake take as long as these bytes at 16 GB/s
-_LOOK_S: Final = 0.1  # a wake may have been used for something else
-MOST_SLOTS: Final = 8  # slots of a connection at each end: 55 GB/s of PCIe for a millisecond, from launch to wake
+_LOOK_S: Final = 0.1  # limit of a wait, because another event may have used the wake
+MOST_SLOTS: Final = 8  # slots of a connection on each side: 55 GB/s of PCIe for a millisecond, from launch to wake
 
 
 @final
@@ -45,7 +45,7 @@ class TcpStagedSend:
         self._device, self._pool, self._slots = device, device.pool(), _slots_of(device, block_bytes)
         self._free = deque(range(len(self._slots)))
         self._filling: dict[int, tuple[Job, Copying, Copying]] = {}  # by slot
-        self._filled: deque[tuple[int, bytes, memoryview]] = deque()  # slot, head, bytes: wait for the writer
+        self._filled: deque[tuple[int, bytes, memoryview]] = deque()  # slot, head, bytes: waiting for the writer
 
     def attach(self, link: SendLink) -> None:
         self._link = link
@@ -73,7 +73,7 @@ class TcpStagedSend:
         """Gathering is short, and gathered chunks no longer read source blocks."""
 
     def on_credit(self, frame: Frame) -> None:
-        raise BadFrame("credit, which tcp_staged has no use for")
+        raise BadFrame("a CREDIT frame, which tcp_staged does not use")
 
     def poll(self) -> None:
         for slot, (job, gathering, moving) in list(self._filling.items()):
@@ -142,7 +142,7 @@ class TcpStagedReceive:
             self._link.settle(claim, frame, digest)
 
     def close(self) -> None:
-        """The transfer table may be told that there are no writers only after the last copy."""
+        """Waits for the last copy, because the transfer table frees memory once this connection reports its end."""
         self._device.drain()
         self._slots.close()
 
@@ -151,7 +151,7 @@ class TcpStagedReceive:
 class TcpStaged(OnDevice, TcpListener):
     kind: int = TCP_STAGED
     name = "tcp_staged"
-    is_for_hosts = True  # if the other end is on a device
+    is_for_hosts = True  # if the peer's pool is on a device
 
     def __init__(self, device_of: DeviceOf | None = None) -> None:
         """`device_of` stands in for CUDA."""
@@ -172,6 +172,6 @@ class TcpStaged(OnDevice, TcpListener):
 
 
 def _slots_of(device: Device, block_bytes: int) -> StagingSlots:
-    """Each end has its own number of slots, which the socket decouples."""
+    """The two sides may have different numbers of slots, because the socket decouples them."""
     share = device.budget.take(slot_size(block_bytes, SLOT_BYTES), MOST_SLOTS)
     return StagingSlots(device, block_bytes, share, is_pinned=True)

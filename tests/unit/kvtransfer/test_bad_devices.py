@@ -69,7 +69,7 @@ def test_scattered_parts_are_refused() -> None:
         if is_taken:
             extents_of_part(link, part)
         else:
-            with pytest.raises(BadFrame, match="between devices a part of a block is equal runs of bytes"):
+            with pytest.raises(BadFrame, match="between devices, a part of a block must be equal runs of bytes"):
                 extents_of_part(link, part)
 
 
@@ -138,7 +138,7 @@ def test_a_credit_for_what_was_not_announced_ends_the_pair(make_pair: MakePair, 
     wait_for(lambda: pair.receiver.stats.chunks == 1 and pair.sender.stats.chunks == 1, "the first block")
     [connection] = pair.receiver._connections.values()
     connection.post(Frame(Kind.CREDIT, tag_of(grant.key), slot=2).encode())
-    no_credit = "credit, which tcp_staged has no use for"
+    no_credit = "a CREDIT frame, which tcp_staged does not use"
     assert (no_credit if transport == "tcp_staged" else "credit for slot 2, which is not") in sent.wait().error
     assert received.wait().outcome is ReceiveOutcome.FAILED
     assert_still_serves(pair)
@@ -167,7 +167,7 @@ def test_a_sender_that_would_have_a_device_convert_is_turned_away(
         dial(replace(sender.caller, wire_dtype="int8"), host.endpoint, "d0-1")
     wait_for(lambda: not receiver.peers, "its end")
     errors = [vars(record).get("error") for record in caplog.records]
-    assert "int8 for float32: a pool on a GPU converts nothing" in errors
+    assert "int8 for float32: blocks on a GPU cannot be converted" in errors
     assert receiver.is_healthy
     sender.close()
     receiver.close()

@@ -90,5 +90,5 @@ def test_a_senders_word_from_a_receiver_ends_the_connection(pair: Pair, kind: Ki
 
 
 def test_a_credit_for_what_was_not_announced_ends_the_connection(pair: Pair, transport: str) -> None:
-    expected = {"shm": "credit for slot 7, which is not in use", "tcp": "credit, which tcp has no use for"}
+    expected = {"shm": "credit for slot 7, which is not in use", "tcp": "a CREDIT frame, which tcp does not use"}
     assert say(pair, Frame(Kind.CREDIT, tag_of(pair.grant((1,)).key), slot=7)).endswith(expected[transport])

@@ -263,7 +263,7 @@ def test_a_pool_that_does_not_match_the_fingerprint_is_a_config_error(transport:
 def test_a_transport_that_does_not_exist_yet_is_a_config_error_that_names_those_that_do() -> None:
     with pytest.raises(ConfigError, match="transport: got rdma, expected one of auto, cuda_ipc, nccl, shm, tcp, nixl"):
         make_sender(HostPool(1), fingerprint(), secret=SECRET, worker_id="p", incarnation="i", transport="rdma")
-    with pytest.raises(ConfigError, match="shm, tcp, nixl: the KV pool lies in host memory"):
+    with pytest.raises(ConfigError, match="shm, tcp, nixl: the KV pool is in host memory"):
         make_sender(HostPool(1), fingerprint(), secret=SECRET, worker_id="p", incarnation="i", transport="nccl")
 
 

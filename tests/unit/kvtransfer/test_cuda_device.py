@@ -265,7 +265,7 @@ def test_driver_calls_release_the_gil(library: FakeLibrary) -> None:
 
 def test_a_pool_in_host_memory_is_refused_by_the_paths_between_devices() -> None:
     for transport in (CudaIpc(), Nccl()):
-        with pytest.raises(TransferFailed, match="does not lie on a CUDA device"):
+        with pytest.raises(TransferFailed, match="is not on a CUDA device"):
             transport.fence(HostPool(1))
 
 

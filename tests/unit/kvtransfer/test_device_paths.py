@@ -283,7 +283,7 @@ def test_a_pool_of_another_shape_is_refused_at_once_naming_both_and_harms_nothin
     assert end.error.startswith("kv_shape: got ")
     assert str(mine) in end.error
     assert str(theirs) in end.error
-    assert "a pool on a GPU is not converted" in end.error
+    assert "blocks on a GPU cannot be converted" in end.error
     assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
 
 

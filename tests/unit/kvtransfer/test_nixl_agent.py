@@ -71,7 +71,7 @@ def test_a_process_reads_for_a_limited_number_of_connections(monkeypatch: pytest
     pool = HostPool(4)
     _, metadata = exporter.export(pool)
     importer.reader(metadata, 4096)
-    with pytest.raises(TransferFailed, match="1 connections read already"):
+    with pytest.raises(TransferFailed, match="1 connections are reading"):
         importer.reader(metadata, 4096)
 
 

@@ -60,7 +60,7 @@ def test_a_source_block_of_another_text_fails_the_transfer(make_shapes: MakeShap
     shapes.stamps[0].mark(sources[3], 77)
     received, sent = shapes.begin(grant, text)
     shapes.sender.push(grant.key, list(enumerate(sources)), True)
-    assert failed(shapes, received, sent) == "a source block does not hold what the prompt says"
+    assert failed(shapes, received, sent) == "a source block does not have the content hash of the prompt's block"
     assert shapes.sender.stats.stamp_mismatches == 1
 
 

@@ -140,14 +140,14 @@ def test_a_device_without_pinned_memory_leaves_the_connection_to_others(
     make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(self: FakeDevice, num_bytes: int) -> Any:
-        raise TransferFailed(f"the host pins no {num_bytes} bytes")
+        raise TransferFailed(f"the host cannot pin {num_bytes} bytes")
 
     pair = make_ends("device", "host", transport="tcp_staged")
     monkeypatch.setattr(FakeDevice, "pinned", none)
     received, sent = pair.begin(pair.grant((1,)))
     end = sent.wait()
     assert end.outcome is SendOutcome.FAILED
-    assert f"the host pins no {SLOT_BYTES // BLOCK_BYTES * BLOCK_BYTES} bytes" in end.error
+    assert f"the host cannot pin {SLOT_BYTES // BLOCK_BYTES * BLOCK_BYTES} bytes" in end.error
     pair.receiver.abort(pair.receiver.open_keys[0])
     received.wait()
 
@@ -157,7 +157,7 @@ def test_tcp_of_a_pool_on_a_gpu_is_staged(devices: dict[int, FakeDevice]) -> Non
     assert [name_of(kind) for kind in kinds("tcp", is_on_host=False)] == ["tcp_staged"]
     assert kinds("auto")[-1] == kinds("auto", is_on_host=False)[-1] == TCP_STAGED
     assert kinds("tcp_staged") == (TCP_STAGED,)
-    with pytest.raises(ConfigError, match="cuda_ipc, nccl, tcp: the KV pool lies on a GPU"):
+    with pytest.raises(ConfigError, match="cuda_ipc, nccl, tcp: the KV pool is on a GPU"):
         kinds("shm", is_on_host=False)
     assert TcpStaged().why_not(is_on_host=True) == ""
     assert TRANSPORTS[TCP_STAGED].name == "tcp_staged"
