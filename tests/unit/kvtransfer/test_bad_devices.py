@@ -81,8 +81,8 @@ def test_scattered_parts_are_refused() -> None:
         (
             2,
             1,
-            "groups: got 2, expected 1: layer groups of these blocks are not runs of bytes, which a pool on a GPU "
-            "needs",
+            "groups: got 2, expected 1: layer groups of these blocks are not runs of bytes, as pools on GPUs "
+            "require",
         ),
         (
             1,
