@@ -43,7 +43,7 @@ _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
 @final
 class Driver:
     def __init__(self, library: Any | None = None) -> None:
-        """`library` stands in for libcuda. Raises TransferFailed if there is no CUDA driver."""
+        """`library` replaces libcuda in tests. Raises TransferFailed if there is no CUDA driver."""
         try:
             self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
         except OSError as error:

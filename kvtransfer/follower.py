@@ -1,4 +1,4 @@
-"""A tensor-parallel rank with a pool of its own: computes on the leader's orders, and transfers its heads of KV blocks.
+"""A tensor-parallel rank with a separate pool: computes as the leader orders, and transfers its heads of KV blocks.
 
 python -m kvtransfer.follower RANK PORT own [FLAG ...]      started by pdserve.engine.parallel
 """

@@ -154,7 +154,7 @@ class TcpStaged(OnDevice, TcpListener):
     is_for_hosts = True  # if the peer's pool is on a device
 
     def __init__(self, device_of: DeviceOf | None = None) -> None:
-        """`device_of` stands in for CUDA."""
+        """`device_of` replaces CUDA in tests."""
         super().__init__(device_of)
         self._host_budget = StagingBudget(DEFAULT_STAGING_BYTES)
 

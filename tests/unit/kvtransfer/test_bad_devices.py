@@ -81,8 +81,7 @@ def test_scattered_parts_are_refused() -> None:
         (
             2,
             1,
-            "groups: got 2, expected 1: layer groups of these blocks are not runs of bytes, as pools on GPUs "
-            "require",
+            "groups: got 2, expected 1: layer groups of these blocks are not runs of bytes, as pools on GPUs require",
         ),
         (
             1,

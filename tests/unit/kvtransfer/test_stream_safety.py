@@ -358,11 +358,9 @@ def staged_sender(device: CudaDevice) -> Callable[[int], None]:
 
 def staged_receiver(device: CudaDevice) -> Callable[[int], None]:
     """receive(block): copies a chunk to the device and scatters it."""
-    connector = SimpleNamespace(extent=lambda part: Extent(0, 64))
+    layout = SimpleNamespace(extent=lambda part: Extent(0, 64))
     channel = SimpleNamespace(waker=SimpleNamespace(set=nobody), fill=lambda view, least: None)
-    link = SimpleNamespace(
-        block_bytes=64, source=connector, target=connector, channel=channel, enter=lambda claim: True
-    )
+    link = SimpleNamespace(block_bytes=64, source=layout, target=layout, channel=channel, enter=lambda claim: True)
     path = TcpStagedReceive(link, device)  # type: ignore[arg-type]
 
     def receive(block: int) -> None:
