@@ -63,15 +63,11 @@ class JointTransfers(Generic[Member, Result]):
     def __init__(self, join: Callable[[TransferKey, Sequence[Result], bool], Result]) -> None:
         self._join: Callable[[TransferKey, Sequence[Result], bool], Result] = join
         self._open: dict[TransferKey, _Joint[Member, Result]] = {}
-        self.num_late = 0  # results of parts of unknown transfers
 
     @property
     def keys(self) -> list[TransferKey]:
         """Transfers that have not ended."""
         return list(self._open)
-
-    def __contains__(self, key: TransferKey) -> bool:
-        return key in self._open
 
     def members(self, key: TransferKey) -> list[Member]:
         """The members whose parts of the transfer have not ended."""
@@ -108,7 +104,6 @@ class JointTransfers(Generic[Member, Result]):
         """A member's part has ended, or (receivers, after an abort) is quarantined."""
         joint = self._open.get(key)
         if joint is None or member not in joint.waiting:
-            self.num_late += 1
             return []
         if end.outcome is ReceiveOutcome.QUARANTINED:
             if joint.is_quarantined or not joint.is_aborted:
