@@ -94,7 +94,7 @@ class Storage:
         try:
             self.allocator.check(holders=held)
         except AssertionError as error:
-            self.wrong.append(f"the tables do not balance: {error}")
+            self.wrong.append(f"the block accounting does not balance: {error}")
         for block in range(NUM_BLOCKS):
             self.look(block, "was written at rest")
 
