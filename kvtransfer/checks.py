@@ -18,7 +18,7 @@ def shared_memory() -> Iterator[CheckResult]:
     from kvtransfer.transports.shm import Shm
 
     if why_not := Shm().why_not():
-        yield CheckResult("warn", "shm", why_not, "KV will travel by tcp between workers of this host too")
+        yield CheckResult("warn", "shm", why_not, "KV is sent by tcp between workers of this host, too")
         return
     try:
         setting = _SHARED_HUGE_PAGES.read_text()

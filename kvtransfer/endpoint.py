@@ -1,4 +1,4 @@
-"""Makes the sender or receiver for a transport by name. Worker programs call nothing else for this."""
+"""Makes the sender or receiver for a transport by name. Worker programs use only these two functions."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _suits(block_bytes: int) -> bool:
 def _is_installed() -> bool:
     try:
         import numba  # noqa: F401
-    except ImportError:  # a machine whose pools lie on GPUs
+    except ImportError:  # a machine whose pools are on GPUs
         return False
     return True
 

@@ -171,7 +171,7 @@ class Endpoint:
 
 @final
 class RankServer:
-    """Listens at once. The engine's thread calls `reached` before it computes; everything else runs on other
+    """Listens immediately. The engine's thread calls `reached` before it computes. All other work is done on other
     threads."""
 
     def __init__(

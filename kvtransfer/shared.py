@@ -1,7 +1,7 @@
 """A pool of another process on this machine, mapped read-only.
 
-The owner sends the descriptor of its memory file over the control socket, after the ticket. A descriptor is a
-capability: unlike a name, no other program can open it.
+The owner sends the descriptor of its memory file over the control socket, after the ticket. Unlike a name, a descriptor
+cannot be used by any other program.
 """
 
 from __future__ import annotations
