@@ -16,7 +16,7 @@ QUICK = (
     "all checksums match",
     "the receiver knows no deadline",
     "the sender reads without an access",
-    "an ended transfer stays in the sender's book",
+    "an ended transfer stays in the sender's table",
     "sent when written",
     "a late chunk is asserted on",
 )
