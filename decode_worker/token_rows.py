@@ -1,4 +1,4 @@
-"""The token rows of one call: joined by attempt, and as one message for each router. Pure."""
+"""The token rows of one call: joined by attempt, and as one message for each router. No I/O."""
 
 from __future__ import annotations
 

@@ -74,6 +74,7 @@ PURE = [
     "simulator.metrics",
     "simulator.misses",
     "decode_worker.step",
+    "decode_worker.step_results",
     "simulator.model",
     "simulator.plan",
     "simulator.recorded",
