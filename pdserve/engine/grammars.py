@@ -71,8 +71,8 @@ class Grammars:
 
     def __init__(self, compiler: Compiler | None) -> None:
         """None if grammars are not supported; every row with a grammar then fails."""
-        self.num_words = 0 if compiler is None else compiler.num_words  # of 32 tokens, in a mask
         self.matchers = Matchers(compiler)
+        self.num_words = self.matchers.num_words  # of 32 tokens, in a mask
         self._cursors: OrderedDict[int, Cursor] = OrderedDict()  # by identity of the list
         self._executor: LLExecutor | None = None
         self._words_RW = np.zeros((0, 0), np.int32)

@@ -43,6 +43,7 @@ class Matchers:
 
     def __init__(self, compiler: Compiler | None) -> None:
         self._compiler = compiler
+        self.num_words = 0 if compiler is None else compiler.num_words  # of 32 tokens, in a mask
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._matchers: OrderedDict[tuple[Grammar, tuple[int, ...]], LLMatcher] = OrderedDict()
         self.num_replays = 0
@@ -104,8 +105,7 @@ class Matchers:
 
     def _masks(self, matcher: LLMatcher, drafts: Sequence[int]) -> tuple[bytes, ...]:
         """Leaves the matcher at the same position, or in an error state. No mask if no token is allowed."""
-        assert self._compiler is not None
-        word_W = np.empty(self._compiler.num_words, np.int32)
+        word_W = np.empty(self.num_words, np.int32)
         masks: list[bytes] = []
         num_consumed = 0
         for draft in (*drafts, None):
