@@ -2,7 +2,7 @@
 
 A prompt waits in the inbox, is computed in chunks, and is held until its KV was sent:
 
-    WAITING -> COMPUTING -> SENDING -> (gone)        first come, first served
+    WAITING -> COMPUTING -> SENDING -> (gone)        the order: prefill_worker/ordering.py
     WAITING -> COMPUTING -> (gone)                   its first token must be its last, so its KV is not sent
     WAITING -> COMPUTING -> ENDING -> (gone)         its first token happened to be its last
 
@@ -13,7 +13,7 @@ decided for each prompt at the start of its computation (prefill_worker/pushing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from pdserve.core.attempt import (
@@ -39,6 +39,7 @@ from pdserve.core.protocol import AttemptFailed, FirstToken, Load, Refused, Rele
 from pdserve.core.stamps import content_hash64
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import RowOut
+from prefill_worker.ordering import Pending, PromptOrder, late_tokens, order
 from prefill_worker.prefill_sequence import PrefillSequence, PrefillStage, PrefillStep
 from prefill_worker.pushing import PushRule
 
@@ -50,7 +51,7 @@ class PrefillBatching:
         *,
         blocks: BlockAllocator,
         block_size: int,
-        max_batch_tokens: int,
+        prompt_order: PromptOrder,
         inbox_depth: int,
         end_rule: EndRule,
         pushing: PushRule,
@@ -58,7 +59,7 @@ class PrefillBatching:
         self.blocks = blocks
         self.pushing = pushing
         self._block_size = block_size
-        self._max_batch_tokens = max_batch_tokens
+        self.order = prompt_order
         self._inbox_depth = inbox_depth
         self._end_rule = end_rule
         self._prompts: dict[AttemptKey, PrefillSequence] = {}
@@ -136,22 +137,35 @@ class PrefillBatching:
             hashes=hashes,
         )
         self._prompts[key] = self._waiting[key] = prompt
+        self.order.arrived(attempt.ttft_s)
         return []
 
     def plan(self, now_s: float) -> tuple[PrefillStep, list[PrefillEffect]]:
         """The next step; apply the effects first. No rows: nothing can be computed now."""
         effects = self.expire(now_s)
-        budget = self._max_batch_tokens
+        present = [*self._computing.values(), *self._waiting.values()]
+        first, others = order([self._pending(index, each, now_s) for index, each in enumerate(present)], now_s)
+        budget = self.order.step_tokens(present[(first or others)[0]].computed) if present else 0
+        kept = late_tokens(budget, self._block_size) if first and others else 0
         shares: list[tuple[PrefillSequence, int]] = []
-        load = 0.0
-        for prompt in self._chunks(now_s, effects):
-            count = min(prompt.remaining, budget)
-            shares.append((prompt, count))
-            load += count * (prompt.computed + count / 2)
-            budget -= count
-            if budget == 0:
-                break
-        account = StepAccount(prefill_tokens=self._max_batch_tokens - budget, prefill_token_context=load)
+        is_full = False  # there is no memory for the next prompt; smaller ones do not overtake it
+        for group, limit in ((first, budget - kept), (others, budget)):
+            left = limit - sum(count for _, count in shares)
+            for prompt in (present[index] for index in group):
+                if left == 0:
+                    break
+                if prompt.stage is PrefillStage.WAITING:
+                    is_full = is_full or not self._start(prompt, now_s)
+                    if is_full:
+                        continue
+                    effects += self._begun(prompt)
+                count = min(prompt.remaining, left)
+                shares.append((prompt, count))
+                left -= count
+        account = StepAccount(
+            prefill_tokens=sum(count for _, count in shares),
+            prefill_token_context=sum(count * (prompt.computed + count / 2) for prompt, count in shares),
+        )
         return PrefillStep(shares=shares, account=account, block_size=self._block_size), effects
 
     def wants_layers(self, step: PrefillStep) -> bool:
@@ -259,16 +273,19 @@ class PrefillBatching:
             assert bool(prompt.blocks) == (prompt.stage is not PrefillStage.WAITING), prompt
         assert self._waiting.keys() | self._computing.keys() <= self._prompts.keys()
 
-    def _chunks(self, now_s: float, effects: list[PrefillEffect]) -> Iterable[PrefillSequence]:
-        """Prompts that are being computed, then prompts that can start, until the caller stops iterating."""
-        yield from list(self._computing.values())
-        for key, prompt in list(self._waiting.items()):
-            if not self._start(prompt, now_s):
-                return  # first come, first served: smaller prompts do not overtake
-            if prompt.is_moved:
-                effects.append(SendStarted(key=key, plan=prompt.push.name, groups=prompt.push.groups))
-                effects += self._done(prompt)  # tokens in the prefix cache
-            yield prompt
+    def _pending(self, index: int, prompt: PrefillSequence, now_s: float) -> Pending:
+        remaining_s = self.order.remaining_s(prompt.remaining, prompt.computed)
+        due_at_s = prompt.attempt.first_token_due_at_s
+        if prompt.attempt.output_ids:  # the client has tokens already, and waits for the next one
+            due_at_s = now_s + remaining_s
+        return Pending(index, remaining_s, due_at_s)
+
+    def _begun(self, prompt: PrefillSequence) -> list[PrefillEffect]:
+        """A prompt has started: its transfer begins, with the blocks of the prefix cache."""
+        if not prompt.is_moved:
+            return []
+        start = SendStarted(key=prompt.attempt.key, plan=prompt.push.name, groups=prompt.push.groups)
+        return [start, *self._done(prompt)]
 
     def _start(self, prompt: PrefillSequence, now_s: float) -> bool:
         size = self._block_size

@@ -25,6 +25,7 @@ from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.core.grant import Grant
 from pdserve.core.hashing import chain_key
 from pdserve.core.kv_shape import is_same_bytes
+from pdserve.core.latency import CostModel
 from pdserve.core.overlap import hidden_share
 from pdserve.core.phases import Phase
 from pdserve.core.stamps import BlockStamps
@@ -39,6 +40,7 @@ from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
 from prefill_worker.batching import PrefillBatching
+from prefill_worker.ordering import PromptOrder
 from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import DEVICE_MESSAGE_S, MESSAGE_S, MOST_GROUPS, PushRule
 
@@ -62,7 +64,7 @@ class PrefillProgram(RoleProgram):
         self._batching = PrefillBatching(
             blocks=self.blocks,
             block_size=engine.spec.block_size,
-            max_batch_tokens=config.max_batch_tokens,
+            prompt_order=PromptOrder(CostModel(self.cost), least=engine.spec.block_size, most=config.max_batch_tokens),
             inbox_depth=config.inbox_depth,
             end_rule=self.end_rule,
             pushing=PushRule(
@@ -149,6 +151,7 @@ class PrefillProgram(RoleProgram):
         return lambda num_layers: self.act(self._batching.stored(step, num_layers, of))
 
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
+        self._batching.order.observe(account, step_s)
         moved_bytes = self._sender.moved_bytes
         self._batching.pushing.stepped(account, step_s, moved_bytes - self._moved_bytes)
         self._moved_bytes = moved_bytes

@@ -249,6 +249,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             key=AttemptKey("", request_id, 0),
             prompt_ids=prepared.prompt_ids,
             sampling=sampling,
+            ttft_s=prepared.slo.ttft_s,
             tpot_s=prepared.slo.tpot_s,
             itl_s=prepared.slo.itl_s,
             **prepared.attributes(),

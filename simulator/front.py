@@ -127,7 +127,9 @@ class Front:
             prompt_tokens=row.prompt_tokens,
             output_tokens=row.output_tokens,
             answered=len(command.output_token_ids),
+            ttft_s=row.slo.ttft_s,
             tpot_s=row.slo.tpot_s,
+            waited_s=command.waited_s,
             deadline_s=command.deadline_s,
         )
         if isinstance(command, pr.Prefill):

@@ -48,7 +48,9 @@ class Order:
     prompt_tokens: int
     output_tokens: int
     answered: int  # tokens that the client has
+    ttft_s: float
     tpot_s: float
+    waited_s: float  # since the request arrived at the router
     deadline_s: float | None
 
 
@@ -219,6 +221,8 @@ class Machine(ABC):
             sampling=sampling_of(order.output_tokens),
             arrived_s=now_s,
             deadline_at_s=None if order.deadline_s is None else now_s + order.deadline_s,
+            ttft_s=order.ttft_s,
+            first_token_due_at_s=now_s + order.ttft_s - order.waited_s,
             tpot_s=order.tpot_s,
             names=order.names,
         )

@@ -8,8 +8,10 @@ from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.grant import TransferKey
+from pdserve.core.latency import CostModel
 from pdserve.engine.interface import RowOut
 from prefill_worker.batching import PrefillBatching
+from prefill_worker.ordering import PromptOrder
 from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import PushRule
 from simulator.machine import Environment, Machine, Order
@@ -33,7 +35,9 @@ class Prefiller(Machine):
         self._batching = PrefillBatching(
             blocks=self.blocks,
             block_size=self.block_size,
-            max_batch_tokens=shape.max_batch_tokens,
+            prompt_order=PromptOrder(
+                CostModel(shape.prior or shape.cost), least=self.block_size, most=shape.max_batch_tokens
+            ),
             inbox_depth=shape.inbox_depth,
             end_rule=self.end_rule,
             pushing=PushRule(
@@ -112,7 +116,8 @@ class Prefiller(Machine):
         self.tally.computed(step.account, 1, step_s)
         outs = [DREW if count == prompt.remaining else READ for prompt, count in step.shares]
         self.act(self._batching.apply(step, outs, now_s))
-        self.timed(step.account, step_s)
+        if self.timed(step.account, step_s):
+            self._batching.order.observe(step.account, step_s)
         self.read_inbox()
         self._changed()
         self._go()

@@ -65,6 +65,8 @@ class Attempt(RequestAttributes):
     chain_key: bytes = b""  # of the prefix cache's hash chain
     arrived_s: float = 0.0
     deadline_at_s: float | None = None  # on the clock of `now_s`
+    ttft_s: float | None = None  # TTFT target
+    first_token_due_at_s: float | None = None  # by it, on the clock of `now_s`
     tpot_s: float | None = None  # TPOT target
     itl_s: float | None = None  # as in Slo
 

@@ -54,6 +54,7 @@ class Reserve(_AboutAttempt):
     is_local: bool
     output_token_ids: tuple[int, ...] = ()  # tokens that the client already has
     deadline_s: float | None = None  # time that remains
+    waited_s: float = 0.0  # since the request arrived at the router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,7 @@ class Prefill(_AboutAttempt):
     grant: bytes
     output_token_ids: tuple[int, ...] = ()
     deadline_s: float | None = None
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

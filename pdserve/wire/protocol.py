@@ -107,6 +107,7 @@ def _at(sequence: worker_pb2.Sequence | None, command: pr.Reserve | pr.Prefill) 
     now.output_token_ids.extend(command.output_token_ids)
     if command.deadline_s is not None:
         now.deadline_s = command.deadline_s
+    now.waited_s = command.waited_s
     return now
 
 

@@ -49,7 +49,8 @@ def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Sequenc
     deadline_s = message.deadline_s if message.HasField("deadline_s") else None
     if deadline_s is not None:
         check_duration("deadline_s", deadline_s)
-    for name in ("tpot_s", "itl_s"):
+    check_duration("waited_s", message.waited_s)
+    for name in ("ttft_s", "tpot_s", "itl_s"):
         if message.HasField(name):
             check_duration(name, getattr(message, name), low=SHORTEST_SLO_S)
     attempt = SEQUENCE.decode(
@@ -58,6 +59,7 @@ def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Sequenc
         chain_key=_chain_key(message.cache_salt, limits.hash_seed),
         arrived_s=now_s,
         deadline_at_s=None if deadline_s is None else now_s + deadline_s,
+        first_token_due_at_s=now_s + message.ttft_s - message.waited_s if message.HasField("ttft_s") else None,
     )
     _check_ids("prompt_token_ids", attempt.prompt_ids, limits.vocab_size)
     _check_ids("output_token_ids", attempt.output_ids, limits.vocab_size)

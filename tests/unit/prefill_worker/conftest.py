@@ -10,11 +10,12 @@ import pytest
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule, blocks_for
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import BlocksDone, PrefillEffect
-from pdserve.core.latency import CostPrior
+from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.protocol import FirstToken
 from pdserve.core.types import Sampling
 from pdserve.engine.toy import EOS, ToyEngine
 from prefill_worker.batching import PrefillBatching
+from prefill_worker.ordering import PromptOrder
 from prefill_worker.pushing import PushRule
 
 BLOCK_SIZE = 4
@@ -35,7 +36,7 @@ class Bench:
         self.batching = PrefillBatching(
             blocks=BlockAllocator(num_blocks),
             block_size=BLOCK_SIZE,
-            max_batch_tokens=max_batch_tokens,
+            prompt_order=PromptOrder(CostModel(CostPrior()), least=BLOCK_SIZE, most=max_batch_tokens),
             inbox_depth=inbox_depth,
             end_rule=EndRule(eos_token_ids=frozenset({EOS}), max_context_tokens=num_blocks * BLOCK_SIZE),
             pushing=PushRule(
@@ -64,6 +65,7 @@ class Bench:
         num_granted: int | None = None,
         granted_size: int = BLOCK_SIZE,
         deadline_at_s: float | None = None,
+        ttft_s: float | None = None,
         **sampling: Any,
     ) -> list[PrefillEffect]:
         one = Attempt(
@@ -73,6 +75,8 @@ class Bench:
             sampling=Sampling(**{"temperature": 0.0, "max_tokens": 8, **sampling}),
             arrived_s=self.now_s,
             deadline_at_s=deadline_at_s,
+            ttft_s=ttft_s,
+            first_token_due_at_s=None if ttft_s is None else self.now_s + ttft_s,
         )
         needed = blocks_for(one.num_tokens, granted_size) - held_blocks
         num_granted = needed if num_granted is None else num_granted
