@@ -122,7 +122,7 @@ class Replay:
 class Worker:
     def __init__(self, engine: Engine, prior: CostPrior, *, is_speculating: bool) -> None:
         config = with_device_defaults(WorkerConfig(model="-", worker_id="-"), Role.DECODE, is_gpu=False)
-        self.chunks = ChunkRule(CostModel(prior), least=engine.spec.block_size, most=config.max_batch_tokens)
+        self.chunks = ChunkRule(CostModel(prior), most=config.max_batch_tokens)
         self.drafting = DraftRule(prior, most=config.max_drafts, most_together=config.max_batch_tokens)
         self.num_requests = 0
         self.batching = DecodeBatching(

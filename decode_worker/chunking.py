@@ -6,14 +6,14 @@ from typing import final
 
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostModel
-from pdserve.core.step_rule import chunk_tokens, step_limit
+from pdserve.core.step_rule import LEAST_CHUNK, chunk_tokens, step_limit
 
 
 @final
 class ChunkRule:
     """Chunks of `least` to `most` tokens; `cost` learns from each step."""
 
-    def __init__(self, cost: CostModel, *, least: int, most: int) -> None:
+    def __init__(self, cost: CostModel, *, most: int, least: int = LEAST_CHUNK) -> None:
         self.cost = cost
         self._least = min(least, most)
         self._most = most

@@ -70,7 +70,7 @@ class DecodeProgram(RoleProgram):
         self._fingerprint = fingerprint_of(engine.spec)
         self._receives: dict[AttemptKey, PendingReceive] = {}
         self._num_grants = 0
-        self._chunks = ChunkRule(CostModel(self.cost), least=engine.spec.block_size, most=config.max_batch_tokens)
+        self._chunks = ChunkRule(CostModel(self.cost), most=config.max_batch_tokens)
         self._drafting = (
             DraftRule(self.cost, most=config.max_drafts, most_together=config.max_batch_tokens)
             if config.speculation == "ngram"

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, final
 
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostModel
+from pdserve.core.step_rule import LEAST_CHUNK
 
 STEP_SHARE: Final = 0.25  # of the strictest TTFT target: the longest step
 WEIGHTS: Final = 4.0  # times the time of reading the weights: shorter steps would spend too much time on it
@@ -73,7 +74,7 @@ def _due(one: Pending) -> float:
 class PromptOrder:
     """The rule for one worker; `cost` learns from each step."""
 
-    def __init__(self, cost: CostModel, *, least: int, most: int) -> None:
+    def __init__(self, cost: CostModel, *, most: int, least: int = LEAST_CHUNK) -> None:
         """A step has `least` to `most` tokens."""
         self.cost = cost
         self._least, self._most = min(least, most), most

@@ -64,7 +64,7 @@ class PrefillProgram(RoleProgram):
         self._batching = PrefillBatching(
             blocks=self.blocks,
             block_size=engine.spec.block_size,
-            prompt_order=PromptOrder(CostModel(self.cost), least=engine.spec.block_size, most=config.max_batch_tokens),
+            prompt_order=PromptOrder(CostModel(self.cost), most=config.max_batch_tokens),
             inbox_depth=config.inbox_depth,
             end_rule=self.end_rule,
             pushing=PushRule(

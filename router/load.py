@@ -94,7 +94,6 @@ class DecodeLoad:
                 decode_s=step_s,
                 allowed_s=tightest_s if tightest_s < math.inf else None,
                 held_share=held_share(context, rows, hello.num_blocks, hello.block_size),
-                least=hello.block_size,
                 most=most,
             )
             chunk = self._chunk(MID_PROMPT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from typing import Any, final
 
 from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
@@ -29,9 +29,6 @@ from simulator.runs import StepTimes
 from simulator.speed import Speed
 from simulator.tally import Tally
 from simulator.unreported import UnreportedTokens
-
-# prompt tokens beside decode rows: a block of the live system, whatever the simulated block size
-LEAST_CHUNK: Final = 16
 
 
 @dataclass(slots=True)
@@ -58,8 +55,7 @@ class Decoder(Machine):
     def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
         super().__init__(env, shape, speed, tally, incarnation)
         cost = CostModel(shape.prior or shape.cost)
-        least = min(LEAST_CHUNK, self.block_size)
-        self._chunks = ChunkRule(cost, least=least, most=shape.max_batch_tokens)
+        self._chunks = ChunkRule(cost, most=shape.max_batch_tokens)
         self._batching = DecodeBatching(
             blocks=self.blocks,
             block_size=self.block_size,

@@ -35,9 +35,7 @@ class Prefiller(Machine):
         self._batching = PrefillBatching(
             blocks=self.blocks,
             block_size=self.block_size,
-            prompt_order=PromptOrder(
-                CostModel(shape.prior or shape.cost), least=self.block_size, most=shape.max_batch_tokens
-            ),
+            prompt_order=PromptOrder(CostModel(shape.prior or shape.cost), most=shape.max_batch_tokens),
             inbox_depth=shape.inbox_depth,
             end_rule=self.end_rule,
             pushing=PushRule(

@@ -14,18 +14,19 @@ from pdserve.core.memory_price import longest_step_s
 TARGET_SHARE: Final = 0.9  # of the time that the rows allow; the rest is for the time between steps
 FREE_SHARE: Final = 0.02  # of a step: what a chunk may add if the rows allow nothing
 BLIND_SHARE: Final = 4  # of the largest chunk, if no row has a target
+LEAST_CHUNK: Final = 16  # tokens; a waiting prompt must make progress
 ROUNDING: Final = 1e-6  # tokens; a chunk that fits exactly is not shortened by rounding
 
 
 class StepLimit(NamedTuple):
-    """The longest step with prompt chunks, and the fewest prompt tokens of one: a waiting prompt must make progress."""
+    """The longest step with prompt chunks, and the fewest prompt tokens of one."""
 
     step_s: float
     least_tokens: int
 
 
 def step_limit(
-    cost: CostModel, *, decode_s: float, allowed_s: float | None, held_share: float, least: int, most: int
+    cost: CostModel, *, decode_s: float, allowed_s: float | None, held_share: float, most: int, least: int = LEAST_CHUNK
 ) -> StepLimit:
     """For a step whose decode rows alone take `decode_s`.
 
