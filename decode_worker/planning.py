@@ -7,7 +7,6 @@ other sequence needs soon, and never preempt one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import final
 
 from decode_worker.ahead import step_after
@@ -19,6 +18,7 @@ from decode_worker.slack import allowed_step_s
 from decode_worker.step import Continuation, DecodeStep, places_in
 from pdserve.core.effects import StepAccount
 from pdserve.core.memory_price import held_share
+from pdserve.core.prompt_order import Pending, divide, due_at_s
 
 
 @final
@@ -54,12 +54,7 @@ class Planner:
                 cached=unfinished[0].computed if unfinished else 0,
                 held_share=held_share(context_tokens, len(decoding), sequences.blocks.num_blocks, sequences.block_size),
             )
-            for sequence in self._to_prefill(unfinished, now_s, may_start=not self._is_short):
-                count = min(sequence.remaining, budget)
-                prefilling.append((sequence, count))
-                budget -= count
-                if budget == 0:
-                    break
+            prefilling = self._divide([*unfinished, *sequences.waiting], now_s, budget, decode_s)
         else:
             self.is_starved = False
         drafts = None
@@ -158,17 +153,27 @@ class Planner:
                 decoding.append(sequence)
         return decoding, is_short
 
-    def _to_prefill(
-        self, unfinished: list[DecodeSequence], now_s: float, *, may_start: bool
-    ) -> Iterator[DecodeSequence]:
-        """The sequences to prefill: running ones first, then waiting ones, which are started as the caller iterates."""
-        yield from unfinished
+    def _divide(
+        self, prompts: list[DecodeSequence], now_s: float, budget: int, decode_s: float
+    ) -> list[tuple[DecodeSequence, int]]:
+        """The sequences to prefill; waiting ones are started if there is memory."""
         sequences = self._sequences
-        self.is_starved = not may_start and bool(sequences.waiting)
-        while may_start and sequences.waiting and len(sequences.running) < self._max_batch:
-            oldest = sequences.waiting[0]
-            if not sequences.take_blocks(oldest):
-                self.is_starved = True
-                return  # smaller sequences do not overtake
-            sequences.start(oldest, now_s)
-            yield oldest
+        self.is_starved = self._is_short and bool(sequences.waiting)
+
+        def start(sequence: DecodeSequence) -> bool:
+            if sequence.stage is DecodeStage.RUNNING:
+                return True
+            if self.is_starved or len(sequences.running) >= self._max_batch:
+                return False
+            if not sequences.take_blocks(sequence):
+                self.is_starved = True  # smaller sequences do not overtake
+                return False
+            sequences.start(sequence, now_s)
+            return True
+
+        cost, pending = self._chunks.cost, []
+        for each in prompts:
+            num_steps = -(-each.remaining // budget)
+            remaining_s = cost.prefill_s(each.remaining, each.computed, budget) + num_steps * decode_s
+            pending.append(Pending(each, remaining_s, due_at_s(each.attempt, each.num_output)))
+        return divide(pending, now_s, budget, start)

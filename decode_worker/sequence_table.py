@@ -41,9 +41,8 @@ class SequenceTable:
             self.num_changes += 1
 
     def start(self, sequence: DecodeSequence, now_s: float) -> None:
-        """Starts the oldest waiting sequence. Its blocks are allocated."""
-        assert self.waiting[0] is sequence, sequence
-        del self.waiting[0]
+        """Starts a waiting sequence. Its blocks are allocated."""
+        self.waiting.remove(sequence)
         sequence.computed = sequence.cached
         if sequence.started_s is None:
             sequence.started_s = now_s

@@ -35,11 +35,11 @@ from pdserve.core.effects import (
     StepAccount,
     TransferLost,
 )
+from pdserve.core.prompt_order import Pending, PromptOrder, divide, due_at_s
 from pdserve.core.protocol import AttemptFailed, FirstToken, Load, Refused, Released
 from pdserve.core.stamps import content_hash64
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import RowOut
-from prefill_worker.ordering import Pending, PromptOrder, late_tokens, order
 from prefill_worker.prefill_sequence import PrefillSequence, PrefillStage, PrefillStep
 from prefill_worker.pushing import PushRule
 
@@ -144,24 +144,19 @@ class PrefillBatching:
         """The next step; apply the effects first. No rows: nothing can be computed now."""
         effects = self.expire(now_s)
         present = [*self._computing.values(), *self._waiting.values()]
-        first, others = order([self._pending(index, each, now_s) for index, each in enumerate(present)], now_s)
-        budget = self.order.step_tokens(present[(first or others)[0]].computed) if present else 0
-        kept = late_tokens(budget, self._block_size) if first and others else 0
-        shares: list[tuple[PrefillSequence, int]] = []
         is_full = False  # there is no memory for the next prompt; smaller ones do not overtake it
-        for group, limit in ((first, budget - kept), (others, budget)):
-            left = limit - sum(count for _, count in shares)
-            for prompt in (present[index] for index in group):
-                if left == 0:
-                    break
-                if prompt.stage is PrefillStage.WAITING:
-                    is_full = is_full or not self._start(prompt, now_s)
-                    if is_full:
-                        continue
-                    effects += self._begun(prompt)
-                count = min(prompt.remaining, left)
-                shares.append((prompt, count))
-                left -= count
+
+        def start(prompt: PrefillSequence) -> bool:
+            nonlocal is_full
+            if prompt.stage is PrefillStage.COMPUTING:
+                return True
+            is_full = is_full or not self._start(prompt, now_s)
+            if not is_full:
+                effects.extend(self._begun(prompt))
+            return not is_full
+
+        budget = self.order.step_tokens(present[0].computed) if present else 0
+        shares = divide([self._pending(each) for each in present], now_s, budget, start)
         account = StepAccount(
             prefill_tokens=sum(count for _, count in shares),
             prefill_token_context=sum(count * (prompt.computed + count / 2) for prompt, count in shares),
@@ -273,12 +268,9 @@ class PrefillBatching:
             assert bool(prompt.blocks) == (prompt.stage is not PrefillStage.WAITING), prompt
         assert self._waiting.keys() | self._computing.keys() <= self._prompts.keys()
 
-    def _pending(self, index: int, prompt: PrefillSequence, now_s: float) -> Pending:
+    def _pending(self, prompt: PrefillSequence) -> Pending[PrefillSequence]:
         remaining_s = self.order.remaining_s(prompt.remaining, prompt.computed)
-        due_at_s = prompt.attempt.first_token_due_at_s
-        if prompt.attempt.output_ids:  # the client has tokens already, and waits for the next one
-            due_at_s = now_s + remaining_s
-        return Pending(index, remaining_s, due_at_s)
+        return Pending(prompt, remaining_s, due_at_s(prompt.attempt, len(prompt.attempt.output_ids)))
 
     def _begun(self, prompt: PrefillSequence) -> list[PrefillEffect]:
         """A prompt has started: its transfer begins, with the blocks of the prefix cache."""

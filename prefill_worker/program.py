@@ -28,6 +28,7 @@ from pdserve.core.kv_shape import is_same_bytes
 from pdserve.core.latency import CostModel
 from pdserve.core.overlap import hidden_share
 from pdserve.core.phases import Phase
+from pdserve.core.prompt_order import PromptOrder
 from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, OnLayer
@@ -40,7 +41,6 @@ from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
 from prefill_worker.batching import PrefillBatching
-from prefill_worker.ordering import PromptOrder
 from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import DEVICE_MESSAGE_S, MESSAGE_S, MOST_GROUPS, PushRule
 

@@ -9,9 +9,9 @@ from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.grant import TransferKey
 from pdserve.core.latency import CostModel
+from pdserve.core.prompt_order import PromptOrder
 from pdserve.engine.interface import RowOut
 from prefill_worker.batching import PrefillBatching
-from prefill_worker.ordering import PromptOrder
 from prefill_worker.prefill_sequence import PrefillStep
 from prefill_worker.pushing import PushRule
 from simulator.machine import Environment, Machine, Order

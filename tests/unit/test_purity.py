@@ -49,7 +49,6 @@ PURE = [
     "router.policy",
     "pdserve.worker.timed",
     "prefill_worker.batching",
-    "prefill_worker.ordering",
     "prefill_worker.prefill_sequence",
     "prefill_worker.pushing",
     "decode_worker.ahead",

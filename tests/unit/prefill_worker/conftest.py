@@ -11,11 +11,11 @@ from pdserve.core.attempt import Attempt, AttemptKey, EndRule, blocks_for
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import BlocksDone, PrefillEffect
 from pdserve.core.latency import CostModel, CostPrior
+from pdserve.core.prompt_order import PromptOrder
 from pdserve.core.protocol import FirstToken
 from pdserve.core.types import Sampling
 from pdserve.engine.toy import EOS, ToyEngine
 from prefill_worker.batching import PrefillBatching
-from prefill_worker.ordering import PromptOrder
 from prefill_worker.pushing import PushRule
 
 BLOCK_SIZE = 4

@@ -50,9 +50,9 @@ def test_a_late_prompt_yields_but_gets_a_share(make_bench: Any) -> None:
     bench.offer("late", list(range(24)), ttft_s=1e-6)
     bench.offer("late too", list(range(30, 42)), ttft_s=1e-6)
     bench.offer("on time", list(range(50, 62)), ttft_s=100.0)
-    assert planned(bench) == {"on time": 4, "late": 4}
-    assert planned(bench) == {"on time": 4, "late": 4}
-    assert planned(bench) == {"on time": 4, "late": 4}
+    assert planned(bench) == {"on time": 7, "late": 1}
+    assert planned(bench) == {"on time": 5, "late": 3}
+    assert planned(bench) == {"late": 8}
     assert planned(bench) == {"late": 8}
     assert planned(bench) == {"late": 4, "late too": 4}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from itertools import permutations
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostModel, CostPrior
-from prefill_worker.ordering import LATE_SHARE, Pending, PromptOrder, late_tokens, order
+from pdserve.core.prompt_order import INTERRUPTED, LATE_SHARE, Pending, PromptOrder, divide, order
 
 COST = CostPrior(
     prefill_base_s=0.0,
@@ -22,38 +24,59 @@ COST = CostPrior(
 )
 
 
-def pending(*prompts: tuple[float, float | None]) -> list[Pending]:
-    return [Pending(index, remaining_s, due_at_s) for index, (remaining_s, due_at_s) in enumerate(prompts)]
+@dataclass(frozen=True)
+class Text:
+    number: int
+    remaining: int = 100
+
+
+def pending(*prompts: tuple[float, float | None]) -> list[Pending[Text]]:
+    """Of (compute time that remains, due time)."""
+    return [
+        Pending(Text(number), remaining_s, math.inf if due_at_s is None else due_at_s)
+        for number, (remaining_s, due_at_s) in enumerate(prompts)
+    ]
+
+
+def ordered(prompts: list[Pending[Text]]) -> tuple[list[int], list[int]]:
+    """Numbers of the prompts that are on time, and of the others."""
+    on_time, others = order(prompts, 0.0)
+    return [one.number for one in on_time], [one.number for one in others]
 
 
 def test_the_shortest_comes_first_if_all_are_on_time() -> None:
-    assert order(pending((0.5, 9.0), (0.1, 9.0), (0.3, 9.0)), 0.0) == ([1, 2, 0], [])
+    assert ordered(pending((0.5, 9.0), (0.1, 9.0), (0.3, 9.0))) == ([1, 2, 0], [])
 
 
 def test_a_prompt_that_would_be_late_moves_forward() -> None:
     # After the two short ones, 0 would end at 0.9 and be due at 0.8.
-    assert order(pending((0.5, 0.8), (0.1, 9.0), (0.3, 9.0)), 0.0).on_time == [0, 1, 2]
+    assert ordered(pending((0.5, 0.8), (0.1, 9.0), (0.3, 9.0)))[0] == [0, 1, 2]
 
 
 def test_urgent_prompts_are_ordered_by_due_time() -> None:
     prompts = pending((0.5, 0.9), (0.4, 0.5), (0.1, 9.0))
-    assert order(prompts, 0.0).on_time == [1, 0, 2]
+    assert ordered(prompts)[0] == [1, 0, 2]
 
 
 def test_late_prompts_and_those_without_a_target_keep_their_order() -> None:
     prompts = pending((0.5, 0.4), (0.2, 1.0), (0.1, None), (0.3, -1.0))
-    assert order(prompts, 0.0) == ([1], [0, 2, 3])
+    assert ordered(prompts) == ([1], [0, 2, 3])
+
+
+def test_interrupted_answers_come_first_in_their_order() -> None:
+    prompts = pending((0.1, 9.0), (0.9, INTERRUPTED), (0.2, INTERRUPTED), (0.5, 0.4))
+    assert ordered(prompts) == ([1, 2, 0], [3])
 
 
 def test_no_prompts_have_an_empty_order() -> None:
-    assert order([], 0.0) == ([], [])
+    assert ordered([]) == ([], [])
 
 
-def late(prompts: list[Pending], indexes: list[int]) -> int:
+def late(prompts: list[Pending[Text]], numbers: list[int]) -> int:
     at_s, count = 0.0, 0
-    for index in indexes:
-        at_s += prompts[index].remaining_s
-        count += at_s > (prompts[index].due_at_s or 0.0) + 1e-9
+    for number in numbers:
+        at_s += prompts[number].remaining_s
+        count += at_s > prompts[number].due_at_s + 1e-9
     return count
 
 
@@ -63,11 +86,11 @@ WORK = st.integers(1, 10).map(lambda one: one / 10)
 @given(st.lists(st.tuples(WORK, st.integers(1, 40).map(lambda one: one / 10)), max_size=5))
 def test_every_target_is_met_if_any_order_meets_all(work: list[tuple[float, float]]) -> None:
     prompts = pending(*work)
-    found = order(prompts, 0.0)
-    assert sorted([*found.on_time, *found.others]) == list(range(len(prompts)))
+    on_time, others = ordered(prompts)
+    assert sorted([*on_time, *others]) == list(range(len(prompts)))
     if any(late(prompts, list(one)) == 0 for one in permutations(range(len(prompts)))):
-        assert found.others == []
-        assert late(prompts, found.on_time) == 0
+        assert others == []
+        assert late(prompts, on_time) == 0
 
 
 @given(st.lists(st.tuples(WORK, st.integers(1, 40).map(lambda one: one / 10)), max_size=6), st.integers(0, 5))
@@ -75,7 +98,7 @@ def test_a_prompt_overtakes_only_within_the_slack_of_others(work: list[tuple[flo
     """If first come, first served meets all targets, so does this order."""
     prompts = pending(*work)
     if late(prompts, list(range(len(prompts)))) == 0:
-        assert late(prompts, order(prompts, 0.0).on_time) == 0
+        assert late(prompts, ordered(prompts)[0]) == 0
 
 
 def rule(**prior: float) -> PromptOrder:
@@ -127,6 +150,19 @@ def test_the_rule_learns_the_speed_of_the_worker() -> None:
 
 
 def test_late_prompts_get_a_share_of_each_step() -> None:
-    assert late_tokens(512, 16) == 512 // LATE_SHARE
-    assert late_tokens(64, 16) == 16
-    assert late_tokens(8, 16) == 8
+    prompts = pending((0.5, 9.0), (0.5, 0.1), (0.5, None))
+    shares = divide(prompts, 0.0, 64, lambda _: True)
+    assert [(one.number, count) for one, count in shares] == [(0, 64 - 64 // LATE_SHARE), (1, 64 // LATE_SHARE)]
+
+
+def test_what_prompts_on_time_leave_goes_to_the_others() -> None:
+    prompts = pending((0.5, 9.0), (0.5, 0.1), (0.5, None))
+    shares = divide(prompts, 0.0, 512, lambda _: True)
+    assert [(one.number, count) for one, count in shares] == [(0, 100), (1, 100), (2, 100)]
+
+
+def test_a_prompt_that_cannot_start_gets_no_tokens() -> None:
+    prompts = pending((0.1, 9.0), (0.5, 9.0))
+    shares = divide(prompts, 0.0, 64, lambda one: one.number == 1)
+    assert [(one.number, count) for one, count in shares] == [(1, 64)]
+    assert divide([], 0.0, 64, lambda _: True) == []

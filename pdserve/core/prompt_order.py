@@ -1,0 +1,146 @@
+"""Which prompts a step computes first, and how many tokens it may have. Pure: time is passed as `now_s`.
+
+An answer that was interrupted comes first: its client waits for the next token. It is computed again in the order of
+arrival. Prompts that can meet their TTFT target come next, and the shortest remaining work among them, which keeps the
+mean TTFT low. A prompt that would be late in this order moves forward; prompts that moved forward are ordered by due
+time, the order that meets all targets if any order does. A prompt that will be late in any order, or that has no
+target, waits for the others. The first such prompt gets a share of each step, so it is never starved.
+
+A step is short relative to the strictest TTFT target, because a new prompt waits for its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, Protocol, TypeVar, final
+
+from pdserve.core.attempt import Attempt
+from pdserve.core.effects import StepAccount
+from pdserve.core.latency import CostModel
+from pdserve.core.step_rule import LEAST_CHUNK
+
+STEP_SHARE: Final = 0.25  # of the strictest TTFT target: the longest step
+WEIGHTS: Final = 4.0  # times the time of reading the weights: shorter steps would spend too much time on it
+LATE_SHARE: Final = 8  # one in so many tokens of a step is for prompts that are late or have no target
+INTERRUPTED: Final = -math.inf
+RECENT: Final = 64  # prompts whose TTFT targets may arrive again
+
+
+class Prompt(Protocol):
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute."""
+
+
+P = TypeVar("P", bound=Prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending(Generic[P]):
+    """A prompt that is not completely computed."""
+
+    prompt: P
+    remaining_s: float  # compute time that remains, alone
+    due_at_s: float  # when its first token is due; infinite without a target, INTERRUPTED after its first token
+
+
+def due_at_s(attempt: Attempt, num_output: int) -> float:
+    """`due_at_s` of an attempt whose client has `num_output` tokens."""
+    if num_output:
+        return INTERRUPTED
+    return math.inf if attempt.first_token_due_at_s is None else attempt.first_token_due_at_s
+
+
+def order(pending: Sequence[Pending[P]], now_s: float) -> tuple[list[P], list[P]]:
+    """The prompts that can meet their target, in the order of service, and the others, in the given order.
+
+    `pending` is in the order of arrival.
+    """
+    interrupted: list[P] = []
+    on_time: list[Pending[P]] = []
+    others: list[P] = []
+    for one in pending:
+        if one.due_at_s == INTERRUPTED:
+            interrupted.append(one.prompt)
+        elif now_s + one.remaining_s <= one.due_at_s < math.inf:
+            on_time.append(one)
+        else:
+            others.append(one.prompt)
+    waiting = sorted(on_time, key=lambda one: one.remaining_s)
+    urgent: list[Pending[P]] = []
+    while (late := _first_late(urgent, waiting, now_s)) is not None:
+        waiting.remove(late)
+        urgent = sorted([*urgent, late], key=lambda one: one.due_at_s)
+    return [*interrupted, *(one.prompt for one in (*urgent, *waiting))], others
+
+
+def divide(pending: Sequence[Pending[P]], now_s: float, budget: int, start: Callable[[P], bool]) -> list[tuple[P, int]]:
+    """The prompts of a step of at most `budget` tokens, with the number of tokens for each.
+
+    `start` is called for each prompt before it gets tokens; False: it cannot be computed now. LATE_SHARE of the budget
+    is kept for prompts that are late or have no target.
+    """
+    on_time, others = order(pending, now_s)
+    kept = budget // LATE_SHARE if on_time and others else 0
+    shares: list[tuple[P, int]] = []
+    left = budget - kept
+    for group, more in ((on_time, kept), (others, 0)):
+        for prompt in group:
+            if left == 0:
+                break
+            if start(prompt):
+                count = min(prompt.remaining, left)
+                shares.append((prompt, count))
+                left -= count
+        left += more
+    return shares
+
+
+def _first_late(urgent: Sequence[Pending[P]], waiting: Sequence[Pending[P]], now_s: float) -> Pending[P] | None:
+    """The first of `waiting` that will be late after `urgent` and those before it."""
+    at_s = now_s + sum(one.remaining_s for one in urgent)
+    for one in waiting:
+        at_s += one.remaining_s
+        if at_s > one.due_at_s:
+            return one
+    return None
+
+
+@final
+class PromptOrder:
+    """The rule for one worker; `cost` learns from each step."""
+
+    def __init__(self, cost: CostModel, *, most: int, least: int = LEAST_CHUNK) -> None:
+        """A step has `least` to `most` tokens."""
+        self.cost = cost
+        self._least, self._most = min(least, most), most
+        self._targets_s: deque[float] = deque(maxlen=RECENT)
+
+    def arrived(self, ttft_s: float | None) -> None:
+        """A prompt with this TTFT target has arrived."""
+        if ttft_s is not None:
+            self._targets_s.append(ttft_s)
+
+    def step_tokens(self, cached: int) -> int:
+        """The most tokens of the next step, if its first prompt has `cached` tokens already."""
+        if not self._targets_s:
+            return self._most
+        longest_s = max(STEP_SHARE * min(self._targets_s), WEIGHTS * self.cost.decode_coefficients[0])
+        tokens = self.cost.chunk_tokens(longest_s, 0, 0, cached)
+        return self._most if tokens >= self._most else max(self._least, int(tokens))
+
+    def remaining_s(self, tokens: int, computed: int) -> float:
+        """Compute time of `tokens` after the first `computed`."""
+        return self.cost.prefill_s(tokens, computed, self._most)
+
+    def observe(self, account: StepAccount, step_s: float) -> None:
+        self.cost.observe(
+            rows=0,
+            prefill_tokens=account.prefill_tokens,
+            prefill_token_context=account.prefill_token_context,
+            context_tokens=0,
+            step_s=step_s,
+        )
