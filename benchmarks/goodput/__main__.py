@@ -3,6 +3,7 @@ r"""Goodput of real clusters on this machine: our policy against round-robin and
     python -m benchmarks.goodput                                  # some minutes: two rates, one seed
     python -m benchmarks.goodput --full [--json FILE]             # the published table, about 50 minutes
     python -m benchmarks.goodput --only goodput,colocated --rates 4,8,12 --seeds 1,2,3 --seconds 30
+    python -m benchmarks.goodput --model FOLDER --prompts 32-512 --peer-python PYTHON   # beside `vllm serve`
 
 Open loop: Poisson arrivals, short and long prompts mixed, every prompt different. Attainment is joint: a request counts
 if its whole answer came and met both its TTFT and its TPOT target on the client's clock; rejected and failed requests
@@ -31,7 +32,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.goodput.run import Cell, Contender, Course, attained, run
+from benchmarks.goodput.load import MIXED, Lengths
+from benchmarks.goodput.run import VLLM, Cell, Contender, Course, attained, run
 from benchmarks.goodput.simulated import add_simulated
 from benchmarks.openloop import percentile
 from pdserve.core.json_text import to_json
@@ -40,6 +42,7 @@ from pdserve.core.types import Slo
 CONTENDERS: Final = (
     Contender("goodput", 1, 1),
     Contender("goodput", 0, 2),
+    Contender("goodput", 0, 1),
     Contender("round-robin", 1, 1),
     Contender("colocated", 0, 2),
 )
@@ -58,6 +61,10 @@ def main() -> None:
     parser.add_argument("--ttft", type=float, default=0.5, help="promised, seconds")
     parser.add_argument("--tpot", type=float, default=0.05, help="promised, seconds")
     parser.add_argument("--only", default="", help="contenders whose label begins so, by comma")
+    parser.add_argument("--prompts", type=_range, metavar="A-B", help="tokens of each prompt (short and long mixed)")
+    parser.add_argument("--answers", type=_range, metavar="A-B", default=(16, 64), help="tokens of each answer (16-64)")
+    parser.add_argument("--peer-python", default="", help="a python with vllm, whose server is another contender")
+    parser.add_argument("--peer-dtypes", default="float32,bfloat16", help="its dtypes (float32,bfloat16)")
     parser.add_argument("--set", action="append", default=[], metavar="KIND.FIELD=VALUE", help="as of `pdserve up`")
     parser.add_argument("--json", metavar="FILE", help="every request's outcome; - writes to stdout")
     parser.add_argument("--record", metavar="FOLDER", help="keep the routers' recordings there: benchmarks.prediction")
@@ -67,6 +74,8 @@ def main() -> None:
     settle_s = flags.settle if flags.settle is not None else 60.0 if flags.full else 15.0
     wanted = tuple(flags.only.split(","))
     chosen = [one for one in CONTENDERS if one.label.startswith(wanted)]
+    if flags.peer_python:
+        chosen += [Contender(VLLM, 0, 1, dtype) for dtype in flags.peer_dtypes.split(",")]
     if not chosen:
         parser.error(f"--only: none of {', '.join(one.label for one in CONTENDERS)} begins so")
     course = Course(
@@ -76,7 +85,9 @@ def main() -> None:
         warm_s=settle_s,
         settle_s=settle_s,
         slo=Slo(ttft_s=flags.ttft, tpot_s=flags.tpot),
+        lengths=MIXED if flags.prompts is None else Lengths(prompts=flags.prompts, answers=flags.answers),
         sets=flags.set,
+        peer_python=flags.peer_python,
     )
     cells: list[Cell] = []
     progress = Progress(len(chosen) * len(seeds) * len(rates))
@@ -95,13 +106,21 @@ def main() -> None:
                     progress.step(f"{cell.contender}, {cell.rate_rps:g} requests/s, seed {cell.seed}: {kept:.0%} kept")
 
                 run(contender, course, seed, record, told)
-                add_simulated(record, ran)
+                if contender.policy != VLLM:
+                    add_simulated(record, ran)
                 cells += ran
     progress.end()
     print(report(cells, course, seeds))
     if flags.json:
         text = to_json(as_json(cells, course))
         print(text) if flags.json == "-" else Path(flags.json).write_text(text + "\n")
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if not (low.isdigit() and high.isdigit() and 0 < int(low) <= int(high)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected two token counts such as 32-512")
+    return int(low), int(high)
 
 
 def report(cells: Sequence[Cell], course: Course, seeds: Sequence[int]) -> str:

@@ -7,58 +7,41 @@ TPOT target on average, on the client's clock. Rejected, failed and incomplete a
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
 
+from benchmarks.goodput import vllm_server
+from benchmarks.goodput.load import MIXED, PATIENCE_S, Lengths, Planned, Seen, drive, plan
 from pdserve.core.types import Slo
 from pdserve.launch.running import Running
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
-SHORT_PROMPTS = (24, 160)  # tokens, evenly sampled
-LONG_PROMPTS = (400, 1000)
-LONG_SHARE = 0.25
-ANSWERS = (16, 64)
-PATIENCE_S = 60.0  # the client's timeout for a whole answer
+VLLM = "vllm"
 REPEATED = ((92, 40), (700, 40))  # prompt and answer of the requests that are repeated on the idle cluster
 REPEATS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    policy: str
+    policy: str  # of the router; VLLM: a server of vllm
     prefill: int
     decode: int
+    dtype: str = ""  # of the peer
 
     @property
     def label(self) -> str:
+        if self.policy == VLLM:
+            return f"{VLLM} {self.dtype}"
         return f"{self.policy} {self.prefill}P+{self.decode}D"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A request before it is sent."""
-
-    request_id: str
-    at_s: float
-    prompt: list[int]
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What the client measured."""
-
-    outcome: str  # served, or the status code of the error
-    tokens: int = 0
-    ttft_s: float = float("inf")
-    tpot_s: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +74,6 @@ class Cell:
         return sum(row.ttft_s <= slo.ttft_s and row.tpot_s <= slo.tpot_s for row in self.rows) / len(self.rows)
 
 
-def plan(rate_rps: float, seconds: float, seed: int, name: str) -> list[Planned]:
-    """Poisson arrivals. The same lengths at every rate, as far as they are used; every prompt different, from those of
-    plans of other names too, or prefix caches would know them."""
-    times, lengths = random.Random(f"times {seed} {rate_rps}"), random.Random(f"lengths {seed}")
-    texts = random.Random(f"texts {seed} {name}")
-    planned: list[Planned] = []
-    at_s = times.expovariate(rate_rps)
-    while at_s < seconds:
-        tokens = lengths.randint(*(LONG_PROMPTS if lengths.random() < LONG_SHARE else SHORT_PROMPTS))
-        planned.append(
-            Planned(
-                request_id=f"{name}-{len(planned)}",
-                at_s=at_s,
-                prompt=[texts.randrange(32, 127) for _ in range(tokens)],
-                max_tokens=lengths.randint(*ANSWERS),
-            )
-        )
-        at_s += times.expovariate(rate_rps)
-    return planned
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
     """The load that each policy gets."""
@@ -122,32 +84,40 @@ class Course:
     warm_s: float
     settle_s: float  # predictions count only for requests that arrive so long after the first
     slo: Slo
+    lengths: Lengths = MIXED
     sets: Sequence[str] = ()
+    peer_python: str = ""  # of an environment with vllm
 
 
 def run(contender: Contender, course: Course, seed: int, record: Path | None, told: Callable[[Cell], None]) -> None:
     """Starts the cluster, warms it up, and runs the rates in ascending order; calls `told` after each."""
+    if contender.policy == VLLM:
+        with vllm_server.serve(course.peer_python, course.model, contender.dtype) as server:
+            asyncio.run(_run_peer(server, contender, course, seed, told))
+        return
+    threads = max((os.cpu_count() or 1) // (contender.prefill + contender.decode), 1)
     record_flags = () if record is None else ("--record", str(record))
     words = [f"router.policy={contender.policy}", "router.request_timeout_s=60", *course.sets]
     flags = ["--model", course.model, "--prefill", str(contender.prefill), "--decode", str(contender.decode)]
     for word in words:
         flags += ["--set", word]
-    with Running.start(*flags, *record_flags, timeout_s=120.0, env={"OMP_NUM_THREADS": "1"}) as cluster:
+    with Running.start(*flags, *record_flags, timeout_s=120.0, env={"OMP_NUM_THREADS": str(threads)}) as cluster:
         asyncio.run(_run(cluster.target, contender, course, seed, told))
 
 
 async def _run(target: str, contender: Contender, course: Course, seed: int, told: Callable[[Cell], None]) -> None:
     async with grpc.aio.insecure_channel(target) as channel:
         begin_s = time.perf_counter()
+        ask = partial(_ask, inference_pb2_grpc.InferenceServiceStub(channel), course.slo)
         if course.warm_s:
-            await _drive(channel, plan(course.rates[0], course.warm_s, seed, "warm"), course.slo)
+            await drive(plan(course.rates[0], course.warm_s, seed, "warm", course.lengths), ask)
         await _until_idle(channel)
         floor = await _floor(channel, course.slo)
         for rate_rps in course.rates:
             await _until_idle(channel)
-            planned = plan(rate_rps, course.seconds, seed, f"{rate_rps}-{seed}")
+            planned = plan(rate_rps, course.seconds, seed, f"{rate_rps}-{seed}", course.lengths)
             cell_s = time.perf_counter() - begin_s
-            rows, late_start_s = await _drive(channel, planned, course.slo)
+            rows, late_start_s = await drive(planned, ask)
             cell = Cell(
                 contender=contender.label,
                 rate_rps=rate_rps,
@@ -161,18 +131,19 @@ async def _run(target: str, contender: Contender, course: Course, seed: int, tol
             told(cell)
 
 
-async def _drive(channel: grpc.aio.Channel, planned: Sequence[Planned], slo: Slo) -> tuple[list[Seen], float]:
-    stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    begin_s, late_start_s, tasks = time.perf_counter(), 0.0, []
-    for one in planned:
-        wait_s = begin_s + one.at_s - time.perf_counter()
-        late_start_s = max(late_start_s, -wait_s)
-        await asyncio.sleep(max(0.0, wait_s))
-        tasks.append(asyncio.create_task(_ask(stub, one, slo)))
-    return await asyncio.gather(*tasks), late_start_s
+async def _run_peer(
+    server: vllm_server.Server, contender: Contender, course: Course, seed: int, told: Callable[[Cell], None]
+) -> None:
+    ask = partial(vllm_server.ask, server)
+    if course.warm_s:
+        await drive(plan(course.rates[0], course.warm_s, seed, "warm", course.lengths), ask)
+    for rate_rps in course.rates:
+        planned = plan(rate_rps, course.seconds, seed, f"{rate_rps}-{seed}", course.lengths)
+        rows, late_start_s = await drive(planned, ask)
+        told(Cell(contender=contender.label, rate_rps=rate_rps, seed=seed, rows=rows, late_start_s=late_start_s))
 
 
-async def _ask(stub: inference_pb2_grpc.InferenceServiceStub, one: Planned, slo: Slo) -> Seen:
+async def _ask(stub: inference_pb2_grpc.InferenceServiceStub, slo: Slo, one: Planned) -> Seen:
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=one.prompt),
         sampling=inference_pb2.SamplingParams(
@@ -208,7 +179,7 @@ async def _floor(channel: grpc.aio.Channel, slo: Slo) -> Floor:
         for tokens, answer in REPEATED:
             prompt = [texts.randrange(32, 127) for _ in range(tokens)]
             name = f"floor-{tokens}-{number}"
-            await _ask(ask, Planned(request_id=name, at_s=0.0, prompt=prompt, max_tokens=answer), slo)
+            await _ask(ask, slo, Planned(request_id=name, at_s=0.0, prompt=prompt, max_tokens=answer))
             await _until_idle(channel, pause_s=0.005)
             told = await explain.Explain(cluster_pb2.ExplainRequest(request_id=name))
             for chosen in (each for each in told.candidates if each.is_chosen):
