@@ -152,7 +152,7 @@ class DecodeBatching:
         if sequence is None or sequence.stage is not DecodeStage.RECEIVING or sequence.first_token is not None:
             return None
         sequence.first_token, sequence.ready_s = first_token, max(sequence.ready_s, now_s)
-        sequence.start_clock(len(sequence.tokens) + 1, now_s)
+        sequence.began_output(now_s)
         return self._join(sequence)
 
     def received(

@@ -38,7 +38,7 @@ class DecodeSequence:
     preemptions: int = 0
     started_s: float | None = None  # when computation first began
     ready_s: float = 0.0  # remote: when KV and first token had both arrived
-    first_due_s: float = 0.0  # with a TPOT target: `first_due_s + n * tpot_s` is when its text must have n tokens
+    first_token_at_s: float = 0.0  # of the whole answer; once it decodes
     decoding_since_s: float | None = (
         None  # start of the decode time that is not reported yet; None before the first token
     )
@@ -62,10 +62,9 @@ class DecodeSequence:
         """It also needs the prompt's logprobs, so it prefills from the beginning: a cache holds no logprobs."""
         return self.is_local and self.num_output == 0 and self.attempt.num_top_of_prompt is not None
 
-    def start_clock(self, num_tokens: int, now_s: float) -> None:
-        """The first output token, which makes the text `num_tokens` long, was sampled at `now_s`."""
-        if self.attempt.tpot_s is not None:
-            self.first_due_s = now_s - num_tokens * self.attempt.tpot_s
+    def began_output(self, now_s: float) -> None:
+        """The attempt's first token was sampled at `now_s`. Due times of an interrupted answer go on from before."""
+        self.first_token_at_s = self.attempt.begun_at_s if self.attempt.output_ids else now_s
 
     def row(self, count: int, block_size: int, drafts: Sequence[int] = ()) -> Row:
         """Its next `count` positions. The row samples if no more remain, and may then have drafts."""

@@ -12,6 +12,7 @@ from typing import Final
 
 from decode_worker.decode_sequence import DecodeSequence
 
+DUE_SHARE: Final = 0.95  # of the TPOT target between due times: a reserve for what comes later
 LONGEST_GAP: Final = 4.0  # TPOT targets, or decode steps if these are longer, between two tokens
 
 
@@ -28,15 +29,15 @@ def allowed_step_s(decoding: Sequence[DecodeSequence], now_s: float, decode_s: f
             continue
         longest_s = each.attempt.itl_s
         own_s = LONGEST_GAP * max(tpot_s, decode_s) if longest_s is None else longest_s
-        num_tokens = len(each.tokens)
-        slack_s = each.first_due_s + (num_tokens + 1) * tpot_s - now_s  # until its next token is due
-        if slack_s >= tpot_s:
+        token_s, num_output = DUE_SHARE * tpot_s, each.num_output
+        slack_s = each.first_token_at_s + num_output * token_s - now_s  # until its next token is due
+        if slack_s >= token_s:
             own_s = min(own_s, slack_s)
         else:
-            left = max(each.ends_at - num_tokens, 1)
-            mean_s = tpot_s - (tpot_s - slack_s) / left  # of the steps until its end
+            left = max(each.ends_at - len(each.tokens), 1)
+            mean_s = (each.first_token_at_s + (num_output - 1 + left) * tpot_s - now_s) / left  # until its end
             if mean_s >= decode_s:
-                own_s = mean_s
+                own_s = min(own_s, token_s, mean_s)
         if allowed_s is None or own_s < allowed_s:
             allowed_s = own_s
     return allowed_s

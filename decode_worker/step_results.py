@@ -144,7 +144,7 @@ class StepResults:
             return replace(sampled, decode_queue_s=sequence.decoding_since_s - sequence.ready_s)
         assert sequence.started_s is not None
         sequence.decoding_since_s = now_s
-        sequence.start_clock(len(sequence.tokens), now_s)
+        sequence.began_output(now_s)
         return replace(
             sampled,
             queue_s=sequence.started_s - sequence.attempt.arrived_s,

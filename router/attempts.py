@@ -64,7 +64,7 @@ def on_granted(cluster: ClusterState, event: Granted) -> Sequence[Command]:
         grant=event.grant,
         output_token_ids=request.output_ids,
         deadline_s=request.deadline_left_s(cluster.now_s),
-        waited_s=cluster.now_s - request.arrived_s,
+        waited_s=request.waited_s(cluster.now_s),
     )
     return (prefill,)
 

@@ -305,7 +305,7 @@ def _place(cluster: ClusterState, request: Request, decision: Decision) -> Itera
         is_local=is_local,
         output_token_ids=request.output_ids,
         deadline_s=request.deadline_left_s(now_s),
-        waited_s=now_s - request.arrived_s,
+        waited_s=request.waited_s(now_s),
     )
 
 

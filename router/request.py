@@ -122,6 +122,10 @@ class Request:
         cached = self.cached_blocks.get(view.worker_id, 0) * view.hello.block_size
         return max(self.num_tokens - cached, 1)
 
+    def waited_s(self, now_s: float) -> float:
+        """Since its arrival, or since its first token if there is one."""
+        return now_s - (self.arrived_s if self.first_token_s is None else self.first_token_s)
+
     def deadline_left_s(self, now_s: float) -> float | None:
         return None if self.deadline_at_s is None else max(self.deadline_at_s - now_s, 0.0)
 

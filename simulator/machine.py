@@ -50,7 +50,7 @@ class Order:
     answered: int  # tokens that the client has
     ttft_s: float
     tpot_s: float
-    waited_s: float  # since the request arrived at the router
+    waited_s: float
     deadline_s: float | None
 
 
@@ -222,7 +222,7 @@ class Machine(ABC):
             arrived_s=now_s,
             deadline_at_s=None if order.deadline_s is None else now_s + order.deadline_s,
             ttft_s=order.ttft_s,
-            first_token_due_at_s=now_s + order.ttft_s - order.waited_s,
+            begun_at_s=now_s - order.waited_s,
             tpot_s=order.tpot_s,
             names=order.names,
         )

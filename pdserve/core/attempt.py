@@ -66,7 +66,8 @@ class Attempt(RequestAttributes):
     arrived_s: float = 0.0
     deadline_at_s: float | None = None  # on the clock of `now_s`
     ttft_s: float | None = None  # TTFT target
-    first_token_due_at_s: float | None = None  # by it, on the clock of `now_s`
+    #: When the request arrived at the router; when its first token was sampled if it has output.
+    begun_at_s: float = 0.0
     tpot_s: float | None = None  # TPOT target
     itl_s: float | None = None  # as in Slo
 

@@ -51,7 +51,7 @@ def due_at_s(attempt: Attempt, num_output: int) -> float:
     """`due_at_s` of an attempt whose client has `num_output` tokens."""
     if num_output:
         return INTERRUPTED
-    return math.inf if attempt.first_token_due_at_s is None else attempt.first_token_due_at_s
+    return math.inf if attempt.ttft_s is None else attempt.begun_at_s + attempt.ttft_s
 
 
 def order(pending: Sequence[Pending[P]], now_s: float) -> tuple[list[P], list[P]]:

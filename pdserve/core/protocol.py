@@ -54,7 +54,7 @@ class Reserve(_AboutAttempt):
     is_local: bool
     output_token_ids: tuple[int, ...] = ()  # tokens that the client already has
     deadline_s: float | None = None  # time that remains
-    waited_s: float = 0.0  # since the request arrived at the router
+    waited_s: float = 0.0  # since the request arrived at the router, or since its first token if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

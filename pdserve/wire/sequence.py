@@ -15,6 +15,6 @@ SEQUENCE: Final = Codec(
     worker_pb2.Sequence,
     special={"sampling": Special(sampling_to_proto, sampling_from_proto)},
     renamed={"prompt_ids": "prompt_token_ids", "output_ids": "output_token_ids"},
-    given=("chain_key", "arrived_s", "deadline_at_s", "first_token_due_at_s"),
+    given=("chain_key", "arrived_s", "deadline_at_s", "begun_at_s"),
     ignored=("deadline_s", "waited_s", "traceparent", "cache_salt"),
 )

@@ -59,7 +59,7 @@ def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Sequenc
         chain_key=_chain_key(message.cache_salt, limits.hash_seed),
         arrived_s=now_s,
         deadline_at_s=None if deadline_s is None else now_s + deadline_s,
-        first_token_due_at_s=now_s + message.ttft_s - message.waited_s if message.HasField("ttft_s") else None,
+        begun_at_s=now_s - message.waited_s,
     )
     _check_ids("prompt_token_ids", attempt.prompt_ids, limits.vocab_size)
     _check_ids("output_token_ids", attempt.output_ids, limits.vocab_size)

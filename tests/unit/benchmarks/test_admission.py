@@ -18,6 +18,6 @@ def test_a_row_is_met_only_above_the_policy_without_the_rule_and_every_baseline(
 
 
 def test_the_rule_is_the_only_difference() -> None:
-    assert config(WITHOUT, 0, 0).router.rules_off == ("refusal",)
+    assert config(WITHOUT, 0, 0).router.rules_off == ("rejection",)
     assert config(WITHOUT, 0, 0).workers == config("goodput", 0, 0).workers
     assert {one.role.value for one in config("colocated", 0, 0).workers} == {"decode"}

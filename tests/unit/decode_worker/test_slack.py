@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.decode_sequence import DecodeSequence, DecodeStage
-from decode_worker.slack import LONGEST_GAP, allowed_step_s
+from decode_worker.slack import DUE_SHARE, LONGEST_GAP, allowed_step_s
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.types import Sampling
 
 TPOT_S = 0.05
+DUE_S = DUE_SHARE * TPOT_S  # between due times
 DECODE_S = 0.01
 
 
@@ -42,19 +44,19 @@ def sequence(
         end_ids=frozenset(),
         hashes=[],
     )
-    one.start_clock(len(one.tokens), first_s)
+    one.began_output(first_s)
     one.tokens += [5] * (output - 1)
     return one
 
 
 def test_a_sequence_on_time_allows_one_target() -> None:
-    on_time_s = 9 * TPOT_S  # its tenth token came exactly when due
-    assert allowed_step_s([sequence()], on_time_s, DECODE_S) == pytest.approx(TPOT_S)
+    on_time_s = 9 * DUE_S  # its tenth token came exactly when due
+    assert allowed_step_s([sequence()], on_time_s, DECODE_S) == pytest.approx(DUE_S)
 
 
 def test_slack_lengthens_the_step() -> None:
-    now_s = 9 * TPOT_S - 0.06  # 60 ms ahead
-    assert allowed_step_s([sequence()], now_s, DECODE_S) == pytest.approx(TPOT_S + 0.06)
+    now_s = 9 * DUE_S - 0.06  # 60 ms ahead
+    assert allowed_step_s([sequence()], now_s, DECODE_S) == pytest.approx(DUE_S + 0.06)
 
 
 def test_the_gap_between_two_tokens_is_limited() -> None:
@@ -64,7 +66,7 @@ def test_the_gap_between_two_tokens_is_limited() -> None:
 def test_a_request_may_set_its_longest_gap() -> None:
     assert allowed_step_s([sequence(output=1000, itl_s=0.07)], 0.0, DECODE_S) == pytest.approx(0.07)
     assert allowed_step_s([sequence(output=1000, itl_s=9.0)], 0.0, DECODE_S) == pytest.approx(9.0)
-    assert allowed_step_s([sequence(itl_s=9.0)], 9 * TPOT_S, DECODE_S) == pytest.approx(TPOT_S)
+    assert allowed_step_s([sequence(itl_s=9.0)], 9 * DUE_S, DECODE_S) == pytest.approx(DUE_S)
 
 
 def test_a_late_sequence_shortens_the_step() -> None:
@@ -72,22 +74,34 @@ def test_a_late_sequence_shortens_the_step() -> None:
     assert allowed_step_s([sequence(left=10)], now_s, DECODE_S) == pytest.approx(TPOT_S - 0.02)
 
 
+def test_a_sequence_that_is_late_by_less_than_its_reserve_keeps_its_pace() -> None:
+    assert allowed_step_s([sequence(left=10)], 9 * TPOT_S, DECODE_S) == pytest.approx(DUE_S)
+
+
+def test_the_time_before_an_interruption_counts() -> None:
+    one = sequence(output=1, left=19)
+    one.attempt = replace(one.attempt, output_ids=(4,) * 9, begun_at_s=0.0)
+    one.tokens += [5] * 9
+    one.began_output(0.3)
+    assert allowed_step_s([one], 9 * TPOT_S + 0.2, DECODE_S) == pytest.approx(TPOT_S - 0.02)
+
+
 def test_a_sequence_that_cannot_recover_limits_only_the_gap() -> None:
     hopeless, on_time = sequence(left=2, first_s=-9.0), sequence()
-    now_s = 9 * TPOT_S
+    now_s = 9 * DUE_S
     assert allowed_step_s([hopeless], now_s, DECODE_S) == pytest.approx(LONGEST_GAP * TPOT_S)
-    assert allowed_step_s([hopeless, on_time], now_s, DECODE_S) == pytest.approx(TPOT_S)
+    assert allowed_step_s([hopeless, on_time], now_s, DECODE_S) == pytest.approx(DUE_S)
 
 
 def test_the_least_slack_decides() -> None:
-    now_s = 9 * TPOT_S - 0.08
+    now_s = 9 * DUE_S - 0.08
     ahead, behind = sequence(), sequence(first_s=-0.05)
-    assert allowed_step_s([ahead, behind], now_s, DECODE_S) == pytest.approx(TPOT_S + 0.03)
+    assert allowed_step_s([ahead, behind], now_s, DECODE_S) == pytest.approx(DUE_S + 0.03)
 
 
 def test_sequences_without_a_target_allow_anything() -> None:
     assert allowed_step_s([sequence(tpot_s=None)], 3.0, DECODE_S) is None
-    assert allowed_step_s([sequence(tpot_s=None), sequence()], 9 * TPOT_S, DECODE_S) == pytest.approx(TPOT_S)
+    assert allowed_step_s([sequence(tpot_s=None), sequence()], 9 * DUE_S, DECODE_S) == pytest.approx(DUE_S)
     assert allowed_step_s([], 0.0, DECODE_S) is None
 
 

@@ -76,7 +76,7 @@ class Bench:
             arrived_s=self.now_s,
             deadline_at_s=deadline_at_s,
             ttft_s=ttft_s,
-            first_token_due_at_s=None if ttft_s is None else self.now_s + ttft_s,
+            begun_at_s=self.now_s,
         )
         needed = blocks_for(one.num_tokens, granted_size) - held_blocks
         num_granted = needed if num_granted is None else num_granted

@@ -10,13 +10,30 @@ from tests.unit.router.given import grant
 
 
 def reserve(
-    attempt: int = 1, worker_id: str = "d0", output: tuple[int, ...] = (), *, is_local: bool = False
+    attempt: int = 1,
+    worker_id: str = "d0",
+    output: tuple[int, ...] = (),
+    *,
+    is_local: bool = False,
+    waited_s: float = 0.0,
 ) -> Reserve:
-    return Reserve(key=AttemptKey(worker_id, "a", attempt), is_local=is_local, output_token_ids=output)
+    key = AttemptKey(worker_id, "a", attempt)
+    return Reserve(key=key, is_local=is_local, output_token_ids=output, waited_s=waited_s)
 
 
-def prefill(attempt: int = 1, worker_id: str = "p0", output: tuple[int, ...] = (), decode: str = "d0") -> Prefill:
-    return Prefill(key=AttemptKey(worker_id, "a", attempt), grant=grant("a", attempt, decode), output_token_ids=output)
+def prefill(
+    attempt: int = 1,
+    worker_id: str = "p0",
+    output: tuple[int, ...] = (),
+    decode: str = "d0",
+    waited_s: float = 0.0,
+) -> Prefill:
+    return Prefill(
+        key=AttemptKey(worker_id, "a", attempt),
+        grant=grant("a", attempt, decode),
+        output_token_ids=output,
+        waited_s=waited_s,
+    )
 
 
 def cancel(worker_id: str, attempt: int = 1) -> Cancel:

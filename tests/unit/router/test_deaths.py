@@ -141,7 +141,7 @@ def test_a_silent_worker_is_routed_around_and_then_given_up(given: Given) -> Non
                 assert isinstance(one, Reserve)
                 assert one.worker_id == "d1"
     assert 10.0 <= given.now_s <= 12.5
-    assert commands == [cancel("d0"), cancel("p0"), reserve(2, "d1", (100,))]
+    assert commands == [cancel("d0"), cancel("p0"), reserve(2, "d1", (100,), waited_s=given.now_s)]
 
 
 def test_a_router_that_was_stopped_itself_blames_no_worker(given: Given) -> None:

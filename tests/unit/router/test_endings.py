@@ -102,7 +102,7 @@ def test_requests_wait_a_while_for_decode_workers_to_come_back(given: Given) -> 
     given.lost("d0")
     assert given.arrives() == []
     assert given.at(9.9) == []
-    assert given.connect_decode("d0", generation=2) == [reserve()]
+    assert given.connect_decode("d0", generation=2) == [reserve(waited_s=9.9)]
 
 
 def test_requests_that_waited_long_enough_for_workers_are_rejected(given: Given) -> None:

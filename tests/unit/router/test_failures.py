@@ -43,7 +43,7 @@ def test_rejections_by_everybody_are_waited_out_and_do_not_spin(given: Given) ->
         if given.state.stage_of("a") is Stage.RESERVING:
             given.refused("d0", attempt)
         given.now_s += 0.01
-        if reserve(asked + 1) in given.hand(TimePassed()):
+        if reserve(asked + 1, waited_s=given.now_s) in given.hand(TimePassed()):
             asked += 1
     assert 4 <= asked <= 21, "about one question per retry_after_s in two seconds"
 
@@ -52,7 +52,7 @@ def test_rejections_do_not_use_up_attempts(given: Given) -> None:
     given.arrives()
     for attempt in range(1, 10):
         given.refused("d0", attempt)
-        assert given.at(given.now_s + 1.0) == [reserve(attempt + 1)]
+        assert given.at(given.now_s + 1.0) == [reserve(attempt + 1, waited_s=given.now_s)]
     given.granted(10)
     given.first(100, 10)
     given.committed(attempt=10)

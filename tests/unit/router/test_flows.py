@@ -15,7 +15,7 @@ from tests.unit.router.given import Given
 def test_a_request_goes_through_prefill_transfer_and_decode(given: Given) -> None:
     assert given.arrives() == [reserve()]
     given.now_s = 0.25
-    assert given.granted() == [prefill()]
+    assert given.granted() == [prefill(waited_s=0.25)]
     given.now_s = 0.5
     assert given.first(100) == [emit(0, 100), admit()]
     assert given.committed() == []

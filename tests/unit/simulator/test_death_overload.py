@@ -14,7 +14,7 @@ from simulator.workloads import make_workload
 from simulator.world import simulate
 
 
-@pytest.mark.parametrize(("seed", "least"), [(0, 0.87), (3, 0.97)])
+@pytest.mark.parametrize(("seed", "least"), [(0, 0.85), (3, 0.97)])
 def test_resumed_answers_meet_their_targets_where_the_other_worker_has_the_time(seed: int, least: float) -> None:
     """Judged by their first token, resumed answers all counted as late: each took the worker that was free, not the one
     with its prefix, in order of arrival, and with seed 3 93.5 % of the requests met their targets. With seed 0, 80 %
