@@ -3,6 +3,7 @@
 chat       conversations with eight system prompts (synthetic.py)
 long-tail short prompts, and occasionally a prompt of up to 100,000 tokens
 bursts     chat lengths; requests come in bursts, with silence between them
+short      prompts of 32 to 512 tokens and short answers, for small models and slow processors
 agents     sessions that return with their whole history and a tool's output, so that prompts grow
 
 Each is an open loop at a mean rate: no arrival depends on an answer. Equal seeds give equal requests.
@@ -155,12 +156,24 @@ def agents(*, rate_rps: float, duration_s: float, seed: int = 0) -> Trace:
     )
 
 
+def short(*, rate_rps: float, duration_s: float, seed: int = 0) -> Trace:
+    return Poisson(
+        rate_rps=rate_rps,
+        duration_s=duration_s,
+        seed=seed,
+        prompts=lambda rng: rng.randint(32, 512),
+        outputs=lambda rng: rng.randint(16, 64),
+        name="built-in short",
+    )
+
+
 Workload = Callable[..., Trace]  # (rate_rps, duration_s, seed)
 WORKLOADS: Final[Mapping[str, Workload]] = {
     "chat": chat,
     "long-tail": long_tail,
     "bursts": bursts,
     "agents": agents,
+    "short": short,
 }
 
 

@@ -20,7 +20,7 @@ RULE_NAMES: Final = (
     "path-choice, tandem, least-slack, ageing, fairness, priority, rejection, "
     "shortest, deadline-drop, transfer-price, prefix-value"
 )
-WORKLOAD_NAMES: Final = "chat, long-tail, bursts, agents"
+WORKLOAD_NAMES: Final = "chat, long-tail, bursts, agents, short"
 FORMAT_NAMES: Final = "Mooncake JSONL, Azure CSV, pdserve recording"
 
 

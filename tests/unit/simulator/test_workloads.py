@@ -52,7 +52,7 @@ def test_a_returning_agent_sends_its_whole_history() -> None:
 
 
 def test_a_wrong_workload_is_named_with_what_is_allowed() -> None:
-    with pytest.raises(ConfigError, match="chat, long-tail, bursts, agents"):
+    with pytest.raises(ConfigError, match="chat, long-tail, bursts, agents, short"):
         make_workload("nothing")
     for name in WORKLOADS:
         with pytest.raises(ConfigError, match="rate_rps"):
