@@ -2,10 +2,9 @@
 
 planning.py chooses the work of a step, step_results.py applies its results, and sequence_table.py manages blocks.
 
-    remote:  RECEIVING -> RUNNING -> (gone)            RECEIVING until the KV is verified and the first token is known
-    local:   WAITING -> RUNNING -> (gone)
-    memory exhausted: RUNNING -> WAITING             the youngest; the same tokens are recomputed later
-    abandoned while its blocks may be written: -> ENDING     until the receiver reports the end
+lifecycle.py has the stages of an attempt. A remote one is RECEIVING until its KV is verified and its first token is
+known. When memory is exhausted, the youngest is preempted. One that is abandoned while its blocks may be written is
+ENDING until the receiver reports the end.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from typing import final
 
 from decode_worker.checking import KvCheck
 from decode_worker.chunking import ChunkRule
-from decode_worker.decode_sequence import DecodeSequence, DecodeStage
+from decode_worker.decode_sequence import DecodeSequence
 from decode_worker.drafter import Drafter
 from decode_worker.drafting import DraftRule
+from decode_worker.lifecycle import DecodeMove, DecodeStage
 from decode_worker.planning import Planner
 from decode_worker.sequence_table import SequenceTable
 from decode_worker.step import DecodeStep
@@ -201,7 +201,7 @@ class DecodeBatching:
         if sequence.stage is DecodeStage.ENDING:
             return []
         if sequence.stage is DecodeStage.RECEIVING and not sequence.has_received:
-            sequence.stage = DecodeStage.ENDING
+            sequence.move(DecodeMove.ABANDONED)
             return [ReceiveAborted(key=key)]
         return self._release(sequence)
 

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
+from decode_worker.lifecycle import MOVES, DecodeMove, DecodeStage
 from decode_worker.speculation import Guesser
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
 from pdserve.engine.interface import Row
-
-
-class DecodeStage(Enum):
-    RECEIVING = "receiving"  # blocks are held; the KV or the first token has not arrived
-    WAITING = "waiting"  # will prefill its tokens; has no blocks
-    RUNNING = "running"  # steps compute its tokens
-    ENDING = "ending"  # abandoned, but its blocks may still be written
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -61,6 +54,10 @@ class DecodeSequence:
     def is_scored(self) -> bool:
         """It also needs the prompt's logprobs, so it prefills from the beginning: a cache holds no logprobs."""
         return self.is_local and self.num_output == 0 and self.attempt.num_top_of_prompt is not None
+
+    def move(self, move: DecodeMove) -> None:
+        """Changes the stage. Raises KeyError if the lifecycle has no such move."""
+        self.stage = MOVES[self.stage, move]
 
     def began_output(self, now_s: float) -> None:
         """The attempt's first token was sampled at `now_s`. Due times of an interrupted answer go on from before."""

@@ -11,8 +11,9 @@ from typing import final
 
 from decode_worker.ahead import step_after
 from decode_worker.chunking import ChunkRule
-from decode_worker.decode_sequence import DecodeSequence, DecodeStage
+from decode_worker.decode_sequence import DecodeSequence
 from decode_worker.drafter import Drafter
+from decode_worker.lifecycle import DecodeStage
 from decode_worker.sequence_table import SequenceTable
 from decode_worker.slack import allowed_step_s
 from decode_worker.step import Continuation, DecodeStep, places_in

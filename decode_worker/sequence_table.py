@@ -7,7 +7,8 @@ from typing import final
 
 from decode_worker.ahead import DeferredFree
 from decode_worker.checking import KvCheck
-from decode_worker.decode_sequence import DecodeSequence, DecodeStage
+from decode_worker.decode_sequence import DecodeSequence
+from decode_worker.lifecycle import DecodeMove, DecodeStage
 from pdserve.core.attempt import AttemptKey, blocks_for, shareable_blocks
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.stamps import content_hash64
@@ -46,14 +47,14 @@ class SequenceTable:
         sequence.computed = sequence.cached
         if sequence.started_s is None:
             sequence.started_s = now_s
-        self._run(sequence)
+        self._run(sequence, DecodeMove.STARTED)
 
     def join(self, sequence: DecodeSequence) -> None:
         """The KV of the sequence has arrived: it decodes from the next step on."""
-        self._run(sequence)
+        self._run(sequence, DecodeMove.JOINED)
 
-    def _run(self, sequence: DecodeSequence) -> None:
-        sequence.stage = DecodeStage.RUNNING
+    def _run(self, sequence: DecodeSequence, move: DecodeMove) -> None:
+        sequence.move(move)
         insort(self.running, sequence, key=_age)
         self._count(sequence, 1)
         self.num_changes += 1
@@ -69,7 +70,7 @@ class SequenceTable:
         sequence.epochs = ()
         sequence.computed = sequence.cached = sequence.plain_until = 0
         sequence.preemptions += 1
-        sequence.stage = DecodeStage.WAITING
+        sequence.move(DecodeMove.PREEMPTED)
         self.running.remove(sequence)
         self._count(sequence, -1)
         insort(self.waiting, sequence, key=_age)
@@ -79,6 +80,7 @@ class SequenceTable:
     def remove(self, sequence: DecodeSequence) -> None:
         self.deferred_free.release(sequence)
         sequence.plain_until = 0
+        sequence.move(DecodeMove.RELEASED)
         del self.by_key[sequence.key]
         if sequence in self.running:
             self.running.remove(sequence)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
-from decode_worker.decode_sequence import DecodeSequence, DecodeStage
+from decode_worker.decode_sequence import DecodeSequence
+from decode_worker.lifecycle import DecodeStage
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.effects import StepAccount
 from pdserve.engine.interface import NEW_ROW, PENDING, ContinuedRows, Row

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import final
 
 from decode_worker.checking import KvCheck, WrongBlock
-from decode_worker.decode_sequence import DecodeSequence, DecodeStage
+from decode_worker.decode_sequence import DecodeSequence
+from decode_worker.lifecycle import DecodeStage
 from decode_worker.sequence_table import SequenceTable
 from decode_worker.step import DecodeStep
 from pdserve.core.attempt import EndRule

@@ -1,10 +1,8 @@
 """Chooses the prompt chunks of a step, and allocates and frees the memory of prompts. Pure: time is passed as `now_s`.
 
-A prompt waits in the inbox, is computed in chunks, and is held until its KV was sent:
-
-    WAITING -> COMPUTING -> SENDING -> (gone)        the order: prefill_worker/ordering.py
-    WAITING -> COMPUTING -> (gone)                   its first token must be its last, so its KV is not sent
-    WAITING -> COMPUTING -> ENDING -> (gone)         its first token happened to be its last
+A prompt waits in the inbox, is computed in chunks, and is held until its KV was sent. lifecycle.py has its stages, and
+pdserve/core/prompt_order.py decides which prompt comes first. The KV of a prompt whose first token is its last is not
+sent.
 
 All blocks of a prompt are allocated when its computation starts, so memory cannot run out half-way. From then on a
 sender may read them, so they are freed only after `sent` was called. When finished blocks are passed to the sender is
@@ -40,7 +38,8 @@ from pdserve.core.protocol import AttemptFailed, FirstToken, Load, Refused, Rele
 from pdserve.core.stamps import content_hash64
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import RowOut
-from prefill_worker.prefill_sequence import PrefillSequence, PrefillStage, PrefillStep
+from prefill_worker.lifecycle import PrefillMove, PrefillStage
+from prefill_worker.prefill_sequence import PrefillSequence, PrefillStep
 from prefill_worker.pushing import PushRule
 
 
@@ -211,7 +210,7 @@ class PrefillBatching:
                 effects += [first, *self.cancel(key)]
                 continue
             effects += [*self._done(prompt), first]
-            prompt.stage = PrefillStage.SENDING
+            prompt.move(PrefillMove.COMPUTED)
             del self._computing[key]
         return effects
 
@@ -224,7 +223,7 @@ class PrefillBatching:
         if prompt is None:
             return [Released(key=key)]
         match prompt.stage:
-            case PrefillStage.ENDING:
+            case PrefillStage.ENDING | PrefillStage.RELEASED:
                 return []
             case PrefillStage.WAITING:
                 return self._release(key)
@@ -232,7 +231,7 @@ class PrefillBatching:
                 return self._release(key)
             case PrefillStage.COMPUTING | PrefillStage.SENDING:
                 self._computing.pop(key, None)
-                prompt.stage = PrefillStage.ENDING
+                prompt.move(PrefillMove.ABANDONED)
                 return [SendAborted(key=key)]
 
     def sent(
@@ -300,7 +299,7 @@ class PrefillBatching:
                 held_blocks=prompt.held_blocks,
                 may_divide=prompt.may_divide,
             )
-        prompt.stage = PrefillStage.COMPUTING
+        prompt.move(PrefillMove.STARTED)
         del self._waiting[key]
         self._computing[key] = prompt
         return True
@@ -344,6 +343,7 @@ class PrefillBatching:
 
     def _release(self, key: AttemptKey) -> list[PrefillEffect]:
         prompt = self._prompts.pop(key)
+        prompt.move(PrefillMove.RELEASED)
         self._waiting.pop(key, None)
         self._computing.pop(key, None)
         self.blocks.release(prompt.blocks)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
 
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
 from pdserve.core.effects import StepAccount
 from pdserve.engine.interface import Row
+from prefill_worker.lifecycle import MOVES, PrefillMove, PrefillStage
 from prefill_worker.pushing import BY_CHUNK, PushPlan
-
-
-class PrefillStage(Enum):
-    WAITING = "waiting"
-    COMPUTING = "computing"
-    SENDING = "sending"  # completely computed; the sender may still read
-    ENDING = "ending"  # abandoned, but the sender may still read
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,6 +31,10 @@ class PrefillSequence:
     pushed: int = 0  # leading blocks that were passed to the sender or are held by the receiver
     pushed_groups: int = 0  # number of layers of the following blocks that were passed to the sender
     started_s: float = 0.0
+
+    def move(self, move: PrefillMove) -> None:
+        """Changes the stage. Raises KeyError if the lifecycle has no such move."""
+        self.stage = MOVES[self.stage, move]
 
     @property
     def remaining(self) -> int:

@@ -1,4 +1,5 @@
-"""Writes the pages of docs/reference from the code: settings, commands, metrics and spans. `make reference` runs it.
+"""Writes the pages of docs/reference from the code: settings, commands, metrics and spans, lifecycles on workers.
+`make reference` runs it.
 
     python scripts/reference.py [--check] [--root DIR]
 
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from decode_worker import lifecycle as decode_lifecycle
 from pdserve.cli.main import make_parsers
 from pdserve.config import RouterConfig, WorkerConfig
 from pdserve.core.setting import NAME, Range
@@ -23,6 +25,7 @@ from pdserve.launch.keys import COMPUTED, TOP
 from pdserve.launch.spec import NUM_WORKERS, ClusterSpec
 from pdserve.telemetry.metric_names import METRICS, LabelValues, MetricSpec
 from pdserve.telemetry.names import ATTRIBUTES, SPANS
+from prefill_worker import lifecycle as prefill_lifecycle
 
 COMMAND: Final = "make reference"
 FOLDER: Final = "docs/reference"
@@ -279,6 +282,28 @@ def bucket_rows() -> Iterator[Sequence[str]]:
         yield "<br>".join(map(code, names)), ", ".join(f"{bound:g}" for bound in buckets)
 
 
+# --- lifecycles of workers -------------------------------------------------------------------------------------
+
+
+def lifecycles_page() -> str:
+    lines = [
+        "What happens to an attempt on a worker. An event that is not in a table is a defect of the worker. The router "
+        "has such a table for requests: [Request lifecycle](../lifecycle.md).",
+    ]
+    for name, lifecycle in (("Prefill worker", prefill_lifecycle), ("Decode worker", decode_lifecycle)):
+        lines += ["", f"## {name}", "```mermaid", "stateDiagram-v2"]
+        for stage, label in lifecycle.STARTS.items():
+            lines.append(f"    [*] --> {stage.value}" + (f": {label}" if label else ""))
+        moves = lifecycle.MOVES.items()
+        lines += [f"    {stage.value} --> {after.value}: {move.value}" for (stage, move), after in moves]
+        lines += ["    released --> [*]", "```", ""]
+        lines += table(
+            ("stage", "event", "next stage"),
+            ((stage.value, move.value, after.value) for (stage, move), after in moves),
+        )
+    return page("Lifecycles on workers", "lifecycle.py of both workers", *lines)
+
+
 # --- markdown -------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +333,7 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     f"{FOLDER}/settings.md": settings_page,
     f"{FOLDER}/cli.md": cli_page,
     f"{FOLDER}/metrics.md": metrics_page,
+    f"{FOLDER}/lifecycles.md": lifecycles_page,
 }
 
 if __name__ == "__main__":

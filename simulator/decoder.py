@@ -13,7 +13,7 @@ from typing import Any, final
 
 from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
-from decode_worker.decode_sequence import DecodeStage
+from decode_worker.lifecycle import DecodeStage
 from decode_worker.step import DecodeStep
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr

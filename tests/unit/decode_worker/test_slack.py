@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.decode_sequence import DecodeSequence, DecodeStage
+from decode_worker.decode_sequence import DecodeSequence
+from decode_worker.lifecycle import DecodeStage
 from decode_worker.slack import DUE_SHARE, LONGEST_GAP, allowed_step_s
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.types import Sampling
