@@ -35,10 +35,4 @@ class ChunkRule:
         return chunk_tokens(self.cost, limit, rows=rows, context_tokens=context_tokens, cached=cached, most=self._most)
 
     def observe(self, account: StepAccount, step_s: float) -> None:
-        self.cost.observe(
-            rows=account.decode_rows,
-            prefill_tokens=account.prefill_tokens,
-            prefill_token_context=account.prefill_token_context,
-            context_tokens=account.context_tokens,
-            step_s=step_s,
-        )
+        self.cost.observe_batch(account.timed(step_s))

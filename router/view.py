@@ -168,13 +168,7 @@ class WorkerView:
 
     def timed(self, event: BatchTimed) -> bool:
         """Learns from a finished batch. False: it is not a sample. `load` is updated with the next report."""
-        return self.cost.observe(
-            rows=event.rows,
-            prefill_tokens=event.prefill_tokens,
-            prefill_token_context=event.prefill_token_context,
-            context_tokens=event.context_tokens,
-            step_s=event.step_s,
-        )
+        return self.cost.observe_batch(event)
 
     def queue_s(self, now_s: float) -> float:
         """Predicted time until a prefill that is sent now starts."""

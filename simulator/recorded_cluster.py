@@ -175,13 +175,7 @@ class _Cluster:
 
     def _timed(self, batch: BatchTimed, cost: CostModel) -> None:
         foretold_s = cost.step_s(batch.rows, batch.context_tokens, batch.prefill_tokens, batch.prefill_token_context)
-        is_sample = cost.observe(
-            rows=batch.rows,
-            prefill_tokens=batch.prefill_tokens,
-            prefill_token_context=batch.prefill_token_context,
-            context_tokens=batch.context_tokens,
-            step_s=batch.step_s,
-        )
+        is_sample = cost.observe_batch(batch)
         if is_sample and foretold_s > 0.0:
             self.errors.append(abs(batch.step_s / foretold_s - 1.0))
 

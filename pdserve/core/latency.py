@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from pdserve.core.fit import LONGEST_S, Fit
+from pdserve.core.protocol import BatchTimed
 
 MOST_WORK: Final = 1e15  # limit of tokens times context of a batch
 TYPICAL_TRANSFER_BYTES: Final = 1e7
@@ -115,6 +116,16 @@ class CostModel:
         # A maximum is within the limit if both of its arguments are.
         beside_weights = _length(left_s - decode_base, 0.0, per_token_context, cached)
         return min(beside_weights, _length(left_s - prefill_base, per_token, per_token_context, cached))
+
+    def observe_batch(self, batch: BatchTimed) -> bool:
+        """`observe` with the fields of a report."""
+        return self.observe(
+            rows=batch.rows,
+            prefill_tokens=batch.prefill_tokens,
+            prefill_token_context=batch.prefill_token_context,
+            context_tokens=batch.context_tokens,
+            step_s=batch.step_s,
+        )
 
     def observe(
         self, *, rows: int, prefill_tokens: int, prefill_token_context: float, context_tokens: int, step_s: float

@@ -137,10 +137,4 @@ class PromptOrder:
         return self.cost.prefill_s(tokens, computed, self._most)
 
     def observe(self, account: StepAccount, step_s: float) -> None:
-        self.cost.observe(
-            rows=0,
-            prefill_tokens=account.prefill_tokens,
-            prefill_token_context=account.prefill_token_context,
-            context_tokens=0,
-            step_s=step_s,
-        )
+        self.cost.observe_batch(account.timed(step_s))
