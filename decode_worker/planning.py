@@ -40,9 +40,6 @@ class Planner:
         decoding, self._is_short = self._grow(now_s)
         starts = [sequence.computed for sequence in decoding]
         context_tokens = sum(starts)
-        tpot_s = None
-        if sequences.num_with_tpot:
-            tpot_s = min((each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None), default=None)
         prefilling: list[tuple[DecodeSequence, int]] = []
         all_decode = len(decoding) == len(sequences.running)
         unfinished = [] if all_decode else [each for each in sequences.running[: self._max_batch] if each.remaining > 1]
@@ -60,7 +57,8 @@ class Planner:
             self.is_starved = False
         drafts = None
         if self._drafter is not None and decoding and not prefilling:
-            drafts = self._drafter.draft(decoding, context_tokens, tpot_s)
+            targets_s = (each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None)
+            drafts = self._drafter.draft(decoding, context_tokens, min(targets_s, default=None))
         account = StepAccount(
             decode_rows=len(decoding),
             context_tokens=context_tokens,

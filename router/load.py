@@ -21,8 +21,8 @@ from pdserve.core.step_rule import StepLimit, chunk_tokens, step_limit
 from router.events import WorkerConnected
 
 MID_PROMPT: Final = 4096  # assumed context in the cost of a prompt token, independent of prompts
-TRUSTED_SAMPLES: Final = 16  # steps before the model's error is used
-WIDEST_BAND: Final = 0.25  # relative; a larger error does not leave a worker emptier
+TRUSTED_SAMPLES: Final = 16  # of a cost model, before its predictions and errors count
+WIDEST_BAND: Final = 0.25  # relative limit of the error, so that a noisy machine is not left half empty
 
 
 @final

@@ -24,7 +24,7 @@ from pdserve.core.step_rule import LEAST_CHUNK
 
 STEP_SHARE: Final = 0.25  # of the strictest TTFT target: the longest step
 WEIGHTS: Final = 4.0  # times the time of reading the weights: shorter steps would spend too much time on it
-LATE_SHARE: Final = 8  # one in so many tokens of a step is for prompts that are late or have no target
+PER_LATE_TOKEN: Final = 8  # one in so many tokens of a step is for prompts that are late or have no target
 INTERRUPTED: Final = -math.inf
 RECENT: Final = 64  # prompts whose TTFT targets may arrive again
 
@@ -80,11 +80,11 @@ def order(pending: Sequence[Pending[P]], now_s: float) -> tuple[list[P], list[P]
 def divide(pending: Sequence[Pending[P]], now_s: float, budget: int, start: Callable[[P], bool]) -> list[tuple[P, int]]:
     """The prompts of a step of at most `budget` tokens, with the number of tokens for each.
 
-    `start` is called for each prompt before it gets tokens; False: it cannot be computed now. LATE_SHARE of the budget
-    is kept for prompts that are late or have no target.
+    `start` is called for each prompt before it gets tokens; False: it cannot be computed now. One in
+    PER_LATE_TOKEN tokens of the budget is kept for prompts that are late or have no target.
     """
     on_time, others = order(pending, now_s)
-    kept = budget // LATE_SHARE if on_time and others else 0
+    kept = budget // PER_LATE_TOKEN if on_time and others else 0
     shares: list[tuple[P, int]] = []
     left = budget - kept
     for group, more in ((on_time, kept), (others, 0)):
@@ -125,7 +125,7 @@ class PromptOrder:
             self._targets_s.append(ttft_s)
 
     def step_tokens(self, cached: int) -> int:
-        """The most tokens of the next step, if its first prompt has `cached` tokens already."""
+        """The most tokens of the next step, if `cached` tokens of its first prompt are computed already."""
         if not self._targets_s:
             return self._most
         longest_s = max(STEP_SHARE * min(self._targets_s), WEIGHTS * self.cost.decode_coefficients[0])

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, final
 from pdserve.core.latency import LinkModel
 from pdserve.core.overlap import chunked_exposed_s
 from pdserve.core.step_rule import TARGET_SHARE
-from router.load import DecodeLoad
+from router.load import WIDEST_BAND, DecodeLoad
 from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Links, PolicyInput
 from router.policy.tuning import (
@@ -24,7 +24,6 @@ from router.policy.tuning import (
     LOCALS_PRICED,
     PREFILLS_PAIRED,
     TRANSFER_TIE_S,
-    WIDEST_BAND,
     WORK_WEIGHT,
     WORTH_WAITING,
 )

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
+from router.load import TRUSTED_SAMPLES
 from router.policy.availability import (
     is_decode_open,
     is_prefill_open,
@@ -35,7 +36,6 @@ PREFILLS_PAIRED: Final = 4  # cheapest of each role that are compared as pairs
 DECODES_PAIRED: Final = 8
 PAIRS_SHOWN: Final = 4  # in explanations, the best first
 SMALLEST_SHARE: Final = 0.05  # minimum share of a decode worker's time for local prefills
-TRUSTED_SAMPLES: Final = 16  # samples required before a deadline is considered hopeless
 HOPELESS_SIGMAS: Final = 2.0
 
 

@@ -7,9 +7,6 @@ from typing import Final
 # The cost of a second of a worker's time, in seconds of delay of this request: on average it delays one later request.
 WORK_WEIGHT: Final = 1.0
 
-# Relative limit of the band, so that a noisy machine is not left half empty.
-WIDEST_BAND: Final = 0.25
-
 # Share of a target that waiting for a busy worker must save compared with starting elsewhere now, and that a local
 # placement must save compared with a remote one. Predictions are not more accurate than that.
 WORTH_WAITING: Final = 0.03

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pdserve.core.fit import LONGEST_S
+from router.load import TRUSTED_SAMPLES
 from router.policy.interface import UnloadedEstimate
 from router.view import WorkerView
 
 SIGMAS: Final = 2.0  # of the cost model's recent errors: the limit of certainty
-TRUSTED_SAMPLES: Final = 16  # samples of a worker before its predictions count as certain
 
 
 def unloaded_estimate(

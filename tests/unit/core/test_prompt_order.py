@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostModel, CostPrior
-from pdserve.core.prompt_order import INTERRUPTED, LATE_SHARE, Pending, PromptOrder, divide, order
+from pdserve.core.prompt_order import INTERRUPTED, PER_LATE_TOKEN, Pending, PromptOrder, divide, order
 
 COST = CostPrior(
     prefill_base_s=0.0,
@@ -152,7 +152,7 @@ def test_the_rule_learns_the_speed_of_the_worker() -> None:
 def test_late_prompts_get_a_share_of_each_step() -> None:
     prompts = pending((0.5, 9.0), (0.5, 0.1), (0.5, None))
     shares = divide(prompts, 0.0, 64, lambda _: True)
-    assert [(one.number, count) for one, count in shares] == [(0, 64 - 64 // LATE_SHARE), (1, 64 // LATE_SHARE)]
+    assert [(one.number, count) for one, count in shares] == [(0, 64 - 64 // PER_LATE_TOKEN), (1, 64 // PER_LATE_TOKEN)]
 
 
 def test_what_prompts_on_time_leave_goes_to_the_others() -> None:

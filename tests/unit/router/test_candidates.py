@@ -12,7 +12,7 @@ from pdserve.core.latency import LinkModel
 from pdserve.core.overlap import exposed_s
 from pdserve.core.step_rule import TARGET_SHARE
 from pdserve.core.types import Slo
-from router.load import DecodeLoad
+from router.load import WIDEST_BAND, DecodeLoad
 from router.policy.availability import can_start, opens_in_s
 from router.policy.candidates import (
     PlacementOption,
@@ -27,7 +27,6 @@ from router.policy.tuning import (
     DECODES_PAIRED,
     LOCALS_PRICED,
     PREFILLS_PAIRED,
-    WIDEST_BAND,
     WORK_WEIGHT,
     WORTH_WAITING,
 )

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from pdserve.core.latency import CostPrior
-from router.policy.unloaded import TRUSTED_SAMPLES, unloaded_estimate
+from router.load import TRUSTED_SAMPLES
+from router.policy.unloaded import unloaded_estimate
 from tests.unit.router.test_policy import ask, busy, view
 
 
