@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,14 @@ def test_every_named_test_file_exists(room: str) -> None:
 def test_left_out_tests_exist(test: str) -> None:
     file, name = test.split("::")
     assert f"def {name}(" in (ROOT / file).read_text()
+
+
+SURVIVORS = tomllib.loads((ROOT / "tests/mutants/survivors.toml").read_text())["survivor"]
+
+
+@pytest.mark.parametrize("mutant", [one["mutant"] for one in SURVIVORS])
+def test_survivors_name_lines_that_exist(mutant: str) -> None:
+    module, definition, _, line, _ = mutant.split(" | ")
+    source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    assert f"def {definition}(" in source
+    assert line in map(str.strip, source.split("\n"))
