@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decode_worker.lifecycle import MOVES, DecodeMove, DecodeStage
-from decode_worker.speculation import Guesser
+from decode_worker.speculation import NgramProposer
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
 from pdserve.engine.interface import Row
 
@@ -39,7 +39,7 @@ class DecodeSequence:
     #: Below this length, the next token fills no block, is not the last one by length, and has nothing else to report.
     plain_until: int = 0
     epochs: tuple[int, ...] = ()  # epochs of `blocks` when they were allocated, if kv_check is on
-    guesser: Guesser | None = None  # if the worker speculates
+    proposer: NgramProposer | None = None  # if the worker speculates
 
     @property
     def remaining(self) -> int:

@@ -8,7 +8,7 @@ from typing import final
 from decode_worker.decode_sequence import DecodeSequence
 from decode_worker.drafting import DraftRule
 from decode_worker.sequence_table import SequenceTable
-from decode_worker.speculation import Guesser
+from decode_worker.speculation import NgramProposer
 from pdserve.core.attempt import EndRule
 
 
@@ -23,30 +23,30 @@ class Drafter:
         self, decoding: list[DecodeSequence], context_tokens: int, tpot_s: float | None
     ) -> list[list[int]] | None:
         """Drafts for each decode row, with blocks for them; None if they do not pay."""
-        least = self._rule.least_chance(len(decoding))
-        guesses: list[list[int]] = []
-        chances: list[list[float]] = []
+        least = self._rule.least_probability(len(decoding))
+        drafts: list[list[int]] = []
+        probabilities: list[list[float]] = []
         for sequence in decoding:
-            if sequence.guesser is None:
-                sequence.guesser = Guesser()
-            sequence.guesser.read(sequence.tokens)
-            chances.append(sequence.guesser.chances(self._rule.most, least))
-            guesses.append(self._cut(sequence, sequence.guesser.guess(sequence.tokens, len(chances[-1]))))
-            del chances[-1][len(guesses[-1]) :]
-        counts = self._rule.counts(chances, context_tokens=context_tokens, tpot_s=tpot_s)
+            if sequence.proposer is None:
+                sequence.proposer = NgramProposer()
+            sequence.proposer.read(sequence.tokens)
+            probabilities.append(sequence.proposer.accept_probabilities(self._rule.most, least))
+            drafts.append(self._cut(sequence, sequence.proposer.propose(sequence.tokens, len(probabilities[-1]))))
+            del probabilities[-1][len(drafts[-1]) :]
+        counts = self._rule.counts(probabilities, context_tokens=context_tokens, tpot_s=tpot_s)
         if counts is None:
             return None
-        for sequence, guess, count in zip(decoding, guesses, counts, strict=True):
-            del guess[self._sequences.room_for(sequence, count) :]
-        return guesses if any(guesses) else None
+        for sequence, draft, count in zip(decoding, drafts, counts, strict=True):
+            del draft[self._sequences.room_for(sequence, count) :]
+        return drafts if any(drafts) else None
 
-    def _cut(self, sequence: DecodeSequence, guess: list[int]) -> list[int]:
+    def _cut(self, sequence: DecodeSequence, draft: list[int]) -> list[int]:
         """Without drafts after the end of the text."""
         sampling = sequence.attempt.sampling
         room = min(
             sampling.max_tokens - sequence.num_output - 1, self._end_rule.max_context_tokens - len(sequence.tokens) - 1
         )
-        for index, token in enumerate(guess[: max(0, room)]):
+        for index, token in enumerate(draft[: max(0, room)]):
             if self._end_rule.is_end(sampling, token):
-                return guess[:index]
-        return guess[: max(0, room)]
+                return draft[:index]
+        return draft[: max(0, room)]

@@ -19,7 +19,7 @@ from pdserve.core.latency import CostPrior
 
 SLACK_SHARE: Final = 0.8  # of the TPOT target, because a plain step must follow one whose drafts were rejected
 MARGIN: Final = 1.05  # of the plain rate: margin for errors of prices and probabilities
-LEAST_CHANCE: Final = 0.02
+LEAST_PROBABILITY: Final = 0.02
 REFERENCE_STEPS: Final = 24  # after this many consecutive steps with drafts, one step is plain
 FIRST_PROBE_STEPS: Final = 32  # plain steps with promising drafts, after which the price of drafts is measured again
 LAST_PROBE_STEPS: Final = 1024
@@ -105,31 +105,30 @@ class DraftRule:
         self._prices: dict[int, Price] = {}  # by the power of two of the rows
         self._num_speculated = 0  # consecutive steps with drafts
 
-    def least_chance(self, rows: int) -> float:
+    def least_probability(self, rows: int) -> float:
         """A draft of lower probability costs more than it gains, even if the first one of the step is cheap."""
         price = self._price(rows)
         per_draft = min(price.per_draft, price.first_per_draft)  # a price that is too high must be measured again
-        return max(LEAST_CHANCE, per_draft / max(price.plain, 1e-9))
+        return max(LEAST_PROBABILITY, per_draft / max(price.plain, 1e-9))
 
     def counts(
-        self, chances: Sequence[Sequence[float]], *, context_tokens: int, tpot_s: float | None
+        self, probabilities: Sequence[Sequence[float]], *, context_tokens: int, tpot_s: float | None
     ) -> list[int] | None:
-        """Number of drafts per row; `chances` are the probabilities that its first 1, 2, ... drafts are right. None: a
-        plain step.
+        """Number of drafts per row; None: a plain step. `probabilities`: that its first 1, 2, ... drafts are right.
 
         `tpot_s` is the strictest TPOT target of the rows.
         """
-        ranked = [(chance, row) for row, each in enumerate(chances) for chance in each]
+        ranked = [(probability, row) for row, each in enumerate(probabilities) for probability in each]
         if not ranked or self._num_speculated >= REFERENCE_STEPS:
             return None
         ranked.sort(key=lambda one: -one[0])
         del ranked[self._most_together :]
-        rows = len(chances)
+        rows = len(probabilities)
         price = self._price(rows)
         most_units = float("inf") if tpot_s is None else SLACK_SHARE * tpot_s / self._unit_s(rows, context_tokens)
         best, best_rate, gain = 0, MARGIN * rows / max(price.plain, 1e-9), 0.0
-        for number, (chance, _) in enumerate(ranked, 1):
-            gain += chance
+        for number, (probability, _) in enumerate(ranked, 1):
+            gain += probability
             units = price.speculated(number / rows)
             if units > most_units:
                 break

@@ -41,7 +41,7 @@ class StepResults:
             if self._sequences.by_key.get(key) is not sequence or sequence.stage is not DecodeStage.RUNNING:
                 continue
             if self._check is not None and (wrong := self._check.find(sequence, self._block_size)) is not None:
-                effects.append(self._distrust(sequence, wrong, now_s))
+                effects.append(self._discard_wrong(sequence, wrong, now_s))
                 continue
             start = sequence.computed
             self._sequences.advance(sequence, count)
@@ -75,9 +75,9 @@ class StepResults:
             self._draw(sequence, token, now_s, effects)
         return effects
 
-    def _distrust(self, sequence: DecodeSequence, wrong: WrongBlock, now_s: float) -> DecodeEffect:
+    def _discard_wrong(self, sequence: DecodeSequence, wrong: WrongBlock, now_s: float) -> DecodeEffect:
         """Discards the step's result for the sequence, which is prefilled again into other blocks."""
-        self._sequences.blocks.distrust(sequence.blocks[wrong.index])
+        self._sequences.blocks.invalidate(sequence.blocks[wrong.index])
         self._sequences.preempt(sequence, now_s)
         return KvMistaken(key=sequence.key, error=wrong.error)
 

@@ -112,7 +112,7 @@ class BlockAllocator:
             self._note(block_hash, self._stored, self._removed)
         return True
 
-    def distrust(self, block: int) -> None:
+    def invalidate(self, block: int) -> None:
         """Removes the block from the prefix cache because its contents are wrong."""
         if block in self._hash_of:
             self._forget(block)

@@ -52,7 +52,7 @@ class Row:
     `history` (all token ids up to there, prompt first) and `prompt_len` are used for penalties and min_tokens, and may
     be empty if the row does not sample.
 
-    `drafts` are guesses of the tokens at positions start + len(tokens), ..., only for a row that samples; `blocks`
+    `drafts` are predictions of the tokens at positions start + len(tokens), ..., only for a row that samples; `blocks`
     covers them too. The engine computes them after `tokens`, samples at each position with that position's noise, and
     keeps the sampled tokens up to the first that differs from its draft. KV of later positions is invalid, and the next
     rows of the sequence overwrite it.

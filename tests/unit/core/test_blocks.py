@@ -142,19 +142,19 @@ def test_the_check_names_a_leak(blocks: BlockAllocator) -> None:
         blocks.check(holders=[taken[:1]])
 
 
-def test_a_cached_block_that_is_distrusted_is_free(blocks: BlockAllocator) -> None:
+def test_an_invalidated_cached_block_is_free(blocks: BlockAllocator) -> None:
     blocks.release(published(blocks, 1, 2))
-    blocks.distrust(0)
+    blocks.invalidate(0)
     blocks.check()
     assert (blocks.num_free, blocks.num_evictable) == (7, 1)
     assert blocks.match([h(1)]) == []
-    blocks.distrust(0)  # it stands for nothing any more
+    blocks.invalidate(0)  # it stands for nothing any more
     assert blocks.num_free == 7
 
 
-def test_a_held_block_that_is_distrusted_stays_with_its_holder(blocks: BlockAllocator) -> None:
+def test_an_invalidated_held_block_stays_held(blocks: BlockAllocator) -> None:
     taken = published(blocks, 1)
-    blocks.distrust(taken[0])
+    blocks.invalidate(taken[0])
     assert (blocks.num_referenced, blocks.match([h(1)])) == (1, [])
     blocks.release(taken)
     assert blocks.num_free == 8

@@ -90,7 +90,7 @@ def test_a_step_that_reads_a_prompt_carries_no_drafts(make_bench: Any) -> None:
 
 
 def test_drafts_shrink_where_memory_is_short_and_preempt_nobody(make_bench: Any) -> None:
-    """Two sequences that together just fit: guesses take no block that the other needs."""
+    """Two sequences that together just fit: drafts take no block that the other needs."""
     bench = make_bench(num_answers=1, max_drafts=15, num_blocks=8)
     bench.offer("a", prompt(), max_tokens=10)  # 4 blocks at its end, as the other
     bench.offer("b", prompt(40), max_tokens=9)

@@ -111,7 +111,7 @@ def test_a_block_that_was_taken_while_decoding_is_watched_too(make_bench: Callab
     bench.run()
 
 
-def test_a_distrusted_block_is_not_found_again_and_harms_no_later_text(make_bench: Callable[..., Bench]) -> None:
+def test_an_invalidated_block_is_never_reused(make_bench: Callable[..., Bench]) -> None:
     expected = answer(make_bench)
     bench = make_bench(is_checked=True)
     blocks = land(bench)

@@ -65,7 +65,7 @@ def test_measured_steps_teach_what_drafts_cost() -> None:
         one.observe(step(1), 0.03)
         one.observe(step(0), 0.011)
     assert one.counts([[0.6]], context_tokens=9, tpot_s=None) is None
-    assert one.least_chance(1) == pytest.approx(0.02)  # probes must still find something to try
+    assert one.least_probability(1) == pytest.approx(0.02)  # probes must still find something to try
 
 
 def test_a_machine_that_slowed_down_for_all_steps_changes_nothing() -> None:
@@ -122,8 +122,8 @@ def test_while_drafts_pay_a_plain_step_now_and_then_is_the_measure() -> None:
 
 
 def test_chances_below_the_price_of_a_draft_need_no_look() -> None:
-    assert rule(0.0011).least_chance(1) == pytest.approx(0.1)
-    assert rule(0.0).least_chance(1) == pytest.approx(0.02)
+    assert rule(0.0011).least_probability(1) == pytest.approx(0.1)
+    assert rule(0.0).least_probability(1) == pytest.approx(0.02)
 
 
 def test_an_engine_without_a_price_gets_every_draft() -> None:

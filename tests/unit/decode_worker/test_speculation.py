@@ -1,4 +1,4 @@
-"""Guesses equal those of a plain search, and their odds follow what came true."""
+"""Drafts equal those of a plain search, and acceptance rates follow the right predictions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.speculation import LONGEST_COMPARED, MOST_PLACES, Guesser, Odds
+from decode_worker.speculation import LONGEST_COMPARED, MOST_PLACES, AcceptanceRates, NgramProposer
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -38,12 +38,12 @@ def search(tokens: list[int]) -> tuple[int, int]:
     return best
 
 
-def guesser_of(tokens: list[int], first: int) -> Guesser:
+def guesser_of(tokens: list[int], first: int) -> NgramProposer:
     """One that has read a prompt of `first` tokens, and then token by token."""
-    guesser = Guesser()
+    proposer = NgramProposer()
     for end in range(first, len(tokens) + 1):
-        guesser.read(tokens[:end])
-    return guesser
+        proposer.read(tokens[:end])
+    return proposer
 
 
 @given(tokens=TEXTS, first=st.integers(1, 60))
@@ -55,59 +55,59 @@ def test_the_match_equals_that_of_a_plain_search(tokens: list[int], first: int) 
             source, length = source + 1, length + 1
         else:
             source, length = search(tokens[:end])
-    guesser = guesser_of(tokens, first)
-    assert (guesser.source, guesser.length) == (source, length)
+    proposer = guesser_of(tokens, first)
+    assert (proposer.source, proposer.length) == (source, length)
 
 
 @given(tokens=st.lists(st.integers(0, 3), min_size=2, max_size=14))
-def test_in_a_short_text_it_is_the_longest_of_all(tokens: list[int]) -> None:
+def test_the_match_in_a_short_text_is_the_longest(tokens: list[int]) -> None:
     place, length = longest_match(tokens)
-    guesser = guesser_of(tokens, 1)
-    assert (guesser.source, guesser.length) == (place, length)
+    proposer = guesser_of(tokens, 1)
+    assert (proposer.source, proposer.length) == (place, length)
 
 
 @given(tokens=TEXTS, cuts=st.lists(st.integers(1, 60), max_size=5))
-def test_reading_many_tokens_at_once_is_reading_them_one_by_one(tokens: list[int], cuts: list[int]) -> None:
+def test_reading_tokens_together_or_singly_is_equal(tokens: list[int], cuts: list[int]) -> None:
     one_by_one = guesser_of(tokens, 1)
-    at_once = Guesser()
+    at_once = NgramProposer()
     for end in sorted({1, *(cut for cut in cuts if cut < len(tokens)), len(tokens)}):
         at_once.read(tokens[:end])
     assert (at_once.source, at_once.length) == (one_by_one.source, one_by_one.length)
-    assert at_once.guess(tokens, 9) == one_by_one.guess(tokens, 9)
+    assert at_once.propose(tokens, 9) == one_by_one.propose(tokens, 9)
 
 
-def test_a_guess_is_what_followed_and_goes_round_where_the_text_ends() -> None:
+def test_drafts_repeat_where_the_text_ends() -> None:
     tokens = [1, 2, 3, 4, 5, 9, 2, 3]
-    assert guesser_of(tokens, 1).guess(tokens, 3) == [4, 5, 9]
+    assert guesser_of(tokens, 1).propose(tokens, 3) == [4, 5, 9]
     tokens = [9, 1, 2, 3, 1, 2, 3]
-    assert guesser_of(tokens, 1).guess(tokens, 7) == [1, 2, 3, 1, 2, 3, 1]
-    assert guesser_of([1, 2, 3, 4], 1).guess([1, 2, 3, 4], 7) == []
+    assert guesser_of(tokens, 1).propose(tokens, 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert guesser_of([1, 2, 3, 4], 1).propose([1, 2, 3, 4], 7) == []
 
 
-def test_large_token_ids_are_told_apart() -> None:
+def test_large_token_ids_differ() -> None:
     big = 2**31 - 1
     tokens = [1, big, 7, big, 1, 8, 1, big]
-    assert guesser_of(tokens, 1).guess(tokens, 1) == [7]
+    assert guesser_of(tokens, 1).propose(tokens, 1) == [7]
 
 
-def test_copied_text_becomes_sure_and_random_text_stays_unlikely() -> None:
+def test_copied_text_is_likely_and_random_text_is_not() -> None:
     page = random.Random(0).choices(range(1000), k=200)
     copy = guesser_of([*page, *page[:100]], 200)
-    assert copy.chances(4, 0.0)[3] > 0.8
+    assert copy.accept_probabilities(4, 0.0)[3] > 0.8
     noise = guesser_of(random.Random(1).choices(range(6), k=2000), 2)
-    assert noise.chances(1, 0.0)[0] < 0.3
-    assert len(copy.chances(8, 0.99)) < 8
-    assert noise.chances(8, 0.5) == []
+    assert noise.accept_probabilities(1, 0.0)[0] < 0.3
+    assert len(copy.accept_probabilities(8, 0.99)) < 8
+    assert noise.accept_probabilities(8, 0.5) == []
 
 
-def test_odds_follow_what_came_true_of_late_and_each_length_by_itself() -> None:
-    odds = Odds()
-    before = odds.chance(3)
+def test_acceptance_rates_are_recent_and_per_length() -> None:
+    rates = AcceptanceRates()
+    before = rates.rate(3)
     for _ in range(30):
-        odds.record(3, is_right=True)
-    assert before < 0.3 < 0.7 < odds.chance(3)
-    assert odds.chance(18) == Odds().chance(18)
+        rates.record(3, is_right=True)
+    assert before < 0.3 < 0.7 < rates.rate(3)
+    assert rates.rate(18) == AcceptanceRates().rate(18)
     for _ in range(30):
-        odds.record(3, is_right=False)
-    assert odds.chance(3) < before
-    assert odds.chance(10_000) == odds.chance(19)
+        rates.record(3, is_right=False)
+    assert rates.rate(3) < before
+    assert rates.rate(10_000) == rates.rate(19)

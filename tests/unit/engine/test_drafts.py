@@ -54,7 +54,7 @@ Serve = Callable[..., list[list[int]]]
 MakePrompt = Callable[..., list[int]]
 
 
-class Guesser:
+class SpoiltDrafts:
     """Drafts out of a known answer, some of them spoilt."""
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], seed: int) -> None:
@@ -103,7 +103,7 @@ def test_drafts_change_no_token_and_no_logprob(
             num_steps += 1
             return step(rows)
 
-    serve(Counted(), guessed, chunk=48, seed=1, guess=Guesser(answers, seed=5))
+    serve(Counted(), guessed, chunk=48, seed=1, guess=SpoiltDrafts(answers, seed=5))
     assert num_steps < 40  # of the 54 that it takes without: the last arrives at step 14
     oracle = oracle_of(tiny(name))
     for served in (plain, guessed):
