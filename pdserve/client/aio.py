@@ -123,6 +123,10 @@ class AsyncClient(BaseClient):
     ) -> None:
         await self.close()
 
+    def with_token(self, token: str | None) -> Self:
+        self._connection()  # shared from now on
+        return super().with_token(token)
+
     def _connect(self) -> None:
         self._channel: grpc.aio.Channel | None = None  # opened on first use, inside the event loop
 

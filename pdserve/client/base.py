@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final, Self, cast
 
 from pdserve.client import connect
 from pdserve.client.answer import AnswerBuilder
@@ -68,6 +69,15 @@ class BaseClient:
         self._transport = transport or GrpcTransport()
         self._connect()
 
+    def with_token(self, token: str | None) -> Self:
+        """A client that presents another token on the same connection, for a program that serves several callers.
+
+        Closing one of them closes the connection of both. Raises ConfigError like the constructor.
+        """
+        other = copy.copy(self)
+        other._target = self._target.with_token(token)
+        return other
+
     def _connect(self) -> None:
         """Prepares the channel."""
         raise NotImplementedError
@@ -84,7 +94,7 @@ class BaseClient:
         """The arguments of a stream. Raises TypeError and InvalidRequest on invalid arguments."""
         request = generate_request(prompt, options, call)
         answer = AnswerBuilder(request)
-        metadata = self._target.metadata(answer.traceparent)
+        metadata = self._target.metadata(answer.traceparent or options.get("traceparent"))
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
         def begin(remaining_s: float) -> Any:
@@ -130,6 +140,11 @@ class BaseStream:
     def request_id(self) -> str:
         """Available once the server has accepted the request; empty before."""
         return self._answer.request_id
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Number of prompt tokens. Available with the first piece; None before."""
+        return self._answer.prompt_tokens
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import grpc
@@ -33,6 +33,16 @@ class Target:
     tls: Tls | None
     token: str | None
     connect_s: float
+
+    def with_token(self, token: str | None) -> Target:
+        """Raises ConfigError if the token would be readable on the way."""
+        if token is not None and self.tls is None and not is_loopback(self.address):
+            raise ConfigError(
+                "token",
+                "a token for " + self.address,
+                "TLS beside it, or a loopback address: it would be readable",
+            )
+        return replace(self, token=token)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         if self.tls is None:
@@ -70,11 +80,7 @@ def target(address: str, *, tls: Tls | bool | None, token: str | None, connect_t
     if token is not None and not isinstance(token, str):
         raise TypeError(f"token must be str, not {type(token).__name__}")
     settings = Tls() if tls is True else (tls or None)
-    if token is not None and settings is None and not is_loopback(address):
-        raise ConfigError(
-            "token", "a token for " + address, "TLS beside it, or a loopback address: it would be readable"
-        )
-    return Target(address=address, tls=settings, token=token, connect_s=connect_timeout_s)
+    return Target(address=address, tls=settings, token=None, connect_s=connect_timeout_s).with_token(token)
 
 
 def is_loopback(address: str) -> bool:

@@ -50,12 +50,13 @@ class Options(TypedDict, total=False):
     grammar: str | None  # Lark; of these five at most one
     n: int | None  # answers, 1 to 16; over 1 only with a temperature
     best_of: int | None  # n to 16: samples this many and returns the n with the largest mean logprob, at the end
-    slo: Slo | None
+    slo: Slo | Mapping[str, float] | None  # a mapping sets only the targets that it names: ttft_s, tpot_s, itl_s
     timeout_s: float | None  # limit of the whole call, including retries
     request_id: str | None
     session_id: str | None  # groups requests in spans, logs and recordings; at most 128 printable characters
     priority: int | None  # larger goes first among requests of equal slack
     truncate_prompt_tokens: int | None  # keeps this many last prompt tokens
+    traceparent: str | None  # W3C trace context of the caller's span, for programs without OpenTelemetry
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from pdserve.client.options import Options
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import Slo
+from pdserve.telemetry import propagate
 from pdserve.v1 import inference_pb2
 
 MAX_TIMEOUT_S: Final = 1e9  # gRPC turns much larger ones into past times
@@ -24,6 +25,7 @@ MAX_TIMEOUT_S: Final = 1e9  # gRPC turns much larger ones into past times
 _OF_REQUEST: Final = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
 _OF_SAMPLING: Final = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 _OF_OUTPUT: Final = inference_pb2.StructuredOutput.DESCRIPTOR.fields_by_name
+_TARGETS: Final = tuple(inference_pb2.Slo.DESCRIPTOR.fields_by_name)
 _WHOLE: Final = {
     FieldDescriptor.CPPTYPE_INT32: "a signed 32-bit integer",
     FieldDescriptor.CPPTYPE_UINT32: "an unsigned 32-bit integer",
@@ -183,12 +185,23 @@ def _set_structured(request: inference_pb2.GenerateRequest, name: str, value: An
 
 
 def _set_slo(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
-    if not isinstance(value, Slo):
-        raise _wrong(name, "pdserve.Slo", value)
-    request.slo.ttft_s = value.ttft_s
-    request.slo.tpot_s = value.tpot_s
-    if value.itl_s is not None:
-        request.slo.itl_s = value.itl_s
+    if isinstance(value, Slo):
+        value = {one: getattr(value, one) for one in _TARGETS if getattr(value, one) is not None}
+    if not isinstance(value, Mapping):
+        raise _wrong(name, "pdserve.Slo or a dict of targets", value)
+    for target, seconds in value.items():
+        if target not in _TARGETS:
+            raise TypeError(f"{name} must have the keys {', '.join(_TARGETS)}, not {target!r}")
+        if not isinstance(seconds, Real) or isinstance(seconds, bool):
+            raise _wrong(f"{name}[{target!r}]", "float", seconds)
+        setattr(request.slo, target, float(seconds))
+
+
+def _check_traceparent(_request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise _wrong(name, "str", value)
+    if propagate.parse(value) is None:
+        raise InvalidRequest(name, "another value", "a W3C traceparent, such as 00-<32 hex>-<16 hex>-01")
 
 
 def _check_timeout(_request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
@@ -210,6 +223,7 @@ _BY_NAME: Final[Mapping[str, _Setter]] = {
     **dict.fromkeys(_OF_OUTPUT, _set_structured),
     "slo": _set_slo,
     "timeout_s": _check_timeout,
+    "traceparent": _check_traceparent,
 }
 _BY_TYPE: Final[Mapping[Any, _Setter]] = {
     int | None: _set_whole,

@@ -7,7 +7,16 @@ import time
 
 import pytest
 
-from pdserve import AsyncClient, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Retries, Unavailable
+from pdserve import (
+    AsyncClient,
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    Retries,
+    Unavailable,
+)
 
 from .conftest import WAIT_S, Script, delta, finished, started
 
@@ -145,3 +154,20 @@ async def test_facts_are_typed_values(script: Script, target: str) -> None:
         assert await client.tokenize("ab") == [97, 98]
         assert (await client.topology()).queued_requests == 2
         assert (await client.explain("r9")).decision == "remote"
+
+
+async def test_callers_with_different_tokens_share_a_connection(script: Script, target: str) -> None:
+    async with AsyncClient(target) as client:
+        for token in ("one", "two", None):
+            script.says(started(prompt_tokens=7), delta("a", 1), finished())
+            stream = client.with_token(token).stream("hi")
+            assert (await anext(stream)).text == "a"
+            assert stream.prompt_tokens == 7
+            async for _ in stream:
+                pass
+    assert [one.get("authorization") for one in script.metadata] == ["Bearer one", "Bearer two", None]
+
+
+async def test_another_token_is_not_sent_readably_to_another_host() -> None:
+    with pytest.raises(ConfigError, match="TLS"):
+        AsyncClient("192.0.2.1:50051").with_token("secret")

@@ -110,7 +110,7 @@ def test_every_field_of_a_request_is_an_option() -> None:
     sampling = set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"bad_token_ids", "structured_output"}
     request = set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids", "chat", "sampling"}
     output = set(inference_pb2.StructuredOutput.DESCRIPTOR.fields_by_name)
-    assert Options.__annotations__.keys() == {*sampling, *request, *output, "timeout_s"}
+    assert Options.__annotations__.keys() == {*sampling, *request, *output, "timeout_s", "traceparent"}
 
 
 def test_one_stop_string_needs_no_list() -> None:
@@ -145,7 +145,8 @@ def test_one_stop_string_needs_no_list() -> None:
         ("hi", {"logit_bias": {1: "2"}}, r"logit_bias\[1\]"),
         ("hi", {"allowed_token_ids": [1.0]}, "allowed_token_ids"),
         ("hi", {"bad_words": [1]}, "bad_words"),
-        ("hi", {"slo": {"ttft_s": 1}}, "slo"),
+        ("hi", {"slo": {"ttft": 1.0}}, "slo"),
+        ("hi", {"slo": {"ttft_s": "1"}}, "slo"),
         ("hi", {"slo": 0.5}, "slo"),
         ("hi", {"request_id": 5}, "request_id"),
         ("hi", {"session_id": 5}, "session_id"),
@@ -231,3 +232,14 @@ def test_token_ids_are_told_from_text_and_messages() -> None:
     assert token_ids_of([{"role": "user", "content": "hi"}]) is None
     with pytest.raises(TypeError, match=r"prompt\[1\]"):
         token_ids_of([1, "2"])
+
+
+def test_a_mapping_sets_only_the_targets_that_it_names() -> None:
+    request = generate_request("hi", {"slo": {"tpot_s": 0.5}})
+    assert request.slo == inference_pb2.Slo(tpot_s=0.5)
+
+
+@pytest.mark.parametrize("value", ["", "00-abc-def-01", f"00-{'0' * 32}-{'1' * 16}-01", "x" * 10_000])
+def test_a_traceparent_must_be_one(value: str) -> None:
+    with pytest.raises(InvalidRequest, match="traceparent"):
+        generate_request("hi", {"traceparent": value})

@@ -60,3 +60,11 @@ def test_a_caller_without_a_tracer_sends_no_context(script: Script, target: str)
     with Client(target) as client:
         client.model()
     assert "traceparent" not in script.metadata[0]
+
+
+def test_the_trace_context_of_a_caller_without_a_tracer_is_passed_on(script: Script, target: str) -> None:
+    script.says(started(), delta("a", 1), finished())
+    given = f"00-{'a' * 32}-{'b' * 16}-01"
+    with Client(target) as client:
+        client.generate("hi", traceparent=given)
+    assert script.metadata[0]["traceparent"] == given
