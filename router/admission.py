@@ -30,6 +30,7 @@ DEFAULT_MAX_TOKENS: Final = 256
 QUICK_TOKENS: Final = 4096  # hashed at once
 MAX_SCORES: Final = 2**19  # logprobs of a prompt, all its positions together: 6 MB on the wire
 QUICK_WORDS: Final = 16  # tokenised at once
+MAX_BYTES_OF: Final = 8192  # tokens in one GetTokenBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +127,12 @@ class Admission:
         if num_tokens <= QUICK_TOKENS:
             return text()
         return await self._threads.run(num_tokens, request.ByteSize(), text)
+
+    def token_bytes(self, request: inference_pb2.GetTokenBytesRequest) -> list[bytes]:
+        ids = request.token_ids
+        if len(ids) > MAX_BYTES_OF:
+            raise InvalidRequest("token_ids", f"{len(ids)} tokens", f"at most {MAX_BYTES_OF} tokens")
+        return [self.tokenizer.token_bytes(token_id) for token_id in ids]
 
     def close(self) -> None:
         self._threads.close()

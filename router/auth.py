@@ -32,6 +32,7 @@ POLICY: Final[Mapping[str, Access]] = {
     "/pdserve.v1.InferenceService/GetModel": Access.TOKEN,
     "/pdserve.v1.InferenceService/Tokenize": Access.TOKEN,
     "/pdserve.v1.InferenceService/Detokenize": Access.TOKEN,
+    "/pdserve.v1.InferenceService/GetTokenBytes": Access.TOKEN,
     "/pdserve.v1.ClusterService/GetTopology": Access.TOKEN,
     "/pdserve.v1.ClusterService/Explain": Access.TOKEN,
     "/pdserve.v1.ClusterService/Drain": Access.TOKEN,

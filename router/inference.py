@@ -118,6 +118,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             return await status.abort(context, error)
         return inference_pb2.DetokenizeResponse(text=text)
 
+    async def GetTokenBytes(
+        self, request: inference_pb2.GetTokenBytesRequest, context: Any
+    ) -> inference_pb2.GetTokenBytesResponse:
+        try:
+            found = self._admission.token_bytes(request)
+        except PdserveError as error:
+            self._measure.rejected(error)
+            return await status.abort(context, error)
+        return inference_pb2.GetTokenBytesResponse(token_bytes=found)
+
     # ------------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan) -> None:

@@ -95,6 +95,13 @@ class AsyncClient(BaseClient):
         """The text that `token_ids` add to the text of the token ids `prompt`; special tokens have no text."""
         return await self._ask(calls.detokenize(token_ids, prompt))
 
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """What each token writes after other text, which may end within a character; at most 8192 tokens.
+
+        A special token has its name; an id without a token is empty.
+        """
+        return await self._ask(calls.token_bytes(token_ids))
+
     async def topology(self) -> Topology:
         return await self._ask(calls.topology())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pdserve.client import results
-from pdserve.client.request import detokenize_request, tokenize_request
+from pdserve.client.request import detokenize_request, token_bytes_request, tokenize_request
 from pdserve.client.results import Explanation, Model, Topology
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -34,6 +34,10 @@ def tokenize(prompt: str | Sequence[Mapping[str, str]]) -> UnaryCall[list[int]]:
 
 def detokenize(token_ids: Sequence[int], prompt: Sequence[int]) -> UnaryCall[str]:
     return _inference("Detokenize", detokenize_request(token_ids, prompt), lambda response: str(response.text))
+
+
+def token_bytes(token_ids: Sequence[int]) -> UnaryCall[list[bytes]]:
+    return _inference("GetTokenBytes", token_bytes_request(token_ids), lambda response: list(response.token_bytes))
 
 
 def topology() -> UnaryCall[Topology]:

@@ -69,6 +69,12 @@ def detokenize_request(token_ids: Sequence[int], prompt: Sequence[int] = ()) -> 
     )
 
 
+def token_bytes_request(token_ids: Sequence[int]) -> inference_pb2.GetTokenBytesRequest:
+    if not _is_list(token_ids):
+        raise _wrong("token_ids", "a list of int", token_ids)
+    return inference_pb2.GetTokenBytesRequest(token_ids=_token_ids("token_ids", token_ids))
+
+
 def token_ids_of(prompt: Any) -> list[int] | None:
     """None for text and messages, which the server tokenises."""
     is_ids = _is_list(prompt) and (len(prompt) == 0 or _is_whole(prompt[0]))

@@ -97,6 +97,13 @@ class Client(BaseClient):
         """The text that `token_ids` add to the text of the token ids `prompt`; special tokens have no text."""
         return self._ask(calls.detokenize(token_ids, prompt))
 
+    def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """What each token writes after other text, which may end within a character; at most 8192 tokens.
+
+        A special token has its name; an id without a token is empty.
+        """
+        return self._ask(calls.token_bytes(token_ids))
+
     def topology(self) -> Topology:
         return self._ask(calls.topology())
 

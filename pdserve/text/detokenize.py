@@ -215,6 +215,20 @@ def byte_level_bytes(token: str | None) -> bytes:
         return token.encode()
 
 
+def token_bytes(rule: TextRule, token: str) -> bytes:
+    """What one token writes after other text. May end within a character."""
+    if rule.join is Join.BYTES:
+        return byte_level_bytes(token)
+    byte = _fallback_byte(token) if rule.has_byte_fallback else None
+    if byte is not None:
+        return bytes((byte,))
+    if rule.join is Join.SPACED:
+        return f" {token}".encode()
+    for pattern, content in rule.replace:
+        token = token.replace(pattern, content)
+    return token.encode()
+
+
 def _fallback_byte(token: str) -> int | None:
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:

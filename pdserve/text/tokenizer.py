@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 from pdserve.core.errors import InvalidRequest, ModelError
-from pdserve.text.detokenize import ByteDetokenizer, Detokenizer, Join, byte_level_bytes, make_detokenizer, read_rule
+from pdserve.text.detokenize import (
+    ByteDetokenizer,
+    Detokenizer,
+    Join,
+    byte_level_bytes,
+    make_detokenizer,
+    read_rule,
+    token_bytes,
+)
 from pdserve.text.text_bounds import TextBounds, text_bounds
 
 TOYS: Final = ("toy", "toy-marked")  # models of pdserve.engine.toy
@@ -40,6 +48,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
         """Text, with or without special tokens."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token writes after other text; the name of a special token; empty if the id has no token."""
         ...
 
     def detokenizer(self, prompt_token_ids: Iterable[int] = (), *, has_special_tokens: bool = False) -> Detokenizer:
@@ -132,6 +144,12 @@ class HuggingFaceTokenizer:
         is_continued = any(lookup(token_id) for token_id in prompt_token_ids)
         return make_detokenizer(self._rule, lookup, is_continued=is_continued)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._special:
+            return (self._backend.id_to_token(token_id) or "").encode()
+        token = self._token(token_id)
+        return b"" if token is None else token_bytes(self._rule, token)
+
     def _token(self, token_id: int) -> str | None:
         """Cached; the size is bounded by the vocabulary."""
         try:
@@ -174,6 +192,9 @@ class ToyTokenizer:
 
     def detokenizer(self, prompt_token_ids: Iterable[int] = (), *, has_special_tokens: bool = False) -> Detokenizer:
         return ByteDetokenizer(_toy_piece)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return _toy_piece(token_id)
 
 
 def _toy_piece(token_id: int) -> bytes:

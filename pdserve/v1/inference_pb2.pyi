@@ -357,3 +357,15 @@ class DetokenizeResponse(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     text: str
     def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class GetTokenBytesRequest(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetTokenBytesResponse(_message.Message):
+    __slots__ = ("token_bytes",)
+    TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    token_bytes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, token_bytes: _Optional[_Iterable[bytes]] = ...) -> None: ...

@@ -54,6 +54,11 @@ class InferenceServiceStub:
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.GetTokenBytes = channel.unary_unary(
+                '/pdserve.v1.InferenceService/GetTokenBytes',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.GetTokenBytesRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.GetTokenBytesResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -85,6 +90,12 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenBytes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +118,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetTokenBytes': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenBytes,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.GetTokenBytesRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.GetTokenBytesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -217,6 +233,33 @@ class InferenceService:
             '/pdserve.v1.InferenceService/Detokenize',
             pdserve_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenBytes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/GetTokenBytes',
+            pdserve_dot_v1_dot_inference__pb2.GetTokenBytesRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.GetTokenBytesResponse.FromString,
             options,
             channel_credentials,
             insecure,

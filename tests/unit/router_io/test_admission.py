@@ -65,6 +65,9 @@ class GatedTokenizer:
     def detokenizer(self, prompt_token_ids: Iterable[int] = (), *, has_special_tokens: bool = False) -> Detokenizer:
         return self._toy.detokenizer(prompt_token_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._toy.token_bytes(token_id)
+
 
 @pytest.fixture
 def gated() -> Iterator[tuple[Admission, GatedTokenizer]]:

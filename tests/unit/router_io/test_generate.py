@@ -7,6 +7,7 @@ from typing import cast
 
 import pytest
 
+from pdserve import AsyncClient
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import RequestAttributes
 from pdserve.engine.toy import answer
@@ -228,3 +229,11 @@ async def test_tokens_become_text(connect: Connect, decode: Program) -> None:
     assert await front.client.detokenize([104, 105, 256], prompt=[1, 2]) == "hi"
     with pytest.raises(InvalidRequest, match="token_ids"):
         await front.client.detokenize([257])
+
+
+async def test_the_bytes_of_tokens_come_in_their_order(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    async with AsyncClient(front.server.address) as client:
+        assert await client.token_bytes([104, 226, 256, 105]) == [b"h", b"\xe2", b"", b"i"]
+        with pytest.raises(InvalidRequest, match="8193 tokens, expected at most 8192"):
+            await client.token_bytes([1] * 8193)

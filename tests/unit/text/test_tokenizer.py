@@ -91,3 +91,23 @@ def test_a_long_text_leaves_other_threads_running() -> None:
         now_s = time.perf_counter()
         longest_s, last_s = max(longest_s, now_s - last_s), now_s
     assert longest_s < 0.5 * (last_s - began_s), f"{longest_s:.3f} s of {last_s - began_s:.3f} s"
+
+
+def test_the_bytes_of_tokens_are_the_text_that_they_add(folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(folder)
+    before = tokenizer.encode("the", has_special_tokens=False)
+    for text in ("the cat", "naïve café 你好 🙂"):
+        ids = tokenizer.encode(text, has_special_tokens=False)
+        detokenizer = tokenizer.detokenizer(before)
+        added = detokenizer.push(ids) + detokenizer.finish()
+        shown = [one for one in ids if one not in tokenizer._special]
+        assert b"".join(map(tokenizer.token_bytes, shown)).decode() == added
+
+
+def test_a_special_token_has_its_name_and_an_unused_id_has_no_bytes(folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(folder)
+    for token, token_id in tokenizer._backend.get_vocab().items():
+        if token_id in tokenizer._special:
+            assert tokenizer.token_bytes(token_id) == token.encode()
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
+    assert (ToyTokenizer().token_bytes(65), ToyTokenizer().token_bytes(256)) == (b"A", b"")
