@@ -223,8 +223,8 @@ class _Seen:
 
     def before(self, event: object, now_s: float) -> None:
         """The router does not know of `event` yet."""
-        if isinstance(event, TokensArrived) and event.worker_id in self._cluster.fleet.views:
-            view = self._cluster.fleet.views[event.worker_id]
+        if isinstance(event, TokensArrived) and event.worker_id in self._cluster.fleet.workers:
+            view = self._cluster.fleet.workers[event.worker_id]
             rows = [view.bookings.get((row.request_id, row.attempt)) for row in event.rows]
             priced_s = view.cost.decode_s(len(rows), sum(one.tokens for one in rows if one is not None))
             self._steps[event.worker_id].append(_DecodeStep(now_s, priced_s, view.totals.prefills > 0))

@@ -19,7 +19,7 @@ from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
 from router import group
-from router.fair_queue import ANONYMOUS, Client
+from router.fair_queue import ANONYMOUS, ClientKey
 from router.grammars import GrammarCheck
 from router.model import ModelFacts
 from router.prompts import PromptReader
@@ -77,7 +77,7 @@ class Admission:
         request: inference_pb2.GenerateRequest,
         model: ModelFacts,
         time_remaining_s: float | None,
-        client: Client = ANONYMOUS,
+        client: ClientKey = ANONYMOUS,
     ) -> Prepared:
         """Raises InvalidRequest, naming the field and its limit; Overloaded if too many wait for a thread."""
         limits = self.limits

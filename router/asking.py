@@ -93,7 +93,7 @@ def _answer_left_s(request: Request, expected_tokens: float, now_s: float) -> fl
 
 
 def _cached_tokens(request: Request, fleet: Fleet) -> dict[str, int]:
-    views = fleet.views
+    views = fleet.workers
     return {
         worker_id: blocks * views[worker_id].hello.block_size
         for worker_id, blocks in request.cached_blocks.items()

@@ -31,7 +31,7 @@ from router.cluster_state import ClusterState
 from router.commands import Command, EmitTokens, FailKind
 from router.lifecycle import IN_BATCH, NEEDS_SENDER, Move, SenderEnd
 from router.request import Placement, Request
-from router.transitions import Cause, Expire, Finish, GiveUp, Lose, Step
+from router.transitions import Cause, Expire, Fail, Finish, Lose, Step
 
 FIRST_REFUSAL_S: Final = 0.01  # after which a declined request is placed again; doubles each time
 LONGEST_REFUSAL_S: Final = 0.5
@@ -49,7 +49,7 @@ def on_granted(cluster: ClusterState, event: Granted) -> Sequence[Command]:
         return ()
     if not cluster.move(request, Move.GRANTED):
         return ()
-    view = cluster.fleet.views[event.worker_id]
+    view = cluster.fleet.workers[event.worker_id]
     view.granted_after(cluster.now_s - request.placed_s, request.awaits_s, request.half_step_s)
     request.refusals = 0
     request.granted_s = cluster.now_s
@@ -80,7 +80,7 @@ def on_refused(cluster: ClusterState, event: Refused) -> Sequence[Command]:
     found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if request is not None:
         # Even if the attempt is not the present one, the worker has reported that it holds nothing.
-        cluster.drop_hold(request, event.worker_id, event.attempt)
+        cluster.drop_booking(request, event.worker_id, event.attempt)
         cluster.forget_if_free(request)
     if found is None:
         return ()
@@ -106,7 +106,7 @@ def on_first_token(cluster: ClusterState, event: FirstToken) -> Sequence[Step]:
     _account_prefill(request, event)
     if not cluster.move(request, Move.FIRST_TOKEN):
         return ()
-    view = cluster.fleet.views[placement.prefill_worker]
+    view = cluster.fleet.workers[placement.prefill_worker]
     if view.totals.prefills == 1:  # otherwise it may have waited for other requests' computation
         view.replies.observe(cluster.now_s - request.granted_s - event.queue_s - event.prefill_s)
     view.computed(view.bookings[request.request_id, request.attempt], cluster.now_s)
@@ -145,7 +145,7 @@ def on_transfer_ended(cluster: ClusterState, event: TransferEnded) -> Sequence[S
     request.add_reported(event)
     attempt_tokens = request.facts.num_prompt_tokens + request.attempt_output
     cluster.fleet.measured(placement.prefill_worker, placement.decode_worker, event.num_bytes, event.busy_s)
-    block_size = cluster.fleet.views[placement.decode_worker].hello.block_size
+    block_size = cluster.fleet.workers[placement.decode_worker].hello.block_size
     request.cached_blocks[placement.decode_worker] = attempt_tokens // block_size
     if request.stage in IN_BATCH:
         _joined(cluster, request, placement)
@@ -173,7 +173,7 @@ def on_attempt_failed(cluster: ClusterState, event: AttemptFailed) -> Sequence[S
             return (Expire(request),)
         case FailureKind.INVALID:
             field, message = _invalid_field(event.message)
-            return (GiveUp(request, FailKind.INVALID, message, field=field),)
+            return (Fail(request, FailKind.INVALID, message, field=field),)
         case FailureKind.TRANSFER:
             return (Lose(request, Cause.TRANSFER, message=event.message),)
         case FailureKind.INTERNAL:
@@ -188,12 +188,12 @@ def _invalid_field(message: str) -> tuple[str, str]:
 
 def on_released(cluster: ClusterState, event: Released) -> Sequence[Step]:
     request = cluster.requests.get(event.request_id)
-    if request is None or (event.worker_id, event.attempt) not in request.holds:
+    if request is None or (event.worker_id, event.attempt) not in request.bookings:
         cluster.counters["late"] += 1
         return ()
     placement = request.placement
     is_present = request.attempt == event.attempt and placement is not None and request.request_id not in cluster.ended
-    cluster.drop_hold(request, event.worker_id, event.attempt)
+    cluster.drop_booking(request, event.worker_id, event.attempt)
     if is_present and placement is not None:
         is_sender = event.worker_id == placement.prefill_worker
         if not is_sender or request.stage in NEEDS_SENDER[SenderEnd.RELEASED]:
@@ -220,7 +220,7 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> Sequence[St
         cluster.counters["repeated_tokens"] += min(seen, len(row.tokens))
     if not cluster.move(request, Move.TOKENS):
         return ()
-    view = cluster.fleet.views[worker_id]
+    view = cluster.fleet.workers[worker_id]
     booking = view.bookings[request.request_id, request.attempt]
     if booking.prefill_tokens:
         spent_s = cluster.now_s - request.placed_s - request.awaits_s
@@ -249,7 +249,7 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> Sequence[St
 
 def _joined(cluster: ClusterState, request: Request, placement: Placement) -> None:
     """The decode worker has the KV and the first token: the sequence is in the batch."""
-    view = cluster.fleet.views[placement.decode_worker]
+    view = cluster.fleet.workers[placement.decode_worker]
     view.arrived(view.bookings[request.request_id, request.attempt])
     view.freed_s = cluster.now_s
     cluster.is_placing_due = True
@@ -264,7 +264,7 @@ def _present(cluster: ClusterState, worker_id: str, request_id: str, attempt: in
         or request.placement is None
         or worker_id not in request.placement.workers
         or request_id in cluster.ended
-        or (worker_id, attempt) not in request.holds
+        or (worker_id, attempt) not in request.bookings
     ):
         cluster.counters["late"] += 1
         return None

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import final
 
 from pdserve.core.grammar import Grammar
-from router.checker_process import Answer, CheckerProcess
-from router.fair_queue import Client, FairQueue
+from router.checker_process import CheckerProcess, CheckerReply
+from router.fair_queue import ClientKey, FairQueue
 from router.model import ModelFacts
 
 
@@ -19,7 +19,7 @@ from router.model import ModelFacts
 class _Question:
     grammar: Grammar
     model: ModelFacts
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[CheckerReply]
 
 
 @final
@@ -34,7 +34,7 @@ class CheckerPool:
         self._queue: FairQueue[_Question] = FairQueue()
         self._serving: set[asyncio.Task[None]] = set()
 
-    async def ask(self, grammar: Grammar, model: ModelFacts, client: Client) -> Answer:
+    async def ask(self, grammar: Grammar, model: ModelFacts, client: ClientKey) -> CheckerReply:
         """Raises Overloaded if too many grammars wait."""
         question = _Question(grammar, model, asyncio.get_running_loop().create_future())
         self._queue.put(question, client, len(grammar.text), self._check_s)
@@ -60,7 +60,7 @@ class CheckerPool:
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
 
-    async def _serve(self, checker: CheckerProcess, question: _Question, client: Client) -> None:
+    async def _serve(self, checker: CheckerProcess, question: _Question, client: ClientKey) -> None:
         began_s = time.monotonic()
         try:
             answer = await checker.ask(question.grammar, question.model, self._cpu_s)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @final
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CheckerReply:
     rejected: str | None  # why
     ended: int | None  # status of the child: minus the number of the signal that ended it, or its exit status
 
@@ -45,7 +45,7 @@ class CheckerProcess:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def ask(self, grammar: Grammar, model: ModelFacts, cpu_s: float) -> Answer:
+    async def ask(self, grammar: Grammar, model: ModelFacts, cpu_s: float) -> CheckerReply:
         """Raises Overloaded if there was no answer in time, or the process was killed."""
         if self._process is None:
             self._process = await self._start(model)
@@ -62,7 +62,7 @@ class CheckerProcess:
         if answer is None:
             self.end()
             raise Overloaded("the process that checks grammars was killed", self._check_s)
-        return Answer(rejected=answer["rejected"], ended=answer["ended"])
+        return CheckerReply(rejected=answer["rejected"], ended=answer["ended"])
 
     def end(self) -> None:
         process, self._process = self._process, None

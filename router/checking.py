@@ -13,11 +13,11 @@ def check(cluster: ClusterState) -> None:
     queued = list(cluster.queue)
     assert len(queued) == len(set(queued)), "a request is queued twice"
     assert not cluster.parked & set(queued), "a request is queued and in backoff"
-    bound = [request_id for view in cluster.fleet.views.values() for request_id in view.line]
+    bound = [request_id for view in cluster.fleet.workers.values() for request_id in view.line]
     assert len(bound) == cluster.num_bound, "bound requests are miscounted"
     assert len(bound) == len(set(bound)), "a request is in two lines"
     assert not set(bound) & (cluster.parked | set(queued)), "a request is in a line and elsewhere"
-    for view in cluster.fleet.views.values():
+    for view in cluster.fleet.workers.values():
         for request_id in view.line:
             assert cluster.requests[request_id].bound_to == view.worker_id, f"{request_id} is in another's line"
     waiting = cluster.parked | set(queued) | set(bound)
@@ -30,27 +30,31 @@ def check(cluster: ClusterState) -> None:
         assert request.stage is not Stage.FORGOTTEN, f"{request_id} is forgotten and remembered"
         assert not request.bound_to or request_id in bound, f"{request_id} is bound and in no line"
         if request.stage in ENDED:
-            assert request.holds, f"{request_id} has ended, nobody holds anything, and it is not forgotten"
+            assert request.bookings, f"{request_id} has ended and has no bookings, but is not forgotten"
         if request.stage in WITH_WORKERS:
             placement = request.placement
             assert placement is not None, f"{request_id}: {request.stage} without a placement"
-            assert (placement.decode_worker, request.attempt) in request.holds, f"{request_id}: no decode booking"
+            assert (placement.decode_worker, request.attempt) in request.bookings, f"{request_id}: no decode booking"
             if request.stage in NEEDS_SENDER[SenderEnd.RELEASED]:
-                assert (placement.prefill_worker, request.attempt) in request.holds, f"{request_id}: no prefill booking"
+                assert (placement.prefill_worker, request.attempt) in request.bookings, (
+                    f"{request_id}: no prefill booking"
+                )
         if request.stage is Stage.QUEUED:
             assert request.placement is None, f"{request_id} is queued and placed"
-            for worker_id, attempt in request.holds:
+            for worker_id, attempt in request.bookings:
                 booking = cluster.booking(worker_id, request_id, attempt)
-                assert booking is not None, f"{request_id}: hold without booking"
+                assert booking is not None, f"{request_id}: no booking on the worker"
                 assert booking.is_cancelled, f"{request_id} is queued, and {worker_id} was not told to let go of it"
-        for worker_id, attempt in request.holds:
-            assert cluster.booking(worker_id, request_id, attempt) is not None, f"{request_id}: hold without booking"
-    for view in cluster.fleet.views.values():
+        for worker_id, attempt in request.bookings:
+            assert cluster.booking(worker_id, request_id, attempt) is not None, (
+                f"{request_id}: no booking on the worker"
+            )
+    for view in cluster.fleet.workers.values():
         view.check()
         for request_id, attempt in view.bookings:
             holder = cluster.requests.get(request_id)
             assert holder is not None, f"{view.worker_id} is booked for {request_id}, which is forgotten"
-            assert (view.worker_id, attempt) in holder.holds, f"{request_id}: booking without hold"
+            assert (view.worker_id, attempt) in holder.bookings, f"{request_id}: no booking of the request"
     timers = cluster.timers
     for alarms, of in ((timers.deadlines, cluster.requests.keys() - cluster.ended), (timers.releases, cluster.ended)):
         alarms.check()

@@ -14,7 +14,7 @@ from pdserve.wire.codec import Codec, Special
 from pdserve.wire.protocol import LOAD
 from router.commands import Outcome
 from router.events import DrainRequested, UndrainRequested
-from router.explaining import Explanation, is_chosen
+from router.explaining import DecisionRecord, is_chosen
 from router.links import KvLinks
 from router.policy.interface import Candidate, Decision
 from router.runtime import Runtime
@@ -38,7 +38,7 @@ _WORKER: Final = Codec(
     ignored=("kv_links",),
 )
 _EXPLANATION: Final = Codec(
-    Explanation,
+    DecisionRecord,
     cluster_pb2.ExplainResponse,
     special={"outcome": Special(lambda outcome: outcome.value, Outcome)},
     given=("decision", "decided_s", "slo"),

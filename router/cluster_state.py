@@ -18,7 +18,7 @@ from router.booking import Booking
 from router.commands import Command
 from router.explaining import Explanations
 from router.fleet import Fleet
-from router.forecast import Demand, Utilization
+from router.forecast import RecentDemand, Utilization
 from router.lengths import OutputLengths
 from router.lifecycle import MOVES, IllegalMove, Move
 from router.policy import make_policy
@@ -57,7 +57,7 @@ class ClusterState:
         self.ended: set[str] = set()  # ended requests that wait for Released
         self.counters: Counter[str] = Counter()
         self.utilization = Utilization()
-        self.demand = Demand()
+        self.demand = RecentDemand()
         self.explanations = Explanations(settings.explain_capacity)
         self.timers = Timers()
         self.now_s = 0.0
@@ -118,7 +118,7 @@ class ClusterState:
     def bind(self, request: Request, worker_id: str) -> None:
         """From now on it waits for one prefill worker."""
         self.dequeue(request)
-        view = self.fleet.views[worker_id]
+        view = self.fleet.workers[worker_id]
         uncached = request.uncached_on(view)
         rank = (0 if request.output else 1, -request.facts.priority, request.serial)
         view.line.join(request.request_id, uncached, view.prefill_s(uncached, request.num_tokens - uncached), rank)
@@ -126,7 +126,7 @@ class ClusterState:
         self.num_bound += 1
 
     def has_line(self, worker_id: str) -> bool:
-        return self.num_bound > 0 and len(self.fleet.views[worker_id].line) > 0
+        return self.num_bound > 0 and len(self.fleet.workers[worker_id].line) > 0
 
     def unbind_all(self, view: WorkerView) -> None:
         """Requests that waited for this worker may be placed anywhere again."""
@@ -139,7 +139,7 @@ class ClusterState:
     def dequeue(self, request: Request) -> None:
         self._leave_backoff(request)
         if request.bound_to:
-            self.fleet.views[request.bound_to].line.leave(request.request_id)
+            self.fleet.workers[request.bound_to].line.leave(request.request_id)
             request.bound_to = ""
             self.num_bound -= 1
             return
@@ -166,7 +166,7 @@ class ClusterState:
 
     def settle(self, request: Request) -> None:
         """It has ended: corrects its tenant's charge to the actual length of the answer."""
-        where = self.fleet.views.get(request.last_path.decode_worker) if request.last_path is not None else None
+        where = self.fleet.workers.get(request.last_path.decode_worker) if request.last_path is not None else None
         if where is None or request.unloaded is None:
             return
         _, per_row_s, per_context_token_s = where.cost.decode_coefficients
@@ -182,18 +182,18 @@ class ClusterState:
             self.queue.fairness.correct(request.facts.tenant, work_s - request.charged_s)
         request.charged_s = 0.0
 
-    # -- holds ---------------------------------------------------------------------------------------------------
+    # -- bookings ------------------------------------------------------------------------------------------------
 
     def booking(self, worker_id: str, request_id: str, attempt: int) -> Booking | None:
-        view = self.fleet.views.get(worker_id)
+        view = self.fleet.workers.get(worker_id)
         return None if view is None else view.bookings.get((request_id, attempt))
 
-    def drop_hold(self, request: Request, worker_id: str, attempt: int) -> bool:
+    def drop_booking(self, request: Request, worker_id: str, attempt: int) -> bool:
         """The worker holds nothing of the attempt any more. False: it held nothing before."""
-        if (worker_id, attempt) not in request.holds:
+        if (worker_id, attempt) not in request.bookings:
             return False
-        request.holds.discard((worker_id, attempt))
-        view = self.fleet.views[worker_id]
+        request.bookings.discard((worker_id, attempt))
+        view = self.fleet.workers[worker_id]
         booking = view.bookings.get((request.request_id, attempt))
         if booking is not None:
             view.unbook(booking, self.now_s)
@@ -204,12 +204,12 @@ class ClusterState:
         """The commands that make every worker of the present attempt free it. Bookings that were never sent just
         end."""
         commands: list[Command] = []
-        for worker_id, attempt in sorted(request.holds):
+        for worker_id, attempt in sorted(request.bookings):
             booking = self.booking(worker_id, request.request_id, attempt)
             if attempt != request.attempt or booking is None or booking.is_cancelled:
                 continue
             if not booking.is_sent:
-                self.drop_hold(request, worker_id, attempt)
+                self.drop_booking(request, worker_id, attempt)
                 continue
             self._is_ending(booking, worker_id)
             commands.append(Cancel(key=AttemptKey(worker_id, request.request_id, attempt)))
@@ -226,7 +226,7 @@ class ClusterState:
 
     def forget_if_free(self, request: Request) -> None:
         """Forgets an ended request once no worker holds memory for it."""
-        if request.request_id in self.ended and not request.holds and self.move(request, Move.RELEASED):
+        if request.request_id in self.ended and not request.bookings and self.move(request, Move.RELEASED):
             self.ended.discard(request.request_id)
             self.timers.releases.clear(request.request_id)
             del self.requests[request.request_id]
@@ -235,9 +235,9 @@ class ClusterState:
         """Bounds the router's memory if workers never send Released."""
         while (request_id := self.timers.releases.pop_due(self.now_s)) is not None:
             request = self.requests[request_id]
-            for worker_id, attempt in sorted(request.holds):
+            for worker_id, attempt in sorted(request.bookings):
                 self.counters["never_released"] += 1
-                self.drop_hold(request, worker_id, attempt)
+                self.drop_booking(request, worker_id, attempt)
             self.forget_if_free(request)
 
     def frees_itself(self, request: Request, worker_id: str) -> None:
@@ -248,7 +248,7 @@ class ClusterState:
 
     def _is_ending(self, booking: Booking, worker_id: str) -> None:
         booking.is_cancelled = True
-        view = self.fleet.views[worker_id]
+        view = self.fleet.workers[worker_id]
         view.computed(booking, self.now_s)
         view.left_batch(booking)
         view.arrived(booking)

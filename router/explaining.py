@@ -22,7 +22,7 @@ NEVER_PLACED: Final = "no worker was needed"
 
 
 @dataclass(slots=True, kw_only=True)
-class Explanation:
+class DecisionRecord:
     request_id: str
     decision: Decision
     decided_s: float
@@ -45,7 +45,7 @@ class Explanation:
 class Explanations:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._kept: OrderedDict[str, Explanation] = OrderedDict()
+        self._kept: OrderedDict[str, DecisionRecord] = OrderedDict()
 
     def note(self, request: Request, decision: Decision, now_s: float) -> None:
         """A later decision about the same request replaces the one before."""
@@ -70,7 +70,7 @@ class Explanations:
             found.ended_because, found.retry_after_s = _shortened(why), retry_after_s
             _measure(found, request)
 
-    def last(self, request_id: str) -> Explanation | None:
+    def last(self, request_id: str) -> DecisionRecord | None:
         """The stored explanation; None if it was dropped."""
         return self._kept.get(request_id)
 
@@ -81,7 +81,7 @@ class Explanations:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def live(self, request: Request, now_s: float) -> Explanation:
+    def live(self, request: Request, now_s: float) -> DecisionRecord:
         """The explanation of a request that has not ended."""
         found = self._kept.get(request.request_id)
         if found is None:
@@ -96,9 +96,9 @@ class Explanations:
         return found
 
 
-def _explanation(request: Request, decision: Decision, now_s: float) -> Explanation:
+def _explanation(request: Request, decision: Decision, now_s: float) -> DecisionRecord:
     facts = request.facts
-    return Explanation(
+    return DecisionRecord(
         request_id=request.request_id,
         decision=decision,
         decided_s=now_s,
@@ -112,7 +112,7 @@ def _explanation(request: Request, decision: Decision, now_s: float) -> Explanat
     )
 
 
-def _measure(explanation: Explanation, request: Request) -> None:
+def _measure(explanation: DecisionRecord, request: Request) -> None:
     explanation.actual_ttft_s = request.ttft_s()
     explanation.actual_tpot_s = request.tpot_s() if len(request.output) > 1 else None
 

@@ -28,28 +28,28 @@ Item = TypeVar("Item")
 
 @final
 @dataclass(frozen=True, slots=True)
-class Client:
+class ClientKey:
     host: str
     name: str  # unique among all hosts
 
 
-ANONYMOUS: Final = Client("", "")
+ANONYMOUS: Final = ClientKey("", "")
 
 
-def client_of(peer: str) -> Client:
+def client_of(peer: str) -> ClientKey:
     """The host of gRPC's name for a peer, such as `ipv4:127.0.0.1:4321`. Addresses of one IPv6 network (/64) count as
     one host."""
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
-        return Client(peer, peer)
+        return ClientKey(peer, peer)
     host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
     try:
         address = ipaddress.ip_address(host.partition("%25")[0])
     except ValueError:
-        return Client(host, peer)
+        return ClientKey(host, peer)
     if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
         host = str(ipaddress.ip_network((address, 64), strict=False))
-    return Client(host, peer)
+    return ClientKey(host, peer)
 
 
 @final
@@ -71,7 +71,7 @@ class _Account:
 @final
 class FairQueue(Generic[Item]):
     def __init__(self) -> None:
-        self._waiting: list[tuple[Client, int, int, Item]] = []  # heap entries with the grammar's size and a number
+        self._waiting: list[tuple[ClientKey, int, int, Item]] = []  # heap entries with the grammar's size and a number
         self._num_put = 0
         self._accounts: dict[str, _Account] = {}  # of hosts and clients
         self._all = _Account()
@@ -80,7 +80,7 @@ class FairQueue(Generic[Item]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, item: Item, client: Client, size: int, retry_after_s: float) -> None:
+    def put(self, item: Item, client: ClientKey, size: int, retry_after_s: float) -> None:
         """Raises Overloaded if too many wait: of this client, of its host, or in total."""
         for name, count, most in (
             ("this client", self._of["client " + client.name], MAX_OF_CLIENT),
@@ -93,12 +93,12 @@ class FairQueue(Generic[Item]):
         self._waiting.append((client, size, self._num_put, item))
         self._of.update(("client " + client.name, "host " + client.host))
 
-    def take(self, now_s: float) -> tuple[Item, Client] | None:
+    def take(self, now_s: float) -> tuple[Item, ClientKey] | None:
         """The next one; None if none waits."""
         if not self._waiting:
             return None
 
-        def key(entry: tuple[Client, int, int, Item]) -> tuple[float, float, int, int]:
+        def key(entry: tuple[ClientKey, int, int, Item]) -> tuple[float, float, int, int]:
             client, size, number, _ = entry
             account = self._accounts.get("client " + client.name)
             expected_s = (account.check_s if account is not None else self._all.check_s) or 0.0
@@ -118,7 +118,7 @@ class FairQueue(Generic[Item]):
                 del self._of[name]
         return entry[3], client
 
-    def charge(self, client: Client, seconds: float, now_s: float) -> None:
+    def charge(self, client: ClientKey, seconds: float, now_s: float) -> None:
         """Records the time of a check of this client's grammar."""
         self._all.add(seconds, now_s)
         for name in ("client " + client.name, "host " + client.host):

@@ -16,7 +16,7 @@ MAX_LINKS: Final = 16_384  # number of pairs; the least recently measured is dro
 class Fleet:
     def __init__(self, silence_s: float) -> None:
         self.silence_s = silence_s
-        self.views: dict[str, WorkerView] = {}
+        self.workers: dict[str, WorkerView] = {}
         self.has_known_decode = False
         self._usable: tuple[list[WorkerView], list[WorkerView]] | None = None  # cached until something changes
         self._usable_until_s = 0.0  # when the first of them exceeds the silence limit, unless it sends a message before
@@ -25,9 +25,9 @@ class Fleet:
 
     def connect(self, hello: WorkerConnected, now_s: float) -> WorkerView:
         self.changed()
-        view = self.views.get(hello.worker_id)
+        view = self.workers.get(hello.worker_id)
         if view is None:
-            view = self.views[hello.worker_id] = WorkerView(hello, now_s)
+            view = self.workers[hello.worker_id] = WorkerView(hello, now_s)
         else:
             view.came_back(hello, now_s)
         self.has_known_decode = self.has_known_decode or hello.role is Role.DECODE
@@ -35,10 +35,10 @@ class Fleet:
 
     def forget(self, worker_id: str) -> None:
         self.changed()
-        self.views.pop(worker_id, None)
+        self.workers.pop(worker_id, None)
 
     def connected(self, worker_id: str) -> WorkerView | None:
-        view = self.views.get(worker_id)
+        view = self.workers.get(worker_id)
         return view if view is not None and view.is_connected else None
 
     def is_usable(self, view: WorkerView, now_s: float) -> bool:
@@ -50,7 +50,7 @@ class Fleet:
         not change them."""
         kept = self._usable
         if kept is None or now_s >= self._usable_until_s:
-            able = [view for view in self.views.values() if self.is_usable(view, now_s)]
+            able = [view for view in self.workers.values() if self.is_usable(view, now_s)]
             prefills = [view for view in able if view.role is Role.PREFILL]
             kept = self._usable = prefills, [view for view in able if view.role is Role.DECODE]
             self._usable_until_s = min([view.heard_s for view in able], default=now_s) + self.silence_s
@@ -68,12 +68,12 @@ class Fleet:
     def check(self, now_s: float) -> None:
         kept = self._usable
         if kept is not None and now_s < self._usable_until_s:
-            able = {view.worker_id for view in self.views.values() if self.is_usable(view, now_s)}
+            able = {view.worker_id for view in self.workers.values() if self.is_usable(view, now_s)}
             assert {view.worker_id for role in kept for view in role} == able, "the cached workers are out of date"
 
     def key(self, worker_id: str) -> tuple[str, str]:
         """Identifies a worker's current incarnation, so that a restarted worker starts without history."""
-        view = self.views.get(worker_id)
+        view = self.workers.get(worker_id)
         return (worker_id, view.incarnation if view is not None else "")
 
     def link(self, prefill_worker: str, decode_worker: str) -> LinkModel:
@@ -95,5 +95,5 @@ class Fleet:
     def excuse_silence(self, gap_s: float) -> None:
         """The router itself was suspended for `gap_s`, so this time does not count as silence of the workers."""
         self.changed()
-        for view in self.views.values():
+        for view in self.workers.values():
             view.heard_s += gap_s

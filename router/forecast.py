@@ -228,7 +228,7 @@ class Came(NamedTuple):
 
 
 @final
-class Demand:
+class RecentDemand:
     """The arriving work that could be on time, over the last HORIZON TTFT targets and at least FEWEST requests."""
 
     __slots__ = ("_bins", "_by_size", "_count", "_horizon_s", "_squares", "_work_s")

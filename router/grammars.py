@@ -21,7 +21,7 @@ from typing import Final, final
 from pdserve.core.errors import InvalidRequest, Overloaded
 from pdserve.core.grammar import Grammar
 from router.checker_pool import CheckerPool
-from router.fair_queue import ANONYMOUS, Client
+from router.fair_queue import ANONYMOUS, ClientKey
 from router.model import ModelFacts
 
 CHECK_S: Final = 2.0
@@ -50,7 +50,7 @@ class GrammarCheck:
         self._reasons: OrderedDict[bytes, str | None] = OrderedDict()  # None: admitted
         self._asked: dict[bytes, asyncio.Task[str | None]] = {}
 
-    async def check(self, grammar: Grammar, model: ModelFacts, client: Client = ANONYMOUS) -> None:
+    async def check(self, grammar: Grammar, model: ModelFacts, client: ClientKey = ANONYMOUS) -> None:
         """Raises InvalidRequest with the reason; Overloaded if too many wait."""
         if not self.pools:
             raise InvalidRequest(grammar.field, "a grammar", "none: this model follows no grammar")
@@ -76,7 +76,7 @@ class GrammarCheck:
         for pool in self.pools:
             await pool.close()
 
-    async def _ask(self, key: bytes, grammar: Grammar, model: ModelFacts, client: Client) -> str | None:
+    async def _ask(self, key: bytes, grammar: Grammar, model: ModelFacts, client: ClientKey) -> str | None:
         try:
             reason = self._reasons[key] = await self._reason(grammar, model, client)
         finally:
@@ -85,7 +85,7 @@ class GrammarCheck:
             self._reasons.popitem(last=False)
         return reason
 
-    async def _reason(self, grammar: Grammar, model: ModelFacts, client: Client) -> str | None:
+    async def _reason(self, grammar: Grammar, model: ModelFacts, client: ClientKey) -> str | None:
         for pool in self.pools:
             answer = await pool.ask(grammar, model, client)
             if answer.ended is None:

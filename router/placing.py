@@ -27,7 +27,7 @@ from router.overload import clamped_retry_s
 from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Choice, Decision, Obstacle
 from router.request import Placement, Request
-from router.transitions import Finish, GiveUp, Reject, Step, Steps
+from router.transitions import Fail, Finish, Reject, Step, Steps
 from router.view import WorkerView
 
 LOOKAHEAD: Final = 4  # requests waiting for a prefill worker that later ones may overtake on the local path
@@ -145,7 +145,7 @@ def _serve_worker_queues(cluster: ClusterState, prefills: list[WorkerView], deco
     if not cluster.num_bound:
         return False
     usable = {view.worker_id: view for view in prefills}
-    for view in cluster.fleet.views.values():
+    for view in cluster.fleet.workers.values():
         if view.line and view.worker_id not in usable:
             cluster.unbind_all(view)
     heads = [(view.line.first(), view.worker_id) for view in prefills if view.line]
@@ -203,7 +203,7 @@ def _carry_out(
                 return False
             else:
                 cluster.bind(request, decision.bound_to)
-                _retry_in(cluster, opens_in_s(cluster.fleet.views[request.bound_to], cluster.now_s))
+                _retry_in(cluster, opens_in_s(cluster.fleet.workers[request.bound_to], cluster.now_s))
     return True
 
 
@@ -227,7 +227,7 @@ def _wait_for_decode_workers(cluster: ClusterState) -> Iterator[Step]:
     if cluster.now_s < until_s:
         _retry_in(cluster, until_s - cluster.now_s)
         return
-    for view in cluster.fleet.views.values():
+    for view in cluster.fleet.workers.values():
         cluster.unbind_all(view)
     waiting = [*cluster.queue, *sorted(cluster.parked)]
     for request_id in waiting:
@@ -245,7 +245,7 @@ def _wait_for_workers(cluster: ClusterState, request: Request) -> Iterator[Step]
 def _no_workers(request: Request) -> Step:
     message = "no decode worker that could take the request is connected"
     if request.attempt:
-        return GiveUp(request, FailKind.NO_WORKERS, message, role=Role.DECODE.value)
+        return Fail(request, FailKind.NO_WORKERS, message, role=Role.DECODE.value)
     return Reject(request, FailKind.NO_WORKERS, message, retry_after_s=1.0, role=Role.DECODE.value)
 
 
@@ -259,14 +259,14 @@ def _decide(
         return None
     fitting = large_enough(request, decodes, request.num_tokens + 1)
     if not fitting:
-        everyone = [view for view in cluster.fleet.views.values() if view.role is Role.DECODE]
+        everyone = [view for view in cluster.fleet.workers.values() if view.role is Role.DECODE]
         if large_enough(request, everyone, request.num_tokens + 1):
             return Decision(
                 choice=Choice.WAIT, reason="the workers that are large enough are away", obstacle=Obstacle.WORKERS
             )
         limit = max(view.most_tokens for view in everyone)
         message = f"{request.num_tokens} tokens, no decode worker holds more than {limit}"
-        yield GiveUp(request, FailKind.INVALID, message, field="prompt")
+        yield Fail(request, FailKind.INVALID, message, field="prompt")
         return None
     able = large_enough(request, prefills, request.num_tokens)
     return cluster.policy(ask_of(request, cluster.fleet, cluster.lengths, cluster.now_s), able, fitting, cluster.now_s)
@@ -294,12 +294,12 @@ def _place(cluster: ClusterState, request: Request, decision: Decision) -> Itera
         prefill_worker=decision.prefill_worker,
     )
     cluster.explain(request.request_id, decision)
-    decode = cluster.fleet.views[decision.decode_worker]
+    decode = cluster.fleet.workers[decision.decode_worker]
     request.awaits_s, request.half_step_s = decode.rest_of_step_s(now_s), decode.half_step_s
     booking = _book(cluster, request, decode, has_row=True, computes=is_local)
     booking.is_sent = True
     if not is_local:
-        _book(cluster, request, cluster.fleet.views[decision.prefill_worker], has_row=False, computes=True)
+        _book(cluster, request, cluster.fleet.workers[decision.prefill_worker], has_row=False, computes=True)
     yield Reserve(
         key=AttemptKey(decision.decode_worker, request.request_id, request.attempt),
         is_local=is_local,
@@ -324,7 +324,7 @@ def _book(cluster: ClusterState, request: Request, view: WorkerView, *, has_row:
         tpot_s=request.facts.slo.tpot_s if has_row else None,
     )
     view.book(booking, cluster.now_s)
-    request.holds.add((view.worker_id, request.attempt))
+    request.bookings.add((view.worker_id, request.attempt))
     return booking
 
 

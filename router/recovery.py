@@ -39,7 +39,7 @@ def on_silence(cluster: ClusterState) -> Iterator[Lose]:
     """The attempts of workers that were silent for twice the limit are lost. Their streams still exist,
     so they are told, and their memory stays booked until they answer or their stream ends."""
     limit_s = 2.0 * cluster.settings.worker_silence_s
-    for view in cluster.fleet.views.values():
+    for view in cluster.fleet.workers.values():
         if view.is_connected and cluster.now_s - view.heard_s >= limit_s:
             for booking in list(view.bookings.values()):
                 request = cluster.requests.get(booking.request_id)
@@ -60,7 +60,7 @@ def _worker_gone(cluster: ClusterState, worker_id: str) -> Iterator[Lose]:
         request = cluster.requests.get(booking.request_id)
         if request is None:
             continue
-        request.holds.discard((worker_id, booking.attempt))
+        request.bookings.discard((worker_id, booking.attempt))
         request.cached_blocks.pop(worker_id, None)
         if not _depends_on(request, worker_id, booking.attempt):
             cluster.forget_if_free(request)

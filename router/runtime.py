@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class OpenCall:
     """A request whose client waits for its last message."""
 
     answer: Answer
@@ -57,7 +57,7 @@ class Runtime:
         self._on_step = on_step
         self._on_crash = on_crash
         self._clock = clock
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, OpenCall] = {}
         self._events: deque[Event] = deque()
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
@@ -78,7 +78,7 @@ class Runtime:
     ) -> None:
         """From now on the answer receives the request's output until its last message, or until `leave`."""
         assert not self.knows(arrival.request_id), arrival.request_id
-        call = Call(answer=answer, sequence=sequence, facts=facts)
+        call = OpenCall(answer=answer, sequence=sequence, facts=facts)
         self._calls[arrival.request_id] = call
         self._no_calls.clear()
         self.hand(arrival)
@@ -179,7 +179,7 @@ class Runtime:
         if not self._send(worker_id, message):
             self.num_unsent += 1
 
-    def _end(self, request_id: str) -> Call | None:
+    def _end(self, request_id: str) -> OpenCall | None:
         call = self._calls.pop(request_id, None)
         if call is not None:
             call.answer.ended_s = self._clock()

@@ -31,14 +31,14 @@ class WorkerFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
+class ClusterSnapshot:
     workers: tuple[WorkerFacts, ...]
     queued: int
     running: int
     releasing: int  # ended requests that workers still hold memory for
 
 
-def take_snapshot(cluster: ClusterState) -> Topology:
+def take_snapshot(cluster: ClusterState) -> ClusterSnapshot:
     workers = tuple(
         WorkerFacts(
             worker_id=view.worker_id,
@@ -58,10 +58,10 @@ def take_snapshot(cluster: ClusterState) -> Topology:
             prefill_error=view.cost.prefill_error,
             decode_error=view.cost.decode_error,
         )
-        for _, view in sorted(cluster.fleet.views.items())
+        for _, view in sorted(cluster.fleet.workers.items())
     )
     queued = cluster.num_queued
-    return Topology(
+    return ClusterSnapshot(
         workers=workers,
         queued=queued,
         running=len(cluster.requests) - len(cluster.ended) - queued,

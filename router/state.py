@@ -54,12 +54,12 @@ from router.events import (
     WorkerForgotten,
     WorkerLost,
 )
-from router.explaining import Explanation
+from router.explaining import DecisionRecord
 from router.lifecycle import IllegalMove, Move, Stage
 from router.policy.interface import Decision
 from router.request import Request
 from router.settings import RouterSettings
-from router.snapshot import Topology, take_snapshot
+from router.snapshot import ClusterSnapshot, take_snapshot
 from router.transitions import CARRY_OUT, Disconnect, Expire, Finish, Reject, Step
 
 SHORTEST_WAKE_S: Final = 0.001  # lower limit of the time to WakeAt
@@ -117,7 +117,7 @@ class RouterState:
         request = self._cluster.requests.get(request_id)
         return {} if request is None else dict(request.cached_blocks)
 
-    def explain(self, request_id: str) -> Explanation | None:
+    def explain(self, request_id: str) -> DecisionRecord | None:
         """Why a recent request was placed where it was; None if it is not among the last ones."""
         cluster = self._cluster
         request = cluster.requests.get(request_id)
@@ -125,7 +125,7 @@ class RouterState:
             return cluster.explanations.last(request_id)
         return cluster.explanations.live(request, cluster.now_s)
 
-    def snapshot(self) -> Topology:
+    def snapshot(self) -> ClusterSnapshot:
         return take_snapshot(self._cluster)
 
     def check(self) -> None:
@@ -162,7 +162,7 @@ class RouterState:
         cluster, timers = self._cluster, self._cluster.timers
         if timers.silence_at_s is None:
             limit_s = 2.0 * self.settings.worker_silence_s
-            ends = [view.heard_s + limit_s for view in cluster.fleet.views.values() if view.is_connected]
+            ends = [view.heard_s + limit_s for view in cluster.fleet.workers.values() if view.is_connected]
             if ends:  # workers beyond the limit are abandoned; their late attempts are checked again
                 ahead = [at_s for at_s in ends if at_s > cluster.now_s]
                 timers.silence_at_s = min(ahead, default=cluster.now_s + max(0.25 * limit_s, SHORTEST_WAKE_S))
@@ -331,4 +331,4 @@ _HANDLERS: Final[Mapping[type, Handler]] = {
     TimePassed: _on_time,
 }
 
-__all__ = ["Decision", "Explanation", "RouterState", "Topology"]
+__all__ = ["ClusterSnapshot", "Decision", "DecisionRecord", "RouterState"]

@@ -57,7 +57,7 @@ class Reject(NamedTuple):
     role: str = ""
 
 
-class GiveUp(NamedTuple):
+class Fail(NamedTuple):
     """All attempts were used, or the request itself is the cause."""
 
     request: Request
@@ -98,7 +98,7 @@ class Lose(NamedTuple):
     message: str = ""
 
 
-Transition = Finish | Disconnect | Expire | Reject | GiveUp | Lose
+Transition = Finish | Disconnect | Expire | Reject | Fail | Lose
 Step = Command | Transition  # what a handler wants done
 _Result = TypeVar("_Result")
 #: Steps of a function that goes on only after each of them was carried out, and returns a result.
@@ -159,7 +159,7 @@ def _reject(cluster: ClusterState, end: Reject) -> list[Command]:
     )
 
 
-def _give_up(cluster: ClusterState, end: GiveUp) -> list[Command]:
+def _give_up(cluster: ClusterState, end: Fail) -> list[Command]:
     return _fail(
         cluster,
         end.request,
@@ -185,11 +185,11 @@ def _lose(cluster: ClusterState, loss: Lose) -> list[Command]:
         request.lost_attempts += 1
     if request.deaths >= cluster.settings.max_worker_deaths:
         message = f"{request.deaths} workers died while they had this request"
-        return _give_up(cluster, GiveUp(request, FailKind.INTERNAL, message))
+        return _give_up(cluster, Fail(request, FailKind.INTERNAL, message))
     if request.lost_attempts >= cluster.settings.max_attempts:
         why = f"{cause.value}: {loss.message}" if loss.message else cause.value
         message = f"{request.lost_attempts} attempts were lost, the last since {why}"
-        return _give_up(cluster, GiveUp(request, FAILURES[cause], message))
+        return _give_up(cluster, Fail(request, FAILURES[cause], message))
     if not cluster.move(request, Move.LOST):
         return []
     # A started answer should not pause, but a request that fails again without a lost worker would only repeat the
@@ -260,6 +260,6 @@ CARRY_OUT: Final[Mapping[type, Callable[[ClusterState, Any], list[Command]]]] = 
     Disconnect: _disconnect,
     Expire: _expire,
     Reject: _reject,
-    GiveUp: _give_up,
+    Fail: _give_up,
     Lose: _lose,
 }

@@ -85,7 +85,7 @@ def test_only_lives_that_have_failed_the_request_are_avoided(fleet: Fleet) -> No
 
 
 def test_a_worker_that_is_too_small_or_said_so_is_left_out(fleet: Fleet) -> None:
-    one, views = request(), [fleet.views["d0"], fleet.views["d1"]]
+    one, views = request(), [fleet.workers["d0"], fleet.workers["d1"]]
     most = views[0].most_tokens
     assert large_enough(one, views, most) == views
     assert large_enough(one, views, most + 1) == []

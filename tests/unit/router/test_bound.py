@@ -50,7 +50,7 @@ def placed(commands: list[Command]) -> list[str]:
 
 
 def line(given: Given, worker_id: str) -> list[str]:
-    return list(given.state._cluster.fleet.views[worker_id].line)
+    return list(given.state._cluster.fleet.workers[worker_id].line)
 
 
 def test_many_requests_for_a_busy_worker_do_not_block_one_for_an_idle_worker() -> None:
@@ -111,8 +111,8 @@ def test_who_waits_for_a_silent_worker_may_go_anywhere() -> None:
     given = start()
     given.arrives("a-0", prompt=300)
     given.arrives("b-0", prompt=300)
-    given.state._cluster.fleet.views["p0"].free_at_s = 1e6
-    given.state._cluster.fleet.views["p0"].heard_s = -5.0
+    given.state._cluster.fleet.workers["p0"].free_at_s = 1e6
+    given.state._cluster.fleet.workers["p0"].heard_s = -5.0
     given.state._cluster.fleet.changed()
     assert placed(given.heard("d0")) == ["b-0"]
 
@@ -122,7 +122,7 @@ def test_who_waits_in_a_line_can_leave_and_can_expire() -> None:
     given.arrives("a-0", prompt=300)
     given.arrives("b-0", prompt=300)
     given.arrives("c-0", prompt=300, deadline_s=0.05)
-    given.state._cluster.fleet.views["p0"].free_at_s = 1e6
+    given.state._cluster.fleet.workers["p0"].free_at_s = 1e6
     assert [type(one) for one in given.leaves("b-0")] == [EndCancelled]
     (failed,) = given.at(0.06)
     assert isinstance(failed, FailRequest)

@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.core.types import FinishReason, Slo
 from router.commands import FailRequest, Outcome
-from router.explaining import LONGEST_REASON, MOST_CANDIDATES, Explanation, Explanations
+from router.explaining import LONGEST_REASON, MOST_CANDIDATES, DecisionRecord, Explanations
 from router.policy.interface import Candidate, Choice, Decision
 from router.request import Request
 from router.settings import RouterSettings
@@ -22,7 +22,7 @@ def candidate(prefill: str = "p0", decode: str = "d0") -> Candidate:
     return Candidate(prefill_worker=prefill, decode_worker=decode, ttft_s=0.1, tpot_s=0.01, slack=0.5, is_feasible=True)
 
 
-def explained(given: Given, request_id: str = "a") -> Explanation:
+def explained(given: Given, request_id: str = "a") -> DecisionRecord:
     found = given.state.explain(request_id)
     assert found is not None
     return found

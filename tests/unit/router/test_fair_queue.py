@@ -6,12 +6,12 @@ import pytest
 
 from pdserve.core.errors import Overloaded
 from router import fair_queue
-from router.fair_queue import HALF_LIFE_S, MAX_OF_CLIENT, MAX_OF_HOST, MAX_WAITING, Client, FairQueue, client_of
+from router.fair_queue import HALF_LIFE_S, MAX_OF_CLIENT, MAX_OF_HOST, MAX_WAITING, ClientKey, FairQueue, client_of
 
 
 def put(queue: FairQueue[str], *items: str, host: str = "h", port: int = 1, size: int = 10) -> None:
     for item in items:
-        queue.put(item, Client(host, f"{host}:{port}"), size, 1.0)
+        queue.put(item, ClientKey(host, f"{host}:{port}"), size, 1.0)
 
 
 def order(queue: FairQueue[str], now_s: float = 0.0) -> list[str]:
@@ -33,8 +33,8 @@ def test_without_a_past_the_shortest_goes_first() -> None:
 def test_the_host_that_has_used_least_goes_first_then_its_client() -> None:
     queue: FairQueue[str] = FairQueue()
     for _ in range(5):
-        queue.charge(Client("busy", "busy:1"), 1.0, 0.0)
-    queue.charge(Client("h", "h:1"), 1.0, 0.0)
+        queue.charge(ClientKey("busy", "busy:1"), 1.0, 0.0)
+    queue.charge(ClientKey("h", "h:1"), 1.0, 0.0)
     put(queue, "from a new connection of a busy host", host="busy", port=2)
     put(queue, "from a client that used some")
     put(queue, "from its neighbour", port=2, size=50)
@@ -50,7 +50,7 @@ def test_the_host_that_has_used_least_goes_first_then_its_client() -> None:
 def test_a_crowd_of_slow_clients_does_not_delay_another() -> None:
     """On one host with it, and before most of the crowd was served once."""
     queue: FairQueue[str] = FairQueue()
-    quick = Client("h", "h:99")
+    quick = ClientKey("h", "h:99")
     for port in range(24):
         put(queue, f"slow {port}", port=port)
     served: list[str] = []
@@ -71,14 +71,14 @@ def test_a_crowd_of_slow_clients_does_not_delay_another() -> None:
 
 def test_use_is_forgotten() -> None:
     queue: FairQueue[str] = FairQueue()
-    queue.charge(Client("a", "a:1"), 4.0, 0.0)
-    queue.charge(Client("b", "b:1"), 1.5, HALF_LIFE_S)
+    queue.charge(ClientKey("a", "a:1"), 4.0, 0.0)
+    queue.charge(ClientKey("b", "b:1"), 1.5, HALF_LIFE_S)
     put(queue, "a", host="a")
     put(queue, "b", host="b")
     assert order(queue, HALF_LIFE_S) == ["b", "a"]
     put(queue, "a", host="a")
     put(queue, "b", host="b")
-    queue.charge(Client("b", "b:1"), 3.0, HALF_LIFE_S)
+    queue.charge(ClientKey("b", "b:1"), 3.0, HALF_LIFE_S)
     assert order(queue, HALF_LIFE_S) == ["a", "b"]
 
 
@@ -105,7 +105,7 @@ def test_accounts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_queue, "MAX_ACCOUNTS", 8)
     queue: FairQueue[str] = FairQueue()
     for number in range(100):
-        queue.charge(Client(f"h{number}", f"h{number}:1"), 0.1 if number else 9.0, 0.0)
+        queue.charge(ClientKey(f"h{number}", f"h{number}:1"), 0.1 if number else 9.0, 0.0)
     assert len(queue._accounts) <= 8
     put(queue, "large", host="h0")
     put(queue, "new", host="n")
@@ -123,4 +123,4 @@ def test_accounts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_host_is_read_from_a_peer(peer: str, host: str) -> None:
-    assert client_of(peer) == Client(host, peer)
+    assert client_of(peer) == ClientKey(host, peer)

@@ -42,7 +42,7 @@ def test_who_is_usable_follows_every_word_and_every_silence() -> None:
             state.handle(word, now_s)
         fleet = state._cluster.fleet
         prefills, decodes = fleet.usable(now_s)
-        asked = {one.worker_id for one in fleet.views.values() if fleet.is_usable(one, now_s)}
+        asked = {one.worker_id for one in fleet.workers.values() if fleet.is_usable(one, now_s)}
         assert {one.worker_id for one in (*prefills, *decodes)} == asked
         assert all(one.role is Role.PREFILL for one in prefills)
         seen.add(len(asked))
@@ -56,5 +56,5 @@ def test_a_worker_that_falls_silent_is_left_out_without_any_event() -> None:
     fleet = state._cluster.fleet
     assert fleet.usable(2.9)[1]
     assert not fleet.usable(3.1)[1]
-    fleet.heard(fleet.views["d0"], 3.2)
+    fleet.heard(fleet.workers["d0"], 3.2)
     assert fleet.usable(3.2)[1]

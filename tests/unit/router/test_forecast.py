@@ -19,8 +19,8 @@ from router.forecast import (
     PRIOR_REQUESTS,
     SLOWEST,
     Capacity,
-    Demand,
     DrainError,
+    RecentDemand,
     Utilization,
 )
 
@@ -180,7 +180,7 @@ def test_short_prompts_that_share_batches_drain_faster_than_predicted() -> None:
 
 
 def test_demand_is_work_per_second_and_fades_when_nobody_comes() -> None:
-    demand = Demand()
+    demand = RecentDemand()
     for tenth in range(500):
         demand.arrived(0.2, 1.0, tenth / 10)
     assert demand.rate(49.9) == pytest.approx(2.0, rel=0.05)
@@ -188,15 +188,15 @@ def test_demand_is_work_per_second_and_fades_when_nobody_comes() -> None:
 
 
 def test_a_burst_is_no_demand_that_lasts() -> None:
-    demand = Demand()
+    demand = RecentDemand()
     for index in range(8):
         demand.arrived(0.2, 1.0, 0.001 * index)
     assert demand.rate(0.01) == pytest.approx(8 * 0.2 / (HORIZON * 1.0)), "over the horizon, not over 8 ms"
 
 
 def test_demand_is_uncertain_where_few_requests_are_most_of_it() -> None:
-    assert Demand().error == 1.0
-    even, uneven = Demand(), Demand()
+    assert RecentDemand().error == 1.0
+    even, uneven = RecentDemand(), RecentDemand()
     for index in range(500):
         even.arrived(0.2, 1.0, index / 10)
         uneven.arrived(10.0 if index % 50 == 49 else 0.01, 1.0, index / 10)
@@ -206,7 +206,7 @@ def test_demand_is_uncertain_where_few_requests_are_most_of_it() -> None:
 
 @given(st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 1.0)), min_size=1, max_size=400))
 def test_demand_is_remembered_in_bounded_memory(arrivals: list[tuple[float, float]]) -> None:
-    demand, now_s = Demand(), 0.0
+    demand, now_s = RecentDemand(), 0.0
     for gap_s, work_s in arrivals:
         now_s += gap_s / 100
         demand.arrived(work_s, 1.0, now_s)
@@ -252,7 +252,7 @@ def test_the_error_is_of_the_sum_of_what_single_requests_were_off() -> None:
 
 
 def test_demand_is_that_of_the_last_requests() -> None:
-    demand = Demand()
+    demand = RecentDemand()
     demand.arrived(100.0, 1.0, 0.0)
     for second in range(1, FEWEST + 1):
         demand.arrived(2.0, 1.0, float(second))
@@ -261,7 +261,7 @@ def test_demand_is_that_of_the_last_requests() -> None:
 
 
 def test_requests_of_one_moment_are_remembered_together() -> None:
-    demand = Demand()
+    demand = RecentDemand()
     for index in range(3000):
         demand.arrived(0.01, 1.0, index / 1000)
     assert demand.rate(3.0) == pytest.approx(10.0, rel=0.02)
@@ -275,7 +275,7 @@ def test_work_is_done_only_by_workers_that_are_free() -> None:
 
 
 def test_the_mean_request_is_that_of_the_demand() -> None:
-    demand = Demand()
+    demand = RecentDemand()
     assert demand.mean_s == 0.0
     for index, prefill_s in enumerate((0.1, 0.2, 0.6)):
         demand.arrived(prefill_s, 1.0, 0.1 * index)
@@ -283,7 +283,7 @@ def test_the_mean_request_is_that_of_the_demand() -> None:
 
 
 def test_shorter_requests_are_what_a_share_of_the_work_can_serve() -> None:
-    demand = Demand()
+    demand = RecentDemand()
     for index in range(100):
         demand.arrived(1.0 if index % 10 == 9 else 0.1, 1.0, 0.01 * index)
     short, long = 90 * 0.1, 10 * 1.0
@@ -293,7 +293,7 @@ def test_shorter_requests_are_what_a_share_of_the_work_can_serve() -> None:
 
 
 def test_sizes_are_forgotten_with_their_requests() -> None:
-    demand = Demand()
+    demand = RecentDemand()
     demand.arrived(5.0, 1.0, 0.0)
     for second in range(1, 2 * FEWEST):
         demand.arrived(0.1, 1.0, float(second))
@@ -301,7 +301,7 @@ def test_sizes_are_forgotten_with_their_requests() -> None:
 
 
 def test_a_request_is_none_of_the_demand_of_the_others() -> None:
-    demand = Demand()
+    demand = RecentDemand()
     assert demand.of_others(1.0, 0.0) == (0.0, 1.0)
     for index in range(11):
         demand.arrived(0.1, 1.0, 0.1 * index)

@@ -112,7 +112,7 @@ def test_an_unknown_model_rejects_no_request_before_its_target_is_missed_or_the_
 def test_a_queue_of_uncertain_steps_is_judged_by_its_drain_rate() -> None:
     """Single steps differ by half of their mean, so that no single prediction is worth much; the queue's is."""
     world = cluster(spread=0.5)
-    prefill = world.routers[0]._cluster.fleet.views["p0"].cost
+    prefill = world.routers[0]._cluster.fleet.workers["p0"].cost
     assert prefill.prefill_error > 0.25, "the model must be uncertain"
     world.run([(0.02 * index, short(f"a{index}", 100)) for index in range(1000)], 60.0)  # five times too much
     waited_s = waits_s(world, since_s=5.0)

@@ -23,7 +23,7 @@ from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import inference_pb2
 from router import grammars
 from router.admission import Admission, Limits
-from router.fair_queue import MAX_OF_CLIENT, Client
+from router.fair_queue import MAX_OF_CLIENT, ClientKey
 from router.grammars import GrammarCheck
 from router.model import ModelFacts
 
@@ -125,11 +125,11 @@ async def test_a_quick_grammar_does_not_wait_for_slow_ones() -> None:
         os.kill(slow_pid, signal.SIGSTOP)
         number = iter(range(100))
         others = [
-            asyncio.create_task(check.check(slow(next(number)), MODEL, Client("other", f"other:{port}")))
+            asyncio.create_task(check.check(slow(next(number)), MODEL, ClientKey("other", f"other:{port}")))
             for port in range(8)
         ]
         fine = choice(["a", "b"])
-        await asyncio.wait_for(check.check(fine, MODEL, Client("mine", "mine:1")), 30)
+        await asyncio.wait_for(check.check(fine, MODEL, ClientKey("mine", "mine:1")), 30)
         assert not all(one.done() for one in others)
         for one in others:
             one.cancel()

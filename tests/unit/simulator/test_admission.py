@@ -98,7 +98,7 @@ def rejected_after_s(rows: list[RequestRow]) -> list[float]:
 
 
 def test_the_model_is_as_uncertain_as_it_was_live(overloaded: list[World]) -> None:
-    worlds = [world.fronts[0].state._cluster.fleet.views.values() for world in overloaded]
+    worlds = [world.fronts[0].state._cluster.fleet.workers.values() for world in overloaded]
     errors = [min(view.cost.prefill_error for view in views) for views in worlds]
     assert sum(errors) / len(errors) > 0.25
 
