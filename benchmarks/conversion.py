@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvtransfer.reshape.convert import Blocks, pack, unpack
+from kvtransfer.reshape.convert import BlockArrays, pack, unpack
 from kvtransfer.reshape.mapping import Window, pieces_of
 from pdserve.core.kv_shape import KvShape
 
@@ -53,10 +53,10 @@ def measure(source: KvShape, target: KvShape, num_bytes: int) -> tuple[float, fl
     num_targets = num_tokens // target.block_size
     form = target.form
     memory, landing = bytearray(num_sources * source.block_bytes), bytearray(num_targets * form.block_bytes)
-    pool = Blocks(memory, source.form)
+    pool = BlockArrays(memory, source.form)
     values = np.random.default_rng(0).standard_normal(pool.values.shape[1:]).astype(np.float32)
     pool.values[:] = values.astype(pool.values.dtype)
-    copied, out, into = bytearray(len(memory)), Blocks(bytearray(len(landing)), form), Blocks(landing, form)
+    copied, out, into = bytearray(len(memory)), BlockArrays(bytearray(len(landing)), form), BlockArrays(landing, form)
     order = random.Random(0)
     blocks, granted = (order.sample(range(count), count) for count in (num_sources, num_targets))
     window = Window(0, source.num_layers, 0, target.num_heads)

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from pdserve.core.errors import TransferFailed
-from pdserve.engine.gpu.extent import Extent
+from pdserve.engine.gpu.extent import StridedExtent
 
 
 @final
@@ -27,7 +27,7 @@ class CudaBlocks:
         assert self.raw is not None, "closed"
         return self.raw
 
-    def narrowed(self, extent: Extent) -> CudaBlocks:
+    def narrowed(self, extent: StridedExtent) -> CudaBlocks:
         if extent.num_runs == 1:
             return CudaBlocks(self.tensor[:, extent.first : extent.first + extent.run_bytes])
         raw = self.tensor

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from pdserve.engine.gpu.extent import Extent
+from pdserve.engine.gpu.extent import StridedExtent
 
 if TYPE_CHECKING:  # staging_budget has locks, and pure modules import this one
     from kvtransfer.staging_budget import StagingBudget
@@ -41,7 +41,7 @@ class Blocks(Protocol):
     num_blocks: int
     block_bytes: int
 
-    def narrowed(self, extent: Extent) -> Blocks:
+    def narrowed(self, extent: StridedExtent) -> Blocks:
         """The extent's bytes of every block, with the runs concatenated."""
         ...
 

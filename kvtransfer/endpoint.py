@@ -20,7 +20,7 @@ from pdserve.core.grant import Fingerprint
 from pdserve.core.kv_shape import KvShape
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
-from pdserve.engine.gpu.extent import Extent
+from pdserve.engine.gpu.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 
 
@@ -104,7 +104,7 @@ def make_sender(
     return ShapedSender(pool, fingerprint, stamps or BlockStamps(pool.num_blocks), make_stream, kv_wire)
 
 
-def _runs_of(shape: KvShape) -> list[Extent]:
+def _runs_of(shape: KvShape) -> list[StridedExtent]:
     """The byte runs of all layer groups in which a block may be sent."""
     layout = PartLayout.to_send(shape, shape)
     possible = [groups for groups in range(2, MAX_GROUPS + 1) if shape.num_layers % groups == 0]

@@ -14,7 +14,7 @@ import numpy as np
 from kvtransfer.device import Blocks, Copying, Wake
 from kvtransfer.staging_budget import StagingBudget
 from pdserve.core.errors import InternalError
-from pdserve.engine.gpu.extent import GOLDEN, MIX, WORD_BYTES, Extent
+from pdserve.engine.gpu.extent import GOLDEN, MIX, WORD_BYTES, StridedExtent
 
 _AT_ONCE: Final = 1 << 16  # words at a time, so that intermediate values fit into the processor's cache
 _OFFSETS: Final = np.arange(1, _AT_ONCE + 1, dtype=np.uint64) * np.uint64(GOLDEN)
@@ -51,7 +51,7 @@ class HostBlocks:
         block_bytes: int,
         first: int = 0,
         stride: int = 0,
-        extent: Extent | None = None,
+        extent: StridedExtent | None = None,
     ) -> None:
         """`extent`: the runs of a block that is not contiguous; `block_bytes` is its size."""
         self.memory, self.num_blocks, self.block_bytes = memory, num_blocks, block_bytes
@@ -74,7 +74,7 @@ class HostBlocks:
             run[:] = data[at : at + len(run)]
             at += len(run)
 
-    def narrowed(self, extent: Extent) -> HostBlocks:
+    def narrowed(self, extent: StridedExtent) -> HostBlocks:
         assert self._extent is None, "a part of a part"
         last = extent.first + (extent.num_runs - 1) * extent.stride_bytes
         assert last + extent.run_bytes <= self.block_bytes

@@ -33,7 +33,7 @@ def _count_stuck() -> None:
 
 
 @final
-class Call:
+class IssuedCall:
     """A function that another thread runs, and what it returned."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -68,15 +68,15 @@ class Call:
 @final
 class Issuer:
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[IssuedCall] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards all below
-        self._running: Call | None = None
+        self._running: IssuedCall | None = None
         self.num_replaced = 0  # threads that were stuck
         self._begin()
 
     def call(self, function: Callable[[], Any], timeout_s: float = CALL_S) -> Any:
         """Runs `function` on the issuing thread. Raises TransferFailed if it raises or takes too long."""
-        call = Call(function)
+        call = IssuedCall(function)
         self._calls.put(call)
         try:
             return call.answer(timeout_s)
@@ -87,7 +87,7 @@ class Issuer:
     def _begin(self) -> None:
         threading.Thread(target=self._run, args=(self.num_replaced,), name="nccl-issuer", daemon=True).start()
 
-    def _replace(self, call: Call) -> None:
+    def _replace(self, call: IssuedCall) -> None:
         with self._lock:
             if self._running is not call:  # it has ended, or is waiting behind another call
                 return
@@ -111,7 +111,7 @@ class Issuer:
 
 def answer_of(function: Callable[[], Any], begin: Callable[[Callable[[], None]], object], timeout_s: float) -> Any:
     """What `function` returns on the thread on which `begin` runs it. Raises TransferFailed."""
-    call = Call(function)
+    call = IssuedCall(function)
     begin(call.run)
     return call.answer(timeout_s)
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar, final
 
 from kvtransfer.commands import OnSent
 from kvtransfer.grants import check_movable
-from kvtransfer.joint import GiveUp, JointTransfers, Member, Opened, Report, Result, join_received, join_sent
+from kvtransfer.joint import EndPart, JointTransfers, Member, Opened, ReportJoint, Result, join_received, join_sent
 from kvtransfer.rank_grants import rank_grant, rank_key, rank_pairs
 from kvtransfer.reports import Reports
 from kvtransfer.stats import TransferStats, total
@@ -90,14 +90,14 @@ class _Joined(Generic[Rank, Member, Result]):
         with self._lock:
             actions = self._table.ended(key, member, end)
             for report in actions:
-                if isinstance(report, Report):
+                if isinstance(report, ReportJoint):
                     self._reports.add(report.end)
-        self._act([action for action in actions if isinstance(action, GiveUp)])
+        self._act([action for action in actions if isinstance(action, EndPart)])
         self._reports.deliver()
 
-    def _act(self, actions: Sequence[GiveUp[Member]]) -> None:
+    def _act(self, actions: Sequence[EndPart[Member]]) -> None:
         for action in actions:
-            self._give_up(action)
+            self._end_part(action)
 
     def _repeat(self, key: TransferKey) -> None:
         """Gives up again the parts that had not begun when another part failed."""
@@ -105,7 +105,7 @@ class _Joined(Generic[Rank, Member, Result]):
             actions = self._table.given_up(key)
         self._act(actions)
 
-    def _give_up(self, action: GiveUp[Member]) -> None:
+    def _end_part(self, action: EndPart[Member]) -> None:
         raise NotImplementedError
 
 
@@ -166,7 +166,7 @@ class JoinedReceiver(_Joined[RankReceiver, int, Received]):
         if self._is_open(key, rank) and on_open is not None:
             on_open()
 
-    def _give_up(self, action: GiveUp[int]) -> None:
+    def _end_part(self, action: EndPart[int]) -> None:
         key = action.key if len(self._ranks) == 1 else rank_key(action.key, action.member)
         _end_rank(self._ranks[action.member], key, action.error)
 
@@ -239,7 +239,7 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
                 self._keys.pop(key, None)
         self._ended(key, pair, end)
 
-    def _give_up(self, action: GiveUp[tuple[int, int]]) -> None:
+    def _end_part(self, action: EndPart[tuple[int, int]]) -> None:
         with self._lock:
             part_key = self._keys.get(action.key, {}).get(action.member)
         if part_key is not None:

@@ -23,7 +23,7 @@ _WHOLE: Final = (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp(Generic[Member]):
+class EndPart(Generic[Member]):
     """End a member's part, because another part has failed or, if `error` is empty, because the transfer is not
     needed."""
 
@@ -40,7 +40,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Report(Generic[Result]):
+class ReportJoint(Generic[Result]):
     """Report the result to the owner."""
 
     end: Result
@@ -82,12 +82,12 @@ class JointTransfers(Generic[Member, Result]):
             raise InvalidRequest("grant.key", key, "one that is not open already")
         self._open[key] = _Joint(dict.fromkeys(members), set(unopened))
 
-    def given_up(self, key: TransferKey) -> list[GiveUp[Member]]:
+    def given_up(self, key: TransferKey) -> list[EndPart[Member]]:
         """Actions to repeat for members that had not begun when the transfer was given up."""
         joint = self._open.get(key)
         if joint is None or (joint.failure is None and not joint.is_aborted):
             return []
-        return [GiveUp(key, member, "" if joint.is_aborted else joint.failure or "") for member in joint.waiting]
+        return [EndPart(key, member, "" if joint.is_aborted else joint.failure or "") for member in joint.waiting]
 
     def forget(self, key: TransferKey) -> None:
         """No member has opened its part."""
@@ -100,7 +100,7 @@ class JointTransfers(Generic[Member, Result]):
         joint.unopened.discard(member)
         return [] if joint.unopened or self.given_up(key) else [Opened(key)]
 
-    def ended(self, key: TransferKey, member: Member, end: Result) -> list[GiveUp[Member] | Report[Result]]:
+    def ended(self, key: TransferKey, member: Member, end: Result) -> list[EndPart[Member] | ReportJoint[Result]]:
         """A member's part has ended, or (receivers, after an abort) is quarantined."""
         joint = self._open.get(key)
         if joint is None or member not in joint.waiting:
@@ -109,20 +109,20 @@ class JointTransfers(Generic[Member, Result]):
             if joint.is_quarantined or not joint.is_aborted:
                 return []
             joint.is_quarantined = True
-            return [Report(replace(end, key=key))]
+            return [ReportJoint(replace(end, key=key))]
         del joint.waiting[member]
         joint.unopened.discard(member)
         joint.results.append(end)
-        actions: list[GiveUp[Member] | Report[Result]] = []
+        actions: list[EndPart[Member] | ReportJoint[Result]] = []
         if end.outcome not in _WHOLE and joint.failure is None and not joint.is_aborted:
             joint.failure = "" if end.is_cancelled else f"another rank's part failed: {end.error}"
             actions += self.given_up(key)
         if not joint.waiting:
             del self._open[key]
-            actions.append(Report(self._join(key, joint.results, joint.is_aborted)))
+            actions.append(ReportJoint(self._join(key, joint.results, joint.is_aborted)))
         return actions
 
-    def abort(self, key: TransferKey) -> list[GiveUp[Member]]:
+    def abort(self, key: TransferKey) -> list[EndPart[Member]]:
         """The owner aborts. No-op if the transfer has ended or was aborted before."""
         joint = self._open.get(key)
         if joint is None or joint.is_aborted:

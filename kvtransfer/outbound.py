@@ -21,16 +21,16 @@ from kvtransfer.lease import DEFAULT_LEASE, Heartbeat, Lease
 from kvtransfer.parts import WHOLE, Part, PartLayout
 from kvtransfer.plan import blocks_per_chunk
 from kvtransfer.send_transfer import Job
-from kvtransfer.send_transfers import Action, Announce, Report, SendTransfers, StaleSource
+from kvtransfer.send_transfers import Action, Announce, ReportSent, SendTransfers, StaleSource
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Link
 from kvtransfer.transports.interface import SendPath
-from kvtransfer.writer import Progress, Writer
+from kvtransfer.writer import WriteProgress, Writer
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import TransferFailed
 from pdserve.core.grant import TransferKey
 from pdserve.core.stamps import BlockStamps
-from pdserve.engine.gpu.extent import Extent
+from pdserve.engine.gpu.extent import StridedExtent
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class Outbound(threading.Thread):
         assert self._layout is not None
         return self._layout.views(self.memory, job.chunk.sources, job.part)
 
-    def extent_of(self, job: Job) -> Extent:
+    def extent_of(self, job: Job) -> StridedExtent:
         assert self._layout is not None
         extent = self._layout.extent(job.part)
         if extent is None:
@@ -209,8 +209,8 @@ class Outbound(threading.Thread):
                 self._waker.wait(self._timeout_s())
                 continue
             progress = self._write(self._channel, self._connection.path)
-            timeout_s = 0.0 if progress is Progress.BUSY else self._timeout_s()
-            self._channel.wait(timeout_s, is_writing=progress is Progress.BLOCKED)
+            timeout_s = 0.0 if progress is WriteProgress.BUSY else self._timeout_s()
+            self._channel.wait(timeout_s, is_writing=progress is WriteProgress.BLOCKED)
             if self._channel.is_readable:
                 self._read(self._channel)
             self._live()
@@ -286,7 +286,7 @@ class Outbound(threading.Thread):
 
     def _act(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Report):
+            if isinstance(action, ReportSent):
                 owner = self._owners.pop(action.sent.key)
                 try:
                     owner(action.sent)
@@ -297,7 +297,7 @@ class Outbound(threading.Thread):
             else:
                 self.writer.write(encode_text(Kind.RETRACT, action.tag, action.error, is_cancelled=action.is_cancelled))
 
-    def _write(self, channel: Channel, path: SendPath) -> Progress:
+    def _write(self, channel: Channel, path: SendPath) -> WriteProgress:
         """Sends at most one chunk."""
         path.poll()
         for abandoned in [one for one in self._jobs if not one.transfer.session.is_open]:

@@ -15,7 +15,7 @@ from kvtransfer.memory import views_of
 from kvtransfer.reshape.mapping import HeadShard, Window, runs_of, shard_of, shards_of
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_shape import SCALE_BYTES, BlockForm, KvShape
-from pdserve.engine.gpu.extent import Extent
+from pdserve.engine.gpu.extent import StridedExtent
 
 MAX_GROUPS: Final = 32  # bits of a stamp's mask
 
@@ -88,7 +88,7 @@ class PartLayout:
             return ((0, form.block_bytes),)
         return _runs(form, self._first_head, self._num_heads, part.group, part.groups)
 
-    def extent(self, part: Part) -> Extent | None:
+    def extent(self, part: Part) -> StridedExtent | None:
         """The part's bytes in each block, for a copy by a device; None if they are not equal runs at equal
         distances."""
         return _extent(self.runs(part))
@@ -112,11 +112,11 @@ def _shard(source: KvShape, target: KvShape) -> tuple[HeadShard, int]:
 
 
 @lru_cache(maxsize=1024)
-def _extent(runs: tuple[tuple[int, int], ...]) -> Extent | None:
+def _extent(runs: tuple[tuple[int, int], ...]) -> StridedExtent | None:
     first, size = runs[0]
     stride = runs[1][0] - first if len(runs) > 1 else 0
     is_even = all(run == (first + index * stride, size) for index, run in enumerate(runs))
-    return Extent(first, size, len(runs), stride) if is_even else None
+    return StridedExtent(first, size, len(runs), stride) if is_even else None
 
 
 @lru_cache(maxsize=1024)

@@ -60,7 +60,7 @@ OPEN_S: Final = 10.0  # until the first order after the leader has connected
 _JOIN_S: Final = 5.0
 _REASSIGNED: Final = "a source block was reassigned before this rank was ordered to send it"
 
-Report = Callable[[rank_pb2.FollowResponse], None]
+ReportFollow = Callable[[rank_pb2.FollowResponse], None]
 
 
 @final
@@ -79,7 +79,7 @@ class Endpoint:
         self._pool, self._spec, self._stamps, self._config = pool, spec, stamps, config
         self._fault_injector = fault_injector
         self._incarnation = incarnation
-        self.report: Report = lambda report: None
+        self.report: ReportFollow = lambda report: None
         self.receiver: StreamReceiver | None = None
         self._sender: ShapedSender | None = None
 

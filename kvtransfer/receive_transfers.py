@@ -29,14 +29,14 @@ REMEMBERED: Final = 4096  # ended transfers whose outcome is kept for late sende
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReportReceived:
     """Report the end, or the quarantine, to the owner."""
 
     received: Received
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReplyToSender:
     """Send the sender the outcome of its transfer."""
 
     writer: int
@@ -54,7 +54,7 @@ class Sever:
     writer: int
 
 
-Action = Report | Answer | Sever
+Action = ReportReceived | ReplyToSender | Sever
 
 
 @dataclass(slots=True)
@@ -137,10 +137,10 @@ class ReceiveTransfers:
         transfer = self._open.get(tag)
         if transfer is None and tag in self._ended:
             is_verified, error, is_cancelled = self._ended[tag]
-            return [Answer(writer, tag, is_verified, error, is_cancelled=is_cancelled)]
+            return [ReplyToSender(writer, tag, is_verified, error, is_cancelled=is_cancelled)]
         if transfer is None or not transfer.session.is_open:
             self.stats.late_messages += 1
-            return [Answer(writer, tag, False, "the receiver does not expect this transfer")]
+            return [ReplyToSender(writer, tag, False, "the receiver does not expect this transfer")]
         known = transfer.shards.get(shard)
         if known is not None and (known.writer, known.groups) == (writer, groups):
             return []
@@ -148,7 +148,9 @@ class ReceiveTransfers:
         if known is not None or num_shards != expected or not 0 <= shard < expected:
             self.stats.late_messages += 1
             why = "has its writer" if known is not None else f"is not of {expected}"
-            return [Answer(writer, tag, False, f"the receiver does not expect this transfer: shard {shard} {why}")]
+            return [
+                ReplyToSender(writer, tag, False, f"the receiver does not expect this transfer: shard {shard} {why}")
+            ]
         if transfer.num_shards is None:
             transfer.num_shards = transfer.session.awaits = num_shards
         base = transfer.session.extend(len(transfer.grant.blocks) * groups)
@@ -325,7 +327,9 @@ class ReceiveTransfers:
         for shard in () if session.is_open else transfer.shards.values():
             if not shard.is_answered:
                 shard.is_answered = True
-                answer = Answer(shard.writer, transfer.tag, is_verified, session.error, busy_s, session.is_cancelled)
+                answer = ReplyToSender(
+                    shard.writer, transfer.tag, is_verified, session.error, busy_s, session.is_cancelled
+                )
                 actions.append(answer)
         if not session.is_open and not session.has_ended and transfer.given_up_at_s is None:
             transfer.given_up_at_s = now_s
@@ -346,5 +350,5 @@ class ReceiveTransfers:
                 self._ended.popitem(last=False)
         if is_verified:
             self.stats.bytes += transfer.num_bytes
-        actions.append(Report(transfer.received(outcome, now_s)))
+        actions.append(ReportReceived(transfer.received(outcome, now_s)))
         return actions

@@ -27,7 +27,7 @@ from kvtransfer.memory import host_view
 from kvtransfer.parts import Part
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.receive_transfer import Claim
-from kvtransfer.receive_transfers import Action, Answer, ReceiveTransfers, Sever
+from kvtransfer.receive_transfers import Action, ReceiveTransfers, ReplyToSender, Sever
 from kvtransfer.reports import Reports
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import OnOpen, Received
@@ -262,7 +262,7 @@ class StreamReceiver:
     def _do(self, actions: Sequence[Action]) -> None:
         """With the lock held."""
         for action in actions:
-            if isinstance(action, Answer):
+            if isinstance(action, ReplyToSender):
                 inbound = self._connections.get(action.writer)
                 if inbound is not None:
                     inbound.post(_encode(action))
@@ -332,7 +332,7 @@ class StreamReceiver:
             self._ending.append(self._connections.pop(oldest.number))
 
 
-def _encode(answer: Answer) -> bytes:
+def _encode(answer: ReplyToSender) -> bytes:
     if answer.is_verified:
         return Frame(Kind.DONE, answer.tag, slot=min(round(answer.busy_s * 1e6), 2**32 - 1)).encode()
     return encode_text(Kind.REFUSE, answer.tag, answer.error, is_cancelled=answer.is_cancelled)

@@ -23,7 +23,7 @@ from pdserve.core.stamps import BlockStamps
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReportSent:
     """Report the end to the owner."""
 
     sent: Sent
@@ -47,7 +47,7 @@ class Retract:
     is_cancelled: bool = False  # the owner no longer needs the transfer; nothing failed
 
 
-Action = Report | Announce | Retract
+Action = ReportSent | Announce | Retract
 
 _OWN_FAULTS = (Event.ABORTED, Event.INCOMPLETE, Event.STALE)  # the receiver does not know of these by itself
 
@@ -334,5 +334,5 @@ class SendTransfers:
             count_end(self.stats, session)
             if session.state is State.VERIFIED:
                 self.stats.bytes += transfer.num_bytes
-            actions.append(Report(transfer.sent(now_s)))
+            actions.append(ReportSent(transfer.sent(now_s)))
         return actions

@@ -11,7 +11,7 @@ from kvtransfer.channel import Channel
 from kvtransfer.memory import advance
 
 
-class Progress(Enum):
+class WriteProgress(Enum):
     IDLE = "idle"  # nothing to write
     BLOCKED = "blocked"  # the socket is full
     BUSY = "busy"  # more can be written immediately
@@ -55,7 +55,7 @@ class Writer:
         self._small.clear()
         self._long, self._current, self._on_written = [], [], None
 
-    def advance(self, channel: Channel) -> Progress:
+    def advance(self, channel: Channel) -> WriteProgress:
         """Makes one system call."""
         if not self._current:
             if self._small:
@@ -64,15 +64,15 @@ class Writer:
             elif self._long:
                 self._current, self._long = self._long, []
             else:
-                return Progress.IDLE
+                return WriteProgress.IDLE
         is_long = self._on_written is not None and not self._long
         sent = channel.send(self._current)
         if sent == 0:
-            return Progress.BLOCKED
+            return WriteProgress.BLOCKED
         advance(self._current, sent)
         if is_long and not self._current:
             self._finish()
-        return Progress.BUSY
+        return WriteProgress.BUSY
 
     def _finish(self) -> None:
         on_written, self._on_written = self._on_written, None

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from kvtransfer.reshape.mapping import Piece, Window
+from kvtransfer.reshape.mapping import TokenRun, Window
 from pdserve.core.kv_shape import SCALE_BYTES, SCALED, BlockForm
 
 # Tokens are converted in groups of about this size, so that every pass over a group finds it in the cache.
@@ -33,7 +33,7 @@ _BFLOAT16_NAN: Final = 0x7FC0
 
 
 @final
-class Blocks:
+class BlockArrays:
     """A memory of blocks of one format: `values` is [N, L, P, C, K, D], `scales` [N, L, P, C, K]; views, no copies."""
 
     def __init__(self, memory: memoryview | bytearray, form: BlockForm) -> None:
@@ -51,13 +51,13 @@ class Blocks:
 
 
 def move(
-    source: Blocks,
+    source: BlockArrays,
     source_blocks: Sequence[int],
     source_window: Window,
-    target: Blocks,
+    target: BlockArrays,
     target_blocks: Sequence[int],
     target_window: Window,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TokenRun],
 ) -> None:
     """Copies the pieces' tokens; piece.source and piece.target index the two lists of block numbers.
 
@@ -75,12 +75,12 @@ def move(
 
 
 def pack(
-    source: Blocks,
+    source: BlockArrays,
     source_blocks: Sequence[int],
     source_window: Window,
-    out: Blocks,
+    out: BlockArrays,
     out_blocks: Sequence[int],
-    pieces: Sequence[Piece],
+    pieces: Sequence[TokenRun],
 ) -> None:
     """Fills all of these blocks of `out`; positions in no piece, and padding, are zero."""
     form = out.form
@@ -96,10 +96,10 @@ def pack(
     move(source, source_blocks, source_window, out, out_blocks, Window.whole(form), pieces)
 
 
-def unpack(packed: Blocks, target: Blocks, target_blocks: Sequence[int], target_window: Window) -> None:
+def unpack(packed: BlockArrays, target: BlockArrays, target_blocks: Sequence[int], target_window: Window) -> None:
     """Scatters the first len(target_blocks) blocks of `packed` into these blocks' windows."""
     size = packed.form.block_size
-    pieces = [Piece(index, 0, index, 0, size) for index in range(len(target_blocks))]
+    pieces = [TokenRun(index, 0, index, 0, size) for index in range(len(target_blocks))]
     numbers = range(len(target_blocks))
     move(packed, numbers, Window.whole(packed.form), target, target_blocks, target_window, pieces)
 
@@ -107,7 +107,7 @@ def unpack(packed: Blocks, target: Blocks, target_blocks: Sequence[int], target_
 class _Windowed:
     """Values and scales of some layers and heads of each block."""
 
-    def __init__(self, blocks: Blocks, window: Window) -> None:
+    def __init__(self, blocks: BlockArrays, window: Window) -> None:
         layers = slice(window.first_layer, window.first_layer + window.num_layers)
         heads = slice(window.first_head, window.first_head + window.num_heads)
         self.dtype = blocks.form.dtype
@@ -115,14 +115,14 @@ class _Windowed:
         self.scales = None if blocks.scales is None else blocks.scales[:, layers, :, :, heads]
 
 
-_Moves = Sequence[tuple[int, int, Piece]]  # source block, target block, their tokens
+_Moves = Sequence[tuple[int, int, TokenRun]]  # source block, target block, their tokens
 
 
-def _lots(pieces: Sequence[Piece], num_layers: int, num_heads: int, form: BlockForm) -> list[list[Piece]]:
+def _lots(pieces: Sequence[TokenRun], num_layers: int, num_heads: int, form: BlockForm) -> list[list[TokenRun]]:
     """Pieces in groups of about LOT_BYTES of float32."""
     token_bytes = 4 * num_layers * form.planes * num_heads * form.head_dim
     limit = max(1, LOT_BYTES // token_bytes)
-    lots: list[list[Piece]] = []
+    lots: list[list[TokenRun]] = []
     size = limit
     for piece in pieces:
         if size + piece.num_tokens > limit:

@@ -29,7 +29,7 @@ class HeadShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenRun:
     """`num_tokens` tokens from (source block, offset) to (target block, offset).
 
     `source` and `target` are counted from the first block of each side that contains tokens of the call.
@@ -103,7 +103,9 @@ def arrival_of(source: KvShape, target: KvShape, dtype: str) -> Arrival:
     )
 
 
-def pieces_of(source_size: int, target_size: int, *, num_tokens: int, first_block: int, num_blocks: int) -> list[Piece]:
+def pieces_of(
+    source_size: int, target_size: int, *, num_tokens: int, first_block: int, num_blocks: int
+) -> list[TokenRun]:
     """The pieces of the sequence's target blocks first_block, first_block + 1, ...
 
     Sizes are tokens per block. Positions from num_tokens on, the sequence's length, are in no piece.
@@ -116,7 +118,7 @@ def pieces_of(source_size: int, target_size: int, *, num_tokens: int, first_bloc
         source, source_at = divmod(at, source_size)
         target, target_at = divmod(at, target_size)
         count = min(source_size - source_at, target_size - target_at, end - at)
-        pieces.append(Piece(source - first_source, source_at, target - first_block, target_at, count))
+        pieces.append(TokenRun(source - first_source, source_at, target - first_block, target_at, count))
         at += count
     return pieces
 

@@ -21,7 +21,7 @@ from typing import Final, final
 
 from kvtransfer.commands import OnRead, OnSent
 from kvtransfer.memory import flat
-from kvtransfer.reshape.convert import Blocks, pack
+from kvtransfer.reshape.convert import BlockArrays, pack
 from kvtransfer.reshape.mapping import arrival_of, pieces_of, ready_blocks
 from kvtransfer.reshape.staging import StagingPool
 from kvtransfer.sender import StreamSender
@@ -78,10 +78,14 @@ class Reshaper:
             raise ConfigError("kv_shape", target, f"{source}: blocks on a GPU cannot be converted")
         self._source, self._target, self._dtype = source, target, dtype
         self._window, self._form = arrival.out_of, arrival.form
-        self._memory, self._num_blocks, self._stamps = Blocks(flat(pool.buffer), source.form), pool.num_blocks, stamps
+        self._memory, self._num_blocks, self._stamps = (
+            BlockArrays(flat(pool.buffer), source.form),
+            pool.num_blocks,
+            stamps,
+        )
         num_blocks = max(MIN_STAGING_BLOCKS, STAGING_BYTES // self._form.block_bytes)
         staging = StagingPool(self._form, num_blocks)
-        self._out = Blocks(staging.buffer, self._form)
+        self._out = BlockArrays(staging.buffer, self._form)
         self._limit = max(1, PUSH_BYTES // self._form.block_bytes)
         self._staging_stamps = BlockStamps(staging.num_blocks)
         self._lock = threading.Condition()  # guards all below

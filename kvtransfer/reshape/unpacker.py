@@ -12,7 +12,7 @@ from kvtransfer.channel import Channel
 from kvtransfer.checksum import Checksum
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.receive_transfer import Claim
-from kvtransfer.reshape.convert import Blocks, unpack
+from kvtransfer.reshape.convert import BlockArrays, unpack
 from kvtransfer.reshape.mapping import Arrival
 from kvtransfer.reshape.staging import StagingPool
 from kvtransfer.transports.interface import ReceiveLink
@@ -40,8 +40,8 @@ class Unpacker:
         self.memory = self.pool.buffer
         self.channel: Channel = link.channel
         self.checksum: Checksum = link.checksum
-        self._staged = Blocks(self.memory, arrival.form)
-        self._pool = Blocks(link.memory, target)
+        self._staged = BlockArrays(self.memory, arrival.form)
+        self._pool = BlockArrays(link.memory, target)
 
     def staged(self, claim: Claim) -> StagedClaim:
         numbers = tuple(range(claim.count))

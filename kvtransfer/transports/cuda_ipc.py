@@ -23,7 +23,7 @@ from kvtransfer.transports.local import TAKEN, UnixListener, await_taken, receiv
 from kvtransfer.transports.on_device import OnDevice, extents_of_part
 from kvtransfer.transports.slots import Slots, check_numbers, give_back, read_numbers
 from pdserve.core.errors import TransferFailed
-from pdserve.engine.gpu.extent import Extent
+from pdserve.engine.gpu.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 
@@ -136,7 +136,7 @@ class CudaIpc(OnDevice, UnixListener):
     kind: int = CUDA_IPC
     name = "cuda_ipc"
 
-    def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
+    def prepare(self, pool: KvPool, runs: Sequence[StridedExtent] = (), limits: CopyLimits | None = None) -> None:
         super().prepare(pool, runs, limits)
         with suppress(TransferFailed):  # the next connection raises this error again
             self._device(pool).export()

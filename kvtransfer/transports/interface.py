@@ -27,7 +27,7 @@ from kvtransfer.parts import PartLayout
 from kvtransfer.receive_transfer import Claim
 from kvtransfer.send_transfer import Job
 from kvtransfer.writer import Writer
-from pdserve.engine.gpu.extent import Extent
+from pdserve.engine.gpu.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 
 
@@ -55,7 +55,7 @@ class SendLink(Protocol):
         """The job's bytes in the pool: its part of its source blocks."""
         ...
 
-    def extent_of(self, job: Job) -> Extent:
+    def extent_of(self, job: Job) -> StridedExtent:
         """The part's bytes in each block, for a pool on a device."""
         ...
 

@@ -41,7 +41,7 @@ from kvtransfer.transports.slots import give_back
 from kvtransfer.transports.staging_slots import StagingSlots, slot_size
 from kvtransfer.transports.tcp import TcpListener
 from pdserve.core.errors import TransferFailed
-from pdserve.engine.gpu.extent import Extent
+from pdserve.engine.gpu.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 
@@ -228,7 +228,7 @@ class Nccl(OnDevice, TcpListener):
         self._given_connector = connector
         self.pair_slots = PairSlots(most_pairs)
 
-    def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
+    def prepare(self, pool: KvPool, runs: Sequence[StridedExtent] = (), limits: CopyLimits | None = None) -> None:
         super().prepare(pool, runs, limits)
         with suppress(TransferFailed):  # the next connection raises this error again
             self._connector()  # imports CuPy, which takes seconds with the GIL held

@@ -12,7 +12,7 @@ from kvtransfer.parts import Part
 from kvtransfer.send_transfer import Job
 from kvtransfer.send_transfers import StaleSource
 from kvtransfer.transports.interface import ReceiveLink, SendLink
-from pdserve.engine.gpu.extent import Extent
+from pdserve.engine.gpu.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 
 DeviceOf = Callable[[KvPool], Device]
@@ -38,7 +38,7 @@ class OnDevice:
 
         return why_no_cuda(*self.packages)
 
-    def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
+    def prepare(self, pool: KvPool, runs: Sequence[StridedExtent] = (), limits: CopyLimits | None = None) -> None:
         """Compiles and loads the copy kernels, with all runs of a block that will be copied.
 
         This takes seconds. It is done before there are connections, because these would be silent meanwhile and be
@@ -74,7 +74,7 @@ class OnDevice:
         return device_of(pool, limits)
 
 
-def extents_of_part(link: ReceiveLink, part: Part) -> tuple[Extent, Extent]:
+def extents_of_part(link: ReceiveLink, part: Part) -> tuple[StridedExtent, StridedExtent]:
     """The part's bytes in the blocks of the sender and of the receiver. Raises BadFrame unless both are equal runs of
     the same total size."""
     source, target = link.source.extent(part), link.target.extent(part)
@@ -109,6 +109,6 @@ def announce_packed(
     link.finished(job)
 
 
-def _one_of_each(runs: Sequence[Extent]) -> list[Extent]:
+def _one_of_each(runs: Sequence[StridedExtent]) -> list[StridedExtent]:
     """One run for each alignment: of the address modulo 16 bytes, and of the size modulo 16 words."""
     return list({(one.first % 16, one.num_bytes % 64): one for one in reversed(runs)}.values())

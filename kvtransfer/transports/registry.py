@@ -16,7 +16,7 @@ from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.transports.tcp_staged import TcpStaged
 from pdserve.core.errors import ConfigError
-from pdserve.engine.gpu.extent import Extent
+from pdserve.engine.gpu.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 
 #: The preferred first.
@@ -50,7 +50,7 @@ def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
 
 
 def prepare(
-    pool: KvPool, numbers: Sequence[int], runs: Sequence[Extent] = (), limits: CopyLimits | None = None
+    pool: KvPool, numbers: Sequence[int], runs: Sequence[StridedExtent] = (), limits: CopyLimits | None = None
 ) -> None:
     """Prepares the transports of a pool on a GPU, which would take seconds in its first transfer. `runs`: all byte runs
     in which its blocks may be sent. May raise TransferFailed."""

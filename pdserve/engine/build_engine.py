@@ -48,7 +48,7 @@ from pdserve.engine.safetensors_file import Checkpoint, checkpoint_hash, open_ch
 from pdserve.engine.sharding import WHOLE, Shard, rank_config
 from pdserve.engine.torch_engine import TorchEngine
 from pdserve.engine.warm_rows import warm_rows
-from pdserve.engine.weights import Progress, load_weights
+from pdserve.engine.weights import LoadProgress, load_weights
 
 if TYPE_CHECKING:
     from pdserve.engine.ranks import Ranks
@@ -93,7 +93,7 @@ def open_torch_engine(config: WorkerConfig) -> TorchEngine:
 
 def open_rank(
     config: WorkerConfig,
-    progress: Progress | None,
+    progress: LoadProgress | None,
     shard: Shard,
     ranks: Ranks | None,
     memory: HostMemory | None = None,
@@ -228,7 +228,7 @@ def load(
     checkpoint: Checkpoint | None,
     device: torch.device,
     dtype: torch.dtype,
-    progress: Progress | None,
+    progress: LoadProgress | None,
     shard: Shard = WHOLE,
 ) -> Weights:
     """Loads the checkpoint, or generates weights for `--load dummy`."""

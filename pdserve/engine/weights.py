@@ -26,7 +26,7 @@ from pdserve.engine.scratch import LoadScratch
 from pdserve.engine.sharding import WHOLE, Cut, Shard
 from pdserve.engine.tensor_reader import TensorReader
 
-Progress = Callable[[int, int], None]  # bytes read, bytes in all
+LoadProgress = Callable[[int, int], None]  # bytes read, bytes in all
 
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F32": torch.float32,
@@ -43,7 +43,7 @@ def load_weights(
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
     *,
     rounding: Rounding = "none",
     is_deterministic: bool = False,
@@ -86,7 +86,7 @@ class CheckpointSource:
         quantisation: Quantisation,
         device: torch.device,
         dtype: torch.dtype,
-        progress: Progress | None,
+        progress: LoadProgress | None,
         *,
         rounding: Rounding,
         shard: Shard = WHOLE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdserve.engine.gpu.extent import Extent, checksum, part_extents
+from pdserve.engine.gpu.extent import StridedExtent, checksum, part_extents
 from pdserve.engine.gpu.extents import HEADER_WORDS, WRONG_CHECKSUM, WRONG_STAMP, gather, scatter
 from pdserve.engine.pool import BlockShape, TorchPool
 from tests.gpu.cases import Case, Launch
@@ -15,7 +15,7 @@ _INTO = [1, 4, 2]
 _MANY = 2**62
 
 
-def _extents(layers: range, heads: range) -> tuple[Extent, ...]:
+def _extents(layers: range, heads: range) -> tuple[StridedExtent, ...]:
     return part_extents(
         num_layers=_SHAPE.num_layers,
         block_size=_SHAPE.block_size,
@@ -27,7 +27,7 @@ def _extents(layers: range, heads: range) -> tuple[Extent, ...]:
     )
 
 
-def _wrongs(device: torch.device, extents: tuple[Extent, ...], layers: range, heads: range) -> int:
+def _wrongs(device: torch.device, extents: tuple[StridedExtent, ...], layers: range, heads: range) -> int:
     """How many things are not as they should be."""
     generator = torch.Generator().manual_seed(0)
     source, target = (TorchPool(num_blocks=6, shape=_SHAPE, device=device) for _ in range(2))
@@ -79,7 +79,7 @@ def _large(device: torch.device) -> float:
     there = raw.to(device).view(torch.uint8)
     staging = torch.zeros(2, 20_000, dtype=torch.uint8, device=device)
     header = torch.zeros(2, HEADER_WORDS, dtype=torch.int64, device=device)
-    extent = Extent(4, 19_992)
+    extent = StridedExtent(4, 19_992)
     block_B = torch.tensor([1, 0], dtype=torch.int32, device=device)
     gather(there, block_B, extent, torch.zeros(2, 2, dtype=torch.int64, device=device), staging, header)
     wrongs = 0

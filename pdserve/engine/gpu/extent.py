@@ -24,7 +24,7 @@ _MASK: Final = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class StridedExtent:
     """Bytes first .. first + run_bytes - 1 of a block, and again each stride_bytes, num_runs times."""
 
     first: int
@@ -55,7 +55,7 @@ def part_extents(
     scales_first: int | None,
     layers: range,
     heads: range,
-) -> tuple[Extent, ...]:
+) -> tuple[StridedExtent, ...]:
     """The extents of layers and kv heads of a block-major block [L, 2, C, K, D]; head_bytes is one head of one token.
 
     `scales_first` is where the float32 scales begin, None for a block without.
@@ -70,8 +70,10 @@ def part_extents(
         layer_bytes = rows * num_kv_heads * item_bytes
         at = first + layers.start * layer_bytes
         if len(heads) == num_kv_heads:
-            extents.append(Extent(at, len(layers) * layer_bytes))
+            extents.append(StridedExtent(at, len(layers) * layer_bytes))
         else:
             run = len(heads) * item_bytes
-            extents.append(Extent(at + heads.start * item_bytes, run, len(layers) * rows, num_kv_heads * item_bytes))
+            extents.append(
+                StridedExtent(at + heads.start * item_bytes, run, len(layers) * rows, num_kv_heads * item_bytes)
+            )
     return tuple(extents)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pdserve.core.errors import InternalError
 from pdserve.engine.gpu import extent as rule
-from pdserve.engine.gpu.extent import WORD_BYTES, Extent
+from pdserve.engine.gpu.extent import WORD_BYTES, StridedExtent
 
 HEADER_WORDS: Final = 4
 WRONG_STAMP: Final = 1
@@ -76,7 +76,9 @@ def _move(
     tl.atomic_add(sums + index * sums_stride, tl.sum(mixed, axis=0), sem="relaxed")
 
 
-def gather(raw: Tensor, block_B: Tensor, extent: Extent, stamp_B2: Tensor, staging: Tensor, header: Tensor) -> None:
+def gather(
+    raw: Tensor, block_B: Tensor, extent: StridedExtent, stamp_B2: Tensor, staging: Tensor, header: Tensor
+) -> None:
     """Packs blocks of a pool's `raw` [N, block_bytes] into the rows of `staging` [B, at least the extent's bytes].
 
     `block_B` is int32, `stamp_B2` int64; `header` [B, HEADER_WORDS] int64 is filled.
@@ -87,7 +89,9 @@ def gather(raw: Tensor, block_B: Tensor, extent: Extent, stamp_B2: Tensor, stagi
     _launch(raw, block_B, extent, staging, header, header, header[:, 2], is_packing=True)
 
 
-def scatter(raw: Tensor, block_B: Tensor, extent: Extent, stamp_B2: Tensor, staging: Tensor, header: Tensor) -> Tensor:
+def scatter(
+    raw: Tensor, block_B: Tensor, extent: StridedExtent, stamp_B2: Tensor, staging: Tensor, header: Tensor
+) -> Tensor:
     """Writes packed blocks of `gather` into another pool; int32 [B]: 0, or WRONG_STAMP, WRONG_CHECKSUM or both.
 
     `stamp_B2` are the expected stamps. A block with another stamp is not written.
@@ -102,7 +106,7 @@ def scatter(raw: Tensor, block_B: Tensor, extent: Extent, stamp_B2: Tensor, stag
 def _launch(
     raw: Tensor,
     block_B: Tensor,
-    extent: Extent,
+    extent: StridedExtent,
     staging: Tensor,
     header: Tensor,
     expected: Tensor,

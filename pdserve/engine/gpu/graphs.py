@@ -14,7 +14,7 @@ from pdserve.engine.gpu.static import StaticDecode
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]  # graphs captured, graphs in all
+CaptureProgress = Callable[[int, int], None]  # graphs captured, graphs in all
 
 
 class Replays(Protocol):
@@ -45,7 +45,7 @@ class GraphReplays:
         self,
         decode: StaticDecode,
         buckets: Sequence[int],
-        progress: Progress = lambda done, count: None,
+        progress: CaptureProgress = lambda done, count: None,
         num_queries: int = 1,
     ) -> None:
         """`num_queries`: maximum tokens per row; if above 1, buckets count tokens."""

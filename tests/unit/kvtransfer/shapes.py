@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.receiver import StreamReceiver
-from kvtransfer.reshape.convert import Blocks, pack, unpack
+from kvtransfer.reshape.convert import BlockArrays, pack, unpack
 from kvtransfer.reshape.mapping import arrival_of, pieces_of
 from kvtransfer.reshape.sender import ShapedSender
 from kvtransfer.transport import Text
@@ -84,7 +84,7 @@ class Shapes:
         source, target = self.shapes
         arrival = arrival_of(source, target, dtype or target.dtype)
         memory = bytearray(self.target.memory)
-        pool = Blocks(memory, target.form)
+        pool = BlockArrays(memory, target.form)
         if is_whole:
             pool.raw[list(grant.blocks)] = 0
         pieces = pieces_of(
@@ -94,9 +94,9 @@ class Shapes:
             first_block=grant.held_blocks,
             num_blocks=len(grant.blocks),
         )
-        packed = Blocks(bytearray(len(grant.blocks) * arrival.form.block_bytes), arrival.form)
+        packed = BlockArrays(bytearray(len(grant.blocks) * arrival.form.block_bytes), arrival.form)
         numbers = range(len(grant.blocks))
-        pack(Blocks(self.source.memory, source.form), sources, arrival.out_of, packed, numbers, pieces)
+        pack(BlockArrays(self.source.memory, source.form), sources, arrival.out_of, packed, numbers, pieces)
         unpack(packed, pool, grant.blocks, arrival.into)
         return bytes(memory)
 
@@ -119,7 +119,7 @@ def opened_shapes(transport: str) -> Iterator[MakeShapes]:
 
     def make(source: KvShape, target: KvShape, kv_wire: str = "exact") -> Shapes:
         pools = [HostPool(NUM_BLOCKS, shape.block_bytes, seed=3) for shape in (source, target)]
-        values = Blocks(pools[0].memory, source.form).values
+        values = BlockArrays(pools[0].memory, source.form).values
         if source.dtype == "float32":
             values[:] = np.random.default_rng(0).standard_normal(values.shape)
         stamps = BlockStamps(NUM_BLOCKS), BlockStamps(NUM_BLOCKS)

@@ -12,8 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.reshape.convert import FP8_VALUES, Blocks, fp8_bits, move, pack, quantised, rounded, unpack, widened
-from kvtransfer.reshape.mapping import Piece, Window, pieces_of, shard_of
+from kvtransfer.reshape.convert import (
+    FP8_VALUES,
+    BlockArrays,
+    fp8_bits,
+    move,
+    pack,
+    quantised,
+    rounded,
+    unpack,
+    widened,
+)
+from kvtransfer.reshape.mapping import TokenRun, Window, pieces_of, shard_of
 from pdserve.core.kv_shape import KvShape, Loss, check_convertible
 from pdserve.engine.pool import BlockShape, TorchPool, quantise
 
@@ -174,9 +184,9 @@ def test_received_values_are_those_computed(case: Case) -> None:
                     )
                     touched = blocks[(case.held + at) * shape.block_size // sender.block_size :]
                     form = shape.form.narrowed(layers, shard.num_heads)
-                    staging = Blocks(bytearray([DIRT]) * (count * form.block_bytes), form)
-                    pack(Blocks(sent, sender.form), touched, out_of, staging, range(count), pieces)
-                    unpack(staging, Blocks(memory, shape.form), granted[at : at + count], into)
+                    staging = BlockArrays(bytearray([DIRT]) * (count * form.block_bytes), form)
+                    pack(BlockArrays(sent, sender.form), touched, out_of, staging, range(count), pieces)
+                    unpack(staging, BlockArrays(memory, shape.form), granted[at : at + count], into)
                     at += count
         first = case.held * shape.block_size
         heads = slice(shape.first_head, shape.first_head + shape.num_heads)
@@ -208,10 +218,10 @@ def read_all(senders: list[tuple[KvShape, list[int], bytearray]], num_tokens: in
 def test_a_copy_touches_its_tokens_heads_and_layers_only() -> None:
     shape = shape_of("int8", 4, 3, num_layers=3)
     source, target = (bytearray(content) for content in (bytes(range(256)) * 20, bytes([DIRT]) * 5120))
-    before = Blocks(bytearray(target), shape.form)
-    after = Blocks(target, shape.form)
+    before = BlockArrays(bytearray(target), shape.form)
+    after = BlockArrays(target, shape.form)
     window = Window(1, 1, 2, 1)
-    move(Blocks(source, shape.form), [1, 0], window, after, [2, 1], window, [Piece(0, 1, 1, 0, 3)])
+    move(BlockArrays(source, shape.form), [1, 0], window, after, [2, 1], window, [TokenRun(0, 1, 1, 0, 3)])
     changed = np.argwhere((after.values != before.values).any(-1))
     assert {tuple(int(i) for i in at) for at in changed} == {(1, 1, p, c, 2) for p in (0, 1) for c in (0, 1, 2)}
     assert (after.raw != before.raw).sum() <= 2 * 3 * (4 + 4)
@@ -224,8 +234,8 @@ def test_blocks_outside_a_memory_are_refused_before_a_byte_moves(out_of: list[in
     window = Window.whole(form)
     with pytest.raises(IndexError):
         move(
-            Blocks(source, form), out_of, window, Blocks(target, form), into, window,
-            [Piece(0, 0, 0, 0, 2), Piece(1, 0, 1, 0, 2)],
+            BlockArrays(source, form), out_of, window, BlockArrays(target, form), into, window,
+            [TokenRun(0, 0, 0, 0, 2), TokenRun(1, 0, 1, 0, 2)],
         )  # fmt: skip
     assert target == bytearray([2]) * len(target)
 
@@ -289,6 +299,12 @@ def test_a_pool_of_torch_is_converted_in_place(dtype: str) -> None:
     pieces = pieces_of(4, 6, num_tokens=12, first_block=0, num_blocks=2)
     window = Window.whole(ours.form)
     move(
-        Blocks(source.buffer, ours.form), [3, 0, 4], window, Blocks(target.buffer, theirs.form), [2, 1], window, pieces
+        BlockArrays(source.buffer, ours.form),
+        [3, 0, 4],
+        window,
+        BlockArrays(target.buffer, theirs.form),
+        [2, 1],
+        window,
+        pieces,
     )
     assert torch.equal(target.raw, alone.raw)

@@ -24,7 +24,7 @@ from kvtransfer.host_device import HostBlocks, copy_and_sum, digest_of, word_sum
 from kvtransfer.transports.cuda_ipc import CudaIpc
 from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
-from pdserve.engine.gpu.extent import Extent
+from pdserve.engine.gpu.extent import StridedExtent
 from tests.support.fake_device import FakeBlocks
 from tests.unit.kvtransfer.fake_driver import Event, FakeLibrary, Stream
 from tests.unit.kvtransfer.harness import WAIT_S, HostPool
@@ -127,24 +127,24 @@ def test_parts_of_blocks_are_those_of_the_stand_in() -> None:
     raw = torch.arange(6 * 32, dtype=torch.uint8).view(6, 32)
     real, fake = CudaBlocks(raw), FakeBlocks(bytearray(raw.numpy().tobytes()), 6, 32)
     for ours, theirs in (
-        (real.narrowed(Extent(8, 12)), fake.narrowed(Extent(8, 12))),
+        (real.narrowed(StridedExtent(8, 12)), fake.narrowed(StridedExtent(8, 12))),
         (real.cut(2, 3, 24), fake.cut(2, 3, 24)),
         (real.cut(1, 2, 40), fake.cut(1, 2, 40)),
     ):
         assert (ours.num_blocks, ours.block_bytes) == (theirs.num_blocks, theirs.block_bytes)
         for block in range(ours.num_blocks):
             assert ours.tensor[block].numpy().tobytes() == bytes(theirs.view(block))
-    real.narrowed(Extent(4, 4)).tensor[5] = 255
+    real.narrowed(StridedExtent(4, 4)).tensor[5] = 255
     assert raw[5, 4:8].tolist() == [255] * 4, "the same memory"
 
 
-HEADS = Extent(4, 8, 3, 20)  # runs at distances, as heads of a rank lie in a block of another's
-ROW = Extent(8, 24)
+HEADS = StridedExtent(4, 8, 3, 20)  # runs at distances, as heads of a rank lie in a block of another's
+ROW = StridedExtent(8, 24)
 
 
 @GPU_CHECKS
 @pytest.mark.parametrize(("out_of", "into"), [(HEADS, ROW), (ROW, HEADS), (HEADS, HEADS), (HEADS, None), (ROW, None)])
-def test_heads_move_as_on_the_stand_in(out_of: Extent, into: Extent | None) -> None:
+def test_heads_move_as_on_the_stand_in(out_of: StridedExtent, into: StridedExtent | None) -> None:
     generator = torch.Generator().manual_seed(3)
     pools = [torch.randint(0, 256, (6, 64), dtype=torch.uint8, generator=generator) for _ in range(2)]
     fakes = [HostBlocks(bytearray(pool.numpy().tobytes()), 6, 64) for pool in pools]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.joint import GiveUp, JointTransfers, Opened, Report, join_received, join_sent
+from kvtransfer.joint import EndPart, JointTransfers, Opened, ReportJoint, join_received, join_sent
 from kvtransfer.rank_grants import rank_grant, rank_key, rank_pairs
 from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent
 from pdserve.core.errors import InvalidRequest
@@ -42,23 +42,23 @@ def test_a_transfer_is_verified_when_every_rank_has_verified_its_part() -> None:
     for member, num_bytes in ((2, 10), (0, 20)):
         assert table.ended(KEY, member, replace(VERIFIED, num_bytes=num_bytes, transfer_s=member)) == []
     [report] = table.ended(KEY, 1, replace(VERIFIED, num_bytes=30, busy_s=0.5))
-    assert report == Report(replace(VERIFIED, num_bytes=60, transfer_s=2, busy_s=0.5))
+    assert report == ReportJoint(replace(VERIFIED, num_bytes=60, transfer_s=2, busy_s=0.5))
     assert table.keys == []
 
 
 def test_a_part_that_fails_ends_the_others_and_is_the_reason() -> None:
     table = joint((0, 1, 2))
     assert table.ended(KEY, 0, VERIFIED) == []
-    assert table.ended(KEY, 1, CUT) == [GiveUp(KEY, 2, "another rank's part failed: it was cut")]
+    assert table.ended(KEY, 1, CUT) == [EndPart(KEY, 2, "another rank's part failed: it was cut")]
     [report] = table.ended(KEY, 2, received(ReceiveOutcome.FAILED, "refused"))
-    assert report == Report(CUT)
+    assert report == ReportJoint(CUT)
 
 
 def test_a_part_that_was_cancelled_cancels_the_others() -> None:
     table = joint()
-    assert table.ended(KEY, 1, CANCELLED) == [GiveUp(KEY, 0, "")]
+    assert table.ended(KEY, 1, CANCELLED) == [EndPart(KEY, 0, "")]
     [report] = table.ended(KEY, 0, DRAINED)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportJoint)
     assert (report.end.outcome, report.end.is_cancelled) == (ReceiveOutcome.FAILED, True)
 
 
@@ -66,18 +66,18 @@ def test_a_failure_counts_more_than_the_cancel_that_came_before_it() -> None:
     """Both are heard of one event: a sender that fails cancels no other shard on purpose."""
     table = joint()
     table.ended(KEY, 1, CANCELLED)
-    assert table.ended(KEY, 0, CUT) == [Report(CUT)]
+    assert table.ended(KEY, 0, CUT) == [ReportJoint(CUT)]
 
 
 def test_an_owner_that_aborts_hears_of_quarantine_once_and_then_of_the_end() -> None:
     table = joint()
     assert table.ended(KEY, 0, QUARANTINED) == [], "nobody has aborted"
-    assert table.abort(KEY) == [GiveUp(KEY, 0, ""), GiveUp(KEY, 1, "")]
+    assert table.abort(KEY) == [EndPart(KEY, 0, ""), EndPart(KEY, 1, "")]
     assert table.abort(KEY) == []
-    assert table.ended(KEY, 1, QUARANTINED) == [Report(QUARANTINED)]
+    assert table.ended(KEY, 1, QUARANTINED) == [ReportJoint(QUARANTINED)]
     assert table.ended(KEY, 0, QUARANTINED) == []
     assert table.ended(KEY, 0, DRAINED) == []
-    assert table.ended(KEY, 1, DRAINED) == [Report(DRAINED)]
+    assert table.ended(KEY, 1, DRAINED) == [ReportJoint(DRAINED)]
     assert table.abort(KEY) == []
     assert table.ended(KEY, 1, DRAINED) == []
 
@@ -85,16 +85,16 @@ def test_an_owner_that_aborts_hears_of_quarantine_once_and_then_of_the_end() -> 
 def test_an_abort_while_parts_fail_reaches_those_that_have_not_ended() -> None:
     table = joint((0, 1, 2))
     table.ended(KEY, 0, CUT)
-    assert table.abort(KEY) == [GiveUp(KEY, 1, ""), GiveUp(KEY, 2, "")]
+    assert table.abort(KEY) == [EndPart(KEY, 1, ""), EndPart(KEY, 2, "")]
     table.ended(KEY, 1, DRAINED)
-    assert table.ended(KEY, 2, DRAINED) == [Report(replace(CUT, outcome=ReceiveOutcome.DRAINED))]
+    assert table.ended(KEY, 2, DRAINED) == [ReportJoint(replace(CUT, outcome=ReceiveOutcome.DRAINED))]
 
 
 def test_an_abort_that_comes_when_all_parts_are_verified_is_too_late() -> None:
     table = joint()
     table.ended(KEY, 0, VERIFIED)
     table.abort(KEY)
-    assert table.ended(KEY, 1, VERIFIED) == [Report(VERIFIED)], "the sender was told that it is"
+    assert table.ended(KEY, 1, VERIFIED) == [ReportJoint(VERIFIED)], "the sender was told that it is"
 
 
 def test_a_grant_is_open_when_every_rank_has_opened_it() -> None:
@@ -188,7 +188,7 @@ def explore(num_members: int) -> int:
                     ranks[member] = replace(rank, end=end)
                 actions = table.ended(KEY, member, end)
             for action in actions:
-                if isinstance(action, GiveUp):
+                if isinstance(action, EndPart):
                     rank = ranks[action.member]
                     assert rank.end is None, "a part that has ended is told nothing"
                     ranks[action.member] = replace(rank, told=(*rank.told, action.error))

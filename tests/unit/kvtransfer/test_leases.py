@@ -10,7 +10,7 @@ from kvtransfer.lease import Heartbeat, Lease
 from kvtransfer.parts import WHOLE
 from kvtransfer.receive_transfer import Claim
 from kvtransfer.receive_transfers import ReceiveTransfers, Sever
-from kvtransfer.send_transfers import Report, Retract, SendTransfers
+from kvtransfer.send_transfers import ReportSent, Retract, SendTransfers
 from kvtransfer.stamping import pack
 from pdserve.core.errors import ConfigError
 from pdserve.core.grant import Grant
@@ -49,7 +49,9 @@ def table(deadline_at_s: float | None = None) -> ReceiveTransfers:
 
 def ends_of(actions: list[receive_transfers.Action]) -> list[tuple[str, str]]:
     return [
-        (one.received.outcome.value, one.received.error) for one in actions if isinstance(one, receive_transfers.Report)
+        (one.received.outcome.value, one.received.error)
+        for one in actions
+        if isinstance(one, receive_transfers.ReportReceived)
     ]
 
 
@@ -159,7 +161,7 @@ def test_a_transfer_that_was_sent_whole_and_is_not_confirmed_leaves_time_for_ano
     assert out.expire(14.9) == []
     retract, report = out.expire(15.0)
     assert isinstance(retract, Retract)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportSent)
     assert report.sent.fault == "expired"
     assert report.sent.error == retract.error == "the receiver did not confirm it within 5 s of its last block"
     assert out.done(TAG, 15.1) == [], "too late"

@@ -206,7 +206,7 @@ def test_a_fault_of_one_shard_reaches_all_and_frees_nothing_under_the_others_wri
     assert claim is not None
     assert it.enter(claim)
     [answer] = it.cut(10, "its rank died", 0.0)
-    assert isinstance(answer, receive_transfers.Answer)
+    assert isinstance(answer, receive_transfers.ReplyToSender)
     assert (answer.writer, answer.error) == (20, "its rank died")
     assert it.keys == [GRANT.key], "the other rank's write is open"
     [report] = it.leave(claim, 0.0)
@@ -222,7 +222,7 @@ def test_the_end_of_one_writer_closes_its_own_writes_only() -> None:
     for claim in claims:
         assert claim is not None
         assert it.enter(claim)
-    assert [type(action) for action in it.cut(10, "cut", 0.0)] == [receive_transfers.Answer]
+    assert [type(action) for action in it.cut(10, "cut", 0.0)] == [receive_transfers.ReplyToSender]
     [report] = it.cut(20, "cut", 0.0)
     assert report.received.outcome is ReceiveOutcome.FAILED  # type: ignore[union-attr]
 

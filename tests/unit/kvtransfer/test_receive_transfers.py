@@ -25,7 +25,7 @@ def opened(
 
 
 def outcomes_of(actions: list[receive_transfers.Action]) -> list[tuple[ReceiveOutcome, str]]:
-    return [(a.received.outcome, a.received.error) for a in actions if isinstance(a, receive_transfers.Report)]
+    return [(a.received.outcome, a.received.error) for a in actions if isinstance(a, receive_transfers.ReportReceived)]
 
 
 def test_a_chunk_of_an_old_generation_or_attempt_gets_no_claim_and_is_counted() -> None:
@@ -54,7 +54,7 @@ def test_an_empty_grant_is_verified_at_once_and_a_late_announcement_learns_it() 
     table, grant = ReceiveTransfers(STAMPS), grant_of("t", 1, 1, ())
     assert outcomes_of(table.expect(grant, 0.0, None)) == [(ReceiveOutcome.VERIFIED, "")]
     tag = receive_transfers.tag_of(grant.key)
-    assert table.announce(tag, 5) == [receive_transfers.Answer(5, tag, True)]
+    assert table.announce(tag, 5) == [receive_transfers.ReplyToSender(5, tag, True)]
 
 
 def test_a_last_chunk_that_leaves_a_gap_fails_the_transfer_at_once() -> None:
@@ -63,7 +63,7 @@ def test_a_last_chunk_that_leaves_a_gap_fails_the_transfer_at_once() -> None:
     assert claim is not None
     actions = table.settle(claim, 1, True, True, 0.0)
     assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "3 of 4 blocks did not arrive")]
-    assert receive_transfers.Answer(1, tag, False, "3 of 4 blocks did not arrive") in actions
+    assert receive_transfers.ReplyToSender(1, tag, False, "3 of 4 blocks did not arrive") in actions
 
 
 def test_an_abort_that_does_not_drain_in_time_is_quarantined_and_then_drained() -> None:
@@ -152,13 +152,15 @@ def test_an_announcement_that_is_not_expected_is_answered_and_counted() -> None:
     table, _, tag = opened()
     unknown = tag._replace(generation=9)
     refused = "the receiver does not expect this transfer"
-    assert table.announce(unknown, 1) == [receive_transfers.Answer(1, unknown, False, refused)]
-    assert table.announce(tag, 2) == [receive_transfers.Answer(2, tag, False, f"{refused}: shard 0 has its writer")]
+    assert table.announce(unknown, 1) == [receive_transfers.ReplyToSender(1, unknown, False, refused)]
+    assert table.announce(tag, 2) == [
+        receive_transfers.ReplyToSender(2, tag, False, f"{refused}: shard 0 has its writer")
+    ]
     assert table.announce(tag, 1, shard=1) == [
-        receive_transfers.Answer(1, tag, False, f"{refused}: shard 1 is not of 1")
+        receive_transfers.ReplyToSender(1, tag, False, f"{refused}: shard 1 is not of 1")
     ]
     assert table.announce(tag, 1, shard=-1) == [
-        receive_transfers.Answer(1, tag, False, f"{refused}: shard -1 is not of 1")
+        receive_transfers.ReplyToSender(1, tag, False, f"{refused}: shard -1 is not of 1")
     ]
     assert table.stats.late_messages == 4
     assert table.announce(tag, 1) == [], "the writer repeats itself"
@@ -171,7 +173,7 @@ def test_a_sender_that_gives_up_ends_the_transfer_at_once(is_cancelled: bool, co
     assert table.retract(tag, 2, "not mine", 0.0) == [], "only the writer speaks for it"
     actions = table.retract(tag, 1, "the client left", 1.0, is_cancelled=is_cancelled)
     assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "the sender gave up: the client left")]
-    assert not [one for one in actions if isinstance(one, receive_transfers.Answer)], "it knows"
+    assert not [one for one in actions if isinstance(one, receive_transfers.ReplyToSender)], "it knows"
     assert getattr(table.stats, count) == 1
     assert table.retract(tag, 1, "again", 2.0) == []
     assert table.stats.late_messages == 2

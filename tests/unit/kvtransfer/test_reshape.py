@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtransfer.plan import byte_ranges
 from kvtransfer.reshape.mapping import (
     HeadShard,
-    Piece,
+    TokenRun,
     Window,
     arrival_of,
     pieces_of,
@@ -26,28 +26,28 @@ from tests.unit.kvtransfer.test_shape import PLAIN, SMALL
 
 
 def test_the_example_of_the_modules_text() -> None:
-    assert pieces_of(16, 32, num_tokens=40, first_block=1, num_blocks=1) == [Piece(0, 0, 0, 0, 8)]
+    assert pieces_of(16, 32, num_tokens=40, first_block=1, num_blocks=1) == [TokenRun(0, 0, 0, 0, 8)]
 
 
 def test_equal_sizes_give_whole_blocks_one_to_one() -> None:
     pieces = pieces_of(16, 16, num_tokens=64, first_block=1, num_blocks=3)
-    assert pieces == [Piece(0, 0, 0, 0, 16), Piece(1, 0, 1, 0, 16), Piece(2, 0, 2, 0, 16)]
+    assert pieces == [TokenRun(0, 0, 0, 0, 16), TokenRun(1, 0, 1, 0, 16), TokenRun(2, 0, 2, 0, 16)]
 
 
 def test_a_small_block_is_a_part_of_a_large_one() -> None:
     assert pieces_of(32, 16, num_tokens=61, first_block=1, num_blocks=3) == [
-        Piece(0, 16, 0, 0, 16),
-        Piece(1, 0, 1, 0, 16),
-        Piece(1, 16, 2, 0, 13),
+        TokenRun(0, 16, 0, 0, 16),
+        TokenRun(1, 0, 1, 0, 16),
+        TokenRun(1, 16, 2, 0, 13),
     ]
 
 
 def test_sizes_that_divide_nothing() -> None:
     assert pieces_of(3, 5, num_tokens=9, first_block=0, num_blocks=2) == [
-        Piece(0, 0, 0, 0, 3),
-        Piece(1, 0, 0, 3, 2),
-        Piece(1, 2, 1, 0, 1),
-        Piece(2, 0, 1, 1, 3),
+        TokenRun(0, 0, 0, 0, 3),
+        TokenRun(1, 0, 0, 3, 2),
+        TokenRun(1, 2, 1, 0, 1),
+        TokenRun(2, 0, 1, 1, 3),
     ]
 
 

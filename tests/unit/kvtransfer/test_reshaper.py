@@ -12,7 +12,7 @@ import pytest
 
 from kvtransfer.endpoint import make_sender
 from kvtransfer.reshape import reshaper, wire_rule
-from kvtransfer.reshape.convert import Blocks
+from kvtransfer.reshape.convert import BlockArrays
 from kvtransfer.reshape.mapping import arrival_of, shards_of
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.kv_shape import KvShape, wire_dtype
@@ -126,9 +126,9 @@ def test_equal_shapes_move_without_a_reshaper(make_shapes: MakeShapes) -> None:
     assert sent.wait().outcome is SendOutcome.SENT
     tail = len(sources) * 16 - 40  # here the source's own bytes travel, also behind the end of the text
     assert tail > 0
-    values = Blocks(bytearray(shapes.target.memory), FLOAT_16.form).values[list(grant.blocks)]
+    values = BlockArrays(bytearray(shapes.target.memory), FLOAT_16.form).values[list(grant.blocks)]
     np.testing.assert_array_equal(
-        values[:-1], Blocks(bytearray(expected), FLOAT_16.form).values[list(grant.blocks)][:-1]
+        values[:-1], BlockArrays(bytearray(expected), FLOAT_16.form).values[list(grant.blocks)][:-1]
     )
     assert shapes.sender.reshapers == []
 
@@ -221,7 +221,7 @@ def test_ranks_fill_their_shards_of_one_receiver(
     other = replace(source, tp_rank=shards[1].source_rank)
     pool, stamps = HostPool(NUM_BLOCKS, other.block_bytes, seed=4), BlockStamps(NUM_BLOCKS)
     if source.dtype == "float32":
-        values = Blocks(pool.memory, other.form).values
+        values = BlockArrays(pool.memory, other.form).values
         values[:] = np.random.default_rng(1).standard_normal(values.shape)
     second = make_sender(
         pool,
@@ -258,8 +258,8 @@ def test_ranks_fill_their_shards_of_one_receiver(
         assert [one.wait().outcome for one in sent] == [SendOutcome.SENT] * 2
     finally:
         second.close()
-    received = Blocks(shapes.target.memory, target.form)
-    whole = Blocks(bytearray(both.expected(grant, text, sources[::-1], dtype, is_whole=False)), target.form)
+    received = BlockArrays(shapes.target.memory, target.form)
+    whole = BlockArrays(bytearray(both.expected(grant, text, sources[::-1], dtype, is_whole=False)), target.form)
     np.testing.assert_array_equal(received.values[list(grant.blocks)], whole.values[list(grant.blocks)])
     others = sorted(set(range(NUM_BLOCKS)) - set(grant.blocks))
     np.testing.assert_array_equal(received.raw[others], whole.raw[others])

@@ -72,7 +72,7 @@ class World:
 
     def receiver_acts(self, actions: list[receive_transfers.Action]) -> None:
         for action in actions:
-            if isinstance(action, receive_transfers.Answer):
+            if isinstance(action, receive_transfers.ReplyToSender):
                 self.to_sender.append(action)
                 continue
             if isinstance(action, receive_transfers.Sever):
@@ -97,7 +97,7 @@ class World:
 
     def sender_acts(self, actions: list[send_transfers.Action]) -> None:
         for action in actions:
-            if isinstance(action, send_transfers.Report):
+            if isinstance(action, send_transfers.ReportSent):
                 key = action.sent.key
                 self.sender_said[key] += 1
                 assert self.sender_said[key] == 1, f"{key} was told twice"

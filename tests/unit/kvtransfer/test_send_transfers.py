@@ -55,7 +55,7 @@ def test_a_sender_says_at_its_deadline_how_far_it_came(groups: int, pieces: str)
     assert job is not None
     out.written(job, 1.0)
     assert out.expire(4.9) == []
-    [sent] = [one.sent for one in out.expire(5.0) if isinstance(one, send_transfers.Report)]
+    [sent] = [one.sent for one in out.expire(5.0) if isinstance(one, send_transfers.ReportSent)]
     assert sent.error == f"the deadline passed when {pieces} were sent"
 
 
@@ -65,7 +65,9 @@ def test_a_block_that_is_pushed_twice_is_named() -> None:
     out.start(grant, 0.0, None)
     out.push(grant.key, [(0, 0), (1, 1)], False, 0.0)
     [sent] = [
-        one.sent for one in out.push(grant.key, [(1, 1), (2, 2)], False, 0.0) if isinstance(one, send_transfers.Report)
+        one.sent
+        for one in out.push(grant.key, [(1, 1), (2, 2)], False, 0.0)
+        if isinstance(one, send_transfers.ReportSent)
     ]
     assert (sent.outcome, sent.error) == (SendOutcome.FAILED, "blocks 1..2 of 4 were pushed twice")
 
@@ -90,7 +92,7 @@ def test_a_cut_closes_the_reads_of_its_transfers_and_says_nothing_over_the_conne
     out.push(grant.key, [(0, 0), (1, 1)], True, 0.0)
     assert out.take(1, 0.0) is not None
     [report] = out.cut("the connection broke", 1.0)
-    assert isinstance(report, send_transfers.Report)
+    assert isinstance(report, send_transfers.ReportSent)
     assert (report.sent.outcome, report.sent.error) == (SendOutcome.FAILED, "the connection broke")
     assert out.keys == []
     assert not out.needs_link
@@ -106,7 +108,7 @@ def test_a_transfer_that_was_verified_is_not_retracted_over_a_later_connection()
     assert job is not None
     out.written(job, 0.0)
     [report] = out.done(receive_transfers.tag_of(grant.key), 1.0)
-    assert isinstance(report, send_transfers.Report)
+    assert isinstance(report, send_transfers.ReportSent)
     assert report.sent.outcome is SendOutcome.SENT
     assert not out.needs_link
     assert out.linked() == []
@@ -118,7 +120,7 @@ def test_a_last_push_that_leaves_a_gap_fails_the_transfer(groups: int, pieces: s
     out.linked()
     out.start(grant, 0.0, None, groups=groups)
     actions = out.push(grant.key, [(0, 0), (3, 3)], True, 0.0, groups=range(1))
-    [sent] = [one.sent for one in actions if isinstance(one, send_transfers.Report)]
+    [sent] = [one.sent for one in actions if isinstance(one, send_transfers.ReportSent)]
     assert (sent.outcome, sent.error) == (SendOutcome.FAILED, f"the last push leaves {pieces} out")
 
 
@@ -129,7 +131,7 @@ def test_a_receiver_that_gives_up_ends_the_transfer_of_the_sender(is_cancelled: 
     out.linked()
     out.start(grant, 0.0, None)
     [report] = out.refused(tag, "no memory", 1.0, is_cancelled=is_cancelled)
-    assert isinstance(report, send_transfers.Report), "the receiver knows, so that nothing is said to it"
+    assert isinstance(report, send_transfers.ReportSent), "the receiver knows, so that nothing is said to it"
     assert (report.sent.outcome, report.sent.error) == (SendOutcome.FAILED, "the receiver refused: no memory")
     assert getattr(out.stats, count) == 1
     assert out.refused(tag, "again", 2.0) == []
@@ -150,7 +152,7 @@ def test_a_refusal_while_a_block_is_read_waits_for_the_read() -> None:
     assert out.stats.late_messages == 1
     assert out.take(1, 1.0) is None, "no further block is read"
     [report] = out.written(job, 2.0)
-    assert isinstance(report, send_transfers.Report)
+    assert isinstance(report, send_transfers.ReportSent)
     assert report.sent.error == "the receiver refused: no memory"
 
 
@@ -171,6 +173,6 @@ def test_a_transfer_without_a_deadline_ends_by_its_lease(is_sent: bool, ends_at_
     out.written(job, 1.0)
     assert out.next_alarm_s == ends_at_s
     assert out.expire(ends_at_s - 0.1) == []
-    [sent] = [one.sent for one in out.expire(ends_at_s) if isinstance(one, send_transfers.Report)]
+    [sent] = [one.sent for one in out.expire(ends_at_s) if isinstance(one, send_transfers.ReportSent)]
     assert (sent.outcome, sent.error) == (SendOutcome.FAILED, error)
     assert (out.stats.failed, out.next_alarm_s) == (1, None)

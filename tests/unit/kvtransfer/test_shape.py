@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.reshape.convert import Blocks
+from kvtransfer.reshape.convert import BlockArrays
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_shape import LOSSES, MOST, KvShape, Loss, check_convertible, is_same_bytes
 from pdserve.engine.pool import BlockShape, TorchPool
@@ -55,7 +55,7 @@ def test_the_bytes_of_a_shape_are_those_of_the_engines_pool(
     assert ours.block_bytes == engines.block_bytes
     pool = TorchPool(num_blocks=3, shape=engines, device=torch.device("cpu"))
     np.frombuffer(pool.buffer, np.uint8)[:] = np.random.default_rng(seed).integers(0, 256, pool.buffer.nbytes)
-    views = Blocks(pool.buffer, ours.form)
+    views = BlockArrays(pool.buffer, ours.form)
     assert views.num_blocks == 3
     as_bits = {"bfloat16": torch.int16, "float8_e4m3fn": torch.int8}.get(dtype, pool.tensor.dtype)
     np.testing.assert_array_equal(views.values, pool.tensor.view(as_bits).numpy().view(views.values.dtype))

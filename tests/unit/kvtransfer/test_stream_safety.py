@@ -32,7 +32,7 @@ from kvtransfer.cuda_memory import CudaBlocks
 from kvtransfer.nccl_connection import NcclConnection
 from kvtransfer.transports.on_device import OnDevice
 from kvtransfer.transports.tcp_staged import TcpStagedReceive, TcpStagedSend
-from pdserve.engine.gpu.extent import Extent
+from pdserve.engine.gpu.extent import StridedExtent
 from tests.unit.kvtransfer.fake_driver import FakeLibrary
 
 pytestmark = pytest.mark.gpu_checks
@@ -334,7 +334,7 @@ def test_prepare_uses_own_memory(streams: Streams, device: CudaDevice) -> None:
     for one in (device, several):
         transport = OnDevice(lambda pool, one=one: one)  # type: ignore[misc]
         threading.Timer(0.1, release, (streams,)).start()  # it waits for the device
-        transport.prepare(None, [Extent(0, 16), Extent(16, 16)], limits)  # type: ignore[arg-type]
+        transport.prepare(None, [StridedExtent(0, 16), StridedExtent(16, 16)], limits)  # type: ignore[arg-type]
 
 
 def release(streams: Streams) -> None:
@@ -347,7 +347,7 @@ def release(streams: Streams) -> None:
 def staged_sender(device: CudaDevice) -> Callable[[int], None]:
     """post(block): gathers it and copies it to the host."""
     path = TcpStagedSend(device, 64)
-    path.attach(SimpleNamespace(extent_of=lambda job: Extent(0, 64), wake=nobody))  # type: ignore[arg-type]
+    path.attach(SimpleNamespace(extent_of=lambda job: StridedExtent(0, 64), wake=nobody))  # type: ignore[arg-type]
 
     def post(block: int) -> None:
         chunk = SimpleNamespace(sources=(block,), count=1)
@@ -358,7 +358,7 @@ def staged_sender(device: CudaDevice) -> Callable[[int], None]:
 
 def staged_receiver(device: CudaDevice) -> Callable[[int], None]:
     """receive(block): copies a chunk to the device and scatters it."""
-    layout = SimpleNamespace(extent=lambda part: Extent(0, 64))
+    layout = SimpleNamespace(extent=lambda part: StridedExtent(0, 64))
     channel = SimpleNamespace(waker=SimpleNamespace(set=nobody), fill=lambda view, least: None)
     link = SimpleNamespace(block_bytes=64, source=layout, target=layout, channel=channel, enter=lambda claim: True)
     path = TcpStagedReceive(link, device)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from kvtransfer.transports.registry import TRANSPORTS, kinds, name_of
 from kvtransfer.transports.tcp_staged import MOST_SLOTS, SLOT_BYTES, TCP_STAGED, TcpStaged
 from pdserve.core.errors import ConfigError, InternalError, TransferFailed
 from pdserve.core.stamps import BlockStamps
-from pdserve.engine.gpu.extent import Extent, checksum
+from pdserve.engine.gpu.extent import StridedExtent, checksum
 from tests.support.cluster_secret import SECRET
 from tests.support.fake_device import DevicePool, FakeDevice
 from tests.support.transfer_ends import GrpcHost, HostPool
@@ -179,7 +179,7 @@ def test_a_host_device_copies_and_sums() -> None:
     device = HostDevice(memory, 16, StagingBudget(0))
     staging, woken = device.staging(2), []
     copying = device.copy(
-        device.pool().narrowed(Extent(4, 8)), [1, 5], staging.cut(0, 1, 8), [1, 0], lambda: woken.append(1), None
+        device.pool().narrowed(StridedExtent(4, 8)), [1, 5], staging.cut(0, 1, 8), [1, 0], lambda: woken.append(1), None
     )
     assert copying.is_done
     assert woken

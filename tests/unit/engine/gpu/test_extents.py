@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.engine.gpu.extent import GOLDEN, MIX, Extent, checksum, part_extents
+from pdserve.engine.gpu.extent import GOLDEN, MIX, StridedExtent, checksum, part_extents
 from tests.gpu.case_extents import CASES
 from tests.gpu.cases import Case
 
@@ -37,10 +37,12 @@ def test_a_change_of_one_word_or_of_two_words_places_changes_the_checksum() -> N
 def test_parts_are_runs_of_a_block() -> None:
     shape = {"num_layers": 4, "block_size": 16, "num_kv_heads": 2, "head_bytes": 32}
     layer = 2 * 16 * 2 * 32
-    assert part_extents(**shape, scales_first=None, layers=range(1, 3), heads=range(2)) == (Extent(layer, 2 * layer),)
+    assert part_extents(**shape, scales_first=None, layers=range(1, 3), heads=range(2)) == (
+        StridedExtent(layer, 2 * layer),
+    )
     values, scales = part_extents(**shape, scales_first=4 * layer, layers=range(4), heads=range(1, 2))
-    assert values == Extent(32, 32, 4 * 32, 64)
-    assert scales == Extent(4 * layer + 4, 4, 4 * 32, 8)
+    assert values == StridedExtent(32, 32, 4 * 32, 64)
+    assert scales == StridedExtent(4 * layer + 4, 4, 4 * 32, 8)
     with pytest.raises(ValueError):
         part_extents(**shape, scales_first=None, layers=range(5), heads=range(2))
     with pytest.raises(ValueError):

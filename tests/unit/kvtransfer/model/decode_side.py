@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.receive_transfer import Claim
-from kvtransfer.receive_transfers import Action, Answer, ReceiveTransfers, Report
+from kvtransfer.receive_transfers import Action, ReceiveTransfers, ReplyToSender, ReportReceived
 from kvtransfer.send_transfers import Announce, Retract
 from kvtransfer.transport import Received, ReceiveOutcome
 from pdserve.core.blocks import BlockAllocator
@@ -208,10 +208,14 @@ class DecodeSide:
     def _do(self, actions: list[Action]) -> list[Output]:
         outputs: list[Output] = []
         for action in actions:
-            if isinstance(action, Answer):
+            if isinstance(action, ReplyToSender):
                 if action.writer in self.threads:
-                    outputs.append(("answer", action.writer, Answer(action.writer, action.tag, action.is_verified)))
-            elif isinstance(action, Report):  # Sever asks for what may happen at any time here: the thread's end
+                    outputs.append(
+                        ("answer", action.writer, ReplyToSender(action.writer, action.tag, action.is_verified))
+                    )
+            elif isinstance(
+                action, ReportReceived
+            ):  # Sever asks for what may happen at any time here: the thread's end
                 outputs += self._hear_end(action.received)
         self.pool.check(holders=[order.blocks for order in self.orders.values()])
         return outputs

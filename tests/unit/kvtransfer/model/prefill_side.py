@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvtransfer.receive_transfers import Answer
+from kvtransfer.receive_transfers import ReplyToSender
 from kvtransfer.send_transfer import Job
-from kvtransfer.send_transfers import Action, Announce, Report, SendTransfers, StaleSource
+from kvtransfer.send_transfers import Action, Announce, ReportSent, SendTransfers, StaleSource
 from kvtransfer.transport import Sent
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.grant import TransferKey
@@ -68,9 +68,9 @@ class PrefillSide:
                 return (
                     [("linked", self.to_incarnation), *self._do(self.table.linked())] if self.table.needs_link else None
                 )
-            case ("hear", Answer(_, tag, True)):
+            case ("hear", ReplyToSender(_, tag, True)):
                 return self._do(self.table.done(tag, self.now_s))
-            case ("hear", Answer(_, tag, False)):
+            case ("hear", ReplyToSender(_, tag, False)):
                 return self._do(self.table.refused(tag, "", self.now_s))
             case ("abort", int(transfer)):
                 order = self.orders.get(transfer)
@@ -182,7 +182,7 @@ class PrefillSide:
     def _do(self, actions: list[Action]) -> list[Output]:
         outputs: list[Output] = []
         for action in actions:
-            if isinstance(action, Report):
+            if isinstance(action, ReportSent):
                 outputs.append(self._hear_end(action.sent))
             elif isinstance(action, Announce):
                 outputs.append(("send", action))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvtransfer.receive_transfers import Answer
+from kvtransfer.receive_transfers import ReplyToSender
 from kvtransfer.send_transfers import Announce, Retract
 from tests.unit.kvtransfer.model.checker import Event, Explored, Violated, explore
 from tests.unit.kvtransfer.model.liveness import settle
@@ -143,6 +143,6 @@ def message_told(message: object) -> str:
             return f"RETRACT of transfer {tag.generation}"
         case Chunk():
             return f"block {message.first} of transfer {message.origin}{', the last' if message.is_last else ''}"
-        case Answer(_, tag, is_verified):
+        case ReplyToSender(_, tag, is_verified):
             return f"{'DONE' if is_verified else 'REFUSE'} of transfer {tag.generation}"
     raise AssertionError(message)
