@@ -21,7 +21,7 @@ from pdserve.core.types import Role, Slo
 from pdserve.profiles import load_profile
 from router.settings import RouterSettings
 from simulator.cluster import make_workers
-from simulator.goodput import Window, cut, find_goodput, runner
+from simulator.goodput import TraceWindow, cut, find_goodput, runner
 from simulator.metrics import summarise
 from simulator.model import SimConfig, WorkerFault, WorkerFaultKind
 from simulator.reshape import Reshaped, rate_scaled
@@ -55,7 +55,7 @@ class Cell:
     is_killed: bool = False
 
 
-def window(workload: str, seconds: float, seed: int) -> Window:
+def window(workload: str, seconds: float, seed: int) -> TraceWindow:
     return cut(make_workload(workload, rate_rps=RATE_RPS, duration_s=seconds, seed=seed))
 
 

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.core.types import Role
-from simulator.bound_capacity import Capacity, capacity
-from simulator.bound_deadlines import Job, most_in_time
+from simulator.bound_capacity import CumulativeCapacity, capacity
+from simulator.bound_deadlines import DeadlineJob, most_in_time
 from simulator.bound_decode import decode_work, limits
-from simulator.bound_periods import Demand, late_in_periods
+from simulator.bound_periods import PeriodDemand, late_in_periods
 from simulator.bound_work import Costs, Work, costs, least_work
 from simulator.model import SimConfig, Trace, TraceRequest
 
@@ -78,7 +78,7 @@ def upper_bound(trace: Trace, config: SimConfig) -> Bound:
     if not works:
         return Bound(requests=len(requests), alone=0, deadlines=0, periods=0)
     longest = max(_longest_step(costs(config, [shape]), requests) for shape in config.workers)
-    cluster = _Cluster(prefill, decode, *(capacity(config, found, longest) for found in shapes))
+    cluster = _ClusterCosts(prefill, decode, *(capacity(config, found, longest) for found in shapes))
     return Bound(
         requests=len(requests),
         alone=len(works),
@@ -88,11 +88,11 @@ def upper_bound(trace: Trace, config: SimConfig) -> Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cluster:
+class _ClusterCosts:
     prefill: Costs | None
     decode: Costs
-    prefill_time: Capacity
-    decode_time: Capacity
+    prefill_time: CumulativeCapacity
+    decode_time: CumulativeCapacity
 
     def weight(self, hidden: float) -> float:
         """The value of a prefill worker's second in those of a decode worker."""
@@ -113,18 +113,20 @@ class _Cluster:
         return min(here, self.weight(hidden) * self.prefill.prompt_work(work.prompt, can_decode=False))
 
 
-def _by_deadlines(works: Sequence[Work], cluster: _Cluster) -> int:
+def _by_deadlines(works: Sequence[Work], cluster: _ClusterCosts) -> int:
     """Time is measured by the work that the cluster does, so that its speed is 1."""
     until = cluster.until(0.0)
     return most_in_time(
-        Job(until(one.release_s), until(one.first_due_s), cluster.prompt_work(one, 0.0)) for one in works
+        DeadlineJob(until(one.release_s), until(one.first_due_s), cluster.prompt_work(one, 0.0)) for one in works
     )
 
 
-def _measures(works: Sequence[Work], cluster: _Cluster) -> Iterator[tuple[list[Demand], Callable[[float], float]]]:
+def _measures(
+    works: Sequence[Work], cluster: _ClusterCosts
+) -> Iterator[tuple[list[PeriodDemand], Callable[[float], float]]]:
     for limit in limits(works, HIDDEN):
         demands = [
-            Demand(
+            PeriodDemand(
                 one.release_s,
                 one.first_due_s,
                 one.last_due_s,

@@ -23,7 +23,7 @@ NOISE_SIGMAS: Final = 6.0  # a normal value is further below its mean with a pro
 
 
 @final
-class Capacity:
+class CumulativeCapacity:
     """The work that some workers can do by a time, from time 0 on."""
 
     def __init__(self, workers: Iterable[Sequence[tuple[float, float]]]) -> None:
@@ -45,9 +45,9 @@ class Capacity:
         return self._done[index] + max(0.0, at_s - self._times[index]) * self._rates[index]
 
 
-def capacity(config: SimConfig, shapes: Iterable[WorkerShape], longest_step: float) -> Capacity:
+def capacity(config: SimConfig, shapes: Iterable[WorkerShape], longest_step: float) -> CumulativeCapacity:
     """Of these workers. `longest_step`: the work of the longest possible step."""
-    return Capacity(_rates(config, shape, longest_step) for shape in shapes)
+    return CumulativeCapacity(_rates(config, shape, longest_step) for shape in shapes)
 
 
 def least_slowness(config: SimConfig, shape: WorkerShape) -> float:

@@ -19,13 +19,13 @@ GROUP: Final = 1000
 ROUNDING: Final = 1e-9  # relative, in favour of the jobs
 
 
-class Job(NamedTuple):
+class DeadlineJob(NamedTuple):
     release: float
     deadline: float
     work: float
 
 
-def most_in_time(jobs: Iterable[Job]) -> int:
+def most_in_time(jobs: Iterable[DeadlineJob]) -> int:
     """At least the number of jobs that can be finished in time, and exactly it for agreeable deadlines in one group.
 
     Deadlines that are not agreeable are extended until they are.
@@ -34,8 +34,8 @@ def most_in_time(jobs: Iterable[Job]) -> int:
     return sum(_most(ordered[at : at + GROUP]) for at in range(0, len(ordered), GROUP))
 
 
-def _most(jobs: list[Job]) -> int:
-    kept: list[Job] = []
+def _most(jobs: list[DeadlineJob]) -> int:
+    kept: list[DeadlineJob] = []
     starts: list[float] = []  # of `kept`
     end = deadline = 0.0
     for job in jobs:
@@ -57,7 +57,7 @@ def _most(jobs: list[Job]) -> int:
     return len(kept)
 
 
-def _cheapest(kept: list[Job], starts: list[float], end: float, before: float) -> int:
+def _cheapest(kept: list[DeadlineJob], starts: list[float], end: float, before: float) -> int:
     """The job without which the others end earliest.
 
     Without job j the later ones start earlier by its work, but none before its release.

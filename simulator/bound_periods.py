@@ -21,7 +21,7 @@ from typing import NamedTuple
 from simulator.bound_deadlines import ROUNDING
 
 
-class Demand(NamedTuple):
+class PeriodDemand(NamedTuple):
     """Work of a request between its release and two times: some is due at the first, the rest at the last."""
 
     release_s: float
@@ -33,7 +33,7 @@ class Demand(NamedTuple):
 
 def late_in_periods(
     edges: Sequence[float],
-    candidates: Iterable[tuple[Sequence[Demand], Callable[[float], float]]],
+    candidates: Iterable[tuple[Sequence[PeriodDemand], Callable[[float], float]]],
 ) -> int:
     """`edges`: where periods may begin and end, in order. Each candidate is another measure of the work, with its
     capacity until a time; every one holds, so each period has the best one."""
@@ -53,7 +53,7 @@ def most_that_fit(work: Iterable[float], capacity: float) -> int:
     return bisect_right(list(accumulate(sorted(work))), capacity * (1.0 + ROUNDING))
 
 
-def _late(edges: Sequence[float], demands: Sequence[Demand], done: Sequence[float]) -> list[list[int]]:
+def _late(edges: Sequence[float], demands: Sequence[PeriodDemand], done: Sequence[float]) -> list[list[int]]:
     """[begin][end] in indices of edges."""
     count = len(edges) - 1
     placed = sorted(

@@ -40,7 +40,7 @@ ROUNDING_S: Final = 1e-6  # the clock of a run is the sum of many steps
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptWork:
     """`tokens` of its `length` must be computed; `last` of them may be decode rows."""
 
     length: int
@@ -66,7 +66,7 @@ class Costs:
     least_context: int  # the smallest
     slowness: float  # the least
 
-    def prompt_s(self, prompt: Prompt) -> float:
+    def prompt_s(self, prompt: PromptWork) -> float:
         """The least work between the begin and the end of its computation, one step after the other."""
         steps = -(-max(1, prompt.tokens) // self.max_tokens)
         tokens = max(0, prompt.tokens - prompt.last)
@@ -74,14 +74,14 @@ class Costs:
         compute = chunks * self.base + self.per_token * tokens
         return max(steps * self.weights, compute) + self._attention(prompt)
 
-    def prompt_work(self, prompt: Prompt, hidden: float = 0.0, *, can_decode: bool = True) -> float:
+    def prompt_work(self, prompt: PromptWork, hidden: float = 0.0, *, can_decode: bool = True) -> float:
         """The least work of its tokens, in the largest steps."""
         token = self.per_token + self.base / self.max_tokens
         if not can_decode:
             token = max(token, self.weights / self.max_tokens)
         return (1.0 - hidden) * token * max(0, prompt.tokens - prompt.last) + self._attention(prompt)
 
-    def _attention(self, prompt: Prompt) -> float:
+    def _attention(self, prompt: PromptWork) -> float:
         return self.per_token_context * max(0.0, prompt.attention - prompt.last * prompt.length)
 
 
@@ -92,7 +92,7 @@ class Work:
     release_s: float
     first_due_s: float
     last_due_s: float
-    prompt: Prompt
+    prompt: PromptWork
     rows: int  # of its decode steps
     context: float  # the sum over its rows
     decode_s: float  # the most time between its first and its last token; 0 for one token
@@ -139,7 +139,7 @@ def least_work(
     return _with_memory(found, requests, block_tokens, config.block_size)
 
 
-def _prompt(request: TraceRequest, block_tokens: int, block_size: int, seen: dict[int, int]) -> Prompt:
+def _prompt(request: TraceRequest, block_tokens: int, block_size: int, seen: dict[int, int]) -> PromptWork:
     """`seen`: of each id, the number of its full blocks that earlier prompts contain; updated."""
     tokens, attention, last, end = 0, 0.0, 1, 0
     for begin, name, count in _ids(request, block_tokens, block_size):
@@ -152,7 +152,7 @@ def _prompt(request: TraceRequest, block_tokens: int, block_size: int, seen: dic
     length = request.prompt_tokens
     tokens += length - end
     attention += (length * length - end * end) / 2
-    return Prompt(length, tokens, attention, last)
+    return PromptWork(length, tokens, attention, last)
 
 
 def _ids(request: TraceRequest, block_tokens: int, block_size: int) -> Iterable[tuple[int, int, int]]:
@@ -168,7 +168,7 @@ def _ids(request: TraceRequest, block_tokens: int, block_size: int) -> Iterable[
 
 
 def _work(
-    request: TraceRequest, prompt: Prompt, config: SimConfig, roles: Sequence[Costs], decode: Costs
+    request: TraceRequest, prompt: PromptWork, config: SimConfig, roles: Sequence[Costs], decode: Costs
 ) -> Work | None:
     slo = request.slo or config.slo
     if prompt.length > max(one.kv_tokens for one in roles):

@@ -7,7 +7,7 @@ from typing import Final
 from pdserve.core.errors import ConfigError
 from pdserve.core.profile import Profile
 from pdserve.core.types import Role
-from simulator.model import Link, WorkerShape
+from simulator.model import NetworkLink, WorkerShape
 
 MAX_WORKERS: Final = 4096
 
@@ -36,13 +36,13 @@ def make_workers(profile: Profile, num_prefill: int, num_decode: int, *, link: s
     )
 
 
-def make_link(profile: Profile, name: str = "") -> Link:
+def make_link(profile: Profile, name: str = "") -> NetworkLink:
     if not name and not profile.links:
-        return Link()
+        return NetworkLink()
     found = profile.links.get(name or next(iter(profile.links)))
     if found is None:
         raise ConfigError(
             "link", name, "one of " + ", ".join(profile.links) if profile.links else "none in the profile"
         )
     latency_s, bytes_per_s = found
-    return Link(latency_s=latency_s, bytes_per_s=bytes_per_s)
+    return NetworkLink(latency_s=latency_s, bytes_per_s=bytes_per_s)

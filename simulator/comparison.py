@@ -17,7 +17,7 @@ from simulator.sufficiency import Shortage, shortage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class PolicyRun:
     policy: str
     rate_scale: float
     result: SimResult
@@ -42,7 +42,7 @@ class Run:
         )
 
 
-def as_json(run: Run) -> dict[str, Any]:
+def as_json(run: PolicyRun) -> dict[str, Any]:
     """Equal runs give equal objects, because they contain no real time."""
     config, summary = run.result.config, run.summary
     prefill, decode = run.split.split(":")
@@ -66,7 +66,7 @@ def as_json(run: Run) -> dict[str, Any]:
     return head | body | {"counters": dict(sorted(run.result.counters.items()))}
 
 
-def as_row(run: Run, row: RequestRow) -> dict[str, Any]:
+def as_row(run: PolicyRun, row: RequestRow) -> dict[str, Any]:
     """One request, flat, for a line of JSON or CSV."""
     flat = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "slo"}
     flat["path"] = row.path.value if row.path is not None else ""
@@ -74,11 +74,11 @@ def as_row(run: Run, row: RequestRow) -> dict[str, Any]:
     return {"policy": run.policy, "rate_scale": run.rate_scale} | flat | slo | {"why": why(row)}
 
 
-def rows_of(runs: Iterable[Run]) -> Iterator[dict[str, Any]]:
+def rows_of(runs: Iterable[PolicyRun]) -> Iterator[dict[str, Any]]:
     return (as_row(run, row) for run in runs for row in run.result.requests)
 
 
-def highest_held(runs: Iterable[Run]) -> dict[str, float | None]:
+def highest_held(runs: Iterable[PolicyRun]) -> dict[str, float | None]:
     """By policy: the highest tried rate that met the target, as did all lower ones; 0 if none did.
 
     None: that run is too short for a verdict.

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from simulator.charts import HALF, Axis, Rule, Series, line_chart
-from simulator.comparison import TARGET, Run
+from simulator.comparison import TARGET, PolicyRun
 from simulator.model import RequestRow, Sample
 
 _MOST_POINTS: Final = 360  # of a timeline or a distribution; more would not be visible
 
 
-def colours(runs: Iterable[Run]) -> dict[str, int]:
+def colours(runs: Iterable[PolicyRun]) -> dict[str, int]:
     """Each policy has the same colour on the whole page."""
     return {policy: number for number, policy in enumerate(dict.fromkeys(run.policy for run in runs))}
 
 
-def attainment_chart(runs: Sequence[Run]) -> str:
+def attainment_chart(runs: Sequence[PolicyRun]) -> str:
     """Rate against attainment, a line for each policy."""
     found = [
         Series(
@@ -40,7 +40,7 @@ def attainment_chart(runs: Sequence[Run]) -> str:
 
 
 def share_chart(
-    runs: Sequence[Run],
+    runs: Sequence[PolicyRun],
     value: Callable[[RequestRow], float | None],
     target_s: float,
     colour_of: dict[str, int],
@@ -82,7 +82,7 @@ TIMELINES: Final[tuple[tuple[str, tuple[tuple[str, Callable[[Sample], float]], .
 )
 
 
-def timeline(run: Run, number: int) -> str:
+def timeline(run: PolicyRun, number: int) -> str:
     """TIMELINES[number] of a run. Each point is the mean of its interval."""
     title, values = TIMELINES[number]
     samples = run.result.samples

@@ -32,7 +32,7 @@ from simulator.unreported import UnreportedTokens
 
 
 @dataclass(slots=True)
-class Run:
+class StepRun:
     """The steps in progress. `count` 0: one step with more than decode rows."""
 
     step: DecodeStep
@@ -51,7 +51,7 @@ class Run:
 
 
 @final
-class Decoder(Machine):
+class DecodeMachine(Machine):
     def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
         super().__init__(env, shape, speed, tally, incarnation)
         cost = CostModel(shape.prior or shape.cost)
@@ -66,7 +66,7 @@ class Decoder(Machine):
         )
         self._transfers: dict[AttemptKey, TransferKey] = {}
         self._num_grants = 0
-        self._run: Run | None = None
+        self._run: StepRun | None = None
         self._unreported = UnreportedTokens(shape.worker_id)
         self._report_at_s = 0.0  # when the unreported ones are due
         self._block_bytes = self.block_size * shape.kv_bytes_per_token  # the real model's
@@ -174,7 +174,7 @@ class Decoder(Machine):
                 run.border = under_way
                 self.agenda.at(run.end_of(under_way), self._at_border, run)
 
-    def _at_border(self, run: Run) -> None:
+    def _at_border(self, run: StepRun) -> None:
         """A step within a run has ended, and there are messages."""
         if self.is_dead or run is not self._run:
             return
@@ -210,15 +210,15 @@ class Decoder(Machine):
         longest = batching.run_length(step)
         if longest == 0:
             times = StepTimes(self.speed.step_s(step.account), 0.0)
-            run = self._run = Run(step, 0, times, self.speed.jitter(), now_s)
+            run = self._run = StepRun(step, 0, times, self.speed.jitter(), now_s)
             self.agenda.at(run.end_of(1), self._ended, run, 0)
             return
         times = self.speed.times(step.account)
         count = min(longest, times.steps_until(max(self._report_at_s - now_s, 0.0)))
-        run = self._run = Run(step, count, times, self.speed.jitter(count), now_s)
+        run = self._run = StepRun(step, count, times, self.speed.jitter(count), now_s)
         self.agenda.at(run.end_of(count), self._ended, run, count)
 
-    def _ended(self, run: Run, count: int) -> None:
+    def _ended(self, run: StepRun, count: int) -> None:
         if self.is_dead or run is not self._run or run.count != count:
             return
         if self.is_stalled:

@@ -27,7 +27,7 @@ class Machines(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class SimulatedCall:
     """A request whose client waits for its end."""
 
     row: RequestRow
@@ -49,13 +49,13 @@ class Front:
         self.state = RouterState(config.router)
         self._number, self._config, self._agenda = number, config, agenda
         self._machines, self._lookup, self._on_ended = machines, lookup, on_ended
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, SimulatedCall] = {}
         self._wake_at_s: float | None = None
 
     def arrive(self, request: TraceRequest, row: RequestRow, names: BlockNames) -> None:
         name = f"r{row.number}"
         allowed = request.max_tokens or self._config.max_tokens
-        self._calls[name] = Call(row, names)
+        self._calls[name] = SimulatedCall(row, names)
         if request.cancel_after_s is not None:
             self._agenda.after(request.cancel_after_s, self._leave, name)
         self.hand(

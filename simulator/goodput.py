@@ -109,7 +109,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class TraceWindow:
     """The requests of a trace, held in memory, because a search runs them many times."""
 
     name: str
@@ -134,20 +134,20 @@ class Window:
         return len(self.requests) / (self.requests[-1].arrival_s - self.requests[0].arrival_s)
 
 
-def cut(trace: Trace, *steps: Step) -> Window:
+def cut(trace: Trace, *steps: Step) -> TraceWindow:
     """`trace` after the steps; one of them should limit its length."""
     reshaped = Reshaped(trace, *steps)
-    return Window(name=reshaped.name, block_tokens=reshaped.block_tokens, requests=tuple(reshaped))
+    return TraceWindow(name=reshaped.name, block_tokens=reshaped.block_tokens, requests=tuple(reshaped))
 
 
-class Run(Protocol):
+class RunAtScale(Protocol):
     """A run at `scale`; `to_end`: even if the target is out of reach, for complete figures."""
 
     def __call__(self, scale: float, to_end: bool = False) -> Probe: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goodput:
+class HighestRate:
     """`scale` and `rate_rps` are 0 if no rate met the target."""
 
     scale: float
@@ -196,8 +196,8 @@ class Goodput:
 
 
 def find_goodput(
-    run: Run, first: float, *, tolerance: float = TOLERANCE, floor: float = 0.0, step: float = STEP
-) -> Goodput:
+    run: RunAtScale, first: float, *, tolerance: float = TOLERANCE, floor: float = 0.0, step: float = STEP
+) -> HighestRate:
     """Searches from the scale `first` on; use a smaller `step` for a better first guess. Scales at or below `floor` are
     of no interest: if the rate just above misses, the search ends with `is_bound`.
 
@@ -212,9 +212,9 @@ def find_goodput(
         probes.append(run(scale, scale <= lowest))
         return probes[-1]
 
-    def answer(held: Probe | None, missed: Probe | None, is_bound: bool = False) -> Goodput:
+    def answer(held: Probe | None, missed: Probe | None, is_bound: bool = False) -> HighestRate:
         scale, rate_rps = (held.scale, held.rate_rps) if held is not None else (0.0, 0.0)
-        return Goodput(
+        return HighestRate(
             scale=scale, rate_rps=rate_rps, held=held, missed=missed, probes=tuple(probes), is_bound=is_bound
         )
 
@@ -241,7 +241,9 @@ def find_goodput(
     return answer(held, missed)
 
 
-def runner(windows: Sequence[Window], config: SimConfig, simulate: Simulate, *, target: float = TARGET) -> Run:
+def runner(
+    windows: Sequence[TraceWindow], config: SimConfig, simulate: Simulate, *, target: float = TARGET
+) -> RunAtScale:
     """Runs every window (one per seed) at a scale, each with a seed of its own, and pools their rows.
 
     A run ends early only if the remaining requests cannot change that the target is missed.

@@ -48,7 +48,7 @@ class Trace(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class NetworkLink:
     """Between a prefill and a decode worker. A worker's transfers share its bandwidth, in both directions."""
 
     latency_s: float = 5e-5
@@ -74,7 +74,7 @@ class WorkerShape:
     slowness: float = 1.0  # every step takes this many times as long
     kv_capacity_tokens: int = 400_000
     kv_bytes_per_token: int = 131_072
-    link: Link = field(default_factory=Link)
+    link: NetworkLink = field(default_factory=NetworkLink)
     max_batch: int = 256
     max_batch_tokens: int = 2048
     inbox_depth: int = 16

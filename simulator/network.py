@@ -16,13 +16,13 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.grant import TransferKey
 from pdserve.core.json_text import to_json
 from simulator.agenda import Agenda
-from simulator.model import Link
+from simulator.model import NetworkLink
 
 
 class End(Protocol):
     """What a transfer needs from a worker."""
 
-    link: Link
+    link: NetworkLink
     flows: dict[TransferKey, Transfer]
 
     def moving(self, key: AttemptKey) -> None:

@@ -21,7 +21,7 @@ from pdserve.core.profile import Profile
 from pdserve.core.types import Slo
 from router.settings import RouterSettings
 from simulator.cluster import MAX_WORKERS, make_workers
-from simulator.goodput import STEP, TOLERANCE, Goodput, Run, Window, find_goodput, runner
+from simulator.goodput import STEP, TOLERANCE, HighestRate, RunAtScale, TraceWindow, find_goodput, runner
 from simulator.model import SimConfig, Simulate
 
 MARGIN: Final = 0.03  # gain required for disaggregation, because it needs a network for KV
@@ -36,7 +36,7 @@ MAX_ROWS: Final = 256
 class Question:
     """The input of a plan. `windows`: the requests, once per seed."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[TraceWindow, ...]
     profile: Profile
     num_workers: int
     slo: Slo
@@ -67,12 +67,12 @@ class Question:
             seed=self.seed,
         )
 
-    def run(self, num_prefill: int, simulate: Simulate) -> Run:
+    def run(self, num_prefill: int, simulate: Simulate) -> RunAtScale:
         return runner(self.windows, self.config(num_prefill), simulate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class MeanDemand:
     """Mean seconds that one request takes of one worker without waiting, from which a search begins."""
 
     prefill_s: float
@@ -83,7 +83,7 @@ class Demand:
         return self.prefill_s / (self.prefill_s + self.decode_s)
 
 
-def demand(question: Question) -> Demand:
+def demand(question: Question) -> MeanDemand:
     """Over the whole distribution, without caches, with as many rows per decode step as fit."""
     cost, num_requests, prefill_s, decode_s, context = question.profile.cost, 0, 0.0, 0.0, 0.0
     for one in question.windows[0]:
@@ -95,7 +95,7 @@ def demand(question: Question) -> Demand:
         num_requests += 1
     rows = min(MAX_ROWS, max(1.0, question.profile.kv_capacity_tokens * num_requests / context))
     decode_s += sum(one.output_tokens for one in question.windows[0]) * cost.decode_base_s / rows
-    return Demand(prefill_s=prefill_s / num_requests, decode_s=decode_s / num_requests)
+    return MeanDemand(prefill_s=prefill_s / num_requests, decode_s=decode_s / num_requests)
 
 
 def first_guess(question: Question) -> float:
@@ -107,7 +107,7 @@ def first_guess(question: Question) -> float:
 
 def measure(
     question: Question, num_prefill: int, simulate: Simulate, *, first: float = 0.0, floor: float = 0.0
-) -> Goodput:
+) -> HighestRate:
     """The goodput of one split, if above the scale `floor`; `first`: a scale near which it is expected."""
     run = question.run(num_prefill, simulate)
     begin, step = (first, NEAR) if first else (first_guess(question), STEP)
@@ -117,7 +117,7 @@ def measure(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     num_workers: int
-    curve: dict[int, Goodput]  # by number of prefill workers, for the tested splits
+    curve: dict[int, HighestRate]  # by number of prefill workers, for the tested splits
 
     @property
     def best(self) -> int:
@@ -139,14 +139,14 @@ class Plan:
         return f"{num_prefill}:{self.num_workers - num_prefill}"
 
 
-Evaluate = Callable[[Sequence[int], float], Iterable[Goodput]]  # (splits, floor) -> the goodput of each, in order
+Evaluate = Callable[[Sequence[int], float], Iterable[HighestRate]]  # (splits, floor) -> the goodput of each, in order
 
 
 def sweep(num_workers: int, splits: range, evaluate: Evaluate) -> Plan:
     """Runs a quarter of all splits, then ever finer around the best disaggregated one; 0:K is separate, because it is
     not part of that curve. A split that misses at the first rate above the best so far has only a bound in the
     curve."""
-    curve: dict[int, Goodput] = {}
+    curve: dict[int, HighestRate] = {}
     step = max(1, len(splits) // 4)
     wanted = list(splits[::step])
     floor = 0.0
@@ -163,7 +163,7 @@ def sweep(num_workers: int, splits: range, evaluate: Evaluate) -> Plan:
 
 def climb(num_workers: int, splits: range, begin: int, evaluate: Evaluate) -> Plan:
     """Runs 0:K if it is one of `splits`, then goes from `begin` towards more goodput, in steps that halve."""
-    curve: dict[int, Goodput] = {}
+    curve: dict[int, HighestRate] = {}
 
     def ask(one: int) -> None:
         floor = max((seen.scale for seen in curve.values()), default=0.0)
@@ -184,11 +184,11 @@ def climb(num_workers: int, splits: range, begin: int, evaluate: Evaluate) -> Pl
     return Plan(num_workers=num_workers, curve=curve)
 
 
-def _near(top: int, step: int, splits: range, curve: Mapping[int, Goodput]) -> list[int]:
+def _near(top: int, step: int, splits: range, curve: Mapping[int, HighestRate]) -> list[int]:
     return [one for one in (top - step, top + step) if one > 0 and one in splits and one not in curve]
 
 
-def _top(curve: Mapping[int, Goodput]) -> int:
+def _top(curve: Mapping[int, HighestRate]) -> int:
     """The best disaggregated split; among bounds, the one whose run lasted longest, which came closest."""
 
     def worth(one: int) -> tuple[float, int, int]:

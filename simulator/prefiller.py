@@ -26,7 +26,7 @@ READ: Final = RowOut()
 
 
 @final
-class Prefiller(Machine):
+class PrefillMachine(Machine):
     def __init__(self, env: Environment, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
         super().__init__(env, shape, speed, tally, incarnation)
         self._grants: dict[AttemptKey, SimulatedGrant] = {}

@@ -20,7 +20,7 @@ from pdserve.core.types import Role, Slo
 from router.commands import Command
 from router.events import Event, RequestArrived, WorkerConnected, WorkerForgotten, WorkerLost
 from router.settings import RouterSettings
-from simulator.model import Link, SimConfig, WorkerFault, WorkerFaultKind, WorkerShape
+from simulator.model import NetworkLink, SimConfig, WorkerFault, WorkerFaultKind, WorkerShape
 from simulator.recorded import steps
 from simulator.trace_rows import NumberedLine
 
@@ -74,7 +74,7 @@ class RecordedCluster:
 def read_cluster(lines: Iterable[NumberedLine], name: str) -> RecordedCluster:
     """Raises TraceError like read_recording, and ConfigError if no decode worker ever connected."""
     settings, rows = steps(lines, name, _KINDS)
-    seen = _Cluster()
+    seen = _SeenCluster()
     for now_s, items in rows:
         for item in items:
             seen.take(item, now_s)
@@ -121,12 +121,12 @@ class _Worker:
         if hello.block_bytes:
             shape = replace(shape, kv_bytes_per_token=-(-hello.block_bytes // hello.block_size))
         if link is not None:
-            shape = replace(shape, link=Link(latency_s=link.latency_s, bytes_per_s=link.bandwidth_bytes_s))
+            shape = replace(shape, link=NetworkLink(latency_s=link.latency_s, bytes_per_s=link.bandwidth_bytes_s))
         return shape
 
 
 @final
-class _Cluster:
+class _SeenCluster:
     def __init__(self) -> None:
         self.workers: dict[str, _Worker] = {}
         self.slos: Counter[Slo] = Counter()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from simulator.charts import COLOURS
-from simulator.comparison import TARGET, Run, highest_held
+from simulator.comparison import TARGET, PolicyRun, highest_held
 from simulator.curves import TIMELINE_COLOURS, TIMELINES, attainment_chart, colours, share_chart, timeline
 from simulator.misses import why, worst
 from simulator.tables import count, details, held_text, line, seconds, short_note
@@ -55,7 +55,7 @@ svg .dot { stroke: var(--card); stroke-width: 2; }
 """
 
 
-def page(runs: Sequence[Run], *, cluster: str) -> str:
+def page(runs: Sequence[PolicyRun], *, cluster: str) -> str:
     focus = focused(runs)
     parts = [_head(runs, cluster), _tiles(focus), _runs(runs)]
     if len({run.rate_scale for run in runs}) > 1:
@@ -68,7 +68,7 @@ def page(runs: Sequence[Run], *, cluster: str) -> str:
     )
 
 
-def focused(runs: Sequence[Run]) -> list[Run]:
+def focused(runs: Sequence[PolicyRun]) -> list[PolicyRun]:
     """The runs at the lowest rate at which any policy misses the target, where policies differ. Otherwise at the
     highest rate."""
     missed = [run.rate_scale for run in runs if run.summary.attainment < TARGET]
@@ -76,7 +76,7 @@ def focused(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run.rate_scale == scale]
 
 
-def _head(runs: Sequence[Run], cluster: str) -> str:
+def _head(runs: Sequence[PolicyRun], cluster: str) -> str:
     first = runs[0]
     slo = first.result.config.slo
     return (
@@ -87,7 +87,7 @@ def _head(runs: Sequence[Run], cluster: str) -> str:
     )
 
 
-def _split(runs: Sequence[Run]) -> str:
+def _split(runs: Sequence[PolicyRun]) -> str:
     splits = {run.split: None for run in runs}
     prefill, decode = next(iter(splits)).split(":")
     return (
@@ -97,7 +97,7 @@ def _split(runs: Sequence[Run]) -> str:
     )
 
 
-def _tiles(focus: Sequence[Run]) -> str:
+def _tiles(focus: Sequence[PolicyRun]) -> str:
     """For a single run; for several runs the table shows more."""
     if len(focus) > 1:
         return ""
@@ -117,7 +117,7 @@ def _tiles(focus: Sequence[Run]) -> str:
     return f'<div class="tiles">{shown}</div>'
 
 
-def _runs(runs: Sequence[Run]) -> str:
+def _runs(runs: Sequence[PolicyRun]) -> str:
     colour_of = colours(runs)
     head = ("policy", "P:D", "req/s", "attained", "bound", "of bound", "goodput/s", *_TIMES, "rejected")
     rows = [[_key(colour_of[run.policy]) + _safe(run.policy), *map(_safe, line(run)[1:])] for run in runs]
@@ -131,7 +131,7 @@ def _runs(runs: Sequence[Run]) -> str:
     return f"<section><h2>Runs</h2>{held}{_table(head, rows)}{about}</section>"
 
 
-def _attainment(runs: Sequence[Run]) -> str:
+def _attainment(runs: Sequence[PolicyRun]) -> str:
     return (
         "<section><h2>Rate against attainment</h2>"
         f"<p>The share of all requests that met both targets.</p>{_legend(colours(runs).items())}"
@@ -139,7 +139,7 @@ def _attainment(runs: Sequence[Run]) -> str:
     )
 
 
-def _times(focus: Sequence[Run], colour_of: dict[str, int]) -> str:
+def _times(focus: Sequence[PolicyRun], colour_of: dict[str, int]) -> str:
     slo = focus[0].result.config.slo
     legend = _legend((run.policy, colour_of[run.policy]) for run in focus)
     ttft = share_chart(focus, lambda row: row.ttft_s, slo.ttft_s, colour_of, "time to first token")
@@ -151,7 +151,7 @@ def _times(focus: Sequence[Run], colour_of: dict[str, int]) -> str:
     )
 
 
-def _percentiles(focus: Sequence[Run], colour_of: dict[str, int]) -> str:
+def _percentiles(focus: Sequence[PolicyRun], colour_of: dict[str, int]) -> str:
     head = ("policy", "time", "of", "p50", "p90", "p95", "p99")
     rows = []
     for run in focus:
@@ -161,7 +161,7 @@ def _percentiles(focus: Sequence[Run], colour_of: dict[str, int]) -> str:
     return _table(head, rows)
 
 
-def _timelines(focus: Sequence[Run]) -> str:
+def _timelines(focus: Sequence[PolicyRun]) -> str:
     shown = []
     for number, run in enumerate(focus):
         if not run.result.samples:
@@ -180,7 +180,7 @@ def _named(values: Iterable[tuple[str, object]]) -> list[tuple[str, int]]:
     return [(name, colour) for colour, (name, _) in zip(TIMELINE_COLOURS, values, strict=False)]
 
 
-def _misses(focus: Sequence[Run]) -> str:
+def _misses(focus: Sequence[PolicyRun]) -> str:
     head = ("request", "at", "prompt", "answer", "TTFT", "TPOT", "path", "workers", "why")
     shown = []
     for number, run in enumerate(focus):

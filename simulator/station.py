@@ -8,10 +8,10 @@ from typing import final
 
 from pdserve.core.types import Role
 from router.events import WorkerLost
-from simulator.decoder import Decoder
+from simulator.decoder import DecodeMachine
 from simulator.machine import Environment, Machine
 from simulator.model import WorkerFault, WorkerFaultKind, WorkerShape
-from simulator.prefiller import Prefiller
+from simulator.prefiller import PrefillMachine
 from simulator.speed import Speed
 from simulator.tally import Tally
 
@@ -28,7 +28,7 @@ class Station:
 
     def start(self) -> None:
         self.num_lives += 1
-        kind = Prefiller if self._shape.role is Role.PREFILL else Decoder
+        kind = PrefillMachine if self._shape.role is Role.PREFILL else DecodeMachine
         self.machine = kind(self._env, self._shape, self._speed, self.tally, str(self.num_lives))
         self.machine.connect()
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from simulator.comparison import TARGET, Run, highest_held
+from simulator.comparison import TARGET, PolicyRun, highest_held
 
 _TIMES = ("TTFT p50", "p99", "TPOT p50", "p99")
 _HEAD = ("POLICY", "P:D", "REQ/S", "ATTAINED", "BOUND", "OF BOUND", "GOODPUT/S", *_TIMES, "REJECTED")
 
 
-def render(runs: Sequence[Run], cluster: str) -> str:
+def render(runs: Sequence[PolicyRun], cluster: str) -> str:
     """The settings, a line for each run, and details of the run, or of the rates if there are several."""
     first = runs[0]
     config = first.result.config
@@ -35,7 +35,7 @@ def held_text(rate_rps: float | None) -> str:
     return "no verdict" if rate_rps is None else f"{rate_rps:.3g} requests/s"
 
 
-def short_note(runs: Sequence[Run]) -> str:
+def short_note(runs: Sequence[PolicyRun]) -> str:
     """The longest required run, if any run is too short for a verdict; otherwise empty."""
     short = [lack for run in runs if (lack := run.shortage) is not None]
     if not short:
@@ -48,7 +48,7 @@ def short_note(runs: Sequence[Run]) -> str:
     )
 
 
-def details(run: Run) -> list[str]:
+def details(run: PolicyRun) -> list[str]:
     summary, bound = run.summary, run.bound
     lines = []
     if bound is not None:
@@ -101,7 +101,7 @@ def seconds(value: float | None) -> str:
     return f"{value:.3g} s" if value < 999.5 else f"{value:.0f} s"
 
 
-def line(run: Run) -> tuple[str, ...]:
+def line(run: PolicyRun) -> tuple[str, ...]:
     one, bound = run.summary, run.bound
     return (
         run.policy,

@@ -17,7 +17,7 @@ from pdserve.core.types import Role
 from pdserve.prefix.index import PrefixIndex
 from router.events import Event, WorkerLost
 from simulator.agenda import Agenda
-from simulator.decoder import Decoder
+from simulator.decoder import DecodeMachine
 from simulator.front import Front
 from simulator.machine import Environment, Machine
 from simulator.model import RequestRow, Sample, SimConfig, SimResult, TraceRequest
@@ -246,7 +246,7 @@ class World:
     def _sample(self) -> None:
         states = [front.state for front in self.fronts]
         machines = list(self.machines())
-        decoders = [machine for machine in machines if isinstance(machine, Decoder)]
+        decoders = [machine for machine in machines if isinstance(machine, DecodeMachine)]
         held = sum(machine.blocks.num_referenced for machine in decoders)
         there = sum(machine.blocks.num_blocks for machine in decoders)
         sample = Sample(

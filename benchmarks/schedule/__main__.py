@@ -42,7 +42,7 @@ from benchmarks.schedule.work import (
 )
 from router.policy.rules import RULES
 from simulator.bound import upper_bound
-from simulator.goodput import Goodput
+from simulator.goodput import HighestRate
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimResult
 from simulator.plan import climb, demand, measure
@@ -106,7 +106,7 @@ def _goodput(cell: Cell, out: Path) -> dict[str, Any]:
     return line | _told(found) | {"bound_rps": highest_possible_rps(full, plan.best, found.rate_rps)}
 
 
-def _told(found: Goodput) -> dict[str, Any]:
+def _told(found: HighestRate) -> dict[str, Any]:
     missed, held = found.missed, found.held
     return {
         "met_rps": held.rate_rps * held.attainment if held is not None else 0.0,
@@ -120,7 +120,7 @@ def _told(found: Goodput) -> dict[str, Any]:
     }
 
 
-def _curve(curve: dict[int, Goodput]) -> dict[str, Any]:
+def _curve(curve: dict[int, HighestRate]) -> dict[str, Any]:
     return {
         str(split): round(one.rate_rps, 3) if one.missed is None or not one.is_bound else f"<{one.missed.rate_rps:.3f}"
         for split, one in sorted(curve.items())

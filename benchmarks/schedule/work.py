@@ -17,7 +17,7 @@ from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
 from router.settings import RouterSettings
 from simulator.bound import upper_bound
-from simulator.goodput import TARGET, TRICKLE, Window, cut
+from simulator.goodput import TARGET, TRICKLE, TraceWindow, cut
 from simulator.metrics import nearest_rank
 from simulator.model import Trace, TraceRequest
 from simulator.plan import CHUNK_TOKENS, Question, demand
@@ -107,7 +107,7 @@ def promised(limits: Slo) -> Step:
 
 
 @lru_cache
-def window(trace: str, pair: str, num_requests: int) -> Window:
+def window(trace: str, pair: str, num_requests: int) -> TraceWindow:
     """`step`: half of the requests are Mooncake's, then half are Azure's, each part with its own promises; the second
     part comes so fast that both ask for the same share of the cluster."""
     if trace != "step":
@@ -122,7 +122,7 @@ def window(trace: str, pair: str, num_requests: int) -> Window:
     return cut(joined)
 
 
-def _worker_s(one: Window) -> float:
+def _worker_s(one: TraceWindow) -> float:
     needed = demand(Question(windows=(one,), profile=profile(), num_workers=NUM_WORKERS, slo=Slo()))
     return needed.prefill_s + needed.decode_s
 

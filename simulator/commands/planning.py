@@ -18,7 +18,7 @@ from pdserve.core.policies import POLICIES
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
 from router.settings import RouterSettings
-from simulator.goodput import Goodput, cut
+from simulator.goodput import HighestRate, cut
 from simulator.plan import MARGIN, Plan, Question, measure, sweep, workers_for
 from simulator.reshape import Step, first, jittered
 from simulator.sufficiency import Shortage
@@ -36,7 +36,7 @@ def carry_out(args: argparse.Namespace) -> int:
     """The exit status: 0, UNATTAINABLE or TOO_SHORT."""
     question = ask(args)
     with pool(args.jobs) as processes:
-        bar = Bar()
+        bar = ProgressLine()
         plan = sweep(question.num_workers, question.splits, lambda *asked: _measured(question, processes, bar, *asked))
         needed = None
         shortage = lacking(question, plan)
@@ -95,19 +95,19 @@ def pool(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
 
 
 def _measured(
-    question: Question, processes: ProcessPoolExecutor | None, bar: Bar, splits: Sequence[int], floor: float
-) -> list[Goodput]:
+    question: Question, processes: ProcessPoolExecutor | None, bar: ProgressLine, splits: Sequence[int], floor: float
+) -> list[HighestRate]:
     each = (itertools.repeat(question), splits, itertools.repeat(floor))
     text = "splits " + ", ".join(f"{one}:{question.num_workers - one}" for one in splits)
     bar.show(text, 0, len(splits))
-    found: list[Goodput] = []
+    found: list[HighestRate] = []
     for goodput in processes.map(_measure, *each) if processes else map(_measure, *each):
         found.append(goodput)
         bar.show(text, len(found), len(splits))
     return found
 
 
-def _measure(question: Question, num_prefill: int, floor: float) -> Goodput:
+def _measure(question: Question, num_prefill: int, floor: float) -> HighestRate:
     return measure(question, num_prefill, simulate, floor=floor)
 
 
@@ -117,7 +117,7 @@ class Holds:
 
     question: Question
     rate_rps: float
-    bar: Bar
+    bar: ProgressLine
 
     def __call__(self, num_prefill: int, num_decode: int) -> bool:
         self.bar.show(f"{self.rate_rps:g} requests/s on {num_prefill}:{num_decode}", 0, 1)
@@ -225,7 +225,7 @@ def as_object(question: Question, plan: Plan, shortage: Shortage | None = None) 
 
 
 @final
-class Bar:
+class ProgressLine:
     """One progress line on stderr; none without a terminal."""
 
     def __init__(self) -> None:

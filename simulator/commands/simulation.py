@@ -14,7 +14,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from simulator.bound import Bound, upper_bound
 from simulator.commands.simulation_input import make_input
-from simulator.comparison import Run, as_json, highest_held, rows_of
+from simulator.comparison import PolicyRun, as_json, highest_held, rows_of
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimConfig, Trace, WorkerShape
 from simulator.report import page
@@ -44,7 +44,7 @@ def carry_out(args: argparse.Namespace) -> None:
     print(to_json(_object(runs, given.cluster)) if args.json else render(runs, given.cluster))
 
 
-def _run(policy: str, scale: float, trace: Trace, config: SimConfig, span_s: float, bound: Bound) -> Run:
+def _run(policy: str, scale: float, trace: Trace, config: SimConfig, span_s: float, bound: Bound) -> PolicyRun:
     progress = ProgressLine(f"{policy} x{scale:g}", span_s)
 
     def on_ended(row: RequestRow) -> bool:
@@ -57,7 +57,7 @@ def _run(policy: str, scale: float, trace: Trace, config: SimConfig, span_s: flo
     finally:
         progress.close()
     result = dataclasses.replace(result, trace=trace.name, wall_s=time.monotonic() - begin_s)
-    return Run(policy=policy, rate_scale=scale, result=result, summary=summarise(result), bound=bound)
+    return PolicyRun(policy=policy, rate_scale=scale, result=result, summary=summarise(result), bound=bound)
 
 
 def _span_s(trace: Trace) -> float:
@@ -68,7 +68,7 @@ def _span_s(trace: Trace) -> float:
     return last_s
 
 
-def _object(runs: Sequence[Run], cluster: str) -> dict[str, object]:
+def _object(runs: Sequence[PolicyRun], cluster: str) -> dict[str, object]:
     """The first run's figures; with several runs, also a comparison of all."""
     found = {"cluster": cluster} | as_json(runs[0])
     if len(runs) > 1:
@@ -76,7 +76,7 @@ def _object(runs: Sequence[Run], cluster: str) -> dict[str, object]:
     return found
 
 
-def _write_rows(path: str, runs: Sequence[Run]) -> None:
+def _write_rows(path: str, runs: Sequence[PolicyRun]) -> None:
     with Path(path).open("w", encoding="utf-8", newline="") as file:
         rows: Iterator[dict[str, object]] = rows_of(runs)
         if path.lower().endswith(".csv"):

@@ -6,7 +6,7 @@ from benchmarks.schedule.report import _goodput, _overload
 from benchmarks.schedule.work import FINAL_TOLERANCE, highest_possible_rps
 from pdserve.core.profile import Profile
 from pdserve.core.types import Slo
-from simulator.goodput import Window
+from simulator.goodput import TraceWindow
 from simulator.plan import Question
 from tests.unit.simulator.small import COST, asked
 
@@ -15,7 +15,7 @@ def question(spacing_s: float) -> Question:
     """Prompts of 1000 tokens, which take 0.105 s in steps of 2048 tokens."""
     profile = Profile(name="small", cost=COST, kv_bytes_per_token=1, kv_capacity_tokens=10**6)
     rows = tuple(asked(spacing_s * at, 1000, 1) for at in range(200))
-    window = Window(name="even", block_tokens=0, requests=rows)
+    window = TraceWindow(name="even", block_tokens=0, requests=rows)
     return Question(windows=(window,), profile=profile, num_workers=1, slo=Slo(ttft_s=0.5, tpot_s=1.0))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import Role
-from simulator.model import Link, WorkerShape
+from simulator.model import NetworkLink, WorkerShape
 
 COST = CostPrior(
     prefill_base_s=0.004,
@@ -23,7 +23,7 @@ def shape(worker_id: str, role: Role) -> WorkerShape:
         cost=COST,
         kv_capacity_tokens=80_000,
         kv_bytes_per_token=6144,
-        link=Link(latency_s=1e-3, bytes_per_s=1e9),
+        link=NetworkLink(latency_s=1e-3, bytes_per_s=1e9),
         max_batch_tokens=512,
         max_context_tokens=2048,
     )

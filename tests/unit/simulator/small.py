@@ -9,7 +9,7 @@ from typing import Any
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import Role, Slo
 from router.settings import RouterSettings
-from simulator.model import Link, RequestRow, SimConfig, TraceRequest, WorkerShape
+from simulator.model import NetworkLink, RequestRow, SimConfig, TraceRequest, WorkerShape
 from simulator.world import World
 
 COST = CostPrior(
@@ -21,7 +21,7 @@ COST = CostPrior(
     decode_per_context_token_s=1e-6,
 )
 BLOCK_BYTES = 512 * 131_072
-LINK = Link(latency_s=1e-3, bytes_per_s=1e9)
+LINK = NetworkLink(latency_s=1e-3, bytes_per_s=1e9)
 MESSAGE_S = 2e-4
 EASY = Slo(ttft_s=100.0, tpot_s=10.0)
 

@@ -14,8 +14,8 @@ from pdserve.core.latency import CostPrior
 from pdserve.core.policies import POLICIES
 from pdserve.core.types import Slo
 from simulator.bound import Bound, upper_bound
-from simulator.bound_deadlines import Job, most_in_time
-from simulator.bound_periods import Demand, late_in_periods
+from simulator.bound_deadlines import DeadlineJob, most_in_time
+from simulator.bound_periods import PeriodDemand, late_in_periods
 from simulator.model import SimConfig, TraceRequest, WorkerFault, WorkerFaultKind
 from simulator.world import simulate
 from tests.unit.simulator.small import COST, MESSAGE_S, Listed, asked, cluster
@@ -121,7 +121,7 @@ def test_a_lost_worker_never_raises_it(trace: Listed, config: SimConfig) -> None
     assert upper_bound(trace, worse).most <= upper_bound(trace, faulty).most
 
 
-def best_order(jobs: list[Job]) -> int:
+def best_order(jobs: list[DeadlineJob]) -> int:
     """By trying every order; late jobs are skipped."""
     best = 0
     for order in permutations(jobs):
@@ -137,16 +137,16 @@ def best_order(jobs: list[Job]) -> int:
 @FEW
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 6)), max_size=6), st.integers(3, 12))
 def test_the_best_order_of_agreeable_jobs(pairs: list[tuple[int, int]], time: int) -> None:
-    jobs = [Job(float(release), float(release + time), float(work)) for release, work in pairs]
+    jobs = [DeadlineJob(float(release), float(release + time), float(work)) for release, work in pairs]
     assert most_in_time(jobs) == best_order(jobs)
 
 
 @FEW
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9), st.integers(1, 6)), max_size=6))
 def test_no_order_beats_the_relaxations(jobs: list[tuple[int, int, int]]) -> None:
-    asked_for = [Job(float(release), float(release + time), float(work)) for release, time, work in jobs]
+    asked_for = [DeadlineJob(float(release), float(release + time), float(work)) for release, time, work in jobs]
     best = best_order(asked_for)
-    demands = [Demand(one.release, one.deadline, one.deadline, one.work, 0.0) for one in asked_for]
+    demands = [PeriodDemand(one.release, one.deadline, one.deadline, one.work, 0.0) for one in asked_for]
     edges = [0.0, 2.0, 4.0, 8.0, 20.0]
     assert best <= most_in_time(asked_for)
     assert best <= len(jobs) - late_in_periods(edges, [(demands, lambda at_s: at_s)])

@@ -10,7 +10,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role, Slo
 from pdserve.profiles import load_profile
 from simulator.cluster import make_link, make_workers
-from simulator.model import Link, SimConfig
+from simulator.model import NetworkLink, SimConfig
 
 PROFILE = load_profile("h100-sxm.llama-3.1-8b.bf16")
 
@@ -24,8 +24,8 @@ def test_workers_are_the_profile_s_on_the_link_that_was_named() -> None:
     ]
     assert {one.cost for one in workers} == {PROFILE.cost}
     assert {one.kv_capacity_tokens for one in workers} == {PROFILE.kv_capacity_tokens}
-    assert {one.link for one in workers} == {Link(latency_s=2e-4, bytes_per_s=2.5e9)}
-    assert make_link(PROFILE) == Link(latency_s=2e-5, bytes_per_s=3e11)
+    assert {one.link for one in workers} == {NetworkLink(latency_s=2e-4, bytes_per_s=2.5e9)}
+    assert make_link(PROFILE) == NetworkLink(latency_s=2e-5, bytes_per_s=3e11)
 
 
 @pytest.mark.parametrize(

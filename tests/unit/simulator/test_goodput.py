@@ -9,13 +9,13 @@ import pytest
 from pdserve.core.errors import ConfigError
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import Role, Slo
-from simulator.goodput import Probe, Window, cut, find_goodput, runner
+from simulator.goodput import Probe, TraceWindow, cut, find_goodput, runner
 from simulator.model import RequestRow, SimConfig, SimResult, TraceRequest, WorkerShape
 from simulator.reshape import first
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 CONFIG = SimConfig(workers=(WorkerShape(worker_id="d0", role=Role.DECODE, cost=CostPrior()),), slo=SLO)
-WINDOW = Window(
+WINDOW = TraceWindow(
     name="even",
     block_tokens=0,
     requests=tuple(TraceRequest(arrival_s=float(i), prompt_tokens=10, output_tokens=2) for i in range(100)),

@@ -9,7 +9,7 @@ import pytest
 from pdserve.core.latency import LinkModel
 from pdserve.core.overlap import exposed_s
 from pdserve.core.types import Path
-from simulator.model import Link, SimConfig
+from simulator.model import NetworkLink, SimConfig
 from tests.unit.simulator.small import BLOCK_BYTES, COST, asked, cluster, run
 
 CHUNK, BLOCK = 2048, 512
@@ -17,7 +17,7 @@ CHUNK, BLOCK = 2048, 512
 
 def one_pair(bytes_per_s: float) -> SimConfig:
     """Every chunk after the first takes 1e-4 s a token and 1e-8 s a token of context."""
-    link = Link(latency_s=1e-3, bytes_per_s=bytes_per_s)
+    link = NetworkLink(latency_s=1e-3, bytes_per_s=bytes_per_s)
     cost = dataclasses.replace(COST, prefill_per_token_context_s=1e-8)
     config = cluster(policy="goodput")
     workers = tuple(dataclasses.replace(one, link=link, cost=cost) for one in config.workers)

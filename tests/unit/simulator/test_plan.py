@@ -7,24 +7,24 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from pdserve.core.errors import ConfigError
-from simulator.goodput import Goodput, Probe
+from simulator.goodput import HighestRate, Probe
 from simulator.plan import Plan, climb, sweep, workers_for
 
 
-def worth(rate_rps: float) -> Goodput:
+def worth(rate_rps: float) -> HighestRate:
     """A split of which so much is known; scale and rate are the same here."""
     probe = Probe(scale=rate_rps, rate_rps=rate_rps, num_rows=1)
-    return Goodput(scale=rate_rps, rate_rps=rate_rps, held=probe, missed=None, probes=())
+    return HighestRate(scale=rate_rps, rate_rps=rate_rps, held=probe, missed=None, probes=())
 
 
-def bound(rate_rps: float, own_rps: float) -> Goodput:
+def bound(rate_rps: float, own_rps: float) -> HighestRate:
     """Known to be no better; the better it is, the more had met before its run was stopped."""
     probe = Probe(scale=rate_rps, rate_rps=rate_rps, num_rows=10_000, num_met=round(1000 * own_rps))
-    return Goodput(scale=0.0, rate_rps=0.0, held=None, missed=probe, probes=(), is_bound=True)
+    return HighestRate(scale=0.0, rate_rps=0.0, held=None, missed=probe, probes=(), is_bound=True)
 
 
-def by(curve: Callable[[int], float], asked: list[int]) -> Callable[[Sequence[int], float], Iterable[Goodput]]:
-    def evaluate(splits: Sequence[int], floor: float) -> Iterable[Goodput]:
+def by(curve: Callable[[int], float], asked: list[int]) -> Callable[[Sequence[int], float], Iterable[HighestRate]]:
+    def evaluate(splits: Sequence[int], floor: float) -> Iterable[HighestRate]:
         asked.extend(splits)
         return [worth(curve(one)) if curve(one) > floor else bound(floor, curve(one)) for one in splits]
 

@@ -8,7 +8,7 @@ from pdserve.core.latency import CostPrior
 from pdserve.core.profile import Profile
 from pdserve.core.types import Slo
 from router.settings import RouterSettings
-from simulator.goodput import Window
+from simulator.goodput import TraceWindow
 from simulator.model import TraceRequest
 from simulator.plan import Plan, Question, demand, first_guess, measure, sweep
 from simulator.world import simulate
@@ -35,7 +35,7 @@ def question(*, prompt: int, output: int, slo: Slo, count: int = 60, workers: in
     for _ in range(count):
         at_s += rng.expovariate(1.0)
         requests.append(TraceRequest(arrival_s=at_s, prompt_tokens=prompt, output_tokens=output))
-    window = Window(name="poisson", block_tokens=0, requests=tuple(requests))
+    window = TraceWindow(name="poisson", block_tokens=0, requests=tuple(requests))
     return Question(
         windows=(window,),
         profile=PROFILE,

@@ -15,7 +15,7 @@ from pdserve.core.latency import CostPrior
 from pdserve.core.types import Path, Role, Slo
 from router.settings import RouterSettings
 from simulator.bound import Bound
-from simulator.comparison import Run, as_json, highest_held, rows_of
+from simulator.comparison import PolicyRun, as_json, highest_held, rows_of
 from simulator.metrics import summarise
 from simulator.model import RequestRow, Sample, SimConfig, SimResult, WorkerRow, WorkerShape
 from simulator.report import focused, page
@@ -58,7 +58,7 @@ def read(text: str) -> Checked:
     return parser
 
 
-def run(policy: str = "goodput", scale: float = 1.0, met: int = 9, of: int = 10, **values: Any) -> Run:
+def run(policy: str = "goodput", scale: float = 1.0, met: int = 9, of: int = 10, **values: Any) -> PolicyRun:
     worker = values.pop("worker", "d0")
     rows = [
         RequestRow(
@@ -97,7 +97,7 @@ def run(policy: str = "goodput", scale: float = 1.0, met: int = 9, of: int = 10,
         span_s=max(of - 1, 0) / scale,
         wall_s=123.0,
     )
-    return Run(policy=policy, rate_scale=scale, result=result, summary=summarise(result))
+    return PolicyRun(policy=policy, rate_scale=scale, result=result, summary=summarise(result))
 
 
 def test_a_page_is_one_file_that_needs_no_network_and_no_script() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from simulator.goodput import Goodput, Probe
+from simulator.goodput import HighestRate, Probe
 from simulator.sufficiency import ENOUGH, MARGIN, SPANS, TARGET, shortage, surely_misses
 
 
@@ -48,11 +48,11 @@ def test_few_requests_may_show_that_a_target_cannot_be_met() -> None:
 
 def test_a_search_whose_rate_never_missed_is_judged_by_its_length() -> None:
     held = Probe(scale=64.0, rate_rps=7856.0, num_rows=175, num_met=175, stayed_s=87.5, num_ended=175)
-    found = Goodput(scale=64.0, rate_rps=7856.0, held=held, missed=None, probes=(held,))
+    found = HighestRate(scale=64.0, rate_rps=7856.0, held=held, missed=None, probes=(held,))
     assert found.shortage(1.0) is not None
 
 
 def test_a_bound_needs_no_length() -> None:
     missed = Probe(scale=1.0, rate_rps=10.0, num_rows=40, num_met=1)
-    found = Goodput(scale=0.0, rate_rps=0.0, held=None, missed=missed, probes=(missed,), is_bound=True)
+    found = HighestRate(scale=0.0, rate_rps=0.0, held=None, missed=missed, probes=(missed,), is_bound=True)
     assert found.shortage(1.0) is None

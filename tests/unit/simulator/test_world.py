@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.core.types import Path, Role
-from simulator.model import Link, WorkerFault, WorkerFaultKind, WorkerShape
+from simulator.model import NetworkLink, WorkerFault, WorkerFaultKind, WorkerShape
 from tests.unit.simulator.small import BLOCK_BYTES, COST, LINK, MESSAGE_S, asked, cluster, run
 
 
@@ -113,7 +113,7 @@ def test_two_that_leave_at_once_share_the_receivers_bandwidth() -> None:
 
 def test_a_pairs_latency_is_the_longer_one() -> None:
     config = cluster()
-    far = replace(config.workers[1], link=Link(latency_s=0.05, bytes_per_s=2e9))
+    far = replace(config.workers[1], link=NetworkLink(latency_s=0.05, bytes_per_s=2e9))
     _, [row] = run([asked(0.0, 1024, 2)], replace(config, workers=(config.workers[0], far)))
     assert row.transfer_s == pytest.approx(2 * BLOCK_BYTES / 1e9 + 0.05)
 

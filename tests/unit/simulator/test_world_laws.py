@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from router.events import RequestArrived
-from simulator.model import Link, RequestRow, SimConfig, TraceRequest, WorkerFault, WorkerFaultKind
+from simulator.model import NetworkLink, RequestRow, SimConfig, TraceRequest, WorkerFault, WorkerFaultKind
 from simulator.world import World, simulate
 from tests.support.slow import slow_except
 from tests.unit.simulator.small import EASY, MESSAGE_S, Listed, asked, cluster, run
@@ -198,8 +198,8 @@ def test_a_config_that_cannot_be_is_named() -> None:
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: Link(bytes_per_s=0.0), "link.bytes_per_s"),
-        (lambda: Link(latency_s=-1.0), "link.latency_s"),
+        (lambda: NetworkLink(bytes_per_s=0.0), "link.bytes_per_s"),
+        (lambda: NetworkLink(latency_s=-1.0), "link.latency_s"),
         (lambda: replace(cluster().workers[0], slowness=0.0), "p0.slowness"),
         (lambda: replace(cluster().workers[1], max_batch=0), "d0.max_batch"),
         (lambda: replace(cluster(), block_size=10**6), "p0.kv_capacity_tokens"),
