@@ -2,7 +2,7 @@
 
     python -m benchmarks.step_host [--rows 128 256] [--context 1024] [--steps 200] [--grammars all]
 
-A decode program and its graph engine run as in a worker, one step ahead where rows allow it: planning, block tables,
+A decode program and its graph engine run as in a worker, asynchronously where rows allow it: planning, block tables,
 inputs, grammars' masks, reading what was sampled, messages to the router. A vocabulary of 128,256 tokens.
 
 Stubbed: the graph's replay, which here only says what is sampled; prompts, which are read by no model; behind the

@@ -1,13 +1,14 @@
-"""One step ahead: launches the next step before the results of the previous one are read. Pure.
+"""Asynchronous scheduling: plans the next step before the results of the previous one are read. Pure.
 
-The device then always has queued work, and the host handles tokens while it computes. Only plain decoding runs ahead:
-each row's input token is the one that the previous step samples, which the engine knows before this process does.
+The device then always has queued work, and the host handles tokens while it computes. Only plain decode steps are
+asynchronous: each row's input token is the one that the previous step samples, which the engine knows before this
+process does.
 
 The forward pass needs only that token. Sampling may need its value: a grammar or bad words depend on it. The engine
 reports those rows (`Flight.unsampled`). They are sampled after the previous step was read (`Step.known_rows`), while
 the device computes the forward pass.
 
-A text may end with a token that has not been read yet. Its row in the step ahead is then computed in vain and its
+A text may end with a token that has not been read yet. Its row in the next step is then computed in vain, and its
 result is ignored. The row still writes KV, so the blocks of an ended sequence are freed only after that step.
 """
 

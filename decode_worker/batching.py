@@ -231,7 +231,7 @@ class DecodeBatching:
         self.sequences.deferred_free.ended(step)
         return self._results.apply(step, outs, now_s)
 
-    # -- one step ahead: for engines that support it ---------------------------------------------------------------
+    # -- asynchronous scheduling: for engines that support it ---------------------------------------------------------
 
     def plan_after(self, step: DecodeStep) -> DecodeStep | None:
         """The step after the running `step`, before its tokens are known; None if it must wait for them."""

@@ -87,7 +87,7 @@ class DecodeProgram(RoleProgram):
             check=KvCheck(self.blocks.stamps) if config.kv_check == "step" else None,
         )
         if self._drafting is None:
-            self.go_ahead(self._batching)
+            self.schedule_asynchronously(self._batching)
 
     @property
     def batching(self) -> DecodeBatching:

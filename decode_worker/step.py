@@ -87,8 +87,8 @@ class DecodeStep:
         return again
 
     def known_rows(self, indexes: Iterable[int]) -> KnownRows:
-        """Those of `decoding` at `indexes`, in a step ahead after the previous step was read: their histories contain
-        the tokens that were pending. Ended sequences are missing."""
+        """Those of `decoding` at `indexes`, in an asynchronous step after the previous one was read: their histories
+        contain the tokens that were pending. Ended sequences are missing."""
         assert self.continuation is not None
         starts, known = self.continuation.starts, dict[int, DecodeSequence]()
         for index in indexes:

@@ -4,7 +4,7 @@
 
 Runs from a checkout with torch, triton, transformers, CuPy, grpcio, protobuf and numpy; weights are random. Parts:
   device        what is installed; bandwidth of a device copy and rates of matrix products, which all shares refer to
-  llama-bf16    Llama-3.1-8B's shape: decode through graphs, one step ahead, at every batch and context; then prefill
+  llama-bf16    Llama-3.1-8B's shape: asynchronous decode through graphs, at every batch and context; then prefill
   llama-fp8     the same with fp8 weights
   qwen          Qwen3-0.6B's shape in bfloat16
   transfers     cuda_ipc and nccl between two processes, 1 MiB to 1 GiB; a decode step while they land

@@ -115,7 +115,7 @@ class Decoded:
     idle: float  # share of the device's time between replays, the copies of inputs and draws included
 
 
-class AheadRows:
+class AsyncRows:
     """Rows of a batch that decode continuously; another call of `steps` continues where the last one ended."""
 
     def __init__(self, opened: Opened, num_rows: int, context: int, num_steps: int) -> None:
@@ -156,7 +156,7 @@ class AheadRows:
 
 
 def decode(opened: Opened, num_rows: int, context: int, num_steps: int) -> Decoded:
-    rows = AheadRows(opened, num_rows, context, num_steps + _WARM_STEPS)
+    rows = AsyncRows(opened, num_rows, context, num_steps + _WARM_STEPS)
     rows.steps(_WARM_STEPS)
     opened.clock.sync()
     opened.replays.marks.clear()

@@ -94,7 +94,7 @@ def model(setting: Setting, folder: Path, part: str, shape: str, dtype: str) -> 
 
     The profiler comes last: once it has been started, everything after it is timed with it attached.
     """
-    from benchmarks.gpu.engine import AheadRows, decode, open_model, prefill_s
+    from benchmarks.gpu.engine import AsyncRows, decode, open_model, prefill_s
 
     columns = ["what", "rows", "context", "tok/s", "step ms", "computed ms"]
     columns += ["of copy bandwidth", "step / kernels", "idle %", "note"]
@@ -148,8 +148,8 @@ def model(setting: Setting, folder: Path, part: str, shape: str, dtype: str) -> 
     for (rows, context), step_s in steps_s.items():
         try:
             count = 1 if setting.is_rehearsal else _PROFILED_STEPS
-            ahead = AheadRows(opened, rows, context, count)
-            kernels = kernels_of(setting.clock, lambda ahead=ahead, count=count: ahead.steps(count))  # type: ignore[misc]
+            async_rows = AsyncRows(opened, rows, context, count)
+            kernels = kernels_of(setting.clock, lambda async_rows=async_rows, count=count: async_rows.steps(count))  # type: ignore[misc]
             kernels_s = kernels.seconds / count
             over = step_s / kernels_s if kernels_s else math.nan
             report.row("kernels of a step", rows, context, "", kernels_s * 1e3, "", "", over, "", "")

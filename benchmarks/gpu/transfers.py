@@ -128,7 +128,7 @@ def kernel(setting: Setting, report: Report, sender: RemoteSender, pool: Any, fl
 
 def while_decoding(setting: Setting, report: Report) -> None:
     """The decode step of the Llama shape, 64 rows, alone and while transfers land in its pool."""
-    from benchmarks.gpu.engine import AheadRows, open_model, spans
+    from benchmarks.gpu.engine import AsyncRows, open_model, spans
 
     rows, context = next(one for one in reversed(setting.decodes) if one[1] == setting.decodes[0][1] and one[0] <= 64)
     with tempfile.TemporaryDirectory() as parent:
@@ -139,12 +139,12 @@ def while_decoding(setting: Setting, report: Report) -> None:
         pool = make_pool("stand-in", engine.spec.num_blocks, engine.spec.block_bytes, seed=2)
     count = max(1, min(engine.spec.num_blocks // 4, LANDING_BYTES // pool.block_bytes))
     blocks = range(engine.spec.num_blocks - count, engine.spec.num_blocks)
-    ahead = AheadRows(opened, rows, context, setting.num_steps)
+    async_rows = AsyncRows(opened, rows, context, setting.num_steps)
 
     def step_s(seconds: float, goes_on: Any = lambda: True) -> float:
         opened.replays.marks.clear()
         ends_s = time.perf_counter() + seconds
-        ahead.steps(10_000, lambda: goes_on() and (time.perf_counter() < ends_s or len(opened.replays.marks) < 3))
+        async_rows.steps(10_000, lambda: goes_on() and (time.perf_counter() < ends_s or len(opened.replays.marks) < 3))
         opened.clock.sync()
         inside, outside = spans(opened)
         return statistics.mean(inside) + statistics.mean(outside)

@@ -10,7 +10,7 @@ from typing import Any, cast, final
 from pdserve.engine.async_stepper import AsyncStepper
 from pdserve.engine.interface import AsyncEngine, Engine, Flight, Row, RowOut
 from pdserve.worker.compute import Isolation, RowFailed
-from pdserve.worker.interface import AheadBatching
+from pdserve.worker.interface import AsyncBatching
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Begun:
 class StepsInFlight:
     """Launches the steps of one batching, at most two at a time."""
 
-    def __init__(self, engine: AsyncEngine, batching: AheadBatching, isolation: Isolation) -> None:
+    def __init__(self, engine: AsyncEngine, batching: AsyncBatching, isolation: Isolation) -> None:
         self._engine, self._batching, self._isolation = engine, batching, isolation
         self._next: Begun | None = None
 
@@ -33,7 +33,7 @@ class StepsInFlight:
         return self._next is not None
 
     def take_next(self) -> Begun | None:
-        """The step that was launched ahead, if there is one."""
+        """The step that was launched before the last one was read, if there is one."""
         begun, self._next = self._next, None
         return begun
 
@@ -47,7 +47,7 @@ class StepsInFlight:
         """Samples rows that waited for the previous step, launches the next step if possible, then waits for this
         step's rows.
 
-        After a failure the step ahead is dropped, because it depends on missing tokens, and the rows are tried one by
+        After a failure the next step is dropped, because it depends on missing tokens, and the rows are tried one by
         one. Raises EngineBroken.
         """
         flight = begun.flight
@@ -79,7 +79,7 @@ class StepsInFlight:
 
 
 def make_steps_in_flight(
-    engine: Engine, choice: str, batching: AheadBatching, isolation: Isolation
+    engine: Engine, choice: str, batching: AsyncBatching, isolation: Isolation
 ) -> StepsInFlight | None:
     """`choice` is the setting async_scheduling. None: each step is read before the next one is launched."""
     if choice == "on" and not hasattr(engine, "launch"):

@@ -39,8 +39,8 @@ class Batching(Protocol):
     def check(self) -> None: ...
 
 
-class AheadBatching(Protocol):
-    """The interface of a batching that can plan one step ahead."""
+class AsyncBatching(Protocol):
+    """A batching that supports asynchronous scheduling: it plans a step before the previous one is read."""
 
     def plan_after(self, step: Any) -> Any | None: ...
 

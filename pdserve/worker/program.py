@@ -31,7 +31,7 @@ from pdserve.worker.compute import Isolation, RowFailed, free_row
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.in_flight import Begun, StepsInFlight, make_steps_in_flight
 from pdserve.worker.intake import SequenceLimits, key_of, read_sequence
-from pdserve.worker.interface import AheadBatching, Batching
+from pdserve.worker.interface import AsyncBatching, Batching
 from pdserve.worker.messages import worker_hello
 from pdserve.worker.outbox import Outbox
 from pdserve.worker.reports import StatusReports
@@ -58,7 +58,7 @@ class RoleProgram(ABC):
         self.cost = calibrate.expected_cost(engine, context.role, config)
         self.traces = AttemptTraces(self.context)
         self._isolation = Isolation(engine, partial(free_row, self.blocks))
-        self._in_flight: StepsInFlight | None = None  # for a role that supports one step ahead
+        self._in_flight: StepsInFlight | None = None  # for a role with asynchronous scheduling
         self._ledger = AttemptLedger()
         self.outbox = Outbox()
         self.is_drained = False  # by an operator, who may undo it
@@ -75,7 +75,7 @@ class RoleProgram(ABC):
             **self.actions(),
         }
 
-    def go_ahead(self, batching: AheadBatching) -> None:
+    def schedule_asynchronously(self, batching: AsyncBatching) -> None:
         """Launches steps before the previous one is read, if the engine supports it."""
         choice = self.context.config.async_scheduling
         self._in_flight = make_steps_in_flight(self.engine, choice, batching, self._isolation)
@@ -231,7 +231,7 @@ class RoleProgram(ABC):
         return outs
 
     def _begin(self) -> Begun | None:
-        """The step that was launched ahead, otherwise a new one; None if there is nothing to compute."""
+        """The step that is already launched, otherwise a new one; None if there is nothing to compute."""
         in_flight = self._in_flight
         begun = None if in_flight is None else in_flight.take_next()
         if begun is not None:

@@ -125,7 +125,7 @@ def compare(folder: Path, num_steps: int, *, is_rehearsal: bool, quiet: Any) -> 
     truth = texts_of(eager, kinds)
     for _ in range(2 * num_steps):
         take(truth, eager.step([text.row() for text in truth]))
-    wrong = differs(truth, ahead(graph, kinds, num_steps, quiet), "ahead")
+    wrong = differs(truth, asynchronous(graph, kinds, num_steps, quiet), "asynchronous")
     wrong = wrong or differs(truth, drafted(graph, kinds, truth, num_steps, quiet), "with drafts")
     num_graphs = sum(len(buckets_for(most)) for most in (len(kinds), verified_tokens(len(kinds), MOST_QUERIES)))
     return f"{num_graphs} | {captured_s:.1f} | {2 * len(kinds)}", wrong
@@ -178,7 +178,7 @@ def take(texts: Sequence[Text], outs: Sequence[Any]) -> None:
         text.take(out.sampled)
 
 
-def ahead(graph: GraphEngine, kinds: Sequence[dict[str, Any]], num_steps: int, quiet: Any) -> list[Text]:
+def asynchronous(graph: GraphEngine, kinds: Sequence[dict[str, Any]], num_steps: int, quiet: Any) -> list[Text]:
     texts = texts_of(graph, kinds)
     flight: Flight | None = None
     for _ in range(num_steps):

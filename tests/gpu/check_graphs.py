@@ -1,4 +1,4 @@
-"""Decode steps that were captured as graphs draw what the same steps draw without: every bucket, one step ahead.
+"""Decode steps that were captured as graphs draw what the same steps draw without: every bucket, asynchronously.
 
     python -m tests.gpu.check_graphs [--only llama,stdlib-5m] [--rehearse]
 
@@ -179,7 +179,7 @@ def first_tokens(engine: AsyncEngine, rows: Rows) -> list[int]:
 
 
 def texts(engine: AsyncEngine, kind: Rows, firsts: list[int], num_steps: int, *, is_cuda: bool) -> Drawn:
-    """What each row draws behind its first token, one step ahead."""
+    """What each row samples after its first token, with asynchronous steps."""
     num_rows = len(firsts)
     prompts = [kind.prompt_of(engine.spec.vocab_size, row) for row in range(num_rows)]
     tables = [kind.table_of(row) for row in range(num_rows)]

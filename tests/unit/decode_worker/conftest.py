@@ -63,11 +63,11 @@ class Bench:
         inbox_depth: int = 4,
         num_answers: int = NUM_ANSWERS,
         max_drafts: int = 0,
-        is_ahead: bool = False,
+        is_async: bool = False,
         is_checked: bool = False,
     ) -> None:
-        self.is_ahead = is_ahead
-        self.num_ahead = 0  # steps that were launched before the one before them was read
+        self.is_async = is_async
+        self.num_async = 0  # steps that were launched before the one before them was read
         self.num_sampled_late = 0  # rows whose sampling waited for the step before
         self.flight: tuple[DecodeStep, Flight] | None = None
         self.num_answers = num_answers
@@ -156,9 +156,9 @@ class Bench:
 
     def step(self) -> list[DecodeEffect]:
         """The effects before and after one step."""
-        return self._step_ahead() if self.is_ahead else self._step()
+        return self._async_step() if self.is_async else self._step()
 
-    def _step_ahead(self) -> list[DecodeEffect]:
+    def _async_step(self) -> list[DecodeEffect]:
         """One step is read, and the next one may have been launched before."""
         engine, before = AsyncStepper(KnownHistories(self.engine)), list[DecodeEffect]()
         if self.flight is None:
@@ -173,7 +173,7 @@ class Bench:
             flight.sample(plan.known_rows(flight.unsampled))
         following = self.batching.plan_after(plan)
         if following is not None:
-            self.num_ahead += 1
+            self.num_async += 1
             self.flight = following, engine.launch(following.rows, flight)
             self.batching.launched(following)
         self.batching.check()

@@ -1,4 +1,4 @@
-"""Random lives of a decode worker: whatever comes in whatever order, tokens are right and no block is lost."""
+"""Random events of a decode worker in random order: tokens are right and no block is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOVES = st.lists(
 
 
 BENCHES = pytest.mark.parametrize(
-    ("num_blocks", "num_answers", "max_drafts", "is_ahead"),
+    ("num_blocks", "num_answers", "max_drafts", "is_async"),
     [(5, 95, 0, False), (9, 95, 0, False), (5, 2, 6, False), (9, 1, 15, False), (5, 95, 0, True), (12, 95, 0, True)],
 )
 SAME_BENCH = [HealthCheck.function_scoped_fixture]
@@ -40,9 +40,9 @@ SAME_BENCH = [HealthCheck.function_scoped_fixture]
 @given(moves=MOVES)
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=SAME_BENCH)
 def test_tokens_are_right_and_no_block_is_lost(
-    make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_ahead: bool, moves: list[Any]
+    make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_async: bool, moves: list[Any]
 ) -> None:
-    live(make_bench, num_blocks, num_answers, max_drafts, is_ahead, moves)
+    live(make_bench, num_blocks, num_answers, max_drafts, is_async, moves)
 
 
 @pytest.mark.slow
@@ -50,14 +50,14 @@ def test_tokens_are_right_and_no_block_is_lost(
 @given(moves=MOVES)
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=SAME_BENCH)
 def test_the_same_in_five_times_as_many_lives(
-    make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_ahead: bool, moves: list[Any]
+    make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_async: bool, moves: list[Any]
 ) -> None:
-    live(make_bench, num_blocks, num_answers, max_drafts, is_ahead, moves)
+    live(make_bench, num_blocks, num_answers, max_drafts, is_async, moves)
 
 
-def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_ahead: bool, moves: list[Any]) -> None:
+def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_async: bool, moves: list[Any]) -> None:
     bench = make_bench(
-        num_blocks=num_blocks, max_batch=3, num_answers=num_answers, max_drafts=max_drafts, is_ahead=is_ahead
+        num_blocks=num_blocks, max_batch=3, num_answers=num_answers, max_drafts=max_drafts, is_async=is_async
     )
     batching, blocks = bench.batching, bench.batching.blocks
     attempts = dict.fromkeys(NAMES, 0)
@@ -85,7 +85,7 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
             bench.sampled.pop(name, None)
             max_tokens += 1  # so that the first token never ends the text
             expected[name] = answer(prompt, max_tokens, num_answers=num_answers)[: num_blocks * 4 - length]
-            bad = ((1, 2),) if which % 2 else ()  # never sampled; sampled late in a step ahead
+            bad = ((1, 2),) if which % 2 else ()  # never sampled; sampled late in an asynchronous step
             effects = bench.offer(
                 name,
                 prompt,

@@ -133,9 +133,9 @@ def test_without_the_check_nothing_is_looked_at(make_bench: Callable[..., Bench]
     assert mistakes(bench.run()) == []
 
 
-def test_with_a_step_ahead_in_flight_a_mistake_costs_no_token_either(make_bench: Callable[..., Bench]) -> None:
+def test_a_mistake_in_an_async_step_costs_no_token(make_bench: Callable[..., Bench]) -> None:
     expected = answer(make_bench)
-    bench = make_bench(is_checked=True, is_ahead=True)
+    bench = make_bench(is_checked=True, is_async=True)
     blocks = land(bench)
     bench.step()
     assert bench.flight is not None

@@ -47,10 +47,10 @@ def test_the_wait_is_told_with_the_first_row(bench: Any) -> None:
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_decoding_and_preemptions_add_up(make_bench: Any, is_local: bool, is_ahead: bool) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_decoding_and_preemptions_add_up(make_bench: Any, is_local: bool, is_async: bool) -> None:
     bench = make_bench(num_blocks=9)
-    bench.is_ahead = is_ahead
+    bench.is_async = is_async
     for number, name in enumerate("abc"):
         prompt = [number + 11, number + 12, number + 13]
         if is_local:

@@ -84,16 +84,23 @@ class Life:
 
 
 @pytest.mark.parametrize(
-    ("transport", "seed", "ahead"),
+    ("transport", "seed", "async_scheduling"),
     slow_except([("tcp", 1, "off"), ("shm", 2, "off"), ("auto", 3, "on")], ("tcp", 1, "off"), ("auto", 3, "on")),
 )
 async def test_finished_texts_are_right_and_everything_is_free_at_the_end(
-    start: Any, attach: Any, ask: Any, transport: str, seed: int, ahead: str
+    start: Any, attach: Any, ask: Any, transport: str, seed: int, async_scheduling: str
 ) -> None:
     rng = random.Random(seed)
     settings = {"model": "toy", "transport": transport, "toy_step_s": 0.001, "inbox_depth": 6}
     p = start(Role.PREFILL, **settings, kv_blocks=24, max_batch_tokens=16)
-    d = start(Role.DECODE, **settings, kv_blocks=24, max_context_tokens=96, async_scheduling=ahead, speculation="off")
+    d = start(
+        Role.DECODE,
+        **settings,
+        kv_blocks=24,
+        max_context_tokens=96,
+        async_scheduling=async_scheduling,
+        speculation="off",
+    )
     router = await attach(p, d)
     lives = [Life(router, ask, f"r{n}", rng) for n in range(NUM_REQUESTS)]
     async with asyncio.timeout(60):

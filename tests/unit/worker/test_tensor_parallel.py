@@ -104,7 +104,7 @@ async def test_any_two_of_one_and_two_ranks_write_what_float64_does(
         assert moved, "no KV travelled"
 
 
-# Decode steps are planned ahead, as on GPUs: of each, ranks hear when it is computed.
+# Decode steps are asynchronous, as on GPUs. Ranks receive each step when it is computed.
 AHEAD = {"speculation": "off", "async_scheduling": "on"}
 OWN: dict[str, Any] = {**COMMON, **AHEAD, "rank_pools": "own", "kv_check": "step", "max_batch_tokens": 64}
 

@@ -1,4 +1,4 @@
-"""The engine of static buffers draws the eager engine's tokens: alone, beside prompts, and one step ahead."""
+"""The graph engine samples the eager engine's tokens: alone, beside prompts, and with asynchronous scheduling."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prefill(engine: Engine, prompt: list[int], blocks: list[int]) -> int:
     return engine.step([row])[0].sampled[0].token_id
 
 
-def test_a_step_ahead_takes_tokens_that_nobody_has_read(make_pair: Callable[..., Any]) -> None:
+def test_an_async_step_uses_tokens_not_yet_read(make_pair: Callable[..., Any]) -> None:
     """Rows leave and change places between the steps; each launch comes before the wait for the one before."""
     eager, graph = make_pair("llama")
     rng = random.Random(1)
@@ -100,8 +100,8 @@ def read(flight: tuple[Flight, list[int]], texts: list[list[int]]) -> None:
         texts[which].append(out.sampled[0].token_id)
 
 
-@pytest.mark.parametrize("is_ahead", [True, False])
-def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_ahead: bool) -> None:
+@pytest.mark.parametrize("is_async", [True, False])
+def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_async: bool) -> None:
     """Rows join, leave and begin blocks; only those that continue none are looked at. Tokens are the eager engine's."""
     eager, graph = make_pair("llama")
     samplings = [GREEDY, SEEDED, Sampling(temperature=0.0, min_tokens=9, max_tokens=30)]
@@ -142,7 +142,7 @@ def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_ahead: boo
         starts = [launched[which] - 1 for which in chosen]
 
         def make(index: int, chosen: Any = chosen, places: Any = places, starts: Any = starts) -> Row:
-            which, is_pending = chosen[index], is_ahead and places[index] != NEW_ROW
+            which, is_pending = chosen[index], is_async and places[index] != NEW_ROW
             made.append(which)
             return Row(
                 tokens=(PENDING,) if is_pending else texts[which][-1:],
@@ -154,15 +154,15 @@ def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_ahead: boo
                 follows=places[index] if is_pending else None,
             )
 
-        rows = ContinuedRows(make, places, number=step + 1, before=step, is_async=is_ahead and step > 0)
-        flights.append((graph.launch(rows, flights[-1][0] if is_ahead and flights else None), chosen))
+        rows = ContinuedRows(make, places, number=step + 1, before=step, is_async=is_async and step > 0)
+        flights.append((graph.launch(rows, flights[-1][0] if is_async and flights else None), chosen))
         for which in chosen:
             launched[which] += 1
         before = chosen
-        for flight, sampled_of in flights[-2:-1] if is_ahead else flights[-1:]:
+        for flight, sampled_of in flights[-2:-1] if is_async else flights[-1:]:
             for which, out in zip(sampled_of, flight.wait(), strict=True):
                 texts[which].append(out.sampled[0].token_id)
-    if is_ahead:
+    if is_async:
         for which, out in zip(members[-1], flights[-1][0].wait(), strict=True):
             texts[which].append(out.sampled[0].token_id)
     for text, full in zip(texts, expected, strict=True):
@@ -187,9 +187,9 @@ def test_rows_that_continue_another_step_than_the_last_are_read(make_pair: Calla
         assert graph.step(rows)[0].sampled[0].token_id == expected
         text.append(expected)
     pending = Row(tokens=(PENDING,), start=6, blocks=blocks, sample=GREEDY, history=text, prompt_len=3, follows=0)
-    ahead = ContinuedRows(lambda _: pending, [0], number=5, before=4, is_async=True)
+    following = ContinuedRows(lambda _: pending, [0], number=5, before=4, is_async=True)
     with pytest.raises(InternalError, match="does not run"):
-        graph.launch(ahead, None)
+        graph.launch(following, None)
 
 
 def test_what_no_graph_draws(make_pair: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Two ranks replay the same decode steps, one step ahead: real processes over gloo, kernels interpreted."""
+"""Two ranks replay the same asynchronous decode steps: real processes over gloo, kernels interpreted."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def engine(folder: Path) -> Iterator[ParallelGraphEngine]:
         other.kill()
 
 
-def test_ranks_draw_the_tokens_of_one_also_one_step_ahead(
+def test_two_ranks_sample_the_tokens_of_one(
     engine: ParallelGraphEngine, folder: Path, serve: Callable[..., list[list[int]]]
 ) -> None:
     """Rows leave and change places between the steps, and a token that was sampled again behind a step is followed,
@@ -115,8 +115,8 @@ def test_ranks_draw_the_tokens_of_one_also_one_step_ahead(
             for which in chosen
         ]
         places = [order.index(which) if flight is not None else NEW_ROW for which in chosen]
-        is_ahead = flight is not None
-        chained = ContinuedRows(rows.__getitem__, places, number=step + 1, before=step, is_async=is_ahead)
+        is_async = flight is not None
+        chained = ContinuedRows(rows.__getitem__, places, number=step + 1, before=step, is_async=is_async)
         flight = engine.launch(chained, flight)
         assert isinstance(flight, ParallelFlight)
         flights.append((flight, chosen))

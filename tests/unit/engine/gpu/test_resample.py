@@ -1,4 +1,4 @@
-"""Rows that ask for more than a graph draws: the eager engine's tokens, alone, in company and one step ahead."""
+"""Rows that need more than the graph's sampling get the eager engine's tokens: alone, mixed, and asynchronously."""
 
 from __future__ import annotations
 
@@ -150,21 +150,21 @@ def test_they_draw_as_in_the_eager_engine_beside_plain_rows(make_pair: Callable[
     assert all(40 <= token < 60 for token in ours[4].tokens[len(ours[4].prompt) :])
 
 
-def test_they_go_one_step_ahead(make_pair: Callable[..., Any]) -> None:
+def test_they_run_asynchronously(make_pair: Callable[..., Any]) -> None:
     eager, graph = make_pair("llama", most_rows=9)
-    go_ahead(eager, graph, WITHOUT_HISTORY, num_unsampled=0)
+    run_asynchronously(eager, graph, WITHOUT_HISTORY, num_unsampled=0)
 
 
-def test_rows_that_need_the_last_token_go_ahead_and_are_sampled_behind_it(make_pair: Callable[..., Any]) -> None:
+def test_rows_that_need_the_last_token_are_sampled_late(make_pair: Callable[..., Any]) -> None:
     """Beside rows that do not; all that ask for more than the graph draws wait with them."""
     grammars = EveryThird()
     eager, graph = make_pair("llama", most_rows=14, grammars=grammars)
     kinds = (*WITHOUT_HISTORY, *WITH_HISTORY)
-    go_ahead(eager, graph, kinds, num_unsampled=len(kinds) - 2)
-    assert grammars.num_moves == 3, "its one row that asks for a grammar alone, in the steps ahead"
+    run_asynchronously(eager, graph, kinds, num_unsampled=len(kinds) - 2)
+    assert grammars.num_moves == 3, "only its row with a grammar, in the asynchronous steps"
 
 
-def go_ahead(eager: Any, graph: Any, kinds: Sequence[dict[str, Any]], num_unsampled: int) -> None:
+def run_asynchronously(eager: Any, graph: Any, kinds: Sequence[dict[str, Any]], num_unsampled: int) -> None:
     theirs, ours = texts_of(eager, kinds), texts_of(graph, kinds)
     for _ in range(4):
         for text, out in zip(theirs, eager.step([text.row() for text in theirs]), strict=True):

@@ -1,4 +1,4 @@
-"""One step ahead: the same tokens, no token too many, and no block that a launched step may still write is reused."""
+"""Asynchronous scheduling: the same tokens, no extra token, and no reuse of a block that a launched step may write."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def finished(effects: list[Any]) -> dict[str, FinishReason | None]:
     return {one.key.request_id: one.finish for one in effects if isinstance(one, TokenRow) and one.finish}
 
 
-def test_steps_are_launched_ahead_and_draw_the_same(make_bench: Any) -> None:
+def test_asynchronous_steps_sample_the_same_tokens(make_bench: Any) -> None:
     outcome = {}
-    for is_ahead in (False, True):
-        bench = make_bench(is_ahead=is_ahead)
+    for is_async in (False, True):
+        bench = make_bench(is_async=is_async)
         for name, length in (("a", 20), ("b", 9), ("c", 14)):
             bench.offer(name, [*LONG, ord(name)], max_tokens=length)
         effects = bench.run()
-        outcome[is_ahead] = dict(bench.sampled), finished(effects)
+        outcome[is_async] = dict(bench.sampled), finished(effects)
         assert bench.batching.blocks.num_referenced == 0
-        assert (bench.num_ahead > 10) == is_ahead
-        assert any(isinstance(one, PlainSampled) for one in effects) == is_ahead
+        assert (bench.num_async > 10) == is_async
+        assert any(isinstance(one, PlainSampled) for one in effects) == is_async
     assert outcome[True] == outcome[False]
 
 
-def test_a_text_that_ends_by_itself_gets_no_token_of_the_step_ahead(make_bench: Any) -> None:
-    bench = make_bench(is_ahead=True)
+def test_an_ended_text_gets_no_token_of_the_next_step(make_bench: Any) -> None:
+    bench = make_bench(is_async=True)
     prompt = [*b"hi", 5, EOT]  # five characters, then the end of sequence
     bench.offer("a", prompt, max_tokens=20)
     effects = bench.run()
@@ -45,9 +45,9 @@ def test_a_text_that_ends_by_itself_gets_no_token_of_the_step_ahead(make_bench: 
     assert sum(isinstance(one, Released) for one in effects) == 1
 
 
-def test_a_stop_token_ends_a_text_among_plain_draws(make_bench: Any) -> None:
-    for is_ahead in (False, True):
-        bench = make_bench(is_ahead=is_ahead)
+def test_a_stop_token_ends_one_of_several_texts(make_bench: Any) -> None:
+    for is_async in (False, True):
+        bench = make_bench(is_async=is_async)
         stop = answer(LONG, 20)[7]
         bench.offer("a", LONG, max_tokens=20, stop_token_ids=(stop,))
         bench.offer("b", LONG, max_tokens=20)
@@ -56,12 +56,12 @@ def test_a_stop_token_ends_a_text_among_plain_draws(make_bench: Any) -> None:
         assert len(bench.sampled["b"]) == 20
 
 
-def test_blocks_of_who_leaves_are_lent_until_the_step_ahead_has_ended(make_bench: Any) -> None:
-    bench = make_bench(is_ahead=True)
+def test_blocks_are_freed_after_the_last_launched_step(make_bench: Any) -> None:
+    bench = make_bench(is_async=True)
     batching, blocks = bench.batching, bench.batching.blocks
     for name in "ab":
         bench.offer(name, [*LONG, ord(name)], max_tokens=20)
-    while bench.num_ahead == 0:
+    while bench.num_async == 0:
         bench.step()
     held = set(batching.sequences.by_key[bench.key("a")].blocks)
     num_private = sum(block not in blocks._hash_of for block in held)
@@ -80,10 +80,10 @@ def test_blocks_of_who_leaves_are_lent_until_the_step_ahead_has_ended(make_bench
     assert bench.sampled["b"] == answer([*LONG, ord("b")], 20)
 
 
-def test_a_dropped_step_gives_back_what_was_lent(make_bench: Any) -> None:
-    bench = make_bench(is_ahead=True)
+def test_a_dropped_step_frees_deferred_blocks(make_bench: Any) -> None:
+    bench = make_bench(is_async=True)
     bench.offer("a", LONG, max_tokens=20)
-    while bench.num_ahead == 0:
+    while bench.num_async == 0:
         bench.step()
     bench.batching.cancel(bench.key("a"))
     assert bench.batching.blocks.num_referenced > 0
@@ -94,25 +94,25 @@ def test_a_dropped_step_gives_back_what_was_lent(make_bench: Any) -> None:
 
 
 def test_rows_that_need_the_last_token_are_sampled_late(make_bench: Any) -> None:
-    """Beside rows that do not; one of them ends by itself, with a row in the step ahead."""
-    bench = make_bench(is_ahead=True)
+    """Beside rows that do not; one of them ends by itself, with a row in the next step."""
+    bench = make_bench(is_async=True)
     ends = [*b"hi", 5, EOT]
     bench.offer("a", LONG, max_tokens=15, bad_token_ids=((1, 2),))
     bench.offer("b", [*LONG, 7], max_tokens=12)
     bench.offer("c", ends, max_tokens=20, bad_token_ids=((1, 2),))
     bench.run()
-    assert bench.num_ahead > 8
+    assert bench.num_async > 8
     assert bench.num_sampled_late > 8
     assert bench.sampled["a"] == answer(LONG, 15)
     assert bench.sampled["b"] == answer([*LONG, 7], 12)
     assert bench.sampled["c"] == answer(ends, 6)
 
 
-def test_sequences_that_have_left_are_not_sampled_late(make_bench: Any) -> None:
-    bench = make_bench(is_ahead=True)
+def test_ended_sequences_are_not_sampled_late(make_bench: Any) -> None:
+    bench = make_bench(is_async=True)
     for name in "abc":
         bench.offer(name, [*LONG, ord(name)], max_tokens=20, bad_token_ids=((1, 2),))
-    while bench.num_ahead == 0:
+    while bench.num_async == 0:
         bench.step()
     step, flight = bench.flight
     assert list(flight.unsampled) == list(range(len(step.decoding)))
@@ -129,10 +129,10 @@ def test_sequences_that_have_left_are_not_sampled_late(make_bench: Any) -> None:
         assert bench.sampled[name] == answer([*LONG, ord(name)], 20)
 
 
-def test_a_step_that_was_not_sampled_cannot_be_waited_for(make_bench: Any) -> None:
-    bench = make_bench(is_ahead=True)
+def test_an_unsampled_step_cannot_be_waited_for(make_bench: Any) -> None:
+    bench = make_bench(is_async=True)
     bench.offer("a", LONG, max_tokens=9, bad_token_ids=((1, 2),))
-    while bench.num_ahead == 0:
+    while bench.num_async == 0:
         bench.step()
     _, flight = bench.flight
     with pytest.raises(InternalError, match="not sampled"):
@@ -142,31 +142,31 @@ def test_a_step_that_was_not_sampled_cannot_be_waited_for(make_bench: Any) -> No
 
 
 @pytest.mark.parametrize("sampling", [{"repetition_penalty": 1.2}, {"frequency_penalty": 0.5}, {"min_tokens": 4}])
-def test_what_an_engine_counts_itself_does_not_wait(make_bench: Any, sampling: dict[str, Any]) -> None:
-    bench = make_bench(is_ahead=True)
+def test_penalties_keep_steps_asynchronous(make_bench: Any, sampling: dict[str, Any]) -> None:
+    bench = make_bench(is_async=True)
     bench.offer("a", LONG, max_tokens=9, **sampling)
     bench.run()
-    assert bench.num_ahead > 4
+    assert bench.num_async > 4
     assert len(bench.sampled["a"]) == 9
 
 
-def test_a_prompt_to_be_read_is_not_passed_by(make_bench: Any) -> None:
-    bench = make_bench(is_ahead=True)
+def test_asynchronous_steps_pause_for_a_prompt(make_bench: Any) -> None:
+    bench = make_bench(is_async=True)
     bench.offer("a", LONG, max_tokens=20)
-    while bench.num_ahead == 0:
+    while bench.num_async == 0:
         bench.step()
     bench.offer("b", [*LONG, 7], max_tokens=3)
     bench.step()
-    before = bench.num_ahead
+    before = bench.num_async
     bench.step()
     assert bench.batching.stage(bench.key("b")) is DecodeStage.RUNNING
-    assert bench.num_ahead <= before + 1
+    assert bench.num_async <= before + 1
     bench.run()
     assert bench.sampled["b"] == answer([*LONG, 7], 3)
 
 
-def test_no_step_goes_ahead_where_memory_is_short(make_bench: Any) -> None:
-    bench = make_bench(num_blocks=5, is_ahead=True)
+def test_steps_are_synchronous_if_memory_is_short(make_bench: Any) -> None:
+    bench = make_bench(num_blocks=5, is_async=True)
     for name in "ab":
         bench.offer(name, [50, ord(name)], max_tokens=12)
     bench.run()
@@ -175,11 +175,11 @@ def test_no_step_goes_ahead_where_memory_is_short(make_bench: Any) -> None:
         assert bench.sampled[name] == answer([50, ord(name)], 12)
 
 
-def test_a_text_whose_length_is_known_has_no_row_behind_its_last(make_bench: Any) -> None:
-    bench = make_bench(is_ahead=True)
+def test_a_text_has_no_row_after_its_known_end(make_bench: Any) -> None:
+    bench = make_bench(is_async=True)
     for name, length in (("a", 20), ("b", 9)):
         bench.offer(name, [*LONG, ord(name)], max_tokens=length)
     bench.run()
-    assert bench.num_ahead > 0
+    assert bench.num_async > 0
     sampled_by_prefill = 2
     assert sum(one.decode_rows for one in bench.accounts) == 20 + 9 - sampled_by_prefill

@@ -1,4 +1,4 @@
-"""A decode worker that launches steps ahead, over real gRPC, with an engine whose steps fail now and then."""
+"""A decode worker with asynchronous scheduling, over real gRPC, with an engine whose steps sometimes fail."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PROMPT = list(range(10, 30))
 
 
 class FlakyEngine:
-    """Takes steps ahead; once it is `is_flaky`, every fifth step of several rows raises."""
+    """Launches steps asynchronously; once it is `is_flaky`, every fifth step of several rows raises."""
 
     def __init__(self, config: WorkerConfig, role: Role) -> None:
         self._engine = load_engine(config, role)
         self.spec, self.pool = self._engine.spec, self._engine.pool
-        self.num_steps = self.num_failed = self.num_ahead = 0
+        self.num_steps = self.num_failed = self.num_async = 0
         self.is_flaky = False
 
     def step(self, rows: Sequence[Row]) -> list[RowOut]:
@@ -37,7 +37,7 @@ class FlakyEngine:
         return self._engine.step(rows)
 
     def launch(self, rows: Sequence[Row], after: Flight | None) -> DeferredFlight:
-        self.num_ahead += after is not None
+        self.num_async += after is not None
         return DeferredFlight(self, rows, after if isinstance(after, DeferredFlight) else None)
 
     def close(self) -> None:
@@ -49,13 +49,13 @@ def is_empty(program: Any) -> bool:
     return program.is_idle and program.blocks.num_referenced == 0
 
 
-async def test_failed_steps_drop_the_one_ahead_and_no_token_is_wrong(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_failed_step_drops_the_next_one(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE, load=FlakyEngine, speculation="off", toy_step_s=0.001)
     d.program.engine.is_flaky = True
     router = await attach(d)
     lengths = {"a": 40, "b": 25, "c": 33}
     for name, length in lengths.items():
-        bad = {} if name == "a" else {"bad_token_ids": ((1, 2),)}  # sampled late in a step ahead
+        bad = {} if name == "a" else {"bad_token_ids": ((1, 2),)}  # sampled late in an asynchronous step
         sequence = ask(name, [*PROMPT, ord(name)], max_tokens=length, **bad)
         await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence, is_local=True))
     for name, length in lengths.items():
@@ -63,17 +63,17 @@ async def test_failed_steps_drop_the_one_ahead_and_no_token_is_wrong(start: Any,
     await d.until(is_empty, "an empty worker")
     engine = d.program.engine
     assert engine.num_failed > 3
-    assert engine.num_ahead > 10
+    assert engine.num_async > 10
     assert not d.fatal
 
 
-async def test_ahead_is_for_engines_that_can_and_can_be_forced(start: Any, attach: Any, ask: Any) -> None:
-    for ahead, is_used in (("auto", False), ("on", True), ("off", False)):
-        d = start(Role.DECODE, speculation="off", async_scheduling=ahead, worker_id=f"d-{ahead}")
+async def test_async_scheduling_is_automatic_or_forced(start: Any, attach: Any, ask: Any) -> None:
+    for choice, is_used in (("auto", False), ("on", True), ("off", False)):
+        d = start(Role.DECODE, speculation="off", async_scheduling=choice, worker_id=f"d-{choice}")
         assert (d.program._in_flight is not None) == is_used
 
 
-def test_steps_that_succeed_ahead_clear_the_engine_of_suspicion() -> None:
+def test_successful_async_steps_clear_suspicion() -> None:
     """Barren steps break an engine only in a row; with no block to probe with, nothing else may clear it."""
 
     class Flying:

@@ -1,4 +1,4 @@
-"""Rows with grammars and bad words beside plain ones, over real gRPC: one step ahead draws the same tokens."""
+"""Rows with grammars and bad words beside plain ones, over real gRPC: asynchronous steps sample the same."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_tokens_are_those_of_the_step_by_step_worker(start: Any, attach: Any, ask: Any, monkeypatch: Any) -> None:
+async def test_async_tokens_equal_synchronous_ones(start: Any, attach: Any, ask: Any, monkeypatch: Any) -> None:
     prompt = load_tokenizer(str(BUNDLED)).encode("def config():\n    return ")
     num_late = 0
     sample = DeferredFlight.sample
@@ -54,18 +54,18 @@ async def test_tokens_are_those_of_the_step_by_step_worker(start: Any, attach: A
 
     monkeypatch.setattr(DeferredFlight, "sample", counted)
     answers = {}
-    for ahead in ("off", "on"):
-        d = start(Role.DECODE, **SETTINGS, async_scheduling=ahead, worker_id=f"d-{ahead}")
+    for choice in ("off", "on"):
+        d = start(Role.DECODE, **SETTINGS, async_scheduling=choice, worker_id=f"d-{choice}")
         router = await attach(d)
         stuck = ask("stuck", prompt, max_tokens=20, grammar=DEAD_END)
         await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=stuck, is_local=True))
         asked = [router.local(ask(name, prompt, **sampling)) for name, sampling in ASKED.items()]
-        answers[ahead] = dict(zip(ASKED, await asyncio.gather(*asked), strict=True))
+        answers[choice] = dict(zip(ASKED, await asyncio.gather(*asked), strict=True))
         failed = await router.next("failed", "stuck")
         assert "stuck after 1 tokens" in failed.message
         await router.released("stuck", Role.DECODE)
         await router.close()
-        assert (num_late > 60) == (ahead == "on")
+        assert (num_late > 60) == (choice == "on")
         assert not d.fatal
     assert answers["on"] == answers["off"]
     text = load_tokenizer(str(BUNDLED)).decode(answers["on"]["list"][:-1])
