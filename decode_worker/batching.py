@@ -140,7 +140,7 @@ class DecodeBatching:
             return [Refused(key=attempt.key, reason=RefusalReason.NO_BLOCKS)]
         else:
             held = sequence.cached // self._block_size
-            effect = BlocksReserved(key=attempt.key, blocks=tuple(sequence.blocks[held:]), held_blocks=held)
+            effect = BlocksReserved(key=attempt.key, blocks=tuple(sequence.blocks[held:]), num_cached_blocks=held)
         self.sequences.add(sequence)
         if attempt.deadline_at_s is not None:
             self._expires_at_s = min(self._expires_at_s, attempt.deadline_at_s)
@@ -171,7 +171,7 @@ class DecodeBatching:
             transfer_s=transfer_s,
             busy_s=busy_s,
             num_bytes=num_bytes,
-            held_blocks=sequence.cached // self._block_size,
+            num_cached_blocks=sequence.cached // self._block_size,
         )
         return [committed, *self._join(sequence)]
 

@@ -218,7 +218,7 @@ class DecodeProgram(RoleProgram):
             incarnation=context.incarnation,
             fingerprint=self._fingerprint,
             blocks=effect.blocks,
-            held_blocks=effect.held_blocks,
+            num_cached_blocks=effect.num_cached_blocks,
             hash_seed=self.limits.hash_seed,
             rank_endpoints=self._receiver.rank_endpoints,
         )
@@ -255,7 +255,7 @@ class DecodeProgram(RoleProgram):
 
     def _kv_committed(self, effect: fx.KvCommitted) -> None:
         key, metrics = effect.key, self.context.metrics
-        saved_bytes = effect.held_blocks * self.engine.spec.block_bytes * self.engine.spec.tp_degree
+        saved_bytes = effect.num_cached_blocks * self.engine.spec.block_bytes * self.engine.spec.tp_degree
         ended = pr.TransferEnded(
             key=key,
             is_committed=True,

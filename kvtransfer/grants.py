@@ -77,7 +77,7 @@ def grant_to_proto(grant: Grant) -> transfer_pb2.Grant:
         incarnation=grant.incarnation,
         fingerprint=FINGERPRINT.encode(grant.fingerprint),
         extents=extents_from_blocks(grant.blocks),
-        held_blocks=grant.held_blocks,
+        num_cached_blocks=grant.num_cached_blocks,
         num_blocks=len(grant.blocks),
         hash_seed=grant.hash_seed,
         rank_endpoints=grant.rank_endpoints,
@@ -107,7 +107,7 @@ def grant_from_proto(message: transfer_pb2.Grant) -> Grant:
         incarnation=message.incarnation,
         fingerprint=fingerprint,
         blocks=blocks,
-        held_blocks=message.held_blocks,
+        num_cached_blocks=message.num_cached_blocks,
         hash_seed=message.hash_seed,
         rank_endpoints=tuple(message.rank_endpoints),
     )

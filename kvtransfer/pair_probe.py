@@ -158,7 +158,7 @@ def _grant(name: str, number: int, count: int, endpoint: str) -> Grant:
         incarnation=_INCARNATION,
         fingerprint=_FINGERPRINT,
         blocks=tuple(range(count)),
-        held_blocks=0,
+        num_cached_blocks=0,
     )
 
 

@@ -97,7 +97,7 @@ class PrefillBatching:
         attempt: Attempt,
         *,
         receiver: str,
-        held_blocks: int,
+        receiver_cached_blocks: int,
         num_granted: int,
         granted_size: int,
         may_divide: bool,
@@ -105,7 +105,7 @@ class PrefillBatching:
     ) -> list[PrefillEffect]:
         """Adds a new attempt to the inbox, or returns Refused with the reason.
 
-        The receiver's held and granted blocks have `granted_size` tokens each. `may_divide`: it accepts blocks in
+        The receiver's cached and granted blocks have `granted_size` tokens each. `may_divide`: it accepts blocks in
         groups of layers.
         """
         key, size = attempt.key, self._block_size
@@ -119,19 +119,21 @@ class PrefillBatching:
         if len(self._waiting) >= self._inbox_depth:
             return [Refused(key=key, reason=RefusalReason.INBOX_FULL)]
         granted = blocks_for(attempt.num_tokens, granted_size)
-        if held_blocks + num_granted != granted:
-            message = f"grant: {held_blocks} held and {num_granted} granted blocks, expected {granted} in all"
+        if receiver_cached_blocks + num_granted != granted:
+            message = (
+                f"grant: {receiver_cached_blocks} cached and {num_granted} granted blocks, expected {granted} in all"
+            )
             return [AttemptFailed(key=key, kind=FailureKind.TRANSFER, message=message), Released(key=key)]
         tokens = attempt.token_ids
-        held = held_blocks * granted_size // size  # a block that the receiver holds only in part is sent
+        skipped = receiver_cached_blocks * granted_size // size  # a block that the receiver has only in part is sent
         hashes = attempt.extend_hashes([], tokens, size)
         prompt = PrefillSequence(
             attempt=attempt,
             receiver=receiver,
             may_divide=may_divide,
             is_moved=not self._end_rule.ends_with_next(attempt.sampling, len(attempt.output_ids), attempt.num_tokens),
-            held_blocks=held,
-            pushed=held,
+            receiver_cached_blocks=skipped,
+            pushed=skipped,
             tokens=tokens,
             hashes=hashes,
         )
@@ -296,7 +298,7 @@ class PrefillBatching:
                 prompt.receiver,
                 cached=prompt.cached,
                 num_tokens=len(prompt.tokens),
-                held_blocks=prompt.held_blocks,
+                receiver_cached_blocks=prompt.receiver_cached_blocks,
                 may_divide=prompt.may_divide,
             )
         prompt.move(PrefillMove.STARTED)
@@ -318,7 +320,9 @@ class PrefillBatching:
     def _pushed(self, prompt: PrefillSequence, final: int, *, is_last: bool, end_group: int) -> BlocksDone:
         return BlocksDone(
             key=prompt.attempt.key,
-            blocks=tuple((index - prompt.held_blocks, prompt.blocks[index]) for index in range(prompt.pushed, final)),
+            blocks=tuple(
+                (index - prompt.receiver_cached_blocks, prompt.blocks[index]) for index in range(prompt.pushed, final)
+            ),
             is_last=is_last,
             first_group=prompt.pushed_groups,
             end_group=end_group,

@@ -20,7 +20,7 @@ class PrefillSequence:
     receiver: str  # the decode worker
     may_divide: bool  # whether it accepts blocks in groups of layers
     is_moved: bool  # False: its first token is its last, so its KV is not needed elsewhere
-    held_blocks: int  # leading blocks that it has completely, in this worker's block size
+    receiver_cached_blocks: int  # leading blocks that it has completely, in this worker's block size
     stage: PrefillStage = PrefillStage.WAITING
     tokens: tuple[int, ...]
     hashes: list[bytes]
@@ -28,7 +28,7 @@ class PrefillSequence:
     computed: int = 0  # leading positions whose KV is in `blocks`
     cached: int = 0  # the part of them that was found in the prefix cache
     push: PushPlan = BY_CHUNK
-    pushed: int = 0  # leading blocks that were passed to the sender or are held by the receiver
+    pushed: int = 0  # leading blocks that were passed to the sender, or that the receiver has
     pushed_groups: int = 0  # number of layers of the following blocks that were passed to the sender
     started_s: float = 0.0
 

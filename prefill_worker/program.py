@@ -130,7 +130,7 @@ class PrefillProgram(RoleProgram):
             self._batching.offer(
                 attempt,
                 receiver=grant.worker_id,
-                held_blocks=grant.held_blocks,
+                receiver_cached_blocks=grant.num_cached_blocks,
                 num_granted=len(grant.blocks),
                 granted_size=theirs.block_size,
                 may_divide=text is None,
@@ -242,8 +242,8 @@ def text_of(attempt: Attempt, block_size: int, grant: Grant, their_key: bytes) -
     names = theirs.content_hashes(theirs.extend_hashes([], tokens, their_size), tokens, their_size)
     return Text(
         num_tokens=len(tokens),
-        own=own[grant.held_blocks * their_size // block_size :],
-        theirs=names[grant.held_blocks :],
+        own=own[grant.num_cached_blocks * their_size // block_size :],
+        theirs=names[grant.num_cached_blocks :],
     )
 
 

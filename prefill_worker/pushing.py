@@ -108,15 +108,17 @@ class PushRule:
         return self._links.get(receiver, self._any_link)
 
     def choose(
-        self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int, may_divide: bool = True
+        self, receiver: str, *, cached: int, num_tokens: int, receiver_cached_blocks: int, may_divide: bool = True
     ) -> PushPlan:
         """The plan for a prompt whose first `cached` tokens are in the cache.
 
-        The receiver has `held_blocks` leading blocks; `may_divide`: it accepts blocks in groups of layers.
+        `receiver_cached_blocks` leading blocks need not be sent; `may_divide`: it accepts blocks in groups of layers.
         """
         if self._choice == "end":
             return AT_END
-        priced = self.prices(receiver, cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
+        priced = self.prices(
+            receiver, cached=cached, num_tokens=num_tokens, receiver_cached_blocks=receiver_cached_blocks
+        )
         if not may_divide or self._must_leave_whole(receiver):
             priced = {push: price for push, price in priced.items() if push.groups == 1}
         at_end_s = priced.pop(AT_END)
@@ -125,27 +127,37 @@ class PushRule:
         early = min(priced, key=lambda push: priced[push])
         if self._choice == "layers":
             return max(priced, key=lambda push: push.groups)
-        computing_s = self._parts(cached, num_tokens, held_blocks)[-1][0]
+        computing_s = self._parts(cached, num_tokens, receiver_cached_blocks)[-1][0]
         if at_end_s - priced[early] >= max(MARGIN * at_end_s, STEP_SHARE * computing_s):
             return early
         self._num_late += 1
         return BY_CHUNK if self._num_late % REVISIT == 0 and num_tokens - cached > self._chunk else AT_END
 
-    def prices(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[PushPlan, float]:
+    def prices(
+        self, receiver: str, *, cached: int, num_tokens: int, receiver_cached_blocks: int
+    ) -> dict[PushPlan, float]:
         """Seconds, in addition to the compute time, until the receiver has everything: for sending at the end, and for
         each early plan."""
-        return self._weigh(receiver, cached, num_tokens, held_blocks, self.stolen_s, self._message_s)
+        return self._weigh(receiver, cached, num_tokens, receiver_cached_blocks, self.stolen_s, self._message_s)
 
-    def exposed(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[PushPlan, float]:
+    def exposed(
+        self, receiver: str, *, cached: int, num_tokens: int, receiver_cached_blocks: int
+    ) -> dict[PushPlan, float]:
         """Only the part between the first token and the arrival of the KV."""
-        return self._weigh(receiver, cached, num_tokens, held_blocks, 0.0, 0.0)
+        return self._weigh(receiver, cached, num_tokens, receiver_cached_blocks, 0.0, 0.0)
 
     def _weigh(
-        self, receiver: str, cached: int, num_tokens: int, held_blocks: int, stolen_s: float, message_s: float
+        self,
+        receiver: str,
+        cached: int,
+        num_tokens: int,
+        receiver_cached_blocks: int,
+        stolen_s: float,
+        message_s: float,
     ) -> dict[PushPlan, float]:
         link = self.link(receiver)
         latency_s, bandwidth = link.latency_s, link.bandwidth_bytes_s
-        parts = self._parts(cached, num_tokens, held_blocks)
+        parts = self._parts(cached, num_tokens, receiver_cached_blocks)
         total = sum(num_bytes for _, num_bytes in parts)
         last_ready_s, last_bytes = parts[-1]
         computing_s = last_ready_s - parts[-2][0] if len(parts) > 1 else last_ready_s
@@ -204,14 +216,16 @@ class PushRule:
         self.num_withheld += 1
         return True
 
-    def _parts(self, cached: int, num_tokens: int, held_blocks: int) -> list[tuple[float, float]]:
+    def _parts(self, cached: int, num_tokens: int, receiver_cached_blocks: int) -> list[tuple[float, float]]:
         """(time from the start of the computation, bytes) of the KV that becomes final with each step of the prompt
         alone."""
         base_s, per_token_s, per_token_context_s, _ = self._step.coefficients
         size = self._block_size
         ends = [cached, *range(cached + self._chunk, num_tokens, self._chunk), num_tokens]
-        ready_s, done = 0.0, max(held_blocks, cached // size)
-        parts = [(0.0, float(done - held_blocks) * self._block_bytes)] if done > held_blocks else []
+        ready_s, done = 0.0, max(receiver_cached_blocks, cached // size)
+        parts = (
+            [(0.0, float(done - receiver_cached_blocks) * self._block_bytes)] if done > receiver_cached_blocks else []
+        )
         for start, end in pairwise(ends):
             count = end - start
             ready_s += base_s + per_token_s * count + per_token_context_s * count * (start + count / 2)

@@ -298,7 +298,7 @@ class DecodeMachine(Machine):
                     transfer_s=effect.transfer_s,
                     busy_s=effect.busy_s,
                     num_bytes=effect.num_bytes,
-                    saved_bytes=effect.held_blocks * self.block_size * self.shape.kv_bytes_per_token,
+                    saved_bytes=effect.num_cached_blocks * self.block_size * self.shape.kv_bytes_per_token,
                 )
                 self.forward(ended)
             case fx.ReceiveAborted():
@@ -314,7 +314,7 @@ class DecodeMachine(Machine):
         grant = SimulatedGrant(
             key=TransferKey(transfer_id=name, attempt=key.attempt, generation=self._num_grants),
             worker_id=self.shape.worker_id,
-            held_blocks=effect.held_blocks,
+            num_cached_blocks=effect.num_cached_blocks,
             num_blocks=len(effect.blocks),
         )
         self._transfers[key] = grant.key

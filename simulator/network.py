@@ -46,19 +46,19 @@ class SimulatedGrant:
 
     key: TransferKey
     worker_id: str
-    held_blocks: int
+    num_cached_blocks: int
     num_blocks: int
 
     def encode(self) -> bytes:
         key = self.key
-        values = [key.transfer_id, key.attempt, key.generation, self.worker_id, self.held_blocks, self.num_blocks]
+        values = [key.transfer_id, key.attempt, key.generation, self.worker_id, self.num_cached_blocks, self.num_blocks]
         return to_json(values).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> SimulatedGrant:
-        transfer_id, attempt, generation, worker_id, held_blocks, num_blocks = json.loads(data)
+        transfer_id, attempt, generation, worker_id, num_cached_blocks, num_blocks = json.loads(data)
         key = TransferKey(transfer_id=transfer_id, attempt=attempt, generation=generation)
-        return cls(key=key, worker_id=worker_id, held_blocks=held_blocks, num_blocks=num_blocks)
+        return cls(key=key, worker_id=worker_id, num_cached_blocks=num_cached_blocks, num_blocks=num_blocks)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -66,7 +66,7 @@ class PrefillMachine(Machine):
             self._batching.offer(
                 attempt,
                 receiver=grant.worker_id,
-                held_blocks=grant.held_blocks,
+                receiver_cached_blocks=grant.num_cached_blocks,
                 num_granted=grant.num_blocks,
                 granted_size=self.block_size,
                 may_divide=False,

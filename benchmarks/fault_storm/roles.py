@@ -63,7 +63,7 @@ class Decode(Worker):
             fingerprint=self.fingerprint,
             blocks=tuple(blocks),
             rank_endpoints=self.end.rank_endpoints,
-            held_blocks=0,
+            num_cached_blocks=0,
         )
         for block in blocks:
             self.storage.expects_anything(block)

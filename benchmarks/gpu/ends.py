@@ -233,7 +233,7 @@ class Landing:
             incarnation="d0-1",
             fingerprint=self._fingerprint,
             blocks=tuple(blocks),
-            held_blocks=0,
+            num_cached_blocks=0,
         )
         self._receiver.expect(grant, on_end, deadline_s)
         return grant

@@ -119,7 +119,7 @@ def measure(link: str, pairs: Pairs, lengths: Sequence[int], rounds: int, num_la
     rule = learn(pairs, [one for length in lengths for one in seen["end", length]], num_layers)
     rows = []
     for length in lengths:
-        exposed = rule.exposed("d0", cached=0, num_tokens=length, held_blocks=0)
+        exposed = rule.exposed("d0", cached=0, num_tokens=length, receiver_cached_blocks=0)
         auto = median(seen["auto", length])
         rows.append(
             Row(

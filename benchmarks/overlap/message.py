@@ -50,7 +50,7 @@ def message_s(transport: str) -> float:
             incarnation="d0-1",
             fingerprint=facts,
             blocks=tuple(range(NUM_BLOCKS)),
-            held_blocks=0,
+            num_cached_blocks=0,
         )
         received, sent = threading.Event(), threading.Event()
         receiver.expect(grant, lambda _: received.set())

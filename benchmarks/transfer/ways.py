@@ -57,7 +57,7 @@ def grants(order: dict[str, Any], endpoint: str) -> list[Grant]:
             incarnation="1",
             fingerprint=fingerprint(order["block_bytes"]),
             blocks=tuple(blocks[len(blocks) * part // at_once : len(blocks) * (part + 1) // at_once]),
-            held_blocks=0,
+            num_cached_blocks=0,
         )
         for part in range(at_once)
     ]

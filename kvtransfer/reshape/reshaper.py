@@ -132,11 +132,11 @@ class Reshaper:
     ) -> None:
         """Raises InvalidRequest if `text` is missing or does not match the grant, and what a Sender raises."""
         size = self._target.block_size
-        needed = None if text is None else -(-text.num_tokens // size) - grant.held_blocks
+        needed = None if text is None else -(-text.num_tokens // size) - grant.num_cached_blocks
         if text is None or needed != len(grant.blocks) or len(text.theirs) != len(grant.blocks):
             seen = "none" if text is None else f"{text.num_tokens} tokens"
             raise InvalidRequest(
-                "text", seen, f"what fills {len(grant.blocks)} blocks of {size} after {grant.held_blocks}"
+                "text", seen, f"what fills {len(grant.blocks)} blocks of {size} after {grant.num_cached_blocks}"
             )
         transfer = ReshapedTransfer(grant, text, on_end, groups)
         with self._lock:
@@ -198,12 +198,12 @@ class Reshaper:
     def _count_ready(self, transfer: ReshapedTransfer, is_last: bool) -> None:
         """With the lock held."""
         text, grant = transfer.text, transfer.grant
-        first = grant.held_blocks * self._target.block_size // self._source.block_size
+        first = grant.num_cached_blocks * self._target.block_size // self._source.block_size
         final = min((first + len(transfer.sources)) * self._source.block_size, text.num_tokens)
         if is_last and final < text.num_tokens:
             transfer.error = f"the last push leaves {text.num_tokens - final} of {text.num_tokens} tokens out"
             return
-        transfer.num_ready = ready_blocks(final, self._target.block_size, text.num_tokens) - grant.held_blocks
+        transfer.num_ready = ready_blocks(final, self._target.block_size, text.num_tokens) - grant.num_cached_blocks
         if transfer.num_ready > transfer.num_packed and transfer not in self._turns:
             self._turns.append(transfer)
             self._lock.notify_all()
@@ -237,7 +237,7 @@ class Reshaper:
     def _pack(self, transfer: ReshapedTransfer, first: int, blocks: list[int]) -> str:
         """Fills staging blocks for the granted blocks from `first` on. Returns the error of their sources, if any."""
         source_size, target_size = self._source.block_size, self._target.block_size
-        held = transfer.grant.held_blocks
+        held = transfer.grant.num_cached_blocks
         pieces = pieces_of(
             source_size,
             target_size,

@@ -84,11 +84,11 @@ class SendAborted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksReserved:
-    """Blocks are held for KV that a prefill worker will send, in prompt order after `held_blocks` present ones."""
+    """Blocks are reserved for KV that a prefill worker will send; in prompt order, after `num_cached_blocks` others."""
 
     key: AttemptKey
     blocks: tuple[int, ...]
-    held_blocks: int
+    num_cached_blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class KvCommitted:
     transfer_s: float  # first byte to verification
     busy_s: float  # the part of it with chunks in transfer
     num_bytes: int
-    held_blocks: int  # leading blocks that were held already and not sent
+    num_cached_blocks: int  # leading blocks that were cached, so not sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

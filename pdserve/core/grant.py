@@ -37,7 +37,7 @@ class Fingerprint:
 class Grant:
     """Blocks that a decode worker has reserved for a transfer.
 
-    `blocks` are the receiver's block numbers in prompt order, after `held_blocks` leading blocks that it already has;
+    `blocks` are the receiver's block numbers in prompt order, after `num_cached_blocks` blocks of its prefix cache;
     both count blocks of the receiver's size.
     """
 
@@ -47,6 +47,6 @@ class Grant:
     incarnation: str
     fingerprint: Fingerprint
     blocks: tuple[int, ...]
-    held_blocks: int
+    num_cached_blocks: int
     hash_seed: bytes = b""  # of the receiver's names of blocks
     rank_endpoints: tuple[str, ...] = ()  # as `endpoint`, of the worker's ranks 1, 2, ..; each has the blocks' heads

@@ -110,7 +110,7 @@ class Extent(_message.Message):
     def __init__(self, first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("transfer_id", "attempt", "generation", "endpoint", "worker_id", "incarnation", "fingerprint", "extents", "held_blocks", "num_blocks", "hash_seed", "rank_endpoints")
+    __slots__ = ("transfer_id", "attempt", "generation", "endpoint", "worker_id", "incarnation", "fingerprint", "extents", "num_cached_blocks", "num_blocks", "hash_seed", "rank_endpoints")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -119,7 +119,7 @@ class Grant(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
-    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HASH_SEED_FIELD_NUMBER: _ClassVar[int]
     RANK_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
@@ -131,8 +131,8 @@ class Grant(_message.Message):
     incarnation: str
     fingerprint: Fingerprint
     extents: _containers.RepeatedCompositeFieldContainer[Extent]
-    held_blocks: int
+    num_cached_blocks: int
     num_blocks: int
     hash_seed: bytes
     rank_endpoints: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., endpoint: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hash_seed: _Optional[bytes] = ..., rank_endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., endpoint: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., num_cached_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hash_seed: _Optional[bytes] = ..., rank_endpoints: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -132,7 +132,7 @@ class Bench:
         row = Row(tokens=tokens, start=0, blocks=blocks, sample=greedy, history=tokens, prompt_len=len(tokens))
         [first] = source.step([row])[0].sampled
         size = source.pool.block_bytes
-        for received, block in zip(grant.blocks, blocks[grant.held_blocks :], strict=True):
+        for received, block in zip(grant.blocks, blocks[grant.num_cached_blocks :], strict=True):
             self.engine.pool.buffer[received * size : (received + 1) * size] = source.pool.buffer[
                 block * size : (block + 1) * size
             ]

@@ -28,7 +28,7 @@ PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a thi
 
 def test_a_landing_place_covers_the_prompt_in_one_run(bench: Any) -> None:
     assert bench.offer("a", PROMPT, is_local=False) == [
-        BlocksReserved(key=bench.key("a"), blocks=(0, 1, 2), held_blocks=0)
+        BlocksReserved(key=bench.key("a"), blocks=(0, 1, 2), num_cached_blocks=0)
     ]
     assert not bench.batching.has_work
 
@@ -36,7 +36,7 @@ def test_a_landing_place_covers_the_prompt_in_one_run(bench: Any) -> None:
 @pytest.mark.parametrize("is_admitted_first", [True, False])
 def test_decoding_starts_when_kv_and_first_token_are_both_there(bench: Any, is_admitted_first: bool) -> None:
     first = bench.reserve_and_write("a", PROMPT)
-    committed = KvCommitted(key=bench.key("a"), transfer_s=0.5, busy_s=0.25, num_bytes=64, held_blocks=0)
+    committed = KvCommitted(key=bench.key("a"), transfer_s=0.5, busy_s=0.25, num_bytes=64, num_cached_blocks=0)
     if is_admitted_first:
         assert bench.admit("a", first) == []
         assert not bench.batching.has_work
@@ -58,7 +58,7 @@ def test_a_prefix_that_is_held_is_not_granted_again(bench: Any) -> None:
     bench.offer("a", PROMPT, max_tokens=2)
     bench.run()
     [effect] = bench.offer("b", [*PROMPT[:8], 7, 8, 9], is_local=False)
-    assert (effect.held_blocks, len(effect.blocks)) == (2, 1)
+    assert (effect.num_cached_blocks, len(effect.blocks)) == (2, 1)
     first = bench.write("b")
     bench.receive("b")
     bench.admit("b", first)
@@ -70,7 +70,7 @@ def test_a_prompt_that_is_held_whole_still_lands_its_last_block(bench: Any) -> N
     bench.offer("a", PROMPT[:8], max_tokens=1)
     bench.run()
     [effect] = bench.offer("b", PROMPT[:8], is_local=False)
-    assert (effect.held_blocks, len(effect.blocks)) == (1, 1)
+    assert (effect.num_cached_blocks, len(effect.blocks)) == (1, 1)
 
 
 def test_landed_kv_serves_later_prompts(bench: Any) -> None:

@@ -54,7 +54,7 @@ def test_the_names_of_granted_blocks_leave_out_the_held_ones(make_bench: Callabl
     land(bench)
     bench.run()
     bench.offer("b", PROMPT, is_local=False)
-    assert bench.grants[bench.key("b")].held_blocks == 2
+    assert bench.grants[bench.key("b")].num_cached_blocks == 2
     assert len(bench.batching.content_hashes(bench.key("b"))) == 1
     bench.batching.cancel(bench.key("b"))
     bench.batching.lost(bench.key("b"), "over")

@@ -36,18 +36,18 @@ def test_a_landing_that_failed_leaves_no_block_to_be_found(bench: Bench) -> None
         Released(key=bench.key("lost")),
     ]
     bench.offer("again", PROMPT, is_local=False)
-    assert bench.grants[bench.key("again")].held_blocks == 0
+    assert bench.grants[bench.key("again")].num_cached_blocks == 0
 
 
 def test_only_committed_blocks_are_found_by_the_next_prompt(bench: Bench) -> None:
     """sglang#23020: pages whose bytes were still on their way were shared, and spread."""
     bench.offer("first", PROMPT, is_local=False)
     bench.offer("early", PROMPT, is_local=False)
-    assert bench.grants[bench.key("early")].held_blocks == 0
+    assert bench.grants[bench.key("early")].num_cached_blocks == 0
     bench.write("first")
     assert isinstance(bench.receive("first")[0], KvCommitted)
     bench.offer("late", PROMPT, is_local=False)
-    assert bench.grants[bench.key("late")].held_blocks == 3
+    assert bench.grants[bench.key("late")].num_cached_blocks == 3
 
 
 def test_ends_of_transfers_that_nobody_waits_for_are_nothing(bench: Bench) -> None:

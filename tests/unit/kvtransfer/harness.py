@@ -90,7 +90,7 @@ class Pair:
             incarnation="d0-1",
             fingerprint=fingerprint(self.target.block_bytes),
             blocks=blocks,
-            held_blocks=0,
+            num_cached_blocks=0,
         )
         return replace(plain, **changes)
 
@@ -125,7 +125,9 @@ def grant_of(transfer_id: str, attempt: int, generation: int, blocks: tuple[int,
     """For transfer tables alone: without an endpoint."""
     key = TransferKey(transfer_id=transfer_id, attempt=attempt, generation=generation)
     facts = fingerprint(64)
-    return Grant(key=key, endpoint="", worker_id="d", incarnation="i", fingerprint=facts, blocks=blocks, held_blocks=0)
+    return Grant(
+        key=key, endpoint="", worker_id="d", incarnation="i", fingerprint=facts, blocks=blocks, num_cached_blocks=0
+    )
 
 
 __all__ = [

@@ -27,7 +27,7 @@ def grant(endpoint: str, num_blocks: int) -> Grant:
         incarnation="d0-1",
         fingerprint=fingerprint(),
         blocks=tuple(range(num_blocks)),
-        held_blocks=0,
+        num_cached_blocks=0,
     )
 
 

@@ -41,14 +41,14 @@ class Shapes:
     unused: list[list[int]] = field(default_factory=list)  # blocks of each side
     num_grants: int = 0
 
-    def grant(self, num_tokens: int, held_blocks: int = 0) -> tuple[Grant, Text, list[int]]:
+    def grant(self, num_tokens: int, num_cached_blocks: int = 0) -> tuple[Grant, Text, list[int]]:
         """A grant in random blocks, what the sender knows of the text, and marked source blocks of it."""
         self.num_grants += 1
         source, target = (shape.block_size for shape in self.shapes)
-        first = held_blocks * target // source
+        first = num_cached_blocks * target // source
         self.unused = self.unused or [self.order.sample(range(NUM_BLOCKS), NUM_BLOCKS) for _ in range(2)]
         sources = [self.unused[0].pop() for _ in range(-(-num_tokens // source) - first)]
-        blocks = [self.unused[1].pop() for _ in range(-(-num_tokens // target) - held_blocks)]
+        blocks = [self.unused[1].pop() for _ in range(-(-num_tokens // target) - num_cached_blocks)]
         self.stamps[0].begin(sources)
         text = Text(
             num_tokens=num_tokens,
@@ -64,7 +64,7 @@ class Shapes:
             incarnation="d0-1",
             fingerprint=facts(self.shapes[1]),
             blocks=tuple(blocks),
-            held_blocks=held_blocks,
+            num_cached_blocks=num_cached_blocks,
         )
         return grant, text, sources
 
@@ -91,7 +91,7 @@ class Shapes:
             source.block_size,
             target.block_size,
             num_tokens=text.num_tokens,
-            first_block=grant.held_blocks,
+            first_block=grant.num_cached_blocks,
             num_blocks=len(grant.blocks),
         )
         packed = BlockArrays(bytearray(len(grant.blocks) * arrival.form.block_bytes), arrival.form)

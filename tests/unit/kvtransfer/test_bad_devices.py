@@ -107,7 +107,7 @@ def test_scattered_groups_are_not_sent(
         incarnation="d0-1",
         fingerprint=facts,
         blocks=(1,),
-        held_blocks=0,
+        num_cached_blocks=0,
     )
     theirs = replace(facts, shape=replace(shape, tp_degree=degree))
     sender.start(replace(grant, fingerprint=theirs), sent, groups=groups)

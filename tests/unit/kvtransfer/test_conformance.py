@@ -92,14 +92,14 @@ def test_blocks_pushed_in_any_order_and_in_pieces_make_one_transfer(pair: Pair) 
 
 def test_held_blocks_are_neither_sent_nor_written(pair: Pair) -> None:
     pair.target.fill(range(4), 0xAA)
-    grant = pair.grant((4, 5), held_blocks=4)
+    grant = pair.grant((4, 5), num_cached_blocks=4)
     received, _ = pair.move(grant, (10, 11))
     assert (received.outcome, received.num_bytes) == (ReceiveOutcome.VERIFIED, 2 * BLOCK_BYTES)
     assert all(pair.target.block(held) == b"\xaa" * BLOCK_BYTES for held in range(4))
 
 
 def test_a_transfer_of_nothing_is_verified_at_once(pair: Pair) -> None:
-    grant = pair.grant((), held_blocks=4)
+    grant = pair.grant((), num_cached_blocks=4)
     received, sent = pair.begin(grant)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     pair.sender.push(grant.key, [], True)

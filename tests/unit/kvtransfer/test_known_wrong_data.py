@@ -240,7 +240,7 @@ def test_attempts_of_one_transfer_at_the_same_time_do_not_mix(pair: Pair) -> Non
 
 def test_each_side_numbers_its_blocks_itself(pair: Pair) -> None:
     """sglang#31471: a physical block number was used where a virtual one was meant."""
-    grant = pair.grant((40, 7, 6, 21, 22), held_blocks=3)  # a grant's indices begin behind the held blocks
+    grant = pair.grant((40, 7, 6, 21, 22), num_cached_blocks=3)  # a grant's indices begin after the cached blocks
     sources = (2, 63, 0, 30, 11)
     assert pair.move(grant, sources)[0].outcome is ReceiveOutcome.VERIFIED
     pair.assert_equal(grant, sources)

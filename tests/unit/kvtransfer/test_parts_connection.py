@@ -61,7 +61,7 @@ class Rig:
             incarnation="1",
             fingerprint=facts,
             blocks=(9, 2, 3),
-            held_blocks=0,
+            num_cached_blocks=0,
         )
 
     def assert_equal(self, sources: list[int], groups: int) -> None:

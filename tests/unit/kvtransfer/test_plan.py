@@ -34,7 +34,7 @@ def grant_of(blocks: tuple[int, ...]) -> Grant:
         incarnation="i",
         fingerprint=FACTS,
         blocks=blocks,
-        held_blocks=3,
+        num_cached_blocks=3,
     )
 
 

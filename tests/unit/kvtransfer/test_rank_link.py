@@ -65,7 +65,7 @@ class Worker:
             incarnation=f"{self.name}-1",
             fingerprint=self.facts,
             blocks=tuple(blocks),
-            held_blocks=0,
+            num_cached_blocks=0,
             rank_endpoints=self.receiver.rank_endpoints,
         )
 
@@ -298,7 +298,7 @@ def test_a_key_that_is_open_is_refused_before_the_rank_hears_of_it(server: RankS
         incarnation="d0-1",
         fingerprint=fingerprint_of_ranks(2),
         blocks=(511, 512),
-        held_blocks=0,
+        num_cached_blocks=0,
     )
     ended = Heard()
     assert not remote.expect(grant, ended)

@@ -135,7 +135,7 @@ def test_equal_shapes_move_without_a_reshaper(make_shapes: MakeShapes) -> None:
 
 def test_a_transfer_of_nothing_is_sent_at_once(make_shapes: MakeShapes) -> None:
     shapes = make_shapes(*PAIRS[0])
-    grant, text, sources = shapes.grant(64, held_blocks=2)
+    grant, text, sources = shapes.grant(64, num_cached_blocks=2)
     assert grant.blocks == ()
     received, sent = shapes.begin(grant, text)
     shapes.sender.push(grant.key, list(enumerate(sources)), True)

@@ -61,7 +61,7 @@ class Bench:
         *,
         output: tuple[int, ...] = (),
         attempt: int = 1,
-        held_blocks: int = 0,
+        receiver_cached_blocks: int = 0,
         num_granted: int | None = None,
         granted_size: int = BLOCK_SIZE,
         deadline_at_s: float | None = None,
@@ -78,12 +78,12 @@ class Bench:
             ttft_s=ttft_s,
             begun_at_s=self.now_s,
         )
-        needed = blocks_for(one.num_tokens, granted_size) - held_blocks
+        needed = blocks_for(one.num_tokens, granted_size) - receiver_cached_blocks
         num_granted = needed if num_granted is None else num_granted
         return self.batching.offer(
             one,
             receiver="d",
-            held_blocks=held_blocks,
+            receiver_cached_blocks=receiver_cached_blocks,
             num_granted=num_granted,
             granted_size=granted_size,
             may_divide=True,

@@ -41,7 +41,7 @@ def test_pushed_blocks_hold_the_prompts_cells(bench: Any) -> None:
 
 
 def test_blocks_that_the_receiver_holds_are_computed_but_not_pushed(bench: Any) -> None:
-    bench.offer("a", PROMPT, held_blocks=1)
+    bench.offer("a", PROMPT, receiver_cached_blocks=1)
     effects = bench.run()
     pushed = [block for push in bench.pushes(effects, "a") for block in push.blocks]
     assert [index for index, _ in pushed] == [0, 1]

@@ -31,8 +31,8 @@ def rule(
     return made
 
 
-def choose(made: PushRule, num_tokens: int, cached: int = 0, held_blocks: int = 0) -> PushPlan:
-    return made.choose("d", cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
+def choose(made: PushRule, num_tokens: int, cached: int = 0, receiver_cached_blocks: int = 0) -> PushPlan:
+    return made.choose("d", cached=cached, num_tokens=num_tokens, receiver_cached_blocks=receiver_cached_blocks)
 
 
 def test_a_long_prompt_over_a_slow_link_leaves_by_chunk_and_its_last_chunk_by_layers() -> None:
@@ -42,7 +42,7 @@ def test_a_long_prompt_over_a_slow_link_leaves_by_chunk_and_its_last_chunk_by_la
 
 
 def test_one_token_more_than_a_chunk_has_little_to_gain() -> None:
-    prices = rule(bandwidth=5e7).prices("d", cached=0, num_tokens=CHUNK + 1, held_blocks=0)
+    prices = rule(bandwidth=5e7).prices("d", cached=0, num_tokens=CHUNK + 1, receiver_cached_blocks=0)
     assert prices[AT_END] - 0.02 < prices[BY_CHUNK] < prices[AT_END], "a step of one token hides little"
     assert prices[PushPlan(True, 6)] > prices[BY_CHUNK], "six messages for one token"
 
@@ -53,7 +53,7 @@ def test_a_short_prompt_over_a_fast_link_leaves_at_the_end() -> None:
 
 def test_a_gain_that_is_lost_among_the_steps_is_not_taken() -> None:
     made = rule(bandwidth=3e9)  # 34 ms for 100 MB, beside 5 s of computing
-    prices = made.prices("d", cached=0, num_tokens=4096, held_blocks=0)
+    prices = made.prices("d", cached=0, num_tokens=4096, receiver_cached_blocks=0)
     assert min(prices.values()) < 0.5 * prices[AT_END]
     assert choose(made, 4096) == AT_END
 
@@ -67,7 +67,7 @@ def test_blocks_that_cannot_be_divided_leave_whole() -> None:
 @pytest.mark.parametrize("choice", ["auto", "layers"])
 def test_a_receiver_of_another_shape_takes_blocks_whole(choice: str) -> None:
     made = rule(choice, bandwidth=5e7)
-    chosen = made.choose("d", cached=0, num_tokens=4096, held_blocks=0, may_divide=False)
+    chosen = made.choose("d", cached=0, num_tokens=4096, receiver_cached_blocks=0, may_divide=False)
     assert chosen == BY_CHUNK
 
 
@@ -81,7 +81,7 @@ def test_failing_groups_are_withheld() -> None:
         made.ended("d", chosen, is_whole=chosen.groups == 1)
     assert tried == [0, 1, 34, 99]
     assert made.num_withheld == 200 - len(tried)
-    assert made.choose("e", cached=0, num_tokens=4096, held_blocks=0).groups > 1, "another link"
+    assert made.choose("e", cached=0, num_tokens=4096, receiver_cached_blocks=0).groups > 1, "another link"
 
 
 def test_sent_groups_reset_failures() -> None:
@@ -103,13 +103,13 @@ def test_failure_records_are_bounded() -> None:
 
 def test_what_the_receiver_holds_is_neither_sent_nor_priced() -> None:
     made = rule(bandwidth=5e7)
-    prices = made.prices("d", cached=0, num_tokens=4096, held_blocks=4096 // SIZE - 1)
+    prices = made.prices("d", cached=0, num_tokens=4096, receiver_cached_blocks=4096 // SIZE - 1)
     assert prices[AT_END] == pytest.approx(made.link("d").transfer_s(BLOCK_BYTES) + MESSAGE_S)
 
 
 def test_blocks_of_the_prefix_cache_have_the_whole_computing_to_hide_behind() -> None:
     made = rule(bandwidth=5e7)
-    prices = made.prices("d", cached=3584, num_tokens=4096, held_blocks=0)
+    prices = made.prices("d", cached=3584, num_tokens=4096, receiver_cached_blocks=0)
     computing_s = COST.prefill_base_s + 512 * (COST.prefill_per_token_s + COST.prefill_per_token_context_s * 3840)
     exposed_s = 4096 // SIZE * BLOCK_BYTES / made.link("d").bandwidth_bytes_s - computing_s
     assert prices[BY_CHUNK] == pytest.approx(made.link("d").latency_s + exposed_s + 2 * MESSAGE_S, rel=0.02)
@@ -145,9 +145,9 @@ def test_an_early_plan_is_never_dearer_than_the_end(
         made.stepped(account, step_s, 0)
         made.stepped(account, step_s + stolen * 10**7, 10**7)
     cached = min(cached, num_tokens - 1) // SIZE * SIZE
-    held_blocks = int(held_share * ((num_tokens - 1) // SIZE))
-    prices = made.prices("d", cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
-    chosen = choose(made, num_tokens, cached, held_blocks)
+    receiver_cached_blocks = int(held_share * ((num_tokens - 1) // SIZE))
+    prices = made.prices("d", cached=cached, num_tokens=num_tokens, receiver_cached_blocks=receiver_cached_blocks)
+    chosen = choose(made, num_tokens, cached, receiver_cached_blocks)
     assert prices[chosen] <= prices[AT_END]
     assert all(price >= 0.0 for price in prices.values())
 
@@ -189,12 +189,12 @@ def test_groups_divide_the_layers_evenly() -> None:
     assert rule(num_layers=80).groups == [2, 4, 5, 8]
 
 
-def parts_of(cached: int, num_tokens: int, held_blocks: int) -> list[tuple[float, float]]:
+def parts_of(cached: int, num_tokens: int, receiver_cached_blocks: int) -> list[tuple[float, float]]:
     """(when it is computed, bytes that the receiver lacks) of what is cached and of each chunk, at the prior costs."""
     parts, at_s, sent = (
-        [(0.0, max(0, cached // SIZE - held_blocks) * BLOCK_BYTES)],
+        [(0.0, max(0, cached // SIZE - receiver_cached_blocks) * BLOCK_BYTES)],
         0.0,
-        max(held_blocks, cached // SIZE),
+        max(receiver_cached_blocks, cached // SIZE),
     )
     for start in range(cached, num_tokens, CHUNK):
         end = min(start + CHUNK, num_tokens)
@@ -213,10 +213,10 @@ def test_prices_are_those_of_a_link_that_moves_one_part_after_the_other(seed: in
     made = rule(bandwidth=rng.choice([5e7, 4e8, 1e10]), latency_s=rng.choice([1e-4, 5e-3]))
     num_tokens = rng.randint(1, 3000)
     cached = rng.randint(0, (num_tokens - 1) // SIZE) * SIZE * rng.randint(0, 1)
-    held_blocks = rng.randint(0, (num_tokens - 1) // SIZE) * rng.randint(0, 1)
-    parts, link = parts_of(cached, num_tokens, held_blocks), made.link("d")
-    exposed = made.exposed("d", cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
-    prices = made.prices("d", cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
+    receiver_cached_blocks = rng.randint(0, (num_tokens - 1) // SIZE) * rng.randint(0, 1)
+    parts, link = parts_of(cached, num_tokens, receiver_cached_blocks), made.link("d")
+    exposed = made.exposed("d", cached=cached, num_tokens=num_tokens, receiver_cached_blocks=receiver_cached_blocks)
+    prices = made.prices("d", cached=cached, num_tokens=num_tokens, receiver_cached_blocks=receiver_cached_blocks)
     total = sum(num_bytes for _, num_bytes in parts)
     *before, (last_s, last_bytes) = parts
     computing_s = last_s - before[-1][0]
@@ -239,8 +239,8 @@ def test_bytes_that_are_hidden_cost_what_they_steal_from_the_steps() -> None:
         step_s = 0.01 + CHUNK * 1e-3 + 1e-7 * context + 2e-9 * moved
         made.stepped(StepAccount(prefill_tokens=CHUNK, prefill_token_context=context), step_s, moved)
     link = made.link("d")
-    exposed = made.exposed("d", cached=0, num_tokens=4096, held_blocks=0)
-    prices = made.prices("d", cached=0, num_tokens=4096, held_blocks=0)
+    exposed = made.exposed("d", cached=0, num_tokens=4096, receiver_cached_blocks=0)
+    prices = made.prices("d", cached=0, num_tokens=4096, receiver_cached_blocks=0)
     hidden = 4096 // SIZE * BLOCK_BYTES - (exposed[BY_CHUNK] - link.latency_s) * link.bandwidth_bytes_s
     assert hidden > 0.0
     assert made.stolen_s > 1e-9

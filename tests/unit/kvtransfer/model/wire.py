@@ -60,7 +60,7 @@ def grant_of(transfer: int, incarnation: int, blocks: tuple[int, ...]) -> Grant:
         incarnation=str(incarnation),
         fingerprint=FACTS,
         blocks=blocks,
-        held_blocks=0,
+        num_cached_blocks=0,
     )
 
 
