@@ -63,7 +63,6 @@ class Runtime:
         self._timer: asyncio.TimerHandle | None = None
         self._no_calls = asyncio.Event()
         self._no_calls.set()
-        self.num_unsent = 0  # commands to workers whose stream was gone
 
     @property
     def num_calls(self) -> int:
@@ -140,12 +139,12 @@ class Runtime:
             case Reserve() | Prefill():
                 call = self._calls.get(command.request_id)
                 if call is not None:
-                    self._send_to(command.worker_id, encode_request(command, call.sequence))
+                    self._send(command.worker_id, encode_request(command, call.sequence))
                 if isinstance(command, Reserve):
                     path = Path.LOCAL if command.is_local else Path.REMOTE
                     self._measure.placed(path.value, command.attempt)
             case Admit() | Cancel() | DrainWorker() | UndrainWorker():
-                self._send_to(command.worker_id, encode_request(command))
+                self._send(command.worker_id, encode_request(command))
             case FinishRequest():
                 call = self._end(command.request_id)
                 if call is not None:
@@ -174,10 +173,6 @@ class Runtime:
         matched = call.answer.take(command.tokens)
         if matched is not None:
             self._events.append(StopMatched(request_id=command.request_id, num_output_tokens=matched))
-
-    def _send_to(self, worker_id: str, message: worker_pb2.AttachRequest) -> None:
-        if not self._send(worker_id, message):
-            self.num_unsent += 1
 
     def _end(self, request_id: str) -> OpenCall | None:
         call = self._calls.pop(request_id, None)

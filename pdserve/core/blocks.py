@@ -44,7 +44,6 @@ class BlockAllocator:
         self._stored: dict[bytes, None] = {}  # a dict for its order
         self._removed: dict[bytes, None] = {}
         self._sequence = 0
-        self.num_evicted = 0
 
     @property
     def num_blocks(self) -> int:
@@ -75,7 +74,6 @@ class BlockAllocator:
             block, _ = self._evictable.popitem(last=False)
             self._forget(block)
             self._free.add(block)
-            self.num_evicted += 1
         blocks = self._free.take(count)
         for block in blocks:
             self._references[block] = 1

@@ -47,7 +47,6 @@ class Fit:
         "_widest",
         "coefficients",
         "error",
-        "num_rejected",
         "num_samples",
     )
 
@@ -58,7 +57,6 @@ class Fit:
         self.coefficients = tuple(prior)
         self.error = FIRST_ERROR  # relative standard deviation of recent residuals
         self.num_samples = 0
-        self.num_rejected = 0
         self._recent = 0  # samples since the last change
         self._streak: list[float] = []  # log ratios of consecutive outliers on one side
 
@@ -75,7 +73,6 @@ class Fit:
         """
         usable = math.isfinite(seconds) and NO_TIME_S < seconds <= LONGEST_S
         if not usable or not all(math.isfinite(f) and 0.0 <= f <= 1e15 for f in features) or not any(features):
-            self.num_rejected += 1
             return False
         predicted = self._floored(features, known_s, seconds)
         if self._has_changed(math.log(seconds / predicted)):
@@ -162,8 +159,6 @@ class Fit:
         if all(math.isfinite(one) and one <= LONGEST_S for one in theta):
             self._covariance = updated
             self._believe(theta)
-        else:
-            self.num_rejected += 1
 
 
 def _clip(value: float, bound: float) -> float:

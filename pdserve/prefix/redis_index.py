@@ -62,8 +62,6 @@ class RedisIndex:
         self._late = 0
         self._wake = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
-        self.num_answered = 0
-        self.num_unanswered = 0  # late, failed, or skipped because Redis cannot be reached
         if hash_seed:
             self.bind(hash_seed)
 
@@ -93,10 +91,8 @@ class RedisIndex:
 
     async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
         if not hashes or not self._slots.alive or not self._is_available:
-            self.num_unanswered += not self._is_available
             return _NOTHING
         if len(self._in_flight) >= MAX_IN_FLIGHT:
-            self.num_unanswered += 1
             return _NOTHING
         # A late task is not cancelled, because that would close its connection.
         task = asyncio.create_task(self._ask(hashes))
@@ -115,10 +111,8 @@ class RedisIndex:
             self._note_late()
             return _NOTHING
         if task.cancelled() or task.exception() is not None:
-            self.num_unanswered += 1
             return _NOTHING
         self._late = 0
-        self.num_answered += 1
         return task.result()
 
     async def _ask(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
@@ -214,7 +208,6 @@ class RedisIndex:
         self._trip(repr(error))
 
     def _note_late(self) -> None:
-        self.num_unanswered += 1
         self._late += 1
         if self._late >= LATE_IN_A_ROW:
             self._trip("answers are late")

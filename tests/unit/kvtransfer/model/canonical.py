@@ -27,7 +27,6 @@ IGNORED: Final = {
     "busy_s",
     "early_bytes",
     "last_pushed_at_s",
-    "num_evicted",
     "moves",  # the table of the side, the same in all states
 }
 _ATOMS: Final = (int, str, bytes, float, type(None), Enum, Grant, TransferKey)
