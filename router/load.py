@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable
 from typing import Final, final
 
+from pdserve.core.fit import WIDEST_BAND
 from pdserve.core.latency import CostModel
 from pdserve.core.memory_price import held_share
 from pdserve.core.step_rule import StepLimit, chunk_tokens, step_limit
@@ -22,7 +23,6 @@ from router.events import WorkerConnected
 
 MID_PROMPT: Final = 4096  # assumed context in the cost of a prompt token, independent of prompts
 TRUSTED_SAMPLES: Final = 16  # of a cost model, before its predictions and errors count
-WIDEST_BAND: Final = 0.25  # relative limit of the error, so that a noisy machine is not left half empty
 
 
 @final
@@ -74,10 +74,8 @@ class DecodeLoad:
         # A target that the worker could not meet even for a single short sequence is ignored.
         self.alone_s = alone_s = base_s + row_s
         self.tightest_s = tightest_s = min([one for one in tpot_targets_s if one > alone_s], default=math.inf)
-        error = cost.decode_error
-        self.band = (
-            (error if error < WIDEST_BAND else WIDEST_BAND) if cost.num_decode_samples >= TRUSTED_SAMPLES else 0.0
-        )
+        # A larger band would leave a noisy machine half empty.
+        self.band = min(cost.decode_error, WIDEST_BAND) if cost.num_decode_samples >= TRUSTED_SAMPLES else 0.0
         self.sure = 1.0 + self.band
         # An empty worker counts as open whatever its report says, because the report may be old; the worker decides.
         self.is_open = is_empty or (rows < hello.max_batch and arriving < hello.inbox_depth)

@@ -5,7 +5,9 @@ prediction: a single stall has little effect, and with a stall in every tenth ba
 those of the other nine. Errors are log ratios, so twice the time has the same weight as half the time: batches are late
 by much and early by little, and the model predicts their median, not their mean. CHANGE_STREAK consecutive samples
 beyond CHANGE_SIGMAS on one side mean that the machine has changed: their common factor scales all coefficients at once,
-and learning restarts from there. Predictions are finite and never negative, for any samples.
+and learning restarts from there. For this test an error above WIDEST_BAND counts as WIDEST_BAND: a larger one means
+that the coefficients are wrong, as they are when other processes have stopped using the machine. Predictions are finite
+and never negative, for any samples.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ CHANGE_STREAK: Final = 5
 SMALLEST_ERROR: Final = 0.02  # relative; a band never shrinks below it
 FIRST_ERROR: Final = 0.5  # relative; before any sample
 WIDEST_ERROR: Final = 2.0
+WIDEST_BAND: Final = 0.25  # relative; machines are not noisier than that
 FORGETTING: Final = 0.99
 NOISE: Final = 0.1  # assumed relative standard deviation of a typical sample
 PRIOR_SPREAD: Final = 2.0  # assumed error of a coefficient's prior, relative to a typical batch
@@ -112,7 +115,7 @@ class Fit:
     def _has_changed(self, ratio: float) -> bool:
         """True if this sample completes a streak; the coefficients were then scaled by the streak's common factor."""
         streak = self._streak
-        if abs(ratio) <= CHANGE_SIGMAS * self.error:
+        if abs(ratio) <= CHANGE_SIGMAS * min(self.error, WIDEST_BAND):
             streak.clear()
             return False
         if streak and (ratio > 0.0) is not (streak[0] > 0.0):
@@ -125,7 +128,7 @@ class Fit:
         self._believe([min(theta * factor, LONGEST_S) for theta in self._theta])
         self._relearn()
         self._recent = 0
-        self.error = max(self.error, FIRST_ERROR)
+        self.error = FIRST_ERROR
         return True
 
     def _believe(self, theta: list[float]) -> None:

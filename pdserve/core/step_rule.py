@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from pdserve.core.fit import WIDEST_BAND
 from pdserve.core.latency import CostModel
 from pdserve.core.memory_price import longest_step_s
 
@@ -38,7 +39,7 @@ def step_limit(
     free_s = (1.0 + FREE_SHARE) * decode_s
     if allowed_s is None:
         return StepLimit(free_s, max(least, most // BLIND_SHARE))
-    target_s = allowed_s * min(TARGET_SHARE, 1.0 / (1.0 + cost.step_error))
+    target_s = allowed_s * min(TARGET_SHARE, 1.0 / (1.0 + min(cost.step_error, WIDEST_BAND)))
     weights_s = cost.decode_coefficients[0]
     worth_s = longest_step_s(weights_s, held_share) + decode_s - weights_s
     return StepLimit(max(free_s, min(target_s, worth_s)), min(least, most))

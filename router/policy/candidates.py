@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, NamedTuple, final
 
+from pdserve.core.fit import WIDEST_BAND
 from pdserve.core.latency import LinkModel
 from pdserve.core.overlap import chunked_exposed_s
 from pdserve.core.step_rule import TARGET_SHARE
-from router.load import WIDEST_BAND, DecodeLoad
+from router.load import DecodeLoad
 from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Links, PolicyInput
 from router.policy.tuning import (

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import random
 import statistics
+from pathlib import Path
+from typing import Final
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.fit import LONGEST_S, Fit
+from pdserve.core.fit import LONGEST_S, WIDEST_BAND, Fit
 from pdserve.core.latency import CostModel, CostPrior, LinkModel
 from tests.support.slow import slow_except
 
+CONTENDED: Final = Path(__file__).parent / "data" / "contended_batches.csv"
+QUIET_AFTER: Final = 421  # batches
 TRUTH = CostPrior(
     prefill_base_s=0.02,
     prefill_per_token_s=1e-3,
@@ -243,6 +248,31 @@ def test_a_throttled_minute_is_believed_and_forgotten_within_a_dozen_batches(see
         assert error(model, truth, slowness=now) < 0.15
         assert model.prefill_s(512) == pytest.approx(now * truth.prefill_s(512), rel=0.3)
         feed(model, truth, rng, 200, slowness=now)
+
+
+def test_costs_learned_beside_other_processes_are_forgotten_within_a_few_batches() -> None:
+    """Batches of a live worker. During the first QUIET_AFTER, other processes used the same cores, and batches took up
+    to forty times as long, at random."""
+    with CONTENDED.open() as lines:
+        batches = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
+    model = CostModel(CostPrior(prefill_base_s=0.02, prefill_per_token_s=8e-4, decode_base_s=0.019))
+    ratios = []
+    for number, batch in enumerate(batches):
+        predicted_s = model.step_s(
+            batch["rows"], batch["context_tokens"], batch["prefill_tokens"], batch["prefill_token_context"]
+        )
+        if number > QUIET_AFTER and batch["prefill_tokens"]:
+            ratios.append(abs(math.log(batch["step_s"] / predicted_s)))
+        model.observe(
+            rows=int(batch["rows"]),
+            prefill_tokens=int(batch["prefill_tokens"]),
+            prefill_token_context=batch["prefill_token_context"],
+            context_tokens=int(batch["context_tokens"]),
+            step_s=batch["step_s"],
+        )
+    assert len(ratios) > 90
+    assert statistics.median(ratios[10:]) < 0.15
+    assert model.prefill_error < WIDEST_BAND
 
 
 @given(

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from pdserve.core.fit import WIDEST_BAND
 from pdserve.core.latency import LinkModel
 from pdserve.core.overlap import exposed_s
 from pdserve.core.step_rule import TARGET_SHARE
 from pdserve.core.types import Slo
-from router.load import WIDEST_BAND, DecodeLoad
+from router.load import DecodeLoad
 from router.policy.availability import can_start, opens_in_s
 from router.policy.candidates import (
     PlacementOption,

@@ -7,10 +7,10 @@ import math
 import pytest
 
 from decode_worker.chunking import ChunkRule
+from pdserve.core.fit import WIDEST_BAND
 from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.protocol import BatchTimed, Load
 from pdserve.core.types import Role
-from router import load
 from router.booking import Booking
 from router.view import WorkerView
 from tests.unit.router.router_events import hello
@@ -133,7 +133,7 @@ def test_the_band_is_the_models_error_once_it_has_seen_enough_and_never_wide() -
             )
         )
     view.reported(Load(worker_id="d0", steps=1, free_blocks=100), 0.0)
-    assert 0.1 < view.load.band <= load.WIDEST_BAND
+    assert 0.1 < view.load.band <= WIDEST_BAND
 
 
 def test_an_empty_worker_is_open_whatever_its_report_says() -> None:
