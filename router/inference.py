@@ -15,6 +15,7 @@ import grpc.aio
 
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.errors import Cancelled, InternalError, InvalidRequest, NoWorkers, PdserveError
+from pdserve.core.held_bytes import HeldBytes
 from pdserve.prefix.lookup import PrefixLookup
 from pdserve.telemetry import names
 from pdserve.telemetry.interceptors import current_span
@@ -27,7 +28,6 @@ from router.answer import MAX_PENDING_TOKENS, Answer
 from router.events import RequestArrived
 from router.fair_queue import client_of
 from router.group import Group
-from router.held_bytes import HeldBytes
 from router.measure import Measure, RequestFacts
 from router.model import ModelFacts
 from router.runtime import Runtime

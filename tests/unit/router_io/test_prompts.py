@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.core.held_bytes import SMALL_BYTES, HeldBytes
 from pdserve.core.types import Slo
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -21,7 +22,6 @@ from pdserve.v1 import inference_pb2
 from pdserve.wire import status
 from router import tokenizing
 from router.admission import Admission, Limits
-from router.held_bytes import SMALL_BYTES, HeldBytes
 from router.prompts import MAX_CHARS_WITHOUT_MODEL
 from router.tokenizing import LONG_BYTES, LONG_CHARS, TokenizerThreads
 from tests.unit.router_io.conftest import Connect

@@ -1,4 +1,4 @@
-"""Limits the bytes of the requests being served, because gRPC holds each message until its call has ended."""
+"""Limits the bytes of the requests being served, because a server holds each until its answer has ended. Pure."""
 
 from __future__ import annotations
 
