@@ -88,6 +88,10 @@ class AsyncClient(BaseClient):
     async def model(self) -> Model:
         return await self._ask(calls.model())
 
+    async def is_serving(self) -> bool:
+        """Whether the router has a decode worker. Needs no token. Raises Unavailable if no router answers."""
+        return await self._ask(calls.is_serving())
+
     async def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         return await self._ask(calls.tokenize(prompt))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from pdserve.client import results
 from pdserve.client.request import detokenize_request, token_bytes_request, tokenize_request
@@ -12,6 +12,8 @@ from pdserve.client.results import Explanation, Model, Topology
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 Result = TypeVar("Result")
+_SERVICE: Final = "pdserve.v1.InferenceService"
+_SERVING: Final = b"\x08\x01"  # HealthCheckResponse with status SERVING
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,22 @@ def detokenize(token_ids: Sequence[int], prompt: Sequence[int]) -> UnaryCall[str
 
 def token_bytes(token_ids: Sequence[int]) -> UnaryCall[list[bytes]]:
     return _inference("GetTokenBytes", token_bytes_request(token_ids), lambda response: list(response.token_bytes))
+
+
+def is_serving() -> UnaryCall[bool]:
+    """gRPC's standard health check of the public service, for which no token is needed."""
+    return UnaryCall(_HealthStub, "Check", _SERVICE, lambda status: bool(status == _SERVING))
+
+
+class _HealthStub:
+    """Encodes its two messages itself, because the SDK does not depend on grpcio-health-checking."""
+
+    def __init__(self, channel: Any) -> None:
+        self.Check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=lambda service: b"\n" + bytes((len(service),)) + service.encode(),
+            response_deserializer=lambda message: message,
+        )
 
 
 def topology() -> UnaryCall[Topology]:

@@ -90,6 +90,10 @@ class Client(BaseClient):
     def model(self) -> Model:
         return self._ask(calls.model())
 
+    def is_serving(self) -> bool:
+        """Whether the router has a decode worker. Needs no token. Raises Unavailable if no router answers."""
+        return self._ask(calls.is_serving())
+
     def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         return self._ask(calls.tokenize(prompt))
 

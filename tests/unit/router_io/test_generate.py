@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from pdserve import AsyncClient
+from pdserve import AsyncClient, Client
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import RequestAttributes
 from pdserve.engine.toy import answer
@@ -237,3 +237,11 @@ async def test_the_bytes_of_tokens_come_in_their_order(connect: Connect, decode:
         assert await client.token_bytes([104, 226, 256, 105]) == [b"h", b"\xe2", b"", b"i"]
         with pytest.raises(InvalidRequest, match="8193 tokens, expected at most 8192"):
             await client.token_bytes([1] * 8193)
+
+
+async def test_the_sdk_asks_for_health_without_a_token(connect: Connect, decode: Program) -> None:
+    front = await connect(decode, token="right")
+    async with AsyncClient(front.server.address) as client:
+        assert await client.is_serving()
+    with Client(front.server.address) as other:
+        assert await asyncio.to_thread(other.is_serving)
