@@ -1,4 +1,4 @@
-"""The settings of workers and routers: frozen and checked once; and the environment variables of their secrets."""
+"""The settings of workers, routers and gateways, frozen and checked once; the environment variables of secrets."""
 
 from __future__ import annotations
 
@@ -253,6 +253,34 @@ class RouterConfig:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """One HTTP gateway process. It holds no secret: its callers' tokens are checked by the router."""
+
+    router: str = setting("HOST:PORT of the router")
+    gateway_id: str = setting("name of this gateway", "gateway-0", is_name=True)
+    host: str = setting("address to listen on", "127.0.0.1")
+    port: int = setting("HTTP port; 0 picks a free one", 8000, within=PORTS)
+    max_body_bytes: int = setting("maximum size of the body of a request", 4 * 2**20, within=(1024, LARGEST_COUNT))
+    max_held_bytes: int = setting(
+        "maximum total size of all requests in progress; the gateway rejects more", 256 * 2**20, within=(1024, 2**40)
+    )
+    max_header_bytes: int = setting(
+        "maximum size of a request line and its headers", 16_384, within=(1024, LARGEST_COUNT)
+    )
+    max_connections: int = setting(
+        "maximum number of open connections; each needs a file descriptor", 512, within=(1, LARGEST_COUNT)
+    )
+    header_s: float = setting("time that a client has to send a request line and headers", 10.0, within=(0.1, DAY_S))
+    body_s: float = setting("time that a client has to send the body of a request", 30.0, within=(0.1, DAY_S))
+    idle_s: float = setting("time after which a connection without a request is closed", 75.0, within=(0.1, DAY_S))
+    stall_s: float = setting("time after which a client that reads nothing is disconnected", 30.0, within=(0.1, DAY_S))
+    drain_s: float = setting("time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 def _check_ranks(config: WorkerConfig) -> None:
     """Raises ConfigError if ranks on other hosts could not join or could not be reached."""
     if not config.rendezvous:
@@ -273,7 +301,7 @@ def _check_ranks(config: WorkerConfig) -> None:
 
 
 SECRETS: Final = frozenset(
-    one.metadata["env"] for kind in (WorkerConfig, RouterConfig) for one in dataclasses.fields(kind)
+    one.metadata["env"] for kind in (WorkerConfig, RouterConfig, GatewayConfig) for one in dataclasses.fields(kind)
 ) - {""}
 
 

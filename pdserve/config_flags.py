@@ -1,4 +1,4 @@
-"""Converts the settings of a worker or a router to flags, and back, by one rule.
+"""Converts the settings of a worker, a router or a gateway to flags, and back, by one rule.
 
 A field `kv_blocks: int` is the flag `--kv-blocks`. The launcher builds a config and starts a process with
 `to_flags(config)` and `to_env(config)`; the process reads it with `parse_flags`. Nothing else reads the command line of
@@ -14,12 +14,12 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pdserve.config import RouterConfig, WorkerConfig, from_env
+from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import is_hidden
 from pdserve.core.urls import hide_password
 
-Config = TypeVar("Config", WorkerConfig, RouterConfig)
+Config = TypeVar("Config", WorkerConfig, RouterConfig, GatewayConfig)
 
 
 def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Mapping[str, str] | None = None) -> Config:
@@ -53,9 +53,10 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Map
             default = None if required or env else one.default
             metavar = "|".join(one.metadata["choices"]) or None
             parser.add_argument(flag, type=hint, required=required, default=default, help=help_text, metavar=metavar)
-    parser.epilog = (
-        f"Secrets come from the environment, or from files: {'; '.join(help_lines)}. NAME_FILE names a file of it."
-    )
+    if help_lines:
+        parser.epilog = (
+            f"Secrets come from the environment, or from files: {'; '.join(help_lines)}. NAME_FILE names a file of it."
+        )
     flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     for one in dataclasses.fields(kind):
         if one.name in flags:
@@ -71,7 +72,7 @@ def check_shown(one: dataclasses.Field[Any], value: Any, name: str) -> None:
         raise ConfigError(name, hide_password(str(value)) if one.metadata["is_url"] else "a secret", expected)
 
 
-def to_flags(config: WorkerConfig | RouterConfig) -> list[str]:
+def to_flags(config: WorkerConfig | RouterConfig | GatewayConfig) -> list[str]:
     """The flags from which, together with `to_env`, parse_flags makes an equal config; defaults are left out."""
     flags: list[str] = []
     for one in dataclasses.fields(config):
@@ -88,7 +89,7 @@ def to_flags(config: WorkerConfig | RouterConfig) -> list[str]:
     return flags
 
 
-def to_env(config: WorkerConfig | RouterConfig) -> dict[str, str]:
+def to_env(config: WorkerConfig | RouterConfig | GatewayConfig) -> dict[str, str]:
     """The environment variables for values that must not be on a command line."""
     values = ((one, getattr(config, one.name)) for one in dataclasses.fields(config))
     return {one.metadata["env"]: value for one, value in values if value and is_hidden(one, str(value))}

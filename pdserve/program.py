@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from pdserve.config import RouterConfig, forget_secrets
+from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig, forget_secrets
 from pdserve.config_flags import Config, parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import missing
@@ -59,12 +59,18 @@ def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv
     gc.collect()
     gc.freeze()
     _follow_signals(host)  # until here a signal simply ends the process, because it has no clients yet
-    own_id = config.router_id if isinstance(config, RouterConfig) else config.worker_id
+    own_id = _own_id(config)
     memory = f"{name} {own_id} memory {host.memory}\n" if host.memory else ""
     sys.stdout.write(f"{name} {own_id} listening on {address}\n{memory}")
     sys.stdout.flush()
     host.wait()
     return 0
+
+
+def _own_id(config: WorkerConfig | RouterConfig | GatewayConfig) -> str:
+    if isinstance(config, RouterConfig):
+        return config.router_id
+    return config.gateway_id if isinstance(config, GatewayConfig) else config.worker_id
 
 
 def _follow_signals(host: Host) -> None:

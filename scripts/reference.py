@@ -1,5 +1,5 @@
-"""Writes the pages of docs/reference from the code: settings, commands, metrics and spans, lifecycles on workers.
-`make reference` runs it.
+"""Writes the pages of docs/reference from the code: settings, commands, metrics and spans, lifecycles on workers,
+fields of HTTP requests. `make reference` runs it.
 
     python scripts/reference.py [--check] [--root DIR]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +20,9 @@ from typing import Any, Final
 
 from decode_worker import lifecycle as decode_lifecycle
 from pdserve.cli.main import make_parsers
-from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.core.setting import NAME, Range
+from pdserve.gateway.field_support import IGNORED, MODELS, REJECTED, Endpoint
 from pdserve.launch.keys import COMPUTED, TOP
 from pdserve.launch.spec import NUM_WORKERS, ClusterSpec
 from pdserve.telemetry.metric_names import METRICS, LabelValues, MetricSpec
@@ -89,6 +91,11 @@ def settings_page() -> str:
         "## Router",
         *settings_table(config_rows(RouterConfig, "router.")),
         "",
+        "## Gateway",
+        "Of the [HTTP gateway](../http.md).",
+        "",
+        *settings_table(config_rows(GatewayConfig, "gateway.")),
+        "",
         "## Workers",
         "`worker.KEY` sets a key for all workers. `prefill_worker.KEY` and `decode_worker.KEY` override it for one "
         "role.",
@@ -97,7 +104,8 @@ def settings_page() -> str:
         "",
         "## Flags of single processes",
         "`pdserve up` computes these settings itself and rejects them in tables. They are flags of `python -m router`, "
-        "`python -m prefill_worker` and `python -m decode_worker`, for deployments that start processes one by one. "
+        "`python -m prefill_worker`, `python -m decode_worker` and `python -m pdserve.gateway`, for deployments that "
+        "start processes one by one. "
         "All keys above are flags of these programs too: `max_queue` is `--max-queue`.",
         "",
         *settings_table(flag_rows()),
@@ -141,7 +149,7 @@ def config_rows(kind: type, prefix: str) -> Iterator[Sequence[str]]:
 
 
 def flag_rows() -> Iterator[Sequence[str]]:
-    for program, kind in (("router", RouterConfig), ("workers", WorkerConfig)):
+    for program, kind in (("router", RouterConfig), ("workers", WorkerConfig), ("gateway", GatewayConfig)):
         for one in dataclasses.fields(kind):
             if one.name in COMPUTED and one.name != "cluster_secret":
                 flag = code("--" + one.name.replace("_", "-"))
@@ -151,7 +159,7 @@ def flag_rows() -> Iterator[Sequence[str]]:
 def secret_rows() -> Iterator[Sequence[str]]:
     found = {
         one.metadata["env"]: one
-        for kind in (RouterConfig, WorkerConfig)
+        for kind in (RouterConfig, WorkerConfig, GatewayConfig)
         for one in dataclasses.fields(kind)
         if one.metadata["env"]
     }
@@ -236,10 +244,11 @@ def metrics_page() -> str:
         by.setdefault(spec.by, []).append(spec)
     lines = [
         "Each process serves its metrics at `/metrics` on its port for metrics: [`router.metrics_port` and "
-        "`worker.metrics_port`](settings.md). [Telemetry](../telemetry.md) explains how the numbers are measured.",
+        "`worker.metrics_port`](settings.md). The gateway serves them on its own port. "
+        "[Telemetry](../telemetry.md) explains how the numbers are measured.",
     ]
     for process, specs in by.items():
-        lines += ["", f"## Metrics of {'the router' if process == 'router' else 'workers'}"]
+        lines += ["", f"## Metrics of {'workers' if process == 'worker' else f'the {process}'}"]
         lines += table(("name", "type", "labels", "unit", "meaning"), map(metric_row, specs))
     lines += ["", "### Buckets", "Upper bounds of the buckets of each histogram, in its unit.", ""]
     lines += table(("histogram", "bounds"), bucket_rows())
@@ -304,6 +313,32 @@ def lifecycles_page() -> str:
     return page("Lifecycles on workers", "lifecycle.py of both workers", *lines)
 
 
+# --- HTTP -----------------------------------------------------------------------------------------------------
+
+
+def http_page() -> str:
+    lines = [
+        "What the [HTTP gateway](../http.md) does with each field of a request. A field with the value null counts as "
+        "absent. A field in no table is rejected with the code `unknown_parameter`. "
+        "`tests/unit/gateway/test_fields.py` tries each row with the official client, and finds fields that have no "
+        "row.",
+    ]
+    for endpoint, path in (("chat", "/v1/chat/completions"), ("text", "/v1/completions")):
+        lines += ["", f"## {path}", ""]
+        lines += table(("field", "support", "meaning or reason"), field_rows(endpoint))
+    return page("Fields of HTTP requests", "request_models.py and field_support.py in pdserve/gateway", *lines)
+
+
+def field_rows(endpoint: Endpoint) -> Iterator[Sequence[str]]:
+    for name, field in MODELS[endpoint].model_fields.items():
+        yield code(name), "supported", field.description or ""
+    for name, reason in IGNORED[endpoint].items():
+        yield code(name), "ignored", reason
+    for name, rejected in REJECTED[endpoint].items():
+        harmless = ", ".join(code(json.dumps(value)) for value in rejected.harmless)
+        yield code(name), f"rejected, except {harmless}" if harmless else "rejected", rejected.reason
+
+
 # --- markdown -------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +369,7 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     f"{FOLDER}/cli.md": cli_page,
     f"{FOLDER}/metrics.md": metrics_page,
     f"{FOLDER}/lifecycles.md": lifecycles_page,
+    f"{FOLDER}/http.md": http_page,
 }
 
 if __name__ == "__main__":

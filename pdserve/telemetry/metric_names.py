@@ -346,3 +346,23 @@ TRANSFER_TIME: Final = _metric(
     "time of a transfer from its first byte to commit, measured by the receiver",
     buckets=TTFT_BUCKETS,
 )
+
+# --- gateway
+
+HTTP_REQUESTS: Final = _metric(
+    "pdserve_http_requests_total",
+    "counter",
+    "gateway",
+    "requests, by path and status; 499: the client disconnected",
+    {"path": "path of the route", "status": "HTTP status; of a stream that broke, the status of its error"},
+)
+HTTP_RUNNING: Final = _metric("pdserve_http_requests_running", "gauge", "gateway", "requests in progress")
+HTTP_CONNECTIONS: Final = _metric(
+    "pdserve_http_connections", "gauge", "gateway", "open connections; gateway.max_connections limits it"
+)
+HTTP_DROPPED: Final = _metric(
+    "pdserve_http_dropped_connections_total",
+    "counter",
+    "gateway",
+    "connections beyond the limit: idle ones that were closed for them, or themselves where none was idle",
+)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from pdserve.config import GatewayConfig
 
 ROOT = Path(__file__).parents[2]
 OURS = ("benchmarks", "decode_worker", "examples", "kvtransfer", "pdserve", "prefill_worker", "router", "simulator")
@@ -67,7 +70,10 @@ def source(module: str) -> str:
     """Of a module or a package's __main__; empty where there is neither."""
     path = ROOT / module.replace(".", "/")
     found = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__main__.py"
-    return found.read_text(encoding="utf-8") if found.exists() else ""
+    code = found.read_text(encoding="utf-8") if found.exists() else ""
+    if module == "pdserve.gateway":  # its flags are the fields of its config
+        code += "".join(f'"--{one.name.replace("_", "-")}"' for one in dataclasses.fields(GatewayConfig))
+    return code
 
 
 @pytest.mark.parametrize("page", pages())

@@ -22,6 +22,10 @@ PURE = [
     "pdserve.engine.interface",
     "pdserve.structured.endless",
     "pdserve.text.stops",
+    "pdserve.gateway.errors",
+    "pdserve.gateway.headers",
+    "pdserve.gateway.json_body",
+    "pdserve.gateway.sse",
     "pdserve.launch.keys",
     "pdserve.launch.spec",
     "benchmarks.prediction_parts",
@@ -141,6 +145,10 @@ LIGHT = {
     "pdserve": ("torch", "ray", "redis", "opentelemetry", "numpy"),
     "pdserve.client": ("torch", "ray", "redis", "opentelemetry", "numpy"),
     "router.server": ("torch", "ray"),
+    # Pure as well; pydantic itself imports threading and socket.
+    "pdserve.gateway.sdk_call": ("grpc", "torch", "ray", "redis", "asyncio", "opentelemetry", "numpy"),
+    "pdserve.gateway.replies": ("grpc", "torch", "ray", "redis", "asyncio", "opentelemetry", "numpy"),
+    "pdserve.gateway.server": ("torch", "ray", "redis", "opentelemetry", "numpy"),
     "pdserve.engine.toy": ("torch", "numpy"),
     "pdserve.engine.build_engine": ("triton", "cupy"),
 }

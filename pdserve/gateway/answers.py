@@ -1,0 +1,106 @@
+"""Reads the streams of one HTTP request: one for each of its prompts. Closing them cancels the request."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from typing import Final, final
+
+from pdserve.client.aio import AsyncClient, AsyncStream
+from pdserve.client.results import Completion, Piece
+from pdserve.gateway.sdk_call import SdkCall
+
+MAX_WAITING: Final = 64  # pieces of several streams
+MAX_BYTES_OF: Final = 8192  # tokens in one call
+MAX_KNOWN: Final = 2**19  # more than a vocabulary has; then all are forgotten
+
+
+@final
+class Answers:
+    def __init__(self, client: AsyncClient, call: SdkCall) -> None:
+        """Raises InvalidRequest."""
+        self._streams: list[AsyncStream] = []
+        self._each = call.answers_each
+        try:
+            for number, prompt in enumerate(call.prompts):
+                options = call.options
+                if number and (request_id := options.get("request_id")):
+                    options = {**options, "request_id": f"{request_id}.{number}"}
+                self._streams.append(client.stream(prompt, **options))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def request_id(self) -> str:
+        """Of the first prompt. Available with the first piece."""
+        return self._streams[0].request_id
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """Of each prompt whose first piece has come; 0 of the others."""
+        return [one.prompt_tokens or 0 for one in self._streams]
+
+    def prompt_of(self, index: int) -> int:
+        """The number of the prompt of answer `index`."""
+        return index // self._each
+
+    @property
+    def completions(self) -> list[Completion]:
+        return [one.completion for one in self._streams]
+
+    def close(self) -> None:
+        """Cancels what still runs. Idempotent."""
+        for one in self._streams:
+            one.close()
+
+    def pieces(self) -> AsyncIterator[Piece]:
+        """Pieces with the number of their answer over all prompts. The first error of a stream ends all."""
+        return self._streams[0] if len(self._streams) == 1 else self._merged()
+
+    async def _merged(self) -> AsyncIterator[Piece]:
+        queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(MAX_WAITING)
+        readers = [asyncio.create_task(self._read(number, queue)) for number in range(len(self._streams))]
+        try:
+            left = len(readers)
+            while left:
+                found = await queue.get()
+                if isinstance(found, BaseException):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    yield found
+        finally:
+            for one in readers:
+                one.cancel()
+            self.close()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _read(self, number: int, queue: asyncio.Queue[Piece | BaseException | None]) -> None:
+        try:
+            async for piece in self._streams[number]:
+                await queue.put(dataclasses.replace(piece, index=number * self._each + piece.index))
+            await queue.put(None)
+        except Exception as error:  # passed on to the reader of all
+            await queue.put(error)
+
+
+@final
+class TokenTable:
+    """The bytes of tokens, asked for once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token_id: int) -> bytes:
+        return self._known[token_id]
+
+    async def learn(self, client: AsyncClient, token_ids: set[int]) -> None:
+        if len(self._known) > MAX_KNOWN:
+            self._known.clear()
+        missing = [one for one in token_ids if one not in self._known]
+        for start in range(0, len(missing), MAX_BYTES_OF):
+            asked: Sequence[int] = missing[start : start + MAX_BYTES_OF]
+            self._known.update(zip(asked, await client.token_bytes(asked), strict=True))

@@ -1,0 +1,229 @@
+"""The ASGI application: routes, and for each request admission, limits, its answer and its count.
+
+The order is: the token, the size that the client declares, the body, its fields. Nothing is read before the check that
+precedes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, final
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.routing import BaseRoute, Route
+
+from pdserve.client.aio import AsyncClient
+from pdserve.config import GatewayConfig
+from pdserve.core.errors import InternalError, InvalidRequest, NotFound, PdserveError
+from pdserve.core.held_bytes import HeldBytes
+from pdserve.gateway import errors, headers, json_body, replies, sse, tokens
+from pdserve.gateway.body import declared_bytes, read_body
+from pdserve.gateway.door import Caller, Door
+from pdserve.gateway.errors import UnknownModel
+from pdserve.gateway.field_support import Endpoint
+from pdserve.gateway.health import Health
+from pdserve.gateway.respond import Responder, send_json
+from pdserve.gateway.sdk_call import chat_call, text_call
+from pdserve.telemetry import metric_names
+from pdserve.telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Any, Any, Any, Headers], Awaitable[int]]
+METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+@final
+class Gateway:
+    """The handlers. Each returns the status that it answered, or raises before its answer has begun."""
+
+    def __init__(self, config: GatewayConfig, client: AsyncClient, metrics: Metrics, *, needs_token: bool) -> None:
+        self._config = config
+        self._door = Door(client, needs_token=needs_token)
+        self._health = Health(client)
+        self._held = HeldBytes(config.max_held_bytes)
+        self._responder = Responder()
+        self._metrics = metrics
+        self._created_s = int(time.time())
+        self._running = 0
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                self._route("/v1/chat/completions", "POST", self._generation("chat")),
+                self._route("/v1/completions", "POST", self._generation("text")),
+                self._route("/v1/models", "GET", self._models),
+                self._route("/v1/models/{name:path}", "GET", self._model),
+                self._route("/tokenize", "POST", self._unary(tokens.tokenize)),
+                self._route("/detokenize", "POST", self._unary(tokens.detokenize)),
+                self._route("/metrics", "GET", self._metrics_text),
+                self._route("/health", "GET", self._answer_health),
+            ],
+            exception_handlers={404: _no_such_path, 405: _wrong_method},
+        )
+
+    # --- endpoints
+
+    def _generation(self, endpoint: Endpoint) -> Handler:
+        make_call = chat_call if endpoint == "chat" else text_call
+
+        async def handle(scope: Any, receive: Any, send: Any, given: Headers) -> int:
+            caller = await self._admitted(given)
+            with self._held.hold(self._declared(given)):
+                fields = json_body.parse(await self._body(receive))
+                call = make_call(fields, caller.model, headers.options(given))
+                del fields
+                return await self._responder.respond(endpoint, call, caller.client, caller.model, receive, send)
+
+        return handle
+
+    def _unary(self, work: Callable[[Any, Caller], Awaitable[dict[str, Any]]]) -> Handler:
+        async def handle(scope: Any, receive: Any, send: Any, given: Headers) -> int:
+            caller = await self._admitted(given)
+            with self._held.hold(self._declared(given)):
+                found = await work(json_body.parse(await self._body(receive)), caller)
+            return await _send(send, 200, found)
+
+        return handle
+
+    async def _models(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
+        model = (await self._admitted(given)).model
+        return await _send(send, 200, replies.models(model.name, model.max_context_tokens, self._created_s))
+
+    async def _model(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
+        model = (await self._admitted(given)).model
+        name = scope["path_params"]["name"]
+        if name != model.name:
+            raise UnknownModel(name[:256], model.name)
+        return await _send(send, 200, replies.model(model.name, model.max_context_tokens, self._created_s))
+
+    async def _metrics_text(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
+        await self._admitted(given)
+        text = self._metrics.text().encode()
+        start = [(b"content-type", METRICS_TYPE), (b"content-length", str(len(text)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": start})
+        await send({"type": "http.response.body", "body": text, "more_body": False})
+        return 200
+
+    async def _answer_health(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
+        """Open to everyone: load balancers have no token."""
+        is_serving = await self._health.is_serving()
+        return await _send(send, 200 if is_serving else 503, {"status": "ok" if is_serving else "unavailable"})
+
+    # --- what they share
+
+    async def _admitted(self, given: Headers) -> Caller:
+        return await self._door.admit(headers.bearer_token(given.get("authorization")))
+
+    def _declared(self, given: Headers) -> int:
+        kind = given.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise InvalidRequest("content-type", repr(kind[:64]), "application/json")
+        if given.get("content-encoding", "identity").lower() != "identity":
+            raise InvalidRequest("content-encoding", "a compressed body", "a body as it is")
+        return declared_bytes(given.get("content-length"), self._config.max_body_bytes)
+
+    async def _body(self, receive: Any) -> bytes:
+        return await read_body(receive, self._config.max_body_bytes, self._config.body_s)
+
+    def _route(self, path: str, method: str, handler: Handler) -> BaseRoute:
+        return Route(path, _Endpoint(self, path, handler), methods=[method])
+
+    async def run(self, path: str, handler: Handler, scope: Any, receive: Any, send: Any) -> None:
+        """Turns every error into an answer, and counts the request."""
+        sent, received, given = _Sent(send), _Received(receive), Headers(scope=scope)
+        has_body = "content-length" in given or "transfer-encoding" in given
+        self._running += 1
+        self._metrics.set(metric_names.HTTP_RUNNING, self._running)
+        status = 499
+        try:
+            status = await handler(scope, received, sent, given)
+        except asyncio.CancelledError:
+            raise
+        except PdserveError as error:
+            status = await self._fail(sent, error, is_unread=has_body and not received.is_complete)
+        except Exception:  # the caller gets an answer, and the log the traceback
+            log.exception("a request crashed")
+            failure = InternalError("the gateway failed; its log says why")
+            status = await self._fail(sent, failure, is_unread=has_body and not received.is_complete)
+        finally:
+            self._running -= 1
+            self._metrics.set(metric_names.HTTP_RUNNING, self._running)
+            self._metrics.add(metric_names.HTTP_REQUESTS, path=path, status=str(status))
+
+    async def _fail(self, sent: _Sent, error: PdserveError, *, is_unread: bool) -> int:
+        found = errors.reply(error)
+        if sent.has_begun:
+            raise error  # the server then closes the connection, which tells the client that the answer is incomplete
+        pairs = [(name.encode(), value.encode()) for name, value in found.headers]
+        if is_unread:
+            pairs.append((b"connection", b"close"))  # the rest of the body is never read
+        await send_json(sent, found.status, sse.to_json(found.body).encode(), tuple(pairs))
+        return found.status
+
+
+@final
+class _Endpoint:
+    """An ASGI application, which Starlette calls without a request object of its own."""
+
+    def __init__(self, gateway: Gateway, path: str, handler: Handler) -> None:
+        self._gateway, self._path, self._handler = gateway, path, handler
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._gateway.run(self._path, self._handler, scope, receive, send)
+
+
+@final
+class _Received:
+    def __init__(self, receive: Any) -> None:
+        self._receive = receive
+        self.is_complete = False  # the whole body was read
+
+    async def __call__(self) -> Any:
+        message = await self._receive()
+        if not message.get("more_body", False):
+            self.is_complete = True
+        return message
+
+
+@final
+class _Sent:
+    def __init__(self, send: Any) -> None:
+        self._send = send
+        self.has_begun = False
+
+    async def __call__(self, message: Any) -> None:
+        self.has_begun = True
+        await self._send(message)
+
+
+async def _send(send: Any, status: int, value: dict[str, Any]) -> int:
+    await send_json(send, status, sse.to_json(value).encode())
+    return status
+
+
+async def _no_such_path(request: Any, error: Exception) -> Any:
+    return _Whole(errors.reply(NotFound("path", request.url.path[:256])))
+
+
+async def _wrong_method(request: Any, error: Any) -> Any:
+    message = f"{request.method} is not allowed on {request.url.path[:256]}"
+    found = errors.body(message, "invalid_request_error", "method_not_allowed")
+    allow = tuple((error.headers or {}).items())
+    return _Whole(errors.ErrorReply(status=405, body=found, headers=allow))
+
+
+@final
+class _Whole:
+    """An ASGI response."""
+
+    def __init__(self, reply: errors.ErrorReply) -> None:
+        self._reply = reply
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        pairs = tuple((name.lower().encode(), value.encode()) for name, value in self._reply.headers)
+        await send_json(send, self._reply.status, sse.to_json(self._reply.body).encode(), pairs)

@@ -1,0 +1,177 @@
+"""One HTTP connection: uvicorn's protocol with limits on the number of connections, on heads and on waits.
+
+uvicorn itself waits without limit for a request's head, accepts heads of any size, and never drops a client that stops
+reading. Bodies are limited in body.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from pdserve.gateway import errors, sse
+
+KEEPALIVE_IDLE_S: Final = 20
+KEEPALIVE_EVERY_S: Final = 10
+KEEPALIVE_PROBES: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    max_connections: int
+    max_header_bytes: int  # of a request line and its headers
+    header_s: float  # for them
+    idle_s: float  # between two requests
+    stall_s: float  # that a client may read nothing
+
+
+@final
+@dataclass(slots=True)
+class Connections:
+    """All open connections of a server. Those without a request are closed first when there are too many."""
+
+    limits: ConnectionLimits
+    idle: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # longest idle first
+    num_open: int = 0
+    num_dropped: int = 0
+
+    def make_room(self) -> bool:
+        """Closes the longest idle connection if there are too many. False if none is idle."""
+        if self.num_open <= self.limits.max_connections:
+            return True
+        self.num_dropped += 1
+        if not self.idle:
+            return False
+        oldest, _ = self.idle.popitem(last=False)
+        oldest.drop()
+        return True
+
+
+@final
+class Connection(HttpToolsProtocol):  # type: ignore[misc]
+    def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._all = connections
+        self._timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0  # of the request whose head is being read
+        self._is_in_head = True
+        self._is_rejected = False
+        self._is_open = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._is_open = True
+        self._all.num_open += 1
+        if not self._all.make_room():
+            self._reject(503, "server_error", "too_many_connections", "too many open connections")
+            return
+        _limit_stalls(transport, self._all.limits.stall_s)
+        self._all.idle[self] = None
+        self._wait(self._all.limits.header_s)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._all.num_open -= 1
+        self._all.idle.pop(self, None)
+        self._stop_waiting()
+        super().connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_rejected or self.parser is None:
+            return
+        if self._is_in_head:
+            # What came before belongs to the head alone; with this data, a body may come too.
+            if self._head_bytes > self._all.limits.max_header_bytes:
+                self._reject_head()
+                return
+            if self._head_bytes == 0:
+                self._wait(self._all.limits.header_s)
+            self._head_bytes += len(data)
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            # A second request before the answer to the first: nobody's client does it, and it could queue thousands.
+            raise httptools.HttpParserError("pipelined requests are not supported")
+        self._is_in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > (
+            self._all.limits.max_header_bytes
+        ):
+            self._reject_head()
+            return
+        self._is_in_head, self._head_bytes = False, 0
+        self._stop_waiting()
+        self._all.idle.pop(self, None)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_rejected:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_rejected:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._unset_keepalive_if_required()  # uvicorn's own timer ends with any byte
+            self._is_in_head = True
+            self._all.idle[self] = None
+            self._wait(self._all.limits.idle_s)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.drop()  # an error would stand within the running answer
+            return
+        self._reject(400, "invalid_request_error", "invalid_http", "a request that is not HTTP/1.1")
+
+    def drop(self) -> None:
+        self.transport.abort()
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(seconds, self.drop)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _reject_head(self) -> None:
+        most = self._all.limits.max_header_bytes
+        self._reject(431, "invalid_request_error", "headers_too_large", f"headers of over {most} bytes")
+
+    def _reject(self, status: int, kind: str, code: str, message: str) -> None:
+        if self._is_rejected:
+            return
+        self._is_rejected = True
+        self._stop_waiting()
+        body = sse.to_json(errors.body(message, kind, code)).encode()
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()
+
+
+def _limit_stalls(transport: asyncio.Transport, stall_s: float) -> None:
+    """The kernel then closes a connection whose client reads nothing, or whose host has vanished. Linux only."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)

@@ -1,0 +1,78 @@
+"""Admits callers before their bodies are read. The router knows the tokens; the gateway holds none.
+
+A token that the router accepts is remembered for some seconds, together with the model that the router serves. Each
+call carries its caller's token, so a token that is withdrawn works no longer than that, and only up to the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, final
+
+from pdserve.client.aio import AsyncClient
+from pdserve.client.results import Model
+from pdserve.core.errors import Overloaded, Unauthenticated
+
+REMEMBER_S: Final = 10.0
+MAX_CALLERS: Final = 1024
+MAX_CHECKS: Final = 64  # tokens that the router is asked about at a time
+RETRY_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    client: AsyncClient  # presents the caller's token
+    model: Model
+
+
+@final
+class Door:
+    def __init__(self, client: AsyncClient, *, needs_token: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """`needs_token`: a caller without one is rejected, whatever the router says."""
+        self._client = client
+        self._needs_token = needs_token
+        self._clock = clock
+        self._known: OrderedDict[bytes, tuple[Caller, float]] = OrderedDict()  # with its end, oldest first
+        self._checks: dict[bytes, asyncio.Task[Caller]] = {}
+
+    async def admit(self, token: str | None) -> Caller:
+        """Raises Unauthenticated, Unavailable if the router does not answer, and Overloaded."""
+        if token is None and self._needs_token:
+            raise Unauthenticated("no bearer token in the authorization header")
+        # A digest, so that neither the comparison's time nor the table tells a token.
+        key = hashlib.blake2b((token or "").encode(), digest_size=16).digest() if token is not None else b""
+        known = self._known.get(key)
+        if known is not None and self._clock() < known[1]:
+            return known[0]
+        check = self._checks.get(key)
+        if check is None:
+            if len(self._checks) >= MAX_CHECKS:
+                raise Overloaded(f"{MAX_CHECKS} tokens are being checked", RETRY_S)
+            check = self._checks[key] = asyncio.create_task(self._check(key, token))
+            check.add_done_callback(_note_error)
+        return await asyncio.shield(check)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    async def _check(self, key: bytes, token: str | None) -> Caller:
+        try:
+            client = self._client.with_token(token)
+            caller = Caller(client, await client.model())
+        finally:
+            del self._checks[key]
+        self._known.pop(key, None)
+        self._known[key] = (caller, self._clock() + REMEMBER_S)
+        if len(self._known) > MAX_CALLERS:
+            self._known.popitem(last=False)
+        return caller
+
+
+def _note_error(check: asyncio.Task[Caller]) -> None:
+    """An error without a waiter, because all have left, is no defect."""
+    if not check.cancelled():
+        check.exception()

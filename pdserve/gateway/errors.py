@@ -1,0 +1,112 @@
+"""OpenAI's form of an error: HTTP status, body and headers. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pdserve.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PdserveError,
+    Unauthenticated,
+    Unavailable,
+    UnknownMethod,
+)
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body of an HTTP request is over the limit."""
+
+
+class UnknownField(InvalidRequest):
+    """A field that neither OpenAI nor vLLM has."""
+
+
+class UnsupportedField(InvalidRequest):
+    """A field of OpenAI or vLLM that pdserve does not support."""
+
+
+class UnknownModel(NotFound):
+    """The cluster serves another model."""
+
+    def __init__(self, name: str, served: str) -> None:
+        super().__init__("model", name)
+        self.args = (f"the model {name!r} does not exist; this server serves {served!r}",)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How an error and its subclasses are answered. `code` None: the error's reason in lower case."""
+
+    status: int
+    type: str
+    code: str | None = None
+
+
+#: OpenAI's clients choose the exception by the status, and retry 408, 409, 429 and 5xx.
+ROWS: Final[Mapping[type[PdserveError], Row]] = {
+    BodyTooLarge: Row(413, "invalid_request_error", "body_too_large"),
+    UnknownField: Row(400, "invalid_request_error", "unknown_parameter"),
+    UnsupportedField: Row(400, "invalid_request_error", "unsupported_parameter"),
+    InvalidRequest: Row(400, "invalid_request_error", "invalid_value"),
+    Unauthenticated: Row(401, "invalid_request_error", "invalid_api_key"),
+    UnknownModel: Row(404, "invalid_request_error", "model_not_found"),
+    UnknownMethod: Row(501, "server_error"),
+    NotFound: Row(404, "invalid_request_error"),
+    DeadlineExceeded: Row(408, "timeout_error"),
+    Overloaded: Row(429, "rate_limit_error"),
+    Cancelled: Row(499, "invalid_request_error"),
+    Unavailable: Row(503, "server_error"),
+    PdserveError: Row(500, "server_error"),
+}
+
+#: Fields that have another name in OpenAI's API.
+_PARAMS: Final[Mapping[str, str]] = {
+    "chat": "messages",
+    "chat.messages": "messages",
+    "chat.messages.role": "messages",
+    "text": "prompt",
+    "token_ids": "prompt",
+    "include_stop_in_output": "include_stop_str_in_output",
+    "slo.ttft_s": "x-slo-ttft-ms",
+    "slo.tpot_s": "x-slo-tpot-ms",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorReply:
+    status: int
+    body: Mapping[str, Any]
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+def reply(error: PdserveError) -> ErrorReply:
+    row = next(ROWS[kind] for kind in type(error).__mro__ if kind in ROWS)
+    field = getattr(error, "field", None) if isinstance(error, InvalidRequest) else None
+    code = error.reason.lower() if row.code is None else row.code
+    return ErrorReply(
+        status=row.status,
+        body=body(error.message, row.type, code, _PARAMS.get(field, field) if field else None),
+        headers=(*_retry_headers(getattr(error, "retry_after_s", None)), *_challenge(row.status)),
+    )
+
+
+def body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _retry_headers(retry_after_s: float | None) -> tuple[tuple[str, str], ...]:
+    """Both that OpenAI's clients read: milliseconds, and whole seconds for everybody else."""
+    if not retry_after_s or retry_after_s < 0.0:
+        return ()
+    return (("retry-after-ms", str(math.ceil(retry_after_s * 1000))), ("retry-after", str(math.ceil(retry_after_s))))
+
+
+def _challenge(status: int) -> tuple[tuple[str, str], ...]:
+    return (("www-authenticate", "Bearer"),) if status == 401 else ()

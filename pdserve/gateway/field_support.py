@@ -1,0 +1,107 @@
+"""What happens to every field of OpenAI's and vLLM's requests: supported, ignored or rejected. Pure.
+
+A field that changes nothing in the answer may be ignored. Any other is rejected unless its value asks for what happens
+anyway. A name that is in no table is rejected as unknown (docs/decisions/0017-http-gateway.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel
+
+from pdserve.gateway.errors import UnknownField, UnsupportedField
+from pdserve.gateway.request_models import ChatRequest, TextRequest
+
+Endpoint = Literal["chat", "text"]
+MODELS: Final[Mapping[Endpoint, type[BaseModel]]] = {"chat": ChatRequest, "text": TextRequest}
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """`harmless` values are what happens anyway; with one of them the field is ignored."""
+
+    reason: str
+    harmless: tuple[Any, ...] = ()
+
+
+_NOT_STORED: Final = "for OpenAI's account pages; nothing is stored"
+#: Both endpoints.
+_IGNORED: Final[Mapping[str, str]] = {
+    "user": "the caller's own label; the token says who calls",
+}
+_IGNORED_CHAT: Final[Mapping[str, str]] = {
+    **_IGNORED,
+    "metadata": _NOT_STORED,
+    "safety_identifier": _NOT_STORED,
+    "prompt_cache_key": "prefixes are found by their content",
+    "prompt_cache_retention": "cached prefixes stay while memory allows",
+    "prompt_cache_options": "prefixes are found by their content",
+    "parallel_tool_calls": "there are no tools yet",
+}
+IGNORED: Final[Mapping[Endpoint, Mapping[str, str]]] = {"chat": _IGNORED_CHAT, "text": _IGNORED}
+
+_TEMPLATE: Final = "the chat template is the model's own"
+#: vLLM's, of both endpoints.
+_REJECTED: Final[Mapping[str, Rejected]] = {
+    "cache_salt": Rejected("prefix caches have no salt for a single request yet"),
+    "use_beam_search": Rejected("the SDK's beam_search() does it", (False,)),
+    "length_penalty": Rejected("of beam search", (1.0,)),
+    "add_special_tokens": Rejected("texts get the tokenizer's special tokens, rendered chats their template's"),
+    "spaces_between_special_tokens": Rejected("special tokens are joined as their tokenizer does", (True,)),
+    "logits_processors": Rejected("code does not come from requests"),
+    "kv_transfer_params": Rejected("the router places requests"),
+    "vllm_xargs": Rejected("there are no further arguments"),
+    "repetition_detection": Rejected("not supported"),
+}
+_REJECTED_CHAT: Final[Mapping[str, Rejected]] = {
+    **_REJECTED,
+    "tools": Rejected("tools are not supported yet", ([],)),
+    "tool_choice": Rejected("tools are not supported yet", ("none", "auto")),
+    "functions": Rejected("replaced by tools in OpenAI's API", ([],)),
+    "function_call": Rejected("replaced by tool_choice in OpenAI's API", ("none", "auto")),
+    "audio": Rejected("answers are text"),
+    "modalities": Rejected("answers are text", (["text"],)),
+    "moderation": Rejected("answers are not moderated"),
+    "prediction": Rejected("drafts come from the text itself"),
+    "reasoning_effort": Rejected("the chat template has no such switch"),
+    "verbosity": Rejected("the models have no such switch", ("medium",)),
+    "service_tier": Rejected("there are no tiers; see priority", ("auto", "default")),
+    "store": Rejected("nothing is stored", (False,)),
+    "web_search_options": Rejected("there is no web search"),
+    "chat_template": Rejected(_TEMPLATE),
+    "chat_template_kwargs": Rejected(_TEMPLATE, ({},)),
+    "documents": Rejected(_TEMPLATE, ([],)),
+    "add_generation_prompt": Rejected("the answer is always the assistant's next message", (True,)),
+    "continue_final_message": Rejected("the answer is always the assistant's next message", (False,)),
+    "echo": Rejected("of /v1/completions", (False,)),
+    "best_of": Rejected("of /v1/completions", (1,)),
+    "mm_processor_kwargs": Rejected("prompts are text", ({},)),
+    "include_reasoning": Rejected("reasoning is part of the text", (True,)),
+}
+_REJECTED_TEXT: Final[Mapping[str, Rejected]] = {
+    **_REJECTED,
+    "echo": Rejected("the prompt is not repeated; prompt_logprobs scores it", (False,)),
+    "suffix": Rejected("the models complete texts at their end", ("",)),
+    "prompt_embeds": Rejected("a prompt is text or token ids"),
+}
+REJECTED: Final[Mapping[Endpoint, Mapping[str, Rejected]]] = {"chat": _REJECTED_CHAT, "text": _REJECTED_TEXT}
+
+
+def supported(endpoint: Endpoint, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `given` that the endpoint's model reads. Raises UnsupportedField and UnknownField."""
+    fields, ignored, rejected = MODELS[endpoint].model_fields, IGNORED[endpoint], REJECTED[endpoint]
+    found = {}
+    for name, value in given.items():
+        if name in fields:
+            found[name] = value
+        elif name in ignored:
+            continue
+        elif name in rejected:
+            if not any(type(value) is type(one) and value == one for one in rejected[name].harmless):
+                raise UnsupportedField(name, "a value", f"the field to be absent: {rejected[name].reason}")
+        else:
+            raise UnknownField(name[:64], "an unknown field", "only fields of this endpoint (docs/reference/http.md)")
+    return found

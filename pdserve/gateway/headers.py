@@ -1,0 +1,54 @@
+"""The headers of a request that set options of the SDK's call, and the bearer token. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+from pdserve.client.options import Options
+from pdserve.core.errors import InvalidRequest, Unauthenticated
+from pdserve.telemetry import propagate
+
+REQUEST_ID: Final = "x-request-id"
+SESSION_ID: Final = "x-session-id"
+TARGETS: Final[Mapping[str, str]] = {"x-slo-ttft-ms": "ttft_s", "x-slo-tpot-ms": "tpot_s"}
+MAX_TOKEN_CHARS: Final = 4096
+_SCHEME: Final = "bearer "
+
+
+def bearer_token(authorization: str | None) -> str | None:
+    """None without the header. Raises Unauthenticated if it holds something else than a bearer token."""
+    if authorization is None:
+        return None
+    token = authorization[len(_SCHEME) :].strip()
+    is_bearer = authorization[: len(_SCHEME)].lower() == _SCHEME
+    # gRPC's metadata carries printable ASCII only.
+    if not is_bearer or not (0 < len(token) <= MAX_TOKEN_CHARS and token.isascii() and token.isprintable()):
+        raise Unauthenticated("no bearer token in the authorization header")
+    return token
+
+
+def options(headers: Mapping[str, str]) -> Options:
+    """Raises InvalidRequest. A malformed traceparent is ignored, as W3C's rules ask."""
+    found: dict[str, Any] = {}
+    for header, name in ((REQUEST_ID, "request_id"), (SESSION_ID, "session_id")):
+        if header in headers:
+            found[name] = headers[header]
+    targets = {name: _seconds(header, headers[header]) for header, name in TARGETS.items() if header in headers}
+    if targets:
+        found["slo"] = targets
+    traceparent = headers.get(propagate.HEADER)
+    if propagate.parse(traceparent) is not None:
+        found["traceparent"] = traceparent
+    return cast(Options, found)
+
+
+def _seconds(header: str, value: str) -> float:
+    try:
+        milliseconds = float(value[:32])
+    except ValueError:
+        milliseconds = math.nan
+    if not math.isfinite(milliseconds) or len(value) > 32:
+        raise InvalidRequest(header, "another value", "a number of milliseconds")
+    return milliseconds / 1000.0

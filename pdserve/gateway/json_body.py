@@ -1,0 +1,24 @@
+"""Parses the body of a request. Pure.
+
+The parser rejects nesting over 200 levels while it reads, before an object exists, and numbers of any length cost no
+more than their digits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import from_json
+
+from pdserve.core.errors import InvalidRequest
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """Raises InvalidRequest. Fields that are null count as absent, as in OpenAI's API."""
+    try:
+        found = from_json(body, allow_inf_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("body", "a body that does not parse", f"JSON in UTF-8 ({error})") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest("body", f"a JSON {type(found).__name__}", "a JSON object")
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,138 @@
+"""The fields of OpenAI's requests, and vLLM's additions, as pydantic models. Pure: types and meanings only.
+
+docs/reference/http.md lists them; field_support.py says what happens to the API's other fields.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Strict(BaseModel):
+    """Neither converts types nor accepts unknown fields: a value that is ignored would change the answer silently."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class JsonSchema(Strict):
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class PlainFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[PlainFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's; one of the five."""
+
+    json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+def _means(text: str) -> Any:
+    return Field(default=None, description=text)
+
+
+class SamplingRequest(Strict):
+    """What chat and text completions share. An absent field has the server's default."""
+
+    model: str | None = _means("name of the served model; may be absent")
+    stream: bool | None = _means("server-sent events")
+    stream_options: StreamOptions | None = _means(
+        "`include_usage`, `include_obfuscation`, and vLLM's `continuous_usage_stats`"
+    )
+    max_tokens: int | None = _means("most generated tokens; absent: 16 for texts, the server's limit for chats")
+    temperature: float | None = _means("0 to 100; 0 is greedy; 1 where absent")
+    top_p: float | None = _means("above 0, to 1")
+    n: int | None = _means("answers, 1 to 16; over 1 only with a temperature above 0")
+    stop: str | list[str] | None = _means("up to 16 strings")
+    seed: int | None = _means("64 bits, signed or unsigned; random where absent")
+    presence_penalty: float | None = _means("-2 to 2")
+    frequency_penalty: float | None = _means("-2 to 2")
+    logit_bias: dict[str, float] | None = _means("token id to -100 to 100; up to 1024")
+    response_format: ResponseFormat | None = _means("`text`, `json_object` or `json_schema`, which is always enforced")
+    # vLLM's
+    top_k: int | None = _means("vLLM; 0 or -1 means all")
+    min_p: float | None = _means("vLLM; 0 to 1")
+    top_n_sigma: float | None = _means("pdserve only; 0 to 100")
+    repetition_penalty: float | None = _means("vLLM; 0.01 to 100")
+    min_tokens: int | None = _means("vLLM; least generated tokens")
+    ignore_eos: bool | None = _means("vLLM; continue after the end of sequence")
+    stop_token_ids: list[int] | None = _means("vLLM; up to 64")
+    include_stop_str_in_output: bool | None = _means("vLLM; keep the stop string in the text")
+    skip_special_tokens: bool | None = _means("vLLM; false shows special tokens")
+    bad_words: list[str] | None = _means("vLLM; texts that the answer never contains")
+    allowed_token_ids: list[int] | None = _means("vLLM; only these are sampled")
+    prompt_logprobs: int | None = _means("vLLM; 0 to 20, not while streaming")
+    truncate_prompt_tokens: int | None = _means("vLLM; keep this many last prompt tokens")
+    structured_outputs: StructuredOutputs | None = _means(
+        "vLLM; one of `json`, `json_object`, `regex`, `choice`, `grammar`"
+    )
+    priority: int | None = _means("vLLM; smaller goes first among requests of equal slack")
+    return_token_ids: bool | None = _means("vLLM; `token_ids` of each choice")
+    request_id: str | None = _means("vLLM; 1 to 128 printable characters; the header `x-request-id` does the same")
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+
+class ChatRequest(SamplingRequest):
+    messages: list[Message] = Field(
+        description="roles system, developer (as system), user and assistant; content is text or text parts"
+    )
+    max_completion_tokens: int | None = _means("the same as `max_tokens`")
+    logprobs: bool | None = _means("logprobs of the generated tokens")
+    top_logprobs: int | None = _means("0 to 64 most likely tokens, with `logprobs`")
+
+
+class TextRequest(SamplingRequest):
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="a text, token ids, or up to 128 of either, of which each gets `n` answers"
+    )
+    best_of: int | None = _means("samples this many and returns the best `n`, at the end")
+    logprobs: int | None = _means("0 to 64")
+
+
+class TokenizeRequest(Strict):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,126 @@
+"""Answers one request for generation: runs the SDK's calls, and writes the answer whole or in chunks.
+
+No header is sent before the first token or the error, so that an error has its status. A client that disconnects ends
+the calls at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any, final
+
+from pdserve.client.aio import AsyncClient
+from pdserve.client.results import Model, Piece
+from pdserve.core.errors import Cancelled, PdserveError
+from pdserve.gateway import errors, logprobs, sse
+from pdserve.gateway.answers import Answers, TokenTable
+from pdserve.gateway.field_support import Endpoint
+from pdserve.gateway.headers import REQUEST_ID
+from pdserve.gateway.replies import WRITERS, Head, ReplyWriter
+from pdserve.gateway.sdk_call import SdkCall
+
+EVENT_STREAM = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would otherwise collect chunks
+)
+
+
+@final
+class Responder:
+    """Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._tokens = TokenTable()
+
+    async def respond(
+        self, endpoint: Endpoint, call: SdkCall, client: AsyncClient, model: Model, receive: Any, send: Any
+    ) -> int:
+        """Returns the status of the answer. Raises PdserveError before the answer has begun."""
+        answers = Answers(client, call)
+        watch = asyncio.create_task(_close_at_disconnect(receive, answers))
+        try:
+            pieces = answers.pieces()
+            first = await anext(pieces, None)
+            if watch.done():
+                raise Cancelled("the client has disconnected")
+            head = Head(
+                request_id=answers.request_id,
+                model=model.name,
+                created_s=int(time.time()),
+                eos_token_ids=model.eos_token_ids,
+            )
+            writer = WRITERS[endpoint](head, call.shown, call.answers_each, self._tokens)
+            if call.shown.is_streamed:
+                return await self._stream(writer, answers, first, pieces, client, watch, send)
+            return await self._whole(writer, answers, pieces, client, watch, send)
+        finally:
+            answers.close()
+            watch.cancel()
+
+    async def _whole(
+        self,
+        writer: ReplyWriter,
+        answers: Answers,
+        pieces: AsyncIterator[Piece],
+        client: AsyncClient,
+        watch: asyncio.Task[None],
+        send: Any,
+    ) -> int:
+        async for _ in pieces:
+            pass
+        if watch.done():
+            raise Cancelled("the client has disconnected")
+        completions = answers.completions
+        for one in completions:
+            await self._tokens.learn(client, logprobs.token_ids(one.prompt_logprobs))
+            for choice in one.choices:
+                await self._tokens.learn(client, logprobs.token_ids(choice.logprobs))
+        body = sse.to_json(writer.answer(completions)).encode()
+        await send_json(send, 200, body, ((REQUEST_ID.encode(), answers.request_id.encode()),))
+        return 200
+
+    async def _stream(
+        self,
+        writer: ReplyWriter,
+        answers: Answers,
+        piece: Piece | None,
+        pieces: AsyncIterator[Piece],
+        client: AsyncClient,
+        watch: asyncio.Task[None],
+        send: Any,
+    ) -> int:
+        headers = [*EVENT_STREAM, (REQUEST_ID.encode(), answers.request_id.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            while piece is not None:
+                if piece.logprobs:
+                    await self._tokens.learn(client, logprobs.token_ids(piece.logprobs))
+                prompt_tokens = answers.prompt_tokens[answers.prompt_of(piece.index)]
+                if frames := writer.pieces((piece,), prompt_tokens):
+                    await send({"type": "http.response.body", "body": frames, "more_body": True})
+                piece = await anext(pieces, None)
+            if watch.done():
+                return 499
+            last = writer.end(answers.completions)
+        except PdserveError as error:
+            # No [DONE] follows: the answer is not complete.
+            last = sse.frame(errors.reply(error).body)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+            return errors.reply(error).status
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        return 200
+
+
+async def send_json(send: Any, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+    start = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": start})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _close_at_disconnect(receive: Any, answers: Answers) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answers.close()

@@ -1,0 +1,217 @@
+"""Converts a request to the arguments of the SDK's calls. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
+
+from pdserve.client.options import Options
+from pdserve.client.request import Prompt
+from pdserve.client.results import Model
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.types import MAX_SEED
+from pdserve.gateway.errors import UnknownModel
+from pdserve.gateway.field_support import Endpoint, supported
+from pdserve.gateway.request_models import (
+    ChatRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    SamplingRequest,
+    StreamOptions,
+    TextRequest,
+)
+
+MAX_PROMPTS: Final = 128
+DEFAULT_TEXT_TOKENS: Final = 16  # OpenAI's, of /v1/completions
+MAX_MESSAGES: Final = 4096  # the router's limit, before anything is converted
+_PASSED: Final = (  # under the same name
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_p",
+    "top_n_sigma",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "request_id",
+)
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What of an answer its caller wants to see."""
+
+    is_streamed: bool = False
+    has_usage: bool = False  # in a last chunk
+    has_running_usage: bool = False  # in each chunk
+    is_padded: bool = False  # each chunk to a multiple of some bytes
+    has_token_ids: bool = False
+    logprobs: int | None = None  # most likely tokens beside each one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SdkCall:
+    """One call of AsyncClient.stream for each prompt, with the same options."""
+
+    prompts: Sequence[Prompt]
+    options: Options
+    answers_each: int
+    shown: Shown
+
+
+def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:
+    """Raises InvalidRequest and UnknownModel. `headers` are the options that came in headers."""
+    messages = given.get("messages")
+    if isinstance(messages, list) and not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidRequest("messages", f"{len(messages)} messages", f"1 to {MAX_MESSAGES} messages")
+    request = validated(ChatRequest, _checked("chat", given, model))
+    if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
+        raise InvalidRequest("max_tokens", request.max_tokens, "no value beside max_completion_tokens")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs", request.top_logprobs, "logprobs to be true beside it")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    most = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
+    options = _options(request, model.max_new_tokens if most is None else most, logprobs)
+    return _call(request, [sdk_messages(request.messages)], {**options, **headers}, logprobs)
+
+
+def text_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:
+    """Raises InvalidRequest and UnknownModel."""
+    request = validated(TextRequest, _checked("text", given, model))
+    default = min(DEFAULT_TEXT_TOKENS, model.max_new_tokens)
+    options = _options(request, default if request.max_tokens is None else request.max_tokens, request.logprobs)
+    if request.best_of is not None:
+        options["best_of"] = request.best_of
+    prompts = _prompts(request.prompt)
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequest("prompt", f"{len(prompts)} prompts", f"at most {MAX_PROMPTS} prompts")
+    return _call(request, prompts, {**options, **headers}, request.logprobs)
+
+
+def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
+    """Raises InvalidRequest, naming the first wrong field; the message does not repeat the value."""
+    try:
+        return cast(AnyModel, kind.model_validate(given))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "missing":
+            raise InvalidRequest(place, "no value", "a value, because the field is required") from None
+        expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        raise InvalidRequest(place or "body", "another value", expected) from None
+
+
+def check_model(name: object, model: Model) -> None:
+    """Raises UnknownModel. Without a name the served model is meant."""
+    if isinstance(name, str) and name != model.name:
+        raise UnknownModel(name[:256], model.name)
+
+
+def sdk_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Text parts are joined by line ends, as in vLLM. Templates know `system`, which `developer` replaced."""
+    return [
+        {"role": "system" if one.role == "developer" else one.role, "content": _text(one.content)} for one in messages
+    ]
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _checked(endpoint: Endpoint, given: Mapping[str, Any], model: Model) -> dict[str, Any]:
+    check_model(given.get("model"), model)
+    return supported(endpoint, given)
+
+
+def _call(
+    request: SamplingRequest, prompts: Sequence[Prompt], options: Mapping[str, Any], logprobs: int | None
+) -> SdkCall:
+    is_streamed = bool(request.stream)
+    if is_streamed and request.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs", request.prompt_logprobs, "no value beside stream")
+    if request.stream_options is not None and not is_streamed:
+        raise InvalidRequest("stream_options", "an object", "stream to be true beside it")
+    told = request.stream_options or StreamOptions()
+    return SdkCall(
+        prompts=prompts,
+        options=cast(Options, options),
+        answers_each=request.n or 1,
+        shown=Shown(
+            is_streamed=is_streamed,
+            has_usage=told.include_usage,
+            has_running_usage=told.include_usage and told.continuous_usage_stats,
+            is_padded=told.include_obfuscation,
+            has_token_ids=bool(request.return_token_ids),
+            logprobs=logprobs,
+        ),
+    )
+
+
+def _options(request: SamplingRequest, max_tokens: int, logprobs: int | None) -> dict[str, Any]:
+    found: dict[str, Any] = {name: getattr(request, name) for name in _PASSED if getattr(request, name) is not None}
+    found["max_tokens"] = max_tokens
+    if logprobs is not None:
+        found["logprobs"] = logprobs
+    if request.top_k is not None:
+        found["top_k"] = 0 if request.top_k == -1 else request.top_k
+    if request.seed is not None:
+        found["seed"] = request.seed & MAX_SEED if -(2**63) <= request.seed < 0 else request.seed
+    if request.priority is not None:
+        found["priority"] = -request.priority  # vLLM serves small values first
+    if request.include_stop_str_in_output is not None:
+        found["include_stop_in_output"] = request.include_stop_str_in_output
+    if request.logit_bias is not None:
+        found["logit_bias"] = {_token_id(name): bias for name, bias in request.logit_bias.items()}
+    return found | _structure(request)
+
+
+def _token_id(name: str) -> int:
+    if not (name.isascii() and name.isdecimal() and len(name) <= 10):
+        raise InvalidRequest("logit_bias", repr(name[:32]), "token ids as keys")
+    return int(name)
+
+
+def _structure(request: SamplingRequest) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if isinstance(request.response_format, JsonObjectFormat):
+        found["json_object"] = True
+    elif isinstance(request.response_format, JsonSchemaFormat):
+        schema = request.response_format.json_schema.schema_
+        found |= {"json_object": True} if schema is None else {"json_schema": schema}
+    if (asked := request.structured_outputs) is not None:
+        vllm = {
+            "json_schema": asked.json_,
+            "json_object": asked.json_object or None,
+            "regex": asked.regex,
+            "choice": asked.choice,
+            "grammar": asked.grammar,
+        }
+        given = {name: value for name, value in vllm.items() if value is not None}
+        if len(given) != 1 or found:
+            also = " and a response_format" if found else ""
+            raise InvalidRequest("structured_outputs", f"{len(given)} of them{also}", "exactly one")
+        found = given
+    return found
+
+
+def _prompts(prompt: Any) -> list[Prompt]:
+    """`prompt` is one of the forms of TextRequest.prompt."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt", "an empty list", "a text, token ids, or a list of either")
+    return [prompt] if isinstance(prompt[0], int) else list(prompt)

@@ -1,0 +1,190 @@
+"""The gateway in this process, with its own thread and event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import uvicorn
+
+from pdserve.client.aio import AsyncClient
+from pdserve.client.retry import Retries
+from pdserve.config import LOOPBACK_HOSTS, GatewayConfig
+from pdserve.core.durations import clamped_s
+from pdserve.core.errors import ConfigError, InternalError, NoWorkers, Unauthenticated
+from pdserve.gateway.app import Gateway
+from pdserve.gateway.connection import Connection, ConnectionLimits, Connections
+from pdserve.listening import bind_error, ignore_poller_races
+from pdserve.telemetry import metric_names
+from pdserve.telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+START_S: Final = 60.0
+MEASURE_EVERY_S: Final = 1.0
+STOP_S: Final = 5.0
+
+
+@final
+class GatewayHost:
+    """start() once; then drain() or stop(); wait() returns when it has ended."""
+
+    memory = ""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(ignore_poller_races)
+        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
+        self._metrics = Metrics("gateway")
+        self._connections = Connections(
+            limits=ConnectionLimits(
+                max_connections=config.max_connections,
+                max_header_bytes=config.max_header_bytes,
+                header_s=config.header_s,
+                idle_s=config.idle_s,
+                stall_s=config.stall_s,
+            )
+        )
+        self._server: uvicorn.Server | None = None
+        self._has_ended = threading.Event()
+        self.address = ""
+
+    def start(self) -> str:
+        """Returns HOST:PORT once it listens.
+
+        Raises ConfigError if the port is in use, or if callers off this host would need no token.
+        """
+        self._thread.start()
+        try:
+            return str(asyncio.run_coroutine_threadsafe(self._start(), self._loop).result())
+        except BaseException:
+            self._end()
+            raise
+
+    def drain(self) -> None:
+        """Finishes running requests, for at most drain_s, and ends. Returns immediately. Idempotent."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+    def stop(self) -> None:
+        """Ends every connection now. Idempotent."""
+        if self._server is not None and not self._has_ended.is_set():
+            self._loop.call_soon_threadsafe(self._abort)
+            self._has_ended.wait(STOP_S)
+        self._end()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """True once the gateway has ended."""
+        return self._has_ended.wait(None if timeout_s is None else clamped_s(timeout_s))
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> str:
+        config = self._config
+        client = AsyncClient(config.router, retries=Retries(limit=0))
+        is_local = config.host in LOOPBACK_HOSTS
+        if not is_local:
+            await _check_closed(client, config.host)
+        listener = _listen(config.host, config.port)
+        host, port = listener.getsockname()[:2]
+        gateway = Gateway(config, client, self._metrics, needs_token=not is_local)
+        self._server = server = uvicorn.Server(_uvicorn_config(config, gateway.app(), self._connections))
+        serving = asyncio.create_task(self._serve(server, listener, client))
+        serving.add_done_callback(lambda _: self._has_ended.set())
+        while not server.started:
+            if serving.done():
+                serving.result()
+                raise InternalError("the HTTP server ended at its start")
+            await asyncio.sleep(0.001)
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        log.info("gateway is up", extra={"address": self.address, "router": config.router})
+        return self.address
+
+    async def _serve(self, server: uvicorn.Server, listener: socket.socket, client: AsyncClient) -> None:
+        measuring = asyncio.create_task(self._measure_forever())
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            measuring.cancel()
+            await client.close()
+
+    async def _measure_forever(self) -> None:
+        dropped = 0
+        while True:
+            self._metrics.set(metric_names.HTTP_CONNECTIONS, self._connections.num_open)
+            self._metrics.add(metric_names.HTTP_DROPPED, self._connections.num_dropped - dropped)
+            dropped = self._connections.num_dropped
+            await asyncio.sleep(MEASURE_EVERY_S)
+
+    def _abort(self) -> None:
+        if self._server is not None:
+            self._server.should_exit = self._server.force_exit = True
+            for one in list(self._server.server_state.connections):
+                one.transport.abort()  # type: ignore[union-attr]
+
+    def _end(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_S)
+        self._has_ended.set()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+
+def make_gateway(config: GatewayConfig) -> GatewayHost:
+    return GatewayHost(config)
+
+
+async def _check_closed(client: AsyncClient, host: str) -> None:
+    """Raises ConfigError if the router accepts a token that nobody gave out; Unavailable if it does not answer."""
+    try:
+        await client.with_token(secrets.token_hex(16)).model()
+    except Unauthenticated:
+        return
+    except NoWorkers:
+        pass
+    raise ConfigError(
+        "host", host, "a loopback address, or a router that requires a token: anyone could call this port"
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    error = bind_error("port", host, port)
+    if error is not None:
+        raise error
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as raced:
+        listener.close()
+        raise bind_error("port", host, port) or ConfigError("port", port, str(raced)) from raced
+    return listener
+
+
+def _uvicorn_config(config: GatewayConfig, app: Any, connections: Connections) -> uvicorn.Config:
+    protocol: Callable[..., Any] = functools.partial(Connection, connections=connections)
+    return uvicorn.Config(
+        app,
+        http=protocol,  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(config.drain_s)),
+    )

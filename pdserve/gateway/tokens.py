@@ -1,0 +1,40 @@
+"""The endpoints /tokenize and /detokenize, as in vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.gateway.answers import TokenTable
+from pdserve.gateway.door import Caller
+from pdserve.gateway.request_models import DetokenizeRequest, TokenizeRequest
+from pdserve.gateway.sdk_call import check_model, sdk_messages, validated
+
+
+async def tokenize(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
+    """Raises InvalidRequest and UnknownModel."""
+    check_model(given.get("model"), caller.model)
+    request = validated(TokenizeRequest, given)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("prompt", "both" if request.prompt else "neither", "prompt or messages")
+    prompt = sdk_messages(request.messages) if request.messages is not None else request.prompt or ""
+    ids = await caller.client.tokenize(prompt)
+    names = None
+    if request.return_token_strs:
+        table = TokenTable()
+        await table.learn(caller.client, set(ids))
+        names = [table(one).decode("utf-8", "replace") for one in ids]
+    return {
+        "count": len(ids),
+        "max_model_len": caller.model.max_context_tokens,
+        "tokens": ids,
+        "token_strs": names,
+    }
+
+
+async def detokenize(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
+    """Raises InvalidRequest and UnknownModel. Special tokens have no text."""
+    check_model(given.get("model"), caller.model)
+    request = validated(DetokenizeRequest, given)
+    return {"prompt": await caller.client.detokenize(request.tokens)}

@@ -1,0 +1,134 @@
+"""A cluster in this process, a gateway in front of it, and OpenAI's own client."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import pdserve
+from pdserve import Client
+from pdserve.config import GatewayConfig
+from pdserve.gateway.server import GatewayHost
+from pdserve.testing import Cluster
+
+BUNDLED = str(Path(pdserve.__file__).parent / "models" / "stdlib-5m")
+WAIT_S = 20.0
+# Requests must not be late because other tests use the cores.
+PATIENT = {"slo_ttft_s": 120.0, "slo_tpot_s": 20.0}
+
+
+@dataclass(frozen=True)
+class Served:
+    router: str  # HOST:PORT
+    address: str  # of the gateway
+    openai: openai.OpenAI
+    sdk: Client
+    model: str
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+
+@contextmanager
+def gateway(router: str, **settings: Any) -> Iterator[GatewayHost]:
+    host = GatewayHost(GatewayConfig(router=router, port=0, **settings))
+    host.start()
+    try:
+        yield host
+    finally:
+        host.stop()
+
+
+@contextmanager
+def serve(
+    *,
+    router: dict[str, Any] | None = None,
+    worker: dict[str, Any] | None = None,
+    model: str = "toy",
+    token: str | None = None,
+    prefill: int = 1,
+    **settings: Any,
+) -> Iterator[Served]:
+    """Settings are those of the gateway."""
+    both = {"model": model}
+    with (
+        Cluster(
+            prefill=prefill,
+            router={**PATIENT, **both, "token": token or "", **(router or {})},
+            worker={**both, **(worker or {})},
+        ) as cluster,
+        gateway(cluster.address, **settings) as host,
+        Client(cluster.address, token=token) as sdk,
+        openai.OpenAI(base_url=f"http://{host.address}/v1", api_key=token or "none", max_retries=0) as client,
+    ):
+        yield Served(cluster.address, host.address, client, sdk, Path(model).name)
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Iterator[Served]:
+    """The bundled model, which has a chat template, in deterministic mode: equal requests have equal answers."""
+    with serve(model=BUNDLED, worker={"deterministic": True}) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def toy() -> Iterator[Served]:
+    with serve() as served:
+        yield served
+
+
+@pytest.fixture
+def raw() -> Iterator[Callable[[str], socket.socket]]:
+    """Opens connections to HOST:PORT."""
+    opened: list[socket.socket] = []
+
+    def connect(address: str) -> socket.socket:
+        host, _, port = address.rpartition(":")
+        one = socket.create_connection((host, int(port)), timeout=WAIT_S)
+        opened.append(one)
+        return one
+
+    yield connect
+    for one in opened:
+        one.close()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the server closes the connection; b"" at the end of a reset one."""
+    found = bytearray()
+    while True:
+        try:
+            data = connection.recv(65_536)
+        except ConnectionResetError:
+            return bytes(found)
+        if not data:
+            return bytes(found)
+        found += data
+
+
+def until(holds: Callable[[], bool], within_s: float = WAIT_S) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline_s, "the condition did not hold in time"
+        time.sleep(0.01)
+
+
+def is_idle(sdk: Client) -> bool:
+    seen = sdk.topology()
+    return (
+        seen.queued_requests == 0
+        and seen.running_requests == 0
+        and all(
+            one.running == 0 and one.waiting == 0 and one.free_blocks + one.evictable_blocks == one.num_blocks
+            for one in seen.workers
+        )
+    )

@@ -1,0 +1,282 @@
+"""What the gateway's port bears: every limit holds, and a caller inside the limits is served meanwhile."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+
+import openai
+import pytest
+
+from pdserve import ConfigError
+from tests.unit.gateway.conftest import Served, gateway, is_idle, read_all, serve, until
+
+Connect = Callable[[str], socket.socket]
+OK = b'{"prompt": "hello", "max_tokens": 2}'
+
+
+def post(body: bytes = OK, path: str = "/v1/completions", **headers: str) -> bytes:
+    given = {"host": "x", "content-length": str(len(body)), "connection": "close"}
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items() if value)]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+def code_of(answer: bytes) -> str:
+    return str(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"])
+
+
+def exchange(connection: socket.socket, data: bytes) -> bytes:
+    connection.sendall(data)
+    return read_all(connection)
+
+
+def test_a_small_request_is_answered(toy: Served, raw: Connect) -> None:
+    assert status_of(exchange(raw(toy.address), post())) == 200
+
+
+def test_a_body_is_rejected_by_its_declared_size(toy: Served, raw: Connect) -> None:
+    answer = exchange(raw(toy.address), post(b"", content_length=str(100 * 2**20)))
+    assert (status_of(answer), code_of(answer)) == (413, "body_too_large")
+
+
+def test_a_body_without_a_size_is_limited_while_it_comes(toy: Served, raw: Connect) -> None:
+    connection = raw(toy.address)
+    connection.sendall(post(b"", content_length="", transfer_encoding="chunked"))
+    chunk = b"10000\r\n" + b" " * 65_536 + b"\r\n"
+    sent = 0
+    try:
+        for _ in range(1600):  # 100 MiB
+            connection.sendall(chunk)
+            sent += 1
+    except OSError:
+        pass  # the server has closed the connection
+    assert sent < 1600
+    answer = read_all(connection)
+    assert not answer or status_of(answer) == 413
+
+
+def test_the_official_client_reads_why_its_body_is_rejected(toy: Served) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        toy.openai.completions.create(model="toy", prompt="x" * 5_000_000)
+    assert (caught.value.status_code, caught.value.code) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\n" + b"".join(b"x-%d: %s\r\n" % (n, b"v" * 1000) for n in range(64)) + b"\r\n",
+        b"GET /health HTTP/1.1\r\nx: " + b"v" * 1_000_000 + b"\r\n\r\n",
+        b"GET /" + b"p" * 100_000 + b" HTTP/1.1\r\n\r\n",
+    ],
+    ids=["many", "long", "path"],
+)
+def test_large_heads_are_rejected(toy: Served, raw: Connect, head: bytes) -> None:
+    connection = raw(toy.address)
+    try:
+        connection.sendall(head)
+    except OSError:
+        return  # closed before everything was sent
+    answer = read_all(connection)
+    assert not answer or (status_of(answer), code_of(answer)) == (431, "headers_too_large")
+
+
+def test_a_head_without_an_end_is_rejected_before_it_fills_memory(toy: Served, raw: Connect) -> None:
+    connection = raw(toy.address)
+    connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
+    with pytest.raises(OSError):
+        connection.sendall(b"v" * 100_000_000)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"G", b"GET /health HTTP/1.1\r\nx: y\r\n", b"\r\n"], ids=["nothing", "byte", "head", "line"]
+)
+def test_a_head_that_does_not_come_ends_the_connection(toy: Served, raw: Connect, data: bytes) -> None:
+    with gateway(toy.router, header_s=0.3) as host:
+        connection = raw(host.address)
+        connection.sendall(data)
+        assert read_all(connection) == b""
+
+
+def test_a_head_that_drips_ends_the_connection(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router, header_s=0.3) as host:
+        connection = raw(host.address)
+        connection.settimeout(0.02)
+        deadline_s = time.monotonic() + 10.0
+        while time.monotonic() < deadline_s:
+            try:
+                connection.sendall(b"\r\n")
+                if connection.recv(10) == b"":
+                    return
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+        pytest.fail("the connection is still open")
+
+
+def test_a_body_that_does_not_come_is_a_timeout(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router, body_s=0.3) as host:
+        answer = exchange(raw(host.address), post(b"{", content_length="100"))
+    assert (status_of(answer), code_of(answer)) == (408, "deadline")
+
+
+def test_an_idle_connection_is_closed_after_its_answer(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router, idle_s=0.3) as host:
+        answer = exchange(raw(host.address), post(connection="keep-alive"))
+    assert status_of(answer) == 200
+
+
+def test_a_new_connection_closes_the_longest_idle_one(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router, max_connections=3) as host:
+        idle = [raw(host.address) for _ in range(3)]
+        for one in idle:  # in this order
+            one.sendall(post(connection="keep-alive"))
+            assert status_of(one.recv(65_536)) == 200
+        assert status_of(exchange(raw(host.address), post())) == 200
+        assert read_all(idle[0]) == b""
+        idle[1].sendall(post())
+        assert status_of(read_all(idle[1])) == 200
+
+
+def test_many_idle_connections_keep_nobody_out(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router, max_connections=20) as host:
+        kept = [raw(host.address) for _ in range(200)]
+        assert status_of(exchange(raw(host.address), post())) == 200
+        until(lambda: host._connections.num_open <= 20)
+        assert len(kept) == 200
+
+
+def test_connections_beyond_the_limit_are_rejected_while_all_work(raw: Connect) -> None:
+    with serve(worker={"toy_step_s": 0.02}, max_connections=2) as served:
+        busy = [raw(served.address) for _ in range(2)]
+        for one in busy:
+            one.sendall(post(b'{"prompt": "hello", "max_tokens": 4000, "stream": true}'))
+            assert status_of(one.recv(64)) == 200
+        answer = read_all(raw(served.address))
+        assert (status_of(answer), code_of(answer)) == (503, "too_many_connections")
+        for one in busy:
+            one.close()
+        until(lambda: is_idle(served.sdk))
+
+
+def test_a_second_request_before_the_answer_ends_the_connection(toy: Served, raw: Connect) -> None:
+    answer = exchange(raw(toy.address), post(connection="keep-alive") * 50)
+    assert answer.count(b"HTTP/1.1 200") <= 1
+    assert status_of(exchange(raw(toy.address), post())) == 200
+
+
+@pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\x00" * 10, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"hello\r\n\r\n"])
+def test_other_protocols_get_an_error(toy: Served, raw: Connect, data: bytes) -> None:
+    answer = exchange(raw(toy.address), data)
+    assert (status_of(answer), code_of(answer)) == (400, "invalid_http")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"nonsense",
+        b'{"prompt": NaN}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"seed": ' + b"9" * 1_000_000 + b', "prompt": "x"}',
+        b'{"prompt": "x", "max_tokens": 1e400}',
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_a_body_that_is_no_request_is_rejected(toy: Served, raw: Connect, body: bytes, path: str) -> None:
+    assert status_of(exchange(raw(toy.address), post(body, path))) == 400
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content_type": "text/plain"}, 400),
+        ({"content_encoding": "gzip"}, 400),
+        ({"x_slo_ttft_ms": "soon"}, 400),
+        ({"x_slo_tpot_ms": "nan"}, 400),
+        ({"x_slo_tpot_ms": "-1"}, 400),
+        ({"x_request_id": "x" * 129}, 400),
+        ({"authorization": "Basic abc"}, 401),
+        ({"authorization": "Bearer "}, 401),
+        ({"traceparent": "nonsense"}, 200),
+    ],
+)
+def test_headers_are_checked(toy: Served, raw: Connect, headers: dict[str, str], status: int) -> None:
+    assert status_of(exchange(raw(toy.address), post(**headers))) == status
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [("GET /v1/nothing", 404), ("GET /v1/completions", 405), ("DELETE /v1/models", 405), ("GET /..%2f..%2fetc", 404)],
+)
+def test_other_paths_and_methods_have_openai_s_errors(
+    toy: Served, raw: Connect, request_line: str, status: int
+) -> None:
+    answer = exchange(raw(toy.address), f"{request_line} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+    assert status_of(answer) == status
+    assert code_of(answer) in ("not_found", "method_not_allowed")
+
+
+def test_the_token_is_checked_before_the_body_is_read(raw: Connect) -> None:
+    with serve(token="right") as served:
+        for given in ("", "Bearer wrong"):
+            connection = raw(served.address)
+            connection.sendall(post(b"", content_length="1000", authorization=given))  # the body never comes
+            answer = read_all(connection)
+            assert (status_of(answer), code_of(answer)) == (401, "invalid_api_key")
+            assert b"www-authenticate: Bearer" in answer
+        assert status_of(exchange(raw(served.address), post(authorization="bearer right"))) == 200
+        found = served.openai.completions.create(model="toy", prompt="hello", max_tokens=2)
+        assert found.usage is not None
+        assert found.usage.completion_tokens == 2
+        for path in ("/v1/models", "/metrics"):
+            request = f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
+            assert status_of(exchange(raw(served.address), request)) == 401
+        health = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        assert status_of(exchange(raw(served.address), health)) == 200
+
+
+def test_a_host_that_others_reach_needs_a_router_with_a_token(toy: Served, raw: Connect) -> None:
+    with pytest.raises(ConfigError, match="anyone could call this port"), gateway(toy.router, host="0.0.0.0"):
+        pass
+    with serve(token="right", host="0.0.0.0") as served:
+        port = served.address.rpartition(":")[2]
+        assert status_of(exchange(raw(f"127.0.0.1:{port}"), post())) == 401
+        assert status_of(exchange(raw(f"127.0.0.1:{port}"), post(authorization="Bearer right"))) == 200
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3])
+def test_a_client_that_leaves_frees_its_memory(raw: Connect, is_streamed: bool, after_s: float) -> None:
+    with serve(worker={"toy_step_s": 0.02}, prefill=1) as served:
+        body = {"prompt": "hello " * 100, "max_tokens": 4000, "n": 2, "temperature": 1, "stream": is_streamed}
+        connection = raw(served.address)
+        connection.sendall(post(json.dumps(body).encode()))
+        if after_s:
+            until(lambda: served.sdk.topology().running_requests > 0)
+            time.sleep(after_s)  # at some moment of its life
+        connection.close()
+        until(lambda: is_idle(served.sdk), within_s=5.0)
+        text = served.openai.completions.create(model="toy", prompt="x", max_tokens=2).choices[0].text
+        assert len(text) > 0
+
+
+def test_a_client_that_reads_nothing_is_disconnected(raw: Connect) -> None:
+    with serve(stall_s=1.0) as served:
+        connection = raw(served.address)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = {"prompt": ["hello"] * 64, "max_tokens": 4000, "temperature": 1, "stream": True}
+        connection.sendall(post(json.dumps({**body, "ignore_eos": True, "return_token_ids": True}).encode()))
+        until(lambda: served.sdk.topology().running_requests > 0)
+        until(lambda: is_idle(served.sdk), within_s=60.0)
+        assert b"[DONE]" not in read_all(connection)
