@@ -30,6 +30,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--decode", type=int, default=keep, metavar="M", help="number of decode workers (1)")
     add("--host", default=keep, help="address that the router listens on (127.0.0.1)")
     add("--port", type=int, default=keep, help="gRPC port of the router; 0 picks a free port (50051)")
+    add(
+        "--http",
+        type=int,
+        default=keep,
+        metavar="PORT",
+        help="also serve OpenAI's HTTP API on this port; 0 picks a free port (no HTTP)",
+    )
     add("--redis", default=keep, metavar="URL", help="URL of a Redis server; one is started on this host when absent")
     add(
         "--ray",
@@ -71,7 +78,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--config",
         metavar="FILE",
-        help="TOML file with the same names, and tables [worker], [prefill_worker], [decode_worker], [router]",
+        help="TOML file with the same names, and tables [worker], [prefill_worker], [decode_worker], [router] and "
+        "[gateway]",
     )
     add(
         "--set",

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from pdserve.config import WorkerConfig
 from pdserve.core.errors import PdserveError
 from pdserve.launch.child import Child, StartFailed, outcome
 from pdserve.launch.report import LauncherReport
@@ -44,7 +45,7 @@ def member(process: Process) -> Member:
         env=process.env,
         start_s=process.start_s,
         drain_s=process.config.drain_s,
-        slow_start="still starting" if process.name == "router" else _SLOW_WORKER,
+        slow_start=_SLOW_WORKER if isinstance(process.config, WorkerConfig) else "still starting",
     )
 
 

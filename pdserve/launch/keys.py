@@ -7,14 +7,14 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
-from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import check_shown
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import check_value
 
 Value = str | int | float | bool | tuple[str, ...]
-Kind = Literal["worker", "prefill_worker", "decode_worker", "router"]
-KINDS: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker", "router")
+Kind = Literal["worker", "prefill_worker", "decode_worker", "router", "gateway"]
+KINDS: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker", "router", "gateway")
 
 # The launcher computes these itself. If a file could set them too, only part of the cluster would use the value.
 COMPUTED: Final = frozenset(
@@ -22,6 +22,8 @@ COMPUTED: Final = frozenset(
         "model",
         "worker_id",
         "router_id",
+        "gateway_id",
+        "router",
         "port",
         "host",
         "workers",
@@ -37,6 +39,7 @@ TOP: Final[Mapping[str, type]] = {
     "decode": int,
     "host": str,
     "port": int,
+    "http": int,
     "redis": str,
     "cluster": str,
     "ray": str,
@@ -49,6 +52,10 @@ TOP: Final[Mapping[str, type]] = {
     "load": str,
     "otlp": str,
     "record": str,  # of the router
+}
+_CONFIGS: Final[Mapping[str, type[RouterConfig] | type[GatewayConfig]]] = {
+    "router": RouterConfig,
+    "gateway": GatewayConfig,
 }
 _TYPES: Final[Mapping[str, type]] = {"str": str, "int": int, "float": float, "bool": bool}
 _WORDS: Final[Mapping[type, str]] = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -99,13 +106,13 @@ def _check_type(where: str, value: Any, expected: type) -> None:
 
 
 def _fields(kind: str) -> dict[str, dataclasses.Field[Any]]:
-    return {one.name: one for one in dataclasses.fields(RouterConfig if kind == "router" else WorkerConfig)}
+    return {one.name: one for one in dataclasses.fields(_CONFIGS.get(kind, WorkerConfig))}
 
 
 def _unknown(name: str, kind: str = "") -> str:
     where = f"[{kind}]" if kind else "any table"
     nearest = _nearest(name, kind)
-    program = "router" if kind == "router" else "decode_worker"
+    program = {"router": "router", "gateway": "pdserve.gateway"}.get(kind, "decode_worker")
     hint = "" if nearest else f"; `python -m {program} --help` lists them" if kind else f": {', '.join(TOP)}"
     return f"a known key {'of' if kind else 'outside'} {where}{_did_you_mean(nearest)}{hint}"
 

@@ -7,15 +7,18 @@ import dataclasses
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import final
+from typing import Final, final
 
+from pdserve.config import LOOPBACK_HOSTS
 from pdserve.launch.crew import Crew, member, side_by_side
 from pdserve.launch.neighbours import check_alone
 from pdserve.launch.ports import check_free, free_ports
 from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
 from pdserve.launch.report import LauncherReport
-from pdserve.launch.spec import ClusterSpec, fixed_ports, processes, router_config
+from pdserve.launch.spec import ClusterSpec, fixed_ports, gateway, processes, router_config
 from pdserve.prefix.embedded import loopback_url
+
+GATEWAY: Final = "gateway"
 
 
 @final
@@ -38,6 +41,7 @@ class LocalCluster:
         await self._crew.start(member(router))
         address = self._crew.address(router.name)
         await self._crew.unless_ended(ask_first(self.spec, address, self._report))
+        await start_gateway(self._crew, self.spec, address)
         self._crew.keep()
         return address
 
@@ -46,8 +50,9 @@ class LocalCluster:
         await self._crew.run(stop)
 
     async def stop(self, *, is_graceful: bool) -> None:
-        """Stops the router first, so that no new work comes, then the workers together, Redis last."""
+        """Stops the gateway and the router first, so that no new work comes, then the workers together, Redis last."""
         await self._crew.release()
+        await self._crew.stop([GATEWAY], is_graceful=is_graceful)
         await self._crew.stop(["router"], is_graceful=is_graceful)
         await self._crew.stop(self.spec.worker_ids, is_graceful=is_graceful)
         await self._crew.stop_redis()
@@ -69,12 +74,13 @@ def with_ports(spec: ClusterSpec, *, are_workers_here: bool = True) -> tuple[Clu
     fixed = fixed_ports(spec, are_workers_here=are_workers_here)
     for port, (name, host) in fixed.items():
         check_free(name, host, port)
-    *workers, router, redis = free_ports(spec.prefill + spec.decode + 2, avoid=fixed)
+    *workers, router, http, redis = free_ports(spec.prefill + spec.decode + 3, avoid=fixed)
     own = None if spec.redis else OwnRedis(port=redis, password=secrets.token_hex(32))
     filled = dataclasses.replace(
         spec,
         worker_ports=tuple(workers),
         port=spec.port or router,
+        http=None if spec.http is None else spec.http or http,
         redis=spec.redis if own is None else loopback_url(own.port, own.password),
     )
     return filled, own
@@ -83,9 +89,22 @@ def with_ports(spec: ClusterSpec, *, are_workers_here: bool = True) -> tuple[Clu
 async def ask_first(spec: ClusterSpec, address: str, report: LauncherReport) -> None:
     """Tests the cluster with a real answer."""
     config = router_config(spec, ())
-    if config.host not in ("127.0.0.1", "localhost", "::1"):
-        address = f"127.0.0.1:{address.rpartition(':')[2]}"  # a token must not leave this host unencrypted
+    address = _own_address(spec, address)
     began_s = time.monotonic()
     workers = spec.prefill + spec.decode
     await first_answer(address, token=config.token or None, workers=workers, timeout_s=FIRST_ANSWER_S)
     report.phase("first token", time.monotonic() - began_s)
+
+
+async def start_gateway(crew: Crew, spec: ClusterSpec, address: str) -> None:
+    """Starts the HTTP gateway of the router at `address`, if the spec has one. Raises StartFailed."""
+    process = gateway(spec, _own_address(spec, address))
+    if process is not None:
+        await crew.start(member(process))
+
+
+def _own_address(spec: ClusterSpec, address: str) -> str:
+    """The router's address for processes on this host: a token must not leave it unencrypted."""
+    if spec.host in LOOPBACK_HOSTS:
+        return address
+    return f"127.0.0.1:{address.rpartition(':')[2]}"

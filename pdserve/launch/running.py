@@ -22,7 +22,7 @@ from pdserve.launch.child import StartFailed
 
 READY_S: Final = 180.0
 STOP_S: Final = 60.0
-_READY: Final = re.compile(r"^pdserve ready: grpc (\S+) ")
+_READY: Final = re.compile(r"^pdserve ready: grpc (\S+) (?:http (\S+) )?")
 _STARTED: Final = re.compile(r"^ *\d+\.\d+ s  (\w+) +pid (\d+) listens on (\S+)")
 
 
@@ -34,6 +34,7 @@ class Running:
         self.process = process
         self.ready_line = ""
         self.target = ""
+        self.http_url = ""  # of the gateway, if there is one
         self.lines: list[str] = []  # of stderr
         self._on_line = on_line
         self._pids: dict[str, int] = {}
@@ -143,7 +144,7 @@ class Running:
             self._reader.join(5.0)
             last = self.lines[-1] if self.lines else "it said nothing"
             raise StartFailed(f"no cluster after {time.monotonic() - began_s:.0f} s: {last}")
-        self.target = found.group(1)
+        self.target, self.http_url = found.group(1), found.group(2) or ""
 
     def _read(self) -> None:
         assert self.process.stderr is not None

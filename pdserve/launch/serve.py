@@ -17,7 +17,7 @@ from pdserve.launch.degraded import degradations
 from pdserve.launch.local import LocalCluster
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.settings import Asked
-from pdserve.launch.spec import ClusterSpec
+from pdserve.launch.spec import ClusterSpec, gateway
 from pdserve.launch.with_ray import RayCluster
 from pdserve.owned_folder import sweep
 
@@ -37,6 +37,8 @@ class ServedCluster(Protocol):
 
 async def serve(asked: Asked) -> int:
     """Returns the exit status. Raises PdserveError if the cluster cannot start; all its processes have then ended."""
+    if gateway(asked.spec, "") is not None and importlib.util.find_spec("starlette") is None:
+        raise ConfigError("http", "no such package as starlette", f"the extra gateway: {advice('gateway')}")
     stop, hurry = asyncio.Event(), asyncio.Event()
     _on_signals(stop, hurry)
     report = LauncherReport(asked.log_dir)
@@ -68,10 +70,16 @@ async def serve(asked: Asked) -> int:
 def ready_line(spec: ClusterSpec, address: str, missing: Sequence[str]) -> str:
     """Names the Redis, without its password, and the missing services. Pure."""
     degraded = f"; DEGRADED: {'; '.join(missing)}" if missing else ""
+    http = "" if spec.http is None else f"http {http_url(address, spec.http)} "
     return (
-        f"pdserve ready: grpc {address} ({spec.prefill} prefill, {spec.decode} decode, "
+        f"pdserve ready: grpc {address} {http}({spec.prefill} prefill, {spec.decode} decode, "
         f"redis {place(spec.redis) or 'none'}, model {Path(spec.model).name}){degraded}"
     )
+
+
+def http_url(address: str, port: int) -> str:
+    """What OpenAI's clients call `base_url`. Both listen on the same host."""
+    return f"http://{address.rpartition(':')[0]}:{port}/v1"
 
 
 def _cluster(asked: Asked, report: LauncherReport) -> ServedCluster:

@@ -75,7 +75,11 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         inject_faults=faults,
         cluster_secret=from_env(SECRET_ENV) or _own_secret(tables.values()),
         settings=tables,
-        **{name: found[name] for name in ("prefill", "decode", "host", "port", "redis", "cluster") if name in found},
+        **{
+            name: found[name]
+            for name in ("prefill", "decode", "host", "port", "http", "redis", "cluster")
+            if name in found
+        },
     )
     _check_reports(processes(spec))  # all processes' settings are checked before any process is started
     log_dir = found.get("log_dir")

@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import to_env, to_flags
 from pdserve.core.errors import ConfigError
-from pdserve.core.setting import Range
+from pdserve.core.setting import PORTS, Range
 from pdserve.core.types import Role
 from pdserve.launch.keys import Kind, Value, check_settings
 
 MAX_WORKERS: Final = 256
 NUM_WORKERS: Final[Mapping[str, Range]] = {"prefill": Range(0, MAX_WORKERS), "decode": Range(1, MAX_WORKERS)}
+_PORTS: Final = Range(*PORTS)
 # Small on purpose: WorkerConfig sets the engine's threads, and any N + M workers fit on a laptop.
 WORKER_CPUS: Final = 0.01
 MODULES: Final[Mapping[Role, Kind]] = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
@@ -32,6 +33,7 @@ class ClusterSpec:
     decode: int = 1
     host: str = "127.0.0.1"  # address of the router; workers always use the loopback
     port: int = 50051
+    http: int | None = None  # port of the HTTP gateway; None: there is none
     redis: str = field(default="", repr=False)
     cluster: str = "default"
     cluster_secret: str = field(default="", repr=False)
@@ -47,6 +49,8 @@ class ClusterSpec:
                 raise ConfigError(name, count, str(NUM_WORKERS[name]))
         for kind, values in self.settings.items():
             check_settings(kind, values)
+        if self.http is not None and self.http not in _PORTS:
+            raise ConfigError("http", self.http, str(_PORTS))
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -58,14 +62,14 @@ class Process:
     """One process: `python -m module` with the flags of its config."""
 
     name: str
-    module: Kind
-    config: WorkerConfig | RouterConfig
+    module: str
+    config: WorkerConfig | RouterConfig | GatewayConfig
     env: tuple[tuple[str, str], ...] = ()
 
     @property
     def start_s(self) -> float:
         """Time limit until the process listens; a large checkpoint may be on a slow disk."""
-        return 60.0 if self.module == "router" else 600.0
+        return 600.0 if isinstance(self.config, WorkerConfig) else 60.0
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -73,7 +77,7 @@ class Process:
 
 
 def processes(spec: ClusterSpec) -> list[Process]:
-    """All processes in the order of their start: the workers, then the router."""
+    """The processes of the cluster itself in the order of their start: the workers, then the router."""
     workers = [_worker(spec, index) for index in range(spec.prefill + spec.decode)]
     addresses = tuple(f"{one.config.host}:{one.config.port}" for one in workers if one.config.port)
     return [*workers, router(spec, addresses)]
@@ -85,26 +89,45 @@ def fixed_ports(spec: ClusterSpec, *, are_workers_here: bool) -> dict[int, tuple
     Raises ConfigError if two processes would listen on one port.
     """
     found: dict[int, tuple[str, str]] = {}
-    for process in processes(spec) if are_workers_here else [router(spec, ())]:
-        config = process.config
-        own_port = ("port", config.port) if process.module == "router" else ("port", 0)
-        rendezvous = config.rendezvous if isinstance(config, WorkerConfig) else ""
-        for name, port in (
-            own_port,
-            (f"{process.module}.metrics_port", config.metrics_port),
-            (f"{process.module}.rendezvous", int(rendezvous.rpartition(":")[2] or 0)),
-        ):
+    started = processes(spec) if are_workers_here else [router(spec, ())]
+    http = gateway(spec, "")
+    for process in started if http is None else [*started, http]:
+        for name, port in _ports(process):
             if port in found:
                 raise ConfigError(name, port, f"another port: {found[port][0]} has the same")
             if port:
-                found[port] = (name, config.host)
+                found[port] = (name, process.config.host)
     return found
+
+
+def _ports(process: Process) -> list[tuple[str, int]]:
+    """The settings with ports, which may be 0."""
+    config = process.config
+    if isinstance(config, GatewayConfig):
+        return [("http", config.port)]
+    metrics = (f"{process.module}.metrics_port", config.metrics_port)
+    if isinstance(config, RouterConfig):
+        return [("port", config.port), metrics]
+    return [metrics, (f"{process.module}.rendezvous", int(config.rendezvous.rpartition(":")[2] or 0))]
 
 
 def router(spec: ClusterSpec, workers: Sequence[str]) -> Process:
     config = router_config(spec, workers)
     env = (("OMP_NUM_THREADS", "1"), *to_env(config).items())
     return Process(name="router", module="router", config=config, env=env)
+
+
+def gateway(spec: ClusterSpec, router: str) -> Process | None:
+    """The HTTP gateway of the router at that address; None if none is asked for."""
+    if spec.http is None:
+        return None
+    config = GatewayConfig(
+        router=router,
+        host=spec.host,
+        port=spec.http,
+        **spec.settings.get("gateway", {}),  # type: ignore[arg-type]
+    )
+    return Process(name="gateway", module="pdserve.gateway", config=config, env=(("OMP_NUM_THREADS", "1"),))
 
 
 def router_config(spec: ClusterSpec, workers: Sequence[str]) -> RouterConfig:

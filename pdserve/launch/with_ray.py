@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
 from pdserve.launch.crew import Crew, Member, member
-from pdserve.launch.local import ask_first, with_ports
+from pdserve.launch.local import GATEWAY, ask_first, start_gateway, with_ports
 from pdserve.launch.neighbours import check_alone
 from pdserve.launch.report import LauncherReport, memory_of
 from pdserve.launch.spec import ClusterSpec, router, worker_config
@@ -56,6 +56,7 @@ class RayCluster:
         await self._crew.start(member(process))
         address = self._crew.address(process.name)
         await self._crew.unless_ended(ask_first(self.spec, address, self._report))
+        await start_gateway(self._crew, self.spec, address)
         self._crew.keep()
         return address
 
@@ -65,8 +66,10 @@ class RayCluster:
         await self._crew.run(stop)
 
     async def stop(self, *, is_graceful: bool) -> None:
-        """Stops the router first, so that no new work comes, then the workers, Ray if it is ours, and Redis last."""
+        """Stops the gateway and the router first, so that no new work comes, then the workers, Ray if it is ours, and
+        Redis last."""
         await self._crew.release()
+        await self._crew.stop([GATEWAY], is_graceful=is_graceful)
         await self._crew.stop(["router"], is_graceful=is_graceful)
         await self._crew.stop([DRIVER], is_graceful=is_graceful)
         await self._crew.stop_redis()

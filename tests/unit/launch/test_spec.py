@@ -6,11 +6,19 @@ from typing import Any
 
 import pytest
 
-from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import parse_flags
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
-from pdserve.launch.spec import ClusterSpec, fixed_ports, processes, ray_resources, remote_ranks, worker_config
+from pdserve.launch.spec import (
+    ClusterSpec,
+    fixed_ports,
+    gateway,
+    processes,
+    ray_resources,
+    remote_ranks,
+    worker_config,
+)
 
 
 def spec(**changes: Any) -> ClusterSpec:
@@ -218,3 +226,27 @@ def test_a_wrong_setting_is_refused_by_name(changes: dict[str, Any], field: str)
 def test_a_router_open_to_others_needs_a_token() -> None:
     with pytest.raises(ConfigError, match="host"):
         processes(spec(host="0.0.0.0"))
+
+
+def test_there_is_no_gateway_unless_it_is_asked_for() -> None:
+    assert gateway(spec(), "127.0.0.1:1") is None
+
+
+def test_the_gateway_speaks_to_the_router_and_has_its_own_table() -> None:
+    process = gateway(spec(http=8000, settings={"gateway": {"max_connections": 7}}), "127.0.0.1:50051")
+    assert process is not None
+    assert process.argv == ("-m", "pdserve.gateway", "--router=127.0.0.1:50051", "--max-connections=7")
+    assert parse_flags(GatewayConfig, process.argv[2:], "x") == process.config
+
+
+def test_the_gateway_s_port_is_its_own() -> None:
+    with pytest.raises(ConfigError, match="http: got 50051"):
+        fixed_ports(spec(port=50051, http=50051), are_workers_here=True)
+    with pytest.raises(ConfigError, match="http: got 65536"):
+        spec(http=65_536)
+
+
+def test_a_gateway_gets_no_secret() -> None:
+    process = gateway(spec(http=0, settings={"router": {"token": "t"}}), "127.0.0.1:1")
+    assert process is not None
+    assert process.env == (("OMP_NUM_THREADS", "1"),)

@@ -1,0 +1,174 @@
+"""`pdserve up --http`: OpenAI's client against a whole cluster, compared with the SDK, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from pdserve import AsyncClient, Completion
+from tests.cluster.cluster import Cluster
+
+pytestmark = pytest.mark.timeout(400)
+
+NUM_REQUESTS = 200
+AT_A_TIME = 8
+TEXTS = ("def fib(n):", "import os\n", "class Queue:\n    def ", "# naïve café 你好\n", "x = [")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+#: Fields of the HTTP request, and the SDK's options for them.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "greedy": ({"temperature": 0}, {"temperature": 0.0}),
+    "seeded": ({"temperature": 0.9}, {"temperature": 0.9}),
+    "several": ({"temperature": 1.0, "n": 3}, {"temperature": 1.0, "n": 3}),
+    "stop": ({"temperature": 0.7, "stop": ["e", "\n"]}, {"temperature": 0.7, "stop": ["e", "\n"]}),
+    "penalties": (
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {"40": 3}},
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {40: 3.0}},
+    ),
+    "truncated": ({"top_p": 0.8, "extra": {"top_k": 20}}, {"top_p": 0.8, "top_k": 20}),
+    "json": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {"json_schema": SCHEMA},
+    ),
+    "choice": ({"extra": {"structured_outputs": {"choice": ["yes", "no"]}}}, {"choice": ["yes", "no"]}),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster("--http", "0", "--set", "worker.deterministic=true") as cluster:
+        yield cluster
+
+
+def url(cluster: Cluster) -> str:
+    return cluster.running.http_url
+
+
+def facts(done: Completion) -> list[tuple[Any, ...]]:
+    return [
+        (one.index, one.text, one.token_ids, one.finish_reason.value, [round(p.logprob, 5) for p in one.logprobs])
+        for one in done.choices
+    ]
+
+
+async def over_http(client: openai.AsyncOpenAI, prompt: Any, fields: dict[str, Any], is_streamed: bool) -> list[Any]:
+    """Index, text, token ids, finish reason and logprobs of each answer."""
+    given = {**fields, "model": "stdlib-5m", "stream": is_streamed}
+    extra = {"return_token_ids": True, **given.pop("extra", {})}
+    is_chat = not isinstance(prompt, str)
+    if is_chat:
+        found: Any = await client.chat.completions.create(
+            messages=prompt, logprobs=True, top_logprobs=1, extra_body=extra, **given
+        )
+    else:
+        if "response_format" in given:  # not a field of OpenAI's text completions
+            extra["response_format"] = given.pop("response_format")
+        found = await client.completions.create(prompt=prompt, logprobs=1, extra_body=extra, **given)
+    answers: dict[int, list[Any]] = {}
+
+    def take(choice: Any) -> None:
+        one = answers.setdefault(choice.index, [choice.index, "", (), None, []])
+        said = (choice.delta if is_streamed else choice.message).content if is_chat else choice.text
+        one[1] += said or ""
+        one[2] += tuple(getattr(choice, "token_ids", None) or ())
+        one[3] = choice.finish_reason or one[3]
+        if choice.logprobs is not None:
+            scored = [p.logprob for p in choice.logprobs.content] if is_chat else choice.logprobs.token_logprobs
+            one[4] += [round(p, 5) for p in scored]
+
+    if is_streamed:
+        async for chunk in found:
+            for choice in chunk.choices:
+                take(choice)
+    else:
+        for choice in found.choices:
+            take(choice)
+    return [tuple(answers[index]) for index in sorted(answers)]
+
+
+def test_mixed_requests_have_the_sdk_s_answers(cluster: Cluster) -> None:
+    draw = random.Random(11)
+    wrong: list[str] = []
+
+    async def one(http: openai.AsyncOpenAI, sdk: AsyncClient, number: int) -> None:
+        kind = draw.choice(list(KINDS))
+        text, is_streamed, seed = draw.choice(TEXTS), draw.random() < 0.5, draw.randrange(2**63)
+        prompt: Any = [{"role": "user", "content": text}] if draw.random() < 0.5 else text
+        fields, options = KINDS[kind]
+        most = 48 if kind == "json" else draw.randrange(1, 24)
+        common = {"max_tokens": most, "seed": seed}
+        expected = facts(await sdk.generate(prompt, logprobs=1, **{**common, **options}))  # type: ignore[arg-type]
+        found = await over_http(http, prompt, {**common, **fields}, is_streamed)
+        if found != expected:
+            wrong.append(f"request {number}, {kind}, streamed {is_streamed}: {found} instead of {expected}")
+
+    async def run() -> None:
+        room = asyncio.Semaphore(AT_A_TIME)
+
+        async def limited(http: openai.AsyncOpenAI, sdk: AsyncClient, number: int) -> None:
+            async with room:
+                await one(http, sdk, number)
+
+        async with (
+            openai.AsyncOpenAI(base_url=url(cluster), api_key="none", max_retries=0) as http,
+            AsyncClient(cluster.target) as sdk,
+        ):
+            await asyncio.gather(*(limited(http, sdk, number) for number in range(NUM_REQUESTS)))
+
+    asyncio.run(run())
+    assert wrong == []
+    cluster.wait_until_idle()
+
+
+def test_ready_names_the_url_of_the_gateway(cluster: Cluster) -> None:
+    assert f"grpc {cluster.target} http http://127.0.0.1:" in cluster.running.ready_line
+    with openai.OpenAI(base_url=url(cluster), api_key="none") as client:
+        assert [one.id for one in client.models.list()] == ["stdlib-5m"]
+
+
+def test_a_gateway_that_dies_is_started_again_on_its_port(cluster: Cluster) -> None:
+    pid = cluster.running.pid("gateway")
+    os.kill(pid, signal.SIGKILL)
+    cluster.running.wait_restarted("gateway", pid)
+    with openai.OpenAI(base_url=url(cluster), api_key="none") as client:
+        assert client.completions.create(model="stdlib-5m", prompt="def", max_tokens=2).usage is not None
+
+
+def test_a_stream_ends_before_its_cluster_does() -> None:
+    slow = ("--model", "toy", "--set", "worker.toy_step_s=0.02")
+    with (
+        Cluster("--http", "0", *slow) as cluster,
+        openai.OpenAI(base_url=url(cluster), api_key="none", max_retries=0) as client,
+    ):
+        stream = client.completions.create(
+            model="toy", prompt="hello", max_tokens=100, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        stopping = threading.Thread(target=cluster.running.stop)
+        stopping.start()
+        assert [one.choices[0].finish_reason for one in stream][-1] == "length"
+        stopping.join(60.0)
+        assert cluster.process.returncode == 0
+
+
+def test_a_token_protects_both_ports() -> None:
+    with Cluster("--http", "0", "--model", "toy", env={"PDSERVE_TOKEN": "right"}) as cluster:
+        for token, is_right in (("wrong", False), ("right", True)):
+            with openai.OpenAI(base_url=url(cluster), api_key=token, max_retries=0) as client:
+                if is_right:
+                    assert client.completions.create(model="toy", prompt="x", max_tokens=1).choices
+                else:
+                    with pytest.raises(openai.AuthenticationError):
+                        client.completions.create(model="toy", prompt="x", max_tokens=1)
