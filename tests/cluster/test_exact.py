@@ -69,8 +69,17 @@ def narrow(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Itera
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One decode worker with memory for a few requests at a time."""
+    config = tmp_path_factory.mktemp("crowded") / "crowded.toml"
+    config.write_text("[decode_worker]\nkv_blocks = 24\n[worker]\nmax_context_tokens = 256\n")
+    with Cluster("--config", str(config)) as cluster:
+        yield cluster
+
+
 @pytest.mark.timeout(400)
-def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(narrow: Cluster) -> None:
+def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(crowded: Cluster) -> None:
     """Real text; a seed gives the same tokens in any batch, on both paths, cached or not."""
     texts = [
         "def fib(n):",
@@ -80,11 +89,11 @@ def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(narrow: Cl
     ]
     seeded = {"max_tokens": 48, "temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 1234, "ignore_eos": True}
     oracle, sampling = Oracle(BUNDLED), sampling_of(BUNDLED, **seeded)
-    ids = [narrow.client.tokenize(text) for text in texts]
-    done = generate_all(narrow, texts, max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    ids = [crowded.client.tokenize(text) for text in texts]
+    done = generate_all(crowded, texts, max_tokens=TOKENS, temperature=0, ignore_eos=True)
     oracle.assert_exact(ids, tokens_of(done, TOKENS))
-    alone = [narrow.client.generate(text, **seeded) for text in texts]
-    together = generate_all(narrow, texts * 4, **seeded)
+    alone = [crowded.client.generate(text, **seeded) for text in texts]
+    together = generate_all(crowded, texts * 4, **seeded)
     oracle.assert_exact(ids * 5, tokens_of([*alone, *together], 48), sampling=sampling)
 
 

@@ -43,7 +43,7 @@ def test_a_killed_prefill_worker_costs_no_token_and_comes_back(slow: Cluster) ->
 
 def test_redis_may_be_away_under_load_and_the_index_refills(tmp_path: Path) -> None:
     """No request fails while Redis is down. An empty Redis that comes back is filled with what the workers cache."""
-    away_s = float(os.environ.get("PDSERVE_REDIS_AWAY_S", "3"))  # `make test-slow` keeps it away for a minute
+    away_s = float(os.environ.get("PDSERVE_REDIS_AWAY_S", "1.5"))  # `make test-slow` keeps it away for a minute
     redis = EmbeddedRedis.start()
     flags = ("--model", "toy", "--prefill", "2", "--decode", "2", "--set", "worker.toy_step_s=0.005")
     try:

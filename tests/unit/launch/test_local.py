@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.support.slow import slow_except
 from .conftest import WAIT_S, is_alive, until
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself"
+TOKEN = "secret-of-callers"
 SLOW = ("--set", "worker.toy_step_s=0.02")
 
 
@@ -157,7 +159,7 @@ def test_a_killed_launcher_leaves_no_process_and_no_file_behind(tmp_path: Path) 
 
 
 def test_a_worker_that_cannot_start_is_one_line_and_ends_the_launcher() -> None:
-    done = up("--set", "worker.kv_memory_bytes=1")
+    done = up("--prefill", "0", "--set", "worker.kv_memory_bytes=1")
     assert done.returncode == 1
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]
@@ -178,28 +180,41 @@ def test_wrong_settings_are_a_usage_error() -> None:
     assert "router.max_que" in done.stderr.splitlines()[-1]
 
 
-def test_a_token_is_asked_for_when_one_is_set() -> None:
-    with Running.start("--model", "toy", env={"PDSERVE_TOKEN": "secret-of-callers"}) as cluster:
-        with Client(cluster.target, token="secret-of-callers") as client:
-            assert client.model().name == "toy"
-        with Client(cluster.target) as client, pytest.raises(Unauthenticated):
-            client.model()
-        has_token = {
-            name: b"secret-of-callers" in Path(f"/proc/{pid}/environ").read_bytes()
-            for name, pid in cluster.pids().items()
-        }
-        assert has_token == {"p0": False, "d0": False, "redis": False, "router": True}
-        for pid in cluster.pids().values():
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            assert b"secret-of-callers" not in line
-            assert b"redis://" not in line
+@pytest.fixture(scope="module")
+def decode_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+    """A decode worker without a prefill worker, a token, and a folder for logs."""
+    logs = tmp_path_factory.mktemp("logs")
+    flags = ("--model", "toy", "--prefill", "0", "--log-dir", str(logs))
+    with Running.start(*flags, env={"PDSERVE_TOKEN": TOKEN}) as cluster:
+        yield cluster, logs
 
 
-def test_decode_workers_alone_serve_locally_and_logs_go_to_a_folder(tmp_path: Path) -> None:
-    with Running.start("--model", "toy", "--prefill", "0", "--log-dir", str(tmp_path)) as cluster:
-        assert ask(cluster).timings.path == "local"
-        assert not any(" | " in line for line in cluster.lines)
-    assert {path.name for path in tmp_path.iterdir()} == {"d0.log", "router.log"}
+def test_only_callers_and_the_router_have_the_token(decode_only: tuple[Running, Path]) -> None:
+    cluster, _ = decode_only
+    with Client(cluster.target, token=TOKEN) as client:
+        assert client.model().name == "toy"
+    with Client(cluster.target) as client, pytest.raises(Unauthenticated):
+        client.model()
+    has_token = {
+        name: TOKEN.encode() in Path(f"/proc/{pid}/environ").read_bytes() for name, pid in cluster.pids().items()
+    }
+    assert has_token == {"d0": False, "redis": False, "router": True}
+    for pid in cluster.pids().values():
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert TOKEN.encode() not in line
+        assert b"redis://" not in line
+
+
+def test_decode_workers_alone_serve_locally(decode_only: tuple[Running, Path]) -> None:
+    cluster, _ = decode_only
+    with Client(cluster.target, token=TOKEN) as client:
+        assert client.generate(PROMPT, max_tokens=8, temperature=0).timings.path == "local"
+
+
+def test_logs_go_to_a_folder(decode_only: tuple[Running, Path]) -> None:
+    cluster, logs = decode_only
+    assert not any(" | " in line for line in cluster.lines)
+    assert {path.name for path in logs.iterdir()} == {"d0.log", "router.log"}
 
 
 def up(*flags: str) -> subprocess.CompletedProcess[str]:

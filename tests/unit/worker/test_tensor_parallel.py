@@ -21,7 +21,6 @@ from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
 from pdserve.v1 import worker_pb2
 from tests.oracle import Oracle
-from tests.support.slow import slow_except
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
 COMMON: dict[str, Any] = {
@@ -105,8 +104,8 @@ async def test_any_two_of_one_and_two_ranks_write_what_float64_does(
 
 
 # Decode steps are asynchronous, as on GPUs. Ranks receive each step when it is computed.
-AHEAD = {"speculation": "off", "async_scheduling": "on"}
-OWN: dict[str, Any] = {**COMMON, **AHEAD, "rank_pools": "own", "kv_check": "step", "max_batch_tokens": 64}
+ASYNC = {"speculation": "off", "async_scheduling": "on"}
+OWN: dict[str, Any] = {**COMMON, **ASYNC, "rank_pools": "own", "kv_check": "step", "max_batch_tokens": 64}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,8 @@ async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(
     oracle.assert_exact([prompt] * 2, [remote, local])
 
 
-@pytest.mark.parametrize("role", slow_except(Role, Role.DECODE))
+@pytest.mark.slow  # test_a_prefill_worker_survives_a_decode_rank_that_dies_in_a_transfer kills an idle rank too
+@pytest.mark.parametrize("role", Role)
 async def test_a_rank_that_dies_while_nothing_is_asked_ends_the_worker(start: Any, role: Role) -> None:
     idle = start(role, **COMMON, tensor_parallel=2)
     kill_rank(idle)
