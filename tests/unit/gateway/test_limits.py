@@ -41,6 +41,16 @@ def test_a_small_request_is_answered(toy: Served, raw: Connect) -> None:
     assert status_of(exchange(raw(toy.address), post())) == 200
 
 
+def test_a_chunk_does_not_wait_for_an_acknowledgement(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router) as host:
+        connection = raw(host.address)
+        connection.sendall(post(connection="keep-alive"))
+        assert status_of(connection.recv(65_536)) == 200
+        [accepted] = host._connections.idle
+        sock = accepted.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
 def test_a_body_is_rejected_by_its_declared_size(toy: Served, raw: Connect) -> None:
     answer = exchange(raw(toy.address), post(b"", content_length=str(100 * 2**20)))
     assert (status_of(answer), code_of(answer)) == (413, "body_too_large")
