@@ -174,9 +174,9 @@ def main() -> None:
     for name, rows in found.items():
         for tokens, row in rows.items():
             print(
-                f"{name:7} {tokens.split()[0]:>6} {row['requests']:9d} {row['failed']:7d} {row['first_p50_s'] * 1e3:13.2f} "
-                f"{row['first_p95_s'] * 1e3:13.2f} {row['whole_p50_s'] * 1e3:13.2f} "
-                f"{row['cpu_s_per_request'] * 1e3:15.2f}"
+                f"{name:7} {tokens.split()[0]:>6} {row['requests']:9d} {row['failed']:7d} "
+                f"{row['first_p50_s'] * 1e3:13.2f} {row['first_p95_s'] * 1e3:13.2f} "
+                f"{row['whole_p50_s'] * 1e3:13.2f} {row['cpu_s_per_request'] * 1e3:15.2f}"
             )
     short, long = f"{SHORT_TOKENS} tokens", f"{LONG_TOKENS} tokens"
     added_s = found["http"][short]["first_p50_s"] - found["grpc"][short]["first_p50_s"]
