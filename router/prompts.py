@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, final
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.text.chat import MAX_MESSAGES, ChatTemplate, Message
+from pdserve.text.chat import MAX_MESSAGES, ChatTemplate, Message, ToolCall
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from router.model import ModelFacts
@@ -81,17 +81,32 @@ class PromptReader:
             raise InvalidRequest("chat", "messages", "text or token_ids: this model has no chat template")
         if len(chat.messages) > MAX_MESSAGES:
             raise InvalidRequest("chat.messages", f"{len(chat.messages)} messages", f"at most {MAX_MESSAGES} messages")
-        messages = [Message(one.role, one.content) for one in chat.messages]
+        messages = [_message(one) for one in chat.messages]
+        tools = list(chat.tools)
 
         def work() -> list[int]:
-            text = template.render(messages)
+            text = template.render(messages, tools)
             # The template writes the special tokens itself.
             if keep is not None:
                 return self._tokenizer.encode_tail(text, keep, has_special_tokens=False)
             _check_chars(len(text), max_chars)  # checked here, because a template may omit content
             return self._tokenizer.encode(text, has_special_tokens=False)
 
-        return await self._threads.run(sum(len(one.content) for one in messages), num_bytes, work)
+        return await self._threads.run(sum(map(len, tools)) + sum(map(_num_chars, messages)), num_bytes, work)
+
+
+def _message(one: inference_pb2.ChatMessage) -> Message:
+    return Message(
+        one.role,
+        one.content,
+        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in one.tool_calls),
+        tool_call_id=one.tool_call_id if one.HasField("tool_call_id") else None,
+        name=one.name if one.HasField("name") else None,
+    )
+
+
+def _num_chars(message: Message) -> int:
+    return len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
 
 
 def _max_chars(tokenizer: Tokenizer, model: ModelFacts) -> int | None:

@@ -92,8 +92,10 @@ class AsyncClient(BaseClient):
         """Whether the router has a decode worker. Needs no token. Raises Unavailable if no router answers."""
         return await self._ask(calls.is_serving())
 
-    async def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        return await self._ask(calls.tokenize(prompt))
+    async def tokenize(
+        self, prompt: str | Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        return await self._ask(calls.tokenize(prompt, tools))
 
     async def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
         """The text that `token_ids` add to the text of the token ids `prompt`; special tokens have no text."""

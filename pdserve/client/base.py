@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Self, cast
 
 from pdserve.client import connect
@@ -13,7 +13,7 @@ from pdserve.client.answer import AnswerBuilder
 from pdserve.client.beam import BeamSearch, EarlyStopping
 from pdserve.client.connect import Tls
 from pdserve.client.options import Options
-from pdserve.client.request import Prompt, checked_timeout_s, generate_request
+from pdserve.client.request import Messages, Prompt, checked_timeout_s, generate_request
 from pdserve.client.results import Completion, Model, TokenLogprob
 from pdserve.client.retry import Retries
 from pdserve.client.transport import ClientTransport, GrpcTransport
@@ -124,9 +124,9 @@ def beam_search(
     )
 
 
-def as_text(prompt: Prompt) -> str | Sequence[Mapping[str, str]]:
+def as_text(prompt: Prompt) -> str | Messages:
     """A prompt that is not token ids."""
-    return cast("str | Sequence[Mapping[str, str]]", prompt)
+    return cast("str | Messages", prompt)
 
 
 class BaseStream:

@@ -30,8 +30,10 @@ def model() -> UnaryCall[Model]:
     return _inference("GetModel", inference_pb2.GetModelRequest(), results.MODEL.decode)
 
 
-def tokenize(prompt: str | Sequence[Mapping[str, str]]) -> UnaryCall[list[int]]:
-    return _inference("Tokenize", tokenize_request(prompt), lambda response: list(response.token_ids))
+def tokenize(
+    prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> UnaryCall[list[int]]:
+    return _inference("Tokenize", tokenize_request(prompt, tools), lambda response: list(response.token_ids))
 
 
 def detokenize(token_ids: Sequence[int], prompt: Sequence[int]) -> UnaryCall[str]:

@@ -25,6 +25,7 @@ MAX_TIMEOUT_S: Final = 1e9  # gRPC turns much larger ones into past times
 _OF_REQUEST: Final = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
 _OF_SAMPLING: Final = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 _OF_OUTPUT: Final = inference_pb2.StructuredOutput.DESCRIPTOR.fields_by_name
+_OF_TOOLS: Final = ("tool_calls", "tool_call_id", "name")
 _TARGETS: Final = tuple(inference_pb2.Slo.DESCRIPTOR.fields_by_name)
 _WHOLE: Final = {
     FieldDescriptor.CPPTYPE_INT32: "a signed 32-bit integer",
@@ -32,7 +33,8 @@ _WHOLE: Final = {
     FieldDescriptor.CPPTYPE_UINT64: "an unsigned 64-bit integer",
 }
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages
 
 
 def generate_request(
@@ -49,12 +51,15 @@ def generate_request(
     return request
 
 
-def tokenize_request(prompt: str | Sequence[Mapping[str, str]]) -> inference_pb2.TokenizeRequest:
+def tokenize_request(
+    prompt: str | Messages, tools: Sequence[Mapping[str, Any]] | None = None
+) -> inference_pb2.TokenizeRequest:
     request = inference_pb2.TokenizeRequest()
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and tools is None:
         request.text = _utf8("prompt", prompt)
     elif _is_list(prompt):
         request.chat.CopyFrom(_chat(prompt))
+        request.chat.tools.extend(_tools("tools", () if tools is None else tools))
     else:
         raise _wrong("prompt", "str or a list of messages", prompt)
     return request
@@ -99,15 +104,50 @@ def _chat(messages: Sequence[Any]) -> inference_pb2.ChatPrompt:
         name = f"prompt[{index}]"
         if not isinstance(message, Mapping):
             raise _wrong(name, "a dict with role and content (or an int, in a list of ints)", message)
-        if set(message) != {"role", "content"}:
-            raise TypeError(f"{name} must have exactly the keys role and content, not {sorted(map(str, message))}")
-        for key in ("role", "content"):
-            if not isinstance(message[key], str):
-                raise _wrong(f"{name}[{key!r}]", "str", message[key])
-        chat.messages.add(
-            role=_utf8(f"{name}['role']", message["role"]), content=_utf8(f"{name}['content']", message["content"])
-        )
+        if not {"role", "content"} <= set(message) <= {"role", "content", *_OF_TOOLS}:
+            raise TypeError(
+                f"{name} must have the keys role and content, and may have {', '.join(_OF_TOOLS)}, "
+                f"not {sorted(map(str, message))}"
+            )
+        texts = {key: message[key] for key in ("role", "content", "tool_call_id", "name") if key in message}
+        for key, value in texts.items():
+            if not isinstance(value, str):
+                raise _wrong(f"{name}[{key!r}]", "str", value)
+        added = chat.messages.add(**{key: _utf8(f"{name}[{key!r}]", value) for key, value in texts.items()})
+        if "tool_calls" in message:
+            added.tool_calls.extend(_tool_calls(f"{name}['tool_calls']", message["tool_calls"]))
     return chat
+
+
+def _tool_calls(name: str, calls: Any) -> list[inference_pb2.ToolCall]:
+    """In OpenAI's form: {"id": .., "type": "function", "function": {"name": .., "arguments": JSON as text}}."""
+    if not _is_list(calls):
+        raise _wrong(name, "a list of tool calls", calls)
+    found = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise _wrong(f"{name}[{index}]", "a dict with id, type and function", call)
+        texts = {"id": call.get("id"), "name": function.get("name"), "arguments": function.get("arguments")}
+        for key, value in texts.items():
+            if not isinstance(value, str):
+                raise _wrong(f"{name}[{index}] {key}", "str", value)
+        found.append(inference_pb2.ToolCall(**{key: _utf8(f"{name}[{index}]", value) for key, value in texts.items()}))
+    return found
+
+
+def _set_tools(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+    texts = _tools(name, value)
+    if texts and not request.HasField("chat"):
+        raise InvalidRequest(name, f"{len(texts)} tools", "messages as the prompt")
+    if texts:
+        request.chat.tools.extend(texts)
+
+
+def _tools(name: str, tools: Any) -> list[str]:
+    if not _is_list(tools) or not all(isinstance(one, Mapping) for one in tools):
+        raise _wrong(name, "a list of dict", tools)
+    return [_utf8(name, json.dumps(one, ensure_ascii=False)) for one in tools]
 
 
 def _set_whole(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
@@ -229,6 +269,7 @@ _BY_NAME: Final[Mapping[str, _Setter]] = {
     **dict.fromkeys(_OF_OUTPUT, _set_structured),
     "slo": _set_slo,
     "timeout_s": _check_timeout,
+    "tools": _set_tools,
     "traceparent": _check_traceparent,
 }
 _BY_TYPE: Final[Mapping[Any, _Setter]] = {

@@ -74,6 +74,7 @@ class Model:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
+    tool_format: str = ""  # how the model writes tool calls: hermes, llama3 or mistral; empty if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

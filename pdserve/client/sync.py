@@ -94,8 +94,10 @@ class Client(BaseClient):
         """Whether the router has a decode worker. Needs no token. Raises Unavailable if no router answers."""
         return self._ask(calls.is_serving())
 
-    def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        return self._ask(calls.tokenize(prompt))
+    def tokenize(
+        self, prompt: str | Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        return self._ask(calls.tokenize(prompt, tools))
 
     def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
         """The text that `token_ids` add to the text of the token ids `prompt`; special tokens have no text."""

@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn, final
 import jinja2
 import jinja2.exceptions
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -25,16 +26,28 @@ import jinja2.utils
 
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.text.tokenizer import NAMED_TOKENS, named_token, read_tokenizer_config
+from pdserve.text.tool_format import tool_format
 
 RENDER_S: Final = 1.0
 MAX_RENDERED_CHARS: Final = 16 * 2**20
 MAX_MESSAGES: Final = 4096
+MAX_TOOLS: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # a JSON object
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
+    tool_call_id: str | None = None  # of a tool's result
+    name: str | None = None
 
 
 @final
@@ -57,9 +70,14 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError("chat_template", f"line {error.lineno}: {error.message}", "a jinja template") from error
+        self._takes_tools = "tools" in jinja2.meta.find_undeclared_variables(self._environment.parse(source))
+        self.tool_format = tool_format(source) if self._takes_tools else ""
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Raises InvalidRequest if the template rejects the messages, and ModelError if it exceeds a limit."""
+    def render(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> str:
+        """`tools` are JSON objects.
+
+        Raises InvalidRequest if the template rejects the messages, and ModelError if it exceeds a limit.
+        """
         if not messages:
             raise InvalidRequest("chat.messages", "no message", "at least one message")
         if len(messages) > MAX_MESSAGES:
@@ -67,7 +85,11 @@ class ChatTemplate:
         for message in messages:
             if not message.role:
                 raise InvalidRequest("chat.messages.role", "an empty role", "a role such as user")
-        plain = [{"role": message.role, "content": message.content} for message in messages]
+        if len(tools) > MAX_TOOLS:
+            raise InvalidRequest("tools", f"{len(tools)} tools", f"at most {MAX_TOOLS} tools")
+        if tools and not self._takes_tools:
+            raise InvalidRequest("tools", f"{len(tools)} tools", "none: this model's chat template takes no tools")
+        plain = [_plain(message) for message in messages]
         clock = _RenderClock(self._render_s)
         chunks: list[str] = []
         num_chars = 0
@@ -75,7 +97,7 @@ class ChatTemplate:
             for chunk in self._template.generate(
                 messages=plain,
                 add_generation_prompt=True,
-                tools=None,
+                tools=[_object("tools", one) for one in tools] or None,
                 documents=None,
                 **self._named_tokens,
                 **{_CLOCK: clock},
@@ -110,6 +132,35 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         raise ModelError("chat_template", type(source).__name__, "text")
     named = {name: named_token(config, name) for name in NAMED_TOKENS}
     return ChatTemplate(source, {name: token for name, token in named.items() if token is not None})
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """As templates of Hugging Face read it; arguments of calls are objects there, not text."""
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _object("chat.messages.tool_calls", call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        found["name"] = message.name
+    return found
+
+
+def _object(field: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, "a text that is no JSON object", "a JSON object")
+    return value
 
 
 class _Refused(jinja2.TemplateError):

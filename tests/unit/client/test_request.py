@@ -110,7 +110,7 @@ def test_every_field_of_a_request_is_an_option() -> None:
     sampling = set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"bad_token_ids", "structured_output"}
     request = set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids", "chat", "sampling"}
     output = set(inference_pb2.StructuredOutput.DESCRIPTOR.fields_by_name)
-    assert Options.__annotations__.keys() == {*sampling, *request, *output, "timeout_s", "traceparent"}
+    assert Options.__annotations__.keys() == {*sampling, *request, *output, "timeout_s", "traceparent", "tools"}
 
 
 def test_one_stop_string_needs_no_list() -> None:
@@ -129,7 +129,7 @@ def test_one_stop_string_needs_no_list() -> None:
         (["text"], {}, r"prompt\[0\]"),
         ([{"role": "user"}], {}, r"prompt\[0\]"),
         ([{"role": "user", "content": 3}], {}, r"prompt\[0\]\['content'\]"),
-        ([{"role": "user", "content": "hi", "name": "x"}], {}, r"prompt\[0\]"),
+        ([{"role": "user", "content": "hi", "audio": "x"}], {}, r"prompt\[0\]"),
         ("hi", {"max_tokens": 1.5}, "max_tokens"),
         ("hi", {"max_tokens": True}, "max_tokens"),
         ("hi", {"max_tokens": "5"}, "max_tokens"),
@@ -243,3 +243,48 @@ def test_a_mapping_sets_only_the_targets_that_it_names() -> None:
 def test_a_traceparent_must_be_one(value: str) -> None:
     with pytest.raises(InvalidRequest, match="traceparent"):
         generate_request("hi", {"traceparent": value})
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def test_messages_may_have_calls_of_tools_and_their_results() -> None:
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "5", "tool_call_id": "c1", "name": "add"},
+    ]
+    expected = inference_pb2.ChatPrompt(
+        messages=[
+            inference_pb2.ChatMessage(
+                role="assistant", tool_calls=[inference_pb2.ToolCall(id="c1", name="add", arguments="{}")]
+            ),
+            inference_pb2.ChatMessage(role="tool", content="5", tool_call_id="c1", name="add"),
+        ],
+        tools=['{"type": "function", "function": {"name": "add"}}'],
+    )
+    assert generate_request(messages, {"tools": [TOOL]}).chat == expected
+    assert tokenize_request(messages, [TOOL]).chat == expected
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "x", "audio": "y"},
+        {"role": "user", "content": "x", "name": 5},
+        {"role": "assistant", "content": "x", "tool_calls": CALL},
+        {"role": "assistant", "content": "x", "tool_calls": [{"id": "c"}]},
+        {"role": "assistant", "content": "x", "tool_calls": [{**CALL, "id": None}]},
+        {"role": "assistant", "content": "x", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]},
+    ],
+)
+def test_other_messages_are_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"prompt\[0\]"):
+        generate_request([message], {})
+
+
+def test_tools_need_messages() -> None:
+    with pytest.raises(InvalidRequest, match="messages"):
+        generate_request("text", {"tools": [TOOL]})
+    with pytest.raises(TypeError, match="tools"):
+        generate_request([{"role": "user", "content": "x"}], {"tools": ["add"]})  # type: ignore[list-item]

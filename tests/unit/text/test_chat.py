@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import InvalidRequest, ModelError
-from pdserve.text.chat import ChatTemplate, Message, load_chat_template
+from pdserve.text.chat import ChatTemplate, Message, ToolCall, load_chat_template
 
 CHATML = (
     "{% for message in messages %}"
@@ -109,3 +109,61 @@ def test_the_file_goes_before_the_config_and_named_templates_have_a_default(tmp_
     template = load_chat_template(tmp_path)
     assert template is not None
     assert template.render(TALK) == "file"
+
+
+HERMES = (
+    "{%- if tools %}{{- '<tools>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}"
+    "{{- '</tools> <tool_call></tool_call>' }}{%- endif %}"
+    "{%- for message in messages %}{{- '\\n' + message.role + ': ' + message.content }}"
+    "{%- if message.tool_calls %}{%- for call in message.tool_calls %}"
+    "{%- set called = {'name': call.function.name, 'arguments': call.function.arguments} %}"
+    "{{- '<tool_call>' + (called | tojson) + '</tool_call>' }}"
+    "{%- endfor %}{%- endif %}{%- if message.tool_call_id %}{{- ' for ' + message.tool_call_id }}{%- endif %}"
+    "{%- endfor %}"
+)
+TOOL = '{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}'
+
+
+def test_tools_and_their_calls_are_rendered() -> None:
+    template = ChatTemplate(HERMES)
+    talk = [
+        Message("user", "2+3?"),
+        Message("assistant", "", tool_calls=(ToolCall("c1", "add", '{"a": 2, "b": 3}'),)),
+        Message("tool", "5", tool_call_id="c1"),
+    ]
+    assert template.render(talk, [TOOL]) == (
+        f"<tools>\n{TOOL}</tools> <tool_call></tool_call>\nuser: 2+3?\nassistant: "
+        '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>\ntool: 5 for c1'
+    )
+    assert template.tool_format == "hermes"
+
+
+def test_a_template_without_tools_takes_none() -> None:
+    template = ChatTemplate(CHATML)
+    assert template.tool_format == ""
+    with pytest.raises(InvalidRequest, match="takes no tools"):
+        template.render(TALK, [TOOL])
+
+
+def test_tools_are_counted_and_must_be_objects() -> None:
+    with pytest.raises(InvalidRequest, match="129 tools, expected at most 128"):
+        ChatTemplate(HERMES).render(TALK, [TOOL] * 129)
+    for broken in ("[]", "{", "[" * 100_000):
+        with pytest.raises(InvalidRequest, match="tools"):
+            ChatTemplate(HERMES).render(TALK, [broken])
+        with pytest.raises(InvalidRequest, match="tool_calls"):
+            ChatTemplate(HERMES).render([Message("assistant", "", tool_calls=(ToolCall("c", "f", broken),))])
+
+
+@pytest.mark.parametrize(
+    ("mark", "expected"),
+    [
+        ("<tool_call>", "hermes"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<|python_tag|>", "llama3"),
+        ('"parameters"', "llama3"),
+        ("other", ""),
+    ],
+)
+def test_the_form_of_tool_calls_is_known_by_the_template(mark: str, expected: str) -> None:
+    assert ChatTemplate("{% if tools %}" + mark + "{% endif %}").tool_format == expected

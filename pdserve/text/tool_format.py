@@ -1,0 +1,18 @@
+"""Recognises how a model writes tool calls, by its chat template. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: The text in a template that only templates of this family have, by format.
+_MARKS: Final = (
+    ("hermes", "<tool_call>"),  # Hermes, Qwen2.5 and Qwen3
+    ("mistral", "[TOOL_CALLS]"),
+    ("llama3", "<|python_tag|>"),
+    ("llama3", '"parameters"'),  # Llama 3.x: {"name": .., "parameters": ..}
+)
+
+
+def tool_format(template: str) -> str:
+    """Empty if it is no known one."""
+    return next((name for name, mark in _MARKS if mark in template), "")
