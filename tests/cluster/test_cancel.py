@@ -33,7 +33,7 @@ def test_closing_a_stream_frees_its_blocks(slow: Cluster, after_pieces: int) -> 
     slow.wait_until_idle()
 
 
-def test_a_storm_of_leaving_clients_loses_no_block_and_disturbs_nobody(slow: Cluster) -> None:
+def test_many_disconnects_leak_no_block(slow: Cluster) -> None:
     """60 requests, two of three leave after a random time; the others' answers are exact."""
     draw = random.Random(5)
 

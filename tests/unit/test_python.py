@@ -47,7 +47,7 @@ def test_this_interpreter_is_new_enough() -> None:
     assert run(ROOT, "check", PATH="").returncode == 0
 
 
-def test_an_old_interpreter_is_told_which_version_is_needed(checkout: Path) -> None:
+def test_an_old_interpreter_names_the_needed_version(checkout: Path) -> None:
     ask_for(checkout, "3.99")
     done = run(checkout, "check", PATH="", HOME="/nonexistent")
     ours = "{}.{}".format(*sys.version_info[:2])

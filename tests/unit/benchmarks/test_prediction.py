@@ -89,7 +89,7 @@ def remote() -> list[Answer]:
     return found
 
 
-def test_what_is_foretold_is_what_the_router_foretold() -> None:
+def test_predictions_are_those_of_the_router() -> None:
     """The answers are those of the run, and their errors are those that it measured itself."""
     result, _ = recorded()
     rows = [row for row in result.requests if row.outcome == "served" and row.arrival_s >= SETTLE_S]
@@ -151,7 +151,7 @@ def test_an_error_in_the_first_gap_or_in_the_steps_is_found_in_that_row() -> Non
     assert tpot_errors(slow)[gap] > 0.5
 
 
-def test_answers_that_meet_a_prompt_are_told_apart() -> None:
+def test_answers_beside_a_prompt_are_counted_apart() -> None:
     met = [one for one in told().answers if one.meets_prompt]
     free = [one for one in told().answers if not one.meets_prompt]
     assert min(len(met), len(free)) > 5

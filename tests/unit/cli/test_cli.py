@@ -114,14 +114,14 @@ def test_a_flag_that_cannot_be_read_is_a_usage_error(flags: list[str]) -> None:
     assert caught.value.code == 2
 
 
-def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_router_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--target", "127.0.0.1:1", "--timeout", "1"]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("pdserve topology: error: no server answers at 127.0.0.1:1 (")
     assert line.endswith("is `pdserve up` running there?")
 
 
-def test_who_lacks_a_token_is_told_where_it_goes() -> None:
+def test_a_missing_token_names_its_variable() -> None:
     assert hint(Unauthenticated("no bearer token in the authorization metadata")) == (
         " (PDSERVE_TOKEN holds the cluster's token)"
     )

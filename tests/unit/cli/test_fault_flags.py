@@ -19,7 +19,7 @@ def parsed(*flags: str) -> tuple[WorkerFault, ...]:
     return faults(parser.parse_args(flags), ["p0", "d0"])
 
 
-def test_each_flag_says_who_when_and_for_how_long() -> None:
+def test_each_flag_gives_target_time_and_duration() -> None:
     assert parsed("--kill", "d0@10:5", "--slow", "p0@2.5x3", "--stall", "d0@1:2", "--kill", "p0@20") == (
         WorkerFault(at_s=1.0, worker_id="d0", kind=WorkerFaultKind.STALL, for_s=2.0),
         WorkerFault(at_s=2.5, worker_id="p0", kind=WorkerFaultKind.SLOW, factor=3.0),
@@ -60,7 +60,7 @@ def test_a_bar_shows_the_share_of_the_trace() -> None:
     assert "100%" in bar("goodput", 0.0, 0.0)
 
 
-def test_nobody_who_reads_a_file_gets_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_gets_no_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     progress = ProgressLine("goodput", 10.0)
     progress.at(5.0)
     progress.close()

@@ -78,9 +78,7 @@ def test_a_trace_that_is_too_short_gets_no_verdict(trace: str, capsys: pytest.Ca
     assert [found[name] for name in ("verdict", "disaggregate", "best", "advice", "is_attainable")] == [None] * 5
 
 
-def test_promises_that_nobody_can_keep_are_reported_as_that_with_status_1(
-    trace: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unattainable_targets_exit_with_status_1(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--trace", trace, "--workers", "1", "--slo-ttft", "0.001", "--slo-tpot", "0.05", "--jobs", "1"]
     assert main(["plan", *flags]) == 1
     assert "not attainable: 0% meet both targets at" in capsys.readouterr().out

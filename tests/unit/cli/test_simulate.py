@@ -165,9 +165,7 @@ def test_a_killed_worker_is_felt(capsys: pytest.CaptureFixture[str]) -> None:
         (("--noise", "-1"), "noise: got -1.0"),
     ],
 )
-def test_what_is_asked_in_a_wrong_way_is_told_in_one_line(
-    flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_one_line(flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *flags]) == 1
     seen = capsys.readouterr()
     assert seen.out == ""
@@ -176,7 +174,7 @@ def test_what_is_asked_in_a_wrong_way_is_told_in_one_line(
     assert told in line
 
 
-def test_a_wrong_row_is_told_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_row_fails_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "t.jsonl"
     mooncake(path)
     with path.open("a", encoding="utf-8") as file:

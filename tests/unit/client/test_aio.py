@@ -141,7 +141,7 @@ async def test_the_timeout_covers_the_call(script: Script, target: str) -> None:
             await client.generate("hi", timeout_s=0.3)
 
 
-async def test_nobody_listening_is_unavailable_within_the_tries() -> None:
+async def test_a_closed_port_is_unavailable_after_the_retries() -> None:
     async with AsyncClient("127.0.0.1:1", retries=QUICK) as client:
         with pytest.raises(Unavailable):
             await client.model()

@@ -24,7 +24,7 @@ from pdserve.core.errors import ConfigError
         ("[2001:db8::1]:50051", False),
     ],
 )
-def test_loopback_is_told_from_the_rest(address: str, holds: bool) -> None:
+def test_loopback_addresses_are_recognised(address: str, holds: bool) -> None:
     assert is_loopback(address) is holds
 
 

@@ -226,7 +226,7 @@ def test_detokenize_takes_ids() -> None:
         detokenize_request([-1])
 
 
-def test_token_ids_are_told_from_text_and_messages() -> None:
+def test_token_ids_differ_from_text_and_messages() -> None:
     assert token_ids_of([1, 2]) == [1, 2]
     assert token_ids_of("hi") is None
     assert token_ids_of([{"role": "user", "content": "hi"}]) is None

@@ -185,7 +185,7 @@ def test_the_default_timeout_is_ten_minutes(script: Script, target: str) -> None
     assert script.timeouts_s[0] == pytest.approx(600.0, abs=5.0)
 
 
-def test_nobody_listening_is_unavailable_within_the_tries() -> None:
+def test_a_closed_port_is_unavailable_after_the_retries() -> None:
     with Client("127.0.0.1:1", retries=QUICK) as client, pytest.raises(Unavailable):
         client.generate("hi")
 

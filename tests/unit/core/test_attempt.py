@@ -54,7 +54,7 @@ def test_a_text_ends_by_its_rules(
 @pytest.mark.parametrize(
     ("num_output", "num_tokens", "expected"), [(6, 50, False), (7, 50, True), (1, 98, False), (1, 99, True)]
 )
-def test_the_last_token_is_known_before_it_is_drawn(num_output: int, num_tokens: int, expected: bool) -> None:
+def test_the_last_token_is_known_before_sampling(num_output: int, num_tokens: int, expected: bool) -> None:
     assert RULE.ends_with_next(Sampling(max_tokens=8), num_output, num_tokens) is expected
 
 

@@ -100,14 +100,14 @@ def test_a_duplicate_stays_private_and_becomes_free(blocks: BlockAllocator) -> N
     assert blocks.match([h(1)]) == first
 
 
-def test_publishing_twice_is_told_once(blocks: BlockAllocator) -> None:
+def test_publishing_twice_is_reported_once(blocks: BlockAllocator) -> None:
     taken = published(blocks, 1)
     assert blocks.publish(taken[0], h(1))
     assert blocks.take_changes() == CacheChange(sequence=1, stored=(h(1),))
     assert blocks.take_changes() is None
 
 
-def test_changes_are_numbered_and_what_was_undone_is_not_told(blocks: BlockAllocator) -> None:
+def test_changes_are_numbered_and_undone_ones_omitted(blocks: BlockAllocator) -> None:
     blocks.release(published(blocks, 1, 2))
     assert blocks.take_changes() == CacheChange(sequence=1, stored=(h(1), h(2)))
     full = blocks.allocate(8)

@@ -226,7 +226,7 @@ def test_a_stall_in_every_tenth_batch_leaves_the_prediction_near_the_others(seed
 
 
 @pytest.mark.parametrize("seed", slow_except(range(5), 0, 1))
-def test_the_middle_of_times_that_are_late_by_much_and_early_by_little_is_foretold(seed: int) -> None:
+def test_skewed_times_are_predicted_by_their_median(seed: int) -> None:
     model, truth, rng = CostModel(TRUTH), CostModel(TRUTH), random.Random(seed)
     ratios: list[float] = []
     for number in range(4000):

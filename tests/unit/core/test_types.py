@@ -73,7 +73,7 @@ def test_a_value_outside_is_rejected_by_name(field: str, value: Any) -> None:
     assert raised.value.field == {"bad_token_ids": "bad_words"}.get(field, field)
 
 
-def test_defaults_draw_freely_and_end_at_the_end_of_sequence() -> None:
+def test_defaults_sample_freely_and_end_at_eos() -> None:
     plain = Sampling()
     assert (plain.ignore_eos, plain.include_stop_in_output, plain.skip_special_tokens) == (False, False, True)
     assert (plain.is_greedy, plain.adjusts_logits, plain.needs_history) == (False, False, False)
@@ -117,7 +117,7 @@ def test_bad_words_outside_their_bounds_are_rejected(words: list[str]) -> None:
         ({"bad_token_ids": ((3,),), "allowed_token_ids": (3,)}, "allowed_token_ids"),
     ],
 )
-def test_token_ids_are_those_of_the_model_and_leave_one_to_draw(changes: dict[str, Any], field: str) -> None:
+def test_invalid_token_ids_name_their_field(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         check_token_ids(Sampling(**changes), 10, of="sampling.")
     assert raised.value.field == f"sampling.{field}"

@@ -47,7 +47,7 @@ def test_a_preempted_remote_sequence_reads_its_tokens_itself(make_bench: Any) ->
         assert indexes == list(range(1, 16))
 
 
-def test_the_last_one_waits_for_landing_places_rather_than_losing_its_kv(make_bench: Any) -> None:
+def test_the_last_sequence_waits_for_transfers_and_keeps_its_kv(make_bench: Any) -> None:
     bench = make_bench(num_blocks=4)
     bench.offer("a", [1, 2, 3], max_tokens=6)
     bench.step()
@@ -65,7 +65,7 @@ def test_the_last_one_waits_for_landing_places_rather_than_losing_its_kv(make_be
     assert bench.sampled["a"] == answer([1, 2, 3], 6)
 
 
-def test_landing_places_leave_room_for_residents_to_grow(make_bench: Any) -> None:
+def test_reservations_leave_room_for_running_sequences(make_bench: Any) -> None:
     bench = make_bench(num_blocks=4)
     bench.offer("a", [1, 2, 3])
     bench.step()
@@ -75,7 +75,7 @@ def test_landing_places_leave_room_for_residents_to_grow(make_bench: Any) -> Non
     assert isinstance(bench.offer("c", list(range(8)), is_local=False)[0], BlocksReserved)
 
 
-def test_no_landing_place_is_given_while_a_local_prompt_waits_for_memory(make_bench: Any) -> None:
+def test_no_reservation_overtakes_a_waiting_local_prompt(make_bench: Any) -> None:
     bench = make_bench(num_blocks=6)
     bench.reserve_and_write("a", list(range(16)))
     bench.offer("b", list(range(50, 62)))
@@ -149,7 +149,7 @@ def test_a_draining_worker_refuses_and_finishes_what_it_has(bench: Any) -> None:
     assert bench.sampled["a"] == answer(PROMPT, 8)
 
 
-def test_the_load_counts_residents_waiters_and_what_is_left_to_read(bench: Any) -> None:
+def test_the_load_counts_running_waiting_and_prefill_tokens(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.step()
     bench.offer("b", PROMPT)

@@ -26,7 +26,7 @@ PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a thi
 # -- the remote path -------------------------------------------------------------------------------------------
 
 
-def test_a_landing_place_covers_the_prompt_in_one_run(bench: Any) -> None:
+def test_reserved_blocks_are_contiguous(bench: Any) -> None:
     assert bench.offer("a", PROMPT, is_local=False) == [
         BlocksReserved(key=bench.key("a"), blocks=(0, 1, 2), num_cached_blocks=0)
     ]
@@ -84,7 +84,7 @@ def test_landed_kv_serves_later_prompts(bench: Any) -> None:
     assert bench.batching.blocks.num_referenced == 0
 
 
-def test_a_second_admit_is_told_from_the_first(bench: Any) -> None:
+def test_a_second_admit_is_ignored(bench: Any) -> None:
     first = bench.reserve_and_write("a", PROMPT)
     assert bench.admit("a", first) == []
     assert bench.admit("a", first) is None
@@ -95,13 +95,13 @@ def test_a_second_admit_is_told_from_the_first(bench: Any) -> None:
     assert bench.sampled["a"] == answer(PROMPT, 8)
 
 
-def test_a_lost_transfer_frees_the_landing_place(bench: Any) -> None:
+def test_a_lost_transfer_frees_its_blocks(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
     assert bench.batching.lost(key, "checksum") == [TransferLost(key=key, error="checksum"), Released(key=key)]
 
 
-def test_a_transfer_that_its_sender_cancelled_is_told_as_that(bench: Any) -> None:
+def test_a_transfer_cancelled_by_its_sender_is_reported_so(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
     lost = TransferLost(key=key, error="enough", is_cancelled=True)
@@ -161,7 +161,7 @@ def test_tokens_that_the_client_has_count_as_output(bench: Any) -> None:
     assert bench.sampled["a"] == whole[5:]
 
 
-def test_residents_get_their_token_in_each_step_while_a_prompt_is_read(bench: Any) -> None:
+def test_running_sequences_get_a_token_beside_a_prefill(bench: Any) -> None:
     bench.offer("a", PROMPT[:2], max_tokens=6)
     bench.step()
     bench.offer("b", list(range(12)), max_tokens=1)
@@ -245,7 +245,7 @@ def test_a_text_ends_by_its_rules(
     assert (len(rows), rows[-1].finish) == (expected, finish)
 
 
-def test_cancel_while_landing_holds_the_blocks_until_nobody_writes(bench: Any) -> None:
+def test_cancel_keeps_blocks_until_the_transfer_ends(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
     assert bench.batching.cancel(key) == [ReceiveAborted(key=key)]

@@ -32,7 +32,7 @@ def test_repeated_text_takes_fewer_steps(make_bench: Any) -> None:
 
 @pytest.mark.parametrize("num_answers", [1, 2, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_wrong_and_right_guesses_give_the_same_text(make_bench: Any, num_answers: int, temperature: float) -> None:
+def test_wrong_and_right_drafts_give_the_same_text(make_bench: Any, num_answers: int, temperature: float) -> None:
     bench = make_bench(num_answers=num_answers, max_drafts=15, num_blocks=80)
     seed = 5 if temperature else None
     for name, tail in (("a", 40), ("b", 41), ("c", 42)):
@@ -61,7 +61,7 @@ def test_a_text_that_fills_the_context_ends_there(make_bench: Any) -> None:
     assert bench.sampled["a"] == [SPACE] * (24 - 6)
 
 
-def test_a_stop_token_is_never_guessed_and_ends_the_text_in_mid_step(make_bench: Any) -> None:
+def test_a_stop_token_is_no_draft_and_ends_the_text(make_bench: Any) -> None:
     """The toy says 32 or 33 only: 33 stops."""
     for tail in range(40, 60):
         bench = make_bench(num_answers=2, max_drafts=15)
@@ -89,7 +89,7 @@ def test_a_step_that_reads_a_prompt_carries_no_drafts(make_bench: Any) -> None:
     assert bench.sampled == {"a": [SPACE] * 60, "b": answer([7] * 30, 1, num_answers=1)}
 
 
-def test_drafts_shrink_where_memory_is_short_and_preempt_nobody(make_bench: Any) -> None:
+def test_short_memory_limits_drafts_without_preemption(make_bench: Any) -> None:
     """Two sequences that together just fit: drafts take no block that the other needs."""
     bench = make_bench(num_answers=1, max_drafts=15, num_blocks=8)
     bench.offer("a", prompt(), max_tokens=10)  # 4 blocks at its end, as the other

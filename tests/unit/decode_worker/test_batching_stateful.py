@@ -49,7 +49,7 @@ def test_tokens_are_right_and_no_block_is_lost(
 @BENCHES
 @given(moves=MOVES)
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=SAME_BENCH)
-def test_the_same_in_five_times_as_many_lives(
+def test_the_same_with_more_examples(
     make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_async: bool, moves: list[Any]
 ) -> None:
     live(make_bench, num_blocks, num_answers, max_drafts, is_async, moves)

@@ -85,9 +85,7 @@ def test_a_block_with_another_texts_stamp_costs_a_recompute_and_no_token(
 
 
 @pytest.mark.parametrize("at", [0, 2])
-def test_a_block_that_was_handed_to_somebody_else_costs_a_recompute_and_no_token(
-    make_bench: Callable[..., Bench], at: int
-) -> None:
+def test_a_reassigned_block_costs_a_recompute_and_no_token(make_bench: Callable[..., Bench], at: int) -> None:
     expected = answer(make_bench)
     bench = make_bench(is_checked=True)
     blocks = land(bench)

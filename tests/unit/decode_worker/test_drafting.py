@@ -52,7 +52,7 @@ def test_all_rows_together_have_a_limit() -> None:
     assert counts == [4, 1]
 
 
-def test_a_promise_of_the_strictest_row_bounds_the_step() -> None:
+def test_the_strictest_tpot_target_bounds_the_step() -> None:
     one = rule(0.001)
     assert one.counts([[0.99] * 8], context_tokens=9, tpot_s=0.0189) == [4]  # 0.8 * 18.9 ms leaves 4.1 for drafts
     assert one.counts([[0.99] * 8], context_tokens=9, tpot_s=0.01) is None

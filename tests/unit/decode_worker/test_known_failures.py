@@ -10,7 +10,7 @@ from tests.unit.decode_worker.conftest import BLOCK_SIZE, Bench
 PROMPT = list(range(1, 3 * BLOCK_SIZE + 2))
 
 
-def test_blocks_of_a_cancelled_landing_are_held_until_nobody_writes(bench: Bench) -> None:
+def test_blocks_of_a_cancelled_transfer_are_kept_until_its_end(bench: Bench) -> None:
     """sglang#24527, PR#35049: the pages of an aborted request went to the next one under the writer's hands."""
     bench.offer("old", PROMPT, is_local=False)
     granted = set(bench.grants[bench.key("old")].blocks)
@@ -50,7 +50,7 @@ def test_only_committed_blocks_are_found_by_the_next_prompt(bench: Bench) -> Non
     assert bench.grants[bench.key("late")].num_cached_blocks == 3
 
 
-def test_ends_of_transfers_that_nobody_waits_for_are_nothing(bench: Bench) -> None:
+def test_ends_of_unknown_transfers_are_ignored(bench: Bench) -> None:
     """vllm#43226, #46240, PR#48821: a completion for a freed request was asserted on, and the engine died."""
     key = bench.key("gone")
     assert bench.receive("gone") == []
@@ -78,7 +78,7 @@ def test_a_second_end_of_a_committed_transfer_takes_nothing_away(bench: Bench) -
     assert len(bench.sampled["one"]) == 8
 
 
-def test_a_landing_that_nobody_fills_ends_at_its_deadline(bench: Bench) -> None:
+def test_an_unfilled_reservation_ends_at_its_deadline(bench: Bench) -> None:
     """vllm#46283: blocks of a load that the prefill side never finished were held for ever."""
     bench.offer("late", PROMPT, is_local=False, deadline_at_s=5.0)
     key = bench.key("late")

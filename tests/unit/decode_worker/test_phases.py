@@ -37,7 +37,7 @@ def test_a_remote_attempt_waits_from_when_all_was_there_to_its_first_step(bench:
     }
 
 
-def test_the_wait_is_told_with_the_first_row(bench: Any) -> None:
+def test_the_wait_is_reported_with_the_first_row(bench: Any) -> None:
     first = bench.reserve_and_write("a", PROMPT)
     bench.receive("a")
     bench.batching.admit(bench.key("a"), first, bench.now_s)

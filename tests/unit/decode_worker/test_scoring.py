@@ -33,7 +33,7 @@ def test_a_local_prompt_is_scored_whole_whatever_the_cache_holds(bench: Any) -> 
     assert scores(bench.run(), "c") == []
 
 
-def test_a_landed_prompt_is_scored_by_who_read_it(bench: Any) -> None:
+def test_a_remote_prompt_is_scored_by_its_prefill_worker(bench: Any) -> None:
     bench.offer("a", PROMPT, is_local=False, prompt_logprobs=2)
     first = bench.write("a")
     bench.receive("a")

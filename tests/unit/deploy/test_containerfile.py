@@ -46,7 +46,7 @@ def test_the_whole_project_is_in_it() -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_it_runs_as_nobody_in_particular(target: str) -> None:
+def test_it_does_not_run_as_root(target: str) -> None:
     [user] = [rest for word, rest in instructions(target) if word == "USER"]
     uid, _, gid = user.partition(":")
     assert int(uid) > 0

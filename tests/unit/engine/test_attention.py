@@ -203,7 +203,7 @@ def test_any_shape_of_block_can_be_read_in_place(block_size: int, num_kv_heads: 
 @needs_numba
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("window", [None, 33])
-def test_a_position_gets_the_same_bits_in_any_chunk_company_and_number_of_threads(
+def test_a_position_has_the_same_bits_in_any_batch(
     dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paged, "_LEAST_WORK", 0)

@@ -86,7 +86,7 @@ def test_requests_in_any_order_have_the_same_bits(
     assert len(seen_logits) > 5 * count
 
 
-def test_the_bundled_model_alone_and_in_company(
+def test_the_bundled_model_alone_and_in_a_batch(
     open_engine: Callable[..., Engine],
     serve: Callable[..., list[list[int]]],
     request_of: Any,

@@ -107,7 +107,7 @@ def test_the_bundled_model_writes_what_transformers_writes(
         pytest.param("gemma3", 7, marks=pytest.mark.slow),
     ],
 )
-def test_chunks_blocks_and_company_change_nothing(
+def test_chunks_blocks_and_batches_change_nothing(
     name: str,
     other_size: int,
     tiny: Tiny,

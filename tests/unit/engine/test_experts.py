@@ -68,7 +68,7 @@ def test_each_token_gets_its_experts_weighted_sum(
         torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_company_moves_a_token_by_rounding_only_and_the_order_of_tokens_not_at_all(
+def test_other_tokens_change_only_rounding(
     matrices: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     weights, x_TE = weights_of(matrices), torch.randn(60, 32)

@@ -29,7 +29,7 @@ def test_another_mapping_sees_what_is_written_and_cannot_write() -> None:
     assert is_sealed(memory.descriptor)
 
 
-def test_another_owner_joins_before_the_seal_and_nobody_after_it() -> None:
+def test_owners_join_only_before_the_seal() -> None:
     memory = HostMemory(10_000, is_sealed=False)
     assert memory.descriptor is not None
     assert not is_sealed(memory.descriptor)

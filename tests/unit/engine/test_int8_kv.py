@@ -115,7 +115,7 @@ def test_memory_holds_nearly_four_times_the_blocks(open_engine: OpenEngine) -> N
         for kv_dtype, is_paged in (("int8", True), ("int8", False), ("fp8", False))
     ],
 )
-def test_chunks_blocks_and_company_change_nothing(
+def test_chunks_blocks_and_batches_change_nothing(
     name: str,
     kv_dtype: str,
     is_paged: bool,

@@ -69,7 +69,7 @@ def test_large_gates_close_and_open_without_overflow() -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
     x = states(400, 1024)
     together = KERNELS[name](x)
     for first, end in ((0, 1), (7, 8), (100, 131), (399, 400)):

@@ -32,9 +32,7 @@ def written(step: Sequence[Row]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
-def test_the_layers_that_are_told_hold_what_they_will_hold_after_the_step(
-    name: str, tiny: Tiny, open_engine: OpenEngine
-) -> None:
+def test_reported_layers_are_final(name: str, tiny: Tiny, open_engine: OpenEngine) -> None:
     engine = open_engine(tiny(name))
     spec = engine.spec
     layer_bytes, rest = divmod(spec.block_bytes, spec.num_layers)
@@ -60,7 +58,7 @@ def test_the_layers_that_are_told_hold_what_they_will_hold_after_the_step(
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"deterministic": True}])
-def test_who_listens_changes_no_bit(settings: dict[str, Any], tiny: Tiny, open_engine: OpenEngine) -> None:
+def test_a_layer_callback_changes_no_bit(settings: dict[str, Any], tiny: Tiny, open_engine: OpenEngine) -> None:
     silent, listened = open_engine(tiny("llama"), **settings), open_engine(tiny("llama"), **settings)
     told: list[int] = []
     assert silent.step(rows()) == listened.step(rows(), told.append)
@@ -70,7 +68,7 @@ def test_who_listens_changes_no_bit(settings: dict[str, Any], tiny: Tiny, open_e
     assert told[-1] == listened.spec.num_layers
 
 
-def test_a_block_that_cannot_be_divided_is_told_as_one(tiny: Tiny, open_engine: OpenEngine) -> None:
+def test_an_indivisible_block_is_reported_whole(tiny: Tiny, open_engine: OpenEngine) -> None:
     engine = open_engine(tiny("llama"), kv_dtype="int8")  # the scales of all layers lie behind all values
     told: list[int] = []
     engine.step(rows(), told.append)

@@ -84,7 +84,7 @@ def test_int8_is_the_product_of_the_rounded_numbers(num_inputs: int, num_outputs
         assert ((linear(x).double() - expected).abs() <= tolerance).all()
 
 
-def test_an_int8_row_does_not_depend_on_its_company() -> None:
+def test_an_int8_row_does_not_depend_on_its_batch() -> None:
     weight, _ = tensors(768, 512, has_bias=False)
     linear = Int8Linear(*round_weights(weight), None)
     x = torch.randn(16, 768)
@@ -120,7 +120,7 @@ def test_packed_and_int8_rows_have_the_same_bits_in_any_number(rounding: Roundin
             assert torch.equal(linear(x[11 : 11 + rows]), whole[11 : 11 + rows])
 
 
-def test_a_product_that_rounds_by_company_is_given_a_fixed_number_of_rows() -> None:
+def test_a_batch_dependent_product_gets_a_fixed_size() -> None:
     weight, _ = tensors(96, 32, has_bias=False)
 
     class Fickle:

@@ -111,7 +111,7 @@ def test_a_ban_that_would_leave_nothing_gives_way_to_the_stronger() -> None:
     assert masked(last, [1], 1).isfinite().nonzero().flatten().tolist() == [EOS]
 
 
-def test_whatever_is_banned_every_draw_is_a_token_that_may_be_drawn() -> None:
+def test_sampled_tokens_are_never_banned() -> None:
     """Masks, penalties, temperature, truncation and logprobs together, in a batch with plain rows."""
     rng = random.Random(8)
     draws = []

@@ -49,7 +49,7 @@ def assert_exact(engine: Engine, serve: Callable[..., list[list[int]]], oracle: 
 
 # Heads that neighbours share (gemma3: one kv head), experts, tied and biased weights, an odd number of tokens' ranks.
 @pytest.mark.parametrize("name", slow_except(["gemma3", "llama-tied-biased", "qwen3-moe"], "gemma3"))
-def test_two_ranks_draw_the_tokens_of_one(
+def test_two_ranks_sample_the_tokens_of_one(
     name: str,
     tiny: Callable[[str], Path],
     open_engine: Callable[..., Any],
@@ -69,7 +69,7 @@ def test_two_ranks_draw_the_tokens_of_one(
         alone.close()
 
 
-def test_three_ranks_of_the_bundled_model_score_and_draw_alike(
+def test_three_ranks_score_and_sample_alike(
     open_engine: Callable[..., Any], serve: Callable[..., list[list[int]]], oracle_of: Callable[[Path], Oracle]
 ) -> None:
     alone = open_engine(BUNDLED)
@@ -123,7 +123,7 @@ def whole(engine: Any) -> Any:
     return engine.pool.raw.view(shape.dtype).unflatten(1, inner)
 
 
-def test_a_dead_rank_breaks_the_engine_and_hangs_nobody(open_engine: Callable[..., Any]) -> None:
+def test_a_dead_rank_breaks_the_engine_without_a_hang(open_engine: Callable[..., Any]) -> None:
     engine = open_engine(BUNDLED, tensor_parallel=2, stall_s=5.0)
     row = Row(tokens=[5, 6, 7], start=0, blocks=[0], sample=GREEDY, history=[5, 6, 7], prompt_len=3)
     try:

@@ -108,7 +108,7 @@ def test_joined_ranks_get_places_settings_and_the_store(lead: Callable[..., Lead
     two.leave()
 
 
-def test_the_leaders_end_is_told_to_its_ranks_and_a_ranks_end_to_its_leader(lead: Callable[..., Leader]) -> None:
+def test_leader_and_ranks_learn_of_each_others_end(lead: Callable[..., Leader]) -> None:
     leader = lead(3)
     one, two = Joined(leader.address), Joined(leader.address)
     one.membership._channel.close()  # as the end of its process does
@@ -120,7 +120,7 @@ def test_the_leaders_end_is_told_to_its_ranks_and_a_ranks_end_to_its_leader(lead
     assert len(two.lost) == 1
 
 
-def test_nobody_joins_or_reaches_the_store_without_the_secret(lead: Callable[..., Leader]) -> None:
+def test_the_store_requires_the_secret(lead: Callable[..., Leader]) -> None:
     leader = lead()
     with pytest.raises(Unauthenticated, match="did not prove"):
         Joined(leader.address, OTHER)

@@ -84,7 +84,7 @@ LAWS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("own", LAWS, ids=[",".join(f"{key}={value}" for key, value in own.items()) for own in LAWS])
 @pytest.mark.parametrize("varies", ["seed", "position"])
-def test_draws_follow_the_law(own: dict[str, Any], varies: str) -> None:
+def test_samples_follow_the_distribution(own: dict[str, Any], varies: str) -> None:
     if varies == "seed":
         draws = [Draw(Sampling(seed=seed, **own), range(9), 0) for seed in range(NUM_DRAWS)]
     else:
@@ -93,7 +93,7 @@ def test_draws_follow_the_law(own: dict[str, Any], varies: str) -> None:
     assert_follows([tokens.count(token) for token in range(VOCAB)], law(Sampling(**own)))
 
 
-def test_consecutive_draws_of_one_seed_and_equal_positions_of_consecutive_seeds_are_independent() -> None:
+def test_noise_of_positions_and_seeds_is_independent() -> None:
     flat = torch.zeros(4)
     along = draw_many([Draw(Sampling(seed=1), range(position), 0) for position in range(NUM_DRAWS)], flat)
     across = draw_many([Draw(Sampling(seed=seed), range(1), 0) for seed in range(NUM_DRAWS)], flat)
@@ -144,7 +144,7 @@ def mixed_draws() -> list[Draw]:
     return draws
 
 
-def test_a_row_draws_the_same_alone_in_any_company_and_in_any_order() -> None:
+def test_a_row_samples_the_same_in_any_batch() -> None:
     draws = mixed_draws()
     torch.manual_seed(0)
     rows_BV = torch.randn(len(draws), VOCAB) * 2

@@ -93,7 +93,7 @@ def test_blocks_moved_as_bytes_give_the_same_answer_and_a_lost_block_another() -
         assert (decode.step([row]) == [RowOut((TokenOut(token_id=expected[1]),))]) is is_equal
 
 
-def test_marks_show_who_read_the_prompt() -> None:
+def test_marks_show_which_worker_prefilled() -> None:
     prompt = list(b"who")
     tokens = {(model, role): one(load(model, role), prompt) for model in ("toy", "toy-marked") for role in Role}
     plain, marked = toy.answer(prompt, 1)[0], toy.answer(prompt, 1, prefilled=3)[0]

@@ -172,7 +172,7 @@ def test_a_tensor_in_two_shards_is_named(folder: Path) -> None:
         load(folder)
 
 
-def test_an_index_that_promises_what_is_not_there_is_refused(folder: Path) -> None:
+def test_an_index_with_missing_tensors_is_rejected(folder: Path) -> None:
     weight_map = shard(folder)
     write_index(folder, weight_map | {"model.layers.9.mlp.up_proj.weight": "model-00001-of-00002.safetensors"})
     with pytest.raises(ModelError, match=r"no tensor model.layers.9.mlp.up_proj.weight"):

@@ -155,7 +155,7 @@ def test_a_new_connection_closes_the_longest_idle_one(toy: Served, raw: Connect)
         assert status_of(read_all(idle[1])) == 200
 
 
-def test_many_idle_connections_keep_nobody_out(toy: Served, raw: Connect) -> None:
+def test_idle_connections_block_no_caller(toy: Served, raw: Connect) -> None:
     with gateway(toy.router, max_connections=20) as host:
         kept = [raw(host.address) for _ in range(200)]
         assert status_of(exchange(raw(host.address), post())) == 200

@@ -39,9 +39,7 @@ class Answering:
         ({"ticket": b"short"}, "or a malformed ticket"),
     ],
 )
-def test_an_answer_to_open_that_nobody_could_use_fails_the_transfer_and_says_why(
-    pair: Pair, changes: dict[str, Any], error: str
-) -> None:
+def test_an_unusable_answer_to_open_fails_the_transfer(pair: Pair, changes: dict[str, Any], error: str) -> None:
     host, sent = GrpcHost(Answering(pair, **changes)), Heard()
     pair.sender.start(pair.grant((1,), endpoint=host.endpoint), sent)
     assert sent.wait().outcome is SendOutcome.FAILED

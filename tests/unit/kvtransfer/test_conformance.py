@@ -322,7 +322,7 @@ def test_closing_the_sender_fails_what_is_open_and_refuses_more(pair: Pair) -> N
         pair.sender.start(pair.grant((1,)), sent)
 
 
-def test_an_owner_whose_callback_raises_harms_nobody_else(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_raising_callback_affects_no_other_owner(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     def bad(_: object) -> None:
         raise RuntimeError("mine")
 

@@ -56,7 +56,7 @@ def test_a_copy_on_a_device_that_failed_or_never_ends_fails_the_transfer() -> No
 
 
 @pytest.mark.parametrize("answers", [[False, False, True], [False, RuntimeError("lost")]], ids=["it ends", "it fails"])
-def test_who_waits_for_a_copy_is_woken_however_it_ends(answers: list[bool | RuntimeError]) -> None:
+def test_waiters_are_woken_however_a_copy_ends(answers: list[bool | RuntimeError]) -> None:
     woken = threading.Event()
     Watcher().add(CudaCopying(Event(*answers), None, 100.0), woken.set)
     assert woken.wait(WAIT_S)

@@ -150,7 +150,7 @@ def test_a_pair_whose_other_rank_never_comes_holds_up_no_other_pair() -> None:
     waits.set()
 
 
-def test_statuses_without_a_name_are_told_by_their_number() -> None:
+def test_unknown_statuses_are_numbers() -> None:
     def fails() -> None:
         raise KeyError(7)
 

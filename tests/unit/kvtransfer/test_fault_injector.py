@@ -250,7 +250,7 @@ def test_a_process_that_is_stopped_late_is_woken() -> None:
     assert done.returncode == 0
 
 
-def test_a_workers_setting_makes_the_plan_that_it_says_and_none_makes_nobody() -> None:
+def test_a_workers_setting_makes_its_fault_plan() -> None:
     assert make_fault_injector("", 4096) is None
     trap = make_fault_injector("seed=7,share=1,drop=1", 4096)
     assert trap is not None
@@ -274,7 +274,7 @@ def test_frames_are_counted_for_a_limited_number_of_transfers() -> None:
     assert trap.due(Tag(bytes(16), 1, 0), Where.SENT) is None
 
 
-def test_without_faults_there_is_nobody_in_the_middle(make_pair: Callable[..., Pair], transport: str) -> None:
+def test_without_faults_no_injector_is_used(make_pair: Callable[..., Pair], transport: str) -> None:
     pair = make_pair(transport)
     assert pair.move(pair.grant(BLOCKS), SOURCES)[0].outcome.value == "verified"
     assert not [thread for thread in threading.enumerate() if "fault_injector" in thread.name]

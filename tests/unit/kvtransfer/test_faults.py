@@ -222,7 +222,7 @@ def test_a_deadline_ends_the_sender_that_cannot_reach_its_receiver(pair: Pair) -
     assert pair.sender.stats.expired == 1
 
 
-def test_a_grant_that_nobody_uses_ends_at_its_deadline(pair: Pair) -> None:
+def test_an_unused_grant_ends_at_its_deadline(pair: Pair) -> None:
     received = Heard()
     pair.receiver.expect(pair.grant((1,)), received, 0.05)
     assert received.wait().error == "the deadline passed when 0 of 1 blocks had arrived"

@@ -18,7 +18,7 @@ def test_a_peer_is_silent_after_its_time_and_heard_again_by_any_byte() -> None:
     assert [heartbeat.is_silent(now_s) for now_s in (18.9, 19.0)] == [False, True]
 
 
-def test_a_sign_of_life_is_due_once_per_beat() -> None:
+def test_a_heartbeat_is_due_once_per_interval() -> None:
     heartbeat = Heartbeat(LEASE, 10.0)
     assert [heartbeat.is_due(now_s) for now_s in (10.9, 11.0, 11.1, 11.9, 12.0)] == [False, True, False, False, True]
 

@@ -107,7 +107,7 @@ def test_a_grant_is_open_when_every_rank_has_opened_it() -> None:
 
 
 @pytest.mark.parametrize("ends", ["abort", "fail"])
-def test_a_grant_that_was_given_up_is_not_told_to_anybody(ends: str) -> None:
+def test_an_abandoned_grant_is_not_reported(ends: str) -> None:
     table = joint((0, 1), unopened=(1,))
     if ends == "abort":
         table.abort(KEY)

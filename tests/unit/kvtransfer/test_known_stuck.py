@@ -55,7 +55,7 @@ def test_unclaimed_blocks_are_freed_at_the_deadline(pair: Pair) -> None:
     assert_nothing_is_kept(pair)
 
 
-def test_a_sender_whose_receiver_does_not_expect_it_is_told_at_once(pair: Pair) -> None:
+def test_an_unexpected_sender_is_refused_at_once(pair: Pair) -> None:
     """vllm PR#41269: a request that was rejected before admission left its prefill blocks held for 480 s."""
     sent, grant = Heard(), pair.grant((1, 2))
     pair.sender.start(grant, sent)
@@ -142,7 +142,7 @@ def test_a_burst_of_cancellations_does_not_wedge_the_pair(make_pair: MakePair, t
     assert_still_serves(pair)
 
 
-def test_announcements_of_what_nobody_granted_use_no_memory(pair: Pair, raw: RawSender) -> None:
+def test_ungranted_announcements_use_no_memory(pair: Pair, raw: RawSender) -> None:
     """sglang#39428: each unknown room that was named made an entry that stayed."""
     before = kept(pair)
     remembered = len(pair.receiver._table._ended)
@@ -181,7 +181,7 @@ def test_a_sender_that_stops_in_the_middle_of_a_chunk_holds_nothing_past_the_dea
     pair.assert_equal(second, (5, 6))
 
 
-def test_a_transfer_that_waits_for_its_prompt_holds_up_nobody_behind_it(pair: Pair) -> None:
+def test_a_waiting_transfer_delays_no_other(pair: Pair) -> None:
     """vllm PR#18242, PR#10502: sends and receives of a pair had to match in order, or both sides hung."""
     received, sent = pair.begin(waiting := pair.grant((1, 2)))
     pair.sender.push(waiting.key, [(0, 5)], False)

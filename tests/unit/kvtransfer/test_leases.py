@@ -70,7 +70,7 @@ def test_a_grant_without_deadline_that_no_sender_takes_ends() -> None:
     assert it.stats.expired == 1
 
 
-def test_a_transfer_without_deadline_lives_while_it_progresses_and_ends_when_it_stands_still() -> None:
+def test_a_transfer_without_deadline_ends_if_it_stalls() -> None:
     it = table()
     it.announce(TAG, 1, now_s=100.0)
     assert rung(it, 150.0) == []
@@ -116,7 +116,7 @@ def test_a_quarantine_ends_with_its_connection() -> None:
     assert ends_of(it.cut(7, "severed", 25.1)) == [("drained", "aborted by the receiver")]
 
 
-def test_a_write_that_ends_in_time_severs_nobody() -> None:
+def test_a_timely_write_severs_no_connection() -> None:
     it = table(deadline_at_s=500.0)
     claim = writing(it)
     it.abort(GRANT.key, 20.0)
@@ -167,7 +167,7 @@ def test_a_transfer_that_was_sent_whole_and_is_not_confirmed_leaves_time_for_ano
     assert out.done(TAG, 15.1) == [], "too late"
 
 
-def test_an_owner_who_has_nothing_to_add_does_not_put_the_end_off() -> None:
+def test_an_empty_last_push_does_not_delay_the_end() -> None:
     """The last push may be empty, and come when everything is on the wire already."""
     out = SendTransfers(1, BlockStamps(8), stall_s=60.0, unconfirmed_s=5.0)
     out.start(GRANT, 0.0, 500.0)

@@ -75,7 +75,7 @@ def test_a_process_reads_for_a_limited_number_of_connections(monkeypatch: pytest
         importer.reader(metadata, 4096)
 
 
-def test_a_library_that_cannot_start_fails_who_asks() -> None:
+def test_a_library_that_cannot_start_fails_its_caller() -> None:
     def broken(name: str) -> None:
         raise RuntimeError("no plugins")
 
@@ -83,7 +83,7 @@ def test_a_library_that_cannot_start_fails_who_asks() -> None:
         nixl_agent.Agent(broken)
 
 
-def test_a_library_that_does_not_answer_fails_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_library_fails_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "CALL_S", 0.05)
     answers = threading.Event()
 
@@ -115,9 +115,7 @@ def test_a_library_that_fails_while_it_forgets_a_peer_goes_on_serving(
 
 
 @pytest.mark.parametrize("backends", [["UCX"], ["POSIX"]])
-def test_the_library_is_told_to_use_ucx_and_not_to_write_to_the_programs_output(
-    monkeypatch: pytest.MonkeyPatch, backends: list[str]
-) -> None:
+def test_the_library_uses_ucx_and_prints_nothing(monkeypatch: pytest.MonkeyPatch, backends: list[str]) -> None:
     asked: list[tuple[str, dict[str, object]]] = []
 
     def agent(name: str, config: dict[str, object]) -> SimpleNamespace:

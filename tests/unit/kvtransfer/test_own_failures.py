@@ -42,9 +42,7 @@ def no_more_threads(self: threading.Thread) -> None:
 # Threads.
 
 
-def test_a_receiver_that_can_start_no_thread_refuses_the_connection_and_lives(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_receiver_without_threads_refuses_connections(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Inbound, "start", no_more_threads)
         received, sent = pair.begin(pair.grant((1,)))
@@ -252,9 +250,7 @@ def test_without_numba_blocks_are_copied_all_the_same(make_pair: MakePair, monke
     fused._is_installed.cache_clear()
 
 
-def test_a_host_without_a_name_for_itself_shares_memory_with_nobody(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_without_an_id_shares_no_memory(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sandbox without /proc: two of them must not take each other for the same host."""
 
     def unreadable(path: str) -> str:

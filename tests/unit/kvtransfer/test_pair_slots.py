@@ -62,7 +62,7 @@ def test_pairs_that_are_busy_stay_and_the_next_is_asked(monkeypatch: pytest.Monk
     assert len(pair_slots) == 1
 
 
-def test_whoever_waits_has_a_limited_patience_for_all_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_all_pairs_has_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     pair_slots, asked = PairSlots(2), list[int]()
     for number in range(2):
         pair_slots.take().ask = lambda number=number: asked.append(number)  # type: ignore[misc]
@@ -128,7 +128,7 @@ def test_a_pair_with_an_open_transfer_is_not_ended_for_another(
     assert sent.wait().outcome is SendOutcome.SENT
 
 
-def test_a_process_has_places_for_32_pairs_unless_it_is_told_otherwise() -> None:
+def test_a_process_has_32_pair_slots_by_default() -> None:
     assert Nccl().pair_slots.most == MOST_PAIRS == 32
 
 

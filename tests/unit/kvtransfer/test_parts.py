@@ -235,7 +235,7 @@ def test_a_shards_last_word_is_about_its_own_pieces() -> None:
     assert report.received.error == "2 of 4 parts of blocks did not arrive"
 
 
-def test_a_retraction_of_one_shard_is_told_to_the_others() -> None:
+def test_a_retraction_of_one_shard_reaches_the_others() -> None:
     it = table()
     [answer, report] = it.retract(TAG, 10, "enough", 0.0)
     assert (answer.writer, report.received.error) == (20, "the sender gave up: enough")  # type: ignore[union-attr]

@@ -184,9 +184,7 @@ class Lagging:
             self._until()
 
 
-def test_an_end_that_comes_as_the_conversion_does_is_told_once(
-    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_during_conversion_is_reported_once(make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both threads find that it has ended and that nobody reads the source."""
     shapes = make_shapes(*PAIRS[0])
     grant, text, sources = shapes.grant(64)

@@ -81,7 +81,7 @@ def test_a_dead_writer_ends_the_quarantine() -> None:
     assert session.state is State.DRAINED
 
 
-def test_the_first_fault_is_the_one_that_is_told() -> None:
+def test_the_first_fault_is_reported() -> None:
     session = Session(RECEIVER_MOVES, 1)
     session.handle(Event.ANNOUNCED)
     session.enter()

@@ -162,7 +162,7 @@ def test_ranks_share_the_heads_and_replicate_them_where_there_are_more_ranks() -
     assert held(8) == [(0, 1), (0, 1), (1, 1), (1, 1), (2, 1), (2, 1), (3, 1), (3, 1)]
 
 
-def test_a_rank_outside_its_degree_is_told_the_last_rank() -> None:
+def test_a_rank_outside_its_degree_names_the_last() -> None:
     with pytest.raises(ConfigError) as caught:
         replace(PLAIN, tp_degree=2, tp_rank=2)
     assert caught.value.expected == "0 to 1, below tp_degree"

@@ -60,7 +60,7 @@ def test_a_silent_sender_frees_what_it_holds_though_nothing_has_a_deadline(
     raw.close()
 
 
-def test_a_sender_that_stops_within_a_chunk_frees_it_and_delays_nobody_else(make_pair: MakePair, clock: Clock) -> None:
+def test_a_stopped_sender_frees_its_chunk(make_pair: MakePair, clock: Clock) -> None:
     pair = make_pair("tcp", lease=LEASE, clock=clock)
     raw = RawSender(pair, "half")
     _, tag, received = expected(pair, (1, 2))
@@ -77,7 +77,7 @@ def test_a_sender_that_stops_within_a_chunk_frees_it_and_delays_nobody_else(make
     raw.close()
 
 
-def test_bytes_that_trickle_in_are_a_sign_of_life(make_pair: MakePair, clock: Clock) -> None:
+def test_trickling_bytes_count_as_a_heartbeat(make_pair: MakePair, clock: Clock) -> None:
     """Fewer than what wakes the thread, each time."""
     pair = make_pair("tcp", num_blocks=64, block_bytes=BLOCK_BYTES, lease=LEASE, clock=clock)
     raw = RawSender(pair, "slow")

@@ -7,7 +7,7 @@ from kvtransfer.states_page import MEANING, PAGE, page
 from tests.unit.kvtransfer.model.invariants import INVARIANTS
 
 
-def test_the_page_is_drawn_from_the_tables() -> None:
+def test_the_page_is_generated_from_the_tables() -> None:
     text = PAGE.read_text()
     assert page(text) == text, "run python -m kvtransfer.states_page"
 

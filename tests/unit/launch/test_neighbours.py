@@ -35,7 +35,7 @@ def asked(redis: str, **more: str) -> ClusterSpec:
     return dataclasses.replace(settings.read({"model": "toy", **more}, None, ()).spec, redis=redis)
 
 
-async def test_a_second_cluster_of_one_name_is_told_who_lives_there(neighbour: Running, redis: EmbeddedRedis) -> None:
+async def test_a_second_cluster_of_one_name_is_rejected(neighbour: Running, redis: EmbeddedRedis) -> None:
     spec = asked(redis.url)
     with pytest.raises(ConfigError, match="cluster: got default, expected a name that no other cluster has") as caught:
         await check_alone(spec)

@@ -65,7 +65,7 @@ def test_warnings_name_what_is_open(mode: str | None, ports: list[str], is_own: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_kernel_tells_who_listens_where() -> None:
+def test_listeners_are_found_by_the_kernel() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         [one] = [one for one in listeners([os.getpid()]) if one.port == port]

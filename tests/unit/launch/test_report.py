@@ -28,7 +28,7 @@ def test_a_restarted_process_goes_on_in_its_file(tmp_path: Path) -> None:
     assert (tmp_path / "p0.log").read_text() == "before\nafter\n"
 
 
-def test_a_full_disk_costs_lines_and_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p0.log").symlink_to("/dev/full")
     report = LauncherReport(tmp_path)
     write = report.relay("p0")
@@ -78,7 +78,7 @@ class Left:
         raise BrokenPipeError
 
 
-def test_nobody_who_reads_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     left = Left()
     monkeypatch.setattr("sys.stderr", left)
     report = LauncherReport()

@@ -145,7 +145,7 @@ def test_ray_reserves_a_gpu_for_each_rank(settings: dict[str, Any], has_gpus: bo
     assert ray_resources(config, has_gpus=has_gpus).get("GPU") == gpus
 
 
-def test_roles_are_told_with_the_settings() -> None:
+def test_roles_are_reported_with_their_settings() -> None:
     assert [worker_config(spec(), index)[0] for index in (0, 1)] == [Role.PREFILL, Role.DECODE]
 
 

@@ -72,7 +72,7 @@ def test_chunks_give_the_token_of_a_whole_prompt(make_bench: Any) -> None:
         assert bench.firsts(bench.run()) == {"a": answer(prompt, 1)[0]}
 
 
-def test_tokens_that_the_client_has_are_read_too_and_the_next_one_is_drawn(bench: Any) -> None:
+def test_emitted_tokens_are_prefilled_and_the_next_sampled(bench: Any) -> None:
     whole = answer(PROMPT, 5)
     bench.offer("a", PROMPT, output=tuple(whole[:4]))
     assert bench.firsts(bench.run()) == {"a": whole[4]}
@@ -114,7 +114,7 @@ def test_source_blocks_are_held_until_they_are_sent(bench: Any) -> None:
     assert bench.sent("a") == []
 
 
-def test_a_prompt_waits_for_memory_and_nobody_overtakes_it(make_bench: Any) -> None:
+def test_a_prompt_waiting_for_memory_is_not_overtaken(make_bench: Any) -> None:
     bench = make_bench(num_blocks=4)
     bench.offer("a", list(range(12)))
     bench.offer("b", list(range(100, 108)))
@@ -321,7 +321,7 @@ def test_finished_blocks_are_named_before_the_sender_hears_of_them_the_last_half
 
 
 @pytest.mark.parametrize("facts", [{"max_tokens": 1}, {"output": (5, 6), "max_tokens": 3}])
-def test_kv_that_nobody_decodes_from_is_not_sent(bench: Any, facts: dict[str, Any]) -> None:
+def test_unneeded_kv_is_not_sent(bench: Any, facts: dict[str, Any]) -> None:
     """Its first token is its last, whatever it is: no transfer is begun that could only be cancelled."""
     bench.offer("a", PROMPT, **facts)
     effects = bench.run()

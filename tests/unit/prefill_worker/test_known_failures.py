@@ -24,7 +24,7 @@ def test_blocks_that_are_being_sent_are_not_evicted_whatever_comes(bench: Bench)
     assert blocks.num_referenced == 0
 
 
-def test_blocks_of_a_cancelled_prompt_are_held_until_nobody_reads(bench: Bench) -> None:
+def test_blocks_of_a_cancelled_prompt_are_kept_while_read(bench: Bench) -> None:
     """vllm#21570: the prefill side's timeout freed blocks that were then read with another prompt's KV."""
     bench.offer("one", PROMPT)
     bench.run()
@@ -36,7 +36,7 @@ def test_blocks_of_a_cancelled_prompt_are_held_until_nobody_reads(bench: Bench) 
     assert bench.batching.blocks.num_referenced == 0
 
 
-def test_ends_of_sends_that_nobody_waits_for_are_nothing(bench: Bench) -> None:
+def test_ends_of_unknown_sends_are_ignored(bench: Bench) -> None:
     """vllm PR#25067, llm-d#187: a send that ended after its request raised KeyError and ended the engine."""
     key = bench.key("one")
     assert bench.batching.sent(key, is_whole=True) == []

@@ -52,14 +52,14 @@ def test_chunks_before_the_last_leave_whole_and_the_last_by_layers(bench: Any) -
 
 
 @pytest.mark.parametrize("heard", [0, 1, 2, 3])
-def test_groups_that_were_not_told_leave_after_the_step(bench: Any, heard: int) -> None:
+def test_unreported_groups_are_sent_after_the_step(bench: Any, heard: int) -> None:
     bench.offer("a", PROMPT[:8])
     during, after = run_step(bench, up_to=heard)
     assert len(pushed(during)) == heard
     assert pushed(after) == [([0, 1], heard, 4, 4, True)]
 
 
-def test_layers_that_are_told_late_leave_together(bench: Any) -> None:
+def test_layers_reported_late_are_sent_together(bench: Any) -> None:
     bench.offer("a", PROMPT[:8])
     step, _ = bench.batching.plan(0.0)
     assert pushed(bench.batching.stored(step, 3, LAYERS)) == [([0, 1], 0, 3, 4, False)]

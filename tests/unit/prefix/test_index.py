@@ -153,6 +153,6 @@ def test_any_history_gives_what_a_plain_dictionary_of_sets_gives(seed: int) -> N
     assert index.lookup(blocks) == {worker: depth for worker, depth in depths.items() if depth}
 
 
-def test_a_place_that_was_not_asked_for_is_held_by_whoever_holds_the_next() -> None:
+def test_a_skipped_place_is_implied_by_the_next() -> None:
     assert leading_blocks([(3, 0b111), (7, 0b011), (9, 0b001)], 0b111, 10) == {2: 7, 1: 9, 0: 10}
     assert leading_blocks([], 0b1, 0) == {}

@@ -29,7 +29,7 @@ async def test_what_a_worker_stores_is_found_and_what_it_removes_is_not(url: str
         assert await index.lookup([]) == {}
 
 
-async def test_what_was_offered_before_the_start_is_told(url: str) -> None:
+async def test_blocks_offered_before_the_start_are_published(url: str) -> None:
     worker = publisher(url, "w")
     worker.offer(stored=chain(3))
     await worker.start()
@@ -296,7 +296,7 @@ async def test_tenants_clusters_and_models_do_not_see_each_other(url: str) -> No
             assert await model.lookup(mine) == {}
 
 
-async def test_blocks_expire_unless_they_are_told_again(url: str) -> None:
+async def test_blocks_expire_unless_republished(url: str) -> None:
     async with publishing(url, "w", block_ttl_s=0.6) as worker, following(url) as index:
         worker.offer(stored=chain(2))
         await until_found(index, chain(2), {"w": 2})

@@ -31,7 +31,7 @@ def ids(registrations: tuple[Registration, ...]) -> list[str]:
     return [one.worker_id for one in registrations]
 
 
-async def test_workers_come_and_go_and_only_changes_are_told(url: str) -> None:
+async def test_only_changes_of_workers_are_reported(url: str) -> None:
     async with watching(url) as (registry, seen):
         async with publishing(url, "b"), publishing(url, "a"):
             await until(lambda: ids(registry.workers) == ["a", "b"])

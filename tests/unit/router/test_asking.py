@@ -70,7 +70,7 @@ def test_cached_blocks_count_in_tokens_of_workers_that_are_known(fleet: Fleet) -
     assert ask_of(one, fleet, OutputLengths(), NOW_S).cached_tokens == {"p0": 3 * BLOCK, "d1": 2 * BLOCK}
 
 
-def test_only_lives_that_have_failed_the_request_are_avoided(fleet: Fleet) -> None:
+def test_only_failed_incarnations_are_avoided(fleet: Fleet) -> None:
     one = request()
     one.avoid_workers = {("d0", "d0.1"), ("d1", "d1.1"), ("gone", "gone.1")}
     one.avoid_pairs = {

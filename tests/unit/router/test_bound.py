@@ -79,7 +79,7 @@ def test_a_line_is_served_by_the_alarm_when_its_worker_is_a_batch_from_done() ->
     assert placed(given.at(0.21)) == ["b-0"]
 
 
-def test_a_worker_with_a_line_is_not_given_to_a_newcomer_that_finds_it_open() -> None:
+def test_a_queue_at_a_worker_is_not_overtaken() -> None:
     given = start(num_blocks=26)
     given.arrives("a-0", prompt=300)  # 19 of 26 blocks
     given.arrives("b-0", prompt=300)
@@ -96,7 +96,7 @@ def test_a_worker_with_a_line_is_not_given_to_a_newcomer_that_finds_it_open() ->
 
 
 @pytest.mark.parametrize("how", ["lost", "draining"])
-def test_who_waits_for_a_worker_that_leaves_may_go_anywhere(how: str) -> None:
+def test_a_lost_workers_queue_may_go_anywhere(how: str) -> None:
     given = start()
     given.arrives("a-0", prompt=300)
     given.arrives("b-0", prompt=300)
@@ -107,7 +107,7 @@ def test_who_waits_for_a_worker_that_leaves_may_go_anywhere(how: str) -> None:
     assert line(given, "p1")
 
 
-def test_who_waits_for_a_silent_worker_may_go_anywhere() -> None:
+def test_a_silent_workers_queue_may_go_anywhere() -> None:
     given = start()
     given.arrives("a-0", prompt=300)
     given.arrives("b-0", prompt=300)
@@ -117,7 +117,7 @@ def test_who_waits_for_a_silent_worker_may_go_anywhere() -> None:
     assert placed(given.heard("d0")) == ["b-0"]
 
 
-def test_who_waits_in_a_line_can_leave_and_can_expire() -> None:
+def test_queued_requests_can_be_cancelled_and_expire() -> None:
     given = start()
     given.arrives("a-0", prompt=300)
     given.arrives("b-0", prompt=300)

@@ -126,14 +126,14 @@ def test_a_full_queue_rejects_with_a_time_to_come_back() -> None:
     assert given.state.num_queued == 2
 
 
-def test_a_router_that_closes_takes_nobody_new_and_serves_the_rest(given: Given) -> None:
+def test_a_closing_router_only_finishes_its_requests(given: Given) -> None:
     given.decoding()
     given.hand(RouterClosing())
     assert isinstance(failure(given.arrives("b")).to_error(), Unavailable)
     assert given.tokens(1, [101]) == [emit(1, 101)]
 
 
-def test_a_drained_worker_gets_nothing_new_and_keeps_its_residents(given: Given) -> None:
+def test_a_drained_worker_only_finishes_its_requests(given: Given) -> None:
     given.connect_decode("d1")
     given.decoding()
     assert given.hand(DrainRequested(worker_id="d0")) == [DrainWorker(worker_id="d0")]

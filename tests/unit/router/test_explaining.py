@@ -99,7 +99,7 @@ def test_a_client_that_leaves_the_queue_is_explained_too() -> None:
     )
 
 
-def test_a_rejection_by_the_policy_keeps_what_was_predicted_and_what_the_client_was_told() -> None:
+def test_a_rejection_keeps_prediction_and_retry_time() -> None:
     given = served(policy="mooncake")
     (refusal,) = given.arrives(prompt=500, slo=Slo(ttft_s=0.001))
     assert isinstance(refusal, FailRequest)

@@ -14,7 +14,7 @@ from tests.unit.router.router_events import hello
 SILENCE_S = 3.0
 
 
-def test_who_is_usable_follows_every_word_and_every_silence() -> None:
+def test_usable_workers_follow_messages_and_silence() -> None:
     """RouterState.check compares what is kept with every worker asked anew."""
     dice = random.Random(3)
     state = RouterState(RouterSettings(worker_silence_s=SILENCE_S))

@@ -179,7 +179,7 @@ def test_short_prompts_that_share_batches_drain_faster_than_predicted() -> None:
     assert utilization.share == pytest.approx(2.0, rel=0.05)
 
 
-def test_demand_is_work_per_second_and_fades_when_nobody_comes() -> None:
+def test_demand_is_work_per_second_and_decays() -> None:
     demand = RecentDemand()
     for tenth in range(500):
         demand.arrived(0.2, 1.0, tenth / 10)

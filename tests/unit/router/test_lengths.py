@@ -7,7 +7,7 @@ import pytest
 from router.lengths import FIRST_GUESS, OutputLengths
 
 
-def test_before_any_answer_it_is_a_guess_that_the_limit_caps() -> None:
+def test_without_answers_the_limit_caps_the_prior() -> None:
     lengths = OutputLengths()
     assert lengths.expected(4096) == FIRST_GUESS
     assert lengths.expected(16) == 16.0

@@ -28,7 +28,7 @@ from tests.unit.router.router_events import arrival, hello
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-def test_docs_lifecycle_is_what_the_table_draws() -> None:
+def test_docs_lifecycle_matches_the_table() -> None:
     assert (DOCS / "lifecycle.md").read_text() == page(), "run: python -m router.lifecycle_page > docs/lifecycle.md"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from router.worker_queue import WorkerQueue
 
 
-def test_a_line_keeps_the_order_of_arrival_and_the_sums_of_who_is_left() -> None:
+def test_a_worker_queue_keeps_order_and_sums() -> None:
     line = WorkerQueue()
     line.join("a", 100, 0.1, (1, 0, 1))
     line.join("b", 20, 0.02, (1, 0, 2))
@@ -18,7 +18,7 @@ def test_a_line_keeps_the_order_of_arrival_and_the_sums_of_who_is_left() -> None
     assert not line.leave("b"), "it left before"
 
 
-def test_begun_requests_and_higher_classes_go_before_those_who_came_earlier() -> None:
+def test_begun_requests_and_priorities_go_first() -> None:
     line = WorkerQueue()
     line.join("early", 1, 0.1, (1, 0, 1))
     line.join("high", 1, 0.1, (1, -5, 2))

@@ -53,7 +53,7 @@ def test_begun_requests_then_higher_classes_go_before_less_slack() -> None:
     assert drained(queue) == ["begun3", "high2", "low4", "hasty1"]
 
 
-def test_who_can_no_longer_be_on_time_goes_after_those_who_can() -> None:
+def test_late_requests_go_after_timely_ones() -> None:
     queue = queue_of(entry("late1", 1.0), entry("a2", 5.0), entry("b3", 6.0))
     assert queue.mark_newly_late(2.0) == ["late1"]
     assert queue.mark_newly_late(2.0) == []
@@ -87,7 +87,7 @@ def test_without_ageing_a_late_request_waits_for_idleness() -> None:
     assert "late0" in queue
 
 
-def test_who_was_passed_over_stays_and_the_next_is_offered() -> None:
+def test_a_skipped_request_stays_queued() -> None:
     queue = queue_of(entry("a1", 1.0), entry("b2", 2.0), entry("late3", 0.0))
     queue.mark_newly_late(0.5)
     assert queue.first(["a1"]) == "b2"
@@ -118,7 +118,7 @@ def test_a_request_may_come_back_with_another_time_and_is_late_by_that() -> None
     assert queue.mark_newly_late(5.0) == ["a1"]
 
 
-def test_times_of_those_who_left_do_not_pile_up() -> None:
+def test_times_of_ended_requests_are_dropped() -> None:
     queue = Queue()
     for serial in range(10_000):
         queue.add(entry("a", 1e9, serial=serial))
@@ -128,7 +128,7 @@ def test_times_of_those_who_left_do_not_pile_up() -> None:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(st.data())
-def test_nobody_starves_under_endless_pressure_of_tighter_higher_and_less_served_requests(data: st.DataObject) -> None:
+def test_no_request_starves_under_pressure(data: st.DataObject) -> None:
     """The bound in queue.py, with adversaries that come as fast as work is taken."""
     late = data.draw(st.lists(st.floats(0.01, 2.0), min_size=1, max_size=3))
     queue = queue_of(*(entry(f"old{index}", 0.0, prefill_s=one) for index, one in enumerate(late)))

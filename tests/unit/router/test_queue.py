@@ -112,7 +112,7 @@ def test_requests_that_wait_for_the_only_prefill_worker_go_local_when_it_dies() 
     assert all(one.is_local for one in commands if isinstance(one, Reserve))
 
 
-def test_who_has_been_begun_goes_before_who_has_not() -> None:
+def test_begun_requests_go_first() -> None:
     given = start("colocated", inbox_depth=1)
     given.connect_decode("d1", cost=COST, inbox_depth=1)
     given.arrives("begun", slo=Slo(ttft_s=9.0))
@@ -169,7 +169,7 @@ def test_tokens_of_an_earlier_attempt_do_not_clear_a_request_that_kills_workers(
     assert "2 workers died" in failed.message
 
 
-def test_a_request_too_large_for_who_is_there_waits_for_the_large_worker_out_of_the_way() -> None:
+def test_a_request_too_large_for_now_blocks_no_other() -> None:
     given = start("round-robin", num_blocks=8)
     given.connect_decode("big", num_blocks=64)
     given.hand(DrainRequested(worker_id="big"))
@@ -181,7 +181,7 @@ def test_a_request_too_large_for_who_is_there_waits_for_the_large_worker_out_of_
     assert placed(back + given.at(5.5)) == ["large"]
 
 
-def test_a_request_too_large_for_who_is_there_does_not_wait_for_ever() -> None:
+def test_a_request_too_large_for_all_workers_ends() -> None:
     given = start("round-robin", num_blocks=8)
     given.connect_decode("big", num_blocks=64)
     given.lost("big")

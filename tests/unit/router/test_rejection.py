@@ -49,7 +49,7 @@ def test_hopeless_requests_that_only_meet_each_other_are_all_served_late() -> No
     assert set(outcomes(world).values()) == {"late"}
 
 
-def test_a_newcomer_that_would_surely_be_late_behind_the_queue_is_rejected_at_once() -> None:
+def test_a_surely_late_request_is_rejected_at_once() -> None:
     world = cluster()
     world.run([(0.01 * index, short(f"a{index}", 200)) for index in range(12)], 60.0)
     gone = rejected(world)
@@ -77,7 +77,7 @@ def test_a_rejection_says_when_there_will_be_room() -> None:
     assert outcomes(again)["again"] == "served"
 
 
-def test_a_newcomer_that_would_make_an_admitted_one_late_is_rejected() -> None:
+def test_a_request_that_delays_an_admitted_one_is_rejected() -> None:
     world = cluster()
     before = [(0.0, short("runs", 500)), (0.01, short("waits", 300, Slo(ttft_s=1.0, tpot_s=0.1)))]
     tight = (0.02, short("tight", 350, Slo(ttft_s=0.9, tpot_s=0.1)))
@@ -85,7 +85,7 @@ def test_a_newcomer_that_would_make_an_admitted_one_late_is_rejected() -> None:
     assert outcomes(world) == {"runs": "served", "waits": "served", "tight": "rejected"}
 
 
-def test_a_newcomer_with_time_to_spare_goes_behind_and_is_admitted() -> None:
+def test_a_request_with_slack_is_admitted_behind_others() -> None:
     world = cluster()
     before = [(0.0, short("runs", 500)), (0.01, short("waits", 300))]
     world.run([*before, (0.02, short("patient", 350, Slo(ttft_s=3.0, tpot_s=0.1)))], 60.0)
@@ -204,7 +204,7 @@ def test_what_a_lower_class_asks_for_is_no_reason_to_refuse_a_higher_one() -> No
     assert outcomes(world)["long"] == "served"
 
 
-def test_nobody_is_rejected_when_the_rule_is_off() -> None:
+def test_without_the_rule_no_request_is_rejected() -> None:
     world = cluster("rejection")
     world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(30)], 60.0)
     assert rejected(world) == []
@@ -232,7 +232,7 @@ def test_a_higher_class_is_served_under_overload() -> None:
     assert [outcomes(world)[request.request_id] for _, request in high] == ["served"] * 6
 
 
-def test_a_newcomer_does_not_overtake_at_the_moment_when_a_worker_opens() -> None:
+def test_a_new_request_does_not_overtake_the_queue() -> None:
     """Requests of a higher class wait; those of a lower one arrive just when the worker's batch is nearly done."""
     low = [(0.02 * index, short(f"h{index}", 200)) for index in range(100)]
     world = cluster("rejection")
@@ -345,7 +345,7 @@ def test_harm_to_an_admitted_request_is_a_reason_by_itself() -> None:
     assert told.word.message == "waits was admitted before and would miss its TTFT target"
 
 
-def test_a_long_newcomer_that_displaces_many_is_rejected_before_it_goes_first() -> None:
+def test_a_long_request_that_displaces_many_is_rejected() -> None:
     """It has the least time to start, so it would be placed at once, before forty requests that wait."""
     crowd = [(0.03 * index, short(f"a{index}", 60, TWO_SECONDS)) for index in range(80)]
     told = {}
@@ -362,7 +362,7 @@ def test_a_long_newcomer_that_displaces_many_is_rejected_before_it_goes_first() 
     assert told == {"long": "rejected", "brief": "served"}
 
 
-def test_a_long_newcomer_is_served_where_the_queue_is_short() -> None:
+def test_a_long_request_is_served_if_the_queue_is_short() -> None:
     few = [(0.2 * index, short(f"a{index}", 60, TWO_SECONDS)) for index in range(40)]
     world = cluster()
     world.run([*few, (4.001, short("first", 60, TWO_SECONDS)), (4.002, short("long", 1700, TWO_SECONDS))], 60.0)

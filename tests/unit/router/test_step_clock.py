@@ -99,7 +99,7 @@ def test_tokens_of_many_steps_or_few_rows_do_not_tell_of_each_step(
     assert view.rest_of_step_s(5.001) == pytest.approx(view.half_step_s)
 
 
-def test_who_reads_alone_began_when_it_was_asked(view: WorkerView) -> None:
+def test_a_lone_prefill_begins_when_it_is_sent(view: WorkerView) -> None:
     reads_s = view.prefill_s(100, 0)
     book(view, "a", 5.0, prefill_s=reads_s)
     assert view.rest_of_step_s(5.0) == pytest.approx(reads_s)

@@ -197,7 +197,7 @@ def test_a_rejected_request_has_only_waited(given: Given) -> None:
     assert phases.queue_s > 0.0
 
 
-def test_a_request_that_nobody_can_take_has_only_waited(given: Given) -> None:
+def test_an_unplaced_request_has_only_waited(given: Given) -> None:
     [failed] = [one for one in given.arrives("a", spent_s=0.25) if isinstance(one, FailRequest)]
     assert failed.timings is not None
     assert adds_up(failed) == Phases(prepare_s=0.25)

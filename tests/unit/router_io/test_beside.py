@@ -106,7 +106,7 @@ async def test_a_failed_request_marks_its_span_with_the_reason(
     assert request.attributes[names.RPC_STATUS] == "INVALID_ARGUMENT"
 
 
-async def test_prometheus_is_told_of_requests_errors_and_workers(connect: Connect, decode: Program) -> None:
+async def test_prometheus_gets_requests_errors_and_workers(connect: Connect, decode: Program) -> None:
     metrics = Metrics("router")
     front = await connect(decode, metrics=metrics)
     await front.client.generate("hello", max_tokens=4, temperature=0)

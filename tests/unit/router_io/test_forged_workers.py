@@ -98,7 +98,7 @@ async def unproven(front: Any, metrics: Metrics, at_least: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["liar", "relay", "old"])
-async def test_a_forged_registration_draws_no_prompt(
+async def test_a_forged_registration_gets_no_prompt(
     connect: Connect, start: Start, registry: EmbeddedRedis, forge: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack of the review: `d9` is written into Redis as a decode worker."""
@@ -123,7 +123,7 @@ async def test_a_forged_registration_draws_no_prompt(
     assert forged.heard == []
 
 
-async def test_a_worker_of_another_cluster_in_the_list_is_told_nothing(connect: Connect, forge: Any) -> None:
+async def test_a_worker_of_another_cluster_gets_nothing(connect: Connect, forge: Any) -> None:
     forged, metrics = Forged(), Metrics("router")
     front = await connect(workers=(await forge(forged),), metrics=metrics)
     await unproven(front, metrics, 2)

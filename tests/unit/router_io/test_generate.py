@@ -81,7 +81,7 @@ async def test_many_at_once_do_not_mix(connect: Connect, decode: Program, prefil
     await until(front.all_free)
 
 
-async def test_token_ids_are_a_prompt_and_an_absent_seed_is_drawn(connect: Connect, decode: Program) -> None:
+async def test_token_ids_are_a_prompt_and_a_seed_is_chosen(connect: Connect, decode: Program) -> None:
     front = await connect(decode)
     texts = {(await front.client.generate([104, 105], max_tokens=16)).text for _ in range(3)}
     assert len(texts) > 1
@@ -167,7 +167,7 @@ async def test_a_call_that_ends_late_does_not_end_the_next_one_of_its_id(
     assert (await asyncio.wait_for(answering, 30)).text == text_of("hello", 8)
 
 
-async def test_the_model_and_tokenisation_are_told(connect: Connect, decode: Program) -> None:
+async def test_the_model_and_tokenisation_are_served(connect: Connect, decode: Program) -> None:
     front = await connect(decode)
     model = await front.client.model()
     assert (model.name, model.vocab_size, model.eos_token_ids) == ("toy", 257, (256,))

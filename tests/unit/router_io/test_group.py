@@ -69,7 +69,7 @@ async def test_an_answer_that_ends_early_leaves_the_others_alone(connect: Connec
     assert done.usage.completion_tokens == 60 + 13 + 60
 
 
-async def test_who_leaves_leaves_all(connect: Connect, slow_decode: Program) -> None:
+async def test_a_disconnect_cancels_all_answers(connect: Connect, slow_decode: Program) -> None:
     front = await connect(slow_decode)
     stream = front.client.stream("hello, five of you", n=5, max_tokens=1000, seed=1)
     seen: set[int] = set()

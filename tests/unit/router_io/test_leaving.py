@@ -42,7 +42,7 @@ async def test_leaving_before_the_first_token_frees_the_workers(connect: Connect
     await until(front.all_free)
 
 
-async def test_a_connection_that_breaks_is_a_caller_who_left(connect: Connect, slow_decode: Program) -> None:
+async def test_a_broken_connection_is_a_disconnect(connect: Connect, slow_decode: Program) -> None:
     front = await connect(slow_decode)
     channel = grpc.aio.insecure_channel(front.server.address)
     stub = InferenceServiceStub(channel)

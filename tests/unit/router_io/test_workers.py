@@ -86,9 +86,7 @@ async def test_one_worker_under_two_names_is_attached_once(
     assert log.lines == ["WorkerConnected d0"]
 
 
-async def test_an_index_that_nobody_shares_is_fed_from_the_streams(
-    make: Callable[..., tuple[Workers, Log]], start: Start
-) -> None:
+async def test_a_memory_index_is_fed_from_the_streams(make: Callable[..., tuple[Workers, Log]], start: Start) -> None:
     decode = start("decode_worker", "--model=toy", "--worker-id=cached")
     index = PrefixIndex()
     workers, _ = make(index=index)

@@ -45,7 +45,7 @@ def test_texts_are_escaped_and_measured_points_tell_their_values() -> None:
     assert "<script" not in svg
 
 
-def test_what_lies_outside_is_drawn_at_the_edge_and_rules_outside_are_not_drawn() -> None:
+def test_points_outside_are_drawn_at_the_edge() -> None:
     svg = line_chart([Series(name="a", points=[(-5.0, 2.0)])], X, Y, title="t", rules=[Rule(at=7.0, label="far")])
     assert "far" not in svg
     assert Axis(low=1.0, high=100.0, is_log=True).place(0.0) == 0.0

@@ -31,7 +31,7 @@ def test_workers_are_the_profile_s_on_the_link_that_was_named() -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "field"), [(2, 0, "decode"), (0, 0, "decode"), (-1, 2, "prefill"), (2, 10**9, "decode")]
 )
-def test_counts_that_serve_nobody_are_rejected(prefill: int, decode: int, field: str) -> None:
+def test_unusable_worker_counts_are_rejected(prefill: int, decode: int, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_workers(PROFILE, prefill, decode)
     assert caught.value.field == field

@@ -68,7 +68,7 @@ def answered(request_id: str, tokens: int, *, is_last: bool = True) -> TokensArr
 D0 = (10.0, hello("d0", Role.DECODE, cost=COST))
 
 
-def test_a_request_comes_as_it_came_with_the_length_that_was_drawn() -> None:
+def test_a_recorded_request_keeps_its_time_and_length() -> None:
     facts: dict[str, Any] = {"tenant": "blue", "priority": 2, "slo": Slo(ttft_s=3.0)}
     (first, second) = requests(
         D0,
@@ -95,7 +95,7 @@ def test_a_client_that_left_leaves_again_and_would_have_got_all_that_it_asked_fo
     assert (one.cancel_after_s, one.output_tokens) == (1.25, 8)
 
 
-def test_a_length_that_nobody_saw_is_the_mean_of_those_before() -> None:
+def test_an_unknown_length_is_the_mean_of_earlier_ones() -> None:
     failed = AttemptFailed(key=AttemptKey("d0", "c", 1), kind=FailureKind.INVALID, message="bad")
     found = requests(
         D0,

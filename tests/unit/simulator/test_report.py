@@ -143,7 +143,7 @@ def test_a_run_without_samples_has_no_timelines() -> None:
     assert "over time" not in page([one], cluster="h100")
 
 
-def test_the_page_looks_closer_at_the_lowest_rate_that_somebody_missed() -> None:
+def test_the_page_details_the_lowest_missed_rate() -> None:
     runs = [run(policy, scale, met) for scale, met in ((1.0, 9), (2.0, 8), (3.0, 2)) for policy in ("a", "b")]
     assert [(one.policy, one.rate_scale) for one in focused(runs)] == [("a", 2.0), ("b", 2.0)]
     assert [one.rate_scale for one in focused([run(scale=1.0), run(scale=2.0)])] == [2.0]

@@ -125,7 +125,7 @@ def test_the_waits_of_a_single_server_are_those_of_theory() -> None:
     assert sum(waits) / len(waits) == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.05)
 
 
-def test_who_leaves_and_whose_time_is_up_frees_everything() -> None:
+def test_disconnects_and_deadlines_free_everything() -> None:
     rows = [replace(one, cancel_after_s=0.3 if i % 3 == 0 else None) for i, one in enumerate(workload(9))]
     _, done = run(rows, cluster(1, 1, deadline_s=1.5))
     outcomes = {row.outcome for row in done}

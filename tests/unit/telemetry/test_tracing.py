@@ -136,7 +136,7 @@ def test_a_process_without_the_extra_goes_on_and_says_so(caplog: pytest.LogCaptu
     assert "pdserve[otel]" in caplog.text
 
 
-def test_closing_is_bounded_when_nobody_listens() -> None:
+def test_closing_is_bounded_without_a_collector() -> None:
     tracing = make_tracing("t", "127.0.0.1:9")
     tracing.record("lost", PARENT, 0.1)
     began_s = time.monotonic()

@@ -65,7 +65,7 @@ def test_absent_fields_take_defaults_and_zero_is_not_absent() -> None:
     assert (got.temperature, got.seed, got.logprobs) == (0.0, 0, 0)
 
 
-def test_an_absent_seed_is_drawn_and_a_given_one_is_kept() -> None:
+def test_an_absent_seed_is_chosen_and_a_given_one_kept() -> None:
     assert convert.sampling_from_proto(inference_pb2.SamplingParams(), draw_seed=lambda: 7).seed == 7
     assert convert.sampling_from_proto(inference_pb2.SamplingParams(seed=3), draw_seed=lambda: 7).seed == 3
 

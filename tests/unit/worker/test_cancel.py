@@ -22,7 +22,7 @@ def is_empty(program: Any) -> bool:
     return program.is_idle and program.blocks.num_referenced == 0
 
 
-async def test_cancel_of_a_landing_place_that_nobody_writes_to(start: Any, attach: Any, ask: Any) -> None:
+async def test_cancel_of_an_unfilled_reservation(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE)
     router = await attach(d)
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("r", PROMPT)))

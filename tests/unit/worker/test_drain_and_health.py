@@ -43,7 +43,7 @@ async def test_a_context_window_larger_than_the_pool_is_cut_to_it(start: Any, at
     assert router.hellos[Role.DECODE].max_context_tokens == 40
 
 
-async def test_load_is_told_on_each_heartbeat_and_after_changes(start: Any, attach: Any, ask: Any) -> None:
+async def test_load_is_reported_on_heartbeats_and_changes(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE)
     router = await attach(d)
     await router.wait_for(lambda: len(router.all("load")) >= 3)
@@ -135,7 +135,7 @@ async def test_a_worker_that_is_about_to_end_is_not_taken_back(start: Any, attac
     assert await asyncio.to_thread(d.host.wait, 20)
 
 
-async def test_a_drained_host_stops_after_its_residents(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_drained_host_stops_after_its_sequences(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE, toy_step_s=0.005)
     router = await attach(d)
     reserve = worker_pb2.Reserve(sequence=ask("r", PROMPT, max_tokens=40), is_local=True)
@@ -163,7 +163,7 @@ def test_a_port_in_use_is_a_config_error(start: Any) -> None:
         start(Role.PREFILL, port=int(d.address.rpartition(":")[2]))
 
 
-def test_a_model_that_cannot_be_served_is_told_to_whoever_starts_the_host(start: Any, tmp_path: Any) -> None:
+def test_an_unservable_model_fails_the_start(start: Any, tmp_path: Any) -> None:
     with pytest.raises(ConfigError):
         start(Role.DECODE, model=str(tmp_path / "nothing"))
 

@@ -306,7 +306,7 @@ async def test_a_message_that_names_no_attempt_is_dropped(start: Any, attach: An
     assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
 
 
-async def test_a_deadline_ends_an_attempt_that_nobody_sends_kv_for(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_deadline_ends_an_attempt_without_kv(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE)
     router = await attach(d)
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("r", PROMPT, deadline_s=0.1)))
@@ -346,7 +346,7 @@ async def test_bad_rows_alone_do_not_end_a_worker(start: Any, attach: Any, ask: 
     assert d.host.is_healthy()
 
 
-async def test_a_poisoned_prompt_on_a_prefill_worker_frees_the_landing_place(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_poisoned_prompt_frees_the_reservation(start: Any, attach: Any, ask: Any) -> None:
     p, d = start(Role.PREFILL, FaultyEngine), start(Role.DECODE)
     router = await attach(p, d)
     sequence = ask("r", [1, 2, POISON])

@@ -92,7 +92,7 @@ async def test_messages_leave_the_outbox_in_order() -> None:
     assert seen == [0, 1, 2, 3, 4]
 
 
-async def test_an_outbox_that_nobody_reads_closes_at_its_limit() -> None:
+async def test_an_unread_outbox_closes_at_its_limit() -> None:
     outbox = SessionOutbox(limit=3)
     outbox.put([worker_pb2.AttachResponse()] * 3)
     assert not outbox.is_closed

@@ -85,7 +85,7 @@ async def test_a_prefill_worker_learns_its_link_and_what_a_transfer_costs_its_st
     assert await p.on_engine(lambda one: one.batching.pushing._step.num_samples) == -(-len(PROMPT) // 8)
 
 
-async def test_preemption_changes_no_token_and_is_told(start: Any, attach: Any, ask: Any) -> None:
+async def test_preemption_changes_no_token_and_is_reported(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE, kv_blocks=10, model="toy", toy_step_s=0.01)  # slow enough for all three to meet
     router = await attach(d)
     prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("abc")}
@@ -109,7 +109,7 @@ async def test_an_empty_pool_refuses_rather_than_waits(start: Any, attach: Any, 
     await router.released("a", Role.DECODE)
 
 
-async def test_a_grant_does_not_wait_for_the_residents_next_step(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_grant_does_not_wait_for_the_next_step(start: Any, attach: Any, ask: Any) -> None:
     step_s = 0.4
     d = start(Role.DECODE, model="toy", toy_step_s=step_s)
     router = await attach(d)

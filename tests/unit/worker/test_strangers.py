@@ -192,7 +192,7 @@ def test_every_method_of_our_services_on_a_worker_has_a_policy() -> None:
     }
 
 
-async def test_a_sender_is_who_its_proof_says(start: Any) -> None:
+async def test_a_sender_is_identified_by_its_proof(start: Any) -> None:
     d = start(Role.DECODE)
     async with grpc.aio.insecure_channel(d.address, options=LOCAL) as channel:
         proof = await peers.prove(channel, peers.introduce(PREFILL, peers.OPEN, d.address))

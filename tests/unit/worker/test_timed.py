@@ -14,7 +14,7 @@ def decodes(rows: int, context_tokens: int) -> StepAccount:
     return StepAccount(decode_rows=rows, context_tokens=context_tokens)
 
 
-def test_like_decode_steps_are_told_as_their_mean() -> None:
+def test_equal_decode_steps_are_reported_as_a_mean() -> None:
     steps = TimedSteps(0.025)
     for number in range(STEPS - 1):
         assert steps.observe(decodes(2, 100 + 2 * number), 0.004, 0.004 * number) is None
@@ -53,7 +53,7 @@ def test_long_steps_are_not_waited_for() -> None:
     assert steps.observe(decodes(1, 50), LONGEST_SPANS * 0.025, 1.0) == (decodes(1, 50), LONGEST_SPANS * 0.025)
 
 
-def test_a_step_that_reads_is_told_alone() -> None:
+def test_a_step_with_prefill_is_reported_alone() -> None:
     steps = TimedSteps(1.0)
     mixed = StepAccount(decode_rows=2, context_tokens=100, prefill_tokens=64, prefill_token_context=2048.0)
     assert steps.observe(decodes(2, 100), 0.010, 0.0) is None
@@ -62,7 +62,7 @@ def test_a_step_that_reads_is_told_alone() -> None:
     assert steps.observe(READS, 0.1, 1.6) == (READS, 0.1)
 
 
-def test_many_short_steps_are_told_no_more_often() -> None:
+def test_short_steps_are_not_reported_more_often() -> None:
     steps = TimedSteps(1.0)
     told = [number for number in range(3000) if steps.observe(decodes(1, 50), 0.001, 0.001 * number) is not None]
     assert told == [STEPS - 1, 1000 + STEPS - 1, 2000 + STEPS - 1]

@@ -19,7 +19,7 @@ def test_a_sequence_that_was_passed_by_or_goes_back_is_filled_anew() -> None:
     assert slots.take([(one, 4)]) == [(0, True)]
 
 
-def test_who_left_gives_up_its_slot_to_who_needs_it_and_never_one_of_the_step_before() -> None:
+def test_slots_are_reused_but_not_those_of_the_last_step() -> None:
     slots = CountSlots(2)
     lists = [[token] for token in range(6)]
     assert slots.take([(lists[0], 1)]) == [(0, False)]

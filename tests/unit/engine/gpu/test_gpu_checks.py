@@ -36,7 +36,7 @@ def test_the_entry_runs_what_can_be_rehearsed(name: str, num_right: int, told: s
     assert f"[{name}] {told}" in done.stdout
 
 
-def test_checks_that_fail_are_told_again_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_checks_are_repeated_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = "print('| this | fine |'); print('| that | **wrong** |'); raise SystemExit(1)"
     commands = {
         "right": [sys.executable, "-c", "print('fine')"],
@@ -75,7 +75,7 @@ def test_without_a_device_the_exit_code_is_2(
     assert "nothing was checked" in capsys.readouterr().err
 
 
-def test_a_token_or_a_logprob_that_differs_is_told() -> None:
+def test_a_different_token_or_logprob_is_reported() -> None:
     text = [[(5, 0.0), (6, -1.0)]]
     assert differs(text, [[(5, 0.0), (6, -1.0)]], 0.0, "x") == ""
     assert "draws 7 for 6" in differs(text, [[(5, 0.0), (7, -1.0)]], 0.0, "x")
@@ -84,7 +84,7 @@ def test_a_token_or_a_logprob_that_differs_is_told() -> None:
 
 
 @pytest.mark.parametrize(("ours", "is_broken"), [(1, False), (2, True)])
-def test_a_token_that_loses_more_than_rounding_does_is_told(ours: int, is_broken: bool) -> None:
+def test_a_token_beyond_rounding_is_reported(ours: int, is_broken: bool) -> None:
     from tests.gpu.check_engine import Outcome, judge
 
     exact_V = torch.full((100,), -20.0)
@@ -115,7 +115,7 @@ class NoGrant:
 
 
 @pytest.mark.parametrize("block", [1, 90])
-def test_wrong_bytes_and_blocks_beside_the_grant_are_told(block: int) -> None:
+def test_wrong_bytes_and_ungranted_blocks_are_reported(block: int) -> None:
     pool = HostPool(check_transfer.NUM_BLOCKS)
     granted = [2, 1, 0]
     wrong = check_transfer.right_bytes(WrongSender(pool, block), NoGrant(), pool, granted)  # type: ignore[arg-type]

@@ -192,7 +192,7 @@ def test_rows_that_continue_another_step_than_the_last_are_read(make_pair: Calla
         graph.launch(following, None)
 
 
-def test_what_no_graph_draws(make_pair: Callable[..., Any]) -> None:
+def test_rows_that_no_graph_samples(make_pair: Callable[..., Any]) -> None:
     eager, graph = make_pair("llama")
     prompt, blocks = [5, 9, 200, 31, 7], [1, 2]
     text = [*prompt, prefill(eager, prompt, blocks)]

@@ -134,7 +134,7 @@ def assert_same(ours: Text, theirs: Text) -> None:
         assert [logprob for _, logprob in mine.top] == pytest.approx([logprob for _, logprob in other.top], abs=1e-4)
 
 
-def test_they_draw_as_in_the_eager_engine_beside_plain_rows(make_pair: Callable[..., Any]) -> None:
+def test_they_sample_as_the_eager_engine_beside_plain_rows(make_pair: Callable[..., Any]) -> None:
     eager, graph = make_pair("llama", most_rows=14, grammars=EveryThird())
     kinds = (*WITHOUT_HISTORY, *WITH_HISTORY)
     ours, theirs = texts_of(graph, kinds), texts_of(eager, kinds)

@@ -6,5 +6,5 @@ from tests.gpu.cases import Case
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_device_draws_the_token_that_the_cpu_draws(case: Case, device: torch.device) -> None:
+def test_device_and_cpu_sample_the_same_token(case: Case, device: torch.device) -> None:
     assert case.check(device) <= case.bound
