@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Final
 
 import benchmarks.attacks
-from benchmarks.attacks.legitimate import LegitimateTraffic, Tally, answers_in_peace
-from benchmarks.attacks.row import CheckResult, Row, Target
+from benchmarks.attacks.legitimate import CallTally, LegitimateTraffic, answers_in_peace
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
 from pdserve import Client
 from pdserve.core.errors import ConfigError
 from pdserve.launch.ports import free_ports
@@ -43,7 +43,7 @@ FLAGS: Final = (
 )
 
 
-def rows() -> list[Row]:
+def rows() -> list[AttackRow]:
     """All rows, by their number."""
     modules = [
         importlib.import_module(f"benchmarks.attacks.{one.name}")
@@ -52,7 +52,7 @@ def rows() -> list[Row]:
     return sorted((one.ROW for one in modules if hasattr(one, "ROW")), key=lambda row: row.number)
 
 
-def run_row(row: Row, target: Target, expected: list[tuple[int, ...]]) -> tuple[CheckResult, Tally]:
+def run_row(row: AttackRow, target: AttackTarget, expected: list[tuple[int, ...]]) -> tuple[AttackResult, CallTally]:
     """Attacks, and adds to the finding's complaints what the attack did to the cluster."""
     before = {name: target.pid(name) for name in PROCESSES}
     complaints: list[str] = []
@@ -60,7 +60,7 @@ def run_row(row: Row, target: Target, expected: list[tuple[int, ...]]) -> tuple[
         try:
             finding = row.attack(target)
         except Exception as error:  # the other rows still run
-            finding = CheckResult(attempts=0, rejected=0)
+            finding = AttackResult(attempts=0, rejected=0)
             complaints.append(f"the row itself failed: {type(error).__name__}: {error}")
     tally = honest.tally
     complaints += finding.complaints
@@ -76,7 +76,7 @@ def run_row(row: Row, target: Target, expected: list[tuple[int, ...]]) -> tuple[
     return replace(finding, complaints=tuple(complaints)), tally
 
 
-def wait_until_idle(target: Target) -> str:
+def wait_until_idle(target: AttackTarget) -> str:
     """Empty once both workers are attached, nothing runs, and every block is free or cached; else what is not so."""
     ends_s = time.monotonic() + REST_S
     with Client(target.router, token=target.token) as client:
@@ -93,7 +93,7 @@ def wait_until_idle(target: Target) -> str:
             time.sleep(0.1)
 
 
-def show(results: Sequence[tuple[Row, CheckResult, Tally]], peace_s: float) -> None:
+def show(results: Sequence[tuple[AttackRow, AttackResult, CallTally]], peace_s: float) -> None:
     print("| row | attack | attempts | rejected | counted | errors | honest exact | honest p50, ms | met |")
     print("| ---: | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |")
     for row, finding, tally in results:
@@ -114,7 +114,7 @@ def show(results: Sequence[tuple[Row, CheckResult, Tally]], peace_s: float) -> N
             print(f"{row.number}: MISSED: {complaint}")
 
 
-def _chosen(only: str) -> list[Row]:
+def _chosen(only: str) -> list[AttackRow]:
     known = rows()
     if not only:
         return [row for row in known if not row.is_slow]
@@ -142,9 +142,9 @@ def main() -> int:
         # The launcher adds a worker's index to the port that its table names.
         *("--set", f"decode_worker.metrics_port={ports['d0'] - 1}"),
     )
-    results: list[tuple[Row, CheckResult, Tally]] = []
+    results: list[tuple[AttackRow, AttackResult, CallTally]] = []
     with Running.start(*FLAGS, *metrics, env={"PDSERVE_TOKEN": token, "OMP_NUM_THREADS": "1"}) as cluster:
-        target = Target(cluster=cluster, token=token, seconds=args.seconds, metrics_ports=ports)
+        target = AttackTarget(cluster=cluster, token=token, seconds=args.seconds, metrics_ports=ports)
         expected = answers_in_peace(cluster.target, token)
         with LegitimateTraffic(cluster.target, token, expected) as peace:
             time.sleep(3.0)

@@ -37,7 +37,7 @@ PROMPTS: Final = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
+class BurstAnswer:
     """When each token was where; seconds of one clock."""
 
     asked_s: float = 0.0
@@ -59,7 +59,7 @@ def _span_s(times: Sequence[float]) -> float:
     return times[-1] - times[0] if times else 0.0
 
 
-def read_recording(lines: Iterable[str], answers: dict[str, Answer]) -> None:
+def read_recording(lines: Iterable[str], answers: dict[str, BurstAnswer]) -> None:
     """Adds the router's times, and how long each was decoded."""
     for step in replay.read(lines):
         event = step.event
@@ -72,8 +72,8 @@ def read_recording(lines: Iterable[str], answers: dict[str, Answer]) -> None:
                     answer.decode_s = max(answer.decode_s, row.decode_s)
 
 
-def ask_in_turn(target: str, count: int, tokens: int) -> dict[str, Answer]:
-    answers: dict[str, Answer] = defaultdict(Answer)
+def ask_in_turn(target: str, count: int, tokens: int) -> dict[str, BurstAnswer]:
+    answers: dict[str, BurstAnswer] = defaultdict(BurstAnswer)
     with Client(target) as client:
         for number in range(count):
             name = f"burst-{number}"
@@ -84,8 +84,8 @@ def ask_in_turn(target: str, count: int, tokens: int) -> dict[str, Answer]:
     return answers
 
 
-async def ask_at_once(target: str, count: int, tokens: int, at_once: int) -> dict[str, Answer]:
-    answers: dict[str, Answer] = defaultdict(Answer)
+async def ask_at_once(target: str, count: int, tokens: int, at_once: int) -> dict[str, BurstAnswer]:
+    answers: dict[str, BurstAnswer] = defaultdict(BurstAnswer)
     left = iter(range(count))
 
     async def one(client: AsyncClient) -> None:
@@ -105,7 +105,7 @@ def prompt(number: int) -> str:
     return f"# {number}\n{PROMPTS[number % len(PROMPTS)]}"
 
 
-def report(answers: Sequence[Answer]) -> dict[str, object]:
+def report(answers: Sequence[BurstAnswer]) -> dict[str, object]:
     bursts = [one for one in answers if one.is_burst]
     behind = [
         client_s - router_s

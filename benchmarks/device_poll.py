@@ -23,7 +23,7 @@ CALLS: Final = 20_000
 INTERVALS_S: Final = (None, 50e-6, 200e-6, 1e-3)  # None: nobody looks
 
 
-class Pending:
+class PendingEvent:
     """An event that passes when it is told to."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ def loop_s() -> float:
 
 def measure(interval_s: float | None) -> tuple[float, float]:
     """Seconds of the loop, and looks per second beside it."""
-    event = Pending()
+    event = PendingEvent()
     if interval_s is not None:
         cuda_watcher.poll_s = lambda waited_s: interval_s
         Watcher().add(CudaCopying(event, None, 1e6), lambda: None)

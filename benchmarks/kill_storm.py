@@ -43,13 +43,13 @@ REST_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class StormRequest:
     prompt: list[int]
     options: dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
+class StormAnswer:
     """What a client received."""
 
     tokens: list[int] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Result:
         return self.attempts.total()
 
 
-def requests(count: int, seed: int, *, longest: int, max_tokens: int, vocabulary: int) -> list[Request]:
+def requests(count: int, seed: int, *, longest: int, max_tokens: int, vocabulary: int) -> list[StormRequest]:
     """Prompts that share no block, of 2 to `longest` tokens; every second one sampled."""
     draw = random.Random(seed)
     made = []
@@ -81,21 +81,21 @@ def requests(count: int, seed: int, *, longest: int, max_tokens: int, vocabulary
         options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
         if number % 2:
             options |= {"temperature": 0.8, "top_p": 0.95, "seed": number}
-        made.append(Request(prompt=prompt, options=options))
+        made.append(StormRequest(prompt=prompt, options=options))
     return made
 
 
 async def serve(
-    target: str, asked: Sequence[Request], at_once: int, on_end: Callable[[Answer], None], running: set[str]
-) -> list[Answer]:
+    target: str, asked: Sequence[StormRequest], at_once: int, on_end: Callable[[StormAnswer], None], running: set[str]
+) -> list[StormAnswer]:
     """Sends each request once: the client's own retries would hide what the cluster does.
 
     `running` holds the ids of the requests that have no whole answer yet.
     """
     gate = asyncio.Semaphore(at_once)
 
-    async def one(client: AsyncClient, number: int, request: Request) -> Answer:
-        answer, request_id = Answer(), f"storm-{number}"
+    async def one(client: AsyncClient, number: int, request: StormRequest) -> StormAnswer:
+        answer, request_id = StormAnswer(), f"storm-{number}"
         async with gate:
             running.add(request_id)
             began_s = time.monotonic()
@@ -168,7 +168,7 @@ async def wait_until_idle(target: str) -> str:
             await asyncio.sleep(0.1)
 
 
-def judge(asked: Sequence[Request], calm: Sequence[Answer], stormy: Sequence[Answer]) -> Result:
+def judge(asked: Sequence[StormRequest], calm: Sequence[StormAnswer], stormy: Sequence[StormAnswer]) -> Result:
     result = Result(requests=len(asked))
     for number, (expected, seen) in enumerate(zip(calm, stormy, strict=True)):
         if expected.error is not None:
@@ -190,26 +190,26 @@ ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1"}
 
 
 def in_peace(
-    asked: Sequence[Request], flags: Sequence[str], at_once: int, on_end: Callable[[Answer], None]
-) -> list[Answer]:
+    asked: Sequence[StormRequest], flags: Sequence[str], at_once: int, on_end: Callable[[StormAnswer], None]
+) -> list[StormAnswer]:
     with Running.start(*flags, env=ENVIRONMENT) as cluster:
         return asyncio.run(serve(cluster.target, asked, at_once, on_end, set()))
 
 
 def in_storm(
-    asked: Sequence[Request],
-    calm: Sequence[Answer],
+    asked: Sequence[StormRequest],
+    calm: Sequence[StormAnswer],
     flags: Sequence[str],
     *,
     every_s: float,
     seed: int,
     at_once: int,
     kills: int | None = None,
-    on_end: Callable[[Answer], None] = lambda answer: None,
+    on_end: Callable[[StormAnswer], None] = lambda answer: None,
 ) -> Result:
     """`calm` is what the same requests get undisturbed; at most `kills` workers are killed, else one per `every_s`."""
 
-    async def storm(cluster: Running) -> tuple[list[Answer], Counter[str], float, str]:
+    async def storm(cluster: Running) -> tuple[list[StormAnswer], Counter[str], float, str]:
         running: set[str] = set()
         killer = Killer(cluster, every_s, seed, kills, running)
         killing = asyncio.create_task(killer.run())
@@ -262,7 +262,7 @@ def main() -> int:
     )
     done = 0
 
-    def on_end(answer: Answer) -> None:
+    def on_end(answer: StormAnswer) -> None:
         nonlocal done
         done += 1
         if done % 20 == 0:

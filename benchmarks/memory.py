@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from benchmarks.memory_samples import Sample, Slope, rises, sample, slope
+from benchmarks.memory_samples import MemorySample, Slope, rises, sample, slope
 from pdserve import AsyncClient
 from pdserve.launch.running import Running
 
@@ -45,8 +45,8 @@ FLAGS: Final = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     process: str
-    first: Sample
-    last: Sample
+    first: MemorySample
+    last: MemorySample
     slope: Slope
     rising: tuple[str, ...]  # counts that rose
 
@@ -55,7 +55,7 @@ class Verdict:
         return self.slope.bytes_per_request < MOST_BYTES_PER_REQUEST and not self.rising
 
 
-def judge(samples: Mapping[str, Sequence[Sample]]) -> list[Verdict]:
+def judge(samples: Mapping[str, Sequence[MemorySample]]) -> list[Verdict]:
     """Of each process's samples after the warm-up."""
     return [
         Verdict(process=name, first=ones[0], last=ones[-1], slope=slope(ones), rising=rises(ones))
@@ -78,7 +78,7 @@ async def drive(target: str, count: int, at_once: int, draw: random.Random) -> N
 
 def measure(
     cluster: Running, *, requests: int, warm_up: int, every: int, at_once: int, is_shown: bool = True
-) -> dict[str, list[Sample]]:
+) -> dict[str, list[MemorySample]]:
     """Samples by process, the first one right after the warm-up."""
     draw = random.Random(1)
     for _ in range(NUM_BURSTS):

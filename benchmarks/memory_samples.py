@@ -16,7 +16,7 @@ _SEGMENT: Final = re.compile(r"/dev/shm/|/memfd:|/SYSV")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class MemorySample:
     requests: int  # answered since the warm-up
     private_bytes: int  # unique set size: what ends with the process
     resident_bytes: int
@@ -31,12 +31,12 @@ class Slope:
     standard_error: float  # as of independent residuals
 
 
-def sample(pid: int, requests: int) -> Sample:
+def sample(pid: int, requests: int) -> MemorySample:
     """Raises OSError where the process is gone."""
     folder = Path("/proc") / str(pid)
     rollup = dict(re.findall(r"^(\w+): +(\d+) kB$", (folder / "smaps_rollup").read_text(), re.MULTILINE))
     mapped = [line for line in (folder / "maps").read_text().splitlines() if _SEGMENT.search(line)]
-    return Sample(
+    return MemorySample(
         requests=requests,
         private_bytes=1024 * sum(int(rollup[name]) for name in _PRIVATE),
         resident_bytes=1024 * int(rollup["Rss"]),
@@ -46,7 +46,7 @@ def sample(pid: int, requests: int) -> Sample:
     )
 
 
-def slope(samples: Sequence[Sample]) -> Slope:
+def slope(samples: Sequence[MemorySample]) -> Slope:
     """Least squares over private bytes. Needs at least three samples."""
     mean_x = sum(one.requests for one in samples) / len(samples)
     mean_y = sum(one.private_bytes for one in samples) / len(samples)
@@ -56,7 +56,7 @@ def slope(samples: Sequence[Sample]) -> Slope:
     return Slope(bytes_per_request=rate, standard_error=math.sqrt(left / (len(samples) - 2) / spread))
 
 
-def rises(samples: Sequence[Sample]) -> tuple[str, ...]:
+def rises(samples: Sequence[MemorySample]) -> tuple[str, ...]:
     """Counts whose lowest value in the last third is above their highest in the first third."""
     third = max(1, len(samples) // 3)
     return tuple(
@@ -66,6 +66,6 @@ def rises(samples: Sequence[Sample]) -> tuple[str, ...]:
     )
 
 
-def rise_per_request(samples: Sequence[Sample], name: str) -> float:
+def rise_per_request(samples: Sequence[MemorySample], name: str) -> float:
     """How much the count `name` has risen for each request."""
     return float(getattr(samples[-1], name) - getattr(samples[0], name)) / (samples[-1].requests - samples[0].requests)

@@ -19,7 +19,7 @@ from pdserve.v1 import inference_pb2, inference_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TimedAnswer:
     """One request; None where it failed."""
 
     ttft_s: float  # send to first token, at the client
@@ -37,13 +37,13 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class OfferedLoad:
     rate_rps: float
     sent: int
     failed: int  # rejections included
     late_start_s: float  # worst delay of a send against its arrival time: the client's own saturation
     wall_s: float
-    answers: list[Answer]
+    answers: list[TimedAnswer]
     rejections: list[Rejection]
 
 
@@ -56,7 +56,7 @@ async def open_loop(
     seed: int,
     channels: int = 4,
     slo: Slo | None = None,
-) -> Load:
+) -> OfferedLoad:
     """Poisson arrivals at `rate_rps` for `duration_s`. Prompts differ; the length of each is one of `prompt_tokens`.
     Without `slo` the router's default targets hold."""
     draw = random.Random(seed)
@@ -87,8 +87,8 @@ async def open_loop(
     wall_s = time.perf_counter() - begin
     for conn in conns:
         await conn.close(None)
-    good = [one for one in answers if isinstance(one, Answer)]
-    return Load(
+    good = [one for one in answers if isinstance(one, TimedAnswer)]
+    return OfferedLoad(
         rate_rps=rate_rps,
         sent=len(answers),
         failed=len(answers) - len(good),
@@ -108,7 +108,7 @@ async def closed_loop(
     seed: int,
     slo: Slo,
     warm_s: float = 0.0,
-) -> Load:
+) -> OfferedLoad:
     """`callers` that each send the next request when the last one has ended: what the cluster can do.
 
     Counts what ends in the `duration_s` after `warm_s`, while all callers go on: neither their common start nor the
@@ -121,7 +121,7 @@ async def closed_loop(
     async with grpc.aio.insecure_channel(target) as conn:
         stub = inference_pb2_grpc.InferenceServiceStub(conn)
 
-        async def call() -> list[Answer | Rejection | None]:
+        async def call() -> list[TimedAnswer | Rejection | None]:
             found = []
             while time.perf_counter() < ends_s:
                 one = await ask(stub, make_request(draw, draw.choice(prompt_tokens), max_tokens, slo))
@@ -130,8 +130,8 @@ async def closed_loop(
             return found
 
         found = [one for each in await asyncio.gather(*(call() for _ in range(callers))) for one in each]
-    good = [one for one in found if isinstance(one, Answer)]
-    return Load(
+    good = [one for one in found if isinstance(one, TimedAnswer)]
+    return OfferedLoad(
         rate_rps=len(found) / duration_s,
         sent=len(found),
         failed=len(found) - len(good),
@@ -154,7 +154,7 @@ def make_request(
 
 async def ask(
     stub: inference_pb2_grpc.InferenceServiceStub, request: inference_pb2.GenerateRequest
-) -> Answer | Rejection | None:
+) -> TimedAnswer | Rejection | None:
     begin = time.perf_counter()
     first = 0.0
     tokens = 0
@@ -174,7 +174,7 @@ async def ask(
     ttft_s = first - begin
     # The worker's own share of queue_s is not told apart from the router's, so only computing is taken off.
     added_s = ttft_s - finished.timings.phases.prefill_s
-    return Answer(
+    return TimedAnswer(
         ttft_s=ttft_s,
         total_s=time.perf_counter() - begin,
         added_s=added_s,

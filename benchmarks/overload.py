@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from benchmarks.openloop import Answer, Load, closed_loop, open_loop, percentile
+from benchmarks.openloop import OfferedLoad, TimedAnswer, closed_loop, open_loop, percentile
 from pdserve.core.types import Slo
 from pdserve.launch.running import Running
 
@@ -38,7 +38,7 @@ P95_S: Final = 0.200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class OverloadRow:
     """One load."""
 
     load: float  # times the capacity
@@ -69,9 +69,9 @@ class Row:
         return "missed: " + ", ".join(missed) if missed else "met"
 
 
-def row_of(load: float, seconds: float, seen: Load, slo: Slo) -> Row:
+def row_of(load: float, seconds: float, seen: OfferedLoad, slo: Slo) -> OverloadRow:
     good = [one for one in seen.answers if is_kept(one, slo)]
-    return Row(
+    return OverloadRow(
         load=load,
         seconds=seconds,
         sent=seen.sent,
@@ -85,12 +85,12 @@ def row_of(load: float, seconds: float, seen: Load, slo: Slo) -> Row:
     )
 
 
-def is_kept(answer: Answer, slo: Slo) -> bool:
+def is_kept(answer: TimedAnswer, slo: Slo) -> bool:
     tpot_s = (answer.total_s - answer.ttft_s) / (answer.tokens - 1) if answer.tokens > 1 else 0.0
     return answer.ttft_s <= slo.ttft_s and tpot_s <= slo.tpot_s
 
 
-def render(capacity_rps: float, capacity_tps: float, slo: Slo, rows: Sequence[Row]) -> str:
+def render(capacity_rps: float, capacity_tps: float, slo: Slo, rows: Sequence[OverloadRow]) -> str:
     lines = [
         f"capacity {capacity_rps:.1f} requests/s, {capacity_tps:.0f} prompt tokens/s;"
         f" targets {slo.ttft_s:g} s / {slo.tpot_s:g} s",
@@ -115,7 +115,7 @@ def render(capacity_rps: float, capacity_tps: float, slo: Slo, rows: Sequence[Ro
     return "\n".join(lines)
 
 
-async def measure(target: str, args: argparse.Namespace, slo: Slo) -> tuple[float, float, list[Row]]:
+async def measure(target: str, args: argparse.Namespace, slo: Slo) -> tuple[float, float, list[OverloadRow]]:
     """Capacity in requests/s and in prompt tokens/s, and a row for each load."""
     capacity_rps = capacity_tps = 0.0
     for number, callers in enumerate(CALLERS):

@@ -1,13 +1,13 @@
-"""What the errors of a router's predictions are made of: `python -m benchmarks.prediction RECORDING [RECORDING ...]`.
+"""Divides the errors of a router's predictions into parts: `python -m benchmarks.prediction RECORDING [RECORDING ...]`.
 
     python -m benchmarks.goodput --only "goodput 1" --rates 6 --seconds 90 --settle 60 --record FOLDER
     python -m benchmarks.prediction FOLDER/*.jsonl
 
-Reads what `benchmarks.goodput --record` or `pdserve up --record FILE` wrote. Each row puts the truth in place of one
-part of the prediction, or of those that it names, and leaves the others as they were foretold: the part whose truth
-takes most of the error away is the part to work on. Error is the median of |predicted - actual| / actual, bias of
-(predicted - actual) / actual, over requests that arrived `--settle` seconds after the first; of several recordings
-the lowest .. highest. Times are those that the router saw.
+Reads recordings of `benchmarks.goodput --record` or `pdserve up --record FILE`. Each row replaces one or more parts of
+the prediction by their true values and keeps the others. The part whose true value removes most of the error is the
+one to improve. The error is the median of |predicted - actual| / actual, and the bias that of (predicted - actual) /
+actual, over requests that arrived at least `--settle` seconds after the first. For several recordings, the table gives
+lowest .. highest. Times are those that the router measured.
 """
 
 from __future__ import annotations
@@ -20,73 +20,75 @@ from pathlib import Path
 from statistics import median
 from typing import Final, NamedTuple
 
-from benchmarks.prediction_parts import Account, Answer, Parts, account
+from benchmarks.prediction_parts import Account, Parts, RecordedAnswer, account
 from pdserve.core.errors import ConfigError
 
 NONE: Final = "none"
 
 
-class Row(NamedTuple):
+class ErrorRow(NamedTuple):
     name: str
-    predicted_s: Callable[[Answer], float]
+    predicted_s: Callable[[RecordedAnswer], float]
 
 
-def _ttft(*true_parts: str) -> Callable[[Answer], float]:
+def _ttft(*true_parts: str) -> Callable[[RecordedAnswer], float]:
     """From arrival, with the truth in place of these of Parts."""
 
-    def predicted_s(one: Answer) -> float:
+    def predicted_s(one: RecordedAnswer) -> float:
         assert one.parts is not None, "a remote request"
-        assert one.foretold.parts is not None, "a remote request"
-        actual, foretold = one.parts._asdict(), one.foretold.parts._asdict()
-        exact_s: float = sum(actual[part] - foretold[part] for part in true_parts)
-        return one.waited_s + one.foretold.ttft_s + exact_s
+        assert one.predicted.parts is not None, "a remote request"
+        actual, predicted = one.parts._asdict(), one.predicted.parts._asdict()
+        exact_s: float = sum(actual[part] - predicted[part] for part in true_parts)
+        return one.waited_s + one.predicted.ttft_s + exact_s
 
     return predicted_s
 
 
-def _tpot(first_gap_s: Callable[[Answer], float], rest_s: Callable[[Answer], float]) -> Callable[[Answer], float]:
+def _tpot(
+    first_gap_s: Callable[[RecordedAnswer], float], rest_s: Callable[[RecordedAnswer], float]
+) -> Callable[[RecordedAnswer], float]:
     """`rest_s`: from the second token to the last."""
     return lambda one: (first_gap_s(one) + rest_s(one)) / (one.tokens - 1)
 
 
-def _first_foretold_s(one: Answer) -> float:
-    return one.foretold.first_gap_s
+def _first_predicted_s(one: RecordedAnswer) -> float:
+    return one.predicted.first_gap_s
 
 
-def _first_true_s(one: Answer) -> float:
+def _first_true_s(one: RecordedAnswer) -> float:
     return one.first_gap_s
 
 
-def _rest_foretold_s(one: Answer) -> float:
-    return one.foretold.step_s * (one.tokens - 2)
+def _rest_predicted_s(one: RecordedAnswer) -> float:
+    return one.predicted.step_s * (one.tokens - 2)
 
 
 TTFT_ROWS: Final = (
-    Row("as foretold", _ttft()),
-    Row("true grant (message and the step that runs)", _ttft("grant_s")),
-    Row("true queue", _ttft("queue_s")),
-    Row("true prefill", _ttft("prefill_s")),
-    Row("true reply", _ttft("reply_s")),
-    Row("true grant and prefill", _ttft("grant_s", "prefill_s")),
-    Row("all four", _ttft(*Parts._fields)),
+    ErrorRow("as predicted", _ttft()),
+    ErrorRow("true grant (message and the step that runs)", _ttft("grant_s")),
+    ErrorRow("true queue", _ttft("queue_s")),
+    ErrorRow("true prefill", _ttft("prefill_s")),
+    ErrorRow("true reply", _ttft("reply_s")),
+    ErrorRow("true grant and prefill", _ttft("grant_s", "prefill_s")),
+    ErrorRow("all four", _ttft(*Parts._fields)),
 )
 TPOT_ROWS: Final = (
-    Row("as foretold", lambda one: one.foretold.tpot_s),
-    Row("true length of the answer", _tpot(_first_foretold_s, _rest_foretold_s)),
-    Row("true length and first gap", _tpot(_first_true_s, _rest_foretold_s)),
-    Row("true length and decode rows of each step", _tpot(_first_foretold_s, lambda one: one.rows_s)),
-    Row("and true steps that read prompts beside them", _tpot(_first_foretold_s, lambda one: one.mixed_s)),
-    Row("and true first gap: what is left is the machine", _tpot(_first_true_s, lambda one: one.mixed_s)),
+    ErrorRow("as predicted", lambda one: one.predicted.tpot_s),
+    ErrorRow("true length of the answer", _tpot(_first_predicted_s, _rest_predicted_s)),
+    ErrorRow("true length and first gap", _tpot(_first_true_s, _rest_predicted_s)),
+    ErrorRow("true length and decode rows of each step", _tpot(_first_predicted_s, lambda one: one.rows_s)),
+    ErrorRow("and true steps that read prompts beside them", _tpot(_first_predicted_s, lambda one: one.mixed_s)),
+    ErrorRow("and true first gap: what is left is the machine", _tpot(_first_true_s, lambda one: one.mixed_s)),
 )
 
 
-def ttft_errors(answers: Sequence[Answer]) -> list[float]:
+def ttft_errors(answers: Sequence[RecordedAnswer]) -> list[float]:
     """Median |predicted - actual| / actual of each of TTFT_ROWS; empty where no request was remote."""
     remote = [one for one in answers if one.parts is not None]
     return [median(abs(row.predicted_s(one) / one.ttft_s - 1.0) for one in remote) for row in TTFT_ROWS if remote]
 
 
-def tpot_errors(answers: Sequence[Answer]) -> list[float]:
+def tpot_errors(answers: Sequence[RecordedAnswer]) -> list[float]:
     """The same of each of TPOT_ROWS, over all requests."""
     return [median(abs(row.predicted_s(one) / one.tpot_s - 1.0) for one in answers) for row in TPOT_ROWS if answers]
 
@@ -121,10 +123,10 @@ def report(accounts: Sequence[Account]) -> str:
     return "\n".join(lines)
 
 
-def _population(each: Sequence[Sequence[Answer]], meets_prompt: bool) -> list[str]:
+def _population(each: Sequence[Sequence[RecordedAnswer]], meets_prompt: bool) -> list[str]:
     """Share, TPOT, bias and error of the answers that did or did not meet a prompt."""
     mine = [[one for one in answers if one.meets_prompt is meets_prompt] for answers in each]
-    off = [[one.foretold.tpot_s / one.tpot_s - 1.0 for one in answers] for answers in mine if answers]
+    off = [[one.predicted.tpot_s / one.tpot_s - 1.0 for one in answers] for answers in mine if answers]
     return [
         _percent([len(some) / len(answers) for some, answers in zip(mine, each, strict=True)], "{:.0f} %"),
         _span([1e3 * median(one.tpot_s for one in answers) for answers in mine if answers], "{:.1f}"),

@@ -1,9 +1,9 @@
-"""What the router foretold of each recorded answer, part by part, beside what became of it. Pure: opens nothing.
+"""What the router predicted for each recorded answer, part by part, beside the result. Pure: opens nothing.
 
-A fresh router hears what the recorded one heard. Where its rules have changed since and it decides otherwise, it is
-told to place each request where that one did, so that its views are those of the recording. Each first placement is
-priced as the policy `goodput` does today. What came of it is what the recording says, on the router's clock; each
-message with tokens of a decode worker is one of its steps, as live workers send them.
+A new router handles the recorded events. If its rules have changed since and it decides otherwise, it is made to place
+each request where the recorded router did, so that both know the same of each worker. Each first placement is priced as
+the policy `goodput` does today. The result is taken from the recording, on the router's clock. Each message with tokens
+from a decode worker is one of its steps, because live workers send one message per step.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from router.view import WorkerView
 from simulator.recorded import steps
 from simulator.trace_rows import NumberedLine
 
-Senders = Mapping[tuple[str, int], str]  # (request id, attempt) -> the prefill worker that was sent it
+Senders = Mapping[tuple[str, int], str]  # (request id, attempt) -> its prefill worker
 
-FLOOR: Final = "floor-"  # ids of the requests that benchmarks.goodput repeats on the idle cluster: they are no load
-FEWEST_MESSAGES: Final = 3  # with tokens, of an answer whose first gap is not all of it
+FLOOR: Final = "floor-"  # ids of requests that benchmarks.goodput repeats on the idle cluster; they are no load
+FEWEST_MESSAGES: Final = 3  # with tokens, so that an answer has more than its first gap
 
 _KINDS: Final = (*EVENT_KINDS.values(), *COMMAND_KINDS.values())
-_TOLD: Final = (Reserve, EmitTokens, FinishRequest, FailRequest, EndCancelled)
+_COMPARED: Final = (Reserve, EmitTokens, FinishRequest, FailRequest, EndCancelled)
 _LATER: Final = Decision(choice=Choice.WAIT, obstacle=Obstacle.PREFILL, retry_in_s=0.0)
 
 
 class Parts(NamedTuple):
-    """Of the time from placement to the first token of a remote request. Seconds."""
+    """Parts of the time from placement to the first token of a remote request, in seconds."""
 
-    grant_s: float  # the message to the decode worker, the rest of the step that runs there, and its answer
+    grant_s: float  # message to the decode worker, rest of its running step, and its reply
     queue_s: float  # at the prefill worker
     prefill_s: float
-    reply_s: float  # all else: the messages to the prefill worker and back
+    reply_s: float  # the rest: messages to the prefill worker and back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foretold:
-    """At placement. Seconds."""
+class PredictedParts:
+    """Predictions at placement, in seconds."""
 
     ttft_s: float  # from placement
     tpot_s: float
@@ -59,10 +59,10 @@ class Foretold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class RecordedAnswer:
     """A whole answer to a request that was placed once. Seconds."""
 
-    foretold: Foretold
+    predicted: PredictedParts
     waited_s: float  # from arrival to placement
     ttft_s: float  # from arrival
     parts: Parts | None  # of a remote request
@@ -78,7 +78,7 @@ class Answer:
 class Account:
     """One recording."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[RecordedAnswer, ...]
     left_out: int  # requests that failed or ran at the end, were placed again, or answered in too few messages
     is_told: bool  # the router had to be told where to place
     otherwise: int  # steps to which it answers otherwise than the recorded one did even so, alarms apart
@@ -111,7 +111,7 @@ def _account(lines: Sequence[NumberedLine], name: str, settle_s: float, *, is_to
     otherwise = 0
     for now_s, (event, *commands) in rows:
         seen.before(event, now_s)
-        guide.seats = {one.request_id: one for one in commands if isinstance(one, Reserve)}
+        guide.reservations = {one.request_id: one for one in commands if isinstance(one, Reserve)}
         replayed = state.handle(event, now_s)
         otherwise += _but_alarms(replayed) != _but_alarms(commands)
         seen.after(event, commands, now_s)
@@ -125,13 +125,12 @@ def _but_alarms(commands: Sequence[object]) -> list[object]:
 
 @final
 class _Guide:
-    """The router's policy, or one that places what was placed in the recorded step, where it was; remembers what is
-    foretold of either."""
+    """The router's policy, or one that repeats the recorded placements of a step. It keeps the predictions."""
 
     def __init__(self, cluster: ClusterState, senders: Senders | None) -> None:
         """`senders`: None: the policy decides."""
-        self.seats: Mapping[str, Reserve] = {}  # of this step, by request
-        self.foretold: dict[str, Foretold] = {}
+        self.reservations: Mapping[str, Reserve] = {}  # of this step, by request
+        self.predicted: dict[str, PredictedParts] = {}
         self._policy, self._links, self._senders = cluster.policy, cluster.fleet.link, senders
 
     def __call__(
@@ -144,28 +143,30 @@ class _Guide:
         for decode in decodes:
             if decode.worker_id == decision.decode_worker:
                 senders = [view for view in prefills if view.worker_id == decision.prefill_worker]
-                foretold = self._price(ask, senders, decode, now_s)
-                if foretold is not None:
-                    self.foretold[ask.request_id] = foretold
+                predicted = self._price(ask, senders, decode, now_s)
+                if predicted is not None:
+                    self.predicted[ask.request_id] = predicted
         return decision
 
     def _recorded(
         self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], senders: Senders
     ) -> Decision:
-        seat = self.seats.get(ask.request_id)
-        if seat is None:
+        reservation = self.reservations.get(ask.request_id)
+        if reservation is None:
             return _LATER
-        if seat.is_local:
+        if reservation.is_local:
             choice, sender = Choice.LOCAL, ""
-        else:  # what was never granted was sent to nobody, and has no answer: any will do
+        else:  # a request without a grant reached no prefill worker and has no answer, so any will do
             choice = Choice.REMOTE
-            sender = senders.get((ask.request_id, seat.attempt)) or (prefills[0].worker_id if prefills else "")
+            sender = senders.get((ask.request_id, reservation.attempt)) or (prefills[0].worker_id if prefills else "")
         usable = {"", *(view.worker_id for view in (*prefills, *decodes))}
-        if not {seat.worker_id, sender} <= usable or (choice is Choice.REMOTE and not sender):
+        if not {reservation.worker_id, sender} <= usable or (choice is Choice.REMOTE and not sender):
             return _LATER
-        return Decision(choice=choice, prefill_worker=sender, decode_worker=seat.worker_id)
+        return Decision(choice=choice, prefill_worker=sender, decode_worker=reservation.worker_id)
 
-    def _price(self, ask: PolicyInput, senders: list[WorkerView], decode: WorkerView, now_s: float) -> Foretold | None:
+    def _price(
+        self, ask: PolicyInput, senders: list[WorkerView], decode: WorkerView, now_s: float
+    ) -> PredictedParts | None:
         """`senders`: the prefill worker, or none. None where the model sees no room for it."""
         cached = ask.cached_tokens
         receivers, local_workers = rank_decodes(ask, cached, [decode], now_s, tandem_step_s)
@@ -186,7 +187,9 @@ class _Guide:
             )
         gaps = max(ask.expected_tokens - 1.0, 1.0)
         first_gap_s = step_s + (option.tpot_s - step_s) * gaps
-        return Foretold(ttft_s=option.ttft_s, tpot_s=option.tpot_s, first_gap_s=first_gap_s, step_s=step_s, parts=parts)
+        return PredictedParts(
+            ttft_s=option.ttft_s, tpot_s=option.tpot_s, first_gap_s=first_gap_s, step_s=step_s, parts=parts
+        )
 
 
 class _DecodeStep(NamedTuple):
@@ -205,7 +208,7 @@ class _Run:
     placed_s: float = 0.0
     granted_s: float = math.nan
     first: FirstToken | None = None  # of a prefill worker
-    foretold: Foretold | None = None
+    predicted: PredictedParts | None = None
     emitted: list[tuple[float, int]] = field(default_factory=list)  # (when, tokens)
     is_whole: bool = False
 
@@ -241,21 +244,21 @@ class _Seen:
             else:
                 run.first = event
         for command in commands:
-            if not isinstance(command, _TOLD) or command.request_id not in self._runs:
+            if not isinstance(command, _COMPARED) or command.request_id not in self._runs:
                 continue
             run = self._runs[command.request_id]
             match command:
                 case Reserve():
                     run.num_placed += 1
                     run.placed_s, run.decode_worker = now_s, command.worker_id
-                    run.foretold = self._guide.foretold.pop(command.request_id, None)
+                    run.predicted = self._guide.predicted.pop(command.request_id, None)
                 case EmitTokens():
                     run.emitted.append((now_s, len(command.tokens)))
                 case _:
                     run.is_whole = isinstance(command, FinishRequest)
                     self._ended.append(self._runs.pop(command.request_id))
 
-    def answers(self, settle_s: float) -> tuple[list[Answer], int]:
+    def answers(self, settle_s: float) -> tuple[list[RecordedAnswer], int]:
         """In order of their ends, and how many other requests there were."""
         from_s = (self._first_s or 0.0) + settle_s
         settled = [run for run in self._ended if run.arrived_s >= from_s]
@@ -265,14 +268,14 @@ class _Seen:
         return answers, others + len(settled) - len(answers)
 
 
-def _answer(run: _Run, decode_steps: Sequence[_DecodeStep]) -> Answer | None:
+def _answer(run: _Run, decode_steps: Sequence[_DecodeStep]) -> RecordedAnswer | None:
     """None of one that failed, was placed again, was not priced, or is too short."""
-    tokens, foretold = sum(count for _, count in run.emitted), run.foretold
-    if not run.is_whole or run.num_placed != 1 or foretold is None or len(run.emitted) < FEWEST_MESSAGES:
+    tokens, predicted = sum(count for _, count in run.emitted), run.predicted
+    if not run.is_whole or run.num_placed != 1 or predicted is None or len(run.emitted) < FEWEST_MESSAGES:
         return None
     (first_s, _), (second_s, _), (last_s, _) = run.emitted[0], run.emitted[1], run.emitted[-1]
     parts = None
-    if foretold.parts is not None:
+    if predicted.parts is not None:
         if run.first is None or math.isnan(run.granted_s):
             return None
         queue_s, prefill_s = run.first.queue_s, run.first.prefill_s
@@ -284,8 +287,8 @@ def _answer(run: _Run, decode_steps: Sequence[_DecodeStep]) -> Answer | None:
         rows_s += priced_s
         mixed_s += ended_s - decode_steps[index - 1].ended_s if reads else priced_s
         meets_prompt = meets_prompt or reads
-    return Answer(
-        foretold=foretold,
+    return RecordedAnswer(
+        predicted=predicted,
         waited_s=run.placed_s - run.arrived_s,
         ttft_s=first_s - run.arrived_s,
         parts=parts,

@@ -119,7 +119,7 @@ class Replay:
         return outs
 
 
-class Worker:
+class SpeculatingWorker:
     def __init__(self, engine: Engine, prior: CostPrior, *, is_speculating: bool) -> None:
         config = with_device_defaults(WorkerConfig(model="-", worker_id="-"), Role.DECODE, is_gpu=False)
         self.chunks = ChunkRule(CostModel(prior), most=config.max_batch_tokens)
@@ -189,7 +189,7 @@ def main() -> None:
     now_s = time.perf_counter if arguments.wall else time.process_time
     engine = load_engine(config, Role.DECODE)
     prior = measure_cost(engine, Role.DECODE, max_batch=config.max_batch, max_batch_tokens=config.max_batch_tokens)
-    workers = [Worker(engine, prior, is_speculating=flag) for flag in (False, True)]
+    workers = [SpeculatingWorker(engine, prior, is_speculating=flag) for flag in (False, True)]
     tokenizer = Tokenizer.from_file(str(Path(arguments.model) / "tokenizer.json"))
     print(f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} of {os.cpu_count()} threads")
     print(
@@ -212,7 +212,7 @@ def main() -> None:
 
 def report(
     name: str,
-    workers: Sequence[Worker],
+    workers: Sequence[SpeculatingWorker],
     engine: Engine,
     rounds: Sequence[Sequence[Sequence[int]]],
     asked: Sampling,

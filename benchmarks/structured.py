@@ -46,7 +46,7 @@ PEER_SCHEMAS = 40  # it takes a second to compile one of them for the larger voc
 
 
 @dataclass(frozen=True)
-class Asked:
+class StructuredCase:
     schema: dict[str, Any]
     grammar: Grammar
     max_tokens: int
@@ -62,7 +62,7 @@ def main() -> None:
     asked = []
     for _ in range(arguments.schemas):
         one, num_bytes = schema(rng)
-        asked.append(Asked(one, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(one)), num_bytes + 1))
+        asked.append(StructuredCase(one, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(one)), num_bytes + 1))
     tokenizer, engine = load_tokenizer(str(BUNDLED)), _engine(BUNDLED)
     print("| temperature | schemas | valid documents | tokens, mean | seconds |\n|---|---|---|---|---|")
     texts: list[str] = []
@@ -99,7 +99,9 @@ def _engine(model: Path, **settings: Any) -> Engine:
     )
 
 
-def _write(engine: Engine, tokenizer: Tokenizer, asked: Sequence[Asked], at: int, temperature: float) -> list[str]:
+def _write(
+    engine: Engine, tokenizer: Tokenizer, asked: Sequence[StructuredCase], at: int, temperature: float
+) -> list[str]:
     """Documents of a batch of schemas, together."""
     prompt = tokenizer.encode(PROMPT)
     batch = asked[at : at + BATCH]
@@ -132,7 +134,7 @@ def _is_valid(text: str, one: dict[str, Any]) -> bool:
 
 
 def _ours(
-    compiler: Compiler, asked: Sequence[Asked], documents: Sequence[Sequence[int]]
+    compiler: Compiler, asked: Sequence[StructuredCase], documents: Sequence[Sequence[int]]
 ) -> tuple[list[float], list[float]]:
     """Seconds to compile and for the first mask; seconds of each mask after it."""
     compiled, masked = [], []
@@ -145,7 +147,7 @@ def _ours(
 
 
 def _theirs(
-    model: Path, size: int, asked: Sequence[Asked], documents: Sequence[Sequence[int]]
+    model: Path, size: int, asked: Sequence[StructuredCase], documents: Sequence[Sequence[int]]
 ) -> tuple[list[float], list[float]]:
     import xgrammar  # type: ignore[import-not-found]
     from tokenizers import Tokenizer as Backend
@@ -185,7 +187,7 @@ def _print(name: str, compiled: list[float], masked: list[float]) -> None:
 
 
 def _steps(
-    engine: Engine, asked: Sequence[Asked], documents: Sequence[list[int]], num_rows: int
+    engine: Engine, asked: Sequence[StructuredCase], documents: Sequence[list[int]], num_rows: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of steps along the longest documents, without and with their grammars; a step can be repeated."""
     longest = sorted(range(len(asked)), key=lambda i: -len(documents[i]))[:num_rows]

@@ -77,7 +77,7 @@ def child(part: str, model: str, dtype: str, seconds: float) -> None:
         print(f"{line.strip()} {tokens / (time.perf_counter() - began_s):.1f}", flush=True)
 
 
-class Engine:
+class ThreadedEngine:
     def __init__(self, part: str, args: argparse.Namespace, env: dict[str, str]) -> None:
         command = [sys.executable, "-m", "benchmarks.threads", "--child", part, "--model", args.model]
         command += ["--seconds", str(args.seconds), "--dtype", args.dtype]
@@ -122,7 +122,7 @@ def main() -> None:
     for turn in range(args.rounds):
         for name, env in SETTINGS.items():
             print(f"round {turn + 1} of {args.rounds}: {name}", file=sys.stderr)
-            prefill, decode = Engine("prefill", args, env), Engine("decode", args, env)
+            prefill, decode = ThreadedEngine("prefill", args, env), ThreadedEngine("decode", args, env)
             prefill.start()
             prefill_alone = prefill.rate()
             decode.start()

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.attacks.row import CheckResult, Row, Target
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
 from benchmarks.attacks.watching import LogWatch
 from pdserve.telemetry import metric_names
 
@@ -37,7 +37,7 @@ MOST: Final = 2000
 EXPECTED: Final = ("INVALID_ARGUMENT", "UNAUTHENTICATED")
 
 
-def attack(target: Target) -> CheckResult:
+def attack(target: AttackTarget) -> AttackResult:
     ports = (
         ("router", target.router, ROUTER),
         ("d0", target.address("d0"), WORKER),
@@ -63,12 +63,12 @@ def attack(target: Target) -> CheckResult:
         complaints.append(f"{errors.total() - rejected} messages had another end")
     if counted < rejected:
         complaints.append(f"{counted:.0f} of {rejected} rejections were counted")
-    return CheckResult(
+    return AttackResult(
         attempts=errors.total(), rejected=rejected, counted=counted, errors=errors, complaints=tuple(complaints)
     )
 
 
-def _counted(target: Target) -> float:
+def _counted(target: AttackTarget) -> float:
     by_router = target.metric("router", metric_names.REQUEST_ERRORS.name)
     return by_router + sum(target.metric(name, metric_names.REJECTED_CALLS.name) for name in ("p0", "d0"))
 
@@ -81,4 +81,4 @@ def _status(call: Any, message: bytes, metadata: tuple[tuple[str, str], ...]) ->
     return "OK"
 
 
-ROW = Row(number=6, name="messages that do not parse", attack=attack, needs="token")
+ROW = AttackRow(number=6, name="messages that do not parse", attack=attack, needs="token")

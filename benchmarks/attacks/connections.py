@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from typing import Final
 
-from benchmarks.attacks.row import CheckResult, Row, Target
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
 from pdserve.config import RouterConfig
 from pdserve.telemetry import metric_names
 from pdserve.wire.port_options import HANDSHAKE_S
@@ -22,7 +22,7 @@ LATE_S: Final = 10.0
 LIMIT: Final = RouterConfig(model="toy").max_connections
 
 
-def attack(target: Target) -> CheckResult:
+def attack(target: AttackTarget) -> AttackResult:
     """Lasts as long as the router lets a connection be half-open or idle, and LATE_S more at most."""
     host, port = target.router.rsplit(":", 1)
     began_s = time.monotonic()
@@ -46,7 +46,7 @@ def attack(target: Target) -> CheckResult:
     if half_open or idle:
         complaints.append(f"{half_open} half-open and {idle} idle connections were still open after {took_s:.0f} s")
     closed = 2 * NUM_EACH - half_open - idle
-    return CheckResult(
+    return AttackResult(
         attempts=2 * NUM_EACH,
         rejected=closed,
         errors=Counter(
@@ -68,4 +68,4 @@ def _is_closed(one: socket.socket) -> bool:
     return True
 
 
-ROW = Row(number=8, name="idle and half-open connections", attack=attack)
+ROW = AttackRow(number=8, name="idle and half-open connections", attack=attack)

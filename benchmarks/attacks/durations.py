@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.attacks.row import CheckResult, Row, Target
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
 from pdserve import Client, PdserveError
 from pdserve.telemetry import metric_names
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -25,7 +25,7 @@ FAR_S: Final = (3e6, 1e9)  # timeouts that gRPC carries, and the router cuts to 
 ANSWER_S: Final = 10.0
 
 
-def attack(target: Target) -> CheckResult:
+def attack(target: AttackTarget) -> AttackResult:
     before = target.metric("router", metric_names.REQUEST_ERRORS.name, reason="INVALID_REQUEST")
     errors: Counter[str] = Counter()
     complaints: list[str] = []
@@ -52,7 +52,7 @@ def attack(target: Target) -> CheckResult:
     if counted < 2 * len(NO_TARGETS):
         complaints.append(f"{counted:.0f} of {2 * len(NO_TARGETS)} invalid requests were counted")
     attempts = errors.total()
-    return CheckResult(
+    return AttackResult(
         attempts=attempts,
         rejected=attempts - sum("ended in" in one for one in complaints),
         counted=counted,
@@ -61,7 +61,7 @@ def attack(target: Target) -> CheckResult:
     )
 
 
-def _generate(stub: Any, target: Target, slo: inference_pb2.Slo) -> str:
+def _generate(stub: Any, target: AttackTarget, slo: inference_pb2.Slo) -> str:
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]),
         sampling=inference_pb2.SamplingParams(max_tokens=1),
@@ -105,4 +105,4 @@ def _reserve(address: str, deadline_s: float) -> str:
     return "nothing"
 
 
-ROW = Row(number=1, name="endless and negative durations", attack=attack, needs="token")
+ROW = AttackRow(number=1, name="endless and negative durations", attack=attack, needs="token")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from benchmarks.attacks.row import CheckResult, Row, Target
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
 from pdserve.launch.running import Running
 from pdserve.owned_folder import OwnedFolder
 
@@ -26,7 +26,7 @@ _ORPHAN: Final = (
 )
 
 
-def attack(target: Target) -> CheckResult:
+def attack(target: AttackTarget) -> AttackResult:
     with tempfile.TemporaryDirectory(prefix="pdserve-attack-") as parent:
         folder = Path(parent)
         env = {"TMPDIR": parent}
@@ -48,7 +48,7 @@ def attack(target: Target) -> CheckResult:
                 complaints.append("the next start removed a folder of a living owner")
         living.remove()
     attempts = len(pids) + 2
-    return CheckResult(attempts=attempts, rejected=max(0, attempts - len(complaints)), complaints=tuple(complaints))
+    return AttackResult(attempts=attempts, rejected=max(0, attempts - len(complaints)), complaints=tuple(complaints))
 
 
 def _until(holds: Callable[[], bool]) -> None:
@@ -65,4 +65,4 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-ROW = Row(number=9, name="SIGKILL of a launcher", attack=attack)
+ROW = AttackRow(number=9, name="SIGKILL of a launcher", attack=attack)

@@ -12,7 +12,7 @@ from typing import Final
 
 import grpc
 
-from benchmarks.attacks.row import CheckResult, Row, Target
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
 from benchmarks.attacks.watching import LogWatch
 from pdserve.telemetry import metric_names
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
@@ -27,7 +27,7 @@ SMALL_WINDOW: Final = (
 )
 
 
-def attack(target: Target) -> CheckResult:
+def attack(target: AttackTarget) -> AttackResult:
     before = target.metric("router", metric_names.CLIENT_DISCONNECTS.name)
     log = LogWatch(target)
     metadata = (("authorization", f"Bearer {target.token}"),)
@@ -64,7 +64,7 @@ def attack(target: Target) -> CheckResult:
         complaints.append(f"{counted:.0f} of {num_left} disconnects were counted")
     if not num_left:
         complaints.append("no reader got so far as to disconnect")
-    return CheckResult(
+    return AttackResult(
         attempts=NUM_READERS - errors["not sent"],
         rejected=num_left,
         counted=counted,
@@ -73,4 +73,4 @@ def attack(target: Target) -> CheckResult:
     )
 
 
-ROW = Row(number=7, name="readers that disconnect", attack=attack, needs="token")
+ROW = AttackRow(number=7, name="readers that disconnect", attack=attack, needs="token")

@@ -23,7 +23,7 @@ PROMPTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
 
 @final
 @dataclass(slots=True)
-class Tally:
+class CallTally:
     exact: int = 0
     wrong: int = 0
     failed: int = 0
@@ -41,7 +41,7 @@ class LegitimateTraffic:
         self._stop = threading.Event()
         self._has_ended_one = threading.Event()
         self._thread = threading.Thread(target=self._run, name="legitimate", daemon=True)
-        self.tally = Tally()
+        self.tally = CallTally()
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -14,7 +14,7 @@ from typing import Final
 
 import grpc
 
-from benchmarks.attacks.row import CheckResult, Row, Target
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
 from benchmarks.attacks.watching import MemoryPeak
 from pdserve import Client, PdserveError, Retries
 from pdserve.telemetry import metric_names
@@ -29,7 +29,7 @@ ANSWER_S: Final = 60.0
 BESIDE: Final = "x = 1\n" * 70  # 420 characters: in a thread, as the long ones
 
 
-def attack(target: Target) -> CheckResult:
+def attack(target: AttackTarget) -> AttackResult:
     before = target.metric("router", metric_names.REQUEST_ERRORS.name)
     metadata = (("authorization", f"Bearer {target.token}"),)
     errors: Counter[str] = Counter()
@@ -100,7 +100,7 @@ def attack(target: Target) -> CheckResult:
         complaints.append(f"the router grew by {memory.rise >> 20} MiB, over {MAX_RISE >> 20} MiB")
     if not took_s or max(took_s) > MAX_BESIDE_S:
         complaints.append(f"a text of {len(BESIDE)} characters waited for {max(took_s, default=ANSWER_S):.1f} s")
-    return CheckResult(
+    return AttackResult(
         attempts=num_sent,
         rejected=rejected,
         counted=counted,
@@ -113,4 +113,4 @@ def attack(target: Target) -> CheckResult:
     )
 
 
-ROW = Row(number=2, name="texts of 3.9 MB", attack=attack, needs="token")
+ROW = AttackRow(number=2, name="texts of 3.9 MB", attack=attack, needs="token")

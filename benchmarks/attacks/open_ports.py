@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.attacks.row import CheckResult, Row, Target
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
 from kvtransfer.frames import Greeting
 from pdserve.telemetry import metric_names
 from pdserve.v1 import (
@@ -41,7 +41,7 @@ HELLO: Final = worker_pb2.AttachRequest(hello=worker_pb2.RouterHello(router_id="
 Metadata = tuple[tuple[str, bytes], ...]
 
 
-def attack(target: Target) -> CheckResult:
+def attack(target: AttackTarget) -> AttackResult:
     errors: Counter[str] = Counter()
     complaints: list[str] = []
     before = sum(_rejected(target, name) for name in ("p0", "d0"))
@@ -67,7 +67,7 @@ def attack(target: Target) -> CheckResult:
                 complaints.append(f"a drain without the token ended in {said}")
     num_connections = _connect(target, errors, complaints)
     attempts = errors.total()
-    return CheckResult(
+    return AttackResult(
         attempts=attempts,
         rejected=errors["UNAUTHENTICATED"] + errors["closed"],
         counted=counted,
@@ -109,11 +109,11 @@ def _status(call: Callable[[], Any]) -> str:
     return "OK"
 
 
-def _rejected(target: Target, name: str) -> float:
+def _rejected(target: AttackTarget, name: str) -> float:
     return target.metric(name, metric_names.REJECTED_CALLS.name, reason="UNAUTHENTICATED")
 
 
-def _connect(target: Target, errors: Counter[str], complaints: list[str]) -> int:
+def _connect(target: AttackTarget, errors: Counter[str], complaints: list[str]) -> int:
     """Idle connections first, so that made-up tickets are tried while they fill the place for unproven ones."""
     count = 0
     for port in _kv_ports(target):
@@ -141,7 +141,7 @@ def _end(sock: socket.socket, words: bytes) -> str:
         return "stayed open"
 
 
-def _kv_ports(target: Target) -> Iterator[int]:
+def _kv_ports(target: AttackTarget) -> Iterator[int]:
     """Of the decode worker: the ports that it listens on, beside gRPC's and that of its metrics. Linux only."""
     known = {int(target.address("d0").rpartition(":")[2]), target.metrics_ports["d0"]}
     sockets: set[str] = set()
@@ -155,4 +155,4 @@ def _kv_ports(target: Target) -> Iterator[int]:
             yield port
 
 
-ROW = Row(number=4, name="workers' ports without the secret", attack=attack)
+ROW = AttackRow(number=4, name="workers' ports without the secret", attack=attack)

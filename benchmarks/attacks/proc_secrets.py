@@ -7,13 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from benchmarks.attacks.row import CheckResult, Row, Target
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
 from pdserve.launch.open_ports import session_of
 
 _PASSWORD: Final = re.compile(rb"redis://[^@\0]*:([^@\0]+)@")
 
 
-def attack(target: Target) -> CheckResult:
+def attack(target: AttackTarget) -> AttackResult:
     found: Counter[str] = Counter()
     complaints = []
     pids = {name: session_of(pid) for name, pid in target.cluster.pids().items()}
@@ -37,7 +37,7 @@ def attack(target: Target) -> CheckResult:
                 if secret in environ[pid] and not _may_know(name, what):
                     complaints.append(f"{what} is in the environment of {name}")
     attempts = found["looked"]
-    return CheckResult(attempts=attempts, rejected=attempts - len(complaints), complaints=tuple(complaints))
+    return AttackResult(attempts=attempts, rejected=attempts - len(complaints), complaints=tuple(complaints))
 
 
 def _may_know(name: str, what: str) -> bool:
@@ -52,4 +52,4 @@ def _read(pid: int, name: str) -> bytes:
         return b""  # it has ended
 
 
-ROW = Row(number=10, name="secrets in /proc", attack=attack)
+ROW = AttackRow(number=10, name="secrets in /proc", attack=attack)

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from benchmarks.attacks.row import CheckResult, Row, Target
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
 from pdserve.launch.open_ports import listeners, session_of
 from pdserve.launch.running import Running
 
@@ -22,7 +22,7 @@ ASK_S: Final = 60.0
 _STRANGER: Final = "import sys, ray; ray.init(sys.argv[1], logging_level='ERROR'); print('in')"
 
 
-def attack(target: Target) -> CheckResult:
+def attack(target: AttackTarget) -> AttackResult:
     errors: Counter[str] = Counter()
     complaints = []
     with Running.start("--model", "toy", "--ray", timeout_s=START_S) as cluster:
@@ -39,7 +39,7 @@ def attack(target: Target) -> CheckResult:
         folder = _token_folder(pids)
         if folder is None or folder.stat().st_mode & 0o077:
             complaints.append("Ray's token is not in a folder of its user alone")
-    return CheckResult(
+    return AttackResult(
         attempts=len(found) + 2, rejected=len(found) + 2 - len(complaints), errors=errors, complaints=tuple(complaints)
     )
 
@@ -69,4 +69,4 @@ def _token_folder(pids: list[int]) -> Path | None:
     return None
 
 
-ROW = Row(number=11, name="ports of a local Ray", attack=attack, is_slow=True)
+ROW = AttackRow(number=11, name="ports of a local Ray", attack=attack, is_slow=True)

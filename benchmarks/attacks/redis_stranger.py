@@ -16,7 +16,7 @@ import grpc
 from redis import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
-from benchmarks.attacks.row import CheckResult, Row, Target
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 WATCH_S: Final = 3.0  # several times as long as a router takes to read the registry and to dial
@@ -43,7 +43,7 @@ def commands(endpoint: str) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def attack(target: Target) -> CheckResult:
+def attack(target: AttackTarget) -> AttackResult:
     forged, server = _Forged(), grpc.server(futures.ThreadPoolExecutor(4))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(forged, server)
     endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -55,7 +55,7 @@ def attack(target: Target) -> CheckResult:
         server.stop(None).wait()
     if forged.num_streams:
         complaints.append(f"the router opened {forged.num_streams} streams to the forged worker")
-    return CheckResult(
+    return AttackResult(
         attempts=errors.total(),
         rejected=errors["AuthenticationError"],
         errors=errors,
@@ -64,7 +64,7 @@ def attack(target: Target) -> CheckResult:
     )
 
 
-def _write(target: Target, endpoint: str) -> tuple[Counter[str], list[str]]:
+def _write(target: AttackTarget, endpoint: str) -> tuple[Counter[str], list[str]]:
     host, _, port = target.address("redis").rpartition(":")
     errors: Counter[str] = Counter()
     complaints: list[str] = []
@@ -83,4 +83,4 @@ def _write(target: Target, endpoint: str) -> tuple[Counter[str], list[str]]:
     return errors, complaints
 
 
-ROW = Row(number=3, name="a stranger in the embedded Redis", attack=attack)
+ROW = AttackRow(number=3, name="a stranger in the embedded Redis", attack=attack)

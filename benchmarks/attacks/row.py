@@ -28,7 +28,7 @@ SCRAPE_S: Final = 10.0
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class AttackTarget:
     """A live cluster: one router, one prefill worker (p0) and one decode worker (d0), with a token for callers."""
 
     cluster: Running
@@ -63,7 +63,7 @@ class Target:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckResult:
+class AttackResult:
     """What an attack achieved. `complaints` is empty where the row's required behaviour was seen."""
 
     attempts: int
@@ -76,9 +76,9 @@ class CheckResult:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class AttackRow:
     number: int  # as in the issue's section B
     name: str
-    attack: Callable[[Target], CheckResult]
+    attack: Callable[[AttackTarget], AttackResult]
     needs: str = ""  # "token" where the attacker is a caller with a token
     is_slow: bool = False  # left out unless named by --only

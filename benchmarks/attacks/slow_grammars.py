@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from typing import Final
 
-from benchmarks.attacks.row import CheckResult, Row, Target
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
 from pdserve import Client, PdserveError, Retries
 from pdserve.telemetry import metric_names
 
@@ -22,7 +22,7 @@ PAUSE_S: Final = 0.2
 JOIN_S: Final = 60.0
 
 
-def attack(target: Target) -> CheckResult:
+def attack(target: AttackTarget) -> AttackResult:
     before = target.metric("router", metric_names.REQUEST_ERRORS.name)
     errors: Counter[str] = Counter()
     lock = threading.Lock()
@@ -73,7 +73,7 @@ def attack(target: Target) -> CheckResult:
         complaints.append(f"{len(failures)} quick grammars of another caller failed, the first with {failures[0]}")
     if max(took_s) > MAX_WAIT_S:
         complaints.append(f"a quick grammar of another caller took {max(took_s):.1f} s, over {MAX_WAIT_S:g} s")
-    return CheckResult(
+    return AttackResult(
         attempts=errors.total(),
         rejected=rejected,
         counted=counted,
@@ -86,4 +86,4 @@ def attack(target: Target) -> CheckResult:
     )
 
 
-ROW = Row(number=5, name="slow grammars of 24 callers", attack=attack, needs="token")
+ROW = AttackRow(number=5, name="slow grammars of 24 callers", attack=attack, needs="token")

@@ -6,7 +6,7 @@ import threading
 from types import TracebackType
 from typing import Final, Self, final
 
-from benchmarks.attacks.row import Target
+from benchmarks.attacks.row import AttackTarget
 
 SAMPLE_S: Final = 0.05
 
@@ -49,7 +49,7 @@ class MemoryPeak:
 class LogWatch:
     """Counts tracebacks that the cluster has logged since this was made."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: AttackTarget) -> None:
         self._lines = target.cluster.lines
         self._start = len(self._lines)
 

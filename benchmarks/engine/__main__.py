@@ -29,8 +29,8 @@ from typing import Final
 
 from benchmarks.engine.plot import draw
 from benchmarks.engine.report import Memory, limits_line, median_rate, peer_table, points_of, speed_table, table
-from benchmarks.engine.turns import PROMPT_TOKENS, WARM_STEPS, Peer, PeerFailed, Point, Turn, take_turns
-from benchmarks.engine.work import Work, decode_work, prefill_work
+from benchmarks.engine.turns import PROMPT_TOKENS, WARM_STEPS, PeerEngine, PeerFailed, Point, Turn, take_turns
+from benchmarks.engine.work import EngineWork, decode_work, prefill_work
 from pdserve.core.errors import PdserveError
 from pdserve.engine.config import ModelConfig, read_config
 
@@ -152,16 +152,16 @@ def _vllm_environment(python: Path, threads: int) -> dict[str, str]:
 
 
 @contextmanager
-def _running(name: str, command: Sequence[str], env: dict[str, str], out: Path) -> Iterator[Peer]:
+def _running(name: str, command: Sequence[str], env: dict[str, str], out: Path) -> Iterator[PeerEngine]:
     _say(f"starting {name}")
-    peer = Peer(name, command, env, out / f"{name.replace(' ', '-').replace('/', '-')}.log")
+    peer = PeerEngine(name, command, env, out / f"{name.replace(' ', '-').replace('/', '-')}.log")
     try:
         yield peer
     finally:
         peer.close()
 
 
-def _memory(peer: Peer) -> Memory:
+def _memory(peer: PeerEngine) -> Memory:
     used = peer.ask("memory")
     return Memory(
         load_s=peer.loaded["load_s"],
@@ -171,7 +171,7 @@ def _memory(peer: Peer) -> Memory:
     )
 
 
-def _check_generate(peers: Sequence[Peer], turns: Sequence[Turn], steps: int) -> list[str]:
+def _check_generate(peers: Sequence[PeerEngine], turns: Sequence[Turn], steps: int) -> list[str]:
     """One line on transformers' own `generate` beside the loop that stands for it."""
     oracle = next(peer for peer in peers if peer.name == TRANSFORMERS)
     decoded = points_of(turns, "decode")
@@ -189,12 +189,12 @@ def _check_generate(peers: Sequence[Peer], turns: Sequence[Turn], steps: int) ->
     return [f"transformers, {point.label}: `generate` {whole_ms:.1f} ms a step, the measured loop {loop_ms:.1f} ms"]
 
 
-def _work(model: ModelConfig, steps: int, turn: Turn) -> Work:
+def _work(model: ModelConfig, steps: int, turn: Turn) -> EngineWork:
     weights, _, kv = turn.peer.split()[1].partition("/")
     return _floor(model, steps, turn.point, weights, kv)
 
 
-def _floor(model: ModelConfig, steps: int, point: Point, weights: str, kv: str = "") -> Work:
+def _floor(model: ModelConfig, steps: int, point: Point, weights: str, kv: str = "") -> EngineWork:
     if point.kind == "prefill":
         return prefill_work(model, weights, point.size)
     kv_bytes = 1 if kv == "int8" else 2 if weights == "bfloat16" else 4

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.engine.turns import Point, Turn
-from benchmarks.engine.work import Work
+from benchmarks.engine.work import EngineWork
 
 GB = 1e9
 MIB = 2**20
@@ -21,7 +21,7 @@ class Memory:
     own_bytes: int  # at the end, without pages of mapped files
 
 
-def speed_table(turns: Sequence[Turn], others: Sequence[str], work_of: Callable[[Turn], Work]) -> list[list[str]]:
+def speed_table(turns: Sequence[Turn], others: Sequence[str], work_of: Callable[[Turn], EngineWork]) -> list[list[str]]:
     """A row per point and peer. The times and rates are medians over the rounds; a ratio is taken round by round."""
     head = ["point", "peer", "ms", "tokens/s", "of read rate", "of matrix rate", *(f"x {name}" for name in others)]
     rows = [head]

@@ -31,7 +31,7 @@ class PeerFailed(Exception):
         self.name, self.reason, self.log = name, reason, log
 
 
-class Peer:
+class PeerEngine:
     """One child process. It stands stopped except while it answers an order."""
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
@@ -118,7 +118,7 @@ class Turn:
 
 
 def take_turns(
-    peers: Sequence[Peer], limits: Peer, points: Sequence[Point], rounds: int, steps: int
+    peers: Sequence[PeerEngine], limits: PeerEngine, points: Sequence[Point], rounds: int, steps: int
 ) -> Iterator[list[Turn]]:
     """Yields the turns of each round; a first one per point warms up and is thrown away."""
     for index, point in enumerate(points):

@@ -10,27 +10,27 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class EngineWork:
     read_bytes: float
     flops: float
 
 
-def decode_work(model: ModelConfig, dtype: str, kv_bytes: int, batch: int, context: int) -> Work:
+def decode_work(model: ModelConfig, dtype: str, kv_bytes: int, batch: int, context: int) -> EngineWork:
     """One step: every matrix in use once, the KV of `context` positions of each sequence, a logit row for each."""
     head = model.hidden_size * model.vocab_size
     kv = batch * context * model.num_layers * 2 * model.num_kv_heads * model.head_dim
     attention = 4 * batch * context * model.num_layers * model.num_heads * model.head_dim
-    return Work(
+    return EngineWork(
         read_bytes=(_read(model) + head) * WEIGHT_BYTES[dtype] + kv * kv_bytes,
         flops=2 * batch * (_read(model) + head) + attention,
     )
 
 
-def prefill_work(model: ModelConfig, dtype: str, tokens: int) -> Work:
+def prefill_work(model: ModelConfig, dtype: str, tokens: int) -> EngineWork:
     """One prompt: a token's matrices for each, half of the square of attention, the head for the last token only."""
     head = model.hidden_size * model.vocab_size
     attention = 2 * tokens * tokens * model.num_layers * model.num_heads * model.head_dim
-    return Work(
+    return EngineWork(
         read_bytes=(_read(model) + head) * WEIGHT_BYTES[dtype],
         flops=2 * (tokens * _read(model) + head) + attention,
     )

@@ -87,7 +87,7 @@ def text_of(number: int, count: int) -> Text:
     return Text(num_tokens=count * SHAPE.block_size, own=names, theirs=names)
 
 
-class Ranks:
+class StormRanks:
     """All ranks but the first, from start to end."""
 
     def __init__(

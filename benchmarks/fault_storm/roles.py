@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from benchmarks.fault_storm.cases import Case, OwnerFault, case_of
-from benchmarks.fault_storm.ranks import Ranks, in_order, text_of
+from benchmarks.fault_storm.ranks import StormRanks, in_order, text_of
 from benchmarks.fault_storm.report import kind_of
 from benchmarks.fault_storm.storage import OTHER_TEXT, REUSED, block_hash, content_hash_of
-from benchmarks.fault_storm.worker import NUM_LAYERS, Setup, Worker
+from benchmarks.fault_storm.worker import NUM_LAYERS, Setup, StormWorker
 from benchmarks.gpu.ends import nccl_environment
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.grants import grant_from_proto, grant_to_proto
@@ -29,7 +29,7 @@ from tests.support.netns import enter
 from tests.support.transfer_ends import GrpcHost
 
 
-class Decode(Worker):
+class Decode(StormWorker):
     def __init__(self, setup: Setup, driver: Connection) -> None:
         super().__init__(setup, driver)
         self.end = make_receiver(
@@ -118,10 +118,10 @@ class Decode(Worker):
         self._grpc.stop()
 
 
-class Prefill(Worker):
+class PrefillEnd(StormWorker):
     def __init__(self, setup: Setup, driver: Connection) -> None:
         super().__init__(setup, driver)
-        self._ranks: Ranks | None = None
+        self._ranks: StormRanks | None = None
         self.end = self._make()
         self._sending: dict[int, tuple[Case, Grant, list[int], float]] = {}
 
@@ -216,7 +216,7 @@ def main(setup: Setup, driver: Connection) -> None:
         os.environ.update(nccl_environment(setup.name))
     if setup.netns:
         enter(setup.netns)
-    worker = Decode(setup, driver) if setup.role == "decode" else Prefill(setup, driver)
+    worker = Decode(setup, driver) if setup.role == "decode" else PrefillEnd(setup, driver)
     try:
         worker.run()
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -28,12 +28,12 @@ NEVER: Final = "never began"
 
 
 @dataclass(slots=True)
-class Move:
+class StormMove:
     """A transfer in progress, and how each side has reported its end."""
 
     case: Case
-    prefill: Member
-    decode: Member
+    prefill: StormMember
+    decode: StormMember
     began_s: float
     is_asked: bool = False  # the prefill side was told to send
     sent: str = ""
@@ -42,7 +42,7 @@ class Move:
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class StormMember:
     """A worker process. It keeps its name and its setup when it is restarted."""
 
     setup: Setup
@@ -80,7 +80,7 @@ class Storm:
         self._context.set_forkserver_preload(["benchmarks.fault_storm.roles"])
         self._cables = None if network is None else Cables(network, seed)
         self._members = [
-            Member(
+            StormMember(
                 Setup(
                     name=name,
                     role=role,
@@ -96,7 +96,7 @@ class Storm:
             )
             for (name, role), degree in zip(ROLES.items(), ranks, strict=True)
         ]
-        self._moves: dict[int, Move] = {}
+        self._moves: dict[int, StormMove] = {}
         self._waiting: list[int] = []  # no blocks were free for them
         self._next = 1
 
@@ -125,14 +125,14 @@ class Storm:
 
     # -- processes ------------------------------------------------------------------------------------------------
 
-    def _start(self, member: Member) -> None:
+    def _start(self, member: StormMember) -> None:
         mine, theirs = self._context.Pipe()
         member.process = self._context.Process(target=worker_main, args=(member.setup, theirs), daemon=True)
         member.process.start()
         theirs.close()
         member.connection, member.is_ready, member.orders = mine, False, []
 
-    def _died(self, member: Member) -> None:
+    def _died(self, member: StormMember) -> None:
         """Each of its moves continues with what the other side reports."""
         member.process.join()
         member.connection.close()
@@ -173,11 +173,11 @@ class Storm:
             self._next += number == self._next
             case = case_of(self._seed, number)
             prefill, decode = prefills[number % len(prefills)], decodes[number // 7 % len(decodes)]
-            self._moves[number] = Move(case, prefill, decode, time.monotonic())
+            self._moves[number] = StormMove(case, prefill, decode, time.monotonic())
             self._order(decode, "grant", number)
         self._give_orders()
 
-    def _order(self, member: Member, *order: Any) -> None:
+    def _order(self, member: StormMember, *order: Any) -> None:
         member.orders.append(order)
 
     def _give_orders(self) -> None:
@@ -188,7 +188,7 @@ class Storm:
                     member.connection.send(orders)
 
     def _listen(self, timeout_s: float) -> None:
-        connections: dict[Any, Member] = {member.connection: member for member in self._members}
+        connections: dict[Any, StormMember] = {member.connection: member for member in self._members}
         for found in wait(list(connections), timeout_s):
             member = connections[found]
             try:
@@ -200,10 +200,10 @@ class Storm:
                 getattr(self, f"_on_{word}")(member, *rest)
         self._give_orders()
 
-    def _on_ready(self, member: Member, _greeting: str) -> None:
+    def _on_ready(self, member: StormMember, _greeting: str) -> None:
         member.is_ready = True
 
-    def _on_full(self, member: Member, number: int) -> None:
+    def _on_full(self, member: StormMember, number: int) -> None:
         """One side has no free blocks: the transfer is retried if it has not begun, and ends otherwise."""
         move = self._moves[number]
         if member is move.decode:
@@ -213,7 +213,7 @@ class Storm:
         self._heard_of(move, sent=NEVER)
         self._order(move.decode, "abort", number)
 
-    def _on_granted(self, _member: Member, number: int, message: bytes) -> None:
+    def _on_granted(self, _member: StormMember, number: int, message: bytes) -> None:
         move = self._moves[number]
         if not move.prefill.is_ready:
             self._heard_of(move, sent=NEVER)
@@ -222,10 +222,10 @@ class Storm:
             move.is_asked = True
             self._order(move.prefill, "send", number, message)
 
-    def _on_quarantined(self, _member: Member, _number: int) -> None:
+    def _on_quarantined(self, _member: StormMember, _number: int) -> None:
         self.result.quarantined += 1
 
-    def _on_ended(self, member: Member, number: int, outcome: str, why: str, late_s: float) -> None:
+    def _on_ended(self, member: StormMember, number: int, outcome: str, why: str, late_s: float) -> None:
         move = self._moves.get(number)
         if move is None:
             self.result.wrong.append(f"{number} ended on {member.setup.name}, but was not under way")
@@ -244,12 +244,12 @@ class Storm:
             if outcome != "sent":
                 self._tell_other(move, move.decode)
 
-    def _tell_other(self, move: Move, other: Member) -> None:
+    def _tell_other(self, move: StormMove, other: StormMember) -> None:
         has_ended = move.received if other is move.decode else move.sent
         if move.case.tells and not has_ended and move.case.number in self._moves:
             self._order(other, "abort", move.case.number)
 
-    def _heard_of(self, move: Move, *, sent: str = "", received: str = "") -> None:
+    def _heard_of(self, move: StormMove, *, sent: str = "", received: str = "") -> None:
         move.sent, move.received = sent or move.sent, received or move.received
         if received == DIED and not move.sent and not move.is_asked:
             move.sent = NEVER  # the grant never arrived, so no process was told to send
@@ -287,7 +287,7 @@ class Storm:
         self.result.rests += 1
 
     def _on_rest(
-        self, member: Member, wrong: list[str], open_keys: list[str], stats: dict[str, int], facts: tuple[int, int]
+        self, member: StormMember, wrong: list[str], open_keys: list[str], stats: dict[str, int], facts: tuple[int, int]
     ) -> None:
         name = member.setup.name
         self.result.wrong += [f"{name}: {one}" for one in wrong]

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
 from benchmarks.fault_storm.cases import Case, fault_of
-from benchmarks.fault_storm.ranks import RANKS_PATIENCE, RankedStorage, Ranks, fingerprint_of_ranks
+from benchmarks.fault_storm.ranks import RANKS_PATIENCE, RankedStorage, StormRanks, fingerprint_of_ranks
 from benchmarks.fault_storm.storage import SHAPES, Memory, Storage
 from kvtransfer.channel import Waker
 from kvtransfer.copy_streams import CopyLimits
@@ -64,7 +64,7 @@ def trouble_of(setup: Setup) -> Trouble:
     )
 
 
-class Worker:
+class StormWorker:
     """The loop that both roles share: commands from the driver, ends from transfer threads, timers."""
 
     def __init__(self, setup: Setup, driver: Connection) -> None:
@@ -161,12 +161,12 @@ class Worker:
             getattr(self, command)(*arguments)
         return True
 
-    def ranks(self) -> Ranks | None:
+    def ranks(self) -> StormRanks | None:
         """All ranks but the first; None for a pool of plain bytes."""
         if not isinstance(self.storage, RankedStorage):
             return None
         setup = self.setup
-        return Ranks(self.storage, setup.transport, setup.name, self.incarnation, self.fault_injector)
+        return StormRanks(self.storage, setup.transport, setup.name, self.incarnation, self.fault_injector)
 
     # Defined by each role.
 

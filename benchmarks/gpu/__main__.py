@@ -33,19 +33,19 @@ from benchmarks.gpu.report import FILE, append, read, table, told
 
 
 @dataclass(frozen=True)
-class Part:
+class BenchmarkPart:
     name: str
     most_s: float
 
 
 PARTS: Final = (  # the most important first: the last part gets what is left of the budget
-    Part("device", 40.0),
-    Part("llama-bf16", 130.0),
-    Part("transfers", 150.0),
-    Part("serving", 200.0),
-    Part("llama-fp8", 100.0),
-    Part("qwen", 70.0),
-    Part("transformers", 60.0),
+    BenchmarkPart("device", 40.0),
+    BenchmarkPart("llama-bf16", 130.0),
+    BenchmarkPart("transfers", 150.0),
+    BenchmarkPart("serving", 200.0),
+    BenchmarkPart("llama-fp8", 100.0),
+    BenchmarkPart("qwen", 70.0),
+    BenchmarkPart("transformers", 60.0),
 )
 BUDGET_S: Final = 520.0
 _LEAST_S: Final = 15.0  # a part is not started with less time

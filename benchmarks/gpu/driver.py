@@ -62,7 +62,7 @@ class WorkerProcess:
 
 
 @dataclass
-class Answer:
+class ServedAnswer:
     """One request: times in seconds on this process's clock."""
 
     began_s: float
@@ -81,13 +81,13 @@ class Answer:
 
 
 @final
-class Driver:
+class RouterDriver:
     def __init__(self) -> None:
         self._streams: dict[Role, Any] = {}
         self._channels: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._outboxes: dict[Role, asyncio.Queue[Any]] = {}
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, ServedAnswer] = {}
         self._events: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self.ended: list[str] = []  # streams and requests that ended badly
 
@@ -101,13 +101,13 @@ class Driver:
         self._channels.append(channel)
         self._tasks += [asyncio.create_task(self._read(role, stream)), asyncio.create_task(self._write(role, stream))]
 
-    async def ask(self, name: str, prompt: Sequence[int], num_tokens: int) -> Answer:
+    async def ask(self, name: str, prompt: Sequence[int], num_tokens: int) -> ServedAnswer:
         """One greedy request over the remote path."""
         sampling = Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         sequence = worker_pb2.Sequence(
             request_id=name, attempt=1, prompt_token_ids=prompt, sampling=sampling_to_proto(sampling)
         )
-        answer = self._answers[name] = Answer(time.perf_counter())
+        answer = self._answers[name] = ServedAnswer(time.perf_counter())
         self._say(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
         granted = await self._event("granted", name)
         self._say(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))

@@ -152,7 +152,7 @@ def run_sender(setup: SenderSetup, orders: Connection) -> None:
 
 
 @final
-class RemoteSender:
+class ProcessSender:
     def __init__(self, setup: SenderSetup) -> None:
         self._orders, theirs = multiprocessing.Pipe()
         kind: Any = threading.Thread if setup.is_thread else multiprocessing.get_context("spawn").Process

@@ -44,7 +44,7 @@ class TimedReplays:
 
 
 @dataclass
-class Opened:
+class OpenedEngine:
     engine: GraphEngine
     replays: TimedReplays
     clock: Clock
@@ -61,7 +61,7 @@ class Opened:
         return max(0.0, 1 - self.engine.spec.num_blocks / (num_rows * -(-num_tokens // BLOCK_SIZE)))
 
 
-def open_model(setting: Setting, shape: str, dtype: str, parent: Path) -> Opened:
+def open_model(setting: Setting, shape: str, dtype: str, parent: Path) -> OpenedEngine:
     """Loads weights, makes a pool in the remaining memory, and captures graphs for the measured batches."""
     clock, folder = setting.clock, setting.folder(shape, parent)
     began_s = time.monotonic()
@@ -101,7 +101,7 @@ def open_model(setting: Setting, shape: str, dtype: str, parent: Path) -> Opened
     replays = TimedReplays(GraphReplays(decode, buckets) if is_cuda else EagerReplays(decode, buckets), clock)
     clock.sync()
     engine = GraphEngine(eager, decode, replays)
-    return Opened(engine, replays, clock, loaded_s - began_s, time.monotonic() - loaded_s)
+    return OpenedEngine(engine, replays, clock, loaded_s - began_s, time.monotonic() - loaded_s)
 
 
 def dtype_bytes(setting: Setting) -> int:
@@ -118,7 +118,7 @@ class Decoded:
 class AsyncRows:
     """Rows of a batch that decode continuously; another call of `steps` continues where the last one ended."""
 
-    def __init__(self, opened: Opened, num_rows: int, context: int, num_steps: int) -> None:
+    def __init__(self, opened: OpenedEngine, num_rows: int, context: int, num_steps: int) -> None:
         self._opened, self._position = opened, context - 1
         self._tables = opened.tables(num_rows, context + num_steps)
         self._last = context + num_steps - 1
@@ -155,7 +155,7 @@ class AsyncRows:
         ]
 
 
-def decode(opened: Opened, num_rows: int, context: int, num_steps: int) -> Decoded:
+def decode(opened: OpenedEngine, num_rows: int, context: int, num_steps: int) -> Decoded:
     rows = AsyncRows(opened, num_rows, context, num_steps + _WARM_STEPS)
     rows.steps(_WARM_STEPS)
     opened.clock.sync()
@@ -168,7 +168,7 @@ def decode(opened: Opened, num_rows: int, context: int, num_steps: int) -> Decod
     return Decoded(step_s, statistics.median(inside), sum(outside) / (sum(outside) + sum(inside)))
 
 
-def spans(opened: Opened) -> tuple[list[float], list[float]]:
+def spans(opened: OpenedEngine) -> tuple[list[float], list[float]]:
     """Seconds of each replay, and of each gap between two replays."""
     marks, between_s = opened.replays.marks, opened.clock.between_s
     inside = [between_s(begin, end) for begin, end in marks]
@@ -176,7 +176,7 @@ def spans(opened: Opened) -> tuple[list[float], list[float]]:
     return inside, [max(0.0, one) for one in outside]
 
 
-def prefill_s(opened: Opened, num_tokens: int, chunk_tokens: int, repeat: int = 3) -> float:
+def prefill_s(opened: OpenedEngine, num_tokens: int, chunk_tokens: int, repeat: int = 3) -> float:
     """Median seconds of one prompt in chunks, until its first token is on the host."""
     engine, [table] = opened.engine, opened.tables(1, num_tokens + 1)
     prompt = [3 + at % 300 for at in range(num_tokens)]

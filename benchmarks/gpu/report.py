@@ -16,7 +16,7 @@ FILE: Final = "benchmark.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class GpuBar:
     """A bar: the figure must be at least, or at most, this bound."""
 
     name: str
@@ -35,7 +35,7 @@ class Findings:
     title: str
     columns: list[str]
     rows: list[list[str]] = field(default_factory=list)
-    bars: list[Bar] = field(default_factory=list)
+    bars: list[GpuBar] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
 
@@ -56,7 +56,7 @@ class Report:
     def bar(self, name: str, value: float, *, least: float | None = None, most: float | None = None) -> None:
         bound = least if least is not None else most
         assert bound is not None
-        self.findings.bars.append(Bar(name, value, bound, least is not None))
+        self.findings.bars.append(GpuBar(name, value, bound, least is not None))
         print(bar_line(self.findings.bars[-1]), flush=True)
         self._write(bar=asdict(self.findings.bars[-1]))
 
@@ -92,7 +92,7 @@ def read(path: Path) -> dict[str, Findings]:
             found[name] = Findings(name, said["title"], said["columns"])
         one = found.setdefault(name, Findings(name, "", ["what"]))
         one.rows += [said["row"]] if "row" in said else []
-        one.bars += [Bar(**said["bar"])] if "bar" in said else []
+        one.bars += [GpuBar(**said["bar"])] if "bar" in said else []
         one.errors += [said["error"]] if "error" in said else []
     return found
 
@@ -102,7 +102,7 @@ def shown(value: float | int) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def bar_line(bar: Bar) -> str:
+def bar_line(bar: GpuBar) -> str:
     sign = ">=" if bar.is_least else "<="
     return f"| {bar.name} {sign} {shown(bar.bound)} | {shown(bar.value)} | {'met' if bar.is_met else '**missed**'} |"
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.driver import Answer, Driver, WorkerProcess
+from benchmarks.gpu.driver import RouterDriver, ServedAnswer, WorkerProcess
 from benchmarks.gpu.ends import nccl_environment
 from benchmarks.gpu.parts import LLAMA
 from benchmarks.gpu.report import Report
@@ -105,15 +105,15 @@ def serve(
 
 async def drive(
     setting: Setting, workers: Sequence[WorkerProcess], prompts: list[list[int]]
-) -> tuple[list[Answer], list[Answer]]:
-    driver = Driver()
+) -> tuple[list[ServedAnswer], list[ServedAnswer]]:
+    driver = RouterDriver()
     try:
         for worker, address in zip(workers, await asyncio.gather(*(one.address() for one in workers)), strict=True):
             await driver.attach(worker.role, address)
         count = setting.serve_tokens
         await driver.ask("warm", prompts[0], count)
         alone = [await driver.ask(f"alone-{index}", prompt, count) for index, prompt in enumerate(prompts)]
-        together: list[Answer] = []
+        together: list[ServedAnswer] = []
         for first in range(0, len(prompts), setting.serve_at_once):
             some = enumerate(prompts[first : first + setting.serve_at_once])
             asked = (driver.ask(f"together-{first + index}", prompt, count) for index, prompt in some)

@@ -20,7 +20,7 @@ from benchmarks.gpu.clock import seconds_of
 from benchmarks.gpu.ends import (
     Landing,
     Memory,
-    RemoteSender,
+    ProcessSender,
     SenderSetup,
     device_of,
     make_pool,
@@ -82,7 +82,7 @@ def one_transport(
     landing, sender = Landing(pool, facts, transport, limits), None
     try:
         setup = sender_setup(setting, transport, facts, pool.num_blocks)
-        sender = RemoteSender(dataclasses.replace(setup, limits=limits))
+        sender = ProcessSender(dataclasses.replace(setup, limits=limits))
         if name == "cuda_ipc":
             kernel(setting, report, sender, pool, floors)
         for size, floor_s in floors.items():
@@ -106,7 +106,7 @@ def one_transport(
         landing.close()
 
 
-def kernel(setting: Setting, report: Report, sender: RemoteSender, pool: Any, floors: dict[int, float]) -> None:
+def kernel(setting: Setting, report: Report, sender: ProcessSender, pool: Any, floors: dict[int, float]) -> None:
     """Only the copy of cuda_ipc, from the other process's pool into ours, without the protocol."""
     device = device_of(memory_of(setting), pool)
     source = device.open(sender.ask("export"))
@@ -158,7 +158,7 @@ def while_decoding(setting: Setting, report: Report) -> None:
         name = f"decode of {rows} rows while {transport} lands" + (f" at {pace_gb_s:.0f} GB/s" if pace_gb_s else "")
         landing, sender = Landing(pool, facts, transport), None
         try:
-            sender = RemoteSender(sender_setup(setting, transport, facts, count))
+            sender = ProcessSender(sender_setup(setting, transport, facts, count))
             pump = Pump(sender, landing, blocks, num_bytes / (pace_gb_s * 1e9) if pace_gb_s else 0.0)
             pump.once()
             pump.start()
@@ -180,7 +180,7 @@ def while_decoding(setting: Setting, report: Report) -> None:
 class Pump:
     """Sends one transfer after another from a thread, each `pause_s` after the last one began at the earliest."""
 
-    def __init__(self, sender: RemoteSender, landing: Landing, blocks: range, pause_s: float) -> None:
+    def __init__(self, sender: ProcessSender, landing: Landing, blocks: range, pause_s: float) -> None:
         self._sender, self._landing, self._blocks, self._pause_s = sender, landing, blocks, pause_s
         self._ends, self.num_transfers, self.took_s = threading.Event(), 0, 0.0
         self._thread = threading.Thread(target=self._run, daemon=True)

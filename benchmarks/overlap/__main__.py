@@ -42,7 +42,7 @@ HEAD = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class OverlapRow:
     """Medians over the rounds, seconds."""
 
     link: str
@@ -102,7 +102,7 @@ def learn(pairs: Pairs, seen: Sequence[Seen], num_layers: int) -> PushRule:
     return rule
 
 
-def measure(link: str, pairs: Pairs, lengths: Sequence[int], rounds: int, num_layers: int) -> list[Row]:
+def measure(link: str, pairs: Pairs, lengths: Sequence[int], rounds: int, num_layers: int) -> list[OverlapRow]:
     draw = random.Random(7)
     seen: dict[tuple[str, int], list[Seen]] = {(push, length): [] for push in pairs.prefill for length in lengths}
     for number in range(-1, rounds):  # from the first one the workers learn the link's rate
@@ -122,7 +122,7 @@ def measure(link: str, pairs: Pairs, lengths: Sequence[int], rounds: int, num_la
         exposed = rule.exposed("d0", cached=0, num_tokens=length, receiver_cached_blocks=0)
         auto = median(seen["auto", length])
         rows.append(
-            Row(
+            OverlapRow(
                 link=link,
                 num_tokens=length,
                 end=median(seen["end", length]),
@@ -133,7 +133,7 @@ def measure(link: str, pairs: Pairs, lengths: Sequence[int], rounds: int, num_la
     return rows
 
 
-def show(rows: Sequence[Row]) -> None:
+def show(rows: Sequence[OverlapRow]) -> None:
     for row in rows:
         hidden = max(0.0, 1.0 - row.auto.exposed_s / row.auto.busy_s) if row.auto.busy_s else 0.0
         print(

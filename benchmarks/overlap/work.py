@@ -75,7 +75,7 @@ class Seen:
     tokens: tuple[int, ...]
 
 
-class Worker:
+class OverlapWorker:
     """A process, and an Attach stream to it."""
 
     def __init__(self, role: str, name: str, flags: Sequence[str], bytes_per_s: float, seen: queue.SimpleQueue[Any]):
@@ -137,7 +137,7 @@ class Pairs:
     def __init__(self, model: Path, transport: str, bytes_per_s: float, pushes: Sequence[str], flags: Sequence[str]):
         common = ["--model", str(model), "--load", "dummy", "--threads", "1", "--transport", transport, *flags]
         self._seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._workers: list[Worker] = []
+        self._workers: list[OverlapWorker] = []
         self._number = 0
         self.batches: dict[str, list[worker_pb2.BatchTimed]] = {push: [] for push in pushes}
         try:
@@ -149,8 +149,8 @@ class Pairs:
             self.close()
             raise
 
-    def _start(self, role: str, name: str, flags: Sequence[str], bytes_per_s: float) -> Worker:
-        self._workers.append(Worker(role, name, flags, bytes_per_s, self._seen))
+    def _start(self, role: str, name: str, flags: Sequence[str], bytes_per_s: float) -> OverlapWorker:
+        self._workers.append(OverlapWorker(role, name, flags, bytes_per_s, self._seen))
         return self._workers[-1]
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ PlacementOption = tuple[str, bool, int]  # name, whether fragmented, how many at
 
 
 @dataclass(frozen=True)
-class Bar:
+class TransferBar:
     """`way` moves bytes at least `least` times as fast as `against`."""
 
     name: str
@@ -52,14 +52,14 @@ def plain(name: str) -> PlacementOption:
 
 
 BARS: Final = (
-    Bar("shm, of one memcpy", plain("shm"), plain("memcpy"), 0.8),
-    Bar("tcp, of a raw socket", plain("tcp"), plain("socket"), 0.8),
-    Bar("shm, of NIXL over UCX", plain("shm"), plain("nixl"), 1.5),
-    Bar("tcp, of NIXL over UCX held to sockets", plain("tcp"), plain("nixl-tcp"), 1.5),
-    Bar("shm fragmented, of contiguous", ("shm", True, 1), plain("shm"), 0.7),
-    Bar("tcp fragmented, of contiguous", ("tcp", True, 1), plain("tcp"), 0.7),
-    Bar("shm, of shm without checksum", plain("shm"), plain("shm-off"), 1 - 0.08),
-    Bar("tcp, of tcp without checksum", plain("tcp"), plain("tcp-off"), 1 - 0.02),
+    TransferBar("shm, of one memcpy", plain("shm"), plain("memcpy"), 0.8),
+    TransferBar("tcp, of a raw socket", plain("tcp"), plain("socket"), 0.8),
+    TransferBar("shm, of NIXL over UCX", plain("shm"), plain("nixl"), 1.5),
+    TransferBar("tcp, of NIXL over UCX held to sockets", plain("tcp"), plain("nixl-tcp"), 1.5),
+    TransferBar("shm fragmented, of contiguous", ("shm", True, 1), plain("shm"), 0.7),
+    TransferBar("tcp fragmented, of contiguous", ("tcp", True, 1), plain("tcp"), 0.7),
+    TransferBar("shm, of shm without checksum", plain("shm"), plain("shm-off"), 1 - 0.08),
+    TransferBar("tcp, of tcp without checksum", plain("tcp"), plain("tcp-off"), 1 - 0.02),
 )
 
 

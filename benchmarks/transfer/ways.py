@@ -120,7 +120,7 @@ def _drain_socket(door: socket.socket, memory: memoryview) -> None:
         sock.sendall(b"k")
 
 
-class Child:
+class TransferChild:
     """A process that answers JSON lines with JSON lines.
 
     `is_peer`: it and its children stand stopped but for the answer, since what they poll for costs a core.
@@ -190,7 +190,7 @@ class Ways:
         assert self._pool.descriptor is not None, "the floor needs memory that can be shared"
         command = [sys.executable, "-m", "benchmarks.transfer", "--serve", str(max_bytes)]
         command += ["--block-bytes", str(block_bytes), "--source-fd", str(self._pool.descriptor)]
-        self._child = Child(command, {}, (self._pool.descriptor,))
+        self._child = TransferChild(command, {}, (self._pool.descriptor,))
         ends = self._child.hear()
         self._endpoints: dict[str, str] = ends["endpoints"]
         self._socket = socket.create_connection(("127.0.0.1", ends["socket"]))
@@ -208,13 +208,13 @@ class Ways:
             for end, (transport, checksums) in _ENDS.items()
         }
         self.missing: dict[str, str] = {}
-        self.nixl: dict[str, Child] = {}
+        self.nixl: dict[str, TransferChild] = {}
         script = str(Path(__file__).with_name("nixl_peer.py"))
         for name, env in NIXL.items():
             if not nixl_python:
                 self.missing[name] = "no --nixl-python was given"
                 continue
-            child = Child([nixl_python, script, str(max_bytes), str(block_bytes)], env, is_peer=True)
+            child = TransferChild([nixl_python, script, str(max_bytes), str(block_bytes)], env, is_peer=True)
             try:
                 child.hear()
             except OSError:

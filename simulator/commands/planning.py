@@ -36,7 +36,7 @@ def carry_out(args: argparse.Namespace) -> int:
     """The exit status: 0, UNATTAINABLE or TOO_SHORT."""
     question = ask(args)
     with pool(args.jobs) as processes:
-        bar = ProgressLine()
+        bar = PlanProgress()
         plan = sweep(question.num_workers, question.splits, lambda *asked: _measured(question, processes, bar, *asked))
         needed = None
         shortage = lacking(question, plan)
@@ -95,7 +95,7 @@ def pool(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
 
 
 def _measured(
-    question: Question, processes: ProcessPoolExecutor | None, bar: ProgressLine, splits: Sequence[int], floor: float
+    question: Question, processes: ProcessPoolExecutor | None, bar: PlanProgress, splits: Sequence[int], floor: float
 ) -> list[HighestRate]:
     each = (itertools.repeat(question), splits, itertools.repeat(floor))
     text = "splits " + ", ".join(f"{one}:{question.num_workers - one}" for one in splits)
@@ -117,7 +117,7 @@ class Holds:
 
     question: Question
     rate_rps: float
-    bar: ProgressLine
+    bar: PlanProgress
 
     def __call__(self, num_prefill: int, num_decode: int) -> bool:
         self.bar.show(f"{self.rate_rps:g} requests/s on {num_prefill}:{num_decode}", 0, 1)
@@ -225,7 +225,7 @@ def as_object(question: Question, plan: Plan, shortage: Shortage | None = None) 
 
 
 @final
-class ProgressLine:
+class PlanProgress:
     """One progress line on stderr; none without a terminal."""
 
     def __init__(self) -> None:

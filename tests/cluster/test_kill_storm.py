@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.kill_storm import Answer, Request, in_storm, judge, requests
+from benchmarks.kill_storm import StormAnswer, StormRequest, in_storm, judge, requests
 from pdserve import InternalError
 from pdserve.engine.toy import answer
 
@@ -25,10 +25,10 @@ FLAGS = (
 @pytest.mark.timeout(400)
 def test_finished_answers_are_exact_and_the_others_typed_while_workers_are_killed() -> None:
     asked = [
-        Request(prompt=[33 + token % 90 for token in one.prompt], options=one.options)
+        StormRequest(prompt=[33 + token % 90 for token in one.prompt], options=one.options)
         for one in requests(NUM_REQUESTS, seed=3, longest=400, max_tokens=MAX_TOKENS, vocabulary=256)
     ]
-    calm = [Answer(tokens=answer(one.prompt, MAX_TOKENS, seed=one.options.get("seed"))) for one in asked]
+    calm = [StormAnswer(tokens=answer(one.prompt, MAX_TOKENS, seed=one.options.get("seed"))) for one in asked]
     asked = [replace(one, options={**one.options, "ignore_eos": False}) for one in asked]
     result = in_storm(asked, calm, FLAGS, every_s=EVERY_S, seed=3, at_once=AT_ONCE, kills=KILLS)
     assert result.wrong == []
@@ -42,12 +42,12 @@ def test_finished_answers_are_exact_and_the_others_typed_while_workers_are_kille
 
 def test_the_storm_sees_a_wrong_token_and_an_untyped_end() -> None:
     asked = requests(4, seed=1, longest=9, max_tokens=3, vocabulary=99)
-    calm = [Answer(tokens=[1, 2, 3]) for _ in asked]
+    calm = [StormAnswer(tokens=[1, 2, 3]) for _ in asked]
     stormy = [
-        Answer(tokens=[1, 2, 3], attempts=2),
-        Answer(tokens=[1, 2, 4], attempts=1),
-        Answer(tokens=[1, 5], error=InternalError("2 workers died")),
-        Answer(tokens=[1], error=TimeoutError()),
+        StormAnswer(tokens=[1, 2, 3], attempts=2),
+        StormAnswer(tokens=[1, 2, 4], attempts=1),
+        StormAnswer(tokens=[1, 5], error=InternalError("2 workers died")),
+        StormAnswer(tokens=[1], error=TimeoutError()),
     ]
     result = judge(asked, calm, stormy)
     assert (result.finished, result.errors.total()) == (2, 2)

@@ -22,7 +22,7 @@ from typing import Final
 
 import torch
 
-from benchmarks.gpu.ends import Landing, Memory, RemoteSender, SenderSetup, make_pool, nccl_environment
+from benchmarks.gpu.ends import Landing, Memory, ProcessSender, SenderSetup, make_pool, nccl_environment
 from kvtransfer.transport import Received, ReceiveOutcome
 from tests.support.fake_ends import DEVICE_TRANSPORTS, stand_ins
 from tests.support.transfer_ends import fingerprint
@@ -78,11 +78,11 @@ def check(transport: str, memory: Memory, block_bytes: int, environment: dict[st
         took_s = time.monotonic() - began_s
         print(f"| {transport} | {what} | {f'**{wrong}**' if wrong else 'right'} | {took_s:.2f} |", flush=True)
 
-    sender = RemoteSender(setup)
+    sender = ProcessSender(setup)
     try:
         told("bytes", lambda: right_bytes(sender, landing, pool, blocks))
         told("killed in mid-transfer", lambda: killed(sender, landing, pool, blocks))
-        sender = RemoteSender(setup)
+        sender = ProcessSender(setup)
         told("a new pair", lambda: right_bytes(sender, landing, pool, blocks[::-1]))
     finally:
         sender.close()
@@ -90,7 +90,7 @@ def check(transport: str, memory: Memory, block_bytes: int, environment: dict[st
     return all(results)
 
 
-def right_bytes(sender: RemoteSender, landing: Landing, pool: object, blocks: list[int]) -> str:
+def right_bytes(sender: ProcessSender, landing: Landing, pool: object, blocks: list[int]) -> str:
     """Why not."""
     before = contents(pool)
     outcome, error, _ = sender.ask("send", landing.expect(blocks), 60.0)
@@ -106,7 +106,7 @@ def right_bytes(sender: RemoteSender, landing: Landing, pool: object, blocks: li
     return ""
 
 
-def killed(sender: RemoteSender, landing: Landing, pool: object, blocks: list[int]) -> str:
+def killed(sender: ProcessSender, landing: Landing, pool: object, blocks: list[int]) -> str:
     before = contents(pool)
     ends: queue.SimpleQueue[Received] = queue.SimpleQueue()
     landed = landing.num_chunks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.bursts import Answer, read_recording, report
+from benchmarks.bursts import BurstAnswer, read_recording, report
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.protocol import FirstToken, TokenRow, TokensArrived
 from pdserve.core.types import FinishReason, TokenOut
@@ -25,12 +25,12 @@ AT_ONCE = [0.07 + 0.0001 * number for number in range(20)]
 def test_a_burst_is_where_tokens_first_come_together(
     router_s: list[float], client_s: list[float], bursts: int, held_up: dict[str, int]
 ) -> None:
-    told = report([Answer(router_s=router_s, client_s=client_s, decode_s=0.057)])
+    told = report([BurstAnswer(router_s=router_s, client_s=client_s, decode_s=0.057)])
     assert (told["bursts"], told["held_up"]) == (bursts, held_up)
 
 
 def test_an_answer_that_was_decoded_at_once_is_no_burst() -> None:
-    assert not Answer(router_s=AT_ONCE, client_s=AT_ONCE, decode_s=0.003).is_burst
+    assert not BurstAnswer(router_s=AT_ONCE, client_s=AT_ONCE, decode_s=0.003).is_burst
 
 
 def test_a_recording_gives_the_routers_times() -> None:
@@ -44,6 +44,6 @@ def test_a_recording_gives_the_routers_times() -> None:
     )
     stranger = TokenRow(key=AttemptKey("d0", "b", 1), output_index=0, tokens=(TokenOut(token_id=6),))
     events = [(1.0, first), (1.5, TokensArrived(worker_id="d0", rows=(row, stranger)))]
-    answers = {"a": Answer()}
+    answers = {"a": BurstAnswer()}
     read_recording([replay.encode_step(replay.make_step(at_s, event, [])) for at_s, event in events], answers)
-    assert answers == {"a": Answer(router_s=[1.0, 1.5, 1.5], decode_s=0.5)}
+    assert answers == {"a": BurstAnswer(router_s=[1.0, 1.5, 1.5], decode_s=0.5)}

@@ -8,14 +8,14 @@ import threading
 import pytest
 
 from benchmarks.memory import judge, table
-from benchmarks.memory_samples import Sample, rises, sample, slope
+from benchmarks.memory_samples import MemorySample, rises, sample, slope
 
 
 def series(
     private: list[int], descriptors: list[int] | None = None, threads: int = 3, every: int = 100
-) -> list[Sample]:
+) -> list[MemorySample]:
     return [
-        Sample(
+        MemorySample(
             requests=number * every,
             private_bytes=size,
             resident_bytes=size,

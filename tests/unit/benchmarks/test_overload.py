@@ -6,19 +6,19 @@ import argparse
 
 import pytest
 
-from benchmarks.openloop import Answer, Load, Rejection
-from benchmarks.overload import Row, loads_of, render, row_of
+from benchmarks.openloop import OfferedLoad, Rejection, TimedAnswer
+from benchmarks.overload import OverloadRow, loads_of, render, row_of
 from pdserve.core.types import Slo
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 
 
-def answer(ttft_s: float, total_s: float, tokens: int = 11) -> Answer:
-    return Answer(ttft_s=ttft_s, total_s=total_s, added_s=0.0, tokens=tokens, prompt_tokens=50)
+def answer(ttft_s: float, total_s: float, tokens: int = 11) -> TimedAnswer:
+    return TimedAnswer(ttft_s=ttft_s, total_s=total_s, added_s=0.0, tokens=tokens, prompt_tokens=50)
 
 
-def row(load: float, kept: int = 100, rejections_s: tuple[float, ...] = ()) -> Row:
-    return Row(
+def row(load: float, kept: int = 100, rejections_s: tuple[float, ...] = ()) -> OverloadRow:
+    return OverloadRow(
         load=load,
         seconds=10.0,
         sent=200,
@@ -35,7 +35,9 @@ def row(load: float, kept: int = 100, rejections_s: tuple[float, ...] = ()) -> R
 def test_only_answers_within_both_targets_are_kept() -> None:
     answers = [answer(0.9, 1.8), answer(1.1, 1.2), answer(0.5, 1.6), answer(0.5, 0.5, tokens=1)]
     rejections = [Rejection(after_s=0.3), Rejection(after_s=0.1)]
-    seen = Load(rate_rps=1.0, sent=7, failed=3, late_start_s=0.0, wall_s=10.0, answers=answers, rejections=rejections)
+    seen = OfferedLoad(
+        rate_rps=1.0, sent=7, failed=3, late_start_s=0.0, wall_s=10.0, answers=answers, rejections=rejections
+    )
     found = row_of(3.0, 10.0, seen, SLO)
     assert (found.kept, found.late, found.rejected, found.failed) == (2, 2, 2, 1)
     assert found.kept_tokens == 2 * 50
@@ -54,7 +56,7 @@ def test_only_answers_within_both_targets_are_kept() -> None:
         (row(5.0, rejections_s=(0.001,) * 90 + (0.3,) * 10), "missed: p95"),
     ],
 )
-def test_each_load_has_its_bars(one: Row, verdict: str) -> None:
+def test_each_load_has_its_bars(one: OverloadRow, verdict: str) -> None:
     assert one.verdict(10.0) == verdict
 
 

@@ -1,4 +1,4 @@
-"""The account of prediction errors, over recordings of simulated runs: what is foretold there is known exactly."""
+"""The account of prediction errors, over recordings of simulated runs: their predictions are known exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.prediction import TPOT_ROWS, TTFT_ROWS, read, report, tpot_errors, ttft_errors
-from benchmarks.prediction_parts import Account, Answer, Parts, account
+from benchmarks.prediction_parts import Account, Parts, RecordedAnswer, account
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role, Slo
 from router import replay
@@ -83,7 +83,7 @@ def told(policy: str = "goodput", prefill: int = 1) -> Account:
     return account(recorded(policy, prefill)[1], "r", SETTLE_S)
 
 
-def remote() -> list[Answer]:
+def remote() -> list[RecordedAnswer]:
     found = [one for one in told().answers if one.parts is not None]
     assert len(found) > 20
     return found
@@ -95,7 +95,7 @@ def test_predictions_are_those_of_the_router() -> None:
     rows = [row for row in result.requests if row.outcome == "served" and row.arrival_s >= SETTLE_S]
     expected = sorted((row.ttft_s, row.predicted_ttft_s, row.tpot_s, row.predicted_tpot_s) for row in rows)
     found = sorted(
-        (one.ttft_s, one.waited_s + one.foretold.ttft_s, one.tpot_s, one.foretold.tpot_s) for one in told().answers
+        (one.ttft_s, one.waited_s + one.predicted.ttft_s, one.tpot_s, one.predicted.tpot_s) for one in told().answers
     )
     assert told().otherwise == 0
     assert len(found) == len(expected) > 100
@@ -125,10 +125,10 @@ def test_an_error_in_one_part_is_found_in_that_row(part: str) -> None:
     """The router foretells 80 ms too much of one part of every first token."""
     wrong = []
     for one in remote():
-        foretold = one.foretold
-        assert foretold.parts is not None
-        parts = foretold.parts._replace(**{part: getattr(foretold.parts, part) + 0.08})
-        wrong.append(replace(one, foretold=replace(foretold, ttft_s=foretold.ttft_s + 0.08, parts=parts)))
+        predicted = one.predicted
+        assert predicted.parts is not None
+        parts = predicted.parts._replace(**{part: getattr(predicted.parts, part) + 0.08})
+        wrong.append(replace(one, predicted=replace(predicted, ttft_s=predicted.ttft_s + 0.08, parts=parts)))
     before, after = ttft_errors(remote()), ttft_errors(wrong)
     singles = dict(zip(("grant_s", "queue_s", "prefill_s", "reply_s"), range(1, 5), strict=True))
     assert after[0] > before[0] + 0.5
@@ -139,10 +139,10 @@ def test_an_error_in_one_part_is_found_in_that_row(part: str) -> None:
 
 def test_an_error_in_the_first_gap_or_in_the_steps_is_found_in_that_row() -> None:
     late = [
-        replace(one, foretold=replace(one.foretold, first_gap_s=one.foretold.first_gap_s + 0.2))
+        replace(one, predicted=replace(one.predicted, first_gap_s=one.predicted.first_gap_s + 0.2))
         for one in told().answers
     ]
-    slow = [replace(one, foretold=replace(one.foretold, step_s=2.0 * one.foretold.step_s)) for one in told().answers]
+    slow = [replace(one, predicted=replace(one.predicted, step_s=2.0 * one.predicted.step_s)) for one in told().answers]
     row = {one.name: index for index, one in enumerate(TPOT_ROWS)}
     gap, steps = row["true length and first gap"], row["true length and decode rows of each step"]
     assert tpot_errors(late)[gap] == tpot_errors(told().answers)[gap]
@@ -183,9 +183,9 @@ def test_what_other_rules_recorded_is_placed_as_it_was() -> None:
     found = account(claimed, "r", SETTLE_S)
     assert (found.is_told, found.otherwise) == (True, 0)
     for one, other in zip(found.answers, told("round-robin").answers, strict=True):
-        assert one.foretold.ttft_s == pytest.approx(other.foretold.ttft_s)
-        assert one.foretold.tpot_s == pytest.approx(other.foretold.tpot_s)
-        assert replace(one, foretold=other.foretold) == other
+        assert one.predicted.ttft_s == pytest.approx(other.predicted.ttft_s)
+        assert one.predicted.tpot_s == pytest.approx(other.predicted.tpot_s)
+        assert replace(one, predicted=other.predicted) == other
     assert "Recorded by other rules" in report([found])
 
 

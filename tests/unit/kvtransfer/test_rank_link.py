@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fault_storm.ranks import SHAPE, RankedStorage, Ranks, content_hash_of, fingerprint_of_ranks, text_of
+from benchmarks.fault_storm.ranks import (
+    SHAPE,
+    RankedStorage,
+    StormRanks,
+    content_hash_of,
+    fingerprint_of_ranks,
+    text_of,
+)
 from benchmarks.fault_storm.storage import Memory
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.fault_injector import FaultInjector
@@ -38,7 +45,7 @@ class Worker:
     ) -> None:
         self.storage, self.name = RankedStorage(degree, memory), name
         none = FaultInjector(lambda tag: None, self.storage.pool.block_bytes)
-        self.ranks = Ranks(self.storage, transport, name, f"{name}-1", none)
+        self.ranks = StormRanks(self.storage, transport, name, f"{name}-1", none)
         facts = fingerprint_of_ranks(degree)
         common: dict[str, Any] = {
             "secret": SECRET,
@@ -240,7 +247,7 @@ def server() -> Iterator[RankServer]:
     storage = RankedStorage(2)
     config = WorkerConfig(model="m", worker_id="d0", transport="tcp", cluster_secret=TEXT)
     none = FaultInjector(lambda tag: None, storage.pool.block_bytes)
-    ranks = Ranks(storage, "tcp", "d0", "d0-1", none)
+    ranks = StormRanks(storage, "tcp", "d0", "d0-1", none)
     assert config.worker_id == "d0"
     yield ranks.servers[0]
     ranks.close()
@@ -277,7 +284,7 @@ def test_a_rank_has_one_leader(server: RankServer) -> None:
 def test_an_endpoint_that_cannot_be_opened_says_why() -> None:
     storage = RankedStorage(2)
     none = FaultInjector(lambda tag: None, storage.pool.block_bytes)
-    ranks = Ranks(storage, "nccl", "d0", "d0-1", none)
+    ranks = StormRanks(storage, "nccl", "d0", "d0-1", none)
     with pytest.raises(ConfigError, match=r"rank 1: transport: got nccl"):
         RankLink(1, ranks.servers[0].address, LEADER, OPENING, 20.0)
     ranks.close()

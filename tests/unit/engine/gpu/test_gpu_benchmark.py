@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import stages
-from benchmarks.gpu.report import FILE, Bar, Report, append, read, table
+from benchmarks.gpu.report import FILE, GpuBar, Report, append, read, table
 
 ROOT = Path(__file__).parents[4]
 #: What the GPU machine does not have (and what numba would take the CPU path with).
@@ -166,10 +166,10 @@ def test_parts_that_no_time_is_left_for_are_named(tmp_path: Path, capsys: pytest
 
 
 def test_bars_are_met_at_their_bound() -> None:
-    assert Bar("least", 155.0, 155.0).is_met
-    assert not Bar("least", 154.9, 155.0).is_met
-    assert Bar("most", 1.1, 1.1, is_least=False).is_met
-    assert not Bar("most", float("nan"), 1.1, is_least=False).is_met
+    assert GpuBar("least", 155.0, 155.0).is_met
+    assert not GpuBar("least", 154.9, 155.0).is_met
+    assert GpuBar("most", 1.1, 1.1, is_least=False).is_met
+    assert not GpuBar("most", float("nan"), 1.1, is_least=False).is_met
 
 
 @pytest.mark.skipif(bool(os.environ.get("CUDA_VISIBLE_DEVICES")), reason="there may be a CUDA device")
