@@ -2,10 +2,10 @@
 
 Workloads of simulator/workloads.py on 2 prefill and 2 decode workers of the H100 profile, targets 2 s / 50 ms, at rates
 from 0.3 to 1.5 of each workload's capacity: the highest rate at which `goodput` without the rule `rejection` keeps
-90 %. Prints the share of requests that met both targets, and by how much `goodput` is above the same policy without the
-rule and above the best baseline. Bar: neither is below -0.3 points.
+90 %. It prints the share of requests that met both targets, and the difference between `goodput` and two others: the
+same policy without the rule, and the best baseline. Bar: neither difference is below -0.3 points.
 
-`--kill` prints the same for a decode worker that dies, which is an overload too.
+`--kill` prints the same for a decode worker that crashes, which also causes an overload.
 """
 
 from __future__ import annotations

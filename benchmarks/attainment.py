@@ -1,7 +1,9 @@
-"""Who keeps more promises at one rate: `python -m benchmarks.attainment --trace azure --pair chat-66b --rate 732`.
+"""Which policy meets more targets at one rate.
 
-Policies of benchmarks/schedule/ on the same cluster, split, trace and rate, side by side. `--skip N` leaves the first
-N requests out of the count, so that what a constant was chosen on need not be what it is judged on.
+    python -m benchmarks.attainment --trace azure --pair chat-66b --rate 732
+
+Compares policies of benchmarks/schedule/ on the same cluster, split, trace and rate. `--skip N` excludes the first N
+requests, so that a constant is not judged on the requests that it was chosen on.
 """
 
 from __future__ import annotations

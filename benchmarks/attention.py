@@ -1,9 +1,9 @@
-"""Times attention over blocks read in place against gathering them for torch, on this machine's CPU.
+"""Compares attention that reads blocks in place with gathering the blocks for torch, on this machine's CPU.
 
     python -m benchmarks.attention [--threads 1]
 
 12 query heads, 4 kv heads, head dim 64, blocks of 16: one layer of a small model. Each figure is the best of several
-alternating rounds over all layers, so that a layer's blocks are not in a cache because of the round before.
+alternating rounds over all layers, so that no layer finds its blocks in a cache from the previous round.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Where the tokens of an answer are held up, so that they reach the client in one burst.
+"""Finds where the tokens of an answer are delayed, so that they reach the client in one burst.
 
     python -m benchmarks.bursts [--requests 160] [--tokens 20] [--at-once 1] [--async] [-- FLAGS OF pdserve up]
 
-Streams answers one after the other and takes the time of each token at three places: at the decode worker (which
+It streams answers one after the other and records the time of each token in three places: at the decode worker (which
 reports how long it decoded), at the router (from its recording), and at the client. All three processes must share one
-host, and so one clock. An answer is a burst if it reached the client within less than SHARE of the time in which the
-worker decoded it; it was held up before the router where it reached the router in a burst already, and behind the
-router otherwise. Measure on a quiet machine: on a busy one any process may be held up.
+host, and so one clock. An answer is a burst if it reached the client in less than SHARE of its decode time. It was
+delayed before the router if it already reached the router in a burst, otherwise after the router. Measure on a quiet
+machine: on a busy one, any process may be delayed.
 """
 
 from __future__ import annotations

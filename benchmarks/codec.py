@@ -1,10 +1,10 @@
-"""The codec of worker messages beside the same copies written by hand: us per message, both ways, in one run.
+"""Compares the codec of worker messages with hand-written copies: us per message, both ways, in one run.
 
     python -m benchmarks.codec [--rounds 500]
 
-The peer is what `pdserve.wire.codec` replaced: one keyword per field. Rounds of the two alternate, and the least round
-counts. A row is what a request's first and last token need; nearly all tokens travel in the columns of PlainTokens,
-which have no codec.
+The peer is what `pdserve.wire.codec` replaced: one keyword per field. Rounds of the two alternate, and the fastest
+round counts. A row has what a request's first and last token need; nearly all tokens travel in the columns of
+PlainTokens, which need no codec.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""KV that changes its shape on the way: pack and unpack against one copy of the same source bytes, by CPU time.
+"""Compares KV that changes its shape during a transfer with one copy of the same bytes, in CPU time.
 
     python -m benchmarks.conversion [--mib 64]
 
-Ratios: 1.00 is a plain copy of the source bytes between two buffers of that size; both were measured in one run, in
-turns. `wire` is how many bytes travel for each source byte.
+Figures are ratios: 1.00 is a plain copy of the source bytes between two buffers of that size, measured alternately in
+the same run. `wire` is the number of bytes sent for each source byte.
 """
 
 from __future__ import annotations

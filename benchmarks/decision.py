@@ -1,9 +1,9 @@
 """What one decision of the router costs: `python -m benchmarks.decision [--workers 64 1024] [--seconds 2]`.
 
 Measures RouterState.handle(RequestArrived) with every worker loaded (an eighth prefill, the rest decode, and half and
-half), full scoring and explanations on, in CPU time of one thread, so that other work on the machine counts only by
-what it takes of caches and shared cores. The request's other messages are handed in outside the measured time, so
-that the load stays as it is.
+half), full scoring and explanations on. It measures CPU time of one thread, so other work on the machine matters only
+through shared caches and cores. The request's other messages are handled outside the measured time, so that the load
+stays constant.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What deterministic mode costs: `python -m benchmarks.deterministic [--model FOLDER] [--dtype float32] [--wall]`.
 
-Two engines over the same weights in one process, one deterministic; their steps alternate, the order changes from round
-to round. Decode: one step of --batches sequences behind prompts of 64 tokens; prefill: a whole prompt of --prompts
-tokens in one step. Shown is deterministic over default, the median of the rounds' ratios with the least and the
-greatest. It is CPU time of this process with one compute thread, so that other work on the machine counts only by what
-it takes of caches; `--wall --threads N` for wall time.
+Two engines with the same weights run in one process, one of them deterministic. Their steps alternate, and the order
+changes from round to round. Decode: one step of --batches sequences after prompts of 64 tokens. Prefill: a whole prompt
+of --prompts tokens in one step. The figure is the median ratio of deterministic to default, with the lowest and the
+highest. It is CPU time of this process with one compute thread, so other work on the machine matters only through
+caches; `--wall --threads N` measures wall time.
 """
 
 from __future__ import annotations

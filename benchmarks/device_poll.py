@@ -1,10 +1,10 @@
-"""What it costs an engine that a thread beside it asks device events, by the time between two looks. Needs no GPU.
+"""What polling device events from another thread costs an engine, by the polling interval. Needs no GPU.
 
     python -m benchmarks.device_poll [--rounds 7]
 
-The engine is a loop of small torch calls on this thread. Beside it runs the watcher of kvtransfer/cuda_watcher.py with
-an event that never passes, as of a receive whose sender is late. Rounds alternate; each figure is a median of rounds,
-beside that of the loop alone in the same rounds.
+The engine is a loop of small torch calls on this thread. The watcher of kvtransfer/cuda_watcher.py runs beside it with
+an event that never completes, as for a receive whose sender is late. Rounds alternate; each figure is a median of
+rounds, beside that of the loop alone in the same rounds.
 """
 
 from __future__ import annotations

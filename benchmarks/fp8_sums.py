@@ -2,9 +2,9 @@
 
     python -m benchmarks.fp8_sums
 
-A Hopper's fp8 matrix unit keeps about 14 bits of a sum: terms of an instruction (32 of them) and the sum so far are cut
-off at 13 bits behind the largest one's first (DeepSeek-V3's report, arXiv 2412.19437, section 3.3.2). Fast accumulation
-leaves the whole sum there; otherwise it is added to a float32 register every 128 terms. Activations are normal numbers
+A Hopper's fp8 matrix unit keeps about 14 bits of a sum: the 32 terms of an instruction and the sum so far are truncated
+13 bits after the first bit of the largest (DeepSeek-V3's report, arXiv 2412.19437, section 3.3.2). Fast accumulation
+keeps the whole sum there; otherwise it is added to a float32 register every 128 terms. Activations are normal numbers
 with eight channels twenty times as large, weights are normal; both are rounded to e4m3, by row.
 """
 

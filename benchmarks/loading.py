@@ -1,13 +1,13 @@
-"""Times the loading of a checkpoint beside `cat FILES > /dev/null` of the same bytes, and counts its memory.
+"""Compares the loading of a checkpoint with `cat FILES > /dev/null` of the same bytes, and measures its memory.
 
     python -m benchmarks.loading [--gb 1] [--stored F32,BF16] [--dtype float32,int8] [--repeat 5] [--threads 0]
 
-A Llama-shaped checkpoint of --gb in four shards is written to a temporary folder. Rounds alternate between cat and
-the load, cold and warm, so that a noisy neighbour hits each alike; medians of the times are compared. Every load is
-a process of its own. Its time is that of `load_weights`, headers read and processes started before. Its memory is
-VmHWM less what torch and pdserve took before the load, and the model's is what stays after: VmRSS less the same.
-Cold: fsync, then posix_fadvise DONTNEED on every shard, and /proc/sys/vm/drop_caches where that may be written.
-Bars: cold load at 0.8 of cat's speed or more, peak at 1.15 of the final memory or less.
+It writes a Llama-shaped checkpoint of --gb in four shards to a temporary folder. Rounds alternate between cat and the
+load, cold and warm, so that other work on the machine affects both; medians are compared. Each load is a separate
+process. Its time is that of `load_weights`, after headers were read and processes started. Its memory is VmHWM minus
+what torch and pdserve used before the load; the model's memory is VmRSS after the load, minus the same. Cold means
+fsync, then posix_fadvise DONTNEED on every shard, and /proc/sys/vm/drop_caches if that may be written.
+Bars: a cold load at 0.8 of cat's speed or more, a peak of 1.15 of the final memory or less.
 """
 
 from __future__ import annotations

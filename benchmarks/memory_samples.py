@@ -1,4 +1,4 @@
-"""What /proc says of one process's memory, and how it changes from sample to sample."""
+"""One process's memory according to /proc, and its change from sample to sample."""
 
 from __future__ import annotations
 

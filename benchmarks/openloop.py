@@ -1,6 +1,7 @@
-"""An open loop of requests against a router: arrivals come when they come, whatever the answers do.
+"""An open loop of requests against a router: arrivals do not wait for answers.
 
-Used by the router, tracing and overload benchmarks. Speaks the wire directly, so that little of the client is measured.
+Used by the router, tracing and overload benchmarks. It speaks the wire protocol directly, so that little of the client
+is measured.
 """
 
 from __future__ import annotations

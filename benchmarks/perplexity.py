@@ -1,13 +1,13 @@
-"""What eight bits cost in perplexity: the bundled model on Python files that it never saw.
+"""What 8-bit weights and KV cost in perplexity: the bundled model on Python files outside its training set.
 
     python -m benchmarks.perplexity [--kinds float32,bfloat16,int8] [--window 512] [--chunk 64]
 
-The text is the files that training held out (their names are in the model's card), read from the running interpreter:
-Python 3.11.7 gives the 40,267 tokens of the card, another version what it has of them. Each window of --window tokens
-is a sequence of its own and is computed --chunk tokens a step, so that all but the first chunk read the KV of earlier
-steps as the pool stores it. The engine's own prompt scoring gives the logprobs. A kind is weights, or weights/KV.
-The relative difference is that of perplexity against the first kind; the interval is two standard errors of the
-windows' paired differences, so a difference inside it may be chance.
+The text consists of the files that training held out (the model's card names them), from the running interpreter's
+standard library. Python 3.11.7 gives the 40,267 tokens of the card; another version has similar files. Each window of
+--window tokens is a separate sequence, computed in steps of --chunk tokens, so that all but the first chunk read stored
+KV of earlier steps. The engine's prompt scoring gives the logprobs. A kind is weights, or weights/KV. The relative
+difference is that of perplexity from the first kind. The interval is two standard errors of the windows' paired
+differences, so a difference inside it may be chance.
 """
 
 from __future__ import annotations

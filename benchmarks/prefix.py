@@ -1,10 +1,10 @@
-"""Prefix index in Redis: seconds per lookup, beside one pipelined HKEYS per block in the same run.
+"""Prefix index in Redis: seconds per lookup, compared with one pipelined HKEYS per block in the same run.
 
     python benchmarks/prefix.py [--repeats 300] [--tcp]
 
-HKEYS per block is the schema of llm-d (one hash per block, one field per pod). Both answer the same question
-over the same chains from the same server and client library; rounds of the two alternate. "two depths": half
-of the workers hold the whole chain and half of it to the middle, so that the second phase has work.
+HKEYS per block is the schema of llm-d (one hash per block, one field per pod). Both answer the same question about the
+same chains with the same server and client library; rounds alternate. "Two depths": half of the workers hold the whole
+chain and the others its first half, so that the second phase has work.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Latency that the router adds, at rising open-loop rates, over toy workers that compute in microseconds.
+"""The latency that the router adds, at increasing open-loop rates, with toy workers that compute in microseconds.
 
     python -m benchmarks.router [--workers 4] [--rates 50,100,200,...] [--seconds 10] [--json]
 
-Client, router and workers share this machine's cores, so the figures are a bound from above. Added latency is
-the client's time to first token less the worker's own prefill time: gRPC both ways, tokenising, hashing, the index
-lookup, queueing, placement, and the worker's message handling. CPU is what the router's process takes per request, all
-its threads. The bend is the first rate at which p95 exceeds
-three times the p95 of the lowest rate, or at which requests fail.
+Client, router and workers share this machine's cores, so the figures are upper bounds. Added latency is the client's
+time to first token minus the worker's own prefill time: gRPC both ways, tokenizing, hashing, the index lookup,
+queueing, placement, and the worker's message handling. CPU is the time of all threads of the router's process, per
+request. The bend is the first rate at which p95 exceeds three times that of the lowest rate, or at which requests fail.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How fast the simulator is: `python -m benchmarks.simulator [--policies NAME...] [--split P:D ...] [--requests N]`.
 
-The Mooncake conversation trace as published (12,031 requests, folder in PDSERVE_TRACES or ../shared/traces) on 16
-workers of the H100 profile; where it is not there, a synthetic one of equal shape. Prints CPU seconds of one thread,
-so that other work on the machine counts only by what it takes of caches and shared cores.
+It simulates the published Mooncake conversation trace (12,031 requests, folder in PDSERVE_TRACES or ../shared/traces)
+on 16 workers of the H100 profile; without the trace, a synthetic one of equal shape. It prints CPU seconds of one
+thread, so other work on the machine matters only through shared caches and cores.
 """
 
 from __future__ import annotations

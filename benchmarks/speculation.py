@@ -1,15 +1,15 @@
-"""What guessed tokens win and what they cost: `python -m benchmarks.speculation [--repeats 5] [--model FOLDER]`.
+"""What speculative decoding gains and costs: `python -m benchmarks.speculation [--repeats 5] [--model FOLDER]`.
 
-Two workers in one process, with and without speculation, each a decode batching with its rules over the same torch
-engine, as the decode program builds them; their turns alternate. Counted is the time from a sequence's first token
-on, planning included; the prompt's own steps are not. It is CPU time of this process with one compute thread, so
-that other work on the machine counts only by what it takes of caches and shared cores; `--wall` for wall time.
+Two decode batchings run in one process over the same torch engine, one with speculation and one without; they are built
+as in the decode program, and their turns alternate. The measured time starts with a sequence's first token and includes
+planning, but not the prompt's steps. It is CPU time of this process with one compute thread, so other work on the
+machine matters only through shared caches and cores; `--wall` measures wall time.
 
-- editing: one sequence: a file, then the file again with a rename and a new method. The bundled model is too small
-  to copy what it is told to, so the engine computes and draws as ever, but what it drew is replaced by the next token
-  of the written-down edit: the time is the engine's, the text is what a model that edits would write.
-- own: one sequence, greedy, the same prompt and the bundled model's own text, which soon goes round in itself.
-- random: temperature 1, random token ids as the prompt, batches of 1 and 16: nothing repeats, so nothing is to win.
+- editing: one sequence, a file and then the same file with a rename and a new method. The bundled model is too small to
+  follow such an instruction. So the engine computes and samples as usual, but each sampled token is replaced by the
+  next token of a recorded edit: the time is the engine's, and the text that of a model that can edit.
+- own: one sequence, greedy, the same prompt and the bundled model's own text, which soon repeats itself.
+- random: temperature 1, random token ids as the prompt, batches of 1 and 16: nothing repeats, so nothing can be gained.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""The host's time of a decode step on a GPU worker, without a GPU: all but the launches.
+"""The host's time of a decode step on a GPU worker, measured without a GPU: all but the launches.
 
     python -m benchmarks.step_host [--rows 128 256] [--context 1024] [--steps 200] [--grammars all]
 
 A decode program and its graph engine run as in a worker, asynchronously where rows allow it: planning, block tables,
-inputs, grammars' masks, reading what was sampled, messages to the router. A vocabulary of 128,256 tokens.
+inputs, grammar masks, reading sampled tokens, messages to the router. The vocabulary has 128,256 tokens.
 
-Stubbed: the graph's replay, which here only says what is sampled; prompts, which are read by no model; behind the
-graph, for rows with grammars, the copy of their logits, the kernel that masks them and the sampler. The time of
-choosing a token for them is subtracted. Memory of the device is the host's, so a copy to it is one of memory and no
-event is recorded.
-Not part of a step: gRPC's thread, which sends the messages; `bytes` is its time for serialising them. A step's time is
-a clock's, since several threads compute masks; `cpu` is the CPU time of all threads. Where the machine has other work
-too, the least of each tells most. `llguidance` is the part of a step inside that library, which moves matchers on and
-writes masks in several threads; what is left of a step with grammars is ours.
+Stubs replace the graph's replay, which only returns tokens; prompts, which no model reads; and for rows with grammars,
+the copy of their logits, the mask kernel and the sampler. The time to choose a token for those rows is subtracted.
+Device memory is host memory, so a copy to the device is a plain copy, and no event is recorded.
+
+gRPC's thread, which sends the messages, is not part of a step; `bytes` is its time to serialise them. A step's time is
+wall time, because several threads compute masks; `cpu` is the CPU time of all threads. On a busy machine, the minimum
+is the most meaningful figure. `llguidance` is the time inside that library, which advances matchers and writes masks in
+several threads; the rest of a step with grammars is our own code.
 """
 
 from __future__ import annotations

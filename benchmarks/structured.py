@@ -1,13 +1,12 @@
-"""What structured output costs: documents that validate, compile ms, mask us per token, share of a step.
+"""What structured output costs: valid documents, compile ms, mask us per token, share of a step.
 
     python -m benchmarks.structured [--schemas 200] [--rows 8] [--peer]
 
-The schemas are random and bounded (tests/unit/structured/schemas.py), the documents are written by the bundled model
-at temperature 0 and 1, and each is validated. Masks are then timed along those documents, for the bundled vocabulary
-of 4,096 tokens and for one of 128,256, which is the bundled one with pairs of its tokens added. Share of a step: the
-same rows with and without their grammars, steps of the two alternate, all in CPU time; the larger model is the
-bundled one's architecture with made-up weights. `--peer` times xgrammar beside on the first 40 schemas, where it can
-be imported.
+The schemas are random and bounded (tests/unit/structured/schemas.py). The bundled model writes the documents at
+temperature 0 and 1, and each document is validated. Masks are then timed along those documents, for the bundled
+vocabulary of 4,096 tokens and for one of 128,256, which adds pairs of its tokens. The share of a step compares the same
+rows with and without their grammars in alternating steps, in CPU time; the larger model has the bundled one's
+architecture and dummy weights. `--peer` also times xgrammar on the first 40 schemas, if it can be imported.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How many compute threads should a prefill and a decode process have on the cores that they share?
+"""How many compute threads a prefill and a decode process should have on the cores that they share.
 
     python -m benchmarks.threads --model FOLDER [--seconds 4] [--rounds 3]
 
-Two processes with an engine each: one reads prompts of 512 tokens without a pause, the other decodes 8 rows. Each
-setting is run three ways (prefill alone, decode alone, both at once), the settings in turn, and the table shows
-medians over the rounds. Waiting matters as much as the count: OpenMP threads that spin for work that is not theirs
+Two processes run one engine each: one prefills prompts of 512 tokens continuously, the other decodes 8 rows. Each
+setting is run in three ways (prefill alone, decode alone, both at once), and settings alternate; the table shows
+medians over the rounds. How threads wait matters as much as their number: OpenMP threads that spin while they wait
 take the core from the other process.
 """
 

@@ -1,10 +1,11 @@
-"""What tracing costs: tokens per second with every request traced to a collector, against none traced, in turns.
+"""What tracing costs: tokens per second with every request traced to a collector, compared with no tracing.
 
     python -m benchmarks.tracing [--pairs 8] [--requests 48] [--model DIR|toy]
 
-Two clusters of the same settings run side by side, one with --otlp to a collector in a process of its own. Bursts
-of the same requests go to one and then to the other, in changing order; the ratio is taken burst pair by burst pair,
-so that a machine that slows down slows both. The collector shares the machine: its work counts as a cost of tracing.
+Two clusters with the same settings run side by side, one with --otlp to a collector in a separate process. Bursts of
+the same requests go to one and then to the other, in changing order. The ratio is computed for each pair of bursts, so
+that a slow phase of the machine affects both. The collector shares the machine, so its work counts as a cost of
+tracing.
 """
 
 from __future__ import annotations

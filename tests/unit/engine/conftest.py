@@ -1,4 +1,4 @@
-"""Tiny random models of every family, the oracle of their answers, and a small scheduler that serves requests."""
+"""Tiny random models of every family, the expected answers, and a small scheduler that serves requests."""
 
 from __future__ import annotations
 

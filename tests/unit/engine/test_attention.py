@@ -1,4 +1,4 @@
-"""Attention over scattered blocks equals the formula in float64 on the keys and values laid out in a row."""
+"""Paged attention equals the float64 formula over contiguous keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that start together on a new machine compile a kernel once."""
+"""Workers that start together on a new machine compile a kernel only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json is read exactly or refused by the name of the field."""
+"""config.json is read exactly, or rejected with the name of the field."""
 
 from __future__ import annotations
 

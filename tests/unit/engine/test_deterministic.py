@@ -1,4 +1,4 @@
-"""Deterministic mode: logits have the same bits whatever the batch, the chunks, the blocks and the arrivals."""
+"""Deterministic mode: logits have the same bits for any batch, chunk size, block size and order of arrival."""
 
 from __future__ import annotations
 

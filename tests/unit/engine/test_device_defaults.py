@@ -1,4 +1,4 @@
-"""What a worker takes where its settings leave batch, chunk and speculation to the device."""
+"""Defaults for batch, chunk and speculation that depend on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts change how many tokens a step gives, never which: right, wrong and half right ones, in mixed company."""
+"""Drafts change the number of tokens per step, never the tokens: right, wrong and partly right drafts in one batch."""
 
 from __future__ import annotations
 

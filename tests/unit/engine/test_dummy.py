@@ -1,4 +1,4 @@
-"""Weights that are made up are the same wherever they are made, and of the right size to compute with."""
+"""Dummy weights are the same on every machine, and small enough to compute with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder gives the tokens of transformers in float64, however a sequence is cut, mixed, moved and placed."""
+"""The decoder gives the tokens of transformers in float64, for any chunks, batches, blocks and preemptions."""
 
 from __future__ import annotations
 

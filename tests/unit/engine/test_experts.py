@@ -1,4 +1,4 @@
-"""Experts: who is chosen, with what weight, read from whichever form of checkpoint, and never moved by company."""
+"""Mixture of experts: routing, weights, both checkpoint layouts, and independence of the other tokens."""
 
 from __future__ import annotations
 

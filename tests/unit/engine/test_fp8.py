@@ -1,4 +1,4 @@
-"""Products of eight-bit floats: near to the exact ones, rows independent, odd shapes left plain."""
+"""fp8 products are close to the exact ones, rows are independent, and odd shapes are not quantised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows under a grammar: every document is valid, whoever computes it, and unconstrained company notices nothing."""
+"""Rows with a grammar: every document is valid in every engine, and other rows are not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool's memory: what another process may do with it."""
+"""A pool's shared memory: what another process may do with it."""
 
 from __future__ import annotations
 

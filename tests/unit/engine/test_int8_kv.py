@@ -1,4 +1,4 @@
-"""Keys and values rounded to int8 or fp8: how far off, how small, and never mixed with those of other workers."""
+"""int8 and fp8 KV: its error and size, and that it is never mixed with blocks of other formats."""
 
 from __future__ import annotations
 

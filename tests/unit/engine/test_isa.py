@@ -1,4 +1,4 @@
-"""Instruction sets that are turned down stay down in every library, and what we choose follows them."""
+"""Limited instruction sets stay limited in every library, and our choice of kernels follows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled kernels against torch in float64, and row by row against themselves in company."""
+"""The compiled kernels equal torch in float64, and a row's bits do not depend on the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that tells how many layers are stored: never early, and the step is the same."""
+"""A step that reports stored layers: never too early, and with the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with packed and with int8 weights against plain ones."""
+"""Products with packed and int8 weights equal plain products."""
 
 from __future__ import annotations
 

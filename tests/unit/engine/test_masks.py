@@ -1,4 +1,4 @@
-"""Bans and bias against transformers' logits processors; bans that leave nothing give way from the weakest on."""
+"""Bans and bias equal transformers' logits processors; if bans leave no token, the weakest ones are dropped."""
 
 from __future__ import annotations
 

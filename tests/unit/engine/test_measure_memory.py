@@ -1,4 +1,4 @@
-"""The order of measuring, over a device that is a row of numbers; and an engine whose pool is what it leaves."""
+"""The order of memory measurements on a simulated device, and the pool size of an engine that uses them."""
 
 from __future__ import annotations
 

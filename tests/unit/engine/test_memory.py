@@ -1,4 +1,4 @@
-"""A model that does not fit is refused with both numbers, before anything is read."""
+"""A model that does not fit is rejected with both sizes, before any weight is read."""
 
 from __future__ import annotations
 

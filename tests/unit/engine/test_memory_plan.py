@@ -1,4 +1,4 @@
-"""How a worker's memory is divided: by what is measured on a GPU, by what is free on a host."""
+"""A worker's memory plan: from measurements on a GPU, from free memory on a host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with eight-bit weights compute what their dequantised weights compute, exactly, or are refused."""
+"""Checkpoints with 8-bit weights compute exactly as their dequantised weights do, or are rejected."""
 
 from __future__ import annotations
 

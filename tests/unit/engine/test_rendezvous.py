@@ -1,4 +1,4 @@
-"""Ranks that join from another host, for which 127.0.0.2 stands: who is let in, and what everybody is told."""
+"""Ranks that join from another host (127.0.0.2 here): authentication, and what each rank learns of the others."""
 
 from __future__ import annotations
 

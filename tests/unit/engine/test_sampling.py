@@ -1,4 +1,4 @@
-"""Tokens are sampled by the right law, and each draw depends on its row alone."""
+"""Sampled tokens follow the right distribution, and each depends only on its row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt's own logprobs equal transformers', however the prompt is cut and whoever shares the step."""
+"""A prompt's logprobs equal those of transformers, for any chunks and batch."""
 
 from __future__ import annotations
 

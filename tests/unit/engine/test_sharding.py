@@ -1,4 +1,4 @@
-"""Parts of matrices: ranks together hold everything once, and only the bytes of a part are read."""
+"""Shards of matrices: the ranks together have every weight once, and each reads only its own bytes."""
 
 from __future__ import annotations
 

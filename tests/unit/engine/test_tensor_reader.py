@@ -1,4 +1,4 @@
-"""Tensors are read byte for byte, each once, and what goes wrong on the way has a name."""
+"""Tensors are read byte for byte, each once, and errors name their cause."""
 
 from __future__ import annotations
 

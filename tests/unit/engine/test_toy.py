@@ -1,4 +1,4 @@
-"""The toy engine answers what its docstring says, from the bytes in its blocks."""
+"""The toy engine gives the answers of its docstring, computed from the bytes in its blocks."""
 
 from __future__ import annotations
 

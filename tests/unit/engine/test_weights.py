@@ -1,4 +1,4 @@
-"""A folder's weights are read whole and once, or refused with what was seen."""
+"""A checkpoint's weights are read completely and once, or rejected with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for libcuda: device memory is memory of this process, a handle is an address in plain bytes."""
+"""A stand-in for libcuda: device memory is memory of this process, and a handle contains an address."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Stand-in for the NIXL library: reads between agents of this process, done when they are asked about.
+"""A stand-in for the NIXL library: reads between agents of this process, carried out when their state is queried.
 
-What it keeps of the real one: only the thread that made an agent calls it; a read may need several questions, and may
-land in pieces; what fails tells of it by raising or by its state, and may land afterwards; releasing a handle ends
-nothing; memory that is not registered is refused before anything is read.
+It keeps these properties of the real library: only the thread that created an agent may call it. A read may need
+several queries, and may arrive in pieces. A failure is an exception or a state, and its data may still arrive later.
+Releasing a handle ends nothing. Unregistered memory is rejected before anything is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One end of a transfer in a process of its own (peer.py), which a test may stop and kill."""
+"""One end of a transfer in a separate process (peer.py), which a test may stop and kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sender that speaks frames by hand, for tests of what no sender of ours would say."""
+"""A sender that builds frames by hand, for tests of invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cuda_ipc and nccl where the other end says what no end of ours would, or a device has no more to give."""
+"""cuda_ipc and nccl when the other end sends invalid messages, or a device has no resources left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a receiver may say that none of ours would: the transfer fails, typed, and nothing of the sender is held."""
+"""Invalid answers of a receiver: the transfer fails with a typed error, and the sender keeps no block."""
 
 from __future__ import annotations
 

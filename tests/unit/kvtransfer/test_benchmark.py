@@ -1,4 +1,4 @@
-"""The transfer benchmark itself: that it moves what it says, names what is missing, and judges as it says."""
+"""The transfer benchmark itself: it moves the bytes that it reports, names missing peers, and checks its bars."""
 
 from __future__ import annotations
 

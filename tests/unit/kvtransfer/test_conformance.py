@@ -1,6 +1,6 @@
 """What every transport must do: over real sockets and shared memory, and for GPUs over stand-ins of their libraries.
 
-Tests that meddle with the bytes on the wire are for the transports whose bytes are there.
+Tests that change bytes on the wire run only for transports that send them there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KV that changes its shape on the way, against a dense array that is read and written in the plainest way."""
+"""KV that changes its shape during a transfer equals a dense array that is converted in the simplest way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several copy streams and several chunks in flight: which stream, how much staging, and any order of completion."""
+"""Several copy streams and chunks in flight: choice of stream, size of staging, and any order of completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cuda_ipc and nccl where their libraries are slow, differ or fail: over stand-ins that keep the real ones' manners."""
+"""cuda_ipc and nccl when their libraries are slow, differ or fail, over stand-ins that behave like the real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each kind of fault, injected as the product does it, over real sockets and rings."""
+"""Each kind of fault, injected by the product's own injector, over real sockets and rings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transfer meets which fault."""
+"""Which transfer gets which fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1,000 transfers of the storm; `make fault-storm` runs 100,000 on each transport."""
+"""Some hundreds of transfers of the storm; `make fault-storm` runs 100,000 on each transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to memory and to owners when something breaks, on every transport."""
+"""What happens to memory and to owners when something fails, on every transport."""
 
 from __future__ import annotations
 

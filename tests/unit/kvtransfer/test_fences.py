@@ -1,4 +1,4 @@
-"""What a copy between devices waits for of the engine's own work, and what not: its fence, and nothing queued later."""
+"""A copy between devices waits for the engine's work up to its fence, and for nothing that is queued later."""
 
 from __future__ import annotations
 

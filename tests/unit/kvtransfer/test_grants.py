@@ -1,4 +1,4 @@
-"""What a grant and an engine's spec say of blocks, and which of them are refused where they are read."""
+"""Validation of grants and of an engine's block shape where they are read."""
 
 from __future__ import annotations
 

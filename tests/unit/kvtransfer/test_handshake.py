@@ -1,4 +1,4 @@
-"""Who may connect, over what, and what everybody else is told."""
+"""Which peers may connect, over which transports, and how others are rejected."""
 
 from __future__ import annotations
 

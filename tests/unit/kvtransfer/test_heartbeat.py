@@ -1,4 +1,4 @@
-"""When a connection shows that it lives, when its peer counts as gone, and which leases are possible."""
+"""When a connection sends heartbeats, when its peer counts as lost, and which leases are possible."""
 
 from __future__ import annotations
 

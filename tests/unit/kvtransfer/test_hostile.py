@@ -1,4 +1,4 @@
-"""What strangers and broken peers may send to the handshake and to the data port: nothing of it may do harm."""
+"""Messages of unknown and broken peers to the handshake and the data port: none of them does harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The join of a transfer's parts: single rules, and every order of events of up to three members."""
+"""Joining the parts of a transfer: single rules, and every order of events of up to three members."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Known failures of other systems, third family: one request's late or repeated word kills everybody's engine.
+"""Known failures of other systems, third kind: a late or repeated message of one request crashes the engine.
 
-Each test names the thread that it answers to. The words come over real transports; what the workers' tables do with
-them is in tests/unit/decode_worker/ and tests/unit/prefill_worker/, under the same name.
+Each test names the issue that it reproduces. The messages arrive over real transports. What the workers' tables do with
+them is tested under the same name in tests/unit/decode_worker/ and tests/unit/prefill_worker/.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Known failures of other systems, second family: blocks that nobody frees, transfers that never end.
+"""Known failures of other systems, second kind: blocks that are never freed, transfers that never end.
 
-Each test names the thread that it answers to. Where a thread tells of a timeout of minutes, the test gives none: the
-end must come from the protocol, at once.
+Each test names the issue that it reproduces. Where the issue mentions a timeout of minutes, the test sets none: the
+protocol itself must end the transfer at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Known failures of other systems, first family: somebody else's KV in a committed block, with status 200.
+"""Known failures of other systems, first kind: another request's KV in a committed block, with status 200.
 
-Each test names the thread that it answers to. It shows that the mechanism of that thread cannot end in a committed
-block here; most of them were reported as "wrong output under load", months after the fact.
+Each test names the issue that it reproduces, and shows that its mechanism cannot lead to a committed block here. Most
+of these issues were reported as "wrong output under load", months later.
 """
 
 from __future__ import annotations

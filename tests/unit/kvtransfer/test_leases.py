@@ -1,4 +1,4 @@
-"""Who is silent or stands still frees everything: by the deadline, or by a lease where there is none."""
+"""A silent or stalled peer makes everything free: at the deadline, or at the end of a lease if there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nixl where its library is slow, fails or says so too late: over a stand-in, and once with a real killed peer."""
+"""nixl when its library is slow, fails or reports too late: over a stand-in, and once with a real killed peer."""
 
 from __future__ import annotations
 

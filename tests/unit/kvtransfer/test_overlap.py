@@ -1,4 +1,4 @@
-"""What is said of a transfer's time: how long chunks were on their way, and what of that nothing hid."""
+"""Reported transfer times: how long chunks took, and how much of that was not hidden by prefill."""
 
 from __future__ import annotations
 

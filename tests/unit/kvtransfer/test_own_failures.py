@@ -1,4 +1,4 @@
-"""What breaks on this side: no more threads, a bug in one of ours, a package or a kernel's file that is not there."""
+"""Failures on this side: no more threads, a bug in our code, a missing package or kernel file."""
 
 from __future__ import annotations
 

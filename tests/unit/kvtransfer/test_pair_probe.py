@@ -1,4 +1,4 @@
-"""What `doctor` measures between two processes: every path has a figure or a reason."""
+"""What `doctor` measures between two processes: every transport has a figure or a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bounded number of NCCL pairs: whoever comes later gets the place of the pair that was used longest ago."""
+"""A limited number of NCCL pairs: a new pair replaces the one that was unused for longest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that come in parts: by groups of layers, and by shards, the heads of each of the sender's ranks."""
+"""Blocks that arrive in parts: by groups of layers, and by shards (the heads of each of the sender's ranks)."""
 
 from __future__ import annotations
 

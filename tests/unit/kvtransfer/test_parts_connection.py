@@ -1,4 +1,4 @@
-"""Blocks that are sent in parts by several ranks, over real connections."""
+"""Blocks that several ranks send in parts, over real connections."""
 
 from __future__ import annotations
 

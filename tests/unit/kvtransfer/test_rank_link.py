@@ -1,4 +1,4 @@
-"""A leader and its ranks over real streams in one process: who leads, what orders do, what a lost rank means."""
+"""A leader and its ranks over real streams in one process: who leads, what orders do, and what a lost rank causes."""
 
 from __future__ import annotations
 

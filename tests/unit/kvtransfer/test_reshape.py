@@ -1,4 +1,4 @@
-"""Which rectangles fill which blocks."""
+"""Which token ranges of the source fill which blocks of the target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sender whose blocks have another shape than the receiver's, over real connections."""
+"""A sender whose blocks differ in shape from the receiver's, over real connections."""
 
 from __future__ import annotations
 

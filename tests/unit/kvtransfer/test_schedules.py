@@ -1,7 +1,7 @@
 """Both tables joined by a simulated connection, under random schedules with faults. No thread, clock or socket.
 
-Memory is modelled: the moment a side hands memory back, its owner scribbles over it, and any later access by the
-transfer is an error. A transfer that is reported VERIFIED must equal its source at that moment.
+Memory is modelled: when a side frees a block, its owner overwrites it at once, and any later access by the transfer is
+an error. A transfer that is reported VERIFIED must equal its source at that time.
 """
 
 from __future__ import annotations

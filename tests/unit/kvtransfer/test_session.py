@@ -1,4 +1,4 @@
-"""The tables themselves, and one session under random events."""
+"""The lifecycle tables themselves, and one session under random events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shape says about its bytes, and which shapes can exchange blocks."""
+"""A shape's sizes in bytes, and which shapes can exchange blocks."""
 
 from __future__ import annotations
 

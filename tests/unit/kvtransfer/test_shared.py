@@ -1,4 +1,4 @@
-"""shm: what a sender may offer for its pool, and what comes of an offer that is a lie."""
+"""shm: what a sender may offer as its pool, and what happens to a false offer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three mix-ups that stamps are for: another text's block, a source and a target block that were reused."""
+"""The three errors that stamps detect: another text's block, a reused source block, a reused target block."""
 
 from __future__ import annotations
 

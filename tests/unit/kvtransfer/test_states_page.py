@@ -1,4 +1,4 @@
-"""docs/transfer.md shows the tables and the invariants as they are."""
+"""docs/transfer.md shows the present tables and invariants."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Device memory is used on the stream that it was allocated for, or is memory that torch's allocator never hands out;
-and what one stream writes, another reads or writes only behind an event, or once the host has seen the event pass.
+"""Device memory is used on the stream that it was allocated for, or is memory that torch's allocator never reuses.
+What one stream writes, another reads or writes only after an event, or after the host has seen the event complete.
 
-torch's allocator gives freed memory to the next allocation of the same stream at once, while kernels that were queued
-on that stream still use it: right for later work on that stream, and wrong on any other that does not wait for it. The
-stand-in remembers which stream each allocation is for, and fails a use on another one.
+torch's allocator gives freed memory to the next allocation of the same stream at once, while kernels queued on that
+stream still use it. That is right for later work on that stream, and wrong on any other that does not wait for it. The
+stand-in remembers the stream of each allocation, and rejects use on another one.
 
-It also keeps a vector clock for each stream and for each thread of the host, as race detectors do: queued work comes
-after what its thread has seen, a wait after what the event's stream had queued. Two uses of the same bytes, one of them
-a write, that neither clock orders are a race, whatever order they would happen to run in.
+It also keeps a vector clock for each stream and for each host thread, as race detectors do: queued work comes after
+what its thread has seen, and a wait after what the event's stream had queued. Two uses of the same bytes, of which one
+is a write, are a race if neither clock orders them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When floats travel as int8."""
+"""When float KV is sent as int8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels run on a CUDA device where there is one, and else in Triton's interpreter."""
+"""Kernels run on a CUDA device if there is one, otherwise in Triton's interpreter."""
 
 from __future__ import annotations
 

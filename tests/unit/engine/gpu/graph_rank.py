@@ -1,6 +1,6 @@
-"""A rank whose decode steps go through static buffers, as a GPU's do, on a CPU: kernel by kernel, over gloo.
+"""A rank on a CPU whose decode steps use static buffers, as on a GPU; kernels run one by one, ranks talk over gloo.
 
-python -m tests.unit.engine.gpu.graph_rank RANK PORT FOLDER      follows
+python -m tests.unit.engine.gpu.graph_rank RANK PORT FOLDER      a follower
 """
 
 from __future__ import annotations

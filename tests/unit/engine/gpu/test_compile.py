@@ -1,7 +1,7 @@
-"""What only the compiler refuses: every kernel, at real shapes, for an H100 that is not there. And what its code
-consists of: wide loads, asynchronous copies, tensor cores, registers.
+"""Compiles every kernel at real shapes for an H100, without a device, because only the compiler finds some errors.
 
-In every run each kernel is compiled once for each file of cases; test-slow compiles all launches, with all types.
+The machine code must have wide loads, asynchronous copies, tensor cores, and few enough registers. `make test` compiles
+each kernel once for each file of cases; `make test-slow` compiles all launches with all types.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""No kernel is compiled once a worker is ready: whatever steps come, Triton's cache has each of their kernels."""
+"""No kernel is compiled once a worker is ready: Triton's cache has every kernel of any later step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton launches on the thread's current device: every rank must have made its own GPU that."""
+"""Triton launches on the thread's current device, so every rank must have selected its own GPU."""
 
 from __future__ import annotations
 

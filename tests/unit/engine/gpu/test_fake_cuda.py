@@ -1,4 +1,4 @@
-"""The ways of a GPU by torch's own rules: shapes, strides, dtypes and devices of every operation, over fake tensors."""
+"""The GPU code path under torch's own rules: shapes, strides, dtypes and devices of every operation on fake tensors."""
 
 from __future__ import annotations
 

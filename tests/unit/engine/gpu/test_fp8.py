@@ -1,4 +1,4 @@
-"""Activations that are rounded where they are computed: near to float64, and the same model with them."""
+"""Activations rounded to fp8 in the kernel: close to float64, also in a whole model."""
 
 from __future__ import annotations
 

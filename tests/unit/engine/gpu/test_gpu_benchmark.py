@@ -1,4 +1,4 @@
-"""benchmarks.gpu from the first line to the last on a CPU: every part leaves its rows, and a bad one stops no other."""
+"""All of benchmarks.gpu on a CPU: every part writes its rows, and a failing part stops no other."""
 
 from __future__ import annotations
 

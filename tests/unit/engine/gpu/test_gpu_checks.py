@@ -1,4 +1,4 @@
-"""The scripts of tests/gpu run, and are not blind: on a CPU, over host memory and stand-ins."""
+"""The scripts of tests/gpu run on a CPU with stand-ins, and detect seeded errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The computed floor of a decode step: its bytes are the model's, and the documentation has its table."""
+"""The computed lower bound of a decode step: its bytes are those of the model, and the docs have its table."""
 
 from __future__ import annotations
 

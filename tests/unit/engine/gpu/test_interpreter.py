@@ -1,4 +1,4 @@
-"""The choice of the interpreter holds whatever the process did before, and leaves nothing behind."""
+"""Triton's interpreter can be selected whatever the process imported before, and leaves no setting behind."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Blocks that are relayed arrive, the others stay, and the sums are those of the rule."""
+"""Relayed blocks arrive, other blocks stay unchanged, and checksums follow the rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every decode graph is captured without what a capture must not do."""
+"""Capturing a decode graph does nothing that is forbidden during a capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interpreter under which the kernels' checks run finds what a plain one lets pass."""
+"""The strict interpreter, which checks the kernels, finds errors that the plain one misses."""
 
 from __future__ import annotations
 

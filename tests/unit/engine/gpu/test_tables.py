@@ -1,4 +1,4 @@
-"""Block tables on the device: what is sent is what is there, whatever sequences come, grow, leave and change."""
+"""Block tables on the device equal those of the host when sequences start, grow, end and change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixed step by the kernels: states, keys and values are those of torch's way, whatever rows it has."""
+"""Mixed steps with Triton kernels: states, keys and values equal those of torch, for any rows."""
 
 from __future__ import annotations
 

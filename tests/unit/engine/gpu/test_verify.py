@@ -1,4 +1,4 @@
-"""Rows with drafts through the graph of several tokens: the eager engine's tokens, whatever is guessed and asked."""
+"""Rows with drafts in the graph of several tokens give the eager engine's tokens, for any drafts and sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The deeper exploration: `python -m tests.unit.kvtransfer.model [NAME ...]` prints a table; 1 on a violation."""
+"""The deeper exploration: `python -m tests.unit.kvtransfer.model [NAME ...]` prints a table, and exits with 1 on a
+violation.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A value that is equal for two local states exactly where they behave the same.
+"""Maps local states to values that are equal exactly if the states behave the same.
 
-Every field of every object is walked, so that a field which a table gains is part of the state from its first day;
-only what is listed here as without influence is left out. Times are taken relative to the side's clock. An object
-that is reached twice is one object: the second time only its number stands there.
+Every field of every object is included, so a new field of a table is part of the state without further work. Only the
+fields listed here, which have no influence, are left out. Times are relative to the side's clock. An object that occurs
+twice is represented by its number the second time.
 """
 
 from __future__ import annotations

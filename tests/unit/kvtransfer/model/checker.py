@@ -1,7 +1,7 @@
-"""A small explicit-state model checker: breadth first, so that the first trail to a violation is a shortest one.
+"""A small explicit-state model checker; it searches breadth first, so the first violation has a shortest trace.
 
-Sides are deterministic machines around the product's own tables. Their reactions are computed once per (local state,
-event) and looked up ever after, because the product of the sides has many times more states than each side.
+Sides are deterministic machines around the product's own tables. The reaction to each (local state, event) is computed
+once and cached, because the product of the sides has many times more states than each side.
 """
 
 from __future__ import annotations

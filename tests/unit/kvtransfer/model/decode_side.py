@@ -1,8 +1,8 @@
 """The decode worker in the model: the real ReceiveTransfers and BlockAllocator, one thread per connection, an owner.
 
-An event is what one thread does under the receiver's lock, so that every interleaving of threads is an order of
-events. A write and its `leave` are one event, at the latest moment that the write can happen: a write that happens
-earlier is seen by nobody before.
+An event is what one thread does while it holds the receiver's lock, so every interleaving of threads is an order of
+events. A write and its `leave` are one event, at the latest time at which the write can happen: an earlier write would
+be visible to nothing before that time.
 """
 
 from __future__ import annotations

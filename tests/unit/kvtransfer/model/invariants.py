@@ -1,4 +1,4 @@
-"""What must hold in every reachable state. The sides and the world check it in code, and raise by these keys."""
+"""The invariants of every reachable state. The sides and the world check them, and raise errors with these keys."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether all blocks come back when nobody hears anything any more and time passes.
+"""Whether all blocks are freed if no more messages arrive and time passes.
 
-Each side must manage alone, so the question is asked of local states, not of their product: threads finish the call
-that they are in, clocks go on, and owners let go of what was committed.
+Each side must do this alone, so local states are checked, not their product: threads finish their present call, clocks
+advance, and owners release committed blocks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Seeded errors in the product's tables and tables. The checker must find each, with a trail; a guard whose loss it
-does not notice is either not needed or not modelled, and stands in no list."""
+"""Seeded errors in the product's transfer tables. The checker must find each of them, with a trace.
+
+A guard is not listed if the checker does not notice its removal: it is unnecessary, or it is not modelled.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The prefill worker in the model: the real SendTransfers and BlockAllocator, the one thread of a pair, an owner.
 
-A chunk's checksum is taken when the chunk is (`take`); its bytes are read at the latest moment (`send`), as a socket
-does that fills up meanwhile.
+A chunk's checksum is computed when the chunk is taken (`take`). Its bytes are read at the latest possible time
+(`send`), as with a socket that was full in between.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs one exploration with all its checks, and prints a counterexample as steps to read."""
+"""Runs one exploration with all its checks, and prints a counterexample as a list of steps."""
 
 from __future__ import annotations
 

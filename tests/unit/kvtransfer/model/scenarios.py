@@ -1,4 +1,4 @@
-"""What is explored: small pools, so that the second transfer lands on the blocks of the first."""
+"""The explored scenarios: pools are small, so that a second transfer reuses the blocks of the first."""
 
 from __future__ import annotations
 

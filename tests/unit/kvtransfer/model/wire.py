@@ -1,4 +1,4 @@
-"""What travels in the model: the tables' own actions, and chunks with ghosts that only the invariants look at."""
+"""Messages of the model: the tables' own actions, and chunks with extra fields that only the invariants read."""
 
 from __future__ import annotations
 

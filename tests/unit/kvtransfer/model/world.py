@@ -1,7 +1,7 @@
-"""Both sides, the connections between them and everything that may go wrong, as a transition system.
+"""Both sides, the connections between them and all faults, as a transition system.
 
-A message on its way is delivered in order within its connection, at any later time or never; connections know nothing
-of each other's order. A fault costs one of `Scenario.faults`; that time passes costs nothing.
+Messages of one connection arrive in order, at any later time or never; connections are independent of each other. Each
+fault uses up one of `Scenario.faults`; the passing of time uses up none.
 """
 
 from __future__ import annotations
