@@ -1,12 +1,12 @@
 """Chooses the prompt chunks of a step, and allocates and frees the memory of prompts. Pure: time is passed as `now_s`.
 
-A prompt waits in the inbox, is computed in chunks, and is held until its KV was sent. lifecycle.py has its stages, and
-pdserve/core/prompt_order.py decides which prompt comes first. The KV of a prompt whose first token is its last is not
-sent.
+A prompt waits in the inbox, is computed in chunks, and keeps its blocks until its KV has been sent. lifecycle.py has
+its stages, and pdserve/core/prompt_order.py decides which prompt comes first. The KV of a prompt whose first token is
+its last is not sent.
 
 All blocks of a prompt are allocated when its computation starts, so memory cannot run out half-way. From then on a
-sender may read them, so they are freed only after `sent` was called. When finished blocks are passed to the sender is
-decided for each prompt at the start of its computation (prefill_worker/pushing.py).
+sender may read them, so they are freed only after `sent` was called. prefill_worker/pushing.py decides, when a prompt
+starts, when its finished blocks are passed to the sender.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class PrefillBatching:
         """The next step; apply the effects first. No rows: nothing can be computed now."""
         effects = self.expire(now_s)
         present = [*self._computing.values(), *self._waiting.values()]
-        is_full = False  # there is no memory for the next prompt; smaller ones do not overtake it
+        is_full = False  # no memory for the next prompt; smaller prompts must not overtake it
 
         def start(prompt: PrefillSequence) -> bool:
             nonlocal is_full

@@ -164,7 +164,7 @@ class Admission:
 
 
 def _check_scores(sampling: Sampling, num_tokens: int) -> None:
-    """They are kept and sent as one."""
+    """All logprobs of a prompt are stored and sent together, so their number is limited."""
     if sampling.prompt_logprobs is not None and num_tokens * (1 + sampling.prompt_logprobs) > MAX_SCORES:
         most = MAX_SCORES // (1 + sampling.prompt_logprobs)
         raise InvalidRequest(

@@ -1,6 +1,6 @@
 """Measures overload: the predicted capacity, the demand, and how certain both are. Pure.
 
-newcomers.py and late_requests.py decide by it which requests are rejected.
+newcomers.py and late_requests.py use it to decide which requests are rejected.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def is_long(cluster: ClusterState, unloaded: UnloadedEstimate) -> bool:
 
 
 def least_s(predicted_s: float, unloaded: UnloadedEstimate) -> float:
-    """The least time that a prediction of `predicted_s` allows, by the error band of the model."""
+    """The shortest time that is consistent with a prediction of `predicted_s`, given the model's error band."""
     if unloaded.ttft_s <= 0.0:
         return predicted_s
     return predicted_s * max(1.0 - unloaded.band_s / unloaded.ttft_s, 0.0)
@@ -64,7 +64,7 @@ def reject_late(cluster: ClusterState, request: Request, message: str, retry_aft
     if "rejection" not in cluster.rules or request.attempt:
         return None
     rate, demand = present_capacity(cluster).rate, cluster.demand
-    # Its worker is unavailable to the others while it computes this request; they come first, but cannot interrupt it.
+    # Its worker cannot start other requests while it computes this one, although those have precedence.
     if demand.rate(cluster.now_s) * (1.0 - demand.error) <= max(BUSY_SHARE * rate, rate - 1.0):
         return None
     message = f"{message}, the target is {request.facts.slo.ttft_s:.3f} s"

@@ -36,8 +36,8 @@ def on_worker_forgotten(cluster: ClusterState, event: WorkerForgotten) -> Iterat
 
 
 def on_silence(cluster: ClusterState) -> Iterator[Lose]:
-    """The attempts of workers that were silent for twice the limit are lost. Their streams still exist,
-    so they are told, and their memory stays booked until they answer or their stream ends."""
+    """The attempts of workers that were silent for twice the limit are lost. Their streams still exist, so they receive
+    a Cancel, and their memory stays booked until they answer or their stream ends."""
     limit_s = 2.0 * cluster.settings.worker_silence_s
     for view in cluster.fleet.workers.values():
         if view.is_connected and cluster.now_s - view.heard_s >= limit_s:

@@ -129,9 +129,9 @@ def _draw(one: Series, points: list[tuple[float, float]], bottom: float, x: Axis
     parts.append(f'<polyline class="line" points="{path}" stroke="{colour}"{dash}/>')
     if one.is_marked:
         for (px, py), (vx, vy) in zip(points, one.points, strict=True):
-            told = html.escape(f"{one.name}: {y.text(vy)} at {x.text(vx)}")
+            title = html.escape(f"{one.name}: {y.text(vy)} at {x.text(vx)}")
             parts.append(f'<circle class="dot" cx="{px:g}" cy="{py:g}" r="4.5" fill="{colour}">')
-            parts.append(f"<title>{told}</title></circle>")
+            parts.append(f"<title>{title}</title></circle>")
     return parts
 
 

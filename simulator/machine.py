@@ -92,7 +92,7 @@ class Machine(ABC):
 
     @abstractmethod
     def _interrupt(self) -> None:
-        """A message arrived while it computes: it is read at the end of the current step."""
+        """A message arrived during a step; it is read when the step ends."""
 
     @abstractmethod
     def _go(self) -> None:
@@ -173,7 +173,7 @@ class Machine(ABC):
             self._go()
 
     def post(self, action: Callable[..., None], *details: Any) -> None:
-        """From the network, which may be called by this machine itself: it is read after the current action."""
+        """Called by the network, perhaps during an action of this machine; the message is read after that action."""
         self.agenda.after(0.0, self.deliver, action, *details)
 
     def read_inbox(self) -> None:
@@ -233,7 +233,7 @@ class Machine(ABC):
         self.agenda.after(self.env.config.message_s, self.env.tell, router, event)
 
     def forward(self, message: pr.AttemptMessage) -> None:
-        """To the router whose attempt it is about, which names the attempt by the worker."""
+        """Sends the message to the router of its attempt. There, the attempt's key has the worker's id."""
         theirs = message.key._replace(peer=self.shape.worker_id)
         self.tell(message.key.router, replace(message, key=theirs))
 

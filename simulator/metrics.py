@@ -204,7 +204,11 @@ def _use(workers: list[WorkerRow], lasted_s: float, capacity_tokens: int) -> Rol
 
 
 def _error(pairs: Iterable[tuple[float | None, float | None]]) -> float | None:
-    errors = [abs(told - was) / was for told, was in pairs if told is not None and was is not None and was > 0.0]
+    errors = [
+        abs(predicted - was) / was
+        for predicted, was in pairs
+        if predicted is not None and was is not None and was > 0.0
+    ]
     return percentiles(errors).p50
 
 

@@ -14,7 +14,7 @@ The token sampled after n positions is a printable ASCII character, from the cel
     noise = 0 when greedy, else splitmix64(seed + n) mod 7919
 
 So the prompt [65, 66] gives greedily 32 + (1 * 66 + 2 * 134) mod 7919 mod 95 = 32 + 334 mod 95 = 81 ("Q"). On
-`toy-marked` it gives 84 ("T") when a prefill worker read it, and still 81 when a decode worker read it itself.
+`toy-marked` it gives 84 ("T") if a prefill worker computes the prompt, and still 81 if the decode worker does.
 Positions enter twice, so that stale cells and swapped blocks change the result. The sum exceeds the prime 7919 often,
 so a wrong cell soon changes the text.
 
