@@ -39,7 +39,6 @@ _IGNORED_CHAT: Final[Mapping[str, str]] = {
     "prompt_cache_key": "prefixes are found by their content",
     "prompt_cache_retention": "cached prefixes stay while memory allows",
     "prompt_cache_options": "prefixes are found by their content",
-    "parallel_tool_calls": "there are no tools yet",
 }
 IGNORED: Final[Mapping[Endpoint, Mapping[str, str]]] = {"chat": _IGNORED_CHAT, "text": _IGNORED}
 
@@ -58,8 +57,6 @@ _REJECTED: Final[Mapping[str, Rejected]] = {
 }
 _REJECTED_CHAT: Final[Mapping[str, Rejected]] = {
     **_REJECTED,
-    "tools": Rejected("tools are not supported yet", ([],)),
-    "tool_choice": Rejected("tools are not supported yet", ("none", "auto")),
     "functions": Rejected("replaced by tools in OpenAI's API", ([],)),
     "function_call": Rejected("replaced by tool_choice in OpenAI's API", ("none", "auto")),
     "audio": Rejected("answers are text"),

@@ -13,9 +13,12 @@ from typing import Any, ClassVar, Final, final
 
 from pdserve.client.results import Choice, Completion, Piece, TokenLogprob
 from pdserve.core.results import Usage
+from pdserve.core.types import FinishReason
 from pdserve.gateway import logprobs, sse
 from pdserve.gateway.logprobs import BytesOf
 from pdserve.gateway.sdk_call import Shown
+from pdserve.gateway.tools.answer_tools import AnswerTools, message
+from pdserve.gateway.tools.plan import ToolPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +38,11 @@ class ReplyWriter(ABC):
     whole: ClassVar[str]  # `object` of a whole answer
     part: ClassVar[str]  # of a chunk
 
-    def __init__(self, head: Head, shown: Shown, answers_each: int, bytes_of: BytesOf) -> None:
+    def __init__(
+        self, head: Head, shown: Shown, answers_each: int, bytes_of: BytesOf, tools: ToolPlan | None = None
+    ) -> None:
         self._head, self._shown, self._answers_each, self._bytes_of = head, shown, answers_each, bytes_of
+        self._plan = tools
         self._frame = sse.padded_frame if shown.is_padded else sse.frame
         self._tokens: dict[int, int] = {}  # streamed so far, by answer
 
@@ -66,9 +72,10 @@ class ReplyWriter(ABC):
         for prompt, completion in enumerate(completions):
             for choice in completion.choices:
                 index = self._index(prompt, choice.index)
-                frames.append(
-                    self._chunk({"index": index, **self._last(choice, index)}, completion.usage.prompt_tokens)
-                )
+                frames += [
+                    self._chunk({"index": index, **last}, completion.usage.prompt_tokens)
+                    for last in self._last(choice, index)
+                ]
         if self._shown.has_usage:
             frames.append(self._frame({**self._base(self.part), "choices": [], "usage": usage(completions)}))
         return b"".join([*frames, sse.DONE])
@@ -79,12 +86,12 @@ class ReplyWriter(ABC):
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _delta(self, piece: Piece) -> dict[str, Any]:
-        """The choice of a chunk, without its index."""
+    def _parts(self, piece: Piece) -> list[dict[str, Any]]:
+        """The choices of a piece's chunks, without their index."""
 
     @abstractmethod
-    def _last(self, choice: Choice, index: int) -> dict[str, Any]:
-        """The choice of an answer's last chunk, without its index."""
+    def _last(self, choice: Choice, index: int) -> list[dict[str, Any]]:
+        """The choices of an answer's last chunks, without their index."""
 
     @abstractmethod
     def _add_prompt_logprobs(self, reply: dict[str, Any], completions: Sequence[Completion]) -> None: ...
@@ -93,10 +100,11 @@ class ReplyWriter(ABC):
         self._tokens[piece.index] = self._tokens.get(piece.index, 0) + len(piece.token_ids)
         if not (piece.text or piece.logprobs or self._shown.has_token_ids):
             return b""
-        choice = {"index": piece.index, **self._delta(piece), "finish_reason": None}
-        if self._shown.has_token_ids:
-            choice["token_ids"] = list(piece.token_ids)
-        return self._chunk(choice, prompt_tokens)
+        parts = self._parts(piece)
+        if parts and self._shown.has_token_ids:
+            parts[0]["token_ids"] = list(piece.token_ids)
+        chunks = [{"index": piece.index, **part, "finish_reason": None} for part in parts]
+        return b"".join(self._chunk(one, prompt_tokens) for one in chunks)
 
     def _chunk(self, choice: dict[str, Any], prompt_tokens: int) -> bytes:
         chunk = {**self._base(self.part), "choices": [choice]}
@@ -137,12 +145,24 @@ class ChatWriter(ReplyWriter):
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
+    def __init__(
+        self, head: Head, shown: Shown, answers_each: int, bytes_of: BytesOf, tools: ToolPlan | None = None
+    ) -> None:
+        super().__init__(head, shown, answers_each, bytes_of, tools)
+        self._tools: dict[int, AnswerTools] = {}  # by answer, while streaming
+
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
+        found = {"role": "assistant", "content": choice.text, "refusal": None}
+        num_calls = 0
+        if self._plan is not None:
+            tools = AnswerTools(self._plan)
+            found = message([*tools.feed(choice.text), *tools.end()])
+            num_calls = tools.num_calls
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": found,
             "logprobs": self._logprobs(choice.logprobs),
-            **self._ended(choice),
+            **self._ended_with(choice, num_calls),
             **self._with_ids(choice),
         }
 
@@ -155,11 +175,34 @@ class ChatWriter(ReplyWriter):
         delta = {"role": "assistant", "content": "", "refusal": None}
         return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, prompt_tokens)
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
-        return {"delta": {"content": piece.text}, "logprobs": self._logprobs(piece.logprobs)}
+    def _parts(self, piece: Piece) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = [{"content": piece.text}]
+        if self._plan is not None:
+            deltas = self._tools_of(piece.index).feed(piece.text)
+        if not deltas and (piece.logprobs or self._shown.has_token_ids):
+            deltas = [{}]
+        # The logprobs are those of the piece's tokens, so they stand once.
+        scores = [self._logprobs(piece.logprobs), *(None for _ in deltas[1:])]
+        return [{"delta": delta, "logprobs": score} for delta, score in zip(deltas, scores, strict=False)]
 
-    def _last(self, choice: Choice, index: int) -> dict[str, Any]:
-        return {"delta": {}, "logprobs": None, **self._ended(choice)}
+    def _last(self, choice: Choice, index: int) -> list[dict[str, Any]]:
+        tools = None if self._plan is None else self._tools_of(index)
+        held = [] if tools is None else tools.end()
+        ended = self._ended_with(choice, 0 if tools is None else tools.num_calls)
+        parts = [{"delta": delta, "logprobs": None, "finish_reason": None} for delta in held]
+        return [*parts, {"delta": {}, "logprobs": None, **ended}]
+
+    def _tools_of(self, index: int) -> AnswerTools:
+        assert self._plan is not None
+        if index not in self._tools:
+            self._tools[index] = AnswerTools(self._plan)
+        return self._tools[index]
+
+    def _ended_with(self, choice: Choice, num_calls: int) -> dict[str, Any]:
+        ended = self._ended(choice)
+        if num_calls and choice.finish_reason is FinishReason.STOP:
+            ended["finish_reason"] = "tool_calls"
+        return ended
 
     def _logprobs(self, scored: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         most = self._shown.logprobs
@@ -174,8 +217,10 @@ class TextWriter(ReplyWriter):
     prefix = "cmpl"
     whole = part = "text_completion"
 
-    def __init__(self, head: Head, shown: Shown, answers_each: int, bytes_of: BytesOf) -> None:
-        super().__init__(head, shown, answers_each, bytes_of)
+    def __init__(
+        self, head: Head, shown: Shown, answers_each: int, bytes_of: BytesOf, tools: ToolPlan | None = None
+    ) -> None:
+        super().__init__(head, shown, answers_each, bytes_of, tools)
         self._offsets: dict[int, int] = {}  # characters of the scored tokens so far, by answer
 
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
@@ -187,11 +232,11 @@ class TextWriter(ReplyWriter):
             **self._with_ids(choice),
         }
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
-        return {"text": piece.text, "logprobs": self._logprobs(piece.logprobs, piece.index)}
+    def _parts(self, piece: Piece) -> list[dict[str, Any]]:
+        return [{"text": piece.text, "logprobs": self._logprobs(piece.logprobs, piece.index)}]
 
-    def _last(self, choice: Choice, index: int) -> dict[str, Any]:
-        return {"text": "", "logprobs": None, **self._ended(choice)}
+    def _last(self, choice: Choice, index: int) -> list[dict[str, Any]]:
+        return [{"text": "", "logprobs": None, **self._ended(choice)}]
 
     def _logprobs(self, scored: Sequence[TokenLogprob], index: int) -> dict[str, Any] | None:
         most = self._shown.logprobs

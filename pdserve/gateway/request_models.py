@@ -104,16 +104,62 @@ class TextPart(Strict):
     text: str
 
 
+class Function(Strict):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedChoice(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    """Also what an answer of ours holds, because clients send it back as it came."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[None] | None = None
 
 
 class ChatRequest(SamplingRequest):
     messages: list[Message] = Field(
-        description="roles system, developer (as system), user and assistant; content is text or text parts"
+        description="roles system, developer (as system), user, assistant and tool; content is text or text parts"
     )
     max_completion_tokens: int | None = _means("the same as `max_tokens`")
+    tools: list[Tool] | None = _means("functions that the model may call; up to 128")
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = _means(
+        "`none`, `auto`, `required` or a function; the last two are enforced by a grammar"
+    )
+    parallel_tool_calls: bool | None = _means("false allows one call")
     logprobs: bool | None = _means("logprobs of the generated tokens")
     top_logprobs: int | None = _means("0 to 64 most likely tokens, with `logprobs`")
 
@@ -130,6 +176,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 

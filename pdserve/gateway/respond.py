@@ -52,7 +52,7 @@ class Responder:
                 created_s=int(time.time()),
                 eos_token_ids=model.eos_token_ids,
             )
-            writer = WRITERS[endpoint](head, call.shown, call.answers_each, self._tokens)
+            writer = WRITERS[endpoint](head, call.shown, call.answers_each, self._tokens, call.tools)
             if call.shown.is_streamed:
                 return await self._stream(writer, answers, first, pieces, client, watch, send)
             return await self._whole(writer, answers, pieces, client, watch, send)

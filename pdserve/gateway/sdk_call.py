@@ -12,6 +12,7 @@ from pdserve.client.options import Options
 from pdserve.client.request import Prompt
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.grammar import GrammarKind
 from pdserve.core.types import MAX_SEED
 from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint, supported
@@ -24,8 +25,10 @@ from pdserve.gateway.request_models import (
     StreamOptions,
     TextRequest,
 )
+from pdserve.gateway.tools.plan import ToolPlan, plan_tools
 
 MAX_PROMPTS: Final = 128
+_STRUCTURES: Final = {one.value for one in GrammarKind}
 DEFAULT_TEXT_TOKENS: Final = 16  # OpenAI's, of /v1/completions
 MAX_MESSAGES: Final = 4096  # the router's limit, before anything is converted
 _PASSED: Final = (  # under the same name
@@ -71,6 +74,7 @@ class SdkCall:
     options: Options
     answers_each: int
     shown: Shown
+    tools: ToolPlan | None = None
 
 
 def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:
@@ -86,7 +90,12 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     most = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
     options = _options(request, model.max_new_tokens if most is None else most, logprobs)
-    return _call(request, [sdk_messages(request.messages)], {**options, **headers}, logprobs)
+    plan = plan_tools(request.tools or (), request.tool_choice, request.parallel_tool_calls is not False, model)
+    if plan is not None:
+        if not options.keys().isdisjoint(_STRUCTURES):
+            raise InvalidRequest("response_format", "a form beside tools", "no form, or the tool_choice none")
+        options |= {**plan.options, "tools": plan.tools}
+    return _call(request, [sdk_messages(request.messages)], {**options, **headers}, logprobs, plan)
 
 
 def text_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:
@@ -121,15 +130,31 @@ def check_model(name: object, model: Model) -> None:
         raise UnknownModel(name[:256], model.name)
 
 
-def sdk_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Text parts are joined by line ends, as in vLLM. Templates know `system`, which `developer` replaced."""
-    return [
-        {"role": "system" if one.role == "developer" else one.role, "content": _text(one.content)} for one in messages
-    ]
+def sdk_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Text parts are joined by line ends, as in vLLM. Templates know `system`, which `developer` replaced.
+
+    Raises InvalidRequest.
+    """
+    return [_sdk_message(f"messages.{index}", one) for index, one in enumerate(messages)]
+
+
+def _sdk_message(place: str, message: Message) -> dict[str, Any]:
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(f"{place}.content", "no value", "text, or tool_calls of an assistant")
+    if bool(message.tool_calls) and message.role != "assistant":
+        raise InvalidRequest(f"{place}.tool_calls", f"calls of {message.role}", "calls of an assistant only")
+    if (message.tool_call_id is not None) != (message.role == "tool"):
+        raise InvalidRequest(f"{place}.tool_call_id", "another value", "the call's id, in messages of role tool only")
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role, "content": _text(message.content)}
+    if message.tool_calls:
+        found["tool_calls"] = [one.model_dump() for one in message.tool_calls]
+    found |= {name: getattr(message, name) for name in ("tool_call_id", "name") if getattr(message, name) is not None}
+    return found
 
 
 def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 def _checked(endpoint: Endpoint, given: Mapping[str, Any], model: Model) -> dict[str, Any]:
@@ -138,7 +163,11 @@ def _checked(endpoint: Endpoint, given: Mapping[str, Any], model: Model) -> dict
 
 
 def _call(
-    request: SamplingRequest, prompts: Sequence[Prompt], options: Mapping[str, Any], logprobs: int | None
+    request: SamplingRequest,
+    prompts: Sequence[Prompt],
+    options: Mapping[str, Any],
+    logprobs: int | None,
+    tools: ToolPlan | None = None,
 ) -> SdkCall:
     is_streamed = bool(request.stream)
     if is_streamed and request.prompt_logprobs is not None:
@@ -158,6 +187,7 @@ def _call(
             has_token_ids=bool(request.return_token_ids),
             logprobs=logprobs,
         ),
+        tools=tools,
     )
 
 

@@ -18,8 +18,11 @@ async def tokenize(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
     request = validated(TokenizeRequest, given)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("prompt", "both" if request.prompt else "neither", "prompt or messages")
+    if request.tools and request.messages is None:
+        raise InvalidRequest("tools", f"{len(request.tools)} tools", "messages beside them")
     prompt = sdk_messages(request.messages) if request.messages is not None else request.prompt or ""
-    ids = await caller.client.tokenize(prompt)
+    tools = None if request.tools is None else [one.model_dump(exclude_none=True) for one in request.tools]
+    ids = await caller.client.tokenize(prompt, tools=tools)
     names = None
     if request.return_token_strs:
         table = TokenTable()

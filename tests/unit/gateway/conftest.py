@@ -132,3 +132,23 @@ def is_idle(sdk: Client) -> bool:
             for one in seen.workers
         )
     )
+
+
+TOOL_TEMPLATE = (
+    "{%- for tool in tools or [] %}{{- '# tool <tool_call> ' + tool.function.name + '\\n' }}{%- endfor %}"
+    "{%- for message in messages %}{{- '# ' + message.role + ': ' + message.content + '\\n' }}"
+    "{%- for call in message.tool_calls or [] %}{{- call.function.name + (call.function.arguments | tojson) + '\\n' }}"
+    "{%- endfor %}{%- endfor %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The bundled model with a chat template that shows tools."""
+    folder = tmp_path_factory.mktemp("models") / "tooled"
+    folder.mkdir()
+    for path in Path(BUNDLED).iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    with serve(model=str(folder), worker={"deterministic": True}) as served:
+        yield served

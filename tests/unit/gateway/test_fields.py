@@ -103,7 +103,7 @@ def test_a_field_is_in_one_table(endpoint: Endpoint) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "name"), cases({endpoint: MODELS[endpoint].model_fields for endpoint in ENDPOINTS})
 )
-def test_a_supported_field_has_its_effect(bundled: Served, endpoint: Endpoint, name: str) -> None:
+def test_a_supported_field_has_its_effect(bundled: Served, tooled: Served, endpoint: Endpoint, name: str) -> None:
     prompt: Any = MESSAGES if endpoint == "chat" else PROMPT
     if name in EQUAL:
         value, options = EQUAL[name]
@@ -118,6 +118,11 @@ def test_a_supported_field_has_its_effect(bundled: Served, endpoint: Endpoint, n
         if name == "logprobs" and endpoint == "text":
             fields = {"logprobs": 0}
         assert holds(ask(bundled, endpoint, **{**BASE, **fields}))
+    elif name in ("tools", "tool_choice", "parallel_tool_calls"):
+        tool = {"type": "function", "function": {"name": "stop"}}
+        fields = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+        [choice] = ask(tooled, endpoint, **{**BASE, **fields, "max_tokens": 60}).choices
+        assert [call.function.name for call in choice.message.tool_calls] == ["stop"]
     elif name in ("messages", "prompt"):
         assert text_of(ask(bundled, endpoint, **BASE)) == bundled.sdk.generate(prompt, **BASE).text
     elif name in ("stream", "stream_options"):

@@ -1,0 +1,109 @@
+"""What a request asks of tools, and the options and the reader that follow. Pure.
+
+`auto` leaves the answer to the model, whose form of calls its chat template shows. `required` and a named function are
+enforced by a grammar, so their arguments always validate; the answer then is JSON of our form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pdserve.client.results import Model
+from pdserve.core.errors import InvalidRequest
+from pdserve.gateway.request_models import NamedChoice, Tool
+from pdserve.gateway.tools.events import Reader
+from pdserve.gateway.tools.readers import ArrayReader, NamedReader, make_reader
+
+MAX_CALLS: Final = 16  # of one answer with a grammar
+#: Forms whose marks are special tokens, which have no text unless asked for.
+_SPECIAL_MARKS: Final = ("mistral",)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    tools: Sequence[Mapping[str, Any]]  # for the chat template
+    options: Mapping[str, Any]  # of the SDK's call, beside the tools
+    make_reader: Callable[[], Reader]  # one for each answer
+    most_calls: int | None = None
+    has_short_ids: bool = False  # Mistral's templates take ids of nine characters only
+
+
+def plan_tools(
+    tools: Sequence[Tool], choice: str | NamedChoice | None, is_parallel: bool, model: Model
+) -> ToolPlan | None:
+    """None if the answer cannot have calls. Raises InvalidRequest."""
+    names = [one.function.name for one in tools]
+    if len(set(names)) != len(names):
+        raise InvalidRequest("tools", "several functions of one name", "different names")
+    if not tools or choice == "none":
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice", "a choice without tools", "tools beside it")
+        return None
+    shown = [_for_template(one) for one in tools]
+    most = None if is_parallel else 1
+    is_short = model.tool_format == "mistral"
+    if isinstance(choice, NamedChoice):
+        named = next((one for one in tools if one.function.name == choice.function.name), None)
+        if named is None:
+            raise InvalidRequest("tool_choice", f"{choice.function.name!r:.100}", "the name of one of the tools")
+        options = {"json_schema": _parameters(named)}
+        return ToolPlan(shown, options, lambda: NamedReader(named.function.name), 1, is_short)
+    if choice == "required":
+        schema = calls_schema(tools, most or MAX_CALLS)
+        return ToolPlan(shown, {"json_schema": schema}, ArrayReader, most, is_short)
+    if not model.tool_format:
+        expected = "required or a named function: the form of this model's calls is not known"
+        raise InvalidRequest("tool_choice", "auto", expected)
+    shows = {"skip_special_tokens": False} if model.tool_format in _SPECIAL_MARKS else {}
+    return ToolPlan(shown, shows, lambda: make_reader(model.tool_format, names), most, is_short)
+
+
+def calls_schema(tools: Sequence[Tool], most_calls: int) -> dict[str, Any]:
+    """Of an array of calls. A schema with references stands in $defs, and its references lead there."""
+    definitions: dict[str, Any] = {}
+    calls = []
+    for index, tool in enumerate(tools):
+        parameters = _parameters(tool)
+        moved = _moved(parameters, f"#/$defs/tool{index}")
+        if moved != parameters:
+            definitions[f"tool{index}"] = moved
+            moved = {"$ref": f"#/$defs/tool{index}"}
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, "arguments": moved},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": most_calls,
+        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
+    }
+    return schema | ({"$defs": definitions} if definitions else {})
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _moved(value: Any, root: str) -> Any:
+    """With every reference within the schema, such as #/$defs/a, made one from `root`."""
+    if isinstance(value, list):
+        return [_moved(one, root) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: root + one[1:] if key == "$ref" and isinstance(one, str) and one.startswith("#") else _moved(one, root)
+        for key, one in value.items()
+    }
+
+
+def _for_template(tool: Tool) -> dict[str, Any]:
+    found: dict[str, Any] = tool.model_dump(exclude_none=True)
+    found["function"].pop("strict", None)
+    return found

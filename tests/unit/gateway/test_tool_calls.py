@@ -1,0 +1,186 @@
+"""Tools through OpenAI's client: calls that a grammar enforces, and messages that hold calls and results."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.support.slow import slow_except
+from tests.unit.gateway.conftest import Served
+from tests.unit.structured import schemas
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"type": "integer", "maximum": 99}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+STOP = {"type": "function", "function": {"name": "stop"}}
+TALK = [{"role": "user", "content": "add 2 and 3"}]
+SEEDED = {"max_tokens": 300, "temperature": 1.0, "seed": 5}
+AT_A_TIME = 4
+
+
+def ask(served: Served, **fields: Any) -> Any:
+    return served.openai.chat.completions.create(**{"model": served.model, "messages": TALK, **SEEDED, **fields})
+
+
+def check(arguments: str, tool: Any) -> None:
+    schema = tool["function"].get("parameters") or {"type": "object", "maxProperties": 0}
+    jsonschema.validate(json.loads(arguments), schema)
+
+
+def test_a_named_function_is_called(tooled: Served) -> None:
+    choice = {"type": "function", "function": {"name": "add"}}
+    [answer] = ask(tooled, tools=[ADD, STOP], tool_choice=choice).choices
+    [call] = answer.message.tool_calls
+    assert (call.function.name, answer.finish_reason, answer.message.content) == ("add", "tool_calls", None)
+    check(call.function.arguments, ADD)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_required_calls_validate(tooled: Served, is_streamed: bool) -> None:
+    found = ask(tooled, tools=[ADD, STOP], tool_choice="required", stream=is_streamed, max_tokens=1000)
+    calls: list[list[str]] = []
+    finish = None
+    if is_streamed:
+        for chunk in found:
+            [choice] = chunk.choices
+            finish = choice.finish_reason or finish
+            for part in choice.delta.tool_calls or []:
+                if part.id:
+                    assert part.index == len(calls)
+                    calls.append([part.id, part.function.name, ""])
+                calls[part.index][2] += part.function.arguments
+    else:
+        [choice] = found.choices
+        finish = choice.finish_reason
+        calls = [[one.id, one.function.name, one.function.arguments] for one in choice.message.tool_calls]
+    assert finish == "tool_calls"
+    assert len(calls) >= 1
+    assert len({call_id for call_id, _, _ in calls}) == len(calls)
+    for _, name, arguments in calls:
+        check(arguments, {"add": ADD, "stop": STOP}[name])
+
+
+def test_streamed_and_whole_calls_are_equal(tooled: Served) -> None:
+    fields = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
+    [whole] = ask(tooled, **fields).choices[0].message.tool_calls
+    with tooled.openai.chat.completions.stream(model=tooled.model, messages=TALK, **SEEDED, **fields) as stream:
+        [streamed] = stream.get_final_completion().choices[0].message.tool_calls
+    assert (streamed.function.name, streamed.function.arguments) == (whole.function.name, whole.function.arguments)
+
+
+def test_each_of_several_answers_has_its_calls(tooled: Served) -> None:
+    found = ask(tooled, tools=[ADD], tool_choice="required", parallel_tool_calls=False, n=3)
+    for choice in found.choices:
+        [call] = choice.message.tool_calls
+        check(call.function.arguments, ADD)
+
+
+def test_auto_leaves_the_answer_to_the_model(tooled: Served) -> None:
+    expected = tooled.sdk.generate(TALK, tools=[ADD], max_tokens=20, temperature=1.0, seed=5)
+    [choice] = ask(tooled, tools=[ADD], max_tokens=20).choices
+    assert (choice.message.content, choice.message.tool_calls) == (expected.text, None)
+    chunks = ask(tooled, tools=[ADD], max_tokens=20, stream=True)
+    assert "".join(one.choices[0].delta.content or "" for one in chunks) == expected.text
+
+
+def test_none_hides_the_tools(tooled: Served) -> None:
+    expected = tooled.sdk.generate(TALK, max_tokens=20, temperature=1.0, seed=5)
+    assert ask(tooled, tools=[ADD], tool_choice="none", max_tokens=20).choices[0].message.content == expected.text
+
+
+def test_a_talk_with_calls_and_results_goes_on(tooled: Served) -> None:
+    """The answer's message is sent back as it came."""
+    first = ask(tooled, tools=[ADD], tool_choice="required", parallel_tool_calls=False).choices[0].message
+    [call] = first.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+    found = ask(tooled, messages=[*TALK, first, result], tools=[ADD], max_tokens=8)
+    talk = [
+        *TALK,
+        {"role": "assistant", "content": "", "tool_calls": [call.model_dump()]},
+        result,
+    ]
+    expected = tooled.sdk.generate(talk, tools=[ADD], max_tokens=8, temperature=1.0, seed=5)
+    assert found.choices[0].message.content == expected.text
+    assert found.usage.prompt_tokens == len(tooled.sdk.tokenize(talk, tools=[ADD]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [ADD, ADD]}, "tools"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [ADD] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [ADD], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [{"role": "tool", "content": "5"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "user", "content": "5", "tool_call_id": "c"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
+    ],
+)
+def test_wrong_tools_are_named(tooled: Served, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(tooled, **fields)
+    assert (caught.value.param or "").startswith(param)
+
+
+def test_a_model_without_tools_in_its_template_rejects_them(bundled: Served) -> None:
+    for choice in ("auto", "required"):
+        with pytest.raises(openai.BadRequestError, match="tool"):
+            ask(bundled, tools=[ADD], tool_choice=choice)
+
+
+def wrong_call(served: Served, number: int) -> str:
+    """Empty if the call of a random function validates."""
+    draw = random.Random(number)
+    value, num_bytes = schemas.schema(draw)
+    shared = value.pop("$defs")
+    parameters = {
+        "type": "object",
+        "properties": {"value": value},
+        "required": ["value"],
+        "additionalProperties": False,
+        "$defs": shared,
+    }
+    tools = [{"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}]
+    named = {"type": "function", "function": {"name": f"f{number}"}}
+    found = ask(
+        served,
+        tools=tools if draw.random() < 0.5 else [*tools, ADD],
+        tool_choice=named if number % 2 else "required",
+        parallel_tool_calls=False,
+        max_tokens=num_bytes + 200,
+        seed=number,
+    ).choices[0]
+    try:
+        [call] = found.message.tool_calls
+        check(call.function.arguments, ADD if call.function.name == "add" else tools[0])
+    except Exception as error:  # of any kind: a wrong call is counted
+        return f"call {number}: {type(error).__name__} {error}: {found}"
+    return ""
+
+
+@pytest.mark.parametrize("count", slow_except([16, 1000], 16))
+@pytest.mark.timeout(3600)
+def test_calls_of_random_functions_validate(tooled: Served, count: int) -> None:
+    with ThreadPoolExecutor(AT_A_TIME) as threads:
+        wrong = list(filter(None, threads.map(lambda number: wrong_call(tooled, number), range(count))))
+    assert wrong == []

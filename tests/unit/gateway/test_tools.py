@@ -1,0 +1,254 @@
+"""Readers of tool calls, fed at every split point."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.client.results import Model
+from pdserve.core.errors import InvalidRequest
+from pdserve.gateway.request_models import NamedChoice, Tool
+from pdserve.gateway.tools.answer_tools import AnswerTools, message
+from pdserve.gateway.tools.events import Arguments, CallBegan, Event, Reader, Text, joined
+from pdserve.gateway.tools.plan import calls_schema, plan_tools
+from pdserve.gateway.tools.readers import ArrayReader, NamedReader, make_reader
+
+ADD = '{"name": "add", "arguments": {"a": 1, "b": {"c": "}"}}}'
+ADDED: list[Event] = [CallBegan("add"), Arguments('{"a": 1, "b": {"c": "}"}}')]
+GET = '{"name": "get", "arguments": {}}'
+GOT: list[Event] = [CallBegan("get"), Arguments("{}")]
+NAMES = ("add", "get")
+
+CASES: list[tuple[str, str, list[Event]]] = [
+    ("hermes", "plain text", [Text("plain text")]),
+    ("hermes", f"<tool_call>\n{ADD}\n</tool_call>", ADDED),
+    ("hermes", f"Let me see.\n<tool_call>{ADD}</tool_call>", [Text("Let me see."), *ADDED]),
+    ("hermes", f"<tool_call>{ADD}</tool_call>\n<tool_call>{GET}</tool_call>\n", [*ADDED, *GOT]),
+    ("hermes", f"<tool_call>{ADD}</tool_call> done", [*ADDED, Text(" done")]),
+    ("hermes", f"<tool_call>{ADD}", ADDED),
+    ("hermes", "<tool_call>no JSON</tool_call>", [Text("<tool_call>no JSON</tool_call>")]),
+    ("hermes", '<tool_call>{"name": 5}</tool_call>', [Text('<tool_call>{"name": 5}</tool_call>')]),
+    ("hermes", "a <tool_ca b <", [Text("a <tool_ca b <")]),
+    ("hermes", '<tool_call>{"name": "add", "argum', [CallBegan("add")]),
+    ("hermes", '<tool_call>{"na', [Text('<tool_call>{"na')]),
+    ("hermes", '<tool_call>{"arguments": [1, 2], "name": "add"}</tool_call>', [CallBegan("add"), Arguments("[1, 2]")]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}', [CallBegan("add"), Arguments('{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": null}', [CallBegan("add"), Arguments("{}")]),
+    ("hermes", '<tool_call>{"name": "add"}</tool_call>', [CallBegan("add"), Arguments("{}")]),
+    ("hermes", '<tool_call>{"id": [1, {"name": "x"}], "name": "add"}', [CallBegan("add"), Arguments("{}")]),
+    (
+        "hermes",
+        '<tool_call>{"name": "n\\u00e4me", "arguments": {"é": "\\""}}',
+        [
+            CallBegan("näme"),
+            Arguments('{"é": "\\""}'),
+        ],
+    ),
+    ("llama3", ADD.replace("arguments", "parameters"), ADDED),
+    ("llama3", f"<|python_tag|>{ADD}", ADDED),
+    ("llama3", f"\n {ADD}; {GET}", [*ADDED, *GOT]),
+    ("llama3", f"{ADD}\n{GET}\n", [*ADDED, *GOT]),
+    ("llama3", '{"answer": 5, "name": "nobody"}', [Text('{"answer": 5, "name": "nobody"}')]),
+    ("llama3", '{"answer": 5}', [Text('{"answer": 5}')]),
+    ("llama3", "{ not JSON", [Text("{ not JSON")]),
+    ("llama3", f"Sure: {ADD}", [Text(f"Sure: {ADD}")]),
+    ("llama3", "<|python_x", [Text("<|python_x")]),
+    ("llama3", "<|pyth", [Text("<|pyth")]),
+    ("llama3", "  ", [Text("  ")]),
+    ("llama3", f"{ADD} and text", [*ADDED, Text(" and text")]),
+    ("mistral", "plain [text]", [Text("plain [text]")]),
+    ("mistral", f"[TOOL_CALLS] [{ADD}]", ADDED),
+    ("mistral", f"Hm. [TOOL_CALLS][{ADD}, {GET}]", [Text("Hm."), *ADDED, *GOT]),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}', [CallBegan("add"), Arguments('{"a": 1}')]),
+    ("mistral", '[TOOL_CALLS]add[CALL_ID]x1[ARGS] {"a": 1}', [CallBegan("add"), Arguments('{"a": 1}')]),
+    ("mistral", '[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]get{}', [CallBegan("add"), Arguments('{"a": 1}'), *GOT]),
+    ("mistral", "[TOOL_CALLS]add", [Text("[TOOL_CALLS]add")]),
+    ("mistral", "[TOOL_CAL", [Text("[TOOL_CAL")]),
+    ("mistral", "[TOOL_CALLS]{}", [Text("[TOOL_CALLS]{}")]),
+    ("array", f"[{ADD}]", ADDED),
+    ("array", f"[ {ADD} ,\n{GET} ]", [*ADDED, *GOT]),
+    ("named", '{"a": [1]}', [CallBegan("add"), Arguments('{"a": [1]}')]),
+]
+
+
+def reader(form: str) -> Reader:
+    others: dict[str, Callable[[], Reader]] = {"array": ArrayReader, "named": lambda: NamedReader("add")}
+    return others[form]() if form in others else make_reader(form, NAMES)
+
+
+def read(form: str, pieces: list[str]) -> list[Event]:
+    one = reader(form)
+    found = [event for piece in pieces for event in one.feed(piece)]
+    return joined([*found, *one.end()])
+
+
+@pytest.mark.parametrize(("form", "text", "events"), CASES)
+def test_a_text_is_read_the_same_at_every_split(form: str, text: str, events: list[Event]) -> None:
+    assert read(form, [text]) == events
+    assert read(form, list(text)) == events
+    for cuts in itertools.combinations(range(len(text) + 1), 2):
+        assert read(form, [text[: cuts[0]], text[cuts[0] : cuts[1]], text[cuts[1] :]]) == events
+
+
+@given(
+    st.sampled_from(["hermes", "llama3", "mistral"]),
+    st.lists(
+        st.sampled_from(
+            [
+                "<tool_call>",
+                "</tool_call>",
+                "[TOOL_CALLS]",
+                "[ARGS]",
+                "[CALL_ID]",
+                "<|python_tag|>",
+                ADD,
+                GET,
+                "{",
+                "}",
+                '"',
+                '{"name": "add", ',
+                '"arguments": ',
+                "\\",
+                " ",
+                ";",
+                "[",
+                "]",
+                ",",
+                "x",
+                "null",
+                "1.5",
+            ]
+        ),
+        max_size=12,
+    ),
+)
+def test_any_text_is_read_the_same_at_every_split(form: str, parts: list[str]) -> None:
+    text = "".join(parts)
+    assert read(form, parts) == read(form, [text]) == read(form, list(text))
+
+
+@given(st.sampled_from(["hermes", "mistral"]), st.text(alphabet='ab <>/[]{}"_toolcaTOOLCALLS\n', max_size=40))
+def test_text_without_a_call_is_kept(form: str, text: str) -> None:
+    found = read(form, [text])
+    if not any(isinstance(one, CallBegan) for one in found) and "[TOOL_CALLS]" not in text:
+        assert "".join(one.text for one in found if isinstance(one, Text)) == text
+
+
+def test_arguments_come_before_their_end() -> None:
+    one = make_reader("hermes", NAMES)
+    assert one.feed('<tool_call>{"name": "add", "arguments": {"a": "lo') == [CallBegan("add"), Arguments('{"a": "lo')]
+    assert one.feed("ng") == [Arguments("ng")]
+
+
+# --- plans ------------------------------------------------------------------------------------------------------
+
+MODEL = Model(
+    name="m",
+    max_context_tokens=512,
+    max_new_tokens=100,
+    vocab_size=300,
+    eos_token_ids=(1,),
+    has_chat_template=True,
+    tool_format="hermes",
+)
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOLS = [
+    Tool.model_validate({"type": "function", "function": {"name": "add", "parameters": PARAMETERS, "strict": True}}),
+    Tool.model_validate({"type": "function", "function": {"name": "get", "description": "gets"}}),
+]
+
+
+def named(name: str) -> NamedChoice:
+    return NamedChoice.model_validate({"type": "function", "function": {"name": name}})
+
+
+def test_none_shows_no_tools() -> None:
+    assert plan_tools(TOOLS, "none", True, MODEL) is None
+    assert plan_tools([], "auto", True, MODEL) is None
+
+
+def test_the_template_gets_what_the_client_gave_but_strict() -> None:
+    plan = plan_tools(TOOLS, None, True, MODEL)
+    assert plan is not None
+    assert plan.tools == [
+        {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}},
+        {"type": "function", "function": {"name": "get", "description": "gets"}},
+    ]
+    assert (dict(plan.options), plan.most_calls) == ({}, None)
+
+
+def test_a_named_function_s_schema_is_the_grammar() -> None:
+    plan = plan_tools(TOOLS, named("add"), True, MODEL)
+    assert plan is not None
+    assert plan.options == {"json_schema": PARAMETERS}
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    other = plan_tools(TOOLS, named("get"), True, MODEL)
+    assert other is not None
+    assert other.options == {"json_schema": nothing}
+
+
+@pytest.mark.parametrize(("is_parallel", "most"), [(True, 16), (False, 1)])
+def test_required_is_an_array_of_calls(is_parallel: bool, most: int) -> None:
+    plan = plan_tools(TOOLS, "required", is_parallel, MODEL)
+    assert plan is not None
+    schema = plan.options["json_schema"]
+    assert (schema["minItems"], schema["maxItems"]) == (1, most)
+    assert [one["properties"]["name"] for one in schema["items"]["anyOf"]] == [{"const": "add"}, {"const": "get"}]
+
+
+def test_references_lead_to_the_moved_schema() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"child": {"$ref": "#"}, "item": {"$ref": "#/$defs/item"}, "$ref": {"type": "string"}},
+        "$defs": {"item": {"type": "integer"}},
+    }
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    schema = calls_schema([tool], 2)
+    assert schema["items"]["properties"]["arguments"] == {"$ref": "#/$defs/tool0"}
+    assert schema["$defs"]["tool0"]["properties"] == {
+        "child": {"$ref": "#/$defs/tool0"},
+        "item": {"$ref": "#/$defs/tool0/$defs/item"},
+        "$ref": {"type": "string"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "model_format", "field"),
+    [
+        ([*TOOLS, TOOLS[0]], "auto", "hermes", "tools"),
+        ([], "required", "hermes", "tool_choice"),
+        ([], named("add"), "hermes", "tool_choice"),
+        (TOOLS, named("nobody"), "hermes", "tool_choice"),
+        (TOOLS, "auto", "", "tool_choice"),
+    ],
+)
+def test_impossible_choices_are_rejected(tools: list[Tool], choice: Any, model_format: str, field: str) -> None:
+    model = Model(**{**{name: getattr(MODEL, name) for name in Model.__slots__}, "tool_format": model_format})
+    with pytest.raises(InvalidRequest, match=field):
+        plan_tools(tools, choice, True, model)
+
+
+def test_deltas_add_up_to_the_message() -> None:
+    plan = plan_tools(TOOLS, "auto", True, MODEL)
+    assert plan is not None
+    tools = AnswerTools(plan)
+    text = f"Hm.<tool_call>{ADD}</tool_call><tool_call>{GET}</tool_call>"
+    found = message([*(delta for char in text for delta in tools.feed(char)), *tools.end()])
+    assert (found["content"], tools.num_calls) == ("Hm.", 2)
+    assert [one["function"]["name"] for one in found["tool_calls"]] == ["add", "get"]
+    assert [json.loads(one["function"]["arguments"]) for one in found["tool_calls"]] == [{"a": 1, "b": {"c": "}"}}, {}]
+    assert len({one["id"] for one in found["tool_calls"]}) == 2
+
+
+def test_calls_over_the_limit_are_dropped() -> None:
+    plan = plan_tools(TOOLS, "auto", False, MODEL)
+    assert plan is not None
+    tools = AnswerTools(plan)
+    found = message([*tools.feed(f"<tool_call>{ADD}</tool_call><tool_call>{GET}</tool_call>"), *tools.end()])
+    assert [one["function"]["name"] for one in found["tool_calls"]] == ["add"]
