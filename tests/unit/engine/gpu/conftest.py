@@ -61,7 +61,7 @@ def make_pair(tiny: Callable[[str], Path], open_engine: Callable[..., Any]) -> C
     def get(
         name: str, most_rows: int = MOST_ROWS, grammars: Any = None, most_tokens: int = 0, most_queries: int = 4
     ) -> tuple[Any, Any]:
-        settings = {"kv_blocks": 64, "block_size": 8, "max_context_tokens": 128, "device": DEVICE.type}
+        settings = {"kv_blocks": 64, "block_size": 16, "max_context_tokens": 128, "device": DEVICE.type}
         eager, inner = open_engine(tiny(name), **settings), open_engine(tiny(name), **settings)
         if grammars is not None:
             eager.grammars = inner.grammars = grammars

@@ -27,7 +27,7 @@ from pdserve.engine.ranks import Ranks, make_store
 from pdserve.engine.sharding import Shard
 
 SIZE = 2
-BLOCK_SIZE = 8
+BLOCK_SIZE = 16
 MOST_ROWS = 3
 TIMEOUT_S = 60.0
 

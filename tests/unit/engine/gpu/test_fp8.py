@@ -55,7 +55,7 @@ def test_a_model_whose_norms_and_gates_round_is_as_near_to_the_exact_one_as_one_
         model = Decoder(config, one, None, ops)
         shape = BlockShape(
             num_layers=config.num_layers,
-            block_size=8,
+            block_size=16,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=one.dtype,

@@ -20,7 +20,7 @@ from pdserve.engine.gpu.prefill import FlashCall
 from pdserve.engine.gpu.triton_attention import takes_flash, triton_attention
 from pdserve.engine.interface import Row
 
-SIZE = 8
+SIZE = 16
 PROMPT = [3 + (31 * at) % 380 for at in range(60)]
 
 
