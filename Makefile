@@ -9,10 +9,9 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# The tests start some hundreds of processes; without bytecode each would compile our sources anew. They run three
-# files at a time on two cores, since a fifth of the time goes by in waiting, and those of whole clusters first, since
-# they take longest; with more than one thread to an engine, each would take all cores and wait, spinning, for the
-# others'.
+# The tests start some hundreds of processes, and each would compile our sources if bytecode were not written. Three files
+# run at a time on two cores, because tests spend a fifth of their time waiting. Tests of whole clusters run first,
+# because they take longest. Each engine has one thread: with more, all engines would spin on the same cores.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile \
 	--no-loadscope-reorder
 test: $(STAMP)

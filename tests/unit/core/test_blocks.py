@@ -58,7 +58,7 @@ def test_zero_blocks_are_always_to_be_had() -> None:
     assert BlockAllocator(0).allocate(0) == []
 
 
-def test_a_released_published_block_is_found_again_and_an_unpublished_one_is_free(blocks: BlockAllocator) -> None:
+def test_only_published_blocks_are_found_again(blocks: BlockAllocator) -> None:
     taken = published(blocks, 1, 2)
     plain = blocks.allocate(1)
     assert plain is not None

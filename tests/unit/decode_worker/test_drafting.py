@@ -31,7 +31,7 @@ def test_without_a_match_the_step_is_plain() -> None:
     assert rule(0.0001).counts([[], []], context_tokens=9, tpot_s=None) is None
 
 
-def test_the_surest_drafts_come_first_and_those_that_cost_more_than_they_give_not_at_all() -> None:
+def test_likely_drafts_come_first_and_costly_ones_never() -> None:
     counts = rule(0.0005).counts([[0.9, 0.8, 0.01], [0.02], []], context_tokens=9, tpot_s=None)
     assert counts == [2, 0, 0]
 
@@ -90,7 +90,7 @@ def test_what_drafts_cost_at_one_batch_size_says_nothing_of_another() -> None:
     assert one.counts([[0.9]] * 4, context_tokens=9, tpot_s=None) == [1] * 4
 
 
-def test_a_price_that_forbids_promising_drafts_is_looked_at_again_ever_less_often() -> None:
+def test_a_forbidding_price_is_probed_ever_less_often() -> None:
     one = rule(0.1)
     probes = []
     for number in range(40 * FIRST_PROBE_STEPS):

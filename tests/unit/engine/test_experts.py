@@ -68,9 +68,7 @@ def test_each_token_gets_its_experts_weighted_sum(
         torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_other_tokens_change_only_rounding(
-    matrices: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def test_other_tokens_change_only_rounding(matrices: tuple[Tensor, Tensor, Tensor]) -> None:
     weights, x_TE = weights_of(matrices), torch.randn(60, 32)
     together = apply_experts(CONFIG, weights, ops.silu_mul, x_TE)
     assert torch.equal(together, apply_experts(CONFIG, weights, ops.silu_mul, x_TE))

@@ -346,7 +346,7 @@ def test_drafts_that_run_into_a_dead_end_fail_nothing_before_it(engine: Engine) 
     assert matchers.masks(DEAD_END, tuple(first.output), ()).failed is not None
 
 
-def test_a_grammar_that_does_not_compile_or_a_model_without_tokens_fails_the_row() -> None:
+def test_an_unusable_grammar_fails_the_row() -> None:
     bad = Grammar(GrammarKind.REGEX, "(")
     assert "unclosed" in (Matchers(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,))).masks(bad, (), ()).failed or "")
     assert "cannot be masked" in (Matchers(None).masks(bad, (), ()).failed or "")

@@ -271,7 +271,7 @@ def test_a_rank_that_cannot_join_gives_its_place_back(
 
 
 @pytest.mark.parametrize("side", ["source", "target"])
-def test_a_device_without_memory_for_staging_ends_the_pair_that_it_has_just_made(
+def test_a_pair_without_staging_memory_is_closed(
     make_pair: MakePair, pair_slots: Nccl, devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
     pair = make_pair("nccl")

@@ -148,7 +148,7 @@ def read_at_source(pair: Pair, held: Callable[[Any], HeldDevice]) -> tuple[HeldD
     return device, grant, received, sent, thread
 
 
-def test_a_source_that_is_read_long_after_its_transfer_was_given_up_costs_the_connection(
+def test_a_late_read_of_a_source_closes_the_connection(
     make_pair: MakePair, held: Callable[[Any], HeldDevice], clock: Clock
 ) -> None:
     pair = make_pair("cuda_ipc", lease=Lease(beat_s=0.05, silence_s=100.0), clock=clock)
@@ -164,9 +164,7 @@ def test_a_source_that_is_read_long_after_its_transfer_was_given_up_costs_the_co
     assert again.outcome is ReceiveOutcome.VERIFIED
 
 
-def test_a_copy_that_ends_while_the_rest_of_a_frame_is_late_frees_its_blocks_at_once(
-    make_pair: MakePair, held: Callable[[Any], HeldDevice]
-) -> None:
+def test_a_finished_copy_frees_blocks_before_its_frame(make_pair: MakePair, held: Callable[[Any], HeldDevice]) -> None:
     pair = make_pair("cuda_ipc")
     device = held(pair.target)
     raw = RawSender(pair)
@@ -258,9 +256,7 @@ def test_blocks_of_another_size_are_refused_in_the_handshake(
 
 @PATHS
 @pytest.mark.parametrize("change", [{"block_size": 4}, {"dtype": "int8", "layout": "block-major-int8.v1"}])
-def test_a_pool_of_another_shape_is_refused_at_once_naming_both_and_harms_nothing(
-    make_pair: MakePair, transport: str, change: dict[str, Any]
-) -> None:
+def test_a_pool_of_another_shape_is_rejected(make_pair: MakePair, transport: str, change: dict[str, Any]) -> None:
     """Between devices nothing is converted: the decode worker computes the prompt itself, as after any failure."""
     pair = make_pair(transport)
     facts = fingerprint(BLOCK_BYTES)

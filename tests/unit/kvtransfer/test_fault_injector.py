@@ -125,9 +125,7 @@ def told_by_the_sender(received: Heard) -> None:
     assert end.error == f"the sender gave up: {UNCONFIRMED_ERROR}"
 
 
-def test_a_confirmation_that_is_lost_costs_the_sender_seconds_and_not_its_deadline(
-    make_pair: Callable[..., Pair], transport: str, clock: Clock
-) -> None:
+def test_a_lost_confirmation_costs_only_seconds(make_pair: Callable[..., Pair], transport: str, clock: Clock) -> None:
     nth = 1 if transport == "shm" else 0  # behind the chunk's credit
     pair = make_pair(transport, fault_of=once(FaultKind.DROP, Where.ANSWERED, nth), lease=UNCONFIRMED, clock=clock)
     grant = pair.grant(BLOCKS)
@@ -141,9 +139,7 @@ def test_a_confirmation_that_is_lost_costs_the_sender_seconds_and_not_its_deadli
     goes_on(pair)
 
 
-def test_an_announcement_that_comes_after_its_chunk_ends_both_sides_before_the_deadline(
-    make_pair: Callable[..., Pair], transport: str, clock: Clock
-) -> None:
+def test_a_late_announcement_ends_both_sides(make_pair: Callable[..., Pair], transport: str, clock: Clock) -> None:
     """The chunk was nobody's, and is not sent again."""
     pair = make_pair(transport, fault_of=once(FaultKind.DELAY, Where.SENT, 0), lease=UNCONFIRMED, clock=clock)
     grant = pair.grant(BLOCKS)
@@ -208,9 +204,7 @@ def test_a_frame_that_its_sender_did_not_finish_is_not_passed_on() -> None:
     theirs.close()
 
 
-def test_a_thread_that_runs_on_for_a_moment_after_the_signal_does_nothing_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_late_thread_does_nothing_after_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr("kvtransfer.fault_injector.os.kill", lambda process, number: sent.append(number))
     monkeypatch.setattr("kvtransfer.fault_injector.subprocess.Popen", lambda *_, **__: None)

@@ -119,9 +119,7 @@ class Recorder:
         self.get_device_properties = lambda device: SimpleNamespace(uuid="gpu")
 
 
-def test_a_cuda_copy_asks_for_its_fence_and_for_no_other_word_with_the_engines_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cuda_copy_uses_only_its_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     kept = {name: getattr(torch, name) for name in ("tensor", "int32", "int64", "uint8", "Tensor")}
     plain = SimpleNamespace(

@@ -52,7 +52,7 @@ def test_block_ids_out_of_range_are_refused_on_every_way_in(pair: Pair, raw: Raw
     assert_still_serves(pair)
 
 
-def test_a_consumed_reference_that_is_used_again_writes_nothing_and_ends_at_once(pair: Pair, raw: RawSender) -> None:
+def test_a_reused_reference_writes_nothing(pair: Pair, raw: RawSender) -> None:
     """vllm#52234, case 2: a reference that had been consumed was accepted a second time."""
     grant = pair.grant((1, 2))
     assert pair.move(grant, (5, 6))[0].outcome is ReceiveOutcome.VERIFIED
@@ -147,7 +147,7 @@ def test_a_source_block_that_was_handed_out_again_is_not_sent(pair: Pair) -> Non
     assert received.wait().outcome is ReceiveOutcome.FAILED
 
 
-def test_source_blocks_that_a_timeout_gave_back_are_never_committed_with_their_new_contents(pair: Pair) -> None:
+def test_reused_source_blocks_are_never_committed(pair: Pair) -> None:
     """vllm#21570, TensorRT-LLM#12542: the prefill side timed out and reused blocks that the decode side then read."""
     grant, received, sent = pair.grant((1, 2)), Heard(), Heard()
     before = [pair.source.block(block) for block in (5, 6)]
@@ -210,7 +210,7 @@ def test_memory_is_not_given_back_before_the_writer_has_left_it(pair: Pair) -> N
     assert pair.target.block(1) + pair.target.block(2) == b"\x5a" * 2 * BLOCK_BYTES
 
 
-def test_blocks_that_are_granted_a_hundred_times_hold_what_the_last_grant_brought(pair: Pair) -> None:
+def test_regranted_blocks_hold_the_last_contents(pair: Pair) -> None:
     """sglang#23020: accuracy fell from 96 to 46 % over hours, as more and more pages were written by the past."""
     for turn in range(100):
         grant = pair.grant((3, 1, 2), "again")

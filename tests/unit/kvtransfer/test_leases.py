@@ -95,7 +95,7 @@ def writing(it: ReceiveTransfers) -> Claim:
     return claim
 
 
-def test_a_write_that_outlives_its_deadline_has_its_connection_closed_within_a_second() -> None:
+def test_an_overdue_write_closes_its_connection() -> None:
     it = table(deadline_at_s=10.0)
     writing(it)
     assert ends_of(rung(it, 10.9)) == []
@@ -153,9 +153,7 @@ def sent_whole(grant: Grant, deadline_at_s: float | None, num_shards: int = 1) -
 
 
 @pytest.mark.parametrize("deadline_at_s", [None, 500.0])
-def test_a_transfer_that_was_sent_whole_and_is_not_confirmed_leaves_time_for_another(
-    deadline_at_s: float | None,
-) -> None:
+def test_an_unconfirmed_transfer_leaves_time_for_another(deadline_at_s: float | None) -> None:
     out = sent_whole(GRANT, deadline_at_s)
     assert out.next_alarm_s == 15.0
     assert out.expire(14.9) == []

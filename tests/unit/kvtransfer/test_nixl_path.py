@@ -48,9 +48,7 @@ def assert_untouched(pair: Pair) -> None:
     assert all(pair.target.block(block) == bytes(BLOCK_BYTES) for block in BLOCKS)
 
 
-def test_an_abort_drains_while_the_read_is_under_way_and_what_comes_later_touches_no_page(
-    pair: Pair, nixl_world: World
-) -> None:
+def test_an_abort_drains_an_open_read(pair: Pair, nixl_world: World) -> None:
     received, sent, handle = begin_slow(pair, nixl_world)
     pair.receiver.abort(pair.receiver.open_keys[0])
     assert received.wait().outcome is ReceiveOutcome.DRAINED
@@ -98,7 +96,7 @@ def test_a_read_that_fails_ends_the_connection_and_what_it_writes_later_no_page(
     pair.assert_equal(again, tuple(range(40, 50)))
 
 
-def test_bytes_of_a_failed_read_that_overwrite_a_later_one_in_staging_fail_its_checksum(
+def test_late_bytes_in_staging_fail_the_checksum(
     make_pair: MakePair, nixl_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair("nixl")
@@ -122,9 +120,7 @@ def test_bytes_of_a_failed_read_that_overwrite_a_later_one_in_staging_fail_its_c
     assert sent.outcome is SendOutcome.FAILED
 
 
-def test_a_sender_that_dies_in_mid_read_frees_the_blocks_and_leaves_its_read_to_staging(
-    pair: Pair, make_pair: MakePair, nixl_world: World
-) -> None:
+def test_a_dead_senders_read_ends_in_staging(pair: Pair, make_pair: MakePair, nixl_world: World) -> None:
     received, _, handle = begin_slow(pair, nixl_world)
     [agent] = [one for one in nixl_world.agents if one.remotes]
     before = len(agent.remotes)
@@ -214,9 +210,7 @@ def test_a_handshake_that_no_sender_makes_is_refused_and_counted(
     assert pair.move(pair.grant((6,)), (9,))[0].outcome is ReceiveOutcome.VERIFIED, "others are not disturbed"
 
 
-def test_blocks_that_are_not_in_the_senders_registered_memory_are_refused_by_the_library(
-    pair: Pair, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unregistered_blocks_are_rejected(pair: Pair, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     export = nixl_agent.Agent.export
     monkeypatch.setattr(nixl_agent.Agent, "export", lambda *given: export(*given)._replace(address=2**40))
     lying = make_pair("nixl")

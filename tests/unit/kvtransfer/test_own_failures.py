@@ -76,7 +76,7 @@ def test_a_sender_that_can_start_no_thread_says_so_and_keeps_nothing(
     assert_still_serves(pair)
 
 
-def test_a_bug_in_a_receivers_connection_ends_its_transfers_visibly_and_no_others(
+def test_a_bug_in_a_connection_fails_only_its_transfers(
     pair: Pair, transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
@@ -209,7 +209,7 @@ def test_an_answer_to_a_peer_that_has_gone_says_that_it_has() -> None:
     channel.close()
 
 
-def test_memory_of_a_frame_that_waits_behind_others_may_change_once_it_is_detached() -> None:
+def test_detached_frames_allow_memory_to_change() -> None:
     mine, theirs = socket.socketpair()
     channel, writer, is_free = Channel(mine), Writer(), threading.Event()
     memory = bytearray(b"a" * 1000)
@@ -264,9 +264,7 @@ def test_a_host_without_an_id_shares_no_memory(make_pair: MakePair, monkeypatch:
         assert [link.transport for link in pair.sender.links] == ["tcp"]
 
 
-def test_a_system_without_memory_files_has_no_host_to_share_and_says_what_it_lacks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_memory_files_no_host_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Shm().why_not() == ""
     monkeypatch.delattr(os, "memfd_create")
     assert Shm().why_not() == "shm needs Linux"
@@ -286,7 +284,7 @@ def test_another_users_process_is_not_listened_to(make_pair: MakePair, monkeypat
     assert_still_serves(pair)
 
 
-def test_a_plain_sender_whose_pool_is_not_what_its_fingerprint_says_sends_nothing(pair: Pair) -> None:
+def test_a_sender_with_a_false_fingerprint_sends_nothing(pair: Pair) -> None:
     sender = StreamSender(
         HostPool(64, 8), fingerprint(), secret=SECRET, worker_id="p1", incarnation="1", transports=(2,)
     )

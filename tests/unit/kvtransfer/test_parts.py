@@ -33,9 +33,7 @@ INT8 = replace(SHAPE, layout="block-major-int8.v1", dtype="int8")
     st.sampled_from([1, 2, 4]),
     st.lists(st.integers(0, 7), unique=True, min_size=1, max_size=5),
 )
-def test_the_parts_of_a_block_fill_every_value_once_and_are_the_same_on_both_sides(
-    shape: KvShape, ranks: int, groups: int, blocks: list[int]
-) -> None:
+def test_parts_fill_every_value_once(shape: KvShape, ranks: int, groups: int, blocks: list[int]) -> None:
     """Each rank's blocks are cut by hand out of a whole one; what the parts bring must be that whole one."""
     target = HostPool(8, shape.block_bytes)
     original = bytes(HostPool(8, shape.block_bytes, seed=3).memory)
@@ -119,7 +117,7 @@ def receive(
     return table.settle(claim, 1, True, is_last, 0.0)
 
 
-def test_a_transfer_is_whole_when_each_block_has_come_in_every_part_of_every_shard() -> None:
+def test_a_transfer_needs_every_part_of_every_shard() -> None:
     it = table()
     assert receive(it, 20, Part(1, 0, 1), 0, [1, 2], is_last=True) == []
     assert receive(it, 10, Part(0, 1, 2), 0, [1, 2]) == []
@@ -138,7 +136,7 @@ def test_nothing_is_whole_before_every_shard_has_spoken() -> None:
     assert receive(it, 20, Part(1, 0, 1), 0, [1, 2])[-1].received.outcome is ReceiveOutcome.VERIFIED
 
 
-def test_a_part_that_came_already_is_dropped_and_another_of_the_same_block_is_not() -> None:
+def test_only_repeated_parts_are_dropped() -> None:
     it = table()
     receive(it, 10, Part(0, 0, 2), 0, [1, 2])
     assert it.claim(TAG, 10, 1, pack([2], 5, 1), 0.0, Part(0, 0, 2)) is None
@@ -200,7 +198,7 @@ def test_a_deadline_says_how_many_parts_had_come() -> None:
     assert report.received.error == "the deadline passed when 2 of 6 parts of blocks had arrived"  # type: ignore[union-attr]
 
 
-def test_a_fault_of_one_shard_reaches_all_and_frees_nothing_under_the_others_write() -> None:
+def test_a_fault_of_one_shard_waits_for_other_writes() -> None:
     it = table()
     claim = it.claim(TAG, 20, 0, pack([1], 5, 1), 0.0, Part(1, 0, 1))
     assert claim is not None

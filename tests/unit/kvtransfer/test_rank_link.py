@@ -169,7 +169,7 @@ def test_ranks_on_devices_cut_their_heads_out_of_blocks(degrees: tuple[int, int]
             d.close()
 
 
-def test_a_block_that_is_handed_out_again_while_a_rank_sends_it_fails_everywhere(worker: Callable[..., Worker]) -> None:
+def test_a_block_reused_during_a_send_fails_all_parts(worker: Callable[..., Worker]) -> None:
     p, d = worker("p0", 2, is_sender=True), worker("d0", 2, is_sender=False)
     move = Move(p, d, 1)
     move.push(range(2))

@@ -143,9 +143,7 @@ def test_a_transfer_of_nothing_is_sent_at_once(make_shapes: MakeShapes) -> None:
     assert sent.wait().outcome is SendOutcome.SENT
 
 
-def test_blocks_that_are_pushed_by_layer_groups_are_converted_when_the_last_group_has_come(
-    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layer_groups_are_converted_when_complete(make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[bool] = []
     has_all = False
     convert = reshaper.pack

@@ -244,9 +244,7 @@ def test_a_sender_without_descriptors_says_so_and_keeps_nothing(
 INT8_TO_FLOAT = PAIRS[5]  # travels as int8, and is widened where it lands
 
 
-def test_an_abort_between_the_checksum_and_the_conversion_leaves_the_blocks_untouched(
-    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_before_conversion_writes_nothing(make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = make_shapes(*INT8_TO_FLOAT)
     grant, text, sources = shapes.grant(64)
     before = bytes(shapes.target.memory)

@@ -72,7 +72,7 @@ def test_a_block_that_is_pushed_twice_is_named() -> None:
     assert (sent.outcome, sent.error) == (SendOutcome.FAILED, "blocks 1..2 of 4 were pushed twice")
 
 
-def test_a_transfer_that_was_given_up_before_the_connection_is_retracted_over_it() -> None:
+def test_a_transfer_aborted_early_is_retracted() -> None:
     """The receiver learns of it, so that it does not wait for its own deadline."""
     out, grant, empty = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0, 1)), grant_of("empty", 1, 1, ())
     for each in (grant, empty):
@@ -85,7 +85,7 @@ def test_a_transfer_that_was_given_up_before_the_connection_is_retracted_over_it
     assert out.linked() == []
 
 
-def test_a_cut_closes_the_reads_of_its_transfers_and_says_nothing_over_the_connection() -> None:
+def test_a_cut_connection_closes_reads_silently() -> None:
     out, grant = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0, 1))
     out.linked()
     out.start(grant, 0.0, None)

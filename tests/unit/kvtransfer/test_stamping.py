@@ -108,7 +108,7 @@ def test_a_source_block_that_was_reused_before_it_was_packed_is_not_sent() -> No
     assert out.keys == []
 
 
-def test_a_source_block_that_was_reused_before_it_was_written_fails_the_transfer() -> None:
+def test_a_reused_source_block_fails_the_transfer() -> None:
     out, stamps = departures()
     job = out.take(2, 0.0)
     assert job is not None

@@ -58,7 +58,7 @@ async def test_a_start_ends_with_the_address_that_the_process_names(make: Make, 
     assert lines == []
 
 
-async def test_a_process_that_ends_before_it_listens_is_a_failed_start_with_its_last_error(make: Make) -> None:
+async def test_a_process_that_ends_early_is_a_failed_start(make: Make) -> None:
     child = make("from pdserve.core.errors import ModelError\nraise ModelError('model', '/x', 'a folder')\n")
     with pytest.raises(StartFailed, match=r"^p0 ended: model: got /x, expected a folder$"):
         await child.start(WAIT_S)
@@ -149,7 +149,7 @@ def test_free_ports_are_different_and_below_the_ephemeral_range() -> None:
     assert max(ports) < 32_768
 
 
-def test_a_port_that_another_launcher_was_given_is_not_given_again_until_that_one_ends() -> None:
+def test_a_claimed_port_is_not_given_again() -> None:
     code = "from pdserve.launch.ports import free_ports; print(*free_ports(1), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

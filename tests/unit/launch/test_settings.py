@@ -111,7 +111,7 @@ def test_a_model_folder_is_made_absolute_since_actors_work_elsewhere(
     assert read({"model": "."}, folder=tmp_path).spec.model == str(Path.cwd())
 
 
-def test_an_unknown_model_folder_is_refused_at_once_unless_it_may_lie_on_another_host(tmp_path: Path) -> None:
+def test_an_unknown_local_model_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model: got some/model"):
         read({"model": "some/model"}, folder=tmp_path)
     assert read({"model": "/elsewhere", "ray": "head:6379"}, folder=tmp_path).spec.model == "/elsewhere"

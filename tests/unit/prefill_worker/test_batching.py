@@ -296,9 +296,7 @@ def test_the_load_counts_what_waits_and_what_is_left_to_read(bench: Any) -> None
     assert (load.free_blocks, load.evictable_blocks) == (13, 0)
 
 
-def test_finished_blocks_are_named_before_the_sender_hears_of_them_the_last_half_one_too(
-    make_bench: Any,
-) -> None:
+def test_finished_blocks_are_stamped_before_sending(make_bench: Any) -> None:
     bench = make_bench(max_batch_tokens=4)
     prompt = list(range(10, 20))
     bench.offer("a", prompt)

@@ -35,7 +35,7 @@ def choose(made: PushRule, num_tokens: int, cached: int = 0, receiver_cached_blo
     return made.choose("d", cached=cached, num_tokens=num_tokens, receiver_cached_blocks=receiver_cached_blocks)
 
 
-def test_a_long_prompt_over_a_slow_link_leaves_by_chunk_and_its_last_chunk_by_layers() -> None:
+def test_a_slow_link_sends_chunks_then_layers() -> None:
     chosen = choose(rule(bandwidth=5e7), 4096)
     assert chosen.is_early
     assert chosen.groups > 1
@@ -259,7 +259,7 @@ def test_an_early_plan_must_save_a_share_of_the_transfer_and_of_the_computing(sh
     assert choose(made, num_tokens).is_early is is_taken
 
 
-def test_a_sent_transfer_teaches_its_own_link_and_what_an_unknown_one_is_taken_for() -> None:
+def test_a_transfer_corrects_its_link_and_the_default() -> None:
     made = rule()
     for _ in range(20):
         made.sent("slow", 10**7, 1.0)

@@ -56,7 +56,7 @@ async def test_a_crashed_worker_is_gone_when_its_lease_and_the_patience_are_over
         await until(lambda: registry.workers == ())
 
 
-async def test_the_last_known_workers_stay_while_redis_is_away_and_when_it_returns_empty(mortal: EmbeddedRedis) -> None:
+async def test_known_workers_stay_without_redis(mortal: EmbeddedRedis) -> None:
     async with watching(mortal.url, forget_s=10.0) as (registry, seen), publishing(mortal.url, "w") as worker:
         await until(lambda: ids(registry.workers) == ["w"])
         mortal.kill()

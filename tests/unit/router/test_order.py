@@ -159,9 +159,7 @@ def test_no_request_starves_under_pressure(data: st.DataObject) -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.sampled_from("xyz"), st.floats(0.0, 9.0)), max_size=40)
 )
-def test_whatever_comes_and_goes_the_queue_holds_together(
-    moves: list[tuple[int, int, str, float]],
-) -> None:
+def test_whatever_comes_and_goes_the_queue_holds_together(moves: list[tuple[int, int, str, float]]) -> None:
     queue, now_s, waiting = Queue(), 0.0, 0
     for serial, (kind, level, tenant, key) in enumerate(moves):
         if kind <= 2:

@@ -98,7 +98,7 @@ def waits_s(world: Clocked, since_s: float = 0.0) -> list[float]:
     return sorted(one.ended_s - one.arrived_s for one in gone if one.ended_s is not None and one.arrived_s >= since_s)
 
 
-def test_an_unknown_model_rejects_no_request_before_its_target_is_missed_or_the_drain_rate_is_seen() -> None:
+def test_an_unlearned_model_rejects_no_request_early() -> None:
     """Twelve seconds of work arrive at once, at a worker that has reported no batch."""
     world = cluster(trust=False)
     world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(60)], 60.0)
@@ -171,7 +171,7 @@ def behind_a_long_step(begin_s: float = 0.0) -> list[tuple[float, RequestArrived
     ]
 
 
-def test_of_more_than_can_be_done_a_long_prompt_is_rejected_at_once_and_a_short_one_served() -> None:
+def test_overload_rejects_long_prompts_first() -> None:
     """Ten seconds of three times too much: then the queue leaves no room for 2.5 times half a second."""
     crowd = [(0.03 * index, short(f"a{index}", 100, TWO_SECONDS)) for index in range(400)]
     told = {}
@@ -184,7 +184,7 @@ def test_of_more_than_can_be_done_a_long_prompt_is_rejected_at_once_and_a_short_
     assert told == {"long": "rejected", "brief": "served"}
 
 
-def test_a_long_prompt_that_can_be_served_in_time_is_not_refused_for_a_moment_of_much_work() -> None:
+def test_a_burst_rejects_no_timely_long_prompt() -> None:
     """1.2 s run and another 0.5 s come: that is more than the worker can do in that moment, and yet all is in time."""
     world = cluster()
     world.run([*behind_a_long_step(), (0.02, short("long", 500, TWO_SECONDS))], 60.0)
@@ -264,7 +264,7 @@ def test_a_late_request_is_served_amid_endless_tighter_ones_only_by_ageing() -> 
     assert ageless.placed.index("late") > aged.placed.index("late")
 
 
-def test_a_request_past_its_deadline_is_dropped_before_prefill_and_computed_in_vain_without_the_rule() -> None:
+def test_expired_requests_are_dropped_before_prefill() -> None:
     arrivals = [(0.0, short("a", 500)), (0.0, short("b", 400, Slo(ttft_s=9.0), deadline_s=0.3))]
     world, off = cluster(), cluster("deadline-drop")
     world.run(arrivals, 60.0)

@@ -61,7 +61,7 @@ def test_a_reader_too_far_behind_is_given_up() -> None:
     assert one.take(tokens("f")) is None
 
 
-def test_a_stop_string_cuts_the_tokens_after_it_and_wins_over_the_workers_reason() -> None:
+def test_a_stop_string_overrides_the_workers_reason() -> None:
     one = answer(stop=("cd",))
     assert one.take(tokens("ab")) is None
     assert one.take(tokens("cdef")) == 4

@@ -76,7 +76,7 @@ async def test_a_refused_grammar_has_its_reason_and_an_admitted_one_is_asked_for
     assert pids(check) == []
 
 
-async def test_a_machine_too_busy_to_compile_is_said_to_be_and_the_grammar_may_come_again() -> None:
+async def test_a_busy_compiler_can_be_retried() -> None:
     check = GrammarCheck(FOLDER, check_s=2.0)
     try:
         await check.check(GOOD, MODEL)

@@ -85,7 +85,7 @@ def test_a_recorded_request_keeps_its_time_and_length() -> None:
     assert (len(first.block_ids), len(second.block_ids)) == (3, 2), "one for each 16 tokens, begun ones included"
 
 
-def test_a_client_that_left_leaves_again_and_would_have_got_all_that_it_asked_for() -> None:
+def test_a_cancelled_recording_keeps_the_asked_length() -> None:
     (one,) = requests(
         D0,
         (12.0, arrival("a", max_tokens=8)),

@@ -77,7 +77,7 @@ def test_a_message_decodes_to_what_was_encoded(first: First) -> None:
     assert FIRST.decode(worker_pb2.FirstToken.FromString(data), "p0") == first
 
 
-def test_a_value_at_its_wire_default_does_not_fall_back_to_the_dataclass_default() -> None:
+def test_wire_defaults_override_dataclass_defaults() -> None:
     refusal = Refusal(key=AttemptKey("d0", "a", 1), reason=RefusalReason.DRAINING, retry_after_s=0.0)
     assert REFUSAL.decode(REFUSAL.encode(refusal), "d0") == refusal
 

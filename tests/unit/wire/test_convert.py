@@ -152,7 +152,7 @@ def test_an_absurd_extent_is_refused_before_memory_is_spent() -> None:
         convert.blocks_from_extents([transfer_pb2.Extent(first_block=0, num_blocks=2**32 - 1)])
 
 
-def test_a_structured_output_without_a_kind_is_refused_and_a_false_json_object_asks_for_nothing() -> None:
+def test_structured_output_needs_a_kind() -> None:
     message = inference_pb2.SamplingParams(structured_output=inference_pb2.StructuredOutput())
     with pytest.raises(InvalidRequest, match="structured_output: got nothing"):
         convert.sampling_from_proto(message)

@@ -58,9 +58,7 @@ async def test_every_plan_gives_the_tokens_of_the_end(start: Any, attach: Any, a
     assert chunks["end"] <= chunks["chunk"] < chunks["layers"]
 
 
-async def test_a_step_that_fails_after_its_layers_left_is_repeated_and_nothing_is_sent_twice(
-    start: Any, attach: Any, ask: Any
-) -> None:
+async def test_a_repeated_step_sends_no_layer_twice(start: Any, attach: Any, ask: Any) -> None:
     plain = start(Role.PREFILL, push="end", worker_id="p-end", **COMMON)
     d = start(Role.DECODE, **COMMON)
     expected = await (await attach(plain, d)).remote(ask("r", TEXT, max_tokens=16))

@@ -176,9 +176,7 @@ class Clock:
         return self.now_s
 
 
-def test_the_prior_finds_the_coefficients_of_an_engine_that_obeys_the_closed_form(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_calibration_finds_the_engines_coefficients(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(calibrate, "time", clock)
     cost = calibrate.measure_cost(PricedEngine(clock), Role.DECODE, max_batch=32, max_batch_tokens=512, budget_s=10.0)

@@ -29,9 +29,7 @@ async def test_the_remote_path_gives_the_tokens_of_an_engine_that_read_prefilled
     assert granted.grant_s > 0.0
 
 
-async def test_the_local_path_gives_the_tokens_of_an_engine_that_read_the_prompt_itself(
-    start: Any, attach: Any, ask: Any
-) -> None:
+async def test_the_local_path_gives_the_engines_tokens(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE)
     router = await attach(d)
     assert await router.local(ask("r", PROMPT, max_tokens=8)) == answer(PROMPT, 8)

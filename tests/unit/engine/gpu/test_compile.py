@@ -34,7 +34,7 @@ def test_every_kernel_compiles_for_sm_90_without_a_device(flags: list[str]) -> N
     assert f" {ATTENTION_IN_FLIGHT:,} " in attend, "what docs/gpu.md says"
 
 
-def test_a_multiprocessor_holds_as_many_programs_as_its_registers_and_shared_memory() -> None:
+def test_registers_and_shared_memory_limit_programs() -> None:
     assert resident(168, 4, 72_000) == 3
     assert resident(169, 4, 72_000) == 2
     assert resident(32, 4, 120_000) == 1

@@ -4,7 +4,7 @@ from pdserve.core.errors import InternalError
 from pdserve.engine.gpu.count_slots import CountSlots
 
 
-def test_a_sequence_that_grows_by_one_token_a_step_is_known_from_its_second_step_on() -> None:
+def test_a_growing_sequence_is_known_from_step_two() -> None:
     slots, one, other = CountSlots(4), [1, 2], [1, 2]
     assert slots.take([(one, 2), (other, 2)]) == [(0, False), (1, False)]
     assert slots.take([(other, 3), (one, 3)]) == [(1, True), (0, True)]

@@ -88,9 +88,7 @@ def test_drafts_beside_prompts_that_are_read(make_pair: Callable[..., Any], serv
     assert serve(graph, requests(), chunk=8, guess=guess) == expected
 
 
-def test_more_tokens_than_the_largest_bucket_go_the_eager_way_and_nothing_follows_drafts(
-    make_pair: Callable[..., Any],
-) -> None:
+def test_steps_beyond_the_largest_bucket_are_eager(make_pair: Callable[..., Any]) -> None:
     eager, graph = make_pair("llama", most_rows=3, most_tokens=4)
     ours, theirs = texts_of(graph, [{}, {}, {}]), texts_of(eager, [{}, {}, {}])
     guesses = ([9, 9], [7, 7], [])
