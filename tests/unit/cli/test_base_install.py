@@ -24,6 +24,7 @@ MODULES = {
     "grpcio-health-checking": "grpc_health",
     "grpcio-reflection": "grpc_reflection",
     "prometheus-client": "prometheus_client",
+    "pydantic-core": "pydantic_core",
     "opentelemetry-sdk": "opentelemetry",
     "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
 }
