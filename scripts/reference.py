@@ -320,10 +320,15 @@ def http_page() -> str:
     lines = [
         "What the [HTTP gateway](../http.md) does with each field of a request. A field with the value null counts as "
         "absent. A field in no table is rejected with the code `unknown_parameter`. "
-        "`tests/unit/gateway/test_fields.py` tries each row with the official client, and finds fields that have no "
+        "`tests/unit/gateway` tries each row with the official client, and finds fields that have no "
         "row.",
     ]
-    for endpoint, path in (("chat", "/v1/chat/completions"), ("text", "/v1/completions")):
+    paths: dict[Endpoint, str] = {
+        "chat": "/v1/chat/completions",
+        "text": "/v1/completions",
+        "responses": "/v1/responses",
+    }
+    for endpoint, path in paths.items():
         lines += ["", f"## {path}", ""]
         lines += table(("field", "support", "meaning or reason"), field_rows(endpoint))
     return page("Fields of HTTP requests", "request_models.py and field_support.py in pdserve/gateway", *lines)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, final
 
 from starlette.applications import Starlette
@@ -17,6 +17,8 @@ from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Route
 
 from pdserve.client.aio import AsyncClient
+from pdserve.client.options import Options
+from pdserve.client.results import Model
 from pdserve.config import GatewayConfig
 from pdserve.core.errors import InternalError, InvalidRequest, NotFound, PdserveError
 from pdserve.core.held_bytes import HeldBytes
@@ -27,13 +29,19 @@ from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint
 from pdserve.gateway.health import Health
 from pdserve.gateway.respond import Responder, send_json
-from pdserve.gateway.sdk_call import chat_call, text_call
+from pdserve.gateway.responses_request import responses_call
+from pdserve.gateway.sdk_call import SdkCall, chat_call, text_call
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Any, Any, Any, Headers], Awaitable[int]]
+_CALLS: Final[Mapping[Endpoint, Callable[[Mapping[str, Any], Model, Options], SdkCall]]] = {
+    "chat": chat_call,
+    "text": text_call,
+    "responses": responses_call,
+}
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -56,6 +64,7 @@ class Gateway:
             routes=[
                 self._route("/v1/chat/completions", "POST", self._generation("chat")),
                 self._route("/v1/completions", "POST", self._generation("text")),
+                self._route("/v1/responses", "POST", self._generation("responses")),
                 self._route("/v1/models", "GET", self._models),
                 self._route("/v1/models/{name:path}", "GET", self._model),
                 self._route("/tokenize", "POST", self._unary(tokens.tokenize)),
@@ -69,7 +78,7 @@ class Gateway:
     # --- endpoints
 
     def _generation(self, endpoint: Endpoint) -> Handler:
-        make_call = chat_call if endpoint == "chat" else text_call
+        make_call = _CALLS[endpoint]
 
         async def handle(scope: Any, receive: Any, send: Any, given: Headers) -> int:
             caller = await self._admitted(given)

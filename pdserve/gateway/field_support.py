@@ -14,9 +14,14 @@ from pydantic import BaseModel
 
 from pdserve.gateway.errors import UnknownField, UnsupportedField
 from pdserve.gateway.request_models import ChatRequest, TextRequest
+from pdserve.gateway.responses_models import ResponsesRequest
 
-Endpoint = Literal["chat", "text"]
-MODELS: Final[Mapping[Endpoint, type[BaseModel]]] = {"chat": ChatRequest, "text": TextRequest}
+Endpoint = Literal["chat", "text", "responses"]
+MODELS: Final[Mapping[Endpoint, type[BaseModel]]] = {
+    "chat": ChatRequest,
+    "text": TextRequest,
+    "responses": ResponsesRequest,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,11 @@ _IGNORED_CHAT: Final[Mapping[str, str]] = {
     "prompt_cache_retention": "cached prefixes stay while memory allows",
     "prompt_cache_options": "prefixes are found by their content",
 }
-IGNORED: Final[Mapping[Endpoint, Mapping[str, str]]] = {"chat": _IGNORED_CHAT, "text": _IGNORED}
+IGNORED: Final[Mapping[Endpoint, Mapping[str, str]]] = {
+    "chat": _IGNORED_CHAT,
+    "text": _IGNORED,
+    "responses": _IGNORED_CHAT,
+}
 
 _TEMPLATE: Final = "the chat template is the model's own"
 #: vLLM's, of both endpoints.
@@ -84,7 +93,27 @@ _REJECTED_TEXT: Final[Mapping[str, Rejected]] = {
     "suffix": Rejected("the models complete texts at their end", ("",)),
     "prompt_embeds": Rejected("a prompt is text or token ids"),
 }
-REJECTED: Final[Mapping[Endpoint, Mapping[str, Rejected]]] = {"chat": _REJECTED_CHAT, "text": _REJECTED_TEXT}
+_REJECTED_RESPONSES: Final[Mapping[str, Rejected]] = {
+    "access_programs": Rejected("of OpenAI's accounts"),
+    "background": Rejected("nothing is stored, so an answer cannot be fetched later", (False,)),
+    "background_options": Rejected("nothing is stored, so an answer cannot be fetched later"),
+    "context_management": Rejected("the input is used as it is"),
+    "conversation": Rejected("nothing is stored; the input holds the whole conversation"),
+    "image": Rejected("answers are text"),
+    "max_tool_calls": Rejected("of OpenAI's own tools"),
+    "moderation": Rejected("answers are not moderated"),
+    "previous_response_id": Rejected("nothing is stored; the input holds the whole conversation"),
+    "prompt": Rejected("nothing is stored"),
+    "reasoning": Rejected("the chat template has no such switch"),
+    "service_tier": Rejected("there are no tiers", ("auto", "default")),
+    "store": Rejected("nothing is stored", (False,)),
+    "truncation": Rejected("an input over the context window is an error", ("disabled",)),
+}
+REJECTED: Final[Mapping[Endpoint, Mapping[str, Rejected]]] = {
+    "chat": _REJECTED_CHAT,
+    "text": _REJECTED_TEXT,
+    "responses": _REJECTED_RESPONSES,
+}
 
 
 def supported(endpoint: Endpoint, given: Mapping[str, Any]) -> dict[str, Any]:

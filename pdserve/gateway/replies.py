@@ -9,16 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, final
 
 from pdserve.client.results import Choice, Completion, Piece, TokenLogprob
 from pdserve.core.results import Usage
 from pdserve.core.types import FinishReason
 from pdserve.gateway import logprobs, sse
+from pdserve.gateway.errors import ErrorReply
 from pdserve.gateway.logprobs import BytesOf
-from pdserve.gateway.sdk_call import Shown
+from pdserve.gateway.sdk_call import SdkCall
 from pdserve.gateway.tools.answer_tools import AnswerTools, message
-from pdserve.gateway.tools.plan import ToolPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +31,37 @@ class Head:
     eos_token_ids: tuple[int, ...] = ()
 
 
-class ReplyWriter(ABC):
+class Writer(ABC):
     """`bytes_of` knows every token whose logprob it is given."""
+
+    @abstractmethod
+    def answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole answer."""
+
+    @abstractmethod
+    def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> bytes:
+        """The frames of some pieces; may be empty, because a piece may have no text yet."""
+
+    @abstractmethod
+    def end(self, completions: Sequence[Completion]) -> bytes:
+        """The frames after the last piece."""
+
+    @abstractmethod
+    def error(self, reply: ErrorReply) -> bytes:
+        """The last frame of a stream that broke."""
+
+
+class ReplyWriter(Writer):
+    """Chats and texts."""
 
     prefix: ClassVar[str]  # of the answer's id
     whole: ClassVar[str]  # `object` of a whole answer
     part: ClassVar[str]  # of a chunk
 
-    def __init__(
-        self, head: Head, shown: Shown, answers_each: int, bytes_of: BytesOf, tools: ToolPlan | None = None
-    ) -> None:
-        self._head, self._shown, self._answers_each, self._bytes_of = head, shown, answers_each, bytes_of
-        self._plan = tools
-        self._frame = sse.padded_frame if shown.is_padded else sse.frame
+    def __init__(self, head: Head, call: SdkCall, bytes_of: BytesOf) -> None:
+        self._head, self._bytes_of = head, bytes_of
+        self._shown, self._answers_each, self._plan = call.shown, call.answers_each, call.tools
+        self._frame = sse.padded_frame if call.shown.is_padded else sse.frame
         self._tokens: dict[int, int] = {}  # streamed so far, by answer
 
     # --- a whole answer
@@ -63,12 +81,14 @@ class ReplyWriter(ABC):
     # --- a stream
 
     def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> bytes:
-        """The frames of some pieces; may be empty, because a piece may have no text yet."""
         return b"".join(self._piece(one, prompt_tokens) for one in pieces)
 
+    def error(self, reply: ErrorReply) -> bytes:
+        """No [DONE] follows: the answer is not complete."""
+        return sse.frame(reply.body)
+
     def end(self, completions: Sequence[Completion]) -> bytes:
-        """The frames after the last piece."""
-        frames = []
+        frames: list[bytes] = []
         for prompt, completion in enumerate(completions):
             for choice in completion.choices:
                 index = self._index(prompt, choice.index)
@@ -145,10 +165,8 @@ class ChatWriter(ReplyWriter):
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def __init__(
-        self, head: Head, shown: Shown, answers_each: int, bytes_of: BytesOf, tools: ToolPlan | None = None
-    ) -> None:
-        super().__init__(head, shown, answers_each, bytes_of, tools)
+    def __init__(self, head: Head, call: SdkCall, bytes_of: BytesOf) -> None:
+        super().__init__(head, call, bytes_of)
         self._tools: dict[int, AnswerTools] = {}  # by answer, while streaming
 
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
@@ -217,10 +235,8 @@ class TextWriter(ReplyWriter):
     prefix = "cmpl"
     whole = part = "text_completion"
 
-    def __init__(
-        self, head: Head, shown: Shown, answers_each: int, bytes_of: BytesOf, tools: ToolPlan | None = None
-    ) -> None:
-        super().__init__(head, shown, answers_each, bytes_of, tools)
+    def __init__(self, head: Head, call: SdkCall, bytes_of: BytesOf) -> None:
+        super().__init__(head, call, bytes_of)
         self._offsets: dict[int, int] = {}  # characters of the scored tokens so far, by answer
 
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
@@ -252,9 +268,6 @@ class TextWriter(ReplyWriter):
         for choice in reply["choices"]:
             scored = completions[choice["index"] // self._answers_each].prompt_logprobs
             choice["prompt_logprobs"] = logprobs.prompt_logprobs(scored, self._bytes_of)
-
-
-WRITERS: Final = {"chat": ChatWriter, "text": TextWriter}
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, Any]:

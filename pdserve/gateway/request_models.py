@@ -55,48 +55,51 @@ class StructuredOutputs(Strict):
     grammar: str | None = None
 
 
-def _means(text: str) -> Any:
+def described(text: str) -> Any:
+    """An optional field, and its line in the reference."""
     return Field(default=None, description=text)
 
 
 class SamplingRequest(Strict):
     """What chat and text completions share. An absent field has the server's default."""
 
-    model: str | None = _means("name of the served model; may be absent")
-    stream: bool | None = _means("server-sent events")
-    stream_options: StreamOptions | None = _means(
+    model: str | None = described("name of the served model; may be absent")
+    stream: bool | None = described("server-sent events")
+    stream_options: StreamOptions | None = described(
         "`include_usage`, `include_obfuscation`, and vLLM's `continuous_usage_stats`"
     )
-    max_tokens: int | None = _means("most generated tokens; absent: 16 for texts, the server's limit for chats")
-    temperature: float | None = _means("0 to 100; 0 is greedy; 1 where absent")
-    top_p: float | None = _means("above 0, to 1")
-    n: int | None = _means("answers, 1 to 16; over 1 only with a temperature above 0")
-    stop: str | list[str] | None = _means("up to 16 strings")
-    seed: int | None = _means("64 bits, signed or unsigned; random where absent")
-    presence_penalty: float | None = _means("-2 to 2")
-    frequency_penalty: float | None = _means("-2 to 2")
-    logit_bias: dict[str, float] | None = _means("token id to -100 to 100; up to 1024")
-    response_format: ResponseFormat | None = _means("`text`, `json_object` or `json_schema`, which is always enforced")
+    max_tokens: int | None = described("most generated tokens; absent: 16 for texts, the server's limit for chats")
+    temperature: float | None = described("0 to 100; 0 is greedy; 1 where absent")
+    top_p: float | None = described("above 0, to 1")
+    n: int | None = described("answers, 1 to 16; over 1 only with a temperature above 0")
+    stop: str | list[str] | None = described("up to 16 strings")
+    seed: int | None = described("64 bits, signed or unsigned; random where absent")
+    presence_penalty: float | None = described("-2 to 2")
+    frequency_penalty: float | None = described("-2 to 2")
+    logit_bias: dict[str, float] | None = described("token id to -100 to 100; up to 1024")
+    response_format: ResponseFormat | None = described(
+        "`text`, `json_object` or `json_schema`, which is always enforced"
+    )
     # vLLM's
-    top_k: int | None = _means("vLLM; 0 or -1 means all")
-    min_p: float | None = _means("vLLM; 0 to 1")
-    top_n_sigma: float | None = _means("pdserve only; 0 to 100")
-    repetition_penalty: float | None = _means("vLLM; 0.01 to 100")
-    min_tokens: int | None = _means("vLLM; least generated tokens")
-    ignore_eos: bool | None = _means("vLLM; continue after the end of sequence")
-    stop_token_ids: list[int] | None = _means("vLLM; up to 64")
-    include_stop_str_in_output: bool | None = _means("vLLM; keep the stop string in the text")
-    skip_special_tokens: bool | None = _means("vLLM; false shows special tokens")
-    bad_words: list[str] | None = _means("vLLM; texts that the answer never contains")
-    allowed_token_ids: list[int] | None = _means("vLLM; only these are sampled")
-    prompt_logprobs: int | None = _means("vLLM; 0 to 20, not while streaming")
-    truncate_prompt_tokens: int | None = _means("vLLM; keep this many last prompt tokens")
-    structured_outputs: StructuredOutputs | None = _means(
+    top_k: int | None = described("vLLM; 0 or -1 means all")
+    min_p: float | None = described("vLLM; 0 to 1")
+    top_n_sigma: float | None = described("pdserve only; 0 to 100")
+    repetition_penalty: float | None = described("vLLM; 0.01 to 100")
+    min_tokens: int | None = described("vLLM; least generated tokens")
+    ignore_eos: bool | None = described("vLLM; continue after the end of sequence")
+    stop_token_ids: list[int] | None = described("vLLM; up to 64")
+    include_stop_str_in_output: bool | None = described("vLLM; keep the stop string in the text")
+    skip_special_tokens: bool | None = described("vLLM; false shows special tokens")
+    bad_words: list[str] | None = described("vLLM; texts that the answer never contains")
+    allowed_token_ids: list[int] | None = described("vLLM; only these are sampled")
+    prompt_logprobs: int | None = described("vLLM; 0 to 20, not while streaming")
+    truncate_prompt_tokens: int | None = described("vLLM; keep this many last prompt tokens")
+    structured_outputs: StructuredOutputs | None = described(
         "vLLM; one of `json`, `json_object`, `regex`, `choice`, `grammar`"
     )
-    priority: int | None = _means("vLLM; smaller goes first among requests of equal slack")
-    return_token_ids: bool | None = _means("vLLM; `token_ids` of each choice")
-    request_id: str | None = _means("vLLM; 1 to 128 printable characters; the header `x-request-id` does the same")
+    priority: int | None = described("vLLM; smaller goes first among requests of equal slack")
+    return_token_ids: bool | None = described("vLLM; `token_ids` of each choice")
+    request_id: str | None = described("vLLM; 1 to 128 printable characters; the header `x-request-id` does the same")
 
 
 class TextPart(Strict):
@@ -154,22 +157,22 @@ class ChatRequest(SamplingRequest):
     messages: list[Message] = Field(
         description="roles system, developer (as system), user, assistant and tool; content is text or text parts"
     )
-    max_completion_tokens: int | None = _means("the same as `max_tokens`")
-    tools: list[Tool] | None = _means("functions that the model may call; up to 128")
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = _means(
+    max_completion_tokens: int | None = described("the same as `max_tokens`")
+    tools: list[Tool] | None = described("functions that the model may call; up to 128")
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = described(
         "`none`, `auto`, `required` or a function; the last two are enforced by a grammar"
     )
-    parallel_tool_calls: bool | None = _means("false allows one call")
-    logprobs: bool | None = _means("logprobs of the generated tokens")
-    top_logprobs: int | None = _means("0 to 64 most likely tokens, with `logprobs`")
+    parallel_tool_calls: bool | None = described("false allows one call")
+    logprobs: bool | None = described("logprobs of the generated tokens")
+    top_logprobs: int | None = described("0 to 64 most likely tokens, with `logprobs`")
 
 
 class TextRequest(SamplingRequest):
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
         description="a text, token ids, or up to 128 of either, of which each gets `n` answers"
     )
-    best_of: int | None = _means("samples this many and returns the best `n`, at the end")
-    logprobs: int | None = _means("0 to 64")
+    best_of: int | None = described("samples this many and returns the best `n`, at the end")
+    logprobs: int | None = described("0 to 64")
 
 
 class TokenizeRequest(Strict):

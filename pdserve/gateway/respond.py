@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import Any, final
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Final, final
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Model, Piece
@@ -18,10 +18,16 @@ from pdserve.gateway import errors, logprobs, sse
 from pdserve.gateway.answers import Answers, TokenTable
 from pdserve.gateway.field_support import Endpoint
 from pdserve.gateway.headers import REQUEST_ID
-from pdserve.gateway.replies import WRITERS, Head, ReplyWriter
+from pdserve.gateway.replies import ChatWriter, Head, TextWriter, Writer
+from pdserve.gateway.responses_writer import ResponsesWriter
 from pdserve.gateway.sdk_call import SdkCall
 
-EVENT_STREAM = (
+WRITERS: Final[Mapping[Endpoint, Callable[[Head, SdkCall, TokenTable], Writer]]] = {
+    "chat": ChatWriter,
+    "text": TextWriter,
+    "responses": ResponsesWriter,
+}
+EVENT_STREAM: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would otherwise collect chunks
@@ -52,7 +58,7 @@ class Responder:
                 created_s=int(time.time()),
                 eos_token_ids=model.eos_token_ids,
             )
-            writer = WRITERS[endpoint](head, call.shown, call.answers_each, self._tokens, call.tools)
+            writer = WRITERS[endpoint](head, call, self._tokens)
             if call.shown.is_streamed:
                 return await self._stream(writer, answers, first, pieces, client, watch, send)
             return await self._whole(writer, answers, pieces, client, watch, send)
@@ -62,7 +68,7 @@ class Responder:
 
     async def _whole(
         self,
-        writer: ReplyWriter,
+        writer: Writer,
         answers: Answers,
         pieces: AsyncIterator[Piece],
         client: AsyncClient,
@@ -84,7 +90,7 @@ class Responder:
 
     async def _stream(
         self,
-        writer: ReplyWriter,
+        writer: Writer,
         answers: Answers,
         piece: Piece | None,
         pieces: AsyncIterator[Piece],
@@ -106,10 +112,9 @@ class Responder:
                 return 499
             last = writer.end(answers.completions)
         except PdserveError as error:
-            # No [DONE] follows: the answer is not complete.
-            last = sse.frame(errors.reply(error).body)
-            await send({"type": "http.response.body", "body": last, "more_body": False})
-            return errors.reply(error).status
+            reply = errors.reply(error)
+            await send({"type": "http.response.body", "body": writer.error(reply), "more_body": False})
+            return reply.status
         await send({"type": "http.response.body", "body": last, "more_body": False})
         return 200
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
@@ -75,6 +75,7 @@ class SdkCall:
     answers_each: int
     shown: Shown
     tools: ToolPlan | None = None
+    echoed: Mapping[str, Any] = field(default_factory=dict)  # what an answer of /v1/responses repeats
 
 
 def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:

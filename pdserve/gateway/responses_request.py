@@ -1,0 +1,140 @@
+"""OpenAI's requests to /v1/responses, converted to those of a chat. Pure.
+
+A response is not stored, so the input holds the whole conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from pdserve.client.options import Options
+from pdserve.client.results import Model
+from pdserve.core.errors import InvalidRequest
+from pdserve.gateway.field_support import supported
+from pdserve.gateway.responses_models import (
+    ITEMS,
+    LOGPROBS,
+    FunctionChoice,
+    FunctionTool,
+    InputCall,
+    InputPart,
+    InputResult,
+    ResponsesRequest,
+    SchemaFormat,
+    TextOptions,
+)
+from pdserve.gateway.sdk_call import MAX_MESSAGES, SdkCall, chat_call, check_model, validated
+
+#: Names here of a chat's fields.
+_NAMES: Final = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+
+
+def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:
+    """Raises InvalidRequest and UnknownModel."""
+    check_model(given.get("model"), model)
+    request = validated(ResponsesRequest, supported("responses", given))
+    messages = _messages(request.input)
+    if request.instructions is not None:
+        messages.insert(0, {"role": "system", "content": request.instructions})
+    is_scored = LOGPROBS in (request.include or ())
+    chat = {
+        "messages": messages,
+        "max_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "seed": request.seed,
+        "stream": request.stream,
+        "stream_options": None if request.stream_options is None else request.stream_options.model_dump(),
+        "response_format": _format(request.text),
+        "tools": None if request.tools is None else [_tool(one) for one in request.tools],
+        "tool_choice": _choice(request.tool_choice),
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "logprobs": is_scored or None,
+        "top_logprobs": request.top_logprobs if is_scored else None,
+    }
+    try:
+        call = chat_call({name: value for name, value in chat.items() if value is not None}, model, headers)
+    except InvalidRequest as error:
+        name, _, rest = error.field.partition(".")
+        place = _NAMES.get(name) or (f"{name}.{rest}" if rest else name)
+        raise InvalidRequest(place, error.seen, error.expected) from None
+    return replace(call, echoed=_echoed(request))
+
+
+def _messages(found: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if isinstance(found, str):
+        return [{"role": "user", "content": found}]
+    if not 1 <= len(found) <= MAX_MESSAGES:
+        raise InvalidRequest("input", f"{len(found)} items", f"1 to {MAX_MESSAGES} items")
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(found):
+        _add(messages, f"input.{index}", {name: value for name, value in item.items() if value is not None})
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> None:
+    kind = item.get("type", "message")
+    model = ITEMS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        raise InvalidRequest(f"{place}.type", "another value", f"one of {', '.join(ITEMS)}")
+    try:
+        one: Any = validated(model, item)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{place}.{error.field}", error.seen, error.expected) from None
+    if isinstance(one, InputCall):
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        call = {"id": one.call_id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif isinstance(one, InputResult):
+        messages.append({"role": "tool", "tool_call_id": one.call_id, "content": _text(one.output)})
+    else:
+        messages.append({"role": one.role, "content": _text(one.content)})
+
+
+def _text(content: str | list[InputPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _format(text: TextOptions | None) -> dict[str, Any] | None:
+    form = None if text is None else text.format
+    if isinstance(form, SchemaFormat):
+        return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_}}
+    return None if form is None else {"type": form.type}
+
+
+def _tool(one: FunctionTool) -> dict[str, Any]:
+    function = one.model_dump(exclude_none=True)
+    del function["type"]
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: str | FunctionChoice | None) -> Any:
+    return {"type": "function", "function": {"name": choice.name}} if isinstance(choice, FunctionChoice) else choice
+
+
+def _echoed(request: ResponsesRequest) -> dict[str, Any]:
+    """What an answer repeats of its request."""
+    form = None if request.text is None else request.text.format
+    return {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "temperature": request.temperature,
+        "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+        "tool_choice": (
+            request.tool_choice.model_dump() if isinstance(request.tool_choice, FunctionChoice) else request.tool_choice
+        )
+        or "auto",
+        "tools": [
+            {"parameters": None, "strict": None, **one.model_dump(exclude_none=True)} for one in request.tools or ()
+        ],
+        "top_p": request.top_p,
+        "top_logprobs": request.top_logprobs,
+        "previous_response_id": None,
+        "metadata": {},
+        "store": False,
+        "truncation": "disabled",
+    }

@@ -1,0 +1,191 @@
+"""Answers of /v1/responses: whole, or as the events of a stream. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+from pdserve.client.results import Completion, Piece, TokenLogprob
+from pdserve.core.types import FinishReason
+from pdserve.gateway import logprobs, sse
+from pdserve.gateway.errors import ErrorReply
+from pdserve.gateway.logprobs import BytesOf
+from pdserve.gateway.replies import Head, Writer
+from pdserve.gateway.sdk_call import SdkCall
+from pdserve.gateway.tools.answer_tools import AnswerTools
+
+_Event = dict[str, Any]
+
+
+@final
+class ResponsesWriter(Writer):
+    def __init__(self, head: Head, call: SdkCall, bytes_of: BytesOf) -> None:
+        self._head, self._call, self._bytes_of = head, call, bytes_of
+        self._output = _Output(head.request_id)
+        self._tools = None if call.tools is None else AnswerTools(call.tools)
+        self._sequence = 0
+        self._has_begun = False
+
+    def answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        [one] = completions
+        list(self._feed(one.text, one.logprobs))
+        list(self._close(one.finish_reason))
+        return self._response(one)
+
+    def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> bytes:
+        return b"".join([*self._begin(), *(self._frame(event) for piece in pieces for event in self._piece(piece))])
+
+    def end(self, completions: Sequence[Completion]) -> bytes:
+        [one] = completions
+        frames = [*self._begin(), *(self._frame(event) for event in self._close(one.finish_reason))]
+        response = self._response(one)
+        frames.append(self._frame({"type": f"response.{response['status']}", "response": response}))
+        return b"".join(frames)
+
+    def error(self, reply: ErrorReply) -> bytes:
+        failed = {
+            **self._base("failed"),
+            "error": {"code": "server_error", "message": reply.body["error"]["message"]},
+            "output": self._output.items,
+        }
+        return self._frame({"type": "response.failed", "response": failed})
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Iterable[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            for kind in ("response.created", "response.in_progress"):
+                yield self._frame({"type": kind, "response": {**self._base("in_progress"), "output": []}})
+
+    def _piece(self, piece: Piece) -> Iterable[_Event]:
+        return self._feed(piece.text, piece.logprobs)
+
+    def _feed(self, text: str, scored: Sequence[TokenLogprob]) -> Iterable[_Event]:
+        deltas = [{"content": text}] if self._tools is None else self._tools.feed(text)
+        most = self._call.shown.logprobs
+        scores = [] if most is None else logprobs.chat_logprobs(scored, most, self._bytes_of)["content"]
+        for delta in deltas:
+            yield from self._output.add(delta, scores)
+            scores = []
+
+    def _close(self, reason: FinishReason) -> Iterable[_Event]:
+        for delta in () if self._tools is None else self._tools.end():
+            yield from self._output.add(delta, [])
+        yield from self._output.close("completed" if reason is FinishReason.STOP else "incomplete")
+
+    def _response(self, one: Completion) -> dict[str, Any]:
+        is_whole = one.finish_reason is FinishReason.STOP
+        used = one.usage
+        return {
+            **self._base("completed" if is_whole else "incomplete"),
+            "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+            "output": self._output.items,
+            "usage": {
+                "input_tokens": used.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": used.cached_prompt_tokens, "cache_write_tokens": 0},
+                "output_tokens": used.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": used.total_tokens,
+            },
+        }
+
+    def _base(self, status: str) -> dict[str, Any]:
+        head = self._head
+        return {
+            "id": f"resp_{head.request_id}",
+            "object": "response",
+            "created_at": head.created_s,
+            "model": head.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            **self._call.echoed,
+        }
+
+    def _frame(self, event: _Event) -> bytes:
+        event = {**event, "sequence_number": self._sequence}
+        self._sequence += 1
+        is_padded = self._call.shown.is_padded and event["type"].endswith(".delta")
+        data = sse.padded_frame(event) if is_padded else sse.frame(event)
+        return f"event: {event['type']}\n".encode() + data
+
+
+@final
+class _Output:
+    """The items of an answer, and the events of their changes."""
+
+    def __init__(self, request_id: str) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._request_id = request_id
+        self._is_open = False  # the last item
+
+    def add(self, delta: dict[str, Any], scores: list[dict[str, Any]]) -> Iterable[_Event]:
+        if "content" in delta:
+            yield from self._add_text(delta["content"], scores)
+            return
+        for part in delta["tool_calls"]:
+            function = part["function"]
+            if "id" in part:
+                yield from self.close("completed")
+                yield from self._open(
+                    {
+                        "type": "function_call",
+                        "id": f"fc_{self._request_id}_{len(self.items)}",
+                        "call_id": part["id"],
+                        "name": function["name"],
+                        "arguments": "",
+                        "status": "in_progress",
+                    }
+                )
+            else:
+                self.items[-1]["arguments"] += function["arguments"]
+                yield self._event("response.function_call_arguments.delta", delta=function["arguments"])
+
+    def close(self, status: str) -> Iterable[_Event]:
+        """Ends the item that is open, if one is."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        item = self.items[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            [part] = item["content"]
+            text = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield self._event("response.output_text.done", content_index=0, **text)
+            yield self._event("response.content_part.done", content_index=0, part=_copy(part))
+        else:
+            yield self._event("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": _copy(item)}
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _add_text(self, text: str, scores: list[dict[str, Any]]) -> Iterable[_Event]:
+        if not (text or scores):
+            return
+        if not self._is_open or self.items[-1]["type"] != "message":
+            yield from self.close("completed")
+            message = {"type": "message", "id": f"msg_{self._request_id}_{len(self.items)}", "role": "assistant"}
+            yield from self._open({**message, "status": "in_progress", "content": []})
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self.items[-1]["content"].append(part)
+            yield self._event("response.content_part.added", content_index=0, part=_copy(part))
+        [part] = self.items[-1]["content"]
+        part["text"] += text
+        part["logprobs"] += scores
+        yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=scores)
+
+    def _open(self, item: dict[str, Any]) -> Iterable[_Event]:
+        self.items.append(item)
+        self._is_open = True
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": _copy(item)}
+
+    def _event(self, kind: str, **fields: Any) -> _Event:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+
+
+def _copy(value: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(value))
+    return found
