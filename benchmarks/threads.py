@@ -1,6 +1,6 @@
 """How many compute threads a prefill and a decode process should have on the cores that they share.
 
-    python -m benchmarks.threads --model FOLDER [--seconds 4] [--rounds 3]
+    python -m benchmarks.threads --model FOLDER [--seconds 4] [--rounds 3] [--busy N]
 
 Two processes run one engine each: one prefills prompts of 512 tokens continuously, the other decodes 8 rows. Each
 setting is run in three ways (prefill alone, decode alone, both at once), and settings alternate; the table shows
@@ -113,11 +113,29 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--busy", type=int, default=0, help="other processes, each of which keeps a core busy (0)")
     parser.add_argument("--child", choices=("prefill", "decode"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child(args.child, args.model, args.dtype, args.seconds)
         return
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
+    try:
+        rates = measure(args)
+    finally:
+        for other in others:
+            other.kill()
+    print(
+        f"{CORES} cores, {args.busy} of them busy, tokens/s: prompts of {PROMPT_TOKENS}; decode of {DECODE_ROWS} rows"
+    )
+    print("| setting | prefill alone | decode alone | prefill beside decode | decode beside prefill |")
+    print("|---|---|---|---|---|")
+    for name, rows in rates.items():
+        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+        print(f"| {name} | " + " | ".join(f"{value:.0f}" for value in medians) + " |")
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[tuple[float, float, float, float]]]:
     rates: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in SETTINGS}
     for turn in range(args.rounds):
         for name, env in SETTINGS.items():
@@ -132,12 +150,7 @@ def main() -> None:
             rates[name].append((prefill_alone, decode_alone, prefill.rate(), decode.rate()))
             prefill.close()
             decode.close()
-    print(f"{CORES} cores, tokens/s: prompts of {PROMPT_TOKENS}; decode of {DECODE_ROWS} rows")
-    print("| setting | prefill alone | decode alone | prefill beside decode | decode beside prefill |")
-    print("|---|---|---|---|---|")
-    for name, rows in rates.items():
-        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-        print(f"| {name} | " + " | ".join(f"{value:.0f}" for value in medians) + " |")
+    return rates
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any, Final, final
 from pdserve.config import without_secrets
 from pdserve.core.errors import PdserveError
 from pdserve.launch.open_ports import session_of
+from pdserve.launch.spec import waiting_env
 
 TAIL_LINES: Final = 40
 MAX_LINE_BYTES: Final = 1 << 16
@@ -83,7 +84,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
-            env={**without_secrets(os.environ), **self._env, "PYTHONUNBUFFERED": "1"},
+            env={**waiting_env(os.environ), **without_secrets(os.environ), **self._env, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
         assert self._process.stdout is not None

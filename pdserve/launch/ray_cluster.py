@@ -34,6 +34,7 @@ from pdserve.launch.spec import (
     ray_bundles,
     ray_resources,
     remote_ranks,
+    waiting_env,
     worker_config,
 )
 from pdserve.launch.with_ray import spec_from_json
@@ -206,7 +207,7 @@ class RayDriver:
             max_restarts=-1,
             max_task_retries=0,  # a generation is not idempotent
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundles.index((worker_id, 0))),
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads), **waiting_env(os.environ)}},
         )
         self._actors[worker_id] = options.remote(
             MODULES[role], to_flags(config), to_env(config), self._is_on_many_hosts
@@ -236,7 +237,7 @@ class RayDriver:
                     num_gpus=self._resources(worker_id, count).get("GPU", 0),
                     max_restarts=-1,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, first + number),
-                    runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
+                    runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads), **waiting_env(os.environ)}},
                 )
                 .remote(address, count, config.model, to_env(config), START_S)
                 for number, count in enumerate(remote_ranks(config), 1)

@@ -16,6 +16,7 @@ from pdserve.core.setting import PORTS, Range
 from pdserve.core.types import Role
 from pdserve.launch.keys import Kind, Value, check_settings
 
+SPINS: Final = "1000"  # turns of the waiting loop
 MAX_WORKERS: Final = 256
 NUM_WORKERS: Final[Mapping[str, Range]] = {"prefill": Range(0, MAX_WORKERS), "decode": Range(1, MAX_WORKERS)}
 _PORTS: Final = Range(*PORTS)
@@ -109,6 +110,17 @@ def _ports(process: Process) -> list[tuple[str, int]]:
     if isinstance(config, RouterConfig):
         return [("port", config.port), metrics]
     return [metrics, (f"{process.module}.rendezvous", int(config.rendezvous.rpartition(":")[2] or 0))]
+
+
+def waiting_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """How the OpenMP threads of a worker wait for each other: they spin shortly, then sleep, unless `environ` sets it.
+
+    libgomp's default is a long spin. If another process uses one of the cores, threads then spin for one that has no
+    core (benchmarks/threads.py).
+    """
+    if "OMP_WAIT_POLICY" in environ:
+        return {}
+    return {"GOMP_SPINCOUNT": environ.get("GOMP_SPINCOUNT", SPINS)}
 
 
 def router(spec: ClusterSpec, workers: Sequence[str]) -> Process:

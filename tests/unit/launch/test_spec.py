@@ -17,6 +17,7 @@ from pdserve.launch.spec import (
     processes,
     ray_resources,
     remote_ranks,
+    waiting_env,
     worker_config,
 )
 
@@ -57,6 +58,12 @@ def test_workers_of_a_host_share_its_cores(cores: int, workers: int, share: int)
     one = spec(cores=cores, prefill=1, decode=workers - 1)
     assert {worker_config(one, index)[1].threads for index in range(workers)} == {share}
     assert ("OMP_NUM_THREADS", str(share)) in processes(one)[0].env
+
+
+def test_threads_wait_with_a_short_spin_unless_the_environment_says_otherwise() -> None:
+    assert waiting_env({}) == {"GOMP_SPINCOUNT": "1000"}
+    assert waiting_env({"GOMP_SPINCOUNT": "7", "HOME": "/"}) == {"GOMP_SPINCOUNT": "7"}
+    assert waiting_env({"OMP_WAIT_POLICY": "ACTIVE"}) == {}
 
 
 def test_a_table_of_a_role_wins_over_the_table_of_all_workers() -> None:
