@@ -8,12 +8,9 @@ long step. A sequence that is behind must on average be faster than its target u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from decode_worker.decode_sequence import DecodeSequence
-
-DUE_SHARE: Final = 0.95  # of the TPOT target between due times: a reserve for what comes later
-LONGEST_GAP: Final = 4.0  # TPOT targets, or decode steps if these are longer, between two tokens
+from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP
 
 
 def allowed_step_s(decoding: Sequence[DecodeSequence], now_s: float, decode_s: float) -> float | None:

@@ -226,7 +226,7 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> Sequence[St
         spent_s = cluster.now_s - request.placed_s - request.awaits_s
         view.first_tokens.observe(spent_s - row.queue_s - row.prefill_s)
         view.computed(booking, cluster.now_s)
-        view.arrived(booking)
+        view.joined(booking, request.first_token_s or cluster.now_s)
         cluster.is_placing_due = True
         _account_prefill(request, row)
         request.timeline.close(Phase.MESSAGES, cluster.now_s, request.attempt)
@@ -250,7 +250,8 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> Sequence[St
 def _joined(cluster: ClusterState, request: Request, placement: Placement) -> None:
     """The decode worker has the KV and the first token: the sequence is in the batch."""
     view = cluster.fleet.workers[placement.decode_worker]
-    view.arrived(view.bookings[request.request_id, request.attempt])
+    booking = view.bookings[request.request_id, request.attempt]
+    view.joined(booking, request.first_token_s or cluster.now_s)
     view.freed_s = cluster.now_s
     cluster.is_placing_due = True
 

@@ -21,6 +21,9 @@ class Booking:
     prefill_tokens: int = 0  # yet to be computed here
     prefill_s: float = 0.0  # predicted time of that
     tpot_s: float | None = None  # TPOT target; set while it has or will have a row in the decode batch
+    itl_s: float | None = None  # as in Slo
+    prompt_tokens: int = 0  # of `tokens`
+    first_token_s: float | None = None  # when its client got the first token; it decodes since then
     is_sent: bool = False
     is_arriving: bool = True  # not computing yet (decode: not in the batch yet)
     is_landing: bool = False  # its KV comes from a prefill worker and has not arrived

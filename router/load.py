@@ -13,15 +13,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from pdserve.core.fit import WIDEST_BAND
 from pdserve.core.latency import CostModel
 from pdserve.core.memory_price import held_share
-from pdserve.core.step_rule import StepLimit, chunk_tokens, step_limit
+from pdserve.core.step_rule import DUE_SHARE, TARGET_SHARE, StepLimit, chunk_tokens, step_limit
 from router.events import WorkerConnected
 
 MID_PROMPT: Final = 4096  # assumed context in the cost of a prompt token, independent of prompts
+
+
+class Slack(NamedTuple):
+    """How long steps may take beside running requests that are ahead of their due times."""
+
+    total_s: float  # beyond their TPOT targets, over all steps; at least 0
+    longest_step_s: float  # the longest gap between two tokens
+
+
+NO_SLACK: Final = Slack(0.0, 0.0)
 TRUSTED_SAMPLES: Final = 16  # of a cost model, before its predictions and errors count
 
 
@@ -29,6 +39,7 @@ TRUSTED_SAMPLES: Final = 16  # of a cost model, before its predictions and error
 class DecodeLoad:
     __slots__ = (
         "_cost",
+        "_held_share",
         "_limit",
         "_most",
         "alone_s",
@@ -87,37 +98,65 @@ class DecodeLoad:
         token_at_mid_s = per_token_s + per_token_context_s * MID_PROMPT
         chunk = most
         if rows:
-            self._limit = step_limit(
-                cost,
-                decode_s=step_s,
-                allowed_s=tightest_s if tightest_s < math.inf else None,
-                held_share=held_share(context, rows, hello.num_blocks, hello.block_size),
-                most=most,
-            )
+            self._held_share = held_share(context, rows, hello.num_blocks, hello.block_size)
+            self._limit = self._step_limit(tightest_s if tightest_s < math.inf else None)
             chunk = self._chunk(MID_PROMPT)
         self.reads_s = reads_s = cost.step_s(rows, context, chunk, chunk * MID_PROMPT)
         self.prefill_slowdown = max(1.0, reads_s / (chunk * token_at_mid_s)) if token_at_mid_s > 0.0 else 1.0
         self.decode_stall_share = max(0.0, 1.0 - step_s / reads_s) if rows and reads_s > 0.0 else 0.0
         self.batch_s = reads_s * max(1.0, most / chunk)  # time to prefill the maximum of one step
 
-    def reading_s(self, uncached: float, cached: float) -> float:
+    def reading_s(self, uncached: float, cached: float, slack: Slack = NO_SLACK) -> float:
         """Seconds from the first to the last step that prefills the prompt."""
         if uncached <= 0.0:
             return 0.0
         chunk = self._chunk(cached)
         if chunk < uncached:
             chunk = self._chunk(cached + 0.5 * (uncached - chunk))
+        steps = -(-uncached // chunk)
+        if steps > 1.0 and slack.total_s > 0.0:
+            steps = min(steps, math.ceil(self._steps_with(uncached, cached, slack)))
+            chunk = math.ceil(uncached / steps)
         rows_s = self.row_s * self.rows + self.token_s * self.context
-        return self._cost.prefill_s(uncached, cached, chunk) + rows_s * -(-uncached // chunk)
+        return self._cost.prefill_s(uncached, cached, chunk) + rows_s * steps
 
-    def share_s(self, uncached: float, cached: float) -> float:
+    def share_s(self, uncached: float, cached: float, slack: Slack = NO_SLACK) -> float:
         """A prompt's share of the worker's prefill time. The last step of a prompt also contains tokens of the next
         one, so each of many prompts takes its share of steps."""
         if uncached <= 0.0:
             return 0.0
-        chunk = self._chunk(cached + 0.5 * uncached)
+        chunk = float(self._chunk(cached + 0.5 * uncached))
+        if slack.total_s > 0.0 and chunk < uncached:
+            chunk = max(chunk, uncached / self._steps_with(uncached, cached, slack))
         rows_s = self.row_s * self.rows + self.token_s * self.context
         return (self._cost.prefill_s(chunk, cached + 0.5 * (uncached - chunk)) + rows_s) * uncached / chunk
+
+    def _steps_with(self, uncached: float, cached: float, slack: Slack) -> float:
+        """The fewest steps, at least 1, that prefill the prompt beside requests with `slack`.
+
+        k steps take k * (base + rows) + W, where W is the prompt's arithmetic. They may take the slack and k due times,
+        and each of them no longer than the longest gap.
+        """
+        base_s, per_token_s, per_token_context_s = self._cost.prefill_coefficients
+        fixed_s = base_s + self.row_s * self.rows + self.token_s * self.context
+        work_s = uncached * (per_token_s + per_token_context_s * (cached + 0.5 * uncached))
+        longest = self._step_limit(slack.longest_step_s)
+        steps = max(1.0, uncached / self._most)
+        if work_s > steps * (longest.step_s - fixed_s):
+            steps = work_s / (longest.step_s - fixed_s) if longest.step_s > fixed_s else math.inf
+        due_s = TARGET_SHARE * DUE_SHARE * self.tightest_s - fixed_s
+        if work_s - slack.total_s > steps * due_s:
+            steps = (work_s - slack.total_s) / due_s if due_s > 0.0 else math.inf
+        return min(steps, uncached)
+
+    def _step_limit(self, allowed_s: float | None) -> StepLimit:
+        return step_limit(
+            self._cost,
+            decode_s=self.step_s,
+            allowed_s=allowed_s,
+            held_share=self._held_share,
+            most=self._most,
+        )
 
     def _chunk(self, cached: float) -> int:
         """Prompt tokens of one step after `cached` tokens of the prompt."""

@@ -320,8 +320,10 @@ def _book(cluster: ClusterState, request: Request, view: WorkerView, *, has_row:
         tokens=tokens,
         blocks=view.blocks_for(tokens + 1 if has_row else tokens),
         prefill_tokens=uncached,
-        prefill_s=view.share_s(uncached, tokens - uncached) if computes else 0.0,
+        prefill_s=view.share_s(uncached, tokens - uncached, view.slack(cluster.now_s)) if computes else 0.0,
         tpot_s=request.facts.slo.tpot_s if has_row else None,
+        itl_s=request.facts.slo.itl_s,
+        prompt_tokens=request.facts.num_prompt_tokens,
     )
     view.book(booking, cluster.now_s)
     request.bookings.add((view.worker_id, request.attempt))

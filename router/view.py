@@ -13,10 +13,11 @@ from copy import copy
 
 from pdserve.core.latency import CostModel
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
+from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP
 from pdserve.core.types import Role
 from router.booking import Booking, Totals
 from router.events import WorkerConnected
-from router.load import DecodeLoad
+from router.load import NO_SLACK, DecodeLoad, Slack
 from router.message_latency import MessageLatency
 from router.step_clock import StepClock
 from router.worker_queue import WorkerQueue
@@ -133,17 +134,39 @@ class WorkerView:
             )
         return load
 
-    def reading_s(self, uncached: int, cached: int) -> float:
-        """`prefill_s`, or on a decode worker the time beside its running requests."""
+    def reading_s(self, uncached: int, cached: int, slack: Slack = NO_SLACK) -> float:
+        """`prefill_s`, or on a decode worker the time beside its running requests, which have `slack`."""
         if self.hello.role is Role.DECODE and self.totals.rows:
-            return self.load.reading_s(uncached, cached)
+            return self.load.reading_s(uncached, cached, slack)
         return self.prefill_s(uncached, cached)
 
-    def share_s(self, uncached: int, cached: int) -> float:
+    def share_s(self, uncached: int, cached: int, slack: Slack = NO_SLACK) -> float:
         """The delay for the next request: `reading_s`, but a decode worker's last step is shared."""
         if self.hello.role is Role.DECODE and self.totals.rows:
-            return self.load.share_s(uncached, cached)
+            return self.load.share_s(uncached, cached, slack)
         return self.prefill_s(uncached, cached)
+
+    def slack(self, now_s: float) -> Slack:
+        """Of a decode worker's running requests, after the prompts that it prefills already. None is known if other
+        routers have requests there."""
+        totals = self.totals
+        if not totals.rows or self.load.rows > totals.rows:
+            return NO_SLACK
+        alone_s, step_s = self.load.alone_s, self.load.step_s
+        least_s = gap_s = math.inf
+        for one in self.bookings.values():
+            tpot_s, first_token_s = one.tpot_s, one.first_token_s
+            if tpot_s is None or first_token_s is None or tpot_s <= alone_s:
+                continue
+            due_s = first_token_s + (one.tokens - one.prompt_tokens) * DUE_SHARE * tpot_s
+            if due_s < least_s:
+                least_s = due_s
+            own_s = LONGEST_GAP * max(tpot_s, step_s) if one.itl_s is None else one.itl_s
+            if own_s < gap_s:
+                gap_s = own_s
+        if gap_s == math.inf:
+            return NO_SLACK
+        return Slack(max(least_s - max(self.free_at_s, now_s), 0.0), gap_s)
 
     @property
     def half_step_s(self) -> float:
@@ -224,6 +247,11 @@ class WorkerView:
             totals.prefill_s += booking.prefill_s
             totals.prefills += 1
             self.free_at_s = max(self.free_at_s, now_s) + booking.prefill_s
+
+    def joined(self, booking: Booking, first_token_s: float) -> None:
+        """It decodes; its client got the first token at `first_token_s`."""
+        booking.first_token_s = first_token_s
+        self.arrived(booking)
 
     def arrived(self, booking: Booking) -> None:
         """It no longer waits in the worker's inbox: it is being computed, or has ended."""

@@ -12,6 +12,8 @@ from pdserve.core.fit import WIDEST_BAND
 from pdserve.core.latency import CostModel
 from pdserve.core.memory_price import longest_step_s
 
+DUE_SHARE: Final = 0.95  # of the TPOT target between due times of tokens: a reserve for what comes later
+LONGEST_GAP: Final = 4.0  # TPOT targets, or decode steps if these are longer, between two tokens
 TARGET_SHARE: Final = 0.9  # of the time that the rows allow; the rest is for the time between steps
 FREE_SHARE: Final = 0.02  # of a step: what a chunk may add if the rows allow nothing
 BLIND_SHARE: Final = 4  # of the largest chunk, if no row has a target

@@ -287,11 +287,11 @@ def _local(
     is_only: bool,
 ) -> PlacementOption:
     held = min(cached.get(decode.worker_id, 0), ask.num_tokens - 1)
-    read_s = decode.reading_s(ask.num_tokens - held, held)
-    queue_s = decode.queue_s(now_s)
+    slack, queue_s = decode.slack(now_s), decode.queue_s(now_s)
+    read_s = decode.reading_s(ask.num_tokens - held, held, slack)
     ttft_s = max(queue_s, decode.rest_of_step_s(now_s)) + read_s + decode.first_tokens.typical_s
-    # Running requests wait while prompts are prefilled: those in the queue, and this one.
-    waits_s = load.step_s + (queue_s + read_s) * load.decode_stall_share / _steps(ask)
+    # Running requests wait while prompts are prefilled, those in the queue and this one, and have slack for it.
+    waits_s = load.step_s + max(queue_s + read_s - slack.total_s, 0.0) * load.decode_stall_share / _steps(ask)
     residents_s = max(step_s, min(waits_s, load.reads_s))
     if not is_only:
         # Steps are filled up to TARGET_SHARE of the target. If decode rows fill them, only tiny chunks are left.

@@ -10,8 +10,10 @@ from decode_worker.chunking import ChunkRule
 from pdserve.core.fit import WIDEST_BAND
 from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.protocol import BatchTimed, Load
+from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP
 from pdserve.core.types import Role
 from router.booking import Booking
+from router.load import NO_SLACK
 from router.view import WorkerView
 from tests.unit.router.router_events import hello
 
@@ -63,6 +65,64 @@ def test_reading_beside_residents_is_predicted_as_the_worker_does_it(rows: int, 
     assert view.reading_s(prompt, 0) == pytest.approx(actual_s, rel=1.0 if is_full else 0.35)
     if rows and prompt > 4_000 and not is_full:
         assert view.load.decode_stall_share == pytest.approx(1.0 - alone_s / actual_s, abs=0.1)
+
+
+def read_with_slack(view: WorkerView, rows: int, tokens: int, tpot_s: float, prompt: int, slack_s: float) -> float:
+    """Seconds until a worker has read the prompt beside rows that are `slack_s` ahead of their due times, step by step
+    as decode_worker.slack allows."""
+    cost, rule = view.cost, ChunkRule(view.cost, least=16, most=2048)
+    held = (rows * tokens / 16 + rows) / 25_000
+    at, now_s, due_s = 0, 0.0, slack_s
+    while at < prompt:
+        left_s, due_share_s = due_s - now_s, DUE_SHARE * tpot_s
+        allowed_s = min(LONGEST_GAP * tpot_s, left_s) if left_s >= due_share_s else due_share_s
+        chunk = rule.tokens(rows=rows, context_tokens=rows * tokens, allowed_s=allowed_s, cached=at, held_share=held)
+        chunk = min(chunk, prompt - at)
+        now_s += cost.step_s(rows, rows * tokens, chunk, chunk * (at + chunk / 2))
+        due_s += due_share_s
+        at += chunk
+    return now_s
+
+
+@pytest.mark.parametrize("rows", [1, 8, 24])
+@pytest.mark.parametrize("slack_s", [0.0, 0.03, 0.1, 0.5])
+@pytest.mark.parametrize("prompt", [500, 4_000, 16_000])
+def test_a_prompt_beside_rows_with_slack_is_predicted_as_the_worker_computes_it(
+    rows: int, slack_s: float, prompt: int
+) -> None:
+    view = decode(rows, tokens=2_000, tpot_s=0.03)
+    for booking in view.bookings.values():
+        booking.prompt_tokens = booking.tokens  # no output yet: the next token is due at the first
+        booking.first_token_s = 1.0 + slack_s
+    slack = view.slack(1.0)
+    assert slack.total_s == pytest.approx(slack_s)
+    assert slack.longest_step_s == pytest.approx(LONGEST_GAP * 0.03)
+    actual_s = read_with_slack(view, rows, 2_000, 0.03, prompt, slack_s)
+    assert view.reading_s(prompt, 0, slack) == pytest.approx(actual_s, rel=0.2)
+    assert view.reading_s(prompt, 0, slack) <= view.reading_s(prompt, 0)
+    assert view.share_s(prompt, 0, slack) <= view.share_s(prompt, 0)
+
+
+def test_slack_is_that_of_the_row_that_is_least_ahead() -> None:
+    view = decode(3, tokens=100, tpot_s=0.05)
+    for ahead, booking in zip((10, 4, 30), view.bookings.values(), strict=True):
+        booking.prompt_tokens, booking.first_token_s = booking.tokens - ahead, 0.0
+    assert view.slack(0.1).total_s == pytest.approx(4 * DUE_SHARE * 0.05 - 0.1)
+    assert view.slack(9.0).total_s == 0.0
+    next(iter(view.bookings.values())).itl_s = 0.07
+    assert view.slack(0.1).longest_step_s == 0.07
+    view.free_at_s = 0.15  # prompts before it use the slack
+    assert view.slack(0.1).total_s == pytest.approx(4 * DUE_SHARE * 0.05 - 0.15)
+
+
+def test_no_slack_is_known_without_running_rows_or_beside_those_of_other_routers() -> None:
+    view = decode(2, tokens=100)
+    assert view.slack(0.0) == NO_SLACK  # they have no token yet
+    for booking in view.bookings.values():
+        booking.first_token_s = 5.0
+    assert view.slack(0.0) != NO_SLACK
+    view.reported(Load(worker_id="d0", steps=1, free_blocks=100, running=5), 0.0)
+    assert view.slack(0.0) == NO_SLACK
 
 
 def test_prompts_share_steps_so_that_a_queue_is_shorter_than_its_prompts_each_alone() -> None:
