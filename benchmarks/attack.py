@@ -33,6 +33,7 @@ from pdserve.launch.ports import free_ports
 from pdserve.launch.running import Running
 
 PROCESSES: Final = ("router", "p0", "d0")
+ALL: Final = (*PROCESSES, "gateway")
 REST_S: Final = 30.0
 # Answers must have the same bits whatever shares a step with them, to be compared at all; and none may be rejected
 # for its SLO targets on a busy machine.
@@ -54,7 +55,7 @@ def rows() -> list[AttackRow]:
 
 def run_row(row: AttackRow, target: AttackTarget, expected: list[tuple[int, ...]]) -> tuple[AttackResult, CallTally]:
     """Attacks, and adds to the finding's complaints what the attack did to the cluster."""
-    before = {name: target.pid(name) for name in PROCESSES}
+    before = {name: target.pid(name) for name in ALL}
     complaints: list[str] = []
     with LegitimateTraffic(target.router, target.token, expected) as honest:
         try:
@@ -70,7 +71,7 @@ def run_row(row: AttackRow, target: AttackTarget, expected: list[tuple[int, ...]
         complaints.append(f"{tally.failed} honest requests failed, the first with {tally.first_failure}")
     if not tally.exact:
         complaints.append("no honest request was answered")
-    complaints += [f"{name} was restarted" for name in PROCESSES if target.pid(name) != before[name]]
+    complaints += [f"{name} was restarted" for name in ALL if target.pid(name) != before[name]]
     if unrest := wait_until_idle(target):
         complaints.append(unrest)
     return replace(finding, complaints=tuple(complaints)), tally
@@ -143,7 +144,9 @@ def main() -> int:
         *("--set", f"decode_worker.metrics_port={ports['d0'] - 1}"),
     )
     results: list[tuple[AttackRow, AttackResult, CallTally]] = []
-    with Running.start(*FLAGS, *metrics, env={"PDSERVE_TOKEN": token, "OMP_NUM_THREADS": "1"}) as cluster:
+    with Running.start(
+        *FLAGS, *metrics, "--http", "0", env={"PDSERVE_TOKEN": token, "OMP_NUM_THREADS": "1"}
+    ) as cluster:
         target = AttackTarget(cluster=cluster, token=token, seconds=args.seconds, metrics_ports=ports)
         expected = answers_in_peace(cluster.target, token)
         with LegitimateTraffic(cluster.target, token, expected) as peace:

@@ -1,0 +1,207 @@
+"""Row 12: the HTTP port. 10,000 idle connections, heads that drip or do not end, and bodies of 100 MB.
+
+An honest caller sends completions meanwhile, on a new connection each time. Each answer must be the one given in peace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import urlsplit
+
+import psutil  # type: ignore[import-untyped]
+
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
+from pdserve.config import GatewayConfig
+
+LIMITS: Final = GatewayConfig(router="127.0.0.1:1")
+NUM_IDLE: Final = 10_000
+NUM_SLOW: Final = 200
+NUM_HEADS: Final = 50
+NUM_BODIES: Final = 20
+BODY_BYTES: Final = 100 * 2**20
+MOST_GROWTH_BYTES: Final = 200 * 2**20
+LATE_S: Final = 10.0
+_REQUEST: Final = json.dumps({"prompt": "def fib(n):", "max_tokens": 12, "temperature": 0}).encode()
+
+
+def attack(target: AttackTarget) -> AttackResult:
+    parts = urlsplit(target.cluster.http_url)
+    address = (str(parts.hostname), int(parts.port or 0))
+    gateway = psutil.Process(target.pid("gateway"))
+    expected = _ask(address, target.token)
+    before_bytes = gateway.memory_info().rss
+    honest = _Honest(lambda: _ask(address, target.token), expected)
+    errors: Counter[str] = Counter()
+    attempts = 0
+    with honest:
+        for name, part in (
+            ("heads", _large_heads),
+            ("bodies", _large_bodies),
+            ("slow", _slow_heads),
+            ("idle", _idle_connections),
+        ):
+            count, closed = part(address, target.token)
+            attempts += count
+            errors[name] += closed
+    grown_bytes = gateway.memory_info().rss - before_bytes
+    complaints = [*honest.complaints]
+    rejected = sum(errors.values())
+    if rejected != attempts:
+        complaints.append(f"{attempts - rejected} connections were not closed")
+    if grown_bytes > MOST_GROWTH_BYTES:
+        complaints.append(f"the gateway grew by {grown_bytes >> 20} MiB")
+    took_ms = statistics.median(honest.took_s) * 1e3 if honest.took_s else 0.0
+    return AttackResult(
+        attempts=attempts,
+        rejected=rejected,
+        errors=errors,
+        note=f"{len(honest.took_s)} honest HTTP requests were exact, p50 {took_ms:.0f} ms, longest "
+        f"{max(honest.took_s, default=0.0) * 1e3:.0f} ms; the gateway grew by {grown_bytes / 2**20:.0f} MiB",
+        complaints=tuple(complaints),
+    )
+
+
+def _large_heads(address: tuple[str, int], token: str) -> tuple[int, int]:
+    bombs = (b"x-bomb: " + b"v" * 2**20, b"\r\n".join(b"x-%d: v" % n for n in range(100_000)))
+    closed = 0
+    for number in range(NUM_HEADS):
+        closed += _send(address, b"POST /v1/completions HTTP/1.1\r\n" + bombs[number % 2] + b"\r\n\r\n")
+    return NUM_HEADS, closed
+
+
+def _large_bodies(address: tuple[str, int], token: str) -> tuple[int, int]:
+    """Declared and undeclared sizes, by a caller with the token."""
+    closed = 0
+    piece = b" " * 2**20
+    for number in range(NUM_BODIES):
+        head = f"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer {token}\r\n"
+        if number % 2:
+            closed += _send(address, f"{head}content-length: {BODY_BYTES}\r\n\r\n".encode(), piece, BODY_BYTES >> 20)
+        else:
+            chunk = f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
+            closed += _send(address, f"{head}transfer-encoding: chunked\r\n\r\n".encode(), chunk, BODY_BYTES >> 20)
+    return NUM_BODIES, closed
+
+
+def _slow_heads(address: tuple[str, int], token: str) -> tuple[int, int]:
+    """One byte now and then, until the server has closed all of them."""
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(NUM_SLOW)]
+        for one in opened:
+            one.setblocking(False)
+        ends_s = time.monotonic() + LIMITS.header_s + LATE_S
+        left = set(opened)
+        while left and time.monotonic() < ends_s:
+            for one in list(left):
+                with contextlib.suppress(OSError):
+                    one.send(b"G")
+                if _is_closed(one):
+                    left.discard(one)
+            time.sleep(0.2)
+        return NUM_SLOW, NUM_SLOW - len(left)
+
+
+def _idle_connections(address: tuple[str, int], token: str) -> tuple[int, int]:
+    """Those beyond the limit are closed for newer ones, the others when their time for a head is over."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(NUM_IDLE):
+            opened.append(stack.enter_context(socket.create_connection(address, 30)))
+        for one in opened:
+            one.setblocking(False)
+        ends_s = time.monotonic() + LIMITS.header_s + LATE_S
+        left = set(opened)
+        while left and time.monotonic() < ends_s:
+            left = {one for one in left if not _is_closed(one)}
+            time.sleep(0.2)
+        return NUM_IDLE, NUM_IDLE - len(left)
+
+
+def _send(address: tuple[str, int], head: bytes, piece: bytes = b"", count: int = 0) -> int:
+    """1 if the server closes the connection without an answer of success, else 0."""
+    with socket.create_connection(address, 30) as one:
+        try:
+            one.sendall(head)
+            for _ in range(count):
+                one.sendall(piece)
+        except OSError:
+            pass  # closed while sending
+        found = b""
+        try:
+            while data := one.recv(65_536):
+                found += data
+        except TimeoutError:
+            return 0
+        except OSError:
+            pass
+        return int(b"HTTP/1.1 2" not in found[:16])
+
+
+def _ask(address: tuple[str, int], token: str) -> str:
+    connection = http.client.HTTPConnection(*address, timeout=60)
+    try:
+        headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+        connection.request("POST", "/v1/completions", _REQUEST, headers)
+        answer = connection.getresponse()
+        body = json.loads(answer.read())
+        if answer.status != 200:
+            raise ConnectionError(f"status {answer.status}: {body['error']['message']}")
+        return str(body["choices"][0]["text"])
+    finally:
+        connection.close()
+
+
+class _Honest:
+    """Sends one request after another while its block runs."""
+
+    def __init__(self, ask: Callable[[], str], expected: str) -> None:
+        self._ask, self._expected = ask, expected
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="honest-http", daemon=True)
+        self.took_s: list[float] = []
+        self.complaints: list[str] = []
+
+    def __enter__(self) -> _Honest:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60.0)
+        if not self.took_s:
+            self.complaints.append("no honest HTTP request was answered")
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.05):
+            began_s = time.monotonic()
+            try:
+                text = self._ask()
+            except Exception as error:  # the row reports it, whatever it is
+                self.complaints.append(f"an honest HTTP request failed: {type(error).__name__}: {error}")
+                continue
+            self.took_s.append(time.monotonic() - began_s)
+            if text != self._expected:
+                self.complaints.append("an honest HTTP answer was wrong")
+
+
+def _is_closed(one: socket.socket) -> bool:
+    try:
+        while one.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+ROW = AttackRow(number=12, name="the HTTP port", attack=attack, needs="token")
