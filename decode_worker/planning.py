@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import final
 
-from decode_worker.ahead import step_after
+from decode_worker.async_step import step_after
 from decode_worker.chunking import ChunkRule
 from decode_worker.decode_sequence import DecodeSequence
 from decode_worker.drafter import Drafter
@@ -80,7 +80,7 @@ class Planner:
                 before=0 if last is None else last.number,
                 places=places_in(last, decoding),
                 starts=starts,
-                is_ahead=False,
+                is_async=False,
             )
         self._last = step if step.is_plain else None
         return step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import final
 
-from decode_worker.ahead import DeferredFree
+from decode_worker.async_step import DeferredFree
 from decode_worker.checking import KvCheck
 from decode_worker.decode_sequence import DecodeSequence
 from decode_worker.lifecycle import DecodeMove, DecodeStage

@@ -24,7 +24,7 @@ class Continuation:
     before: int
     places: Sequence[int]  # for each of `decoding`
     starts: Sequence[int]  # the position that each of `decoding` computes
-    is_ahead: bool
+    is_async: bool
 
 
 @final
@@ -109,7 +109,7 @@ class DecodeStep:
                 continuation.places,
                 number=self.number,
                 before=continuation.before,
-                is_async=continuation.is_ahead,
+                is_async=continuation.is_async,
             )
         if self.drafts is None:
             rows = [sequence.row(1, size) for sequence in self.decoding]
@@ -121,7 +121,7 @@ class DecodeStep:
     def _continued(self, index: int) -> Row:
         assert self.continuation is not None
         sequence, start, place = self.decoding[index], self.continuation.starts[index], self.continuation.places[index]
-        is_pending = self.continuation.is_ahead and place != NEW_ROW
+        is_pending = self.continuation.is_async and place != NEW_ROW
         return Row(
             tokens=(PENDING,) if is_pending else sequence.tokens[start : start + 1],
             start=start,

@@ -13,12 +13,12 @@ def check(cluster: ClusterState) -> None:
     queued = list(cluster.queue)
     assert len(queued) == len(set(queued)), "a request is queued twice"
     assert not cluster.parked & set(queued), "a request is queued and in backoff"
-    bound = [request_id for view in cluster.fleet.workers.values() for request_id in view.line]
+    bound = [request_id for view in cluster.fleet.workers.values() for request_id in view.queue]
     assert len(bound) == cluster.num_bound, "bound requests are miscounted"
     assert len(bound) == len(set(bound)), "a request is in two lines"
     assert not set(bound) & (cluster.parked | set(queued)), "a request is in a line and elsewhere"
     for view in cluster.fleet.workers.values():
-        for request_id in view.line:
+        for request_id in view.queue:
             assert cluster.requests[request_id].bound_to == view.worker_id, f"{request_id} is in another's line"
     waiting = cluster.parked | set(queued) | set(bound)
     assert waiting <= cluster.requests.keys(), "a forgotten request is queued"

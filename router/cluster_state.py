@@ -121,16 +121,16 @@ class ClusterState:
         view = self.fleet.workers[worker_id]
         uncached = request.uncached_on(view)
         rank = (0 if request.output else 1, -request.facts.priority, request.serial)
-        view.line.join(request.request_id, uncached, view.prefill_s(uncached, request.num_tokens - uncached), rank)
+        view.queue.join(request.request_id, uncached, view.prefill_s(uncached, request.num_tokens - uncached), rank)
         request.bound_to = worker_id
         self.num_bound += 1
 
-    def has_line(self, worker_id: str) -> bool:
-        return self.num_bound > 0 and len(self.fleet.workers[worker_id].line) > 0
+    def has_queue(self, worker_id: str) -> bool:
+        return self.num_bound > 0 and len(self.fleet.workers[worker_id].queue) > 0
 
     def unbind_all(self, view: WorkerView) -> None:
         """Requests that waited for this worker may be placed anywhere again."""
-        for request_id in list(view.line):
+        for request_id in list(view.queue):
             request = self.requests[request_id]
             self.dequeue(request)
             self._join_queue(request)
@@ -139,7 +139,7 @@ class ClusterState:
     def dequeue(self, request: Request) -> None:
         self._leave_backoff(request)
         if request.bound_to:
-            self.fleet.workers[request.bound_to].line.leave(request.request_id)
+            self.fleet.workers[request.bound_to].queue.leave(request.request_id)
             request.bound_to = ""
             self.num_bound -= 1
             return

@@ -146,9 +146,9 @@ def _serve_worker_queues(cluster: ClusterState, prefills: list[WorkerView], deco
         return False
     usable = {view.worker_id: view for view in prefills}
     for view in cluster.fleet.workers.values():
-        if view.line and view.worker_id not in usable:
+        if view.queue and view.worker_id not in usable:
             cluster.unbind_all(view)
-    heads = [(view.line.first(), view.worker_id) for view in prefills if view.line]
+    heads = [(view.queue.first(), view.worker_id) for view in prefills if view.queue]
     heapq.heapify(heads)
     while heads:
         (_, request_id), worker_id = heapq.heappop(heads)
@@ -168,8 +168,8 @@ def _serve_worker_queues(cluster: ClusterState, prefills: list[WorkerView], deco
             _retry_at(cluster, request.ask_again_s)
             if decision.obstacle is Obstacle.DECODE:
                 return True
-        elif view.line:
-            heapq.heappush(heads, (view.line.first(), worker_id))
+        elif view.queue:
+            heapq.heappush(heads, (view.queue.first(), worker_id))
     return False
 
 
@@ -186,7 +186,7 @@ def _carry_out(
     match decision.choice:
         case Choice.REMOTE | Choice.LOCAL:
             worker_id = decision.prefill_worker
-            if worker_id and not was_bound_to and (is_decode_full or cluster.has_line(worker_id)):
+            if worker_id and not was_bound_to and (is_decode_full or cluster.has_queue(worker_id)):
                 cluster.bind(request, worker_id)  # others wait for the worker already
             elif is_decode_full:
                 return False

@@ -23,7 +23,7 @@ from router.step_clock import StepClock
 from router.worker_queue import WorkerQueue
 
 # (decoding and arriving sequences; those of them before their first step; tokens of all; available blocks)
-Beliefs = tuple[int, int, int, int]
+LoadEstimate = tuple[int, int, int, int]
 
 
 class WorkerView:
@@ -45,8 +45,8 @@ class WorkerView:
         "is_connected",
         "is_drain_requested",
         "kept_load",
-        "line",
         "most_tokens",
+        "queue",
         "replies",
         "report",
         "step_clock",
@@ -59,7 +59,7 @@ class WorkerView:
         self.worker_id = hello.worker_id
         self.hello = hello
         self.cost = CostModel(hello.cost)
-        self.line = WorkerQueue()  # requests that are bound to it and not yet booked
+        self.queue = WorkerQueue()  # requests that are bound to it and not yet booked
         self.is_drain_requested = False
         self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted, beyond half a step
         # Latency of messages, without the worker's own time and the rest of its running step.
@@ -109,7 +109,7 @@ class WorkerView:
 
     # -- estimates -------------------------------------------------------------------------------------------------
 
-    def estimated_load(self) -> Beliefs:
+    def estimated_load(self) -> LoadEstimate:
         """The worker's estimated present state, including other routers' requests."""
         report, totals, then = self.report, self.totals, self._at_report
         rows, arriving, context = totals.rows, totals.arriving, totals.tokens
@@ -202,13 +202,13 @@ class WorkerView:
     def prefills_ahead(self) -> int:
         """Number of prompts to compute here before a new one: booked, in line, and of other routers."""
         others = self.report.waiting - self._at_report.prefills
-        return self.totals.prefills + len(self.line) + max(others, 0)
+        return self.totals.prefills + len(self.queue) + max(others, 0)
 
     @property
     def prefill_tokens_ahead(self) -> int:
         """Prompt tokens to compute here before a new request's: booked, in line, and of other routers."""
         others = self.report.pending_prefill_tokens - self._at_report.prefill_tokens
-        return self.totals.prefill_tokens + self.line.uncached_tokens + max(others, 0)
+        return self.totals.prefill_tokens + self.queue.uncached_tokens + max(others, 0)
 
     def prefill_s(self, uncached: int, cached: int) -> float:
         return self.cost.prefill_s(uncached, cached, self.hello.max_batch_tokens)
@@ -364,7 +364,7 @@ class WorkerView:
 
     def check(self) -> None:
         bookings = self.bookings
-        self.line.check()
+        self.queue.check()
         assert self.is_connected or not bookings, f"{self.worker_id} is disconnected but has bookings"
         self.totals.check(bookings.values())
         targets_s = Counter(one.tpot_s for one in bookings.values() if one.tpot_s is not None)

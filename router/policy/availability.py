@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pdserve.core.durations import clamped_s
 from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
-from router.view import Beliefs, WorkerView
+from router.view import LoadEstimate, WorkerView
 
 SHORTEST_WAIT_S = 0.002
 LONGEST_WAIT_S = 0.25
@@ -34,7 +34,7 @@ def opens_in_s(view: WorkerView, now_s: float) -> float:
     return clamped_wait_s(wait_s) if wait_s > -SHORTEST_WAIT_S else LONGEST_WAIT_S
 
 
-def is_decode_open(view: WorkerView, estimated_load: Beliefs, ask: PolicyInput, now_s: float) -> bool:
+def is_decode_open(view: WorkerView, estimated_load: LoadEstimate, ask: PolicyInput, now_s: float) -> bool:
     """Whether a row is free, there are blocks for the sequence and one more for every other one, and its inbox has
     room.
 

@@ -29,7 +29,7 @@ from router.policy.availability import (
     wait_for_prefill,
 )
 from router.policy.interface import Candidate, Choice, Decision, Links, PolicyInput
-from router.view import Beliefs, WorkerView
+from router.view import LoadEstimate, WorkerView
 
 LOCAL_ADVANTAGE: Final = 0.5  # a local prefill delays running requests, so it must be twice as fast
 PREFILLS_PAIRED: Final = 4  # cheapest of each role that are compared as pairs
@@ -44,7 +44,7 @@ class _Landing:
 
     __slots__ = ("keeps", "local_ttft_s", "num_bytes", "rank", "tpot_s", "uncached", "view")
 
-    def __init__(self, view: WorkerView, estimated_load: Beliefs, ask: PolicyInput, now_s: float) -> None:
+    def __init__(self, view: WorkerView, estimated_load: LoadEstimate, ask: PolicyInput, now_s: float) -> None:
         self.view = view
         tokens, hello = ask.num_tokens, view.hello
         rows, _, context, _ = estimated_load

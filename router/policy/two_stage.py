@@ -52,7 +52,7 @@ class TwoStage:
             return self._start(ask, [bound], decodes, now_s)
         ranked = _cheapest(self._prefill, ask, able, now_s)
         prefill = ranked[0]
-        if not prefill.line:  # requests that wait there go first
+        if not prefill.queue:  # requests that wait there go first
             decision = self._start(ask, ranked, decodes, now_s)
             if decision.choice is Choice.REMOTE:
                 return decision
@@ -114,7 +114,7 @@ def with_room(ask: PolicyInput, decodes: Sequence[WorkerView], now_s: float) -> 
 
 def queued_prefill_s(view: WorkerView, now_s: float) -> float:
     """Predicted seconds of prefill before a new request: booked there, in its line, and of other routers."""
-    return view.queue_s(now_s) + view.line.prefill_s
+    return view.queue_s(now_s) + view.queue.prefill_s
 
 
 def step_with(ask: PolicyInput, view: WorkerView) -> float:

@@ -38,7 +38,7 @@ OWN = {
     "router.policy.tuning": ("router/test_goodput.py",),
     "router.policy.two_stage": ("router/test_baselines.py",),
     "router.policy.candidates": ("router/test_candidates.py", "router/test_goodput.py"),
-    "decode_worker.ahead": ("decode_worker/test_async_scheduling.py",),
+    "decode_worker.async_step": ("decode_worker/test_async_scheduling.py",),
     "decode_worker.drafter": ("decode_worker/test_batching_drafts.py", "decode_worker/test_drafting.py"),
     "decode_worker.batching": ("decode_worker/test_batching.py", "decode_worker/test_admission.py"),
     "decode_worker.planning": (

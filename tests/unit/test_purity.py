@@ -56,7 +56,7 @@ PURE = [
     "prefill_worker.lifecycle",
     "prefill_worker.prefill_sequence",
     "prefill_worker.pushing",
-    "decode_worker.ahead",
+    "decode_worker.async_step",
     "decode_worker.batching",
     "decode_worker.checking",
     "decode_worker.chunking",

@@ -44,7 +44,7 @@ def decoding(one: WorkerView, tokens: int, request_id: str = "y") -> WorkerView:
 
 
 def in_line(one: WorkerView, tokens: int, request_id: str = "z") -> WorkerView:
-    one.line.join(request_id, tokens, tokens / 1e3, (1, 0, len(one.line)))
+    one.queue.join(request_id, tokens, tokens / 1e3, (1, 0, len(one.queue)))
     return one
 
 

@@ -50,7 +50,7 @@ def placed(commands: list[Command]) -> list[str]:
 
 
 def line(given: Given, worker_id: str) -> list[str]:
-    return list(given.state._cluster.fleet.workers[worker_id].line)
+    return list(given.state._cluster.fleet.workers[worker_id].queue)
 
 
 def test_many_requests_for_a_busy_worker_do_not_block_one_for_an_idle_worker() -> None:

@@ -86,7 +86,7 @@ def step_after(
         account=account,
         block_size=block_size,
         number=number,
-        continuation=Continuation(before=step.number, places=places, starts=starts, is_ahead=True),
+        continuation=Continuation(before=step.number, places=places, starts=starts, is_async=True),
     )
 
 
