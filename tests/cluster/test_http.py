@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -14,7 +15,10 @@ import openai
 import pytest
 
 from pdserve import AsyncClient, Completion
+from pdserve.gateway.request_models import Tool
+from pdserve.gateway.tools.plan import calls_schema
 from tests.cluster.cluster import Cluster
+from tests.support.tooled_model import make_tooled_model
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -27,6 +31,7 @@ SCHEMA = {
     "required": ["name", "ok"],
     "additionalProperties": False,
 }
+TOOL = {"type": "function", "function": {"name": "person", "parameters": SCHEMA}}
 #: Fields of the HTTP request, and the SDK's options for them.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({"temperature": 0}, {"temperature": 0.0}),
@@ -42,13 +47,18 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
         {"json_schema": SCHEMA},
     ),
+    "tools": (
+        {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": [TOOL], "json_schema": calls_schema([Tool.model_validate(TOOL)], 1)},
+    ),
     "choice": ({"extra": {"structured_outputs": {"choice": ["yes", "no"]}}}, {"choice": ["yes", "no"]}),
 }
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster("--http", "0", "--set", "worker.deterministic=true") as cluster:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    model = str(make_tooled_model(tmp_path_factory.mktemp("models")))
+    with Cluster("--http", "0", "--model", model, "--set", "worker.deterministic=true") as cluster:
         yield cluster
 
 
@@ -63,9 +73,27 @@ def facts(done: Completion) -> list[tuple[Any, ...]]:
     ]
 
 
+def as_call(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The facts of an answer that is an array with one call, as the HTTP answer has them."""
+    index, text, ids, reason, logprobs = answer
+    if reason != "stop":
+        return answer
+    arguments = text.partition('"arguments":')[2].strip()
+    [call] = json.loads(text)
+    depth_end = next(end for end in range(len(arguments), 0, -1) if _is_json(arguments[:end], call["arguments"]))
+    return index, arguments[:depth_end], ids, "tool_calls", logprobs
+
+
+def _is_json(text: str, value: Any) -> bool:
+    try:
+        return bool(json.loads(text) == value and text == text.strip())
+    except ValueError:
+        return False
+
+
 async def over_http(client: openai.AsyncOpenAI, prompt: Any, fields: dict[str, Any], is_streamed: bool) -> list[Any]:
     """Index, text, token ids, finish reason and logprobs of each answer."""
-    given = {**fields, "model": "stdlib-5m", "stream": is_streamed}
+    given = {**fields, "model": "tooled", "stream": is_streamed}
     extra = {"return_token_ids": True, **given.pop("extra", {})}
     is_chat = not isinstance(prompt, str)
     if is_chat:
@@ -80,8 +108,10 @@ async def over_http(client: openai.AsyncOpenAI, prompt: Any, fields: dict[str, A
 
     def take(choice: Any) -> None:
         one = answers.setdefault(choice.index, [choice.index, "", (), None, []])
-        said = (choice.delta if is_streamed else choice.message).content if is_chat else choice.text
-        one[1] += said or ""
+        said = (choice.delta if is_streamed else choice.message) if is_chat else choice
+        one[1] += (said.content if is_chat else said.text) or ""
+        for call in getattr(said, "tool_calls", None) or ():
+            one[1] += call.function.arguments
         one[2] += tuple(getattr(choice, "token_ids", None) or ())
         one[3] = choice.finish_reason or one[3]
         if choice.logprobs is not None:
@@ -101,15 +131,19 @@ async def over_http(client: openai.AsyncOpenAI, prompt: Any, fields: dict[str, A
 def test_mixed_requests_have_the_sdk_s_answers(cluster: Cluster) -> None:
     draw = random.Random(11)
     wrong: list[str] = []
+    called: list[str] = []  # finish reasons of requests with tools
 
     async def one(http: openai.AsyncOpenAI, sdk: AsyncClient, number: int) -> None:
         kind = draw.choice(list(KINDS))
         text, is_streamed, seed = draw.choice(TEXTS), draw.random() < 0.5, draw.randrange(2**63)
-        prompt: Any = [{"role": "user", "content": text}] if draw.random() < 0.5 else text
+        prompt: Any = [{"role": "user", "content": text}] if draw.random() < 0.5 or kind == "tools" else text
         fields, options = KINDS[kind]
-        most = 48 if kind == "json" else draw.randrange(1, 24)
+        most = 120 if kind in ("json", "tools") else draw.randrange(1, 24)
         common = {"max_tokens": most, "seed": seed}
         expected = facts(await sdk.generate(prompt, logprobs=1, **{**common, **options}))  # type: ignore[arg-type]
+        if kind == "tools":
+            expected = [as_call(one) for one in expected]
+            called.extend(reason for _, _, _, reason, _ in expected)
         found = await over_http(http, prompt, {**common, **fields}, is_streamed)
         if found != expected:
             wrong.append(f"request {number}, {kind}, streamed {is_streamed}: {found} instead of {expected}")
@@ -129,13 +163,14 @@ def test_mixed_requests_have_the_sdk_s_answers(cluster: Cluster) -> None:
 
     asyncio.run(run())
     assert wrong == []
+    assert "tool_calls" in called
     cluster.wait_until_idle()
 
 
 def test_ready_names_the_url_of_the_gateway(cluster: Cluster) -> None:
     assert f"grpc {cluster.target} http http://127.0.0.1:" in cluster.running.ready_line
     with openai.OpenAI(base_url=url(cluster), api_key="none") as client:
-        assert [one.id for one in client.models.list()] == ["stdlib-5m"]
+        assert [one.id for one in client.models.list()] == ["tooled"]
 
 
 def test_a_gateway_that_dies_is_started_again_on_its_port(cluster: Cluster) -> None:
@@ -143,7 +178,7 @@ def test_a_gateway_that_dies_is_started_again_on_its_port(cluster: Cluster) -> N
     os.kill(pid, signal.SIGKILL)
     cluster.running.wait_restarted("gateway", pid)
     with openai.OpenAI(base_url=url(cluster), api_key="none") as client:
-        assert client.completions.create(model="stdlib-5m", prompt="def", max_tokens=2).usage is not None
+        assert client.completions.create(model="tooled", prompt="def", max_tokens=2).usage is not None
 
 
 def test_a_stream_ends_before_its_cluster_does() -> None:

@@ -13,13 +13,12 @@ from typing import Any
 import openai
 import pytest
 
-import pdserve
 from pdserve import Client
 from pdserve.config import GatewayConfig
 from pdserve.gateway.server import GatewayHost
 from pdserve.testing import Cluster
+from tests.support.tooled_model import BUNDLED, make_tooled_model
 
-BUNDLED = str(Path(pdserve.__file__).parent / "models" / "stdlib-5m")
 WAIT_S = 20.0
 # Requests must not be late because other tests use the cores.
 PATIENT = {"slo_ttft_s": 120.0, "slo_tpot_s": 20.0}
@@ -76,7 +75,7 @@ def serve(
 @pytest.fixture(scope="session")
 def bundled() -> Iterator[Served]:
     """The bundled model, which has a chat template, in deterministic mode: equal requests have equal answers."""
-    with serve(model=BUNDLED, worker={"deterministic": True}) as served:
+    with serve(model=str(BUNDLED), worker={"deterministic": True}) as served:
         yield served
 
 
@@ -134,21 +133,9 @@ def is_idle(sdk: Client) -> bool:
     )
 
 
-TOOL_TEMPLATE = (
-    "{%- for tool in tools or [] %}{{- '# tool <tool_call> ' + tool.function.name + '\\n' }}{%- endfor %}"
-    "{%- for message in messages %}{{- '# ' + message.role + ': ' + message.content + '\\n' }}"
-    "{%- for call in message.tool_calls or [] %}{{- call.function.name + (call.function.arguments | tojson) + '\\n' }}"
-    "{%- endfor %}{%- endfor %}"
-)
-
-
 @pytest.fixture(scope="session")
 def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The bundled model with a chat template that shows tools."""
-    folder = tmp_path_factory.mktemp("models") / "tooled"
-    folder.mkdir()
-    for path in Path(BUNDLED).iterdir():
-        (folder / path.name).symlink_to(path)
-    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    folder = make_tooled_model(tmp_path_factory.mktemp("models"))
     with serve(model=str(folder), worker={"deterministic": True}) as served:
         yield served

@@ -1,0 +1,24 @@
+"""The bundled model with a chat template that shows tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pdserve
+
+BUNDLED = Path(pdserve.__file__).parent / "models" / "stdlib-5m"
+TEMPLATE = (
+    "{%- for tool in tools or [] %}{{- '# tool <tool_call> ' + tool.function.name + '\\n' }}{%- endfor %}"
+    "{%- for message in messages %}{{- '# ' + message.role + ': ' + message.content + '\\n' }}"
+    "{%- for call in message.tool_calls or [] %}{{- call.function.name + (call.function.arguments | tojson) + '\\n' }}"
+    "{%- endfor %}{%- endfor %}"
+)
+
+
+def make_tooled_model(parent: Path) -> Path:
+    folder = parent / "tooled"
+    folder.mkdir()
+    for path in BUNDLED.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
