@@ -14,7 +14,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import block_hashes, chain_key
 from pdserve.core.types import RequestAttributes, Sampling, Slo, check_bad_words, check_token_ids
 from pdserve.text.bad_words import bad_word_ids
-from pdserve.text.chat import ChatTemplate
+from pdserve.text.chat import ChatTemplate, reasoning_format
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
@@ -68,6 +68,8 @@ class Admission:
         self._grammars = GrammarCheck(None) if grammars is None else grammars
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.tool_format = "" if chat_template is None else chat_template.tool_format
+        self.reasoning_format = "" if chat_template is None else reasoning_format(chat_template)
         self.limits = limits
         self._threads = TokenizerThreads()
         self._prompts = PromptReader(tokenizer, chat_template, self._threads)

@@ -91,7 +91,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             has_chat_template=self._admission.chat_template is not None,
-            tool_format="" if self._admission.chat_template is None else self._admission.chat_template.tool_format,
+            tool_format=self._admission.tool_format,
+            reasoning_format=self._admission.reasoning_format,
             # The prompt has at least one token of the context.
             max_new_tokens=min(self._admission.limits.max_new_tokens, model.max_context_tokens - 1),
         )

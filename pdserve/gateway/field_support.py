@@ -85,7 +85,7 @@ _REJECTED_CHAT: Final[Mapping[str, Rejected]] = {
     "echo": Rejected("of /v1/completions", (False,)),
     "best_of": Rejected("of /v1/completions", (1,)),
     "mm_processor_kwargs": Rejected("prompts are text", ({},)),
-    "include_reasoning": Rejected("reasoning is part of the text", (True,)),
+    "include_reasoning": Rejected("reasoning is always returned, apart from the text", (True,)),
 }
 _REJECTED_TEXT: Final[Mapping[str, Rejected]] = {
     **_REJECTED,

@@ -151,6 +151,7 @@ class Message(Strict):
     audio: None = None
     function_call: None = None
     annotations: list[None] | None = None
+    reasoning_content: str | None = None  # of an earlier answer; the template does not see it
 
 
 class ChatRequest(SamplingRequest):

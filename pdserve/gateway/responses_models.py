@@ -46,6 +46,17 @@ class InputResult(Strict):
     status: str | None = None
 
 
+class InputReasoning(Strict):
+    """Of an earlier answer; the template does not see it."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    status: str | None = None
+    summary: list[Any] | None = None
+    content: list[Any] | None = None
+    encrypted_content: str | None = None
+
+
 class FunctionTool(Strict):
     type: Literal["function"]
     name: str
@@ -75,7 +86,12 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: bool = False
 
 
-ITEMS: Final = {"message": InputMessage, "function_call": InputCall, "function_call_output": InputResult}
+ITEMS: Final = {
+    "message": InputMessage,
+    "function_call": InputCall,
+    "function_call_output": InputResult,
+    "reasoning": InputReasoning,
+}
 
 
 class ResponsesRequest(Strict):

@@ -20,6 +20,7 @@ from pdserve.gateway.responses_models import (
     FunctionTool,
     InputCall,
     InputPart,
+    InputReasoning,
     InputResult,
     ResponsesRequest,
     SchemaFormat,
@@ -88,6 +89,8 @@ def _add(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> No
             messages.append({"role": "assistant", "content": ""})
         call = {"id": one.call_id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
         messages[-1].setdefault("tool_calls", []).append(call)
+    elif isinstance(one, InputReasoning):
+        return
     elif isinstance(one, InputResult):
         messages.append({"role": "tool", "tool_call_id": one.call_id, "content": _text(one.output)})
     else:

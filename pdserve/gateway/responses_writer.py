@@ -126,6 +126,9 @@ class _Output:
         if "content" in delta:
             yield from self._add_text(delta["content"], scores)
             return
+        if "reasoning_content" in delta:
+            yield from self._add_reasoning(delta["reasoning_content"])
+            return
         for part in delta["tool_calls"]:
             function = part["function"]
             if "id" in part:
@@ -156,6 +159,8 @@ class _Output:
             text = {"text": part["text"], "logprobs": part["logprobs"]}
             yield self._event("response.output_text.done", content_index=0, **text)
             yield self._event("response.content_part.done", content_index=0, part=_copy(part))
+        elif item["type"] == "reasoning":
+            yield self._event("response.reasoning_text.done", content_index=0, text=item["content"][0]["text"])
         else:
             yield self._event("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": _copy(item)}
@@ -176,6 +181,16 @@ class _Output:
         part["text"] += text
         part["logprobs"] += scores
         yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=scores)
+
+    def _add_reasoning(self, text: str) -> Iterable[_Event]:
+        if not self._is_open or self.items[-1]["type"] != "reasoning":
+            yield from self.close("completed")
+            item = {"type": "reasoning", "id": f"rs_{self._request_id}_{len(self.items)}", "summary": []}
+            yield from self._open(
+                {**item, "content": [{"type": "reasoning_text", "text": ""}], "status": "in_progress"}
+            )
+        self.items[-1]["content"][0]["text"] += text
+        yield self._event("response.reasoning_text.delta", content_index=0, delta=text)
 
     def _open(self, item: dict[str, Any]) -> Iterable[_Event]:
         self.items.append(item)

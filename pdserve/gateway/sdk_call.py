@@ -92,10 +92,13 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
     most = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
     options = _options(request, model.max_new_tokens if most is None else most, logprobs)
     plan = plan_tools(request.tools or (), request.tool_choice, request.parallel_tool_calls is not False, model)
-    if plan is not None:
-        if not options.keys().isdisjoint(_STRUCTURES):
+    has_form = not options.keys().isdisjoint(_STRUCTURES)
+    if plan is not None and plan.tools:
+        if has_form:
             raise InvalidRequest("response_format", "a form beside tools", "no form, or the tool_choice none")
         options |= {**plan.options, "tools": plan.tools}
+    elif has_form:
+        plan = None  # a grammar leaves no place for marks of reasoning
     return _call(request, [sdk_messages(request.messages)], {**options, **headers}, logprobs, plan)
 
 

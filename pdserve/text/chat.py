@@ -72,6 +72,7 @@ class ChatTemplate:
             raise ModelError("chat_template", f"line {error.lineno}: {error.message}", "a jinja template") from error
         self._takes_tools = "tools" in jinja2.meta.find_undeclared_variables(self._environment.parse(source))
         self.tool_format = tool_format(source) if self._takes_tools else ""
+        self.has_reasoning_marks = "</think>" in source
 
     def render(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> str:
         """`tools` are JSON objects.
@@ -114,6 +115,17 @@ class ChatTemplate:
         except (MemoryError, RecursionError) as error:
             raise ModelError("chat_template", type(error).__name__, "a template that ends") from error
         return "".join(chunks)
+
+
+def reasoning_format(template: ChatTemplate) -> str:
+    """How the model marks its reasoning: tagged, open (its prompt ends with <think>), or empty for no marks."""
+    if not template.has_reasoning_marks:
+        return ""
+    try:
+        prompt = template.render([Message("user", "x")])
+    except (InvalidRequest, ModelError):
+        return "tagged"
+    return "open" if prompt.rstrip().endswith("<think>") else "tagged"
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterable
 from typing import Any, final
 
-from pdserve.gateway.tools.events import Arguments, CallBegan, Event, Text
+from pdserve.gateway.tools.events import Arguments, CallBegan, Event, Reasoning, Text
 from pdserve.gateway.tools.plan import ToolPlan
 
 
@@ -36,6 +36,8 @@ class AnswerTools:
     def _delta(self, event: Event) -> dict[str, Any] | None:
         if isinstance(event, Text):
             return {"content": event.text}
+        if isinstance(event, Reasoning):
+            return {"reasoning_content": event.text}
         if isinstance(event, CallBegan):
             self._is_dropped = self._most is not None and self.num_calls >= self._most
             if self._is_dropped:
@@ -56,14 +58,17 @@ class AnswerTools:
 
 def message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The whole message that deltas add up to. Without text, `content` is null."""
-    content = ""
+    content = reasoning = ""
     calls: list[dict[str, Any]] = []
     for delta in deltas:
         content += delta.get("content", "")
+        reasoning += delta.get("reasoning_content", "")
         for part in delta.get("tool_calls", ()):
             if "id" in part:
                 calls.append({name: part[name] for name in ("id", "type")} | {"function": dict(part["function"])})
             else:
                 calls[-1]["function"]["arguments"] += part["function"]["arguments"]
     found: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if reasoning:
+        found["reasoning_content"] = reasoning
     return found | ({"tool_calls": calls} if calls else {})

@@ -28,7 +28,14 @@ class Arguments:
     text: str
 
 
-Event = Text | CallBegan | Arguments
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thinks before its answer."""
+
+    text: str
+
+
+Event = Text | CallBegan | Arguments | Reasoning
 
 
 class Reader(Protocol):
@@ -50,6 +57,8 @@ def joined(events: Sequence[Event]) -> list[Event]:
             found[-1] = Text(last.text + one.text)
         elif isinstance(one, Arguments) and isinstance(last, Arguments):
             found[-1] = Arguments(last.text + one.text)
+        elif isinstance(one, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + one.text)
         elif isinstance(one, CallBegan) or one.text:
             found.append(one)
     return found

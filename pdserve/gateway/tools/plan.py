@@ -15,6 +15,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.gateway.request_models import NamedChoice, Tool
 from pdserve.gateway.tools.events import Reader
 from pdserve.gateway.tools.readers import ArrayReader, NamedReader, make_reader
+from pdserve.gateway.tools.reasoning import ReasoningReader, TextReader
 
 MAX_CALLS: Final = 16  # of one answer with a grammar
 #: Forms whose marks are special tokens, which have no text unless asked for.
@@ -33,14 +34,14 @@ class ToolPlan:
 def plan_tools(
     tools: Sequence[Tool], choice: str | NamedChoice | None, is_parallel: bool, model: Model
 ) -> ToolPlan | None:
-    """None if the answer cannot have calls. Raises InvalidRequest."""
+    """None if the answer is text alone: neither calls nor marks of reasoning. Raises InvalidRequest."""
     names = [one.function.name for one in tools]
     if len(set(names)) != len(names):
         raise InvalidRequest("tools", "several functions of one name", "different names")
     if not tools or choice == "none":
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice", "a choice without tools", "tools beside it")
-        return None
+        return ToolPlan((), {}, lambda: with_reasoning(TextReader(), model)) if model.reasoning_format else None
     shown = [_for_template(one) for one in tools]
     most = None if is_parallel else 1
     is_short = model.tool_format == "mistral"
@@ -57,7 +58,13 @@ def plan_tools(
         expected = "required or a named function: the form of this model's calls is not known"
         raise InvalidRequest("tool_choice", "auto", expected)
     shows = {"skip_special_tokens": False} if model.tool_format in _SPECIAL_MARKS else {}
-    return ToolPlan(shown, shows, lambda: make_reader(model.tool_format, names), most, is_short)
+    return ToolPlan(shown, shows, lambda: with_reasoning(make_reader(model.tool_format, names), model), most, is_short)
+
+
+def with_reasoning(reader: Reader, model: Model) -> Reader:
+    if not model.reasoning_format:
+        return reader
+    return ReasoningReader(reader, is_open=model.reasoning_format == "open")
 
 
 def calls_schema(tools: Sequence[Tool], most_calls: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Final, final
 
 from pdserve.gateway.tools.call_object import CallObject, JsonValue
 from pdserve.gateway.tools.events import Arguments, CallBegan, Event, Reader, Text, joined
+from pdserve.gateway.tools.marks import Mark
 
 _SPACE: Final = " \t\r\n"
 _CALL_ID: Final = "[CALL_ID]"  # may follow a name in Mistral's second form
@@ -108,8 +109,8 @@ class _Calls(CharReader):
 class HermesReader(_Calls):
     def __init__(self) -> None:
         super().__init__()
-        self._mark = _Mark("<tool_call>")
-        self._close = _Mark("</tool_call>")
+        self._mark = Mark("<tool_call>")
+        self._close = Mark("</tool_call>")
         self._is_after = False  # between an object and its end mark
 
     def _char(self, char: str) -> None:
@@ -137,7 +138,7 @@ class Llama3Reader(_Calls):
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
         self._names = frozenset(names)
-        self._tag = _Mark("<|python_tag|>")
+        self._tag = Mark("<|python_tag|>")
         self._is_text = False  # the rest is text
         self._between = ""  # before an object
 
@@ -220,8 +221,8 @@ class NamedReader(CharReader):
 class MistralReader(_Calls):
     def __init__(self) -> None:
         super().__init__()
-        self._mark = _Mark("[TOOL_CALLS]")
-        self._args = _Mark("[ARGS]")
+        self._mark = Mark("[TOOL_CALLS]")
+        self._args = Mark("[ARGS]")
         self._array: ArrayReader | None = None
         self._name: str | None = None  # being read, of the second form
         self._value: JsonValue | None = None
@@ -281,38 +282,6 @@ class MistralReader(_Calls):
         if self._name is not None:
             self._write_all(self._raw)
         super()._end()
-
-
-@final
-class _Mark:
-    """Finds a mark in a text, and holds back what may be its beginning."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.held = ""
-
-    def feed(self, char: str) -> str:
-        """The text that is surely not part of the mark."""
-        self.held += char
-        size = next(
-            size for size in range(min(len(self.held), len(self.text)), -1, -1) if self._may_begin(self.held, size)
-        )
-        passed, self.held = self.held[: len(self.held) - size], self.held[len(self.held) - size :]
-        return passed
-
-    def is_found(self) -> bool:
-        """True once, when the mark is complete."""
-        if self.held != self.text:
-            return False
-        self.held = ""
-        return True
-
-    def rest(self) -> str:
-        held, self.held = self.held, ""
-        return held
-
-    def _may_begin(self, text: str, size: int) -> bool:
-        return size == 0 or text.endswith(self.text[:size])
 
 
 def make_reader(tool_format: str, names: Collection[str]) -> Reader:

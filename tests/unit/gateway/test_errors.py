@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
+import grpc
 import openai
 import pytest
 
@@ -25,10 +27,11 @@ from pdserve.core.errors import (
 )
 from pdserve.gateway.errors import ROWS, BodyTooLarge, UnknownField, UnknownModel, UnsupportedField, reply
 from pdserve.testing import Cluster
-from tests.unit.client.conftest import Script, delta, started
+from pdserve.v1 import inference_pb2
+from tests.unit.client.conftest import Script, delta, fail, started
 from tests.unit.client.conftest import script as script
 from tests.unit.client.conftest import target as target
-from tests.unit.gateway.conftest import gateway, serve
+from tests.unit.gateway.conftest import WAIT_S, gateway, serve
 
 STATUS = [
     (InvalidRequest("top_p", 2, "a number"), 400, "invalid_value", "top_p"),
@@ -125,11 +128,23 @@ def test_an_error_after_the_first_token_ends_the_stream_with_its_frame(client: o
 
 
 def test_an_error_of_one_of_several_prompts_ends_all(client: openai.OpenAI, script: Script) -> None:
-    script.fails(KvLost("a worker crashed"), started(), delta("a", 1))
-    script.hangs(started(), delta("b", 1))
+    hangs = threading.Event()
+
+    def hang(_: object, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
+        context.add_callback(script.cancelled.set)
+        hangs.set()
+        yield started()
+        script.cancelled.wait(WAIT_S)
+
+    def crash(_: object, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
+        yield started()
+        hangs.wait(WAIT_S)
+        fail(context, KvLost("a worker crashed"))
+
+    script.plays = [crash, hang]
     with pytest.raises(openai.InternalServerError, match="a worker crashed"):
         client.completions.create(model="m", prompt=["one", "two"])
-    assert script.cancelled.wait(10.0)
+    assert script.cancelled.wait(WAIT_S)
 
 
 def test_a_router_that_is_away_is_unavailable() -> None:

@@ -254,7 +254,7 @@ def test_a_rejected_field_is_named_with_its_reason(bundled: Served, name: str) -
     ("fields", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input.0.type"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
         ({"input": [{"role": "user", "content": "x"}] * 4097}, "input"),

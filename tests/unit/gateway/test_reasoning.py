@@ -1,0 +1,129 @@
+"""Reasoning between marks, apart from the answer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import openai
+import pytest
+
+from pdserve.gateway.tools.events import CallBegan, Event, Reasoning, Text, joined
+from pdserve.gateway.tools.readers import HermesReader
+from pdserve.gateway.tools.reasoning import ReasoningReader, TextReader
+from pdserve.text.chat import ChatTemplate, reasoning_format
+from pdserve.v1 import inference_pb2
+from tests.unit.client.conftest import Script, delta, finished, started
+from tests.unit.client.conftest import target as target
+from tests.unit.gateway.conftest import gateway
+
+CASES: list[tuple[str, bool, list[Event]]] = [
+    ("<think>\nlet me\nsee\n</think>\n\nfive", False, [Reasoning("let me\nsee"), Text("five")]),
+    ("let me see</think>five", True, [Reasoning("let me see"), Text("five")]),
+    ("five", False, [Text("five")]),
+    (" \n five <think>", False, [Text(" \n five <think>")]),
+    ("<think></think>five", False, [Text("five")]),
+    ("<think>a < b </thin", False, [Reasoning("a < b </thin")]),
+    ("<thi", False, [Text("<thi")]),
+    ("<think>no end", False, [Reasoning("no end")]),
+    ("no end", True, [Reasoning("no end")]),
+    ("", True, []),
+    ("<think>a</think> <think>b", False, [Reasoning("a"), Text("<think>b")]),
+]
+
+
+def read(pieces: list[str], is_open: bool) -> list[Event]:
+    one = ReasoningReader(TextReader(), is_open=is_open)
+    found = [event for piece in pieces for event in one.feed(piece)]
+    return joined([*found, *one.end()])
+
+
+@pytest.mark.parametrize(("text", "is_open", "events"), CASES)
+def test_reasoning_is_read_the_same_at_every_split(text: str, is_open: bool, events: list[Event]) -> None:
+    assert read([text], is_open) == read(list(text), is_open) == events
+    for first, second in itertools.combinations(range(len(text) + 1), 2):
+        assert read([text[:first], text[first:second], text[second:]], is_open) == events
+
+
+def test_calls_come_after_reasoning() -> None:
+    one = ReasoningReader(HermesReader(), is_open=False)
+    text = '<think>I call <tool_call></think><tool_call>{"name": "add"}</tool_call>'
+    found = joined([*one.feed(text), *one.end()])
+    assert found[:2] == [Reasoning("I call <tool_call>"), CallBegan("add")]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[0].content }}", ""),
+        ("{{ messages[0].content.split('</think>')[-1] }}<|assistant|>", "tagged"),
+        ("{{ messages[0].content.split('</think>')[-1] }}<|assistant|><think>\n", "open"),
+        ("</think>{{ raise_exception('no') }}", "tagged"),
+    ],
+)
+def test_the_template_shows_how_reasoning_is_marked(source: str, expected: str) -> None:
+    assert reasoning_format(ChatTemplate(source)) == expected
+
+
+class ThinkingScript(Script):
+    def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.GetModelResponse:
+        found = super().GetModel(request, context)
+        found.reasoning_format = "tagged"
+        return found
+
+
+@pytest.fixture
+def script() -> Script:
+    return ThinkingScript()
+
+
+@pytest.fixture
+def client(target: str) -> Iterator[openai.OpenAI]:
+    with (
+        gateway(target) as host,
+        openai.OpenAI(base_url=f"http://{host.address}/v1", api_key="x", max_retries=0) as client,
+    ):
+        yield client
+
+
+def think(script: Script) -> None:
+    end = finished(
+        reason=inference_pb2.FINISH_REASON_STOP, usage=inference_pb2.Usage(prompt_tokens=3, completion_tokens=3)
+    )
+    script.says(started(), delta("<think>hm", 1), delta("</thi", 2), delta("nk>\n\nfive", 3), end)
+
+
+TALK: Any = [{"role": "user", "content": "2+3?"}]
+
+
+def test_a_chat_has_its_reasoning_apart(client: openai.OpenAI, script: Script) -> None:
+    think(script)
+    message = client.chat.completions.create(model="m", messages=TALK).choices[0].message
+    assert (message.content, message.reasoning_content) == ("five", "hm")  # type: ignore[attr-defined]
+    think(script)
+    parts = [one.choices[0].delta for one in client.chat.completions.create(model="m", messages=TALK, stream=True)]
+    assert "".join(one.content or "" for one in parts) == "five"
+    assert "".join(getattr(one, "reasoning_content", None) or "" for one in parts) == "hm"
+    think(script)
+    again: Any = [*TALK, message, *TALK]
+    assert client.chat.completions.create(model="m", messages=again).choices[0].message.content == "five"
+    assert [one.content for one in script.requests[-1].chat.messages] == ["2+3?", "five", "2+3?"]
+
+
+def test_a_response_has_an_item_of_reasoning(client: openai.OpenAI, script: Script) -> None:
+    think(script)
+    whole = client.responses.create(model="m", input="2+3?")
+    assert [one.type for one in whole.output] == ["reasoning", "message"]
+    assert whole.output_text == "five"
+    think(script)
+    events = list(client.responses.create(model="m", input="2+3?", stream=True))
+    assert "".join(one.delta for one in events if one.type == "response.reasoning_text.delta") == "hm"
+    assert events[-1].type == "response.completed"
+    think(script)
+    again: Any = [*TALK, *whole.output, *TALK]
+    assert client.responses.create(model="m", input=again).output_text == "five"
+    assert [one.content for one in script.requests[-1].chat.messages] == ["2+3?", "five", "2+3?"]
