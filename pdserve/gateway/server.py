@@ -145,6 +145,8 @@ class GatewayHost:
 
 
 def make_gateway(config: GatewayConfig) -> GatewayHost:
+    # uvicorn writes a line for each request that is not HTTP, so a stranger could fill the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     return GatewayHost(config)
 
 
