@@ -7,6 +7,9 @@
 A file with "tensor_parallel" holds one set of coefficients per degree, published in milliseconds as a + b * sum(L) + c
 * sum(L^2): one of them is named NAME:tp2. Its decode times have two pieces that meet at batch 95. The one for smaller
 batches is used, so steps of larger batches are predicted too short.
+
+"model_shape": {"num_layers", "hidden_size", "num_kv_heads", "weights_bytes"} is optional: with it, costs of other
+tensor-parallel degrees can be derived (degrees.py).
 """
 
 from __future__ import annotations
@@ -24,6 +27,16 @@ DEGREES: Final = "tensor_parallel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What the cost of tensor parallelism depends on. `weights_bytes`: of the whole model."""
+
+    num_layers: int
+    hidden_size: int
+    num_kv_heads: int
+    weights_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     name: str
     cost: CostPrior
@@ -31,6 +44,9 @@ class Profile:
     kv_capacity_tokens: int
     links: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # seconds of latency, bytes per second
     source: str = ""
+    shape: ModelShape | None = None
+    degree: int = 1  # GPUs per worker
+    derived: str = ""  # what was derived from another degree instead of measured; "": nothing
 
 
 def degrees(data: Mapping[str, Any]) -> list[int]:
@@ -63,6 +79,7 @@ def parse_profile(data: Mapping[str, Any], degree: int = 0) -> Profile:
         kv_capacity_tokens=root.count("kv_capacity_tokens"),
         links=_links(root),
         source=str(data.get("source", "")),
+        shape=_shape(root),
     )
 
 
@@ -87,6 +104,8 @@ def _per_degree(root: _Node, degree: int) -> Profile:
         kv_capacity_tokens=row.count("kv_capacity_tokens"),
         links=_links(root),
         source=str(root.data.get("source", "")),
+        shape=_shape(root),
+        degree=degree,
     )
 
 
@@ -95,6 +114,18 @@ def _links(root: _Node) -> dict[str, tuple[float, float]]:
         return {}
     links = root.node("link")
     return {name: (links.node(name).seconds("latency_s"), links.node(name).rate("bytes_per_s")) for name in links.data}
+
+
+def _shape(root: _Node) -> ModelShape | None:
+    if "model_shape" not in root.data:
+        return None
+    node = root.node("model_shape")
+    return ModelShape(
+        num_layers=node.count("num_layers"),
+        hidden_size=node.count("hidden_size"),
+        num_kv_heads=node.count("num_kv_heads"),
+        weights_bytes=node.count("weights_bytes"),
+    )
 
 
 class _Node:
