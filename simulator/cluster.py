@@ -12,8 +12,11 @@ from simulator.model import NetworkLink, WorkerShape
 MAX_WORKERS: Final = 4096
 
 
-def make_workers(profile: Profile, num_prefill: int, num_decode: int, *, link: str = "") -> tuple[WorkerShape, ...]:
+def make_workers(
+    profile: Profile, num_prefill: int, num_decode: int, *, link: str = "", decode_profile: Profile | None = None
+) -> tuple[WorkerShape, ...]:
     """Workers p0, p1, ... and d0, d1, ..., all of `profile`, on the link of that name (default: the profile's first).
+    `decode_profile`: of the decode workers, if it differs.
 
     Raises ConfigError on unusable counts, and on a link that the profile lacks, listing its links.
     """
@@ -26,12 +29,15 @@ def make_workers(profile: Profile, num_prefill: int, num_decode: int, *, link: s
         WorkerShape(
             worker_id=f"{role.value[0]}{number}",
             role=role,
-            cost=profile.cost,
-            kv_capacity_tokens=profile.kv_capacity_tokens,
-            kv_bytes_per_token=profile.kv_bytes_per_token,
+            cost=of.cost,
+            kv_capacity_tokens=of.kv_capacity_tokens,
+            kv_bytes_per_token=of.kv_bytes_per_token,
             link=over,
         )
-        for role, count in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode))
+        for role, count, of in (
+            (Role.PREFILL, num_prefill, profile),
+            (Role.DECODE, num_decode, decode_profile or profile),
+        )
         for number in range(count)
     )
 

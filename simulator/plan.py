@@ -45,6 +45,7 @@ class Question:
     block_size: int = 64
     seed: int = 0
     tolerance: float = TOLERANCE
+    decode_profile: Profile | None = None  # of the decode workers, if it is not `profile`
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_workers <= MAX_WORKERS:
@@ -60,7 +61,13 @@ class Question:
 
     def config(self, num_prefill: int) -> SimConfig:
         return SimConfig(
-            workers=make_workers(self.profile, num_prefill, self.num_workers - num_prefill, link=self.link),
+            workers=make_workers(
+                self.profile,
+                num_prefill,
+                self.num_workers - num_prefill,
+                link=self.link,
+                decode_profile=self.decode_profile,
+            ),
             slo=self.slo,
             router=self.router,
             block_size=self.block_size,
@@ -85,16 +92,17 @@ class MeanDemand:
 
 def demand(question: Question) -> MeanDemand:
     """Over the whole distribution, without caches, with as many rows per decode step as fit."""
-    cost, num_requests, prefill_s, decode_s, context = question.profile.cost, 0, 0.0, 0.0, 0.0
+    decoding = question.decode_profile or question.profile
+    cost, decode, num_requests, prefill_s, decode_s, context = question.profile.cost, decoding.cost, 0, 0.0, 0.0, 0.0
     for one in question.windows[0]:
         tokens, rows_context = one.prompt_tokens, one.prompt_tokens + 0.5 * one.output_tokens
         prefill_s += cost.prefill_base_s * -(-tokens // CHUNK_TOKENS)
         prefill_s += tokens * (cost.prefill_per_token_s + cost.prefill_per_token_context_s * 0.5 * tokens)
-        decode_s += one.output_tokens * (cost.decode_per_row_s + cost.decode_per_context_token_s * rows_context)
+        decode_s += one.output_tokens * (decode.decode_per_row_s + decode.decode_per_context_token_s * rows_context)
         context += rows_context
         num_requests += 1
-    rows = min(MAX_ROWS, max(1.0, question.profile.kv_capacity_tokens * num_requests / context))
-    decode_s += sum(one.output_tokens for one in question.windows[0]) * cost.decode_base_s / rows
+    rows = min(MAX_ROWS, max(1.0, decoding.kv_capacity_tokens * num_requests / context))
+    decode_s += sum(one.output_tokens for one in question.windows[0]) * decode.decode_base_s / rows
     return MeanDemand(prefill_s=prefill_s / num_requests, decode_s=decode_s / num_requests)
 
 

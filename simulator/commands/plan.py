@@ -1,6 +1,6 @@
-"""`pdserve plan`: how many of K workers should only prefill, or whether to disaggregate at all.
+"""`pdserve plan`: how to divide workers or GPUs between prefill and decode, or whether to disaggregate at all.
 
-It simulates a trace on each split. Equal arguments give equal answers for any number of processes.
+It simulates the same requests on each division. Equal arguments give equal answers for any number of processes.
 """
 
 from __future__ import annotations
@@ -10,20 +10,29 @@ import os
 from typing import Final
 
 from simulator.commands import defaults
-from simulator.commands.simulate import FORMAT_NAMES, POLICY_NAMES
+from simulator.commands.simulate import FORMAT_NAMES, POLICY_NAMES, WORKLOAD_NAMES
 
 HELP = "find the best numbers of prefill and decode workers"
-DEFAULT_REQUESTS: Final = 2000
+DEFAULT_REQUESTS: Final = 2000  # of a trace
+DEFAULT_GPUS: Final = 2
+MAX_REQUESTS: Final = 100_000
+MAX_LENGTH: Final = 100_000  # median tokens of --lengths
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trace", metavar="FILE", required=True, help=f"trace: {FORMAT_NAMES}")
+    parser.add_argument("--trace", metavar="FILE", help=f"trace: {FORMAT_NAMES} (a built-in workload)")
+    parser.add_argument("--workload", metavar="NAME", help=f"built-in workload: {WORKLOAD_NAMES} (chat)")
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        metavar="P,A",
+        help="workload with prompts and answers of these median lengths in tokens, log-normal, instead of --workload",
+    )
     parser.add_argument(
         "--requests",
         type=int,
-        default=DEFAULT_REQUESTS,
         metavar="N",
-        help=f"use only the first N requests ({DEFAULT_REQUESTS})",
+        help=f"use only the first N requests ({DEFAULT_REQUESTS} of a trace; as many of a workload as a verdict needs)",
     )
     parser.add_argument(
         "--profile",
@@ -34,9 +43,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link", default="", metavar="NAME", help="link between workers, one of the profile (its first)"
     )
-    parser.add_argument("--workers", type=int, required=True, metavar="K", help="total number of workers")
-    parser.add_argument("--slo-ttft", type=float, required=True, metavar="S", help="TTFT target in seconds")
-    parser.add_argument("--slo-tpot", type=float, required=True, metavar="S", help="TPOT target in seconds")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--workers", type=int, metavar="K", help="total number of workers, all of one profile")
+    size.add_argument(
+        "--gpus",
+        type=int,
+        default=DEFAULT_GPUS,
+        metavar="G",
+        help=f"total number of GPUs: compare the tensor-parallel degrees of the profile as well ({DEFAULT_GPUS})",
+    )
+    parser.add_argument(
+        "--degrees",
+        type=_degrees,
+        metavar="N,..",
+        help="tensor-parallel degrees to compare, also derived ones (those whose costs the profile lists)",
+    )
+    parser.add_argument(
+        "--slo-ttft",
+        type=float,
+        default=defaults.SLO_TTFT_S,
+        metavar="S",
+        help=f"TTFT target in seconds ({defaults.SLO_TTFT_S:g})",
+    )
+    parser.add_argument(
+        "--slo-tpot",
+        type=float,
+        default=defaults.SLO_TPOT_S,
+        metavar="S",
+        help=f"TPOT target in seconds ({defaults.SLO_TPOT_S:g})",
+    )
     parser.add_argument("--policy", default="goodput", metavar="NAME", help=f"policy: {POLICY_NAMES} (goodput)")
     parser.add_argument(
         "--rate", type=float, metavar="R", help="also compute how many workers serve R requests per second"
@@ -53,6 +88,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Status 1: no split meets the targets at any rate. Status 3: the requests are too few for a verdict."""
-    from simulator.commands.planning import carry_out
+    from simulator.commands import gpu_planning, planning
 
-    return carry_out(args)
+    return gpu_planning.carry_out(args) if args.workers is None else planning.carry_out(args)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return _counts(text, 2, 2, MAX_LENGTH)
+
+
+def _degrees(text: str) -> tuple[int, ...]:
+    return _counts(text, 1, 8, 64)
+
+
+def _counts(text: str, least: int, most: int, limit: int) -> tuple[int, ...]:
+    found = tuple(int(one) for one in text.split(","))
+    if not least <= len(found) <= most or not all(1 <= one <= limit for one in found):
+        raise ValueError(text)
+    return found

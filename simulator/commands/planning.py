@@ -1,31 +1,30 @@
-"""Carries out `pdserve plan` after its flags are parsed: a search over processes, with text or JSON output."""
+"""Carries out `pdserve plan --workers` after its flags are parsed: a search over processes; text or JSON output."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.core.policies import POLICIES
+from pdserve.core.profile import Profile
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
 from router.settings import RouterSettings
-from simulator.goodput import HighestRate, cut
+from simulator.commands.plan_progress import PlanProgress
+from simulator.commands.plan_windows import plan_windows
+from simulator.goodput import HighestRate
 from simulator.plan import MARGIN, Plan, Question, measure, sweep, workers_for
-from simulator.reshape import Step, first, jittered
 from simulator.sufficiency import Shortage
-from simulator.traces import FileTrace
 from simulator.world import simulate
 
-_BLOCK_TOKENS: Final = 64  # for traces without block ids
 _MOST_SEEDS: Final = 16
 _BAR: Final = 30
 UNATTAINABLE: Final = 1  # exit status: no split meets the targets at any rate
@@ -34,7 +33,9 @@ TOO_SHORT: Final = 3  # exit status: the requests are too few, or arrive within 
 
 def carry_out(args: argparse.Namespace) -> int:
     """The exit status: 0, UNATTAINABLE or TOO_SHORT."""
-    question = ask(args)
+    if args.degrees is not None:
+        raise ConfigError("degrees", ",".join(map(str, args.degrees)), "--gpus beside it, not --workers")
+    question = ask(args, args.workers, load_profile(args.profile))
     with pool(args.jobs) as processes:
         bar = PlanProgress()
         plan = sweep(question.num_workers, question.splits, lambda *asked: _measured(question, processes, bar, *asked))
@@ -51,7 +52,7 @@ def carry_out(args: argparse.Namespace) -> int:
     return TOO_SHORT if shortage is not None else UNATTAINABLE if not plan.is_attainable else 0
 
 
-def ask(args: argparse.Namespace) -> Question:
+def ask(args: argparse.Namespace, num_workers: int, profile: Profile) -> Question:
     """Raises ConfigError or InvalidRequest on invalid values."""
     for name, value, most in (("seeds", args.seeds, _MOST_SEEDS), ("jobs", args.jobs, 1024)):
         if not 1 <= value <= most:
@@ -60,21 +61,16 @@ def ask(args: argparse.Namespace) -> Question:
         raise ConfigError("policy", args.policy, "one of " + ", ".join(sorted(POLICIES)))
     if args.rate is not None and not 0.0 < args.rate < float("inf"):
         raise ConfigError("rate", args.rate, "a finite number above 0")
-    trace = FileTrace(args.trace)
-    windows = []
-    for number in range(args.seeds):
-        steps: list[Step] = [first(args.requests)]
-        if trace.quantum_s:  # rounded arrivals come in bursts that the clients did not send
-            steps.append(jittered(args.seed + number, trace.quantum_s))
-        windows.append(cut(trace, *steps))
+    slo = Slo(ttft_s=args.slo_ttft, tpot_s=args.slo_tpot)
+    windows, block_size = plan_windows(args, profile, num_workers, slo)
     return Question(
-        windows=tuple(windows),
-        profile=load_profile(args.profile),
-        num_workers=args.workers,
-        slo=Slo(ttft_s=args.slo_ttft, tpot_s=args.slo_tpot),
+        windows=windows,
+        profile=profile,
+        num_workers=num_workers,
+        slo=slo,
         router=RouterSettings(policy=args.policy),
         link=args.link,
-        block_size=trace.block_tokens or _BLOCK_TOKENS,
+        block_size=block_size,
         seed=args.seed,
     )
 
@@ -222,20 +218,3 @@ def as_object(question: Question, plan: Plan, shortage: Shortage | None = None) 
         **(verdict if shortage is None else dict.fromkeys(verdict)),
         "curve": curve,
     }
-
-
-@final
-class PlanProgress:
-    """One progress line on stderr; none without a terminal."""
-
-    def __init__(self) -> None:
-        self._is_seen = sys.stderr.isatty()
-
-    def show(self, text: str, done: int, total: int) -> None:
-        if self._is_seen:
-            full = round(_BAR * done / total)
-            print(f"\r\x1b[K[{'#' * full}{'.' * (_BAR - full)}] {text}", end="", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._is_seen:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -77,6 +77,8 @@ PURE = [
     "simulator.comparison",
     "simulator.curves",
     "simulator.goodput",
+    "simulator.gpu_plan",
+    "simulator.layouts",
     "simulator.metrics",
     "simulator.misses",
     "decode_worker.step",

@@ -110,6 +110,68 @@ def test_what_cannot_be_meant_is_one_line_that_names_it(
     assert seen.err.count("\n") == 1
 
 
+def test_gpus_are_divided_between_every_pair_of_degrees(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--trace", trace, "--gpus", "2", "--degrees", "1,2", *SLO, "--jobs", "1"]
+    assert main(["plan", *flags]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("policy goodput, 2 GPUs, 40 requests of small.csv")
+    assert lines[4].startswith("2 x tp1  ")
+    assert lines[5].startswith("1 x tp2*  ")
+    assert lines[6].startswith("1 x tp1 prefill + 1 x tp1 decode  ")
+    assert "* derived from another degree, not measured: cost and KV capacity of tp2" in lines
+    assert lines[-2].startswith("no verdict: 40 requests last")
+    assert main(["plan", *flags, "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["derived"] == {"tp2": "cost and KV capacity"}
+    assert [one["is_derived"] for one in found["layouts"]] == [False, True, False]
+    assert [found[name] for name in ("verdict", "ratio", "best_colocated", "disaggregate")] == [None] * 4
+
+
+def test_gpus_that_meet_the_targets_at_no_rate_exit_with_status_1(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--trace", trace, "--gpus", "2", "--slo-ttft", "0.001", "--jobs", "1"]
+    assert main(["plan", *flags]) == 1
+    assert "not attainable: 0% meet both targets at" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gpus", "0"], "gpus: got 0, expected 1 to 256"),
+        (["--gpus", "1", "--profile", "a100-80g.opt-13b.fp16:tp2"], "gpus: got 1, expected a multiple of a degree"),
+        (["--degrees", "1,3"], "degrees: got 3, expected a divisor of the model's 8 KV heads"),
+        (["--degrees", "2", "--profile", "xeon-2-cores.llama-125m.float32"], "degrees: got 2, expected one of 1"),
+        (["--degrees", "1,2,4,8,16,32,64"], "degrees: got 1,2,4,8,16,32,64, expected at most 6"),
+        (["--degrees", "1", "--workers", "2"], "degrees: got 1, expected --gpus beside it"),
+        (["--rate", "2"], "rate: got 2.0, expected no --gpus beside it"),
+        (["--workload", "chat"], "workload: got chat, expected no --trace beside it"),
+        (["--requests", "0"], "requests: got 0, expected 1 to"),
+    ],
+)
+def test_what_gpus_cannot_do_is_one_line_that_names_it(
+    trace: str, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    assert main(["plan", "--trace", trace, "--jobs", "1", *flags]) == 1
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert said in seen.err
+    assert seen.err.count("\n") == 1
+
+
+def test_requests_that_no_worker_can_hold_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--lengths", "100000,10", "--gpus", "1", "--profile", "a100-80g.opt-13b.fp16:tp1", "--requests", "50"]
+    assert main(["plan", *flags]) == 1
+    assert "KV memory for 66112 tokens per worker at its largest (tp1), expected at least" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", [["--lengths", "0,1"], ["--lengths", "5"], ["--degrees", "x"], ["--degrees", "0"]])
+def test_lists_of_wrong_numbers_are_refused(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *flag])
+    assert flag[0] in capsys.readouterr().err
+
+
 def test_an_error_in_another_process_comes_back_as_it_was() -> None:
     error = pickle.loads(pickle.dumps(ConfigError("link", "x", "y")))  # noqa: S301
     assert (type(error), str(error), error.field) == (ConfigError, "link: got x, expected y", "link")

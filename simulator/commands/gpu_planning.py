@@ -1,0 +1,174 @@
+"""Carries out `pdserve plan --gpus`: compares layouts of GPUs, with text or JSON output."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, Final
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.json_text import to_json
+from pdserve.core.profile import Profile
+from pdserve.profiles import load_degrees
+from simulator.commands.plan_progress import PlanProgress
+from simulator.commands.planning import TOO_SHORT, UNATTAINABLE, ask, pool
+from simulator.goodput import HighestRate
+from simulator.gpu_plan import LayoutPlan, compare, limiting_target, measure_layout, verdict
+from simulator.layouts import MAX_DEGREES, MAX_GPUS, Layout, usable_layouts
+from simulator.plan import Question
+from simulator.sufficiency import Shortage
+from simulator.world import simulate
+
+_BAR: Final = 20
+
+
+def carry_out(args: argparse.Namespace) -> int:
+    """The exit status: 0, UNATTAINABLE or TOO_SHORT."""
+    if args.rate is not None:
+        raise ConfigError("rate", args.rate, "no --gpus beside it: --rate asks for a number of workers (--workers)")
+    if not 1 <= args.gpus <= MAX_GPUS:
+        raise ConfigError("gpus", args.gpus, f"1 to {MAX_GPUS}")
+    wanted = args.degrees or ()
+    if len(wanted) > MAX_DEGREES:
+        raise ConfigError("degrees", ",".join(map(str, wanted)), f"at most {MAX_DEGREES}")
+    profiles = load_degrees(args.profile, wanted)
+    question = ask(args, args.gpus, next(iter(profiles.values())))
+    layouts = usable_layouts(args.gpus, profiles, question.windows[0], question.block_size)
+    if question.router.policy == "colocated":
+        layouts = [one for one in layouts if one.is_colocated]
+    bar = PlanProgress()
+    with pool(args.jobs) as processes:
+        plan = compare(layouts, lambda *asked: _measured(question, profiles, processes, bar, *asked))
+        shortage = plan.found[plan.top].shortage(question.slo.ttft_s, len(question.windows))
+        limits = _limits(question, profiles, plan, bar) if shortage is None and plan.is_attainable else {}
+    bar.close()
+    if args.json:
+        print(to_json(as_object(question, args.gpus, profiles, plan, limits, shortage)))
+    else:
+        print(render(question, args.gpus, profiles, plan, limits, shortage))
+    return TOO_SHORT if shortage is not None else UNATTAINABLE if not plan.is_attainable else 0
+
+
+def _measured(
+    question: Question,
+    profiles: Mapping[int, Profile],
+    processes: ProcessPoolExecutor | None,
+    bar: PlanProgress,
+    layouts: Sequence[Layout],
+    floor: float,
+) -> list[HighestRate]:
+    each = (itertools.repeat(question), layouts, itertools.repeat(profiles), itertools.repeat(floor))
+    text = ", ".join(one.text for one in layouts[:2]) + (", ..." if len(layouts) > 2 else "")
+    bar.show(text, 0, len(layouts))
+    found: list[HighestRate] = []
+    for goodput in processes.map(_measure, *each) if processes else map(_measure, *each):
+        found.append(goodput)
+        bar.show(text, len(found), len(layouts))
+    return found
+
+
+def _measure(question: Question, layout: Layout, profiles: Mapping[int, Profile], floor: float) -> HighestRate:
+    return measure_layout(question, layout, profiles, simulate, floor)
+
+
+def _limits(
+    question: Question, profiles: Mapping[int, Profile], plan: LayoutPlan, bar: PlanProgress
+) -> dict[Layout, str]:
+    """The limiting target of the best layout of each family, at the lowest rate that it missed."""
+    found = {}
+    for colocated in (True, False):
+        best = plan.best(colocated=colocated)
+        missed = plan.found[best].missed if best is not None else None
+        if best is not None and missed is not None:
+            bar.show(f"targets of {best.text}", 0, 1)
+            found[best] = limiting_target(question, best, profiles, simulate, missed.scale)
+    return found
+
+
+# -- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def render(
+    question: Question,
+    gpus: int,
+    profiles: Mapping[int, Profile],
+    plan: LayoutPlan,
+    limits: Mapping[Layout, str],
+    shortage: Shortage | None,
+) -> str:
+    name = next(iter(profiles.values())).name.partition(":")[0]
+    lines = [
+        f"{name}, policy {question.router.policy}, {gpus} GPUs, {len(question.windows[0])} requests of "
+        f"{question.windows[0].name}",
+        f"targets: TTFT {question.slo.ttft_s:g} s, TPOT {question.slo.tpot_s:g} s, to nine requests in ten",
+        "",
+        f"{'layout':<42}   requests/s   per GPU   limited by",
+    ]
+    peak = plan.found[plan.top].rate_rps
+    for layout, found in plan.found.items():
+        if found.is_bound and found.missed is not None:
+            shown, each, full = f"< {found.missed.rate_rps:.3g}", "", 0
+        else:
+            shown, each = f"{found.rate_rps:.3g}", f"{found.rate_rps / gpus:.3g}"
+            full = round(_BAR * found.rate_rps / peak) if peak else 0
+        mark = "*" if _is_derived(layout, profiles) else ""
+        limit = limits.get(layout, "").upper()
+        lines.append(f"{layout.text + mark:<42}   {shown:>10}   {each:>7}   {limit:<10}  {'#' * full}".rstrip())
+    derived = [f"{one.derived} of tp{one.degree}" for one in profiles.values() if one.derived]
+    if derived:
+        lines += ["", f"* derived from another degree, not measured: {'; '.join(derived)}"]
+    lines += ["", verdict(plan, limits) if shortage is None else f"no verdict: {shortage.text}"]
+    if shortage is not None:
+        lines.append("ask with more --requests, or record for longer; --seeds pools runs of the same requests")
+    return "\n".join(lines)
+
+
+def _is_derived(layout: Layout, profiles: Mapping[int, Profile]) -> bool:
+    return bool(profiles[layout.prefill_degree].derived or profiles[layout.decode_degree].derived)
+
+
+def as_object(
+    question: Question,
+    gpus: int,
+    profiles: Mapping[int, Profile],
+    plan: LayoutPlan,
+    limits: Mapping[Layout, str],
+    shortage: Shortage | None = None,
+) -> dict[str, Any]:
+    """Without a verdict, its fields are null."""
+    rows = [
+        {
+            **dataclasses.asdict(layout),
+            "goodput_rps": None if found.is_bound else found.rate_rps,
+            "below_rps": found.missed.rate_rps if found.missed is not None else None,
+            "limit": limits.get(layout),
+            "is_derived": _is_derived(layout, profiles),
+            "runs": len(found.probes),
+        }
+        for layout, found in plan.found.items()
+    ]
+    colocated, apart = plan.best(colocated=True), plan.best(colocated=False)
+    judged = {
+        "is_attainable": plan.is_attainable,
+        "disaggregate": plan.disaggregates,
+        "best_colocated": colocated and dataclasses.asdict(colocated),
+        "best_disaggregated": apart and dataclasses.asdict(apart),
+        "ratio": plan.ratio,
+        "verdict": verdict(plan, limits),
+    }
+    return {
+        "trace": question.windows[0].name,
+        "requests": len(question.windows[0]),
+        "profile": next(iter(profiles.values())).name.partition(":")[0],
+        "policy": question.router.policy,
+        "gpus": gpus,
+        "slo": {"ttft_s": question.slo.ttft_s, "tpot_s": question.slo.tpot_s},
+        "derived": {f"tp{one.degree}": one.derived for one in profiles.values() if one.derived},
+        "is_long_enough": shortage is None,
+        "shortage": None if shortage is None else dataclasses.asdict(shortage),
+        **(judged if shortage is None else dict.fromkeys(judged)),
+        "layouts": rows,
+    }

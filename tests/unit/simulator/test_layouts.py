@@ -1,0 +1,68 @@
+"""Layouts of GPUs: every one uses all GPUs, and only workers whose memory holds the requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.profile import Profile
+from pdserve.profiles import load_degrees
+from simulator.layouts import Layout, all_layouts, by_degrees, usable_layouts
+from simulator.model import TraceRequest
+
+PROFILES = load_degrees("a100-80g.opt-13b.fp16")
+
+
+def requests(*lengths: int) -> list[TraceRequest]:
+    return [TraceRequest(arrival_s=float(n), prompt_tokens=one, output_tokens=10) for n, one in enumerate(lengths)]
+
+
+def test_three_gpus_of_degrees_one_and_two() -> None:
+    assert [one.text for one in all_layouts(3, [1, 2], [1, 2])] == [
+        "3 x tp1",
+        "1 x tp1 prefill + 2 x tp1 decode",
+        "2 x tp1 prefill + 1 x tp1 decode",
+        "1 x tp1 prefill + 1 x tp2 decode",
+        "1 x tp2 prefill + 1 x tp1 decode",
+    ]
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 7, 8, 32])
+def test_each_layout_is_named_once_and_uses_every_gpu(gpus: int) -> None:
+    found = all_layouts(gpus, [4, 1, 2], [1, 4, 2])
+    assert len(found) == len(set(found))
+    assert {one.gpus for one in found} == {gpus}
+    assert [one for group in by_degrees(found) for one in group] == found
+
+
+@pytest.mark.parametrize("gpus", [0, -1, 257])
+def test_the_number_of_gpus_is_bounded(gpus: int) -> None:
+    with pytest.raises(ConfigError, match="gpus"):
+        all_layouts(gpus, [1], [1])
+
+
+def test_a_worker_without_memory_for_most_requests_is_left_out() -> None:
+    found = usable_layouts(4, PROFILES, requests(*[100_000] * 10), 64)
+    assert {one.decode_degree for one in found} == {one.prefill_degree for one in found} == {2, 4}
+    one_in_twenty = requests(*[1_000] * 19, 100_000)
+    assert Layout(prefill_degree=1, decode_degree=1, prefill=0, decode=4) in usable_layouts(
+        4, PROFILES, one_in_twenty, 64
+    )
+
+
+def test_a_prefill_worker_needs_memory_for_the_prompt_only() -> None:
+    small: dict[int, Profile] = {1: replace(PROFILES[1], kv_capacity_tokens=1_000), 2: PROFILES[2]}
+    found = usable_layouts(4, small, requests(*[960] * 10), 64)
+    assert {(one.prefill_degree, one.decode_degree) for one in found} == {(2, 2), (1, 2)}
+
+
+def test_requests_that_fit_nowhere_are_an_error_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"356736 tokens per worker at its largest \(tp4\), expected at least 400010"):
+        usable_layouts(4, PROFILES, requests(*[400_000] * 10), 64)
+
+
+def test_too_few_gpus_for_the_degree_that_fits_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"gpus: got 1, expected a multiple of a degree .* 2, 4"):
+        usable_layouts(1, PROFILES, requests(*[100_000] * 10), 64)
