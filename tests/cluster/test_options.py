@@ -37,11 +37,11 @@ ITEM = {
     "required": ["name", "kind", "size"],
     "additionalProperties": False,
 }
-ITEMS = {"type": "array", "items": ITEM, "minItems": 4, "maxItems": 5}
+ITEMS = {"type": "array", "items": ITEM, "minItems": 8, "maxItems": 9}
 SHORT = "def read(path):\n"
 LONG = "import json\n\n\nclass Encoder:\n    def encode(self, value):\n        return json.dumps(value)\n\n" * 3
 NUM_TOKENS = 40
-MAX_TOKENS = 220
+MAX_TOKENS = 400
 TOKENIZER = load_tokenizer(str(BUNDLED))
 
 
@@ -174,8 +174,10 @@ def test_a_document_outlives_the_worker_that_writes_it(cluster: Cluster) -> None
             whole = await asyncio.gather(*(client.generate(PROMPT, max_tokens=MAX_TOKENS, **one) for one in asked))
             expected = [list(one.token_ids) for one in whole]
             streams = [asyncio.create_task(follow(client, i)) for i in range(len(asked))]
+            await all_have(1, seen, streams)
+            writer = await decode_worker_of(client, "document-1")
             await all_have(12, seen, streams)
-            cluster.kill(await decode_worker_of(client, "document-1"))
+            cluster.kill(writer)
             for tokens, answer in zip(seen, expected, strict=True):
                 assert len(tokens) < len(answer) - 20, "too fast to be killed in mid-document"
             await asyncio.gather(*streams)

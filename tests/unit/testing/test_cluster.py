@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,8 +14,16 @@ from pdserve.testing import Cluster, toy_answer
 PROMPT = "def fib(n):\n    return fib(n - 1) + fib(n - 2)\n"
 
 
-def threads() -> set[str]:
-    return {one.name for one in threading.enumerate()} & {"router", "engine", "grpc"}
+def threads() -> set[threading.Thread]:
+    return {one for one in threading.enumerate() if one.name in {"router", "engine", "grpc"}}
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Other tests of this process may have clusters of their own."""
+    before = threads()
+    yield
+    assert threads() <= before
 
 
 def wait_for_load(client: Client) -> str:
@@ -33,14 +42,12 @@ def test_a_prompt_is_prefilled_on_one_worker_and_decoded_on_another() -> None:
         done = client.generate(PROMPT * 2, max_tokens=6, temperature=0.0)
         assert (done.text, done.timings.path) == (toy_answer(PROMPT * 2, 6), "remote")
         assert cluster.worker_ids == ["prefill-0", "decode-0"]
-    assert threads() == set()
 
 
 async def test_async_clients_share_the_loop_of_the_test() -> None:
     async with Cluster(prefill=0) as cluster, AsyncClient(cluster.address) as client:
         done = await client.generate(PROMPT, max_tokens=6, temperature=0.0)
         assert (done.text, done.timings.path) == (toy_answer(PROMPT, 6), "local")
-    assert threads() == set()
 
 
 def test_requests_continue_when_a_worker_stops() -> None:
@@ -73,4 +80,3 @@ def test_sizes_are_checked(settings: dict[str, int], field: str) -> None:
 def test_a_wrong_setting_leaves_nothing_behind() -> None:
     with pytest.raises(ConfigError, match="max_queue"), Cluster(router={"max_queue": -1}):
         pass
-    assert threads() == set()
