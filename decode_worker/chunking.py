@@ -6,7 +6,7 @@ from typing import final
 
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostModel
-from pdserve.core.step_rule import LEAST_CHUNK, chunk_tokens, step_limit
+from pdserve.core.step_rule import LEAST_CHUNK, Allowance, chunk_tokens, is_worth_waiting, step_limit
 
 
 @final
@@ -33,6 +33,15 @@ class ChunkRule:
             most=self._most,
         )
         return chunk_tokens(self.cost, limit, rows=rows, context_tokens=context_tokens, cached=cached, most=self._most)
+
+    def is_worth_waiting(
+        self, allowance: Allowance, *, rows: int, context_tokens: int, wanted: int, held_share: float = 0.0
+    ) -> bool:
+        """Whether the next step should have no prompt tokens; see pdserve.core.step_rule."""
+        decode_s = self.cost.decode_s(rows, context_tokens)
+        return rows > 0 and is_worth_waiting(
+            self.cost, allowance, decode_s=decode_s, held_share=held_share, wanted=wanted, most=self._most
+        )
 
     def observe(self, account: StepAccount, step_s: float) -> None:
         self.cost.observe_batch(account.timed(step_s))

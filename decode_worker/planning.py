@@ -7,7 +7,7 @@ other sequence needs soon, and never preempt one.
 
 from __future__ import annotations
 
-from typing import final
+from typing import Final, final
 
 from decode_worker.async_step import step_after
 from decode_worker.chunking import ChunkRule
@@ -15,11 +15,14 @@ from decode_worker.decode_sequence import DecodeSequence
 from decode_worker.drafter import Drafter
 from decode_worker.lifecycle import DecodeStage
 from decode_worker.sequence_table import SequenceTable
-from decode_worker.slack import allowed_step_s
+from decode_worker.slack import step_allowance
 from decode_worker.step import Continuation, DecodeStep, places_in
 from pdserve.core.effects import StepAccount
 from pdserve.core.memory_price import held_share
 from pdserve.core.prompt_order import Pending, divide, due_at_s
+from pdserve.core.step_rule import Allowance
+
+MOST_WAITS_IN_A_ROW: Final = 16  # of prompts for slack: rows that join have none
 
 
 @final
@@ -30,6 +33,8 @@ class Planner:
         self._chunks = chunks
         self._drafter = drafter
         self._is_short = False  # memory was exhausted in the last plan, so no sequence could start
+        self._waits_for_slack = False  # prompts wait for a longer step than the rows allow now
+        self._num_waits = 0  # such steps in a row
         self._num_steps = 0
         self._last: DecodeStep | None = None  # the newest step, if it had only plain decode rows
         self.is_starved = False  # there is no memory for the oldest waiting sequence
@@ -43,18 +48,26 @@ class Planner:
         prefilling: list[tuple[DecodeSequence, int]] = []
         all_decode = len(decoding) == len(sequences.running)
         unfinished = [] if all_decode else [each for each in sequences.running[: self._max_batch] if each.remaining > 1]
+        self.is_starved = self._waits_for_slack = False
         if unfinished or sequences.waiting:
-            decode_s = self._chunks.cost.decode_s(len(decoding), context_tokens)
-            budget = self._chunks.tokens(
-                rows=len(decoding),
-                context_tokens=context_tokens,
-                allowed_s=allowed_step_s(decoding, now_s, decode_s) if sequences.num_with_tpot else None,
-                cached=unfinished[0].computed if unfinished else 0,
-                held_share=held_share(context_tokens, len(decoding), sequences.blocks.num_blocks, sequences.block_size),
+            prompts, rows = [*unfinished, *sequences.waiting], len(decoding)
+            decode_s = self._chunks.cost.decode_s(rows, context_tokens)
+            allowance = step_allowance(decoding, now_s, decode_s) if sequences.num_with_tpot else Allowance(None)
+            held = held_share(context_tokens, rows, sequences.blocks.num_blocks, sequences.block_size)
+            wanted = sum(each.remaining for each in prompts)
+            self._waits_for_slack = self._num_waits < MOST_WAITS_IN_A_ROW and self._chunks.is_worth_waiting(
+                allowance, rows=rows, context_tokens=context_tokens, wanted=wanted, held_share=held
             )
-            prefilling = self._divide([*unfinished, *sequences.waiting], now_s, budget, decode_s)
-        else:
-            self.is_starved = False
+            if not self._waits_for_slack:
+                budget = self._chunks.tokens(
+                    rows=rows,
+                    context_tokens=context_tokens,
+                    allowed_s=allowance.step_s,
+                    cached=unfinished[0].computed if unfinished else 0,
+                    held_share=held,
+                )
+                prefilling = self._divide(prompts, now_s, budget, decode_s)
+        self._num_waits = self._num_waits + 1 if self._waits_for_slack else 0
         drafts = None
         if self._drafter is not None and decoding and not prefilling:
             targets_s = (each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None)
@@ -88,7 +101,7 @@ class Planner:
     def plan_after(self, step: DecodeStep) -> DecodeStep | None:
         """The step after the running `step`, before its tokens are known; None if it must wait for them."""
         sequences = self._sequences
-        if self._drafter is not None or self._is_short or sequences.waiting:
+        if self._drafter is not None or self._is_short or sequences.waiting or self._waits_for_slack:
             return None
         following = step_after(
             step,
@@ -118,7 +131,7 @@ class Planner:
         sequence may join or leave in the meantime (`num_changes`), and no sampled token may end a text by itself.
         """
         decoding, size = step.decoding, self._sequences.block_size
-        if step.prefilling or step.drafts is not None or self._is_short:
+        if step.prefilling or step.drafts is not None or self._is_short or self._waits_for_slack:
             return 0
         if len(decoding) != min(len(self._sequences.running), self._max_batch):
             return 0

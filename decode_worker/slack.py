@@ -7,34 +7,39 @@ long step. A sequence that is behind must on average be faster than its target u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from decode_worker.decode_sequence import DecodeSequence
-from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP
+from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP, Allowance
 
 
-def allowed_step_s(decoding: Sequence[DecodeSequence], now_s: float, decode_s: float) -> float | None:
-    """The longest step that starts at `now_s` and lets each of `decoding` meet its TPOT target; None if none has one.
+def step_allowance(decoding: Sequence[DecodeSequence], now_s: float, decode_s: float) -> Allowance:
+    """The longest step that starts at `now_s` and lets each of `decoding` meet its TPOT target.
 
     `decode_s` is the time of a step of these rows alone. A sequence that would be late even if it only decoded until
     its end, or whose target is shorter than `decode_s`, limits the step only by its longest gap.
     """
-    allowed_s: float | None = None
+    allowed_s = longest_gap_s = gain_s = math.inf
     for each in decoding:
         tpot_s = each.attempt.tpot_s
         if tpot_s is None:
             continue
         longest_s = each.attempt.itl_s
         own_s = LONGEST_GAP * max(tpot_s, decode_s) if longest_s is None else longest_s
+        longest_gap_s = min(longest_gap_s, own_s)
         token_s, num_output = DUE_SHARE * tpot_s, each.num_output
         slack_s = each.first_token_at_s + num_output * token_s - now_s  # until its next token is due
         if slack_s >= token_s:
             own_s = min(own_s, slack_s)
+            gain_s = min(gain_s, token_s - decode_s)
         else:
             left = max(each.ends_at - len(each.tokens), 1)
             mean_s = (each.first_token_at_s + (num_output - 1 + left) * tpot_s - now_s) / left  # until its end
             if mean_s >= decode_s:
                 own_s = min(own_s, token_s, mean_s)
-        if allowed_s is None or own_s < allowed_s:
-            allowed_s = own_s
-    return allowed_s
+                gain_s = min(gain_s, token_s - decode_s)
+        allowed_s = min(allowed_s, own_s)
+    if allowed_s == math.inf:
+        return Allowance(None)
+    return Allowance(allowed_s, longest_gap_s, gain_s if gain_s < math.inf else 0.0)

@@ -6,6 +6,7 @@ allow, but not longer than is worth their memory (pdserve.core.memory_price).
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 from pdserve.core.fit import WIDEST_BAND
@@ -18,7 +19,9 @@ TARGET_SHARE: Final = 0.9  # of the time that the rows allow; the rest is for th
 FREE_SHARE: Final = 0.02  # of a step: what a chunk may add if the rows allow nothing
 BLIND_SHARE: Final = 4  # of the largest chunk, if no row has a target
 LEAST_CHUNK: Final = 16  # tokens; a waiting prompt must make progress
-ROUNDING: Final = 1e-6  # tokens; a chunk that fits exactly is not shortened by rounding
+FIXED_SHARE: Final = 0.2  # of a chunk's arithmetic: what a step with prompt tokens may cost in addition
+MOST_WAITS: Final = 8.0  # decode steps until there is slack for a chunk
+ROUNDING: Final = 1e-6  # tokens or seconds; what fits exactly is not prevented by rounding
 
 
 class StepLimit(NamedTuple):
@@ -41,10 +44,43 @@ def step_limit(
     free_s = (1.0 + FREE_SHARE) * decode_s
     if allowed_s is None:
         return StepLimit(free_s, max(least, most // BLIND_SHARE))
-    target_s = allowed_s * min(TARGET_SHARE, 1.0 / (1.0 + min(cost.step_error, WIDEST_BAND)))
+    target_s = allowed_s * _share(cost)
     weights_s = cost.decode_coefficients[0]
     worth_s = longest_step_s(weights_s, held_share) + decode_s - weights_s
     return StepLimit(max(free_s, min(target_s, worth_s)), min(least, most))
+
+
+class Allowance(NamedTuple):
+    """What the decode rows allow of the next step."""
+
+    step_s: float | None  # its longest time; None if no row has a target
+    longest_s: float = math.inf  # that of any step: the longest gap between two tokens
+    gain_s: float = 0.0  # by how much a step of the rows alone increases `step_s`, up to `longest_s`
+
+
+def is_worth_waiting(
+    cost: CostModel, allowance: Allowance, *, decode_s: float, held_share: float, wanted: int, most: int
+) -> bool:
+    """Whether prompts of `wanted` tokens should wait for a longer step than the rows allow now.
+
+    On some processors a step with some prompt tokens takes longer than reading the weights, however few they are:
+    matrix products of few rows are fast by other means. A few long chunks, with steps of decode rows alone between
+    them, then compute more prompt tokens in the same time than a short chunk in each step.
+    """
+    base_s, per_token_s, _ = cost.prefill_coefficients
+    fixed_s = base_s - cost.decode_coefficients[0]
+    if fixed_s <= 0.0 or per_token_s <= 0.0 or allowance.step_s is None:
+        return False
+    longest = step_limit(cost, decode_s=decode_s, allowed_s=allowance.longest_s, held_share=held_share, most=most)
+    room_s = longest.step_s - decode_s - fixed_s
+    work_s = min(room_s, fixed_s / FIXED_SHARE, wanted * per_token_s, most * per_token_s)
+    missing_s = (decode_s + fixed_s + work_s) / _share(cost) - allowance.step_s
+    return work_s > 0.0 and ROUNDING < missing_s <= MOST_WAITS * allowance.gain_s
+
+
+def _share(cost: CostModel) -> float:
+    """The share of the allowed time that a step may take by the cost model."""
+    return min(TARGET_SHARE, 1.0 / (1.0 + min(cost.step_error, WIDEST_BAND)))
 
 
 def chunk_tokens(

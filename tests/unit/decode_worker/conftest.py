@@ -65,6 +65,7 @@ class Bench:
         max_drafts: int = 0,
         is_async: bool = False,
         is_checked: bool = False,
+        prior: CostPrior = PRIOR,
     ) -> None:
         self.is_async = is_async
         self.num_async = 0  # steps that were launched before the one before them was read
@@ -79,7 +80,7 @@ class Bench:
             check=KvCheck(blocks.stamps) if is_checked else None,
             block_size=BLOCK_SIZE,
             max_batch=max_batch,
-            chunks=ChunkRule(CostModel(PRIOR), least=4, most=max_batch_tokens),
+            chunks=ChunkRule(CostModel(prior), least=4, most=max_batch_tokens),
             inbox_depth=inbox_depth,
             drafting=DraftRule(CHEAP_DRAFTS, most=max_drafts, most_together=64) if max_drafts else None,
             end_rule=EndRule(eos_token_ids=frozenset({EOS}), max_context_tokens=num_blocks * BLOCK_SIZE),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from decode_worker.lifecycle import DecodeStage
+from decode_worker.planning import MOST_WAITS_IN_A_ROW
 from pdserve.core.attempt import FailureKind
 from pdserve.core.effects import (
     BlocksReserved,
@@ -16,6 +17,7 @@ from pdserve.core.effects import (
     TransferCancelled,
     TransferLost,
 )
+from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.protocol import AttemptFailed, Granted, Released, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
@@ -194,6 +196,57 @@ def test_chunks_leave_each_row_time_to_meet_its_target(make_bench: Any) -> None:
     assert chunks == [13, 13, 13, 61]
     bench.run()
     assert bench.sampled["reader"] == answer(list(range(100)), 1)
+
+
+FIXED_COST = CostPrior(
+    prefill_base_s=0.07,  # 0.05 s more than reading the weights, for any number of prompt tokens
+    prefill_per_token_s=0.001,
+    prefill_per_token_context_s=0.0,
+    decode_base_s=0.02,
+    decode_per_row_s=0.01,
+    decode_per_context_token_s=0.0,
+)
+
+
+def timed_step(bench: Any) -> int:
+    """A step that takes as long as its cost. Returns its prompt tokens."""
+    before_s = bench.now_s
+    bench.step()
+    account = bench.accounts[-1]
+    bench.now_s = before_s + CostModel(FIXED_COST).step_s(account.decode_rows, 0, account.prefill_tokens, 0.0)
+    return int(account.prefill_tokens)
+
+
+def test_a_prompt_waits_for_slack_if_each_step_with_prompt_tokens_has_a_fixed_cost(make_bench: Any) -> None:
+    bench = make_bench(max_batch_tokens=64, prior=FIXED_COST)
+    bench.offer("row", PROMPT[:2], max_tokens=60, tpot_s=0.1)
+    bench.step()
+    bench.offer("prompt", list(range(90)), max_tokens=2)
+    chunks = []
+    while "prompt" not in bench.sampled:
+        chunks.append(timed_step(bench))
+    # A step of the row alone gains 0.095 - 0.03 s. A chunk of 64 tokens needs (0.03 + 0.05 + 0.064) * 1.25 s.
+    assert [count for count in chunks if count] == [64, 26]
+    assert 1 <= chunks.index(64) <= 4
+    bench.run()
+    assert bench.sampled == {"prompt": answer(list(range(90)), 2), "row": answer(PROMPT[:2], 60)}
+
+
+@pytest.mark.parametrize("tpot_s", [0.04, 0.06, 0.1, 0.3])
+def test_prompts_never_wait_long_for_slack(make_bench: Any, tpot_s: float) -> None:
+    """Rows that join have no slack; here one joins after each chunk."""
+    bench = make_bench(max_batch_tokens=16, max_batch=8, inbox_depth=8, num_blocks=256, prior=FIXED_COST)
+    bench.offer("row", PROMPT[:2], max_tokens=60, tpot_s=tpot_s)
+    bench.step()
+    for number in range(5):
+        bench.offer(f"prompt{number}", list(range(number, number + 15)), max_tokens=30, tpot_s=tpot_s)
+    waits = [0]
+    while "prompt4" not in bench.sampled:
+        if timed_step(bench):
+            waits.append(0)
+        else:
+            waits[-1] += 1
+    assert max(waits) <= MOST_WAITS_IN_A_ROW
 
 
 def test_a_step_has_no_more_rows_than_the_batch(make_bench: Any) -> None:

@@ -1,8 +1,11 @@
 """Prompt chunks beside decode rows meet the decode rows' TPOT targets."""
 
+import pytest
+
 from decode_worker.chunking import ChunkRule
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostModel, CostPrior
+from pdserve.core.step_rule import Allowance
 
 
 def rule(**prior: float) -> ChunkRule:
@@ -78,3 +81,49 @@ def test_residents_who_hold_much_memory_shorten_a_step_whatever_was_promised() -
     assert sizes[1] == unpriced
     assert full < unpriced / 4
     assert full >= 16
+
+
+DECODE_S = 0.02 + 1e-4 + 10 * 1e-7  # of one row over ten tokens, with the other coefficients at their defaults
+# 20 ms more than reading the weights, whatever the number of prompt tokens; 100 tokens make that a fifth of their time
+FIXED = {
+    "prefill_base_s": 0.04,
+    "prefill_per_token_s": 0.001,
+    "prefill_per_token_context_s": 0.0,
+    "decode_base_s": 0.02,
+}
+NEEDED_S = (0.02 + DECODE_S + 0.1) * 1.25  # an untrained model leaves a reserve
+
+
+def waits(allowance: Allowance, *, wanted: int = 1000, **changes: float) -> bool:
+    return rule(**(FIXED | changes)).is_worth_waiting(allowance, rows=1, context_tokens=10, wanted=wanted)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "gain_s", "expected"),
+    [
+        (NEEDED_S, 0.01, False),  # there is slack
+        (NEEDED_S - 1e-3, 0.01, True),
+        (NEEDED_S - 0.079, 0.01, True),
+        (NEEDED_S - 0.081, 0.01, False),  # it would take more than MOST_WAITS steps
+        (NEEDED_S - 1e-3, 0.0, False),  # the rows gain none
+    ],
+)
+def test_prompts_wait_for_slack_where_each_step_with_prompt_tokens_has_a_fixed_cost(
+    step_s: float, gain_s: float, expected: bool
+) -> None:
+    assert waits(Allowance(step_s, 1.0, gain_s)) is expected
+
+
+def test_prompts_wait_for_no_more_than_their_own_tokens_or_the_longest_gap() -> None:
+    short_s = (0.02 + DECODE_S + 0.03) * 1.25
+    assert not waits(Allowance(short_s, 1.0, 0.01), wanted=30)
+    assert waits(Allowance(short_s - 1e-3, 1.0, 0.01), wanted=30)
+    assert waits(Allowance(0.099, 0.1, 0.01))
+    assert not waits(Allowance(0.1, 0.1, 0.01))  # no step may be longer
+
+
+def test_prompts_do_not_wait_where_their_first_tokens_are_free_or_no_row_has_a_target() -> None:
+    assert not waits(Allowance(0.05, 1.0, 0.01), decode_base_s=0.04)
+    assert not waits(Allowance(None))
+    assert not waits(Allowance(0.05, 1.0, 0.01), prefill_per_token_s=0.0)
+    assert not rule(**FIXED).is_worth_waiting(Allowance(None), rows=0, context_tokens=0, wanted=1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from decode_worker.decode_sequence import DecodeSequence
 from decode_worker.lifecycle import DecodeStage
-from decode_worker.slack import DUE_SHARE, LONGEST_GAP, allowed_step_s
+from decode_worker.slack import step_allowance
 from pdserve.core.attempt import Attempt, AttemptKey
+from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP, Allowance
 from pdserve.core.types import Sampling
 
 TPOT_S = 0.05
@@ -48,6 +50,10 @@ def sequence(
     one.began_output(first_s)
     one.tokens += [5] * (output - 1)
     return one
+
+
+def allowed_step_s(decoding: Sequence[DecodeSequence], now_s: float, decode_s: float) -> float | None:
+    return step_allowance(decoding, now_s, decode_s).step_s
 
 
 def test_a_sequence_on_time_allows_one_target() -> None:
@@ -124,3 +130,15 @@ def test_steps_within_the_limit_meet_the_target(left: int, seed: int, load: floa
 def test_a_target_below_a_step_does_not_bind() -> None:
     strict = sequence(tpot_s=0.001)
     assert allowed_step_s([strict], 1.0, DECODE_S) == pytest.approx(LONGEST_GAP * DECODE_S)
+
+
+def test_decode_steps_gain_what_they_are_shorter_than_a_due_time() -> None:
+    behind, ahead = sequence(), sequence(output=1000, tpot_s=0.03, itl_s=0.2)
+    found = step_allowance([behind, ahead], 9 * DUE_S, DECODE_S)
+    assert found == Allowance(pytest.approx(DUE_S), pytest.approx(0.2), pytest.approx(DUE_SHARE * 0.03 - DECODE_S))
+    assert step_allowance([sequence(tpot_s=None)], 3.0, DECODE_S) == Allowance(None)
+
+
+def test_a_sequence_that_cannot_recover_gains_nothing() -> None:
+    hopeless = sequence(left=10)
+    assert step_allowance([hopeless], 9 * TPOT_S + 5.0, DECODE_S).gain_s == 0.0
