@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from simulator.comparison import TARGET, PolicyRun, highest_held
+from simulator.sufficiency import surely_misses
 
 _TIMES = ("TTFT p50", "p99", "TPOT p50", "p99")
 _HEAD = ("POLICY", "P:D", "REQ/S", "ATTAINED", "BOUND", "OF BOUND", "GOODPUT/S", *_TIMES, "REJECTED")
@@ -36,8 +37,13 @@ def held_text(rate_rps: float | None) -> str:
 
 
 def short_note(runs: Sequence[PolicyRun]) -> str:
-    """The longest required run, if any run is too short for a verdict; otherwise empty."""
-    short = [lack for run in runs if (lack := run.shortage) is not None]
+    """The longest required run, if any run is too short for a verdict; otherwise empty. A run in which far too many
+    requests missed needs no more of them."""
+    short = [
+        lack
+        for run in runs
+        if (lack := run.shortage) is not None and not surely_misses(run.summary.met, run.summary.requests)
+    ]
     if not short:
         return ""
     worst = max(short, key=lambda one: one.needed_requests)

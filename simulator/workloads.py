@@ -23,7 +23,7 @@ from simulator.model import Trace, TraceRequest
 from simulator.synthetic import BLOCK_TOKENS, Draw, Poisson, chat, log_normal
 
 DEFAULT_RATE_RPS: Final = 16.0
-DEFAULT_DURATION_S: Final = 20.0
+DEFAULT_DURATION_S: Final = 100.0  # enough for a verdict on two workers of the default profile
 LONGEST_PROMPT: Final = 100_000
 
 

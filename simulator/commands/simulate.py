@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("workload")
     what.add_argument("--trace", metavar="FILE", help=f"trace: {FORMAT_NAMES} (a built-in workload)")
     what.add_argument("--workload", metavar="NAME", help=f"built-in workload: {WORKLOAD_NAMES} (chat)")
-    what.add_argument("--duration", type=float, metavar="S", help="duration of the built-in workload in seconds (20)")
+    what.add_argument("--duration", type=float, metavar="S", help="duration of the built-in workload in seconds (100)")
     what.add_argument("--limit", type=int, metavar="N", help="use only the first N requests")
     what.add_argument(
         "--jitter",

@@ -124,6 +124,13 @@ def test_a_rate_that_so_few_requests_cannot_show_is_not_called_held(capsys: pyte
     assert "no verdict on 2 runs, which are too short; for example 40 requests last" in text
 
 
+def test_runs_that_surely_miss_are_not_called_too_short(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--rates", "0.5,1", "--policy", "goodput", "--slo-ttft", "0.001"]) == 0
+    text = capsys.readouterr().out
+    assert "  goodput: 0 requests/s" in text
+    assert "too short" not in text
+
+
 def test_rows_are_json_lines_unless_the_file_is_named_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.jsonl"
     found = answer(capsys, "--policy", "goodput", "--rows", str(path))
