@@ -240,7 +240,7 @@ def test_skewed_times_are_predicted_by_their_median(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", slow_except(range(5), 0, 1))
 @pytest.mark.parametrize("slowness", [2.0, 3.0, 20.0])
-def test_a_throttled_minute_is_believed_and_forgotten_within_a_dozen_batches(seed: int, slowness: float) -> None:
+def test_a_throttled_minute_is_learned_and_forgotten_within_a_dozen_batches(seed: int, slowness: float) -> None:
     model, truth, rng = CostModel(TRUTH), CostModel(TRUTH), random.Random(seed)
     feed(model, truth, rng, 200)
     for now in (slowness, 1.0):
@@ -323,7 +323,7 @@ def test_equal_batches_do_not_unlearn_what_they_do_not_show() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.05, 0.5, 20.0])
-def test_equal_batches_far_from_their_prior_are_believed(factor: float) -> None:
+def test_equal_batches_far_from_their_prior_are_learned(factor: float) -> None:
     """Nothing tells the coefficients apart, and one that has come to zero must not send the others astray."""
     fit = Fit((0.01, 0.001, 0.0, 0.1), (1.0, 16.0, 16.0 * 1024.0, 16.0))
     features = (1.0, 1.0, 9.0, 2.0)

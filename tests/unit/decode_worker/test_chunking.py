@@ -13,7 +13,7 @@ def rule(**prior: float) -> ChunkRule:
 
 
 def sure(chunks: ChunkRule) -> None:
-    """Shows it steps that take exactly what it believes, until its band is narrow."""
+    """Observes steps that take exactly as long as predicted, until the band is narrow."""
     for _ in range(200):
         steps = [StepAccount(decode_rows=1, context_tokens=10)]
         steps.append(StepAccount(prefill_tokens=100))
@@ -21,11 +21,11 @@ def sure(chunks: ChunkRule) -> None:
             chunks.observe(step, chunks.cost.step_s(step.decode_rows, step.context_tokens, step.prefill_tokens))
 
 
-def test_nobody_decodes_so_the_chunk_is_as_large_as_may_be() -> None:
+def test_without_decode_rows_a_chunk_is_as_large_as_possible() -> None:
     assert rule().tokens(rows=0, context_tokens=0, allowed_s=None, cached=0) == 512
 
 
-def test_a_chunk_takes_the_time_that_the_strictest_promise_leaves() -> None:
+def test_a_chunk_takes_the_time_that_the_rows_allow() -> None:
     chunks = rule(prefill_base_s=0.0, prefill_per_token_s=0.001, prefill_per_token_context_s=0.0, decode_base_s=0.02)
     sure(chunks)
     assert chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 89  # 0.9 * 0.1 - a row's 1e-4 - context
@@ -48,7 +48,7 @@ def test_a_chunk_after_more_context_is_shorter() -> None:
     assert far == 39
 
 
-def test_the_arithmetic_that_the_weights_leave_free_is_used_though_the_promise_is_broken() -> None:
+def test_arithmetic_beside_the_weights_is_used_even_if_the_target_is_missed() -> None:
     chunks = rule(
         prefill_base_s=0.0, prefill_per_token_s=0.001, prefill_per_token_context_s=0.0, decode_per_row_s=0.0,
         decode_base_s=0.2, decode_per_context_token_s=0.0,
@@ -56,12 +56,12 @@ def test_the_arithmetic_that_the_weights_leave_free_is_used_though_the_promise_i
     assert chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 204
 
 
-def test_no_time_left_still_lets_a_waiting_prompt_get_on() -> None:
+def test_a_waiting_prompt_makes_progress_without_time_left() -> None:
     full = rule(decode_base_s=0.01, decode_per_row_s=0.2, prefill_per_token_s=0.001)
     assert full.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 16
 
 
-def test_tokens_that_cost_nothing_divide_nothing() -> None:
+def test_tokens_that_cost_nothing_fill_the_chunk() -> None:
     """A calibration may find no cost per token, as with the toy engine."""
     free = rule(decode_base_s=0.2, prefill_per_token_s=0.0, prefill_per_token_context_s=0.0)
     assert free.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 512
@@ -69,7 +69,7 @@ def test_tokens_that_cost_nothing_divide_nothing() -> None:
     assert nothing.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 512
 
 
-def test_residents_who_hold_much_memory_shorten_a_step_whatever_was_promised() -> None:
+def test_rows_that_hold_much_memory_shorten_a_step_whatever_their_target() -> None:
     chunks = rule()
 
     def tokens(held_share: float) -> int:

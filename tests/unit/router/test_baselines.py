@@ -82,12 +82,12 @@ def test_the_cheapest_prefill_worker_is_waited_for_though_another_is_free() -> N
     assert decision.retry_in_s == pytest.approx(0.300 - 0.128)
 
 
-def test_nobody_overtakes_a_line() -> None:
+def test_no_request_overtakes_a_queue() -> None:
     decision = stages()(ask(), [in_line(view("p1"), 100), view("p2")], [view("d1")], 0.0)
     assert (later(decision), decision.bound_to) == (LATER, "p1")
 
 
-def test_who_is_bound_starts_on_its_own_worker_whatever_the_prices_are_by_then() -> None:
+def test_a_bound_request_starts_on_its_worker_whatever_the_prices_are_then() -> None:
     bound = ask(bound_to="p2")
     prefills = [view("p1"), in_line(view("p2"), 100, "a")]
     assert place(stages()(bound, prefills, [view("d1")], 0.0)) == (Choice.REMOTE, "p2", "d1")
@@ -95,7 +95,7 @@ def test_who_is_bound_starts_on_its_own_worker_whatever_the_prices_are_by_then()
     assert (later(decision), decision.bound_to) == (LATER, "p2")
 
 
-def test_who_was_bound_to_a_worker_that_is_gone_is_bound_anew() -> None:
+def test_a_request_bound_to_a_lost_worker_is_bound_again() -> None:
     decision = stages()(ask(bound_to="p9"), [view("p1")], [view("d1")], 0.0)
     assert place(decision) == (Choice.REMOTE, "p1", "d1")
 
@@ -128,7 +128,7 @@ def test_predictions_are_shown_for_the_cheapest_workers() -> None:
     assert first.slack == pytest.approx(min((2.0 - 0.280) / 2.0, (0.2 - 0.015) / 0.2))
 
 
-def test_a_local_prediction_has_the_prompt_read_beside_the_residents() -> None:
+def test_a_local_prediction_prefills_beside_the_running_rows() -> None:
     (idle,) = stages()(ask(200), [], [view("d1")], 0.0).candidates
     assert idle.ttft_s == pytest.approx(0.200)
     # Residents were promised 20 ms; in 18 of them a step reads 16 tokens beside two rows. The last reads 8, while the
@@ -266,7 +266,7 @@ def test_mooncake_rejects_where_no_decode_worker_keeps_tbt() -> None:
     assert Mooncake()(at_head, [view("p0")], [crowded], 0.0).choice is Choice.REJECT
 
 
-def test_mooncake_does_not_refuse_who_was_accepted_for_ttft_or_was_begun() -> None:
+def test_mooncake_does_not_reject_accepted_or_started_requests() -> None:
     tight = Slo(ttft_s=0.1, tpot_s=1.0)
     assert Mooncake()(ask(300, slo=tight, bound_to="p0"), [view("p0")], [view("d0")], 0.0).choice is Choice.REMOTE
     assert Mooncake()(ask(300, slo=tight, is_resumed=True), [view("p0")], [view("d0")], 0.0).choice is Choice.REMOTE

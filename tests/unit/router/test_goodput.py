@@ -71,7 +71,7 @@ def place(decision: Decision) -> tuple[Choice, str, str]:
 # -- each rule alone ---------------------------------------------------------------------------------------------
 
 
-def test_path_choice_goes_local_where_a_queue_would_cost_more_than_residents_pay() -> None:
+def test_path_choice_goes_local_where_queueing_costs_more_than_running_rows_lose() -> None:
     prefills, decodes = [with_queue(view("p0"), 1.5)], [with_rows(view("d0"), 4)]
     assert place(decide(prefills, decodes, ask())) == (Choice.LOCAL, "", "d0")
     waits = decide(prefills, decodes, ask(), ("path-choice",))
@@ -206,7 +206,7 @@ def test_without_prefill_workers_prompts_spread_by_predicted_ttft() -> None:
     assert place(decide([], decodes, warm)) == (Choice.LOCAL, "", "d0")
 
 
-def test_a_worker_whose_residents_leave_less_time_is_passed_over() -> None:
+def test_a_worker_whose_rows_leave_too_little_time_is_not_chosen() -> None:
     decodes = [with_rows(view("d0"), 20), with_rows(view("d1"), 4)]
     assert place(decide([], decodes, ask())) == (Choice.LOCAL, "", "d1")
 

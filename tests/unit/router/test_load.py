@@ -57,7 +57,7 @@ def read(cost: CostModel, rows: int, tokens: int, tpot_s: float, prompt: int, he
 @pytest.mark.parametrize("rows", [0, 4, 16, 30])
 @pytest.mark.parametrize("tpot_s", [0.03, 0.05, 0.1])
 @pytest.mark.parametrize("prompt", [500, 4_000, 30_000])
-def test_reading_beside_residents_is_predicted_as_the_worker_does_it(rows: int, tpot_s: float, prompt: int) -> None:
+def test_prefill_beside_running_rows_is_predicted_as_the_worker_does_it(rows: int, tpot_s: float, prompt: int) -> None:
     view = decode(rows, tpot_s=tpot_s)
     actual_s, alone_s = read(view.cost, rows, 12_000, tpot_s, prompt, rows * 12_000 / 400_000)
     # Where decoding alone fills the promise, crumbs are read: long enough to look elsewhere is all that is asked.

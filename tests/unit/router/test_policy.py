@@ -140,7 +140,7 @@ def test_a_long_prefill_queue_makes_local_quicker() -> None:
     assert place(least(queue, [view("d0")], request)) == (Choice.LOCAL, "", "d0")
 
 
-def test_local_prefill_gets_only_the_time_that_residents_can_spare() -> None:
+def test_local_prefill_gets_only_the_time_that_running_rows_allow() -> None:
     # Steps of 18 ms, promised 20: a tenth of the time is free, so 100 tokens need a second here, 0.35 s there.
     queue = [busy(view("p0"), 0.25, 0)]
     strict = busy(view("d0"), rows=8, tpot_s=0.020)

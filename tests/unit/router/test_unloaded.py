@@ -12,7 +12,7 @@ from router.policy.unloaded import unloaded_estimate
 from tests.unit.router.test_policy import ask, busy, view
 
 
-def test_queues_and_residents_are_not_counted() -> None:
+def test_queues_and_running_rows_are_not_counted() -> None:
     one = unloaded_estimate(100, 256.0, {}, [busy(view("p0"), prefill_s=5.0)], [busy(view("d0"), rows=9)])
     assert one.ttft_s == pytest.approx(0.1)
     assert one.tpot_s == pytest.approx(0.011)

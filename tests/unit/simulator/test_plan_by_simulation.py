@@ -67,7 +67,7 @@ def test_short_prompts_with_a_loose_tpot_are_not() -> None:
     assert plan.advice == 0
 
 
-def test_the_first_guess_is_below_the_mean_demand() -> None:
+def test_the_first_estimate_is_below_the_mean_demand() -> None:
     asked = question(prompt=4000, output=60, slo=Slo())
     needed = demand(asked)
     assert 0.08 < needed.prefill_s < 0.084  # two chunks of 1 ms and 4,000 tokens of 20 us

@@ -134,7 +134,7 @@ def test_what_was_held_and_stranded_is_accounted_for() -> None:
     assert (receiver.steps, receiver.decode_tokens, receiver.mean_rows) == (100, 100, 1.0)
 
 
-def test_a_worker_that_believes_wrongly_is_timed_by_the_truth() -> None:
+def test_a_worker_with_a_wrong_cost_model_is_timed_by_the_right_one() -> None:
     wrong = replace(COST, prefill_per_token_s=1e-6)
     config = cluster()
     shapes = tuple(replace(one, prior=wrong) for one in config.workers)

@@ -204,7 +204,7 @@ def test_measuring_keeps_to_its_budget() -> None:
     assert time.monotonic() - started_s < 2.0
 
 
-def test_a_worker_with_a_profile_believes_it_and_measures_nothing(start: Any) -> None:
+def test_a_worker_with_a_profile_uses_it_and_measures_nothing(start: Any) -> None:
     name = "h100-sxm.llama-3.1-8b.bf16"
     assert start(Role.PREFILL, profile=name).program.cost == load_profile(name).cost
 

@@ -30,7 +30,7 @@ def test_activations_are_rounded_to_a_scale_for_each_token(case: Case, device: t
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_model_whose_norms_and_gates_round_is_as_near_to_the_exact_one_as_one_that_rounds_behind_them(
+def test_fusing_rounding_into_norms_and_gates_keeps_accuracy(
     name: str, tiny: Callable[[str], Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny(name)
