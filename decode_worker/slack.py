@@ -2,16 +2,21 @@
 
 TPOT is a mean over an answer. A sequence therefore has a due time for each token: its n-th token after the first is due
 n times the TPOT target after the first. A sequence that is ahead of its due times has slack, and may take part in one
-long step. A sequence that is behind must on average be faster than its target until its end.
+long step. So may a sequence that can make up for it, because steps without prompt tokens are shorter than its target.
+A sequence that is further behind must on average be faster than its target until its end.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from decode_worker.decode_sequence import DecodeSequence
 from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP, Allowance
+
+HORIZON: Final = 8  # tokens within which a sequence must be on time again: more make its answer depend on later load
+PACE: Final = 1.5  # decode steps for each of these tokens: other prompts also need chunks
 
 
 def step_allowance(decoding: Sequence[DecodeSequence], now_s: float, decode_s: float) -> Allowance:
@@ -29,12 +34,15 @@ def step_allowance(decoding: Sequence[DecodeSequence], now_s: float, decode_s: f
         own_s = LONGEST_GAP * max(tpot_s, decode_s) if longest_s is None else longest_s
         longest_gap_s = min(longest_gap_s, own_s)
         token_s, num_output = DUE_SHARE * tpot_s, each.num_output
+        left = max(each.ends_at - len(each.tokens), 1)
         slack_s = each.first_token_at_s + num_output * token_s - now_s  # until its next token is due
+        spare_s = token_s - PACE * decode_s
+        if spare_s > 0.0:
+            slack_s += (min(left, HORIZON) - 1) * spare_s
         if slack_s >= token_s:
             own_s = min(own_s, slack_s)
             gain_s = min(gain_s, token_s - decode_s)
         else:
-            left = max(each.ends_at - len(each.tokens), 1)
             mean_s = (each.first_token_at_s + (num_output - 1 + left) * tpot_s - now_s) / left  # until its end
             if mean_s >= decode_s:
                 own_s = min(own_s, token_s, mean_s)

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from decode_worker.decode_sequence import DecodeSequence
 from decode_worker.lifecycle import DecodeStage
-from decode_worker.slack import step_allowance
+from decode_worker.slack import HORIZON, PACE, step_allowance
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP, Allowance
 from pdserve.core.types import Sampling
 
 TPOT_S = 0.05
 DUE_S = DUE_SHARE * TPOT_S  # between due times
-DECODE_S = 0.01
+DECODE_S = 0.032  # too long to make up for a step that ends after a due time
+FAST_S = 0.01  # of which PACE fit between due times
 
 
 def sequence(
@@ -77,8 +78,21 @@ def test_a_request_may_set_its_longest_gap() -> None:
 
 
 def test_a_late_sequence_shortens_the_step() -> None:
-    now_s = 9 * TPOT_S + 0.2  # 200 ms late with 10 tokens to go: 20 ms for each
-    assert allowed_step_s([sequence(left=10)], now_s, DECODE_S) == pytest.approx(TPOT_S - 0.02)
+    now_s = 9 * TPOT_S + 0.15  # 150 ms late with 10 tokens to go: 15 ms for each
+    assert allowed_step_s([sequence(left=10)], now_s, DECODE_S) == pytest.approx(TPOT_S - 0.015)
+
+
+def test_a_step_may_end_after_a_due_time_that_later_steps_make_up_for() -> None:
+    on_time_s, gained_s = 9 * DUE_S, (HORIZON - 1) * (DUE_S - PACE * 0.027)
+    assert gained_s < (LONGEST_GAP - 1) * TPOT_S
+    assert allowed_step_s([sequence()], on_time_s, 0.027) == pytest.approx(DUE_S + gained_s)
+    assert allowed_step_s([sequence()], on_time_s, FAST_S) == pytest.approx(LONGEST_GAP * TPOT_S)
+
+
+def test_few_tokens_make_up_for_little() -> None:
+    on_time_s = 9 * DUE_S
+    assert allowed_step_s([sequence(left=3)], on_time_s, FAST_S) == pytest.approx(DUE_S + 2 * (DUE_S - PACE * FAST_S))
+    assert allowed_step_s([sequence(left=1)], on_time_s, FAST_S) == pytest.approx(DUE_S)
 
 
 def test_a_sequence_that_is_late_by_less_than_its_reserve_keeps_its_pace() -> None:
@@ -90,7 +104,7 @@ def test_the_time_before_an_interruption_counts() -> None:
     one.attempt = replace(one.attempt, output_ids=(4,) * 9, begun_at_s=0.0)
     one.tokens += [5] * 9
     one.began_output(0.3)
-    assert allowed_step_s([one], 9 * TPOT_S + 0.2, DECODE_S) == pytest.approx(TPOT_S - 0.02)
+    assert allowed_step_s([one], 9 * TPOT_S + 0.15, DECODE_S) == pytest.approx(TPOT_S - 0.015)
 
 
 def test_a_sequence_that_cannot_recover_limits_only_the_gap() -> None:

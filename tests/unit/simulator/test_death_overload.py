@@ -30,5 +30,5 @@ def test_resumed_answers_meet_their_targets_where_the_other_worker_has_the_time(
         faults=(WorkerFault(at_s=2.0, worker_id="d0", kind=WorkerFaultKind.DIE, for_s=1.0),),
     )
     result = simulate(trace, config)
-    assert sum(row.attempts > 1 for row in result.requests) > 30
+    assert sum(row.attempts > 1 for row in result.requests) > 10
     assert summarise(result).attainment > least
