@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from pdserve.core.errors import NoWorkers as NoWorkers
     from pdserve.core.errors import Overloaded as Overloaded
     from pdserve.core.errors import PdserveError as PdserveError
+    from pdserve.core.errors import PermissionDenied as PermissionDenied
+    from pdserve.core.errors import QuotaExceeded as QuotaExceeded
     from pdserve.core.errors import Unauthenticated as Unauthenticated
     from pdserve.core.errors import Unavailable as Unavailable
     from pdserve.core.errors import UnknownMethod as UnknownMethod
@@ -62,6 +64,8 @@ _HOMES: Final = {
         "NotFound",
         "Overloaded",
         "PdserveError",
+        "PermissionDenied",
+        "QuotaExceeded",
         "Unauthenticated",
         "Unavailable",
         "UnknownMethod",

@@ -7,11 +7,13 @@
     ├── ConfigError           a setting of this installation is wrong
     │   └── ModelError        the model folder cannot be served
     ├── Overloaded            no placement meets the targets now; retry after retry_after_s
+    │   └── QuotaExceeded     the tenant has used up one of its quotas
     ├── Unavailable           no process can do the work now
     │   └── NoWorkers         no worker of a needed role
     ├── DeadlineExceeded      the request's deadline has passed
     ├── Cancelled             the client cancelled
     ├── Unauthenticated       no valid token
+    ├── PermissionDenied      the token is valid, but not for this method
     ├── TransferFailed        KV could not be transferred; the router places the request again
     ├── KvLost                KV was lost and could not be recomputed
     └── InternalError         a defect of pdserve
@@ -106,6 +108,16 @@ class Overloaded(PdserveError):
         self.retry_after_s = retry_after_s
 
 
+class QuotaExceeded(Overloaded):
+    """The tenant has used up its `quota`, which is named as in the key file."""
+
+    reason = "QUOTA"
+
+    def __init__(self, quota: str, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s)
+        self.quota = quota
+
+
 class Unavailable(PdserveError):
     """No process can do the work now; `retry_after_s` is None if no time is known."""
 
@@ -138,6 +150,10 @@ class Cancelled(PdserveError):
 
 class Unauthenticated(PdserveError):
     reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(PdserveError):
+    reason = "PERMISSION_DENIED"
 
 
 class TransferFailed(PdserveError):

@@ -14,6 +14,8 @@ from pdserve.core.errors import (
     NotFound,
     Overloaded,
     PdserveError,
+    PermissionDenied,
+    QuotaExceeded,
     Unauthenticated,
     Unavailable,
     UnknownMethod,
@@ -56,15 +58,20 @@ ROWS: Final[Mapping[type[PdserveError], Row]] = {
     UnsupportedField: Row(400, "invalid_request_error", "unsupported_parameter"),
     InvalidRequest: Row(400, "invalid_request_error", "invalid_value"),
     Unauthenticated: Row(401, "invalid_request_error", "invalid_api_key"),
+    PermissionDenied: Row(403, "invalid_request_error"),
     UnknownModel: Row(404, "invalid_request_error", "model_not_found"),
     UnknownMethod: Row(501, "server_error"),
     NotFound: Row(404, "invalid_request_error"),
     DeadlineExceeded: Row(408, "timeout_error"),
+    QuotaExceeded: Row(429, "requests", "rate_limit_exceeded"),
     Overloaded: Row(429, "rate_limit_error"),
     Cancelled: Row(499, "invalid_request_error"),
     Unavailable: Row(503, "server_error"),
     PdserveError: Row(500, "server_error"),
 }
+
+#: OpenAI's type of a rate limit error is the unit of the limit.
+_QUOTA_TYPES: Final[Mapping[str, str]] = {"tokens_per_minute": "tokens"}
 
 #: Fields that have another name in OpenAI's API.
 _PARAMS: Final[Mapping[str, str]] = {
@@ -89,10 +96,11 @@ class ErrorReply:
 def reply(error: PdserveError) -> ErrorReply:
     row = next(ROWS[kind] for kind in type(error).__mro__ if kind in ROWS)
     field = getattr(error, "field", None) if isinstance(error, InvalidRequest) else None
+    kind = _QUOTA_TYPES.get(error.quota, row.type) if isinstance(error, QuotaExceeded) else row.type
     code = error.reason.lower() if row.code is None else row.code
     return ErrorReply(
         status=row.status,
-        body=body(error.message, row.type, code, _PARAMS.get(field, field) if field else None),
+        body=body(error.message, kind, code, _PARAMS.get(field, field) if field else None),
         headers=(*_retry_headers(getattr(error, "retry_after_s", None)), *_challenge(row.status)),
     )
 

@@ -30,6 +30,8 @@ from pdserve.core.errors import (
     NoWorkers,
     Overloaded,
     PdserveError,
+    PermissionDenied,
+    QuotaExceeded,
     TransferFailed,
     Unauthenticated,
     Unavailable,
@@ -75,6 +77,11 @@ TABLE: Final[Mapping[type[PdserveError], Mapped]] = {
         (),
         lambda message, _, retry_after_s: Overloaded(message, retry_after_s or 0.0),
     ),
+    QuotaExceeded: Mapped(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        ("quota",),
+        lambda message, fields, retry_after_s: QuotaExceeded(fields["quota"], message, retry_after_s or 0.0),
+    ),
     Unavailable: Mapped(
         grpc.StatusCode.UNAVAILABLE, (), lambda message, _, retry_after_s: Unavailable(message, retry_after_s)
     ),
@@ -88,6 +95,7 @@ TABLE: Final[Mapping[type[PdserveError], Mapped]] = {
     ),
     Cancelled: Mapped(grpc.StatusCode.CANCELLED, (), lambda message, _, __: Cancelled(message)),
     Unauthenticated: Mapped(grpc.StatusCode.UNAUTHENTICATED, (), lambda message, _, __: Unauthenticated(message)),
+    PermissionDenied: Mapped(grpc.StatusCode.PERMISSION_DENIED, (), lambda message, _, __: PermissionDenied(message)),
     TransferFailed: Mapped(grpc.StatusCode.ABORTED, (), lambda message, _, __: TransferFailed(message)),
     KvLost: Mapped(grpc.StatusCode.DATA_LOSS, (), lambda message, _, __: KvLost(message)),
     InternalError: Mapped(grpc.StatusCode.INTERNAL, (), lambda message, _, __: InternalError(message)),
@@ -104,7 +112,7 @@ _BARE: Final[Mapping[grpc.StatusCode, Callable[[str], PdserveError]]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: lambda text: Overloaded(text, 1.0),
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.UNIMPLEMENTED: lambda _: UnknownMethod(""),  # gRPC's own text does not name the method
     grpc.StatusCode.DATA_LOSS: KvLost,
     grpc.StatusCode.ABORTED: TransferFailed,

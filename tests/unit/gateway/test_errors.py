@@ -20,6 +20,8 @@ from pdserve.core.errors import (
     NoWorkers,
     Overloaded,
     PdserveError,
+    PermissionDenied,
+    QuotaExceeded,
     TransferFailed,
     Unauthenticated,
     Unavailable,
@@ -44,6 +46,8 @@ STATUS = [
     (UnknownMethod("/x"), 501, "unknown_method", None),
     (DeadlineExceeded("queued"), 408, "deadline", None),
     (Overloaded("full", 1.5), 429, "overloaded", None),
+    (QuotaExceeded("max_concurrent", "full", 1.5), 429, "rate_limit_exceeded", None),
+    (PermissionDenied("no"), 403, "permission_denied", None),
     (Cancelled("gone"), 499, "cancelled", None),
     (Unavailable("away"), 503, "unavailable", None),
     (NoWorkers("decode"), 503, "no_workers", None),
@@ -72,6 +76,11 @@ def test_a_retry_time_comes_in_milliseconds_and_in_seconds() -> None:
     assert reply(Overloaded("full", 1.2345)).headers == (("retry-after-ms", "1235"), ("retry-after", "2"))
     assert reply(NoWorkers("decode", 0.5)).headers == (("retry-after-ms", "500"), ("retry-after", "1"))
     assert reply(Overloaded("full", 0.0)).headers == reply(Unavailable("away")).headers == ()
+
+
+def test_the_type_of_a_quota_error_is_its_unit_as_in_openai_s_api() -> None:
+    kinds = [reply(QuotaExceeded(quota, "full", 1.5)).body["error"]["type"] for quota in ("tokens_per_minute", "x")]
+    assert kinds == ["tokens", "requests"]
 
 
 def test_a_field_has_openai_s_name() -> None:
