@@ -236,6 +236,9 @@ class RouterConfig:
         "maximum number of placements of one request; it fails after the last one", 4, within=(1, 1000)
     )
     token: str = setting("bearer token that callers must present; none when empty", "", env=TOKEN_ENV)
+    key_file: str = setting(
+        "file of tenants, their quotas and hashes of their keys; read again when it changes; none when empty", ""
+    )
     cluster_secret: str = setting(SECRET_HELP, "", env=SECRET_ENV)
     metrics_port: int = setting("port for Prometheus metrics; 0 serves none", 0, within=PORTS)
     otlp: str = setting("OTLP gRPC endpoint for traces (HOST:PORT); no traces when empty", "")
@@ -247,9 +250,9 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.host not in LOOPBACK_HOSTS and not self.token:
+        if self.host not in LOOPBACK_HOSTS and not self.token and not self.key_file:
             raise ConfigError(
-                "host", self.host, "a loopback address, or a token beside it: anyone could call this port"
+                "host", self.host, "a loopback address, or a token or key file beside it: anyone could call this port"
             )
 
 

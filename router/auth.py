@@ -1,27 +1,32 @@
-"""Authorises calls. Every method of the router has a row; others are rejected.
+"""Authorises calls, before their messages are read. Every method of the router has a row; others are rejected.
 
-A token is compared in constant time. Without a configured token the port is on the loopback (RouterConfig ensures
-that), and every caller is allowed.
+Without a configured token and without a key file the port is on the loopback (RouterConfig ensures that), and every
+caller is allowed. The token belongs to the operator, and is valid for every method. With a key file, each key belongs
+to a tenant, and is valid for the methods that serve requests. The token is compared in constant time, and keys are
+found by their hash.
 """
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
-from pdserve.core.errors import PdserveError, Unauthenticated
+from pdserve.core.errors import PdserveError, PermissionDenied, Unauthenticated
+from pdserve.core.key_file import DEFAULT_TENANT, KeyFile, Tenant
 from pdserve.wire import status
 from pdserve.wire.requests import unknown_method
 
 
 class Access(Enum):
     OPEN = "open"  # everyone, because load balancers and kubelets have no token
-    TOKEN = "token"  # callers with the token
+    TOKEN = "token"  # callers with the token or a tenant's key
+    OPERATOR = "operator"  # callers with the token; everyone if there are neither a token nor tenants
 
 
 POLICY: Final[Mapping[str, Access]] = {
@@ -33,39 +38,65 @@ POLICY: Final[Mapping[str, Access]] = {
     "/pdserve.v1.InferenceService/Tokenize": Access.TOKEN,
     "/pdserve.v1.InferenceService/Detokenize": Access.TOKEN,
     "/pdserve.v1.InferenceService/GetTokenBytes": Access.TOKEN,
-    "/pdserve.v1.ClusterService/GetTopology": Access.TOKEN,
-    "/pdserve.v1.ClusterService/Explain": Access.TOKEN,
-    "/pdserve.v1.ClusterService/Drain": Access.TOKEN,
-    "/pdserve.v1.ClusterService/Undrain": Access.TOKEN,
+    "/pdserve.v1.ClusterService/GetTopology": Access.OPERATOR,
+    "/pdserve.v1.ClusterService/Explain": Access.OPERATOR,
+    "/pdserve.v1.ClusterService/Drain": Access.OPERATOR,
+    "/pdserve.v1.ClusterService/Undrain": Access.OPERATOR,
 }
 _SCHEME: Final = "bearer "
+# Without a default, so that a handler whose call nobody has authorised fails.
+_tenant: ContextVar[Tenant] = ContextVar("pdserve_tenant")
 
 
-def access_error(method: str, metadata: Any, token: str) -> PdserveError | None:
-    """Why a call is rejected; None if it is allowed."""
+def current_tenant() -> Tenant:
+    """The tenant whose call this task answers."""
+    return _tenant.get()
+
+
+def authorised(method: str, metadata: Any, token: str, keys: KeyFile | None) -> Tenant:
+    """The tenant of a call that is allowed. Raises UnknownMethod, Unauthenticated and PermissionDenied."""
     access = POLICY.get(method)
     if access is None:
-        return unknown_method(method)
-    if access is Access.OPEN or not token:
-        return None
+        raise unknown_method(method)
+    if access is Access.OPEN or (not token and keys is None):
+        return DEFAULT_TENANT
     given = next((value for key, value in metadata or () if key == "authorization"), "")
     if not isinstance(given, str) or given[: len(_SCHEME)].lower() != _SCHEME:
-        return Unauthenticated("no bearer token in the authorization metadata")
-    if not hmac.compare_digest(given[len(_SCHEME) :].encode(), token.encode()):
-        return Unauthenticated("the bearer token is not valid")
-    return None
+        raise Unauthenticated("no bearer token in the authorization metadata")
+    presented = given[len(_SCHEME) :]
+    if token and hmac.compare_digest(presented.encode(), token.encode()):
+        return DEFAULT_TENANT
+    tenant = None if keys is None else keys.tenant_of(presented)
+    if tenant is None:
+        raise Unauthenticated("the bearer token is not valid")
+    if access is Access.OPERATOR:
+        raise PermissionDenied(f"{method[1:]} needs the operator's token (PDSERVE_TOKEN); got a key of a tenant")
+    return tenant
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]
-    def __init__(self, token: str, on_rejected: Callable[[PdserveError], None] = lambda error: None) -> None:
-        """`on_rejected` is called once for each call that is rejected, to count it."""
+    def __init__(
+        self,
+        token: str,
+        keys: Callable[[], KeyFile | None] = lambda: None,
+        on_rejected: Callable[[PdserveError], None] = lambda error: None,
+    ) -> None:
+        """`keys` returns the present key file. `on_rejected` is called once for each call that is rejected, to count
+        it."""
         self._token = token
+        self._keys = keys
         self._on_rejected = on_rejected
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        error = access_error(handler_call_details.method, handler_call_details.invocation_metadata, self._token)
-        if error is None:
-            return await continuation(handler_call_details)
+        details = handler_call_details
+        try:
+            # Never reset: gRPC runs each call in its own task, whose context ends with it.
+            _tenant.set(authorised(details.method, details.invocation_metadata, self._token, self._keys()))
+        except PdserveError as error:
+            return self._refusal(error)
+        return await continuation(details)
+
+    def _refusal(self, error: PdserveError) -> Any:
         self._on_rejected(error)
 
         async def refuse(requests: Any, context: Any) -> None:

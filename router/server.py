@@ -45,6 +45,7 @@ from router.recording import RecordFile
 from router.runtime import Runtime
 from router.settings import RouterSettings
 from router.state import RouterState
+from router.tenants import Tenants
 from router.workers import Workers
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class RouterServer:
     ) -> None:
         """`metrics` replaces those of config.metrics_port.
 
-        Raises ModelError if the model's tokenizer cannot be read, and ConfigError on an unknown policy or without a
-        cluster secret.
+        Raises ModelError if the model's tokenizer cannot be read, and ConfigError on an unknown policy, a wrong key
+        file, or without a cluster secret.
         """
         self._config = config
         secret = ClusterSecret(config.cluster_secret)
@@ -95,6 +96,7 @@ class RouterServer:
             default_slo=Slo(ttft_s=config.slo_ttft_s, tpot_s=config.slo_tpot_s),
             request_timeout_s=config.request_timeout_s,
         )
+        self._tenants = Tenants(config.key_file)
         self._grammars = GrammarCheck(_folder(config.model))
         self._admission = Admission(load_tokenizer(config.model), _chat_template(config.model), limits, self._grammars)
         self._tracing = make_tracing("pdserve-router", config.otlp, {"service.instance.id": config.router_id})
@@ -148,7 +150,7 @@ class RouterServer:
         self._server = grpc.aio.server(
             interceptors=(
                 RequestCheck(status.abort, self._measure.rejected),
-                AuthInterceptor(config.token, self._measure.rejected),
+                AuthInterceptor(config.token, lambda: self._tenants.file, self._measure.rejected),
                 TracingServerInterceptor(self._tracing, {f"/{INFERENCE}/Generate": names.SPAN_REQUEST}),
             ),
             options=_server_options(config),
@@ -161,6 +163,7 @@ class RouterServer:
         self.address, self._port = _join(config.host, port), port
         if config.redis:
             await self._follow_redis()
+        self._spawn(self._tenants.watch(), "tenants")
         self._workers.dial(config.workers)
         self._spawn(self._follow_readiness(), "readiness")
         self._spawn(self._measure_forever(), "measure")

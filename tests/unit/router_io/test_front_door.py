@@ -22,7 +22,7 @@ from pdserve import AsyncClient, Client
 from pdserve.client.retry import Retries
 from pdserve.core.errors import ConfigError, NotFound, Unauthenticated, Unavailable
 from pdserve.engine.toy import answer
-from router.auth import POLICY, access_error
+from router.auth import POLICY, authorised
 from router.program import RouterHost, make_router
 from router.replay import decode_step, replay
 from tests.support.cluster_secret import ENVIRONMENT, TEXT
@@ -45,7 +45,8 @@ def test_every_method_that_is_served_has_a_policy() -> None:
 
 
 def test_a_method_without_a_policy_is_refused() -> None:
-    assert isinstance(access_error("/pdserve.v1.ClusterService/Explode", (), ""), NotFound)
+    with pytest.raises(NotFound):
+        authorised("/pdserve.v1.ClusterService/Explode", (), "", None)
 
 
 @pytest.mark.parametrize("given", [None, "wrong", "right", "rightx", "Right"])

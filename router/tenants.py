@@ -1,0 +1,54 @@
+"""The router's tenants: the key file, read again when it changes. A file that is wrong leaves the old one in force."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final, final
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.key_file import KeyFile, parse
+from pdserve.key_file_access import Version, read_bytes, version_of
+
+log = logging.getLogger(__name__)
+
+CHECK_EVERY_S: Final = 0.5
+
+
+@final
+class Tenants:
+    def __init__(self, path: str, on_change: Callable[[KeyFile], None] = lambda file: None) -> None:
+        """Without a path there are no tenants. `on_change` is called on the event loop after each reload. Raises
+        ConfigError if the file is wrong."""
+        self._path = path
+        self._on_change = on_change
+        self.file: KeyFile | None = None
+        self._tried: Version | None = None  # of the last file that was read, even if it was wrong
+        if path:
+            self.file, self._tried = _read(path)
+
+    async def watch(self) -> None:
+        while self._path:
+            await asyncio.sleep(CHECK_EVERY_S)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Reads the file again if it has changed. Reads in a thread, because a large file takes a while."""
+        version = await asyncio.to_thread(version_of, self._path)
+        if version == self._tried:
+            return
+        self._tried = version
+        try:
+            file, self._tried = await asyncio.to_thread(_read, self._path)
+        except ConfigError as error:
+            log.error("the key file is wrong, so the old one stays in force", extra={"why": error.message})
+            return
+        self.file = file
+        self._on_change(file)
+        log.info("the key file was read", extra={"tenants": len(file.tenants), "keys": len(file.keys)})
+
+
+def _read(path: str) -> tuple[KeyFile, Version]:
+    data, version = read_bytes(path)
+    return parse(data), version

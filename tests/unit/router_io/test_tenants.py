@@ -1,0 +1,182 @@
+"""A key file in front of a live router: which keys are valid, for what, and from when."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from pdserve import AsyncClient, PermissionDenied, Unauthenticated
+from pdserve.client.retry import Retries
+from pdserve.core.errors import ConfigError
+from pdserve.core.key_file import MAX_FILE_BYTES, key_hash, make_key
+from pdserve.v1 import inference_pb2
+from router.tenants import Tenants
+from tests.unit.router_io.conftest import Connect, Front, until
+from tests.unit.router_io.processes import Program
+
+ACME, BETA, FOREIGN = (make_key(bytes([number] * 32)) for number in range(3))
+OPERATOR = "the operator's token"
+
+
+def write(path: Path, tenants: dict[str, tuple[str, ...]], mode: int = 0o600, **quotas: Any) -> None:
+    found = {name: {"keys": [{"sha256": key_hash(key)} for key in keys], **quotas} for name, keys in tenants.items()}
+    other = path.with_suffix(".new")
+    other.write_text(json.dumps({"tenants": found}))
+    other.chmod(mode)
+    other.replace(path)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.json"
+    write(path, {"acme": (ACME,), "beta": (BETA,)})
+    return path
+
+
+def presenting(front: Front, token: str | None) -> AsyncClient:
+    return AsyncClient(front.server.address, token=token, retries=Retries(limit=0))
+
+
+async def is_accepted(front: Front, token: str | None) -> bool:
+    async with presenting(front, token) as client:
+        try:
+            await client.model()
+        except Unauthenticated:
+            return False
+        return True
+
+
+async def test_keys_serve_requests_and_the_token_does_everything(connect: Connect, decode: Program, keys: Path) -> None:
+    front = await connect(decode, key_file=str(keys), token=OPERATOR)
+    for token in (ACME, BETA, OPERATOR):
+        async with presenting(front, token) as client:
+            assert (await client.generate("hello", max_tokens=3, temperature=0)).text
+            assert await client.tokenize("hello")
+    async with presenting(front, OPERATOR) as client:
+        assert (await client.topology()).router_id == "router-0"
+    async with presenting(front, ACME) as client:
+        for call in (client.topology(), client.explain("x"), client.drain("d0"), client.undrain("d0")):
+            with pytest.raises(PermissionDenied) as caught:
+                await call
+            assert "PDSERVE_TOKEN" in caught.value.message
+
+
+@pytest.mark.parametrize("given", [None, "", FOREIGN, ACME[:-1], ACME + "x", ACME.swapcase(), "x" * 4000, "é", "\x7f"])
+async def test_other_tokens_are_rejected(connect: Connect, decode: Program, keys: Path, given: str | None) -> None:
+    front = await connect(decode, key_file=str(keys), token=OPERATOR)
+    metadata = () if given is None else (("authorization", f"Bearer {given}".encode().decode("latin-1")),)
+    if given is not None and not (given.isascii() and given.isprintable()):
+        metadata = (("authorization", "Bearer ?"),)  # gRPC's own client sends printable ASCII only
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await front.stub.GetModel(inference_pb2.GetModelRequest(), metadata=metadata)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_file_without_a_token_leaves_no_method_open(connect: Connect, decode: Program, keys: Path) -> None:
+    front = await connect(key_file=str(keys))
+    assert not await is_accepted(front, None)
+    for token in (None, ACME, "", FOREIGN):
+        metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        stub = front.channel.unary_unary("/pdserve.v1.ClusterService/GetTopology")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub(b"", metadata=metadata)
+        expected = grpc.StatusCode.PERMISSION_DENIED if token == ACME else grpc.StatusCode.UNAUTHENTICATED
+        assert caught.value.code() is expected
+
+
+async def test_a_rejected_message_is_not_read(connect: Connect, keys: Path) -> None:
+    front = await connect(key_file=str(keys), max_message_bytes=1024)
+    request = inference_pb2.GenerateRequest(text="x" * 100_000)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await front.stub.Generate(request, metadata=(("authorization", f"Bearer {FOREIGN}"),)).read()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_revoked_keys_end_and_new_keys_begin(connect: Connect, decode: Program, keys: Path) -> None:
+    front = await connect(decode, key_file=str(keys), token=OPERATOR)
+    write(keys, {"acme": (FOREIGN,)})
+    await front.server._tenants.refresh()
+    assert [await is_accepted(front, key) for key in (ACME, BETA, FOREIGN)] == [False, False, True]
+
+
+async def test_a_change_is_noticed(connect: Connect, decode: Program, keys: Path) -> None:
+    front = await connect(decode, key_file=str(keys), token=OPERATOR)
+    write(keys, {"acme": (FOREIGN,)})
+
+    async def is_in_force() -> bool:
+        return [await is_accepted(front, key) for key in (ACME, FOREIGN)] == [False, True]
+
+    await until(is_in_force)
+
+
+async def test_a_request_that_runs_outlives_its_key(connect: Connect, slow_decode: Program, keys: Path) -> None:
+    front = await connect(slow_decode, key_file=str(keys), token=OPERATOR)
+    async with presenting(front, ACME) as client, client.stream("hello", max_tokens=30, temperature=0) as stream:
+        pieces = [await anext(stream)]
+        write(keys, {"beta": (BETA,)})
+        await front.server._tenants.refresh()
+        assert not await is_accepted(front, ACME)
+        pieces += [piece async for piece in stream]
+    assert sum(len(piece.token_ids) for piece in pieces) == 30
+
+
+Damage = Callable[[Path], object]
+DAMAGE: dict[str, Damage] = {
+    "cut": lambda path: path.write_text(path.read_text()[:-20]),
+    "empty": lambda path: path.write_text(""),
+    "removed": lambda path: path.unlink(),
+    "unknown field": lambda path: path.write_text('{"tenant": {}}'),
+    "writable by all": lambda path: path.chmod(0o602),
+    "writable by the group": lambda path: path.chmod(0o620),
+    "large": lambda path: os.truncate(path, MAX_FILE_BYTES + 1),
+    "pipe": lambda path: (path.unlink(), os.mkfifo(path, 0o600)),
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+async def test_a_wrong_file_leaves_the_old_one_in_force(
+    keys: Path, damage: Damage, caplog: pytest.LogCaptureFixture
+) -> None:
+    tenants = Tenants(str(keys))
+    damage(keys)
+    await tenants.refresh()
+    await tenants.refresh()
+    assert tenants.file is not None
+    assert tenants.file.tenant_of(ACME) is not None
+    assert [one.levelname for one in caplog.records] == ["ERROR"], "once for each wrong file"
+    if keys.is_dir():
+        keys.rmdir()
+    write(keys, {"acme": (FOREIGN,)})
+    await tenants.refresh()
+    assert (tenants.file.tenant_of(ACME), tenants.file.tenant_of(FOREIGN) is None) == (None, False)
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_router_does_not_start_with_a_wrong_file(keys: Path, damage: Damage) -> None:
+    damage(keys)
+    with pytest.raises(ConfigError):
+        Tenants(str(keys))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user_is_rejected(keys: Path) -> None:
+    os.chown(keys, 12345, -1)
+    with pytest.raises(ConfigError) as caught:
+        Tenants(str(keys))
+    assert "12345" in caught.value.message
+
+
+async def test_a_key_in_the_file_is_not_logged(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tenants = Tenants(str(keys))
+    keys.write_text(json.dumps({"tenants": {"acme": {"keys": [{"sha256": ACME}]}}}))
+    await tenants.refresh()
+    assert "sha256" in caplog.records[0].__dict__["why"]
+    assert ACME not in str([one.__dict__ for one in caplog.records])
