@@ -17,7 +17,9 @@ SETTINGS = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"{SETTINGS} If PDSERVE_TOKEN is set, callers must present that token."
+    parser.epilog = (
+        f"{SETTINGS} If PDSERVE_TOKEN is set, callers must present that token or, with --key-file, a tenant's key."
+    )
     keep = argparse.SUPPRESS  # without the flag, the file's value applies
     add = parser.add_argument
     add(
@@ -62,6 +64,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=keep,
         metavar="FILE",
         help="record the router's events and commands in FILE, without prompts",
+    )
+    add(
+        "--key-file",
+        default=keep,
+        metavar="FILE",
+        help="tenants, their quotas and hashes of their keys, as `pdserve keys` writes them",
     )
     add(
         "--log-dir",

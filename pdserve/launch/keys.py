@@ -52,6 +52,7 @@ TOP: Final[Mapping[str, type]] = {
     "load": str,
     "otlp": str,
     "record": str,  # of the router
+    "key_file": str,  # of the router
 }
 _CONFIGS: Final[Mapping[str, type[RouterConfig] | type[GatewayConfig]]] = {
     "router": RouterConfig,

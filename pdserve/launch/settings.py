@@ -18,9 +18,11 @@ from typing import Any, Final
 import pdserve
 from pdserve.config import REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError
+from pdserve.core.key_file import parse
 from pdserve.engine.config import read_config
 from pdserve.engine.host_limits import usable_cores
-from pdserve.launch.keys import KINDS, check_command_line, check_settings, check_top
+from pdserve.key_file_access import read_bytes
+from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top
 from pdserve.launch.spec import ClusterSpec, Process, processes
 
 FAULTS: Final = "kvtransfer.faults"  # loaded by name, because pdserve imports no package above it
@@ -67,6 +69,7 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         tables.setdefault("router", {}).setdefault("record", str(Path(found["record"]).expanduser().absolute()))
     if token := from_env(TOKEN_ENV):
         tables.setdefault("router", {}).setdefault("token", token)
+    _read_key_file(tables, found.get("key_file", ""))
     found.setdefault("redis", from_env(REDIS_ENV))
     spec = ClusterSpec(
         model=_model(found.get("model"), is_here=not found.get("ray")),
@@ -113,6 +116,20 @@ def bundled_model() -> Path:
     if not found:
         raise ConfigError("model", "none", "a folder of a Hugging Face checkpoint, or toy")
     return found[0]
+
+
+def _read_key_file(tables: dict[Kind, dict[str, Any]], given: str) -> None:
+    """Raises ConfigError if the file is wrong. Checked here, because the router would report it only after the workers
+    have loaded."""
+    file = tables.get("router", {}).get("key_file", given)
+    if not file:
+        return
+    table = tables.setdefault("router", {})
+    # Absolute, because the router may run in another working directory.
+    table["key_file"] = str(Path(file).expanduser().absolute())
+    parse(read_bytes(table["key_file"])[0])
+    # `up` itself needs the operator's token, to see the workers.
+    table.setdefault("token", secrets.token_hex(32))
 
 
 def _check_writable(name: str, file: Path) -> None:

@@ -49,6 +49,8 @@ class Cluster:
                 raise ConfigError(name, count, f"{least} to {MAX_WORKERS} workers")
         self._secret = secrets.token_hex(32)
         self._router = dict(router or {})
+        if self._router.get("key_file"):  # the operator's token, to see the workers
+            self._router.setdefault("token", secrets.token_hex(32))
         self._workers = {
             f"{role.value}-{number}": (role, dict(worker or {}))
             for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode))

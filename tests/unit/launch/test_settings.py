@@ -219,6 +219,35 @@ def test_a_wrong_word_is_refused(word: str, tmp_path: Path) -> None:
         read({"model": "toy"}, "model = 'toy'", word, folder=tmp_path)
 
 
+@pytest.mark.parametrize("place", ["top", "router"])
+def test_a_key_file_goes_to_the_router_by_its_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("keys.json").write_text('{"tenants": {"acme": {}}}')
+    given = {"key_file": "keys.json"}
+    asked = read({"model": "toy", **(given if place == "top" else {"router": given})}, folder=tmp_path)
+    router = asked.spec.settings["router"]
+    assert router["key_file"] == str(tmp_path / "keys.json")
+    assert len(str(router["token"])) == 64, "the launcher needs a token, to see the workers"
+
+
+def test_a_key_file_leaves_the_operators_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_TOKEN", "mine")
+    (tmp_path / "keys.json").write_text("{}")
+    asked = read({"model": "toy", "key_file": str(tmp_path / "keys.json")}, folder=tmp_path)
+    assert asked.spec.settings["router"]["token"] == "mine"
+
+
+@pytest.mark.parametrize("text", [None, "", '{"tenants": {"other": {}}}'])
+def test_a_wrong_key_file_is_reported_before_anything_starts(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "keys.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError):
+        read({"model": "toy", "key_file": str(file)}, folder=tmp_path)
+
+
 def test_a_recording_goes_to_the_router_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     asked = read({"record": "here.jsonl", "model": "toy"}, folder=tmp_path)
