@@ -10,12 +10,13 @@ from typing import Final
 from pdserve.config import WorkerConfig
 from pdserve.core.attempt import blocks_for
 from pdserve.core.errors import InternalError
-from pdserve.core.latency import CostPrior
+from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine, Row
 from pdserve.profiles import load_profile
 
 BUDGET_S: Final = 0.6
+WARM_UP_S: Final = 1.0  # longest predicted time of the warm-up step
 UNKNOWN: Final = CostPrior(
     prefill_base_s=0.0,
     prefill_per_token_s=0.0,
@@ -46,6 +47,22 @@ def expected_cost(engine: Engine, role: Role, config: WorkerConfig) -> CostPrior
     if config.profile:
         return load_profile(config.profile).cost
     return measure_cost(engine, role, max_batch=config.max_batch, max_batch_tokens=config.max_batch_tokens)
+
+
+def warm_up(engine: Engine, cost: CostPrior, *, max_batch_tokens: int) -> None:
+    """One step of `max_batch_tokens`, or of as many tokens as take WARM_UP_S by `cost`.
+
+    A CPU engine allocates its scratch memory when a step of a size first runs, which makes that step up to half as long
+    again. A GPU engine has allocated it before. Overwrites the pool.
+    """
+    spec = engine.spec
+    count = min(max_batch_tokens, spec.max_context_tokens, spec.num_blocks * spec.block_size)
+    if not engine.pool.is_on_host or count < 1:
+        return
+    model = CostModel(cost)
+    while count > 1 and model.prefill_s(count, 0, count) > WARM_UP_S:
+        count //= 2
+    engine.step([_reading(engine, count=count, start=0)])
 
 
 def measure_cost(

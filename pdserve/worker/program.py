@@ -56,6 +56,7 @@ class RoleProgram(ABC):
         self.end_rule = EndRule(eos_token_ids=frozenset(spec.eos_token_ids), max_context_tokens=max_context_tokens)
         calibrate.draw_one_token(engine)
         self.cost = calibrate.expected_cost(engine, context.role, config)
+        calibrate.warm_up(engine, self.cost, max_batch_tokens=config.max_batch_tokens)
         self.traces = AttemptTraces(self.context)
         self._isolation = Isolation(engine, partial(free_row, self.blocks))
         self._in_flight: StepsInFlight | None = None  # for a role with asynchronous scheduling

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -202,6 +203,24 @@ def test_measuring_keeps_to_its_budget() -> None:
     started_s = time.monotonic()
     calibrate.measure_cost(engine, Role.DECODE, max_batch=64, max_batch_tokens=512, budget_s=0.1)
     assert time.monotonic() - started_s < 2.0
+
+
+@pytest.mark.parametrize(
+    ("per_token_s", "num_blocks", "expected"), [(1e-3, 512, 512), (4e-3, 512, 128), (9.0, 512, 1), (1e-3, 4, 64)]
+)
+def test_a_warm_up_runs_the_longest_prompt_that_takes_a_second(
+    per_token_s: float, num_blocks: int, expected: int
+) -> None:
+    class CountingEngine(ToyEngine):
+        def step(self, rows: Any) -> Any:
+            counts.append(sum(len(row.tokens) for row in rows))
+            return super().step(rows)
+
+    counts: list[int] = []
+    engine = CountingEngine(num_blocks=num_blocks, block_size=16, max_context_tokens=4096)
+    cost = replace(calibrate.UNKNOWN, prefill_per_token_s=per_token_s)
+    calibrate.warm_up(engine, cost, max_batch_tokens=512)
+    assert counts == [expected]
 
 
 def test_a_worker_with_a_profile_uses_it_and_measures_nothing(start: Any) -> None:
