@@ -12,6 +12,8 @@ from typing import Final, final
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import block_hashes, chain_key
+from pdserve.core.key_file import DEFAULT_TENANT, Tenant
+from pdserve.core.proof import ClusterSecret
 from pdserve.core.types import RequestAttributes, Sampling, Slo, check_bad_words, check_token_ids
 from pdserve.text.bad_words import bad_word_ids
 from pdserve.text.chat import ChatTemplate, reasoning_format
@@ -19,6 +21,7 @@ from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
 from router import group
+from router.cache_salt import cache_salt
 from router.fair_queue import ANONYMOUS, ClientKey
 from router.grammars import GrammarCheck
 from router.model import ModelFacts
@@ -51,6 +54,8 @@ class Prepared(RequestAttributes):
     samplings: tuple[Sampling, ...]  # of the answers that are sampled for them
     slo: Slo
     deadline_s: float
+    tenant: str
+    cache_salt: bytes  # of its block hashes, on all workers
     block_hashes: tuple[bytes, ...]
     is_chat: bool
 
@@ -63,8 +68,11 @@ class Admission:
         chat_template: ChatTemplate | None,
         limits: Limits,
         grammars: GrammarCheck | None = None,
+        secret: ClusterSecret | None = None,
     ) -> None:
-        """The caller closes `grammars`; without it no grammar is admitted."""
+        """The caller closes `grammars`; without it no grammar is admitted. `secret` makes the salts of block hashes;
+        without it no request has one."""
+        self._secret = secret
         self._grammars = GrammarCheck(None) if grammars is None else grammars
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -80,14 +88,17 @@ class Admission:
         model: ModelFacts,
         time_remaining_s: float | None,
         client: ClientKey = ANONYMOUS,
+        tenant: Tenant = DEFAULT_TENANT,
     ) -> Prepared:
         """Raises InvalidRequest, naming the field and its limit; Overloaded if too many wait for a thread."""
         limits = self.limits
         request_id = _request_id(request)
         attributes = convert.attributes_from_proto(request)
+        _check_priority(attributes.priority, tenant)
+        salt = cache_salt(self._secret, tenant.name, request.cache_salt if request.HasField("cache_salt") else None)
         sampling = await self._sampling(request.sampling, model)
         n, best_of = group.counts(request, sampling)
-        slo = convert.slo_from_proto(request.slo, limits.default_slo)
+        slo = convert.slo_from_proto(request.slo, tenant.slo or limits.default_slo)
         prompt = await self._prompts.read(request, model)
         _check_scores(sampling, len(prompt))
         if sampling.grammar is not None:
@@ -101,7 +112,9 @@ class Admission:
             samplings=tuple(group.samplings(sampling, n, best_of)),
             slo=slo,
             deadline_s=timeout_s if time_remaining_s is None else min(timeout_s, max(time_remaining_s, 0.0)),
-            block_hashes=await self._hashes(prompt, model),
+            tenant=tenant.name,
+            cache_salt=salt,
+            block_hashes=await self._hashes(prompt, model, salt),
             is_chat=request.HasField("chat"),
             **attributes.attributes(),
         )
@@ -158,8 +171,8 @@ class Admission:
         check_token_ids(sampling, model.vocab_size)
         return sampling
 
-    async def _hashes(self, prompt: tuple[int, ...], model: ModelFacts) -> tuple[bytes, ...]:
-        key = chain_key(b"", model.hash_seed)
+    async def _hashes(self, prompt: tuple[int, ...], model: ModelFacts, salt: bytes) -> tuple[bytes, ...]:
+        key = chain_key(salt, model.hash_seed)
         if len(prompt) <= QUICK_TOKENS:
             return tuple(block_hashes(prompt, model.block_size, key))
         return tuple(await self._threads.run(0, 0, lambda: block_hashes(prompt, model.block_size, key)))
@@ -174,6 +187,11 @@ def _check_scores(sampling: Sampling, num_tokens: int) -> None:
             f"{sampling.prompt_logprobs} for a prompt of {num_tokens} tokens",
             f"at most {most} tokens, or fewer logprobs of each",
         )
+
+
+def _check_priority(priority: int, tenant: Tenant) -> None:
+    if tenant.max_priority is not None and priority > tenant.max_priority:
+        raise InvalidRequest("priority", priority, f"at most {tenant.max_priority} for tenant {tenant.name}")
 
 
 def _request_id(request: inference_pb2.GenerateRequest) -> str:

@@ -36,9 +36,12 @@ class ClientKey:
 ANONYMOUS: Final = ClientKey("", "")
 
 
-def client_of(peer: str) -> ClientKey:
+def client_of(peer: str, tenant: str = "") -> ClientKey:
     """The host of gRPC's name for a peer, such as `ipv4:127.0.0.1:4321`. Addresses of one IPv6 network (/64) count as
-    one host."""
+    one host. A tenant counts as one host and one client wherever it calls from, because its calls may come through a
+    gateway that serves other tenants too."""
+    if tenant:
+        return ClientKey(f"tenant {tenant}", f"tenant {tenant}")
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return ClientKey(peer, peer)

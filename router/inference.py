@@ -25,6 +25,7 @@ from pdserve.wire import status
 from pdserve.wire.sequence import SEQUENCE
 from router.admission import Admission, Prepared
 from router.answer import MAX_PENDING_TOKENS, Answer
+from router.auth import current_tenant
 from router.events import RequestArrived
 from router.fair_queue import client_of
 from router.group import Group
@@ -133,13 +134,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     # ------------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan) -> None:
-        arrived_s = time.monotonic()
+        arrived_s, tenant = time.monotonic(), current_tenant()
         model = self._model()
         if model is None:
             raise NoWorkers("decode")
         try:
             prepared = await self._admission.prepare(
-                request, model, context.time_remaining(), client_of(context.peer())
+                request, model, context.time_remaining(), client_of(context.peer(), tenant.name), tenant
             )
         finally:
             prepared_s = time.monotonic()
@@ -233,7 +234,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         lookup_s: float,
     ) -> str:
         """Passes answer number `index` to the state; returns its id."""
-        name = prepared.request_id if index == 0 else f"{prepared.request_id}#{index}"
+        # A tenant cannot learn about or take the ids of another.
+        name = f"{prepared.tenant}/{prepared.request_id}" if prepared.tenant else prepared.request_id
+        name = name if index == 0 else f"{name}#{index}"
         request_id, sampling = self._unused(name), prepared.samplings[index]
         facts = RequestFacts(
             span=span.without_attributes() if index else span,
@@ -252,6 +255,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             spent_s=0.0 if index else spent_s,
             lookup_s=0.0 if index else lookup_s,
             deadline_s=max(prepared.deadline_s - spent_s, 0.0),
+            tenant=prepared.tenant,
             block_hashes=prepared.block_hashes,
             cached_blocks=cached,
             **prepared.attributes(),
@@ -267,7 +271,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             **prepared.attributes(),
         )
         sequence = SEQUENCE.encode(attempt)
-        sequence.traceparent = span.traceparent
+        sequence.traceparent, sequence.cache_salt = span.traceparent, prepared.cache_salt
         self._runtime.begin(arrival, answer, sequence, facts)
         return request_id
 

@@ -98,7 +98,9 @@ class RouterServer:
         )
         self._tenants = Tenants(config.key_file)
         self._grammars = GrammarCheck(_folder(config.model))
-        self._admission = Admission(load_tokenizer(config.model), _chat_template(config.model), limits, self._grammars)
+        self._admission = Admission(
+            load_tokenizer(config.model), _chat_template(config.model), limits, self._grammars, secret
+        )
         self._tracing = make_tracing("pdserve-router", config.otlp, {"service.instance.id": config.router_id})
         self._metrics = metrics or make_metrics("router", config.metrics_port, config.host)
         self._measure = Measure(self._metrics, self._tracing, self._link_of)

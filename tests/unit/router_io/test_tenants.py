@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from pdserve import AsyncClient, PermissionDenied, Unauthenticated
+from pdserve import AsyncClient, InvalidRequest, PermissionDenied, Unauthenticated
 from pdserve.client.retry import Retries
 from pdserve.core.errors import ConfigError
 from pdserve.core.key_file import MAX_FILE_BYTES, key_hash, make_key
@@ -180,3 +180,54 @@ async def test_a_key_in_the_file_is_not_logged(keys: Path, caplog: pytest.LogCap
     await tenants.refresh()
     assert "sha256" in caplog.records[0].__dict__["why"]
     assert ACME not in str([one.__dict__ for one in caplog.records])
+
+
+async def test_requests_without_targets_get_those_of_the_tenants_class(
+    connect: Connect, decode: Program, keys: Path
+) -> None:
+    write(keys, {"acme": (ACME,)}, slo="quick")
+    content = json.loads(keys.read_text()) | {"slo_classes": {"quick": {"ttft_s": 61.0, "tpot_s": 7.0, "itl_s": 50.0}}}
+    keys.write_text(json.dumps(content))
+    front = await connect(decode, key_file=str(keys), token=OPERATOR, slo_ttft_s=100.0, slo_tpot_s=100.0)
+    targets = {}
+    async with presenting(front, ACME) as client, presenting(front, OPERATOR) as operator:
+        for name, slo in (("none", None), ("one", {"ttft_s": 99.0})):
+            await client.generate("hello", max_tokens=2, request_id=name, slo=slo)
+            found = await operator.explain(f"acme/{name}")
+            assert found.tenant == "acme"
+            targets[name] = (found.slo_ttft_s, found.slo_tpot_s)
+        await operator.generate("hello", max_tokens=2, request_id="none")
+        found = await operator.explain("none")
+        assert (found.tenant, found.slo_ttft_s) == ("", 100.0)
+    assert targets == {"none": (61.0, 7.0), "one": (99.0, 7.0)}
+
+
+@pytest.mark.parametrize(
+    ("most", "priority", "is_allowed"), [(None, 0, True), (None, 1, False), (3, 3, True), (3, 4, False)]
+)
+async def test_a_priority_is_limited(
+    connect: Connect, decode: Program, keys: Path, most: int | None, priority: int, is_allowed: bool
+) -> None:
+    write(keys, {"acme": (ACME,)}, max_priority=most)
+    front = await connect(decode, key_file=str(keys), token=OPERATOR)
+    async with presenting(front, ACME) as client, presenting(front, OPERATOR) as operator:
+        if is_allowed:
+            await client.generate("hello", max_tokens=2, priority=priority)
+        else:
+            with pytest.raises(InvalidRequest) as caught:
+                await client.generate("hello", max_tokens=2, priority=priority)
+            assert (caught.value.field, f"at most {most or 0} for tenant acme") == ("priority", caught.value.expected)
+        await operator.generate("hello", max_tokens=2, priority=priority)
+
+
+async def test_tenants_cannot_take_each_others_request_ids(connect: Connect, slow_decode: Program, keys: Path) -> None:
+    front = await connect(slow_decode, key_file=str(keys), token=OPERATOR)
+    async with (
+        presenting(front, ACME) as one,
+        presenting(front, BETA) as other,
+        one.stream("hello", max_tokens=100, request_id="same", ignore_eos=True) as running,
+    ):
+        await anext(running)
+        async with other.stream("hello", max_tokens=100, request_id="same", ignore_eos=True) as beside:
+            await anext(beside)
+            assert all(front.server.runtime.knows(f"{name}/same") for name in ("acme", "beta"))
