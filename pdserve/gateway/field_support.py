@@ -54,7 +54,6 @@ IGNORED: Final[Mapping[Endpoint, Mapping[str, str]]] = {
 _TEMPLATE: Final = "the chat template is the model's own"
 #: vLLM's, of both endpoints.
 _REJECTED: Final[Mapping[str, Rejected]] = {
-    "cache_salt": Rejected("prefix caches have no salt for a single request yet"),
     "use_beam_search": Rejected("the SDK's beam_search() does it", (False,)),
     "length_penalty": Rejected("of beam search", (1.0,)),
     "add_special_tokens": Rejected("texts get the tokenizer's special tokens, rendered chats their template's"),

@@ -98,6 +98,9 @@ class SamplingRequest(Strict):
         "vLLM; one of `json`, `json_object`, `regex`, `choice`, `grammar`"
     )
     priority: int | None = described("vLLM; smaller goes first among requests of equal slack")
+    cache_salt: str | None = described(
+        "vLLM; only requests with the same salt share cached prefixes; 1 to 256 characters"
+    )
     return_token_ids: bool | None = described("vLLM; `token_ids` of each choice")
     request_id: str | None = described("vLLM; 1 to 128 printable characters; the header `x-request-id` does the same")
 

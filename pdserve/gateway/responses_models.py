@@ -113,4 +113,7 @@ class ResponsesRequest(Strict):
     parallel_tool_calls: bool | None = described("false allows one call")
     include: list[Literal["message.output_text.logprobs"]] | None = described(f"`{LOGPROBS}`")
     top_logprobs: int | None = described("0 to 64 most likely tokens, with the logprobs in `include`")
+    cache_salt: str | None = described(
+        "vLLM; only requests with the same salt share cached prefixes; 1 to 256 characters"
+    )
     seed: int | None = described("pdserve only; random where absent")

@@ -46,6 +46,7 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
         "temperature": request.temperature,
         "top_p": request.top_p,
         "seed": request.seed,
+        "cache_salt": request.cache_salt,
         "stream": request.stream,
         "stream_options": None if request.stream_options is None else request.stream_options.model_dump(),
         "response_format": _format(request.text),

@@ -49,6 +49,7 @@ _PASSED: Final = (  # under the same name
     "allowed_token_ids",
     "prompt_logprobs",
     "truncate_prompt_tokens",
+    "cache_salt",
     "request_id",
 )
 AnyModel = TypeVar("AnyModel", bound=BaseModel)

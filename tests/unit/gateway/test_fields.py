@@ -123,6 +123,16 @@ def test_a_supported_field_has_its_effect(bundled: Served, tooled: Served, endpo
         fields = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
         [choice] = ask(tooled, endpoint, **{**BASE, **fields, "max_tokens": 60}).choices
         assert [call.function.name for call in choice.message.tool_calls] == ["stop"]
+    elif name == "cache_salt":
+        text = "def add(a, b):\n    return a + b\n" * 10
+        long: dict[str, Any] = (
+            {"messages": [{"role": "user", "content": text}]} if endpoint == "chat" else {"prompt": text}
+        )
+        seen = [
+            ask(bundled, endpoint, **BASE, **long, cache_salt=f"{endpoint} {salt}").usage.prompt_tokens_details
+            for salt in ("x", "x", "y")
+        ]
+        assert [one.cached_tokens > 0 for one in seen] == [False, True, False]
     elif name in ("messages", "prompt"):
         assert text_of(ask(bundled, endpoint, **BASE)) == bundled.sdk.generate(prompt, **BASE).text
     elif name in ("stream", "stream_options"):

@@ -222,6 +222,7 @@ SUPPORTED = {
     "include": {"include": ["message.output_text.logprobs"]},
     "top_logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 1},
     "seed": {"extra_body": {"seed": 6}},
+    "cache_salt": {"extra_body": {"cache_salt": "x"}},
 }
 
 
