@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, final
 
 import grpc.aio
@@ -31,6 +32,7 @@ from router.fair_queue import client_of
 from router.group import Group
 from router.measure import Measure, RequestFacts
 from router.model import ModelFacts
+from router.quotas import CallClaim, Quotas
 from router.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model: Callable[[], ModelFacts | None],
         lookup: PrefixLookup,
         measure: Measure,
+        quotas: Quotas,
         *,
         prefix_lookup_s: float,
         max_held_bytes: int = MAX_HELD_BYTES,
@@ -59,6 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._model = model
         self._lookup = lookup
         self._measure = measure
+        self._quotas = quotas
         self._prefix_lookup_s = prefix_lookup_s
         self._held = HeldBytes(max_held_bytes)
         self._write_s = write_s
@@ -66,8 +70,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         span = current_span()
         try:
-            with self._held.hold(request.ByteSize()):
-                await self._generate(request, context, span)
+            with self._claim(least_tokens=1) as claim, self._held.hold(request.ByteSize()):
+                await self._generate(request, context, span, claim)
         except PdserveError as error:
             self._measure.error(error.reason)
             span.fail(error.reason)
@@ -100,7 +104,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
         try:
-            with self._held.hold(request.ByteSize()):
+            with self._claim(), self._held.hold(request.ByteSize()):
                 ids = await self._admission.tokenize(request, self._model())
         except PdserveError as error:
             self._measure.rejected(error)
@@ -114,7 +118,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             model = self._model()
             if model is None:
                 raise NoWorkers("decode")
-            with self._held.hold(request.ByteSize()):
+            with self._claim(), self._held.hold(request.ByteSize()):
                 text = await self._admission.detokenize(request, model)
         except PdserveError as error:
             self._measure.rejected(error)
@@ -133,7 +137,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     # ------------------------------------------------------------------------------------------------------------
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan) -> None:
+    @contextmanager
+    def _claim(self, *, least_tokens: int = 0) -> Iterator[CallClaim]:
+        """The quotas of this call's tenant, taken before anything is spent on the call. Raises QuotaExceeded."""
+        claim = self._quotas.open(current_tenant(), time.monotonic(), least_tokens=least_tokens)
+        try:
+            yield claim
+        finally:
+            claim.close(time.monotonic())
+
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan, claim: CallClaim
+    ) -> None:
         arrived_s, tenant = time.monotonic(), current_tenant()
         model = self._model()
         if model is None:
@@ -145,6 +160,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             prepared_s = time.monotonic()
             self._measure.prepared(span, prepared_s - arrived_s)
+        max_tokens = [one.max_tokens for one in prepared.samplings]
+        claim.admit(len(prepared.prompt_ids), max_tokens, prepared_s)
         # A prompt that is scored is computed completely, without prefix caches.
         is_scored = prepared.sampling.prompt_logprobs is not None
         cached = await self._cached_blocks(() if is_scored else prepared.block_hashes, span)
@@ -152,14 +169,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if len(prepared.samplings) == 1:
             answer = self._answer(prepared, 0, model)
             spent_s = prepared_s - arrived_s + lookup_s
-            request_id = self._begin(prepared, 0, cached, answer, span, spent_s=spent_s, lookup_s=lookup_s)
+            request_id = self._begin(prepared, 0, cached, answer, span, claim, spent_s=spent_s, lookup_s=lookup_s)
             try:
                 await self._stream(answer, context)
             finally:
                 self._runtime.leave(request_id, answer)
                 self._delivered(span, [answer])
         else:
-            await self._generate_many(prepared, model, cached, context, span, arrived_s, lookup_s)
+            await self._generate_many(prepared, model, cached, context, span, claim, arrived_s, lookup_s)
 
     async def _generate_many(
         self,
@@ -168,6 +185,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         cached: Mapping[str, int],
         context: Any,
         span: OpenSpan,
+        claim: CallClaim,
         arrived_s: float,
         lookup_s: float,
     ) -> None:
@@ -179,7 +197,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             for index, answer in enumerate(answers):
                 spent_s = time.monotonic() - arrived_s
-                begun.append(self._begin(prepared, index, cached, answer, span, spent_s=spent_s, lookup_s=lookup_s))
+                request_id = self._begin(
+                    prepared, index, cached, answer, span, claim, spent_s=spent_s, lookup_s=lookup_s
+                )
+                begun.append(request_id)
                 if index == 0 and prepared.block_hashes:
                     await _is_shared(answer)
                     cached = self._shared_blocks(begun[0], len(prepared.block_hashes)) or cached
@@ -229,6 +250,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         cached: Mapping[str, int],
         answer: Answer,
         span: OpenSpan,
+        claim: CallClaim,
         *,
         spent_s: float,
         lookup_s: float,
@@ -272,7 +294,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         sequence = SEQUENCE.encode(attempt)
         sequence.traceparent, sequence.cache_salt = span.traceparent, prepared.cache_salt
-        self._runtime.begin(arrival, answer, sequence, facts)
+        self._runtime.begin(arrival, answer, sequence, facts, claim.take())
         return request_id
 
     def _unused(self, name: str) -> str:

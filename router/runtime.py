@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from typing import final
 
 from pdserve.core.durations import clamped_s
-from pdserve.core.protocol import Admit, Cancel, DrainWorker, Prefill, Reserve, UndrainWorker
+from pdserve.core.protocol import Admit, Cancel, DrainWorker, Load, Prefill, Reserve, UndrainWorker
+from pdserve.core.results import Timings
 from pdserve.core.types import Path
 from pdserve.telemetry import metric_names
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import encode_request
 from router.answer import Answer
-from router.commands import Command, EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
-from router.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed
+from router.commands import Command, EmitTokens, EndCancelled, FailRequest, FinishRequest, Outcome, WakeAt
+from router.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed, WorkerForgotten, WorkerLost
 from router.measure import Measure, RequestFacts
+from router.quotas import AnswerClaim
 from router.state import RouterState
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class OpenCall:
     answer: Answer
     sequence: worker_pb2.Sequence
     facts: RequestFacts
+    claim: AnswerClaim
 
 
 @final
@@ -58,6 +61,7 @@ class Runtime:
         self._on_crash = on_crash
         self._clock = clock
         self._calls: dict[str, OpenCall] = {}
+        self._unreleased: dict[str, AnswerClaim] = {}  # of ended requests for which a worker may hold memory
         self._events: deque[Event] = deque()
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
@@ -73,11 +77,17 @@ class Runtime:
         return request_id in self._calls or self.state.stage_of(request_id) is not None
 
     def begin(
-        self, arrival: RequestArrived, answer: Answer, sequence: worker_pb2.Sequence, facts: RequestFacts
+        self,
+        arrival: RequestArrived,
+        answer: Answer,
+        sequence: worker_pb2.Sequence,
+        facts: RequestFacts,
+        claim: AnswerClaim,
     ) -> None:
-        """From now on the answer receives the request's output until its last message, or until `leave`."""
+        """From now on the answer receives the request's output until its last message, or until `leave`. The claim is
+        ended and released here."""
         assert not self.knows(arrival.request_id), arrival.request_id
-        call = OpenCall(answer=answer, sequence=sequence, facts=facts)
+        call = OpenCall(answer=answer, sequence=sequence, facts=facts, claim=claim)
         self._calls[arrival.request_id] = call
         self._no_calls.clear()
         self.hand(arrival)
@@ -131,6 +141,8 @@ class Runtime:
             self._on_step(now_s, event, commands)
         for command in commands:
             self._execute(command)
+        if self._unreleased:
+            self._release(event)
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -148,18 +160,22 @@ class Runtime:
             case FinishRequest():
                 call = self._end(command.request_id)
                 if call is not None:
+                    call.claim.end(is_free=False)
                     call.answer.finish(command)
                     self._measure.finished(call.facts, command)
                     _log_end(command)
             case FailRequest():
                 call = self._end(command.request_id)
                 if call is not None:
+                    is_ours = command.outcome in (Outcome.REJECTED, Outcome.FAILED)
+                    call.claim.end(is_free=is_ours or _is_unplaced(command.timings))
                     call.answer.fail(command.to_error())
                     self._measure.failed(call.facts, command)
                     _log_end(command)
             case EndCancelled():
                 call = self._end(command.request_id)
                 if call is not None:
+                    call.claim.end(is_free=_is_unplaced(command.timings))
                     self._measure.cancelled(call.facts, command)
                     _log_end(command)
             case WakeAt():
@@ -170,6 +186,7 @@ class Runtime:
         if call is None:
             return
         self._measure.emitted(len(command.tokens))
+        call.claim.emitted(len(command.tokens))
         matched = call.answer.take(command.tokens)
         if matched is not None:
             self._events.append(StopMatched(request_id=command.request_id, num_output_tokens=matched))
@@ -178,9 +195,25 @@ class Runtime:
         call = self._calls.pop(request_id, None)
         if call is not None:
             call.answer.ended_s = self._clock()
+            if self.state.knows(request_id):
+                self._unreleased[request_id] = call.claim
+            else:
+                call.claim.release(self._clock())
         if not self._calls:
             self._no_calls.set()
         return call
+
+    def _release(self, event: Event) -> None:
+        """Ended requests are no longer in progress once the state has forgotten them: no worker holds memory for
+        them. A message about an attempt can free its own request only."""
+        key = getattr(event, "key", None)
+        if key is not None:
+            candidates = [key.request_id]
+        else:
+            candidates = list(self._unreleased) if isinstance(event, Load | WorkerLost | WorkerForgotten) else []
+        for request_id in candidates:
+            if request_id in self._unreleased and not self.state.knows(request_id):
+                self._unreleased.pop(request_id).release(self._clock())
 
     def _wake_at(self, at_s: float) -> None:
         if self._timer is not None:
@@ -196,6 +229,11 @@ class Runtime:
         else:
             self._timer = None
             self.hand(TimePassed())
+
+
+def _is_unplaced(timings: Timings | None) -> bool:
+    """No worker has accepted it."""
+    return timings is None or timings.attempts == 0
 
 
 def _log_end(command: FinishRequest | FailRequest | EndCancelled) -> None:

@@ -77,8 +77,7 @@ class RouterServer:
     ) -> None:
         """`metrics` replaces those of config.metrics_port.
 
-        Raises ModelError if the model's tokenizer cannot be read, and ConfigError on an unknown policy, a wrong key
-        file, or without a cluster secret.
+        Raises ModelError if the model's tokenizer cannot be read, and ConfigError on a setting that is wrong.
         """
         self._config = config
         secret = ClusterSecret(config.cluster_secret)
@@ -227,6 +226,7 @@ class RouterServer:
             lambda: self._workers.model,
             self._lookup(),
             self._measure,
+            self._tenants.quotas,
             prefix_lookup_s=self._config.prefix_lookup_s,
             max_held_bytes=self._config.max_held_bytes,
         )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Final, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.key_file import KeyFile, parse
 from pdserve.key_file_access import Version, read_bytes, version_of
+from router.quotas import Quotas
 
 log = logging.getLogger(__name__)
 
@@ -18,11 +18,10 @@ CHECK_EVERY_S: Final = 0.5
 
 @final
 class Tenants:
-    def __init__(self, path: str, on_change: Callable[[KeyFile], None] = lambda file: None) -> None:
-        """Without a path there are no tenants. `on_change` is called on the event loop after each reload. Raises
-        ConfigError if the file is wrong."""
+    def __init__(self, path: str) -> None:
+        """Without a path there is only the default tenant. Raises ConfigError if the file is wrong."""
         self._path = path
-        self._on_change = on_change
+        self.quotas = Quotas()
         self.file: KeyFile | None = None
         self._tried: Version | None = None  # of the last file that was read, even if it was wrong
         if path:
@@ -45,7 +44,7 @@ class Tenants:
             log.error("the key file is wrong, so the old one stays in force", extra={"why": error.message})
             return
         self.file = file
-        self._on_change(file)
+        self.quotas.forget_all_but(file.tenants)
         log.info("the key file was read", extra={"tenants": len(file.tenants), "keys": len(file.keys)})
 
 

@@ -48,6 +48,8 @@ PURE = [
     "router.newcomers",
     "router.overload",
     "router.fairness",
+    "router.quotas",
+    "router.cache_salt",
     "router.view",
     "router.state",
     "router.policy",

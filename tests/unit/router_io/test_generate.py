@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -16,7 +16,6 @@ from pdserve.wire.sequence import SEQUENCE
 from router import codec
 from router.answer import Answer
 from router.events import RequestArrived
-from router.measure import RequestFacts
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program
 
@@ -55,9 +54,9 @@ async def test_what_a_client_says_of_a_request_reaches_state_and_workers(
     runtime = front.server.runtime
     begin, begun = runtime.begin, []
 
-    def note(arrival: RequestArrived, answer: Answer, sequence: worker_pb2.Sequence, facts: RequestFacts) -> None:
+    def note(arrival: RequestArrived, answer: Answer, sequence: worker_pb2.Sequence, *rest: Any) -> None:
         begun.append((arrival, SEQUENCE.decode(sequence, chain_key=b"", arrived_s=0.0, deadline_at_s=None)))
-        begin(arrival, answer, sequence, facts)
+        begin(arrival, answer, sequence, *rest)
 
     monkeypatch.setattr(runtime, "begin", note)
     said = {"priority": -2, "session_id": "é" * 128}

@@ -1,0 +1,215 @@
+"""The quotas of tenants: tokens per minute, and answers in progress. Pure. State is per router.
+
+A bucket holds at most the tokens of one minute and fills evenly. A call is admitted if the bucket holds its prompt and
+RESERVED_TOKENS of output (or `max_tokens`, if that is less) of each answer; a call that needs more than the bucket can
+hold needs a full bucket. They are taken at once. Further output tokens are taken as they are generated, which may take
+the bucket below zero. Reserved tokens that an answer did not generate are returned at its end, and everything is
+returned for an answer that the cluster rejected or failed before its first token.
+
+An answer is in progress until no worker holds memory for it, so a client that cancels and calls again gains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final, final
+
+from pdserve.core.durations import clamped_s
+from pdserve.core.errors import InvalidRequest, QuotaExceeded
+from pdserve.core.key_file import DEFAULT_TENANT, Tenant
+
+RESERVED_TOKENS: Final = 256
+WEIGHT: Final = 0.2  # of the last answer in the mean duration
+FIRST_RETRY_S: Final = 1.0  # before an answer has ended
+RETRY_S: Final = (0.05, 30.0)  # shortest and longest retry time for answers in progress
+
+
+@final
+class QuotaAccount:
+    """What one tenant uses now."""
+
+    __slots__ = ("at_s", "level", "mean_s", "running", "tenant")
+
+    def __init__(self, tenant: Tenant, now_s: float) -> None:
+        self.tenant = tenant
+        self.running = 0  # answers
+        self.level = float(tenant.tokens_per_minute or 0)  # tokens in the bucket, at `at_s`
+        self.at_s = now_s
+        self.mean_s: float | None = None  # duration of an answer
+
+    def refill(self, now_s: float) -> None:
+        limit = self.tenant.tokens_per_minute
+        if limit is not None:
+            self.level = min(self.level + max(now_s - self.at_s, 0.0) * limit / 60.0, float(limit))
+        self.at_s = max(self.at_s, now_s)
+
+    def change(self, tenant: Tenant, now_s: float) -> None:
+        """The key file has other limits now."""
+        if tenant == self.tenant:
+            return
+        self.refill(now_s)
+        if self.tenant.tokens_per_minute is None:
+            self.level = float(tenant.tokens_per_minute or 0)
+        self.tenant = tenant
+        self.refill(now_s)
+
+    def check_answers(self, count: int) -> None:
+        """Raises InvalidRequest if one call never may have so many."""
+        name, most = self.tenant.name, self.tenant.max_concurrent
+        if most is not None and count > most:
+            raise InvalidRequest("n", f"{count} answers", f"at most {most}, the quota max_concurrent of tenant {name}")
+
+    def take_slots(self, count: int) -> None:
+        """Raises QuotaExceeded."""
+        name, most = self.tenant.name, self.tenant.max_concurrent
+        if most is not None and self.running + count > most:
+            retry_s = FIRST_RETRY_S if self.mean_s is None else clamped_s(self.mean_s / most, *RETRY_S)
+            message = f"max_concurrent of tenant {name}: {self.running} of {most} answers are in progress"
+            raise QuotaExceeded("max_concurrent", f"{message}; retry in {retry_s:.2f} s", retry_s)
+        self.running += count
+
+    def check_tokens(self, count: int, now_s: float) -> None:
+        """Raises QuotaExceeded if the bucket does not hold them."""
+        limit = self.tenant.tokens_per_minute
+        if limit is None:
+            return
+        self.refill(now_s)
+        missing = min(count, limit) - self.level
+        if missing > 0.0:
+            retry_s = missing * 60.0 / limit
+            left = max(int(self.level), 0)
+            message = (
+                f"tokens_per_minute of tenant {self.tenant.name}: {left} of {limit} tokens are left, and the request "
+                f"needs {count}; it has them in {retry_s:.2f} s"
+            )
+            raise QuotaExceeded("tokens_per_minute", message, retry_s)
+
+    def add(self, tokens: int) -> None:
+        limit = self.tenant.tokens_per_minute
+        if limit is not None:
+            self.level = min(self.level + tokens, float(limit))
+
+    def freed(self, count: int, seconds: float | None) -> None:
+        self.running -= count
+        assert self.running >= 0, f"tenant {self.tenant.name} has less than nothing in progress"
+        if seconds is not None:
+            self.mean_s = seconds if self.mean_s is None else self.mean_s + WEIGHT * (seconds - self.mean_s)
+
+
+@final
+class AnswerClaim:
+    """The part of one answer in its tenant's quotas."""
+
+    __slots__ = ("_account", "_began_s", "_emitted", "_has_ended", "_has_slot", "_prompt", "_reserved")
+
+    def __init__(self, account: QuotaAccount, prompt_tokens: int, reserved: int, now_s: float) -> None:
+        self._account, self._began_s = account, now_s
+        self._prompt, self._reserved = prompt_tokens, reserved
+        self._emitted = 0
+        self._has_ended, self._has_slot = False, True
+
+    @property
+    def tenant(self) -> str:
+        return self._account.tenant.name
+
+    def emitted(self, num_tokens: int) -> None:
+        over = max(self._emitted, self._reserved)
+        self._emitted += num_tokens
+        self._account.add(over - max(self._emitted, self._reserved))
+
+    def end(self, *, is_free: bool) -> None:
+        """The answer is complete. `is_free`: nothing is charged if no token was generated. Idempotent."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._account.add(max(self._reserved - self._emitted, 0))
+        if is_free and not self._emitted:
+            self._account.add(self._prompt)
+
+    def release(self, now_s: float) -> None:
+        """No worker holds memory for it. Idempotent."""
+        if self._has_slot:
+            self._has_slot = False
+            self._account.freed(1, now_s - self._began_s)
+
+
+@final
+class CallClaim:
+    """The part of one call in its tenant's quotas, until its answers have begun."""
+
+    __slots__ = ("_account", "_claims", "_num_taken", "_slots")
+
+    def __init__(self, account: QuotaAccount) -> None:
+        self._account = account
+        self._slots = 1  # held by the call itself
+        self._claims: list[AnswerClaim] = []
+        self._num_taken = 0
+
+    def admit(self, prompt_tokens: int, max_tokens: Sequence[int], now_s: float) -> None:
+        """Takes the quotas of an answer for each of `max_tokens`. Raises QuotaExceeded, and InvalidRequest for more
+        answers than may ever be in progress."""
+        account, more = self._account, len(max_tokens) - self._slots
+        reserved = [min(one, RESERVED_TOKENS) for one in max_tokens]
+        cost = prompt_tokens + sum(reserved)
+        account.check_answers(len(max_tokens))
+        account.check_tokens(cost, now_s)
+        account.take_slots(more)
+        account.add(-cost)
+        self._slots = 0
+        self._claims = [
+            AnswerClaim(account, prompt_tokens if index == 0 else 0, one, now_s) for index, one in enumerate(reserved)
+        ]
+
+    def take(self) -> AnswerClaim:
+        """The claim of the next answer, which from now on is the caller's to end and release."""
+        self._num_taken += 1
+        return self._claims[self._num_taken - 1]
+
+    def close(self, now_s: float) -> None:
+        """Gives back everything that no answer has taken. Idempotent."""
+        self._account.freed(self._slots, None)
+        self._slots = 0
+        for one in self._claims[self._num_taken :]:
+            one.end(is_free=True)
+            one.release(now_s)
+        self._num_taken = len(self._claims)
+
+
+@final
+class Quotas:
+    def __init__(self) -> None:
+        self._accounts: dict[str, QuotaAccount] = {}
+
+    def open(self, tenant: Tenant, now_s: float, *, least_tokens: int = 1) -> CallClaim:
+        """A call has arrived of which nothing is known but that it needs `least_tokens`. Raises QuotaExceeded.
+
+        The caller closes the claim.
+        """
+        account = self._accounts.get(tenant.name)
+        if account is None:
+            account = self._accounts[tenant.name] = QuotaAccount(tenant, now_s)
+        account.change(tenant, now_s)
+        if least_tokens:
+            account.check_tokens(least_tokens, now_s)  # before anything is spent on the prompt
+        account.take_slots(1)
+        return CallClaim(account)
+
+    def running(self, tenant: str) -> int:
+        """The tenant's answers in progress."""
+        account = self._accounts.get(tenant)
+        return 0 if account is None else account.running
+
+    def level(self, tenant: str, now_s: float) -> float | None:
+        """Tokens in the tenant's bucket; None without a limit, or before its first call."""
+        account = self._accounts.get(tenant)
+        if account is None or account.tenant.tokens_per_minute is None:
+            return None
+        account.refill(now_s)
+        return account.level
+
+    def forget_all_but(self, tenants: Collection[str]) -> None:
+        """Drops tenants that were removed from the key file and have nothing in progress."""
+        kept = self._accounts.items()
+        self._accounts = {
+            name: one for name, one in kept if name in tenants or one.running or name == DEFAULT_TENANT.name
+        }
