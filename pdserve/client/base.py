@@ -11,7 +11,7 @@ from typing import Any, Final, Self, cast
 from pdserve.client import connect
 from pdserve.client.answer import AnswerBuilder
 from pdserve.client.beam import BeamSearch, EarlyStopping
-from pdserve.client.connect import Tls
+from pdserve.client.connect import Tls, TlsPath
 from pdserve.client.options import Options
 from pdserve.client.request import Messages, Prompt, checked_timeout_s, generate_request
 from pdserve.client.results import Completion, Model, TokenLogprob
@@ -46,7 +46,8 @@ class BaseClient:
     """A connection to a cluster.
 
     `timeout_s` bounds a whole call, retries included; `connect_timeout_s` bounds one connection attempt. A call is
-    retried (`retries`) only before its first token. `token` is sent over TLS or to this host only. `transport` opens
+    retried (`retries`) only before its first token. `tls`: a Tls, the path of a PEM file with the server's CA, or True
+    for the roots that gRPC brings. `token` is sent over TLS or to this host only, unless `insecure`. `transport` opens
     the channel; a test replaces it with a pdserve.testing.MockTransport.
     """
 
@@ -55,7 +56,8 @@ class BaseClient:
         target: str = DEFAULT_TARGET,
         *,
         token: str | None = None,
-        tls: Tls | bool | None = None,
+        tls: Tls | TlsPath | bool | None = None,
+        insecure: bool = False,
         timeout_s: float = connect.TIMEOUT_S,
         connect_timeout_s: float = connect.CONNECT_S,
         retries: Retries | None = None,
@@ -63,7 +65,11 @@ class BaseClient:
     ) -> None:
         self._timeout_s = checked_timeout_s("timeout_s", timeout_s)
         self._target = connect.target(
-            target, tls=tls, token=token, connect_timeout_s=checked_timeout_s("connect_timeout_s", connect_timeout_s)
+            target,
+            tls=tls,
+            token=token,
+            connect_timeout_s=checked_timeout_s("connect_timeout_s", connect_timeout_s),
+            insecure=insecure,
         )
         self._retries = retries or Retries()
         self._transport = transport or GrpcTransport()

@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
-import ipaddress
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import is_loopback_host
 from pdserve.telemetry import propagate
 
 CONNECT_S: Final = 5.0
 TIMEOUT_S: Final = 600.0
 
 
+TlsPath = str | os.PathLike[str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """An encrypted connection. `root_certs` is PEM; None: the system's roots. A key and a chain enable mutual TLS."""
+    """An encrypted connection. `root_certs` is PEM; None: the roots that gRPC brings. A key and a chain enable mutual
+    TLS."""
 
     root_certs: bytes | None = None
     private_key: bytes | None = None
     certificate_chain: bytes | None = None
     server_name: str | None = None  # name in the server's certificate; None: the target's host
+
+    def __post_init__(self) -> None:
+        if (self.private_key is None) is not (self.certificate_chain is None):
+            absent = "private_key" if self.private_key is None else "certificate_chain"
+            raise ConfigError(absent, "nothing", "one: a certificate and its key are given together")
+
+    @classmethod
+    def from_files(
+        cls,
+        *,
+        ca: TlsPath | None = None,
+        cert: TlsPath | None = None,
+        key: TlsPath | None = None,
+        server_name: str = "",
+    ) -> Tls:
+        """From PEM files: the CA of the server's certificate, and a certificate with its key for mutual TLS.
+
+        Raises ConfigError if a file cannot be read.
+        """
+        return cls(
+            root_certs=_content("tls_ca", ca),
+            private_key=_content("tls_key", key),
+            certificate_chain=_content("tls_cert", cert),
+            server_name=server_name or None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +64,15 @@ class Target:
     tls: Tls | None
     token: str | None
     connect_s: float
+    is_insecure: bool = False  # the token may be sent in plain text
 
     def with_token(self, token: str | None) -> Target:
         """Raises ConfigError if the token would be readable on the way."""
-        if token is not None and self.tls is None and not is_loopback(self.address):
+        if not (token is None or self.tls is not None or self.is_insecure or is_loopback(self.address)):
             raise ConfigError(
                 "token",
                 "a token for " + self.address,
-                "TLS beside it, or a loopback address: it would be readable",
+                "TLS beside it, or a loopback address: it would be readable (unless it is `insecure`)",
             )
         return replace(self, token=token)
 
@@ -70,17 +102,27 @@ class Target:
         return propagate.inject(token, traceparent)
 
 
-def target(address: str, *, tls: Tls | bool | None, token: str | None, connect_timeout_s: float) -> Target:
+def target(
+    address: str,
+    *,
+    tls: Tls | TlsPath | bool | None,
+    token: str | None,
+    connect_timeout_s: float,
+    insecure: bool = False,
+) -> Target:
     if not isinstance(address, str):
         raise TypeError(f"target must be str, not {type(address).__name__}")
     if not address or address.isspace():
         raise ConfigError("target", repr(address), "HOST:PORT")
+    if isinstance(tls, str | os.PathLike):
+        tls = Tls.from_files(ca=tls)
     if tls is not None and not isinstance(tls, Tls | bool):
-        raise TypeError(f"tls must be pdserve.Tls or bool, not {type(tls).__name__}")
+        raise TypeError(f"tls must be pdserve.Tls, a path or bool, not {type(tls).__name__}")
     if token is not None and not isinstance(token, str):
         raise TypeError(f"token must be str, not {type(token).__name__}")
     settings = Tls() if tls is True else (tls or None)
-    return Target(address=address, tls=settings, token=None, connect_s=connect_timeout_s).with_token(token)
+    found = Target(address=address, tls=settings, token=None, connect_s=connect_timeout_s, is_insecure=insecure)
+    return found.with_token(token)
 
 
 def is_loopback(address: str) -> bool:
@@ -90,10 +132,13 @@ def is_loopback(address: str) -> bool:
     for scheme in ("dns:///", "dns:", "ipv4:", "ipv6:"):
         address = address.removeprefix(scheme)
     host = address.rsplit(":", 1)[0] if address.count(":") == 1 or address.startswith("[") else address
-    host = host.strip("[]")
-    if host == "localhost":
-        return True
+    return is_loopback_host(host)
+
+
+def _content(name: str, path: TlsPath | None) -> bytes | None:
+    if path is None:
+        return None
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(name, path, f"a file that can be read ({error.strerror})") from None

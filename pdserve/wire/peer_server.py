@@ -9,9 +9,11 @@ import grpc.aio
 
 from pdserve.core.errors import PdserveError, Unauthenticated, UnknownMethod, port_in_use
 from pdserve.listening import bind_error
+from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.wire.peers import OnRejected, ProofInterceptor
 from pdserve.wire.port_options import port_options
 from pdserve.wire.requests import RequestCheck
+from pdserve.wire.tls_credentials import peer_port
 
 Options = tuple[tuple[str, int], ...]
 
@@ -53,10 +55,11 @@ def make_peer_server(options: Options, on_rejected: OnRejected) -> tuple[Any, Pr
     return grpc.aio.server(interceptors=(RequestCheck(abort, on_rejected), proofs), options=options), proofs
 
 
-def listen(server: Any, host: str, port: int, name: str) -> int:
-    """The port of `server`; 0 selects a free one. Raises ConfigError about the setting `name`."""
+def listen(server: Any, host: str, port: int, name: str, tls: ReloadingCertificates | None = None) -> int:
+    """The port of `server`; 0 selects a free one. Plain text without `tls`. Raises ConfigError about the setting
+    `name`."""
     try:
-        found = int(server.add_insecure_port(f"{host}:{port}"))
+        found = peer_port(server, f"{host}:{port}", tls)
     except RuntimeError:
         found = 0
     if found == 0:

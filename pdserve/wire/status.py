@@ -37,6 +37,7 @@ from pdserve.core.errors import (
     Unavailable,
     UnknownMethod,
 )
+from pdserve.tls.reasons import connection_failure, tls_failure
 
 DOMAIN: Final = "pdserve"
 DETAILS_KEY: Final = "grpc-status-details-bin"
@@ -119,6 +120,7 @@ _BARE: Final[Mapping[grpc.StatusCode, Callable[[str], PdserveError]]] = {
 }
 # gRPC text for a refused connection: "... last error: UNKNOWN: ipv4:127.0.0.1:50051: Failed to connect ...: refused".
 _NOBODY: Final = re.compile(r"failed to connect to all addresses.*?(?:ipv4|ipv6|unix):(.+?): (?:.*: )?(.+)", re.DOTALL)
+NO_CONNECTION: Final = "no connection to"  # begins the message of a failed TLS handshake
 _NO_NAME: Final = re.compile(r"lookup failed for (\S+): ([^\]]+)")
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\.? (\d+)\)")
 
@@ -179,6 +181,8 @@ def from_code(code: grpc.StatusCode, text: str) -> PdserveError:
 def _who_is_away(text: str) -> str:
     """Rewords gRPC's text for a failed connection; other texts are unchanged."""
     if nobody := _NOBODY.search(text):
+        if why := tls_failure(text) or connection_failure(nobody[2]):
+            return f"{NO_CONNECTION} {unquote(nobody[1])}: {why}"
         return f"no server answers at {unquote(nobody[1])} ({nobody[2]})"
     if no_name := _NO_NAME.search(text):
         return f"no server answers at {no_name[1]} ({no_name[2]})"
