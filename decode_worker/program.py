@@ -318,6 +318,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         engine.pool,
         fingerprint_of(engine.spec),
         secret=context.secret,
+        tls=context.tls,
         worker_id=config.worker_id,
         incarnation=context.incarnation,
         host=config.host,
@@ -327,7 +328,9 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         limits=CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),
     )
     add_servicers = partial(add_TransferServiceServicer_to_server, receiver.servicer)
-    ranks = joined_receiver(receiver, engine, stamps, context.secret, config.worker_id, context.incarnation)
+    ranks = joined_receiver(
+        receiver, engine, stamps, context.secret, config.worker_id, context.incarnation, context.tls
+    )
     return DecodeProgram(context, engine, ranks, add_servicers, stamps)
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import select
 import socket
+import ssl
 import sys
 import termios
 import threading
@@ -21,7 +22,9 @@ from typing import Final
 
 from kvtransfer.lease import Heartbeat
 from kvtransfer.memory import MAX_VIEWS
+from kvtransfer.tls_socket import MAX_HELD_BYTES, accepted
 from pdserve.core.durations import clamped_s
+from pdserve.tls.reasons import tls_failure
 
 MAX_OUTBOX: Final = 16_384  # small frames that wait to be sent; more means that the peer does not read
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000))
@@ -114,6 +117,22 @@ class Channel:
         self._beat = b""
         self._num_pending = 0  # bytes that had arrived and did not end the last wait
 
+    def secure(self, context: ssl.SSLContext, left_s: Callable[[], float]) -> None:
+        """The receiver's TLS handshake, before anything else. Raises Gone if it fails or takes longer than `left_s`."""
+        secured: ssl.SSLSocket | None = None
+        while True:
+            try:
+                if secured is None:
+                    self.socket = secured = accepted(self.socket, context)  # the same descriptor
+                secured.do_handshake()
+                return
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
+                is_writing = isinstance(want, ssl.SSLWantWriteError)
+                if left_s() <= 0 or not self.wait(left_s(), is_writing=is_writing):
+                    raise Gone("no TLS handshake in time") from None
+            except OSError as error:
+                raise Gone(f"TLS handshake failed: {tls_failure(str(error)) or error}") from error
+
     def post(self, data: bytes) -> None:
         """Queues a small frame from any thread."""
         self._outbox.append(data)
@@ -191,6 +210,8 @@ class Channel:
 
     def _wait(self, timeout_s: float | None, is_writing: bool) -> bool:
         self.flush()
+        if self._has_decrypted:
+            timeout_s = 0.0
         events = select.POLLIN | (select.POLLOUT if is_writing or self.has_unsent else 0)
         if events != self._events:
             self._poll.modify(self.socket, events)
@@ -198,15 +219,24 @@ class Channel:
         ready = self._poll.poll(_milliseconds(timeout_s))
         self.waker.clear()
         self._owner = threading.get_ident()
-        self.is_readable = any(fd != self.waker.fileno() and event != select.POLLOUT for fd, event in ready)
+        self.is_readable = self._has_decrypted or any(
+            fd != self.waker.fileno() and event != select.POLLOUT for fd, event in ready
+        )
         if self._stopped:
             raise Gone(self._stopped)
         self.flush()
-        return bool(ready)
+        return bool(ready) or self.is_readable
+
+    @property
+    def _has_decrypted(self) -> bool:
+        """Whether received bytes are no longer in the kernel's buffer, which is all that poll knows of."""
+        return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
 
     def wake_at(self, num_bytes: int) -> None:
         """Later waits treat the socket as readable only if at least this many bytes have arrived, or at its end.
         `num_bytes` must not exceed the bytes that will arrive."""
+        if isinstance(self.socket, ssl.SSLSocket):  # a part of them may have left the kernel's buffer already
+            num_bytes = max(1, num_bytes - MAX_HELD_BYTES)
         if num_bytes != self._wakes_at:
             self._wakes_at = num_bytes
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
@@ -214,7 +244,7 @@ class Channel:
     def receive(self, views: list[memoryview]) -> int:
         """Reads the available bytes into the views; 0 if there are none. Raises Gone at the end of the stream."""
         try:
-            if len(views) == 1:
+            if len(views) == 1 and not isinstance(self.socket, ssl.SSLSocket):
                 received = self.socket.recv_into(views[0])
             else:
                 received = self.socket.recvmsg_into(views[:MAX_VIEWS])[0]

@@ -24,15 +24,19 @@ from kvtransfer.frames import ANSWER_BYTES, MAX_TEXT_BYTES, TICKET_BYTES, decode
 from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS
 from kvtransfer.host import host_id
 from kvtransfer.plan import MAX_CHUNK_BYTES
+from kvtransfer.tls_socket import secured
 from kvtransfer.transports.interface import SendPath
 from kvtransfer.transports.registry import TRANSPORTS, name_of
 from pdserve.core.errors import TransferFailed, Unauthenticated
 from pdserve.core.grant import Fingerprint
 from pdserve.core.proof import NONCE_BYTES, ClusterSecret, Identity
 from pdserve.engine.interface import KvPool
+from pdserve.tls.certificates import ReloadingCertificates
+from pdserve.tls.reasons import connection_failure, tls_failure
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire import peers
 from pdserve.wire.protocol import FINGERPRINT
+from pdserve.wire.tls_credentials import peer_channel
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +56,7 @@ class Caller:
     pool: KvPool
     fault_injector: FaultInjector | None = None  # in tests of faults
     wire_dtype: str = ""  # dtype of the blocks that it sends; empty: as they are stored
+    tls: ReloadingCertificates | None = None
 
     @property
     def identity(self) -> Identity:
@@ -113,7 +118,7 @@ def dial(caller: Caller, endpoint: str, incarnation: str) -> DataConnection:
                 connection, socket=caller.fault_injector.between(connection.socket, connection.path)
             )
         except OSError as error:
-            errors.append(f"{name_of(answer.transport)} to {endpoint}: {error}")
+            errors.append(f"{name_of(answer.transport)} to {endpoint}: {tls_failure(str(error)) or error}")
             transports = tuple(kind for kind in transports if kind != answer.transport)
     raise TransferFailed("; ".join(errors))
 
@@ -132,7 +137,7 @@ def open_request(caller: Caller, transports: Sequence[int]) -> transfer_pb2.Open
 
 def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: float) -> transfer_pb2.OpenResponse:
     introduction = peers.introduce(caller.identity, peers.OPEN, endpoint)
-    with grpc.insecure_channel(introduction.target) as channel:
+    with peer_channel(introduction.target, caller.tls) as channel:
         try:
             metadata = peers.prove_blocking(channel, introduction, max(0.1, ends_s - time.monotonic()))
             answer: transfer_pb2.OpenResponse
@@ -143,6 +148,9 @@ def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: floa
         except Unauthenticated as error:
             raise TransferFailed(error.message) from error
         except grpc.RpcError as error:
+            why = connection_failure(str(error.details()))
+            if error.code() is grpc.StatusCode.UNAVAILABLE and why:
+                raise TransferFailed(f"no connection to {endpoint}: {why}") from error
             raise TransferFailed(f"{endpoint} refused: {error.code().name}: {error.details()}") from error
     return answer
 
@@ -158,6 +166,8 @@ def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, e
     transport = TRANSPORTS[answer.transport]
     sock = transport.dial(answer.address, endpoint, max(0.1, ends_s - time.monotonic()))
     try:
+        if caller.tls is not None and not transport.is_same_host:
+            sock = secured(sock, caller.tls, endpoint.rpartition(":")[0])
         parties = Parties(caller.identity.name, answer.receiver_incarnation, answer.transport)
         _greet(caller.secret, parties, sock, answer.ticket, ends_s)
         reason = decode_text(answer.transport_reason.encode()[:MAX_TEXT_BYTES])

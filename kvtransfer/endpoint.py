@@ -22,6 +22,7 @@ from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.gpu.extent import StridedExtent
 from pdserve.engine.interface import KvPool
+from pdserve.tls.certificates import ReloadingCertificates
 
 
 def make_receiver(
@@ -33,6 +34,7 @@ def make_receiver(
     incarnation: str,
     host: str,
     transport: str,
+    tls: ReloadingCertificates | None = None,
     fault_injector: FaultInjector | None = None,
     stamps: BlockStamps | None = None,
     limits: CopyLimits | None = None,
@@ -41,7 +43,8 @@ def make_receiver(
 ) -> StreamReceiver:
     """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError.
 
-    `limits`: of copies on a device. The first sender or receiver of a pool sets them.
+    Connections between hosts are plain without `tls`. `limits`: of copies on a device. The first sender or receiver of
+    a pool sets them.
     """
     if pool.is_on_host:
         fused.prepare(pool.block_bytes)
@@ -55,6 +58,7 @@ def make_receiver(
         incarnation=incarnation,
         host=host,
         transports=numbers,
+        tls=tls,
         chunk_bytes=DEFAULT_CHUNK_BYTES if pool.is_on_host else DEVICE_CHUNK_BYTES,
         fault_injector=fault_injector,
         stamps=stamps,
@@ -71,6 +75,7 @@ def make_sender(
     worker_id: str,
     incarnation: str,
     transport: str,
+    tls: ReloadingCertificates | None = None,
     fault_injector: FaultInjector | None = None,
     stamps: BlockStamps | None = None,
     kv_wire: str = "exact",
@@ -93,6 +98,7 @@ def make_sender(
             worker_id=worker_id,
             incarnation=incarnation,
             transports=numbers,
+            tls=tls,
             fault_injector=fault_injector,
             stamps=stamps,
             on_read=on_read,

@@ -39,6 +39,7 @@ from kvtransfer.transports.interface import ReceiveLink, ReceivePath, Transport
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.kv_shape import KvShape, is_same_bytes
 from pdserve.engine.interface import KvPool
+from pdserve.tls.certificates import ReloadingCertificates
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Hub(Protocol):
     shape: KvShape
     lease: Lease
     clock: Callable[[], float]
+    tls: ReloadingCertificates | None  # of connections between hosts
 
     def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None: ...
     def announce(self, tag: Tag, writer: int, part: Part, num_shards: int) -> None: ...
@@ -141,13 +143,15 @@ class Inbound(threading.Thread):
     def _authenticate(self) -> bool:
         if not self._transport.admits(self.channel.socket):
             return False
+        if self._hub.tls is not None and not self._transport.is_same_host:
+            self.channel.secure(self._hub.tls.current().peer_server, self._left_s)
         data, greeting = bytearray(GREETING_BYTES), None
         at = 0
         while greeting is None:
             received = self.channel.receive([memoryview(data)[at:]])
             # raises on invalid bytes and other versions as soon as they are visible
             greeting = decode_greeting(bytes(data[: at + received]))
-            left_s = self._began_s + AUTHENTICATION_S - self._hub.clock()
+            left_s = self._left_s()
             if received == 0 and (left_s <= 0 or not self.channel.wait(left_s)):
                 return False
             at += received
@@ -170,6 +174,9 @@ class Inbound(threading.Thread):
         facts = {"sender": self.peer.sender_id, "transport": self._transport.name, "reason": self.peer.transport_reason}
         log.info("kv connection taken", extra=facts)
         return True
+
+    def _left_s(self) -> float:
+        return self._began_s + AUTHENTICATION_S - self._hub.clock()
 
     def _source_of(self, peer: Peer, mine: KvShape) -> PartLayout:
         """The layout of the sender's blocks. Between different degrees, a sender on a device sends heads directly out

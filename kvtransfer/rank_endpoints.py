@@ -12,16 +12,24 @@ from kvtransfer.transport import RankReceiver, RankSender, Receiver, Sender
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import Engine
+from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import rank_pb2
 
 OPEN_S: Final = 120.0  # the kernels for device copies are compiled in this time
 
 
 def joined_receiver(
-    local: RankReceiver, engine: Engine, stamps: BlockStamps, secret: ClusterSecret, worker_id: str, incarnation: str
+    local: RankReceiver,
+    engine: Engine,
+    stamps: BlockStamps,
+    secret: ClusterSecret,
+    worker_id: str,
+    incarnation: str,
+    tls: ReloadingCertificates | None = None,
 ) -> Receiver:
     """`local` is this process's. Raises ConfigError where a rank cannot be reached; then `local` is closed."""
-    links = _links(local, engine, Identity.of(secret, "leader", worker_id, incarnation), incarnation, is_sender=False)
+    leader = Identity.of(secret, "leader", worker_id, incarnation)
+    links = _links(local, engine, leader, incarnation, tls, is_sender=False)
     if not links:
         return local
     _send_epochs(engine, stamps)
@@ -30,13 +38,20 @@ def joined_receiver(
 
 
 def joined_sender(
-    local: RankSender, engine: Engine, stamps: BlockStamps, secret: ClusterSecret, worker_id: str, incarnation: str
+    local: RankSender,
+    engine: Engine,
+    stamps: BlockStamps,
+    secret: ClusterSecret,
+    worker_id: str,
+    incarnation: str,
+    tls: ReloadingCertificates | None = None,
 ) -> Sender:
     """`local` is this process's. Raises ConfigError where a rank cannot be reached; then `local` is closed.
 
     Also used for a worker of one rank, because a decode worker may have several.
     """
-    links = _links(local, engine, Identity.of(secret, "leader", worker_id, incarnation), incarnation, is_sender=True)
+    leader = Identity.of(secret, "leader", worker_id, incarnation)
+    links = _links(local, engine, leader, incarnation, tls, is_sender=True)
     if links:
         _send_epochs(engine, stamps)
     ranks: list[RankSender] = [local, *(RemoteSender(link, stamps) for link in links)]
@@ -44,13 +59,19 @@ def joined_sender(
 
 
 def _links(
-    local: RankReceiver | RankSender, engine: Engine, leader: Identity, incarnation: str, *, is_sender: bool
+    local: RankReceiver | RankSender,
+    engine: Engine,
+    leader: Identity,
+    incarnation: str,
+    tls: ReloadingCertificates | None,
+    *,
+    is_sender: bool,
 ) -> list[RankLink]:
     links: list[RankLink] = []
     opening = rank_pb2.OpenEndpoint(incarnation=incarnation, is_sender=is_sender)
     try:
         for rank, address in enumerate(getattr(engine, "rank_addresses", ()), 1):
-            links.append(RankLink(rank, address, leader, opening, OPEN_S))
+            links.append(RankLink(rank, address, leader, opening, OPEN_S, tls))
     except BaseException:
         for link in links:
             link.close()

@@ -31,9 +31,11 @@ from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError, Unaut
 from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.proof import Identity
 from pdserve.core.stamps import BlockStamps
+from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
 from pdserve.wire import peers
 from pdserve.wire.peer_server import channel_options
+from pdserve.wire.tls_credentials import peer_channel
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,15 @@ OnReport = Callable[[rank_pb2.FollowResponse], None]
 class RankLink:
     """Raises ConfigError if the rank cannot be reached, does not belong to the cluster, or cannot open its endpoint."""
 
-    def __init__(self, rank: int, address: str, identity: Identity, opening: rank_pb2.OpenEndpoint, open_s: float):
+    def __init__(
+        self,
+        rank: int,
+        address: str,
+        identity: Identity,
+        opening: rank_pb2.OpenEndpoint,
+        open_s: float,
+        tls: ReloadingCertificates | None = None,
+    ):
         """`open_s`: time limit for opening the endpoint."""
         self.rank = rank
         self.endpoint = ""
@@ -60,7 +70,7 @@ class RankLink:
         self._has_opened = threading.Event()
         self._error = ""
         introduction = peers.introduce(identity, peers.FOLLOW, address)
-        self._channel = grpc.insecure_channel(introduction.target, OPTIONS)
+        self._channel = peer_channel(introduction.target, tls, OPTIONS)
         try:
             metadata = peers.prove_blocking(self._channel, introduction, DIAL_S)
             self._call: Any = rank_pb2_grpc.RankServiceStub(self._channel).Follow(self._outgoing(), metadata=metadata)

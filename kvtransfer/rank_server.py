@@ -45,6 +45,7 @@ from pdserve.core.log_limit import LogLimit
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret, caller_name
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import EngineSpec, KvPool
+from pdserve.tls.certificates import ReloadingCertificates, certificates_of
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
 from pdserve.wire.peer_server import listen, make_peer_server, server_options
@@ -75,7 +76,9 @@ class Endpoint:
         config: WorkerConfig,
         incarnation: str,
         fault_injector: FaultInjector | None = None,
+        tls: ReloadingCertificates | None = None,
     ) -> None:
+        self._tls = tls
         self._pool, self._spec, self._stamps, self._config = pool, spec, stamps, config
         self._fault_injector = fault_injector
         self._incarnation = incarnation
@@ -88,6 +91,7 @@ class Endpoint:
         config, secret = self._config, ClusterSecret(self._config.cluster_secret)
         common: dict[str, Any] = {
             "secret": secret,
+            "tls": self._tls,
             "worker_id": config.worker_id,
             "incarnation": self._incarnation,
             "transport": config.transport,
@@ -186,6 +190,7 @@ class RankServer:
         self._fault_injector = fault_injector or make_fault_injector(config.inject_faults, pool.block_bytes)
         self._pool, self._spec, self._config = pool, spec, config
         self._secret = ClusterSecret(config.cluster_secret)
+        self._tls = certificates_of(config, is_mutual=True)
         self._stamps = BlockStamps(pool.num_blocks)
         self._orders = ThreadPoolExecutor(1, "kv-orders", use_device)
         self._loop = asyncio.new_event_loop()
@@ -230,7 +235,9 @@ class RankServer:
         ):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "open: expected first, with the caller's incarnation")
         self._is_led = True
-        endpoint = Endpoint(self._pool, self._spec, self._stamps, self._config, incarnation, self._fault_injector)
+        endpoint = Endpoint(
+            self._pool, self._spec, self._stamps, self._config, incarnation, self._fault_injector, self._tls
+        )
         reports: asyncio.Queue[rank_pb2.FollowResponse | None] = asyncio.Queue()
         endpoint.report = lambda report: _put(self._loop, reports, report)
         writer = asyncio.create_task(_write(context, reports))
@@ -269,7 +276,7 @@ class RankServer:
     async def _serve(self, add: Callable[[Any], None]) -> str:
         """HOST:PORT of a server that requires a proof from every caller. Raises ConfigError."""
         server, proofs = make_peer_server(OPTIONS, self._rejected)
-        address = f"{self._host}:{listen(server, self._config.host, 0, 'host')}"
+        address = f"{self._host}:{listen(server, self._config.host, 0, 'host', self._tls)}"
         proofs.serve(CallChecker(self._secret, address, partial(secrets.token_bytes, NONCE_BYTES)), server)
         add(server)
         await server.start()

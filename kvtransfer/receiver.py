@@ -39,6 +39,7 @@ from pdserve.core.log_limit import LogLimit
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
+from pdserve.tls.certificates import ReloadingCertificates
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +70,14 @@ class StreamReceiver:
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         clock: Callable[[], float] = time.monotonic,
         fault_injector: FaultInjector | None = None,
+        tls: ReloadingCertificates | None = None,
     ) -> None:
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
         self.pool, self.memory, self.block_bytes = pool, host_view(pool), pool.block_bytes
         self.shape = fingerprint.shape
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
-        self.clock = clock
+        self.clock, self.tls = clock, tls
         self._fault_injector = fault_injector
         self._table = ReceiveTransfers(
             BlockStamps(pool.num_blocks) if stamps is None else stamps,

@@ -25,6 +25,7 @@ from pdserve.core.kv_shape import KvShape, is_same_bytes
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
+from pdserve.tls.certificates import ReloadingCertificates
 
 _JOIN_S: Final = 5.0
 Pair = tuple[str, str, str]  # endpoint, worker id, incarnation
@@ -53,6 +54,7 @@ class StreamSender:
         on_read: OnRead | None = None,
         wire_dtype: str = "",
         lease: Lease = DEFAULT_LEASE,
+        tls: ReloadingCertificates | None = None,
     ) -> None:
         self._memory, self._num_blocks = host_view(pool).toreadonly(), pool.num_blocks
         self.caller = Caller(
@@ -65,6 +67,7 @@ class StreamSender:
             pool,
             fault_injector,
             wire_dtype,
+            tls,
         )
         self._stamps = BlockStamps(pool.num_blocks) if stamps is None else stamps
         self._clock, self._on_read, self._lease = clock, on_read, lease

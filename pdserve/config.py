@@ -11,8 +11,10 @@ from typing import Final
 
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import is_loopback_host
 from pdserve.core.policies import POLICIES
 from pdserve.core.setting import LARGEST_COUNT, PORTS, check_fields, setting
+from pdserve.core.tls_settings import CallerTlsSettings, TlsSettings, check_tls
 
 TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
 DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "fp8")
@@ -27,8 +29,6 @@ AHEADS: Final = ("auto", "on", "off")
 RANK_POOLS: Final = ("auto", "own")
 MOST_DRAFTS: Final = 15  # attention computes rows of this many drafts and their own token at once
 
-LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
-
 TOKEN_ENV: Final = "PDSERVE_TOKEN"
 RAY_TOKEN_ENV: Final = "RAY_AUTH_TOKEN"  # Ray's own
 REDIS_ENV: Final = "PDSERVE_REDIS"
@@ -37,7 +37,7 @@ SECRET_HELP: Final = "cluster secret, with which routers and workers authenticat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(TlsSettings):
     """One prefill or decode worker process."""
 
     model: str = setting("folder of a Hugging Face checkpoint, or toy for a test model without weights")
@@ -177,6 +177,9 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_tls(self, self.host, is_worker=True)
+        if self.inject_faults and self.tls_cert:
+            raise ConfigError("inject_faults", self.inject_faults, "no TLS beside it: faults change plain frames")
         _check_ranks(self)
 
     @property
@@ -186,7 +189,7 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(CallerTlsSettings):
     """One router process."""
 
     model: str = setting("model folder of the workers (for its tokenizer), or toy")
@@ -250,14 +253,15 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.host not in LOOPBACK_HOSTS and not self.token and not self.key_file:
+        if not is_loopback_host(self.host) and not self.token and not self.key_file:
             raise ConfigError(
                 "host", self.host, "a loopback address, or a token or key file beside it: anyone could call this port"
             )
+        check_tls(self, self.host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig:
+class GatewayConfig(CallerTlsSettings):
     """One HTTP gateway process. It holds no secret: its callers' tokens are checked by the router."""
 
     router: str = setting("HOST:PORT of the router")
@@ -282,6 +286,7 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_tls(self, self.host)
 
 
 def _check_ranks(config: WorkerConfig) -> None:
@@ -298,7 +303,7 @@ def _check_ranks(config: WorkerConfig) -> None:
         expected = f"1 to {config.tensor_parallel - 1} of {config.tensor_parallel} ranks beside a rendezvous"
         raise ConfigError("local_ranks", config.local_ranks, expected)
     reached = config.advertise or config.host
-    if reached in LOOPBACK_HOSTS and not host.startswith("127.") and host not in LOOPBACK_HOSTS:
+    if is_loopback_host(reached) and not is_loopback_host(host):
         expected = f"an address that other hosts reach, as the rendezvous {config.rendezvous} is: ranks there move KV"
         raise ConfigError("host", config.host, expected)
 

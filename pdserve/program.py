@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import signal
 import sys
 import threading
@@ -13,7 +15,10 @@ from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig, forget_sec
 from pdserve.config_flags import Config, parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import missing
+from pdserve.core.hosts import is_loopback_host
 from pdserve.telemetry.logs import log_to_stderr
+
+log = logging.getLogger(__name__)
 
 USAGE_EXIT_CODE: Final = 2
 
@@ -42,9 +47,13 @@ class Host(Protocol):
 def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv: Sequence[str]) -> int:
     """Serves until a signal: SIGTERM and SIGINT drain, a second signal stops immediately."""
     log_to_stderr(name)
+    # gRPC, which is not imported yet, would write a line for each failed handshake, so a stranger could fill the log.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         config = parse_flags(kind, argv, f"python -m {name}")
         forget_secrets()
+        if config.insecure and not config.tls_cert and not is_loopback_host(config.host):
+            log.warning("plain text is served beyond loopback", extra={"host": config.host})
         host = make_host(config)
         address = host.start()
     except PdserveError as error:

@@ -258,6 +258,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         engine.pool,
         fingerprint_of(engine.spec),
         secret=context.secret,
+        tls=context.tls,
         worker_id=config.worker_id,
         incarnation=context.incarnation,
         transport=config.transport,
@@ -266,7 +267,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         kv_wire=config.kv_wire,
         limits=CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),
     )
-    sender = joined_sender(own, engine, stamps, context.secret, config.worker_id, context.incarnation)
+    sender = joined_sender(own, engine, stamps, context.secret, config.worker_id, context.incarnation, context.tls)
     program = PrefillProgram(context, engine, sender, stamps)
     if config.push == "layers" and not program.batching.pushing.groups:
         program.close()

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import port_in_use
+from pdserve.core.hosts import join
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.types import Role, Slo
 from pdserve.listening import bind_error
@@ -29,10 +30,12 @@ from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import make_tracing
 from pdserve.text.chat import ChatTemplate, load_chat_template
 from pdserve.text.tokenizer import TOYS, load_tokenizer
+from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from pdserve.wire import status
 from pdserve.wire.port_options import age_options, port_options
 from pdserve.wire.requests import RequestCheck
+from pdserve.wire.tls_credentials import caller_port
 from router.admission import Admission, Limits
 from router.auth import AuthInterceptor
 from router.cluster import ClusterServicer
@@ -81,6 +84,7 @@ class RouterServer:
         """
         self._config = config
         secret = ClusterSecret(config.cluster_secret)
+        self._tls = certificates_of(config, is_mutual=True)
         self._on_crash = on_crash
         self._settings = RouterSettings(
             policy=config.policy,
@@ -101,7 +105,7 @@ class RouterServer:
             load_tokenizer(config.model), _chat_template(config.model), limits, self._grammars, secret
         )
         self._tracing = make_tracing("pdserve-router", config.otlp, {"service.instance.id": config.router_id})
-        self._metrics = metrics or make_metrics("router", config.metrics_port, config.host)
+        self._metrics = metrics or make_metrics("router", config.metrics_port, config.host, self._tls)
         self._measure = Measure(self._metrics, self._tracing, self._link_of)
         self._record = RecordFile(config.record, self._settings, config.record_mib * 2**20) if config.record else None
         self._index = None if config.redis else PrefixIndex()
@@ -124,6 +128,7 @@ class RouterServer:
             on_scored=self._runtime.scored,
             on_unproven=partial(self._metrics.add, metric_names.UNPROVEN_WORKERS),
             on_crash=self._crashed,
+            tls=self._tls,
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server: Any = None
@@ -161,7 +166,7 @@ class RouterServer:
         await self._health.set(INFERENCE, _NOT_SERVING)
         await self._health.set(CLUSTER, _SERVING)
         await self._server.start()
-        self.address, self._port = _join(config.host, port), port
+        self.address, self._port = join(config.host, port), port
         if config.redis:
             await self._follow_redis()
         self._spawn(self._tenants.watch(), "tenants")
@@ -209,15 +214,15 @@ class RouterServer:
     # ------------------------------------------------------------------------------------------------------------
 
     def _bind(self) -> int:
-        where = _join(self._config.host, self._config.port)
+        where = join(self._config.host, self._config.port)
         try:
-            port = self._server.add_insecure_port(where)
+            port = caller_port(self._server, where, self._tls)
         except RuntimeError:
             port = 0
         if port == 0:
             host = self._config.host
             raise bind_error("port", host, self._config.port) or port_in_use("port", host, self._config.port)
-        return int(port)
+        return port
 
     def _add_services(self) -> None:
         servicer = InferenceServicer(
@@ -329,10 +334,6 @@ def _folder(model: str) -> Path | None:
 
 def _chat_template(model: str) -> ChatTemplate | None:
     return None if model in TOYS else load_chat_template(Path(model))
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _server_options(config: RouterConfig) -> list[tuple[str, int]]:

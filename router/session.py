@@ -18,9 +18,12 @@ import grpc.aio
 
 from pdserve.core.errors import Unauthenticated
 from pdserve.core.proof import Identity, Introduction
+from pdserve.tls.certificates import ReloadingCertificates
+from pdserve.tls.reasons import tls_failure
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire import peers
 from pdserve.wire.peer_server import channel_options
+from pdserve.wire.tls_credentials import peer_channel_aio
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class WorkerSession:
         identity: Identity,
         silence_s: float = SILENCE_S,
         on_unproven: Callable[[str], None] = lambda reason: None,
+        tls: ReloadingCertificates | None = None,
     ) -> None:
         """If a worker sends nothing for `silence_s`, not even its load, the stream is closed and reconnected.
 
@@ -75,6 +79,7 @@ class WorkerSession:
         self.is_attached = False
         self._identity = identity
         self._on_unproven = on_unproven
+        self._tls = tls
         self._hello = hello
         self._listener = listener
         self._silence_s = silence_s
@@ -113,7 +118,7 @@ class WorkerSession:
         """One stream from connecting to its end. Returns whether the worker was accepted, and why the stream ended."""
         reason = "the router ended the stream"
         introduction = peers.introduce(self._identity, peers.ATTACH, self.endpoint)
-        async with grpc.aio.insecure_channel(introduction.target, options=CHANNEL_OPTIONS) as channel:
+        async with peer_channel_aio(introduction.target, self._tls, CHANNEL_OPTIONS) as channel:
             writer: asyncio.Task[None] | None = None
             try:
                 hello, reason = await self._greet(channel, introduction)
@@ -146,9 +151,12 @@ class WorkerSession:
             self._on_unproven(error.message)
             return None, error.message
         except (grpc.RpcError, asyncio.InvalidStateError, TimeoutError) as error:
-            if isinstance(error, grpc.aio.AioRpcError) and error.code() in _UNPROVEN:
-                self._on_unproven(_reason(error))
-            return None, _reason(error)
+            reason = _reason(error)
+            if isinstance(error, grpc.aio.AioRpcError):
+                failure = tls_failure(reason)
+                if error.code() in _UNPROVEN or failure:
+                    self._on_unproven(failure or reason)
+            return None, reason
         except asyncio.CancelledError:
             if _is_being_cancelled():
                 raise

@@ -19,6 +19,7 @@ from pdserve.core.hashing import HASH_BYTES
 from pdserve.core.proof import Identity
 from pdserve.core.types import Role
 from pdserve.prefix.index import PrefixIndex
+from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import worker_pb2
 from pdserve.wire.codec import Codec
 from pdserve.wire.protocol import COST, FINGERPRINT, decode_response
@@ -56,11 +57,13 @@ class Workers:
         on_change: Callable[[], None] = lambda: None,
         on_unproven: Callable[[], None] = lambda: None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
+        tls: ReloadingCertificates | None = None,
     ) -> None:
         """`model_name` is that of the router's own folder, whose tokenizer it uses. `index` receives KV events if
         routers share no index. A stream that is silent for `silence_s` is ended. `on_scored` receives prompts' logprobs
         before the first token's event. `on_change`: a worker connected or disconnected. `on_unproven`: a worker has not
-        proven that it knows the secret of `identity`, and received nothing."""
+        proven that it knows the secret of `identity`, and received nothing. Workers are called in plain text without
+        `tls`."""
         self._identity = identity
         self._model_name = model_name
         self._hello = hello
@@ -71,6 +74,7 @@ class Workers:
         self._on_change = on_change
         self._on_unproven = on_unproven
         self._on_crash = on_crash
+        self._tls = tls
         self._tasks: dict[str, tuple[WorkerSession, asyncio.Task[None]]] = {}  # by endpoint
         self._attached: dict[str, WorkerSession] = {}  # by worker id
         self._roles: dict[str, Role] = {}
@@ -260,6 +264,7 @@ class Workers:
                     self._identity,
                     self._silence_s,
                     partial(self._unproven, endpoint),
+                    self._tls,
                 )
                 task = asyncio.create_task(session.run(), name=f"worker-{endpoint}")
                 task.add_done_callback(self._session_ended)

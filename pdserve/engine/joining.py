@@ -22,9 +22,11 @@ from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.version import VERSION
 from pdserve.engine.ranks import LOOPBACK
 from pdserve.engine.rendezvous import MAX_MESSAGE_BYTES, PIECE_BYTES
+from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
 from pdserve.wire import peers
 from pdserve.wire.peer_server import channel_options
+from pdserve.wire.tls_credentials import peer_channel
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,14 @@ _NOT_YET: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDE
 class Membership:
     """A place among the ranks of a worker: `rank`, the leader's `flags`, and `store_port` of this host's loopback."""
 
-    def __init__(self, address: str, secret: ClusterSecret, wait_s: float, on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: ClusterSecret,
+        wait_s: float,
+        on_lost: Callable[[str], None],
+        tls: ReloadingCertificates | None = None,
+    ) -> None:
         """Waits up to `wait_s` for the leader to listen. `on_lost` is called on a separate thread, with the reason,
         if the leader is lost, and never after leave().
 
@@ -50,7 +59,7 @@ class Membership:
         self._identity = Identity.of(secret, "rank", "rank", secrets.token_hex(8))
         self._requests: queue.SimpleQueue[rank_pb2.JoinRequest | None] = queue.SimpleQueue()
         self._is_leaving = False
-        self._channel = grpc.insecure_channel(self._target(peers.JOIN).target, channel_options(MAX_MESSAGE_BYTES))
+        self._channel = peer_channel(self._target(peers.JOIN).target, tls, channel_options(MAX_MESSAGE_BYTES))
         try:
             self._call, answer = self._join(wait_s)
         except BaseException:

@@ -44,6 +44,7 @@ from pdserve.engine.row_words import to_words
 from pdserve.engine.rows import check_rows
 from pdserve.engine.sharding import Shard, rank_config
 from pdserve.engine.torch_engine import TorchEngine
+from pdserve.tls.certificates import certificates_of
 
 if TYPE_CHECKING:
     from pdserve.engine.gpu.engine import GraphEngine
@@ -240,7 +241,9 @@ def open_parallel_engine(config: WorkerConfig, role: Role) -> ParallelEngine | P
     rendezvous = None
     if secret is not None:
         others = range(config.ranks_here, size)
-        rendezvous = Rendezvous(config.rendezvous, secret, store.port, others, to_flags(each))
+        rendezvous = Rendezvous(
+            config.rendezvous, secret, store.port, others, to_flags(each), certificates_of(config, is_mutual=True)
+        )
     followers: list[RankProcess] = [
         Follower(each, rank, store.port, descriptor) for rank in range(1, config.ranks_here)
     ]

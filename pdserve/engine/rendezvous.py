@@ -32,6 +32,7 @@ from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret, canonica
 from pdserve.core.version import VERSION
 from pdserve.engine.ranks import LOOPBACK
 from pdserve.engine.rejected_joins import count_rejected_join
+from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
 from pdserve.wire.peer_server import listen, make_peer_server, server_options
 
@@ -97,12 +98,14 @@ class Rendezvous:
         store_port: int,
         ranks: Sequence[int],
         flags: Sequence[str],
+        tls: ReloadingCertificates | None = None,
     ) -> None:
         """`ranks` may join; each receives `flags` of the leader's config. Raises ConfigError if `address` cannot be
         used: it belongs to another host or another leader."""
         self.address = canonical_address(address)
         self.ranks: Mapping[int, RemoteRank] = {rank: RemoteRank(rank, address) for rank in ranks}
         self._secret, self._store_port, self._flags = secret, store_port, flags
+        self._tls = tls
         self._rejections = LogLimit()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rendezvous", daemon=True)
@@ -168,7 +171,7 @@ class Rendezvous:
     async def _serve(self) -> None:
         self._server, proofs = make_peer_server(OPTIONS, self._unproven)
         host, _, port = self.address.rpartition(":")
-        listen(self._server, host, int(port), "rendezvous")
+        listen(self._server, host, int(port), "rendezvous", self._tls)
         checker = CallChecker(self._secret, self.address, partial(secrets.token_bytes, NONCE_BYTES))
         proofs.serve(checker, self._server)
         rank_pb2_grpc.add_RendezvousServiceServicer_to_server(_RendezvousServicer(self), self._server)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 import logging
-import threading
 from typing import Any, Self, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.listening import bind_error
 from pdserve.telemetry.metric_names import METRICS, MetricSpec
+from pdserve.telemetry.metrics_server import MetricsServer
 from pdserve.telemetry.names import Process
+from pdserve.tls.certificates import ReloadingCertificates
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,6 @@ class Metrics:
         """The metrics that names.py declares for processes of kind `by`; none where that is None."""
         self._registry: Any = None
         self._server: Any = None
-        self._thread: threading.Thread | None = None
         self._by_name: dict[str, Any] | None = None
         if by is None:
             return
@@ -59,8 +59,9 @@ class Metrics:
             exemplar = {"trace_id": trace_id} if trace_id else None
             self._child(spec, labels).observe(value, exemplar)
 
-    def serve(self, port: int, host: str = "127.0.0.1") -> int:
-        """Answers GET /metrics on its own thread. Returns the port; 0 selects a free one.
+    def serve(self, port: int, host: str = "127.0.0.1", tls: ReloadingCertificates | None = None) -> int:
+        """Answers GET /metrics on its own thread, over HTTPS if `tls` has a certificate. Returns the port; 0 selects a
+        free one.
 
         Raises ConfigError if the port is in use.
         """
@@ -68,7 +69,7 @@ class Metrics:
             return 0
         prometheus = importlib.import_module("prometheus_client")
         try:
-            self._server, self._thread = prometheus.start_http_server(port, addr=host, registry=self._registry)
+            self._server = MetricsServer(host, port, prometheus.make_wsgi_app(self._registry), tls)
         except OSError as error:
             raise bind_error("metrics_port", host, port) or ConfigError("metrics_port", port, str(error)) from error
         bound = int(self._server.server_port)
@@ -86,11 +87,7 @@ class Metrics:
         """Frees the port. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
-            server.shutdown()
-            server.server_close()
-        if self._thread is not None:
-            self._thread.join(timeout=2.0)
-            self._thread = None
+            server.close()
 
     def _child(self, spec: MetricSpec, labels: dict[str, str]) -> Any:
         assert self._by_name is not None
@@ -98,12 +95,12 @@ class Metrics:
         return metric.labels(**labels) if spec.labels else metric
 
 
-def make_metrics(by: Process, port: int, host: str = "127.0.0.1") -> Metrics:
+def make_metrics(by: Process, port: int, host: str = "127.0.0.1", tls: ReloadingCertificates | None = None) -> Metrics:
     """Metrics served on `port`; 0 turns them off, as in a worker's --metrics-port."""
     if port == 0:
         return Metrics.off()
     metrics = Metrics(by)
-    metrics.serve(port, host)
+    metrics.serve(port, host, tls)
     return metrics
 
 

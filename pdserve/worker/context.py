@@ -11,6 +11,7 @@ from pdserve.core.proof import ClusterSecret
 from pdserve.core.types import Role
 from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.tracing import Tracing
+from pdserve.tls.certificates import ReloadingCertificates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class ProgramContext:
     endpoint: str  # HOST:PORT at which other processes reach this worker's gRPC server
     secret: ClusterSecret
     post: Callable[[Callable[[], None]], None]  # runs the call on the engine thread; from any thread, never blocks
+    tls: ReloadingCertificates | None = None  # None: plain text
     now: Callable[[], float] = time.monotonic
     tracing: Tracing = field(default_factory=Tracing.off)
     metrics: Metrics = field(default_factory=Metrics.off)

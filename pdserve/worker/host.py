@@ -30,6 +30,7 @@ from pdserve.listening import ignore_poller_races
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Tracing, make_tracing
+from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire.peer_server import listen, make_peer_server, server_options
 from pdserve.worker.context import ProgramContext
@@ -74,9 +75,10 @@ class WorkerHost:
         on_fatal: Callable[[], None] = end_process,
         on_stall: Callable[[], None] = dump_and_exit,
     ) -> None:
-        """Raises ConfigError where the config has no cluster secret."""
+        """Raises ConfigError where the config has no cluster secret, or if a TLS file cannot be used."""
         self._config, self._role, self._build = config, role, build
         self._secret = ClusterSecret(config.cluster_secret)
+        self._tls = certificates_of(config, is_mutual=True)
         self._on_fatal, self._on_stall = on_fatal, on_stall
         self._incarnation = secrets.token_hex(8)
         self._loop = asyncio.new_event_loop()
@@ -175,13 +177,14 @@ class WorkerHost:
         config = self._config
         attributes = {"service.instance.id": config.worker_id}
         self._tracing = make_tracing(f"pdserve-{self._role.value}", config.otlp, attributes)
-        self._metrics = make_metrics("worker", config.metrics_port, config.host)
+        self._metrics = make_metrics("worker", config.metrics_port, config.host, self._tls)
         context = ProgramContext(
             config=config,
             role=self._role,
             incarnation=self._incarnation,
             endpoint=self.address,
             secret=self._secret,
+            tls=self._tls,
             post=self._engine.post,
             tracing=self._tracing,
             metrics=self._metrics,
@@ -190,7 +193,7 @@ class WorkerHost:
 
     async def _bind(self) -> int:
         self._server, self._proofs = make_peer_server(OPTIONS, self._rejected)
-        return listen(self._server, self._config.host, self._config.port, "port")
+        return listen(self._server, self._config.host, self._config.port, "port", self._tls)
 
     def _rejected(self, error: PdserveError) -> None:
         self._metrics.add(metric_names.REJECTED_CALLS, reason=error.reason)
