@@ -7,7 +7,9 @@ reading. Bodies are limited in body.py.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -15,7 +17,11 @@ from typing import Any, Final, final
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from pdserve.core.log_limit import LogLimit
 from pdserve.gateway import errors, sse
+from pdserve.gateway.handshake import Handshake
+
+log = logging.getLogger(__name__)
 
 KEEPALIVE_IDLE_S: Final = 20
 KEEPALIVE_EVERY_S: Final = 10
@@ -37,9 +43,15 @@ class Connections:
     """All open connections of a server. Those without a request are closed first when there are too many."""
 
     limits: ConnectionLimits
-    idle: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # longest idle first
+    idle: OrderedDict[Connection | Handshake, None] = field(default_factory=OrderedDict)  # longest idle first
     num_open: int = 0
     num_dropped: int = 0
+    failures: LogLimit = field(default_factory=LogLimit)  # of TLS handshakes
+
+    def handshake_failed(self, why: str) -> None:
+        """Limited, because any process that reaches the port can cause failures."""
+        if count := self.failures.due(time.monotonic()):
+            log.warning("TLS handshakes failed", extra={"connections": count, "why": why})
 
     def make_room(self) -> bool:
         """Closes the longest idle connection if there are too many. False if none is idle."""

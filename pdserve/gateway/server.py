@@ -14,15 +14,19 @@ from typing import Any, Final, final
 import uvicorn
 
 from pdserve.client.aio import AsyncClient
+from pdserve.client.reloading import ReloadingTransport
 from pdserve.client.retry import Retries
-from pdserve.config import LOOPBACK_HOSTS, GatewayConfig
+from pdserve.config import GatewayConfig
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InternalError, NoWorkers, Unauthenticated
+from pdserve.core.hosts import is_loopback_host
 from pdserve.gateway.app import Gateway
 from pdserve.gateway.connection import Connection, ConnectionLimits, Connections
+from pdserve.gateway.handshake import Handshake
 from pdserve.listening import bind_error, ignore_poller_races
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
+from pdserve.tls.certificates import ReloadingCertificates, certificates_of
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +43,10 @@ class GatewayHost:
     memory = ""
 
     def __init__(self, config: GatewayConfig) -> None:
+        """Raises ConfigError if a TLS file cannot be used."""
         self._config = config
+        # The certificate may be from another CA than the router's.
+        self._tls = certificates_of(config, is_mutual=False)
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(ignore_poller_races)
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
@@ -89,14 +96,14 @@ class GatewayHost:
 
     async def _start(self) -> str:
         config = self._config
-        client = AsyncClient(config.router, retries=Retries(limit=0))
-        is_local = config.host in LOOPBACK_HOSTS
+        client = self._client()
+        is_local = is_loopback_host(config.host)
         if not is_local:
             await _check_closed(client, config.host)
         listener = _listen(config.host, config.port)
         host, port = listener.getsockname()[:2]
         gateway = Gateway(config, client, self._metrics, needs_token=not is_local)
-        self._server = server = uvicorn.Server(_uvicorn_config(config, gateway.app(), self._connections))
+        self._server = server = uvicorn.Server(_uvicorn_config(config, gateway.app(), self._connections, self._tls))
         serving = asyncio.create_task(self._serve(server, listener, client))
         serving.add_done_callback(lambda _: self._has_ended.set())
         while not server.started:
@@ -107,6 +114,17 @@ class GatewayHost:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info("gateway is up", extra={"address": self.address, "router": config.router})
         return self.address
+
+    def _client(self) -> AsyncClient:
+        config, tls = self._config, self._tls
+        transport = ReloadingTransport(tls) if tls is not None and tls.files.ca else None
+        return AsyncClient(
+            config.router,
+            tls=transport is not None,
+            insecure=config.insecure,
+            retries=Retries(limit=0),
+            transport=transport,
+        )
 
     async def _serve(self, server: uvicorn.Server, listener: socket.socket, client: AsyncClient) -> None:
         measuring = asyncio.create_task(self._measure_forever())
@@ -178,8 +196,16 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _uvicorn_config(config: GatewayConfig, app: Any, connections: Connections) -> uvicorn.Config:
+def _uvicorn_config(
+    config: GatewayConfig, app: Any, connections: Connections, tls: ReloadingCertificates | None
+) -> uvicorn.Config:
     protocol: Callable[..., Any] = functools.partial(Connection, connections=connections)
+    if tls is not None and tls.files.cert:
+        make_http, certificates = protocol, tls
+
+        def protocol(**kwargs: Any) -> Handshake:
+            return Handshake(make_http(**kwargs), connections, certificates)
+
     return uvicorn.Config(
         app,
         http=protocol,  # type: ignore[arg-type]
