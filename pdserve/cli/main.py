@@ -72,6 +72,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     _read_and_print_anything()
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its lines on failed handshakes repeat our error
     parser, _, loaded = make_parsers()
     args = parser.parse_args(argv)
     try:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
+from typing import Final
 
-from pdserve.client.connect import Tls
+from pdserve.client.connect import Tls, is_loopback
 from pdserve.client.sync import Client
 from pdserve.config import TOKEN_ENV, from_env
-from pdserve.core.errors import ConfigError
+from pdserve.tls.local_ca import local_ca
 
 DEFAULT_TARGET = "127.0.0.1:50051"
+CA_ENV: Final = "PDSERVE_TLS_CA"
+CERT_ENV: Final = "PDSERVE_TLS_CERT"
+KEY_ENV: Final = "PDSERVE_TLS_KEY"
+NAME_ENV: Final = "PDSERVE_TLS_SERVER_NAME"
 
 
 def add_target_flags(parser: argparse.ArgumentParser, *, are_several: bool = False) -> None:
@@ -25,18 +29,35 @@ def add_target_flags(parser: argparse.ArgumentParser, *, are_several: bool = Fal
     parser.epilog = (
         "The token of the cluster is read from PDSERVE_TOKEN, or from the file that PDSERVE_TOKEN_FILE names."
     )
-    parser.add_argument("--tls", action="store_true", help="use TLS with the system's root certificates")
-    parser.add_argument("--root-certs", metavar="FILE", help="use TLS with the root certificates in FILE (PEM)")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="timeout of one request (600)")
+    add = parser.add_argument
+    add(
+        "--tls", action="store_true", help="use TLS, with the root certificates that gRPC brings unless --tls-ca is set"
+    )
+    add(
+        "--tls-ca",
+        metavar="FILE",
+        help=f"use TLS, and accept certificates from the CA in FILE (PEM), also in {CA_ENV}; found by itself for a "
+        "cluster that this user has started on this host with --tls auto",
+    )
+    add("--tls-cert", metavar="FILE", help=f"certificate to present (PEM), also in {CERT_ENV}")
+    add("--tls-key", metavar="FILE", help=f"its private key (PEM), also in {KEY_ENV}")
+    add("--tls-server-name", metavar="NAME", help=f"name in the router's certificate, also in {NAME_ENV} (its host)")
+    add("--insecure", action="store_true", help="send the token in plain text to another host")
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="timeout of one request (600)")
 
 
 def connect(args: argparse.Namespace) -> Client:
     """The token comes from the environment or a file, because other users can read a command line."""
-    roots = None
-    if args.root_certs:
-        try:
-            roots = Path(args.root_certs).read_bytes()
-        except OSError as error:
-            raise ConfigError("root-certs", args.root_certs, f"a file that can be read ({error.strerror})") from None
-    tls = Tls(root_certs=roots) if args.tls or roots is not None else None
-    return Client(args.target, token=from_env(TOKEN_ENV) or None, tls=tls, timeout_s=args.timeout)
+    token = from_env(TOKEN_ENV) or None
+    return Client(args.target, token=token, tls=tls_of(args), insecure=args.insecure, timeout_s=args.timeout)
+
+
+def tls_of(args: argparse.Namespace) -> Tls | None:
+    """None for plain text. Raises ConfigError if a file cannot be read."""
+    ca, cert = args.tls_ca or os.environ.get(CA_ENV), args.tls_cert or os.environ.get(CERT_ENV)
+    key, name = args.tls_key or os.environ.get(KEY_ENV), args.tls_server_name or os.environ.get(NAME_ENV, "")
+    if not ca and not args.tls and is_loopback(args.target.split(",")[0]):
+        ca = local_ca(args.target.split(",")[0].rpartition(":")[2])
+    if not (ca or cert or args.tls):
+        return None
+    return Tls.from_files(ca=ca or None, cert=cert or None, key=key or None, server_name=name)

@@ -39,6 +39,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="also serve OpenAI's HTTP API on this port; 0 picks a free port (no HTTP)",
     )
+    add(
+        "--tls",
+        default=keep,
+        metavar="auto|DIR",
+        help="use TLS on all ports: auto makes a CA and certificates for this start; DIR holds tls.crt, tls.key and "
+        "ca.crt (plain text, on loopback only)",
+    )
+    add(
+        "--tls-client-ca",
+        default=keep,
+        metavar="FILE",
+        help="with --tls: callers need a certificate from the CA in FILE (none)",
+    )
+    add(
+        "--insecure",
+        action="store_true",
+        default=keep,
+        help="allow plain text on a --host that is not loopback",
+    )
     add("--redis", default=keep, metavar="URL", help="URL of a Redis server; one is started on this host when absent")
     add(
         "--ray",

@@ -44,6 +44,9 @@ TOP: Final[Mapping[str, type]] = {
     "cluster": str,
     "ray": str,
     "log_dir": str,
+    "tls": str,
+    "tls_client_ca": str,
+    "insecure": bool,
     # Settings of all processes; each process's own table overrides them.
     "transport": str,
     "device": str,

@@ -9,8 +9,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Final, final
 
-from pdserve.config import LOOPBACK_HOSTS
+from pdserve.client.connect import Tls
+from pdserve.config import RouterConfig
+from pdserve.core.hosts import join, local_host
 from pdserve.launch.crew import Crew, member, side_by_side
+from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
 from pdserve.launch.ports import check_free, free_ports
 from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
@@ -28,7 +31,8 @@ class LocalCluster:
     def __init__(self, spec: ClusterSpec, report: LauncherReport) -> None:
         self._report = report
         self._crew = Crew(report)
-        self.spec, self._redis = with_ports(spec)
+        spec, self._redis = with_ports(spec)
+        self.spec, self._certificates = make_certificates(spec)
 
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
@@ -56,6 +60,8 @@ class LocalCluster:
         await self._crew.stop(["router"], is_graceful=is_graceful)
         await self._crew.stop(self.spec.worker_ids, is_graceful=is_graceful)
         await self._crew.stop_redis()
+        if self._certificates is not None:
+            self._certificates.remove()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,14 @@ async def ask_first(spec: ClusterSpec, address: str, report: LauncherReport) -> 
     address = _own_address(spec, address)
     began_s = time.monotonic()
     workers = spec.prefill + spec.decode
-    await first_answer(address, token=config.token or None, workers=workers, timeout_s=FIRST_ANSWER_S)
+    await first_answer(
+        address,
+        token=config.token or None,
+        workers=workers,
+        timeout_s=FIRST_ANSWER_S,
+        tls=tls_to(config),
+        insecure=config.insecure,
+    )
     report.phase("first token", time.monotonic() - began_s)
 
 
@@ -104,7 +117,14 @@ async def start_gateway(crew: Crew, spec: ClusterSpec, address: str) -> None:
 
 
 def _own_address(spec: ClusterSpec, address: str) -> str:
-    """The router's address for processes on this host: a token must not leave it unencrypted."""
-    if spec.host in LOOPBACK_HOSTS:
-        return address
-    return f"127.0.0.1:{address.rpartition(':')[2]}"
+    """The router's address for processes on this host."""
+    return join(local_host(spec.host), address.rpartition(":")[2])
+
+
+def tls_to(config: RouterConfig) -> Tls | None:
+    """How this host's own processes call the router; None: in plain text. Raises ConfigError."""
+    if not config.tls_cert:
+        return None
+    return Tls.from_files(
+        ca=config.tls_ca or None, cert=config.tls_cert, key=config.tls_key, server_name=config.tls_peer_name
+    )

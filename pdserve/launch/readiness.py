@@ -7,9 +7,11 @@ import time
 from typing import Final
 
 from pdserve.client.aio import AsyncClient
+from pdserve.client.connect import Tls
 from pdserve.client.results import Completion
 from pdserve.client.retry import Retries
 from pdserve.core.errors import Overloaded, PdserveError, Unavailable
+from pdserve.wire.status import NO_CONNECTION
 
 # Longer than a prompt that a decode worker would prefill itself, so that the prefill worker and the transfer are tested
 # too.
@@ -19,10 +21,19 @@ FIRST_ANSWER_S: Final = 120.0
 _ASK_AGAIN_S: Final = 0.05
 
 
-async def first_answer(target: str, *, token: str | None, workers: int, timeout_s: float) -> Completion:
-    """The first completion. Waits while workers are still connecting; raises the last error after `timeout_s`."""
+async def first_answer(
+    target: str,
+    *,
+    token: str | None,
+    workers: int,
+    timeout_s: float,
+    tls: Tls | None = None,
+    insecure: bool = False,
+) -> Completion:
+    """The first completion. Waits while workers are still connecting; raises the last error after `timeout_s`, and an
+    error of TLS at once."""
     deadline_s = time.monotonic() + timeout_s
-    async with AsyncClient(target, token=token, retries=Retries(limit=0)) as client:
+    async with AsyncClient(target, token=token, tls=tls, insecure=insecure, retries=Retries(limit=0)) as client:
         while True:
             left_s = max(deadline_s - time.monotonic(), 0.1)
             try:
@@ -31,7 +42,7 @@ async def first_answer(target: str, *, token: str | None, workers: int, timeout_
                     raise Unavailable(f"the router sees {len(topology.workers)} of {workers} workers")
                 return await client.generate(PROMPT, max_tokens=ANSWER_TOKENS, temperature=0.0, timeout_s=left_s)
             except (Unavailable, Overloaded) as error:
-                if time.monotonic() >= deadline_s:
+                if time.monotonic() >= deadline_s or error.message.startswith(NO_CONNECTION):
                     raise
                 last: PdserveError = error
             del last

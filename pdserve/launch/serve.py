@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.extras import advice
+from pdserve.core.hosts import is_loopback_host
 from pdserve.core.urls import place
 from pdserve.launch.capacity import capacity_warnings
 from pdserve.launch.degraded import degradations
@@ -54,6 +55,7 @@ async def serve(asked: Asked) -> int:
         if address is None:
             return INTERRUPTED
         report.table()
+        _say_security(cluster.spec, report)
         if cluster.spec.inject_faults:
             report.say("launcher", f"FAULTS ARE INJECTED into KV transfers: {cluster.spec.inject_faults}")
         missing = await degradations(cluster.spec, has_own_redis=not asked.spec.redis)
@@ -70,16 +72,29 @@ async def serve(asked: Asked) -> int:
 def ready_line(spec: ClusterSpec, address: str, missing: Sequence[str]) -> str:
     """Names the Redis, without its password, and the missing services. Pure."""
     degraded = f"; DEGRADED: {'; '.join(missing)}" if missing else ""
-    http = "" if spec.http is None else f"http {http_url(address, spec.http)} "
+    http = "" if spec.http is None else f"http {http_url(address, spec.http, is_tls=_is_https(spec))} "
+    ca = "" if spec.tls is None else f", ca {spec.tls.ca}"
     return (
         f"pdserve ready: grpc {address} {http}({spec.prefill} prefill, {spec.decode} decode, "
-        f"redis {place(spec.redis) or 'none'}, model {Path(spec.model).name}){degraded}"
+        f"redis {place(spec.redis) or 'none'}, model {Path(spec.model).name}{ca}){degraded}"
     )
 
 
-def http_url(address: str, port: int) -> str:
+def http_url(address: str, port: int, *, is_tls: bool = False) -> str:
     """What OpenAI's clients call `base_url`. Both listen on the same host."""
-    return f"http://{address.rpartition(':')[0]}:{port}/v1"
+    return f"http{'s' if is_tls else ''}://{address.rpartition(':')[0]}:{port}/v1"
+
+
+def _is_https(spec: ClusterSpec) -> bool:
+    process = gateway(spec, "")
+    return process is not None and bool(process.config.tls_cert)
+
+
+def _say_security(spec: ClusterSpec, report: LauncherReport) -> None:
+    if spec.tls is not None:
+        report.say("launcher", f"TLS is on; callers trust the CA certificate {spec.tls.ca}")
+    elif not is_loopback_host(spec.host):
+        report.say("launcher", f"INSECURE: {spec.host} serves plain text, which others on the network can read")
 
 
 def _cluster(asked: Asked, report: LauncherReport) -> ServedCluster:

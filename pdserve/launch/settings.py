@@ -19,11 +19,14 @@ import pdserve
 from pdserve.config import REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError
 from pdserve.core.key_file import parse
+from pdserve.core.tls_settings import AUTO
 from pdserve.engine.config import read_config
 from pdserve.engine.host_limits import usable_cores
 from pdserve.key_file_access import read_bytes
+from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top
-from pdserve.launch.spec import ClusterSpec, Process, processes
+from pdserve.launch.make_tls import of_operator
+from pdserve.launch.spec import ClusterSpec, Process, gateway, processes
 
 FAULTS: Final = "kvtransfer.faults"  # loaded by name, because pdserve imports no package above it
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load", "otlp")
@@ -78,13 +81,15 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         inject_faults=faults,
         cluster_secret=from_env(SECRET_ENV) or _own_secret(tables.values()),
         settings=tables,
+        tls=_tls(found, tables),
         **{
             name: found[name]
-            for name in ("prefill", "decode", "host", "port", "http", "redis", "cluster")
+            for name in ("prefill", "decode", "host", "port", "http", "redis", "cluster", "insecure")
             if name in found
         },
     )
     _check_reports(processes(spec))  # all processes' settings are checked before any process is started
+    gateway(spec, "")
     log_dir = found.get("log_dir")
     return Asked(spec=spec, ray=found.get("ray"), log_dir=Path(log_dir) if log_dir else None)
 
@@ -98,6 +103,21 @@ def _check_reports(started: Sequence[Process]) -> None:
         if worker.heartbeat_s >= router.worker_silence_s:
             expected = f"less than router.worker_silence_s, which is {router.worker_silence_s:g}"
             raise ConfigError("worker.heartbeat_s", worker.heartbeat_s, expected)
+
+
+def _tls(found: Mapping[str, Any], tables: Mapping[Any, Mapping[str, Any]]) -> ClusterTls | None:
+    """Raises ConfigError, also if processes that are not on this host would need files that are made here."""
+    asked, client_ca = found.get("tls", ""), found.get("tls_client_ca", "")
+    if not asked:
+        if client_ca:
+            raise ConfigError("tls_client_ca", client_ca, "tls beside it")
+        return None
+    client_ca = str(Path(client_ca).expanduser().absolute()) if client_ca else ""
+    if asked != AUTO:
+        return of_operator(asked, client_ca)
+    if found.get("ray") or any(values.get("rendezvous") for values in tables.values()):
+        raise ConfigError("tls", asked, "a folder with certificates that is on every host of the cluster")
+    return ClusterTls.asked(asked, client_ca)
 
 
 def _own_secret(tables: Iterable[Mapping[str, Any]]) -> str:

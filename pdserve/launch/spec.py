@@ -14,6 +14,7 @@ from pdserve.config_flags import to_env, to_flags
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import PORTS, Range
 from pdserve.core.types import Role
+from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.keys import Kind, Value, check_settings
 
 SPINS: Final = "1000"  # turns of the waiting loop
@@ -35,6 +36,8 @@ class ClusterSpec:
     host: str = "127.0.0.1"  # address of the router; workers always use the loopback
     port: int = 50051
     http: int | None = None  # port of the HTTP gateway; None: there is none
+    tls: ClusterTls | None = None  # None: plain text
+    insecure: bool = False  # plain text beyond loopback is allowed
     redis: str = field(default="", repr=False)
     cluster: str = "default"
     cluster_secret: str = field(default="", repr=False)
@@ -137,7 +140,7 @@ def gateway(spec: ClusterSpec, router: str) -> Process | None:
         router=router,
         host=spec.host,
         port=spec.http,
-        **spec.settings.get("gateway", {}),  # type: ignore[arg-type]
+        **{**_security(spec, "gateway"), **spec.settings.get("gateway", {})},  # type: ignore[arg-type]
     )
     return Process(name="gateway", module="pdserve.gateway", config=config, env=(("OMP_NUM_THREADS", "1"),))
 
@@ -152,14 +155,18 @@ def router_config(spec: ClusterSpec, workers: Sequence[str]) -> RouterConfig:
         redis=spec.redis,
         cluster=spec.cluster,
         cluster_secret=spec.cluster_secret,
-        **spec.settings.get("router", {}),  # type: ignore[arg-type]
+        **{**_security(spec, "router"), **spec.settings.get("router", {})},  # type: ignore[arg-type]
     )
 
 
 def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
     """The role and the settings of worker `index`; prefill workers come first."""
     worker_id, role = _workers(spec)[index]
-    given = {**spec.settings.get("worker", {}), **spec.settings.get(MODULES[role], {})}
+    given: dict[str, Value] = {
+        **_security(spec, worker_id),
+        **spec.settings.get("worker", {}),
+        **spec.settings.get(MODULES[role], {}),
+    }
     given.setdefault("threads", max(1, spec.cores // (spec.prefill + spec.decode)))
     if given.get("metrics_port"):
         given["metrics_port"] = int(str(given["metrics_port"])) + index  # workers on one host need different ports
@@ -179,6 +186,11 @@ def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
         **given,  # type: ignore[arg-type]
     )
     return role, config
+
+
+def _security(spec: ClusterSpec, name: str) -> dict[str, Value]:
+    """The settings of a process that the tables may override."""
+    return {"insecure": spec.insecure, **({} if spec.tls is None else spec.tls.of(name))}
 
 
 def _workers(spec: ClusterSpec) -> list[tuple[str, Role]]:

@@ -14,8 +14,10 @@ import re
 from typing import Any, Final, final
 
 from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
+from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.crew import Crew, Member, member
 from pdserve.launch.local import GATEWAY, ask_first, start_gateway, with_ports
+from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
 from pdserve.launch.report import LauncherReport, memory_of
 from pdserve.launch.spec import ClusterSpec, router, worker_config
@@ -35,6 +37,7 @@ class RayCluster:
         self._report = report
         self._crew = Crew(report)
         spec, self._redis = with_ports(spec, are_workers_here=not address)
+        spec, self._certificates = make_certificates(spec)
         self.spec = dataclasses.replace(spec, worker_ports=())
         self._driver = Member(
             name=DRIVER,
@@ -73,6 +76,8 @@ class RayCluster:
         await self._crew.stop(["router"], is_graceful=is_graceful)
         await self._crew.stop([DRIVER], is_graceful=is_graceful)
         await self._crew.stop_redis()
+        if self._certificates is not None:
+            self._certificates.remove()
 
     def _on_line(self, line: str) -> None:
         """The driver reports events as `@NAME TEXT`; all other lines come from Ray."""
@@ -109,4 +114,6 @@ def spec_from_json(text: str, cluster_secret: str, redis: str) -> ClusterSpec:
     fields = json.loads(text)
     for name in ("gpus", "worker_ports"):
         fields[name] = tuple(fields[name])
+    if fields["tls"] is not None:
+        fields["tls"] = ClusterTls(**fields["tls"])
     return ClusterSpec(cluster_secret=cluster_secret, redis=redis, **fields)

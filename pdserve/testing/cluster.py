@@ -13,6 +13,7 @@ from pdserve.config import RouterConfig, WorkerConfig
 from pdserve.core.errors import ConfigError, InternalError, NotFound
 from pdserve.core.types import Role
 from pdserve.engine import toy
+from pdserve.launch.local import tls_to
 from pdserve.launch.readiness import first_answer
 from pdserve.listening import ignore_poller_races
 from pdserve.program import Host
@@ -83,7 +84,7 @@ class Cluster:
             self._hosts["router"] = host = import_module("router.program").RouterHost(config, on_fatal=_ignore)
             self.address = host.start()
             with ThreadPoolExecutor(1) as thread:  # this thread may run an event loop
-                thread.submit(asyncio.run, self._ready(config.token or None, len(addresses))).result()
+                thread.submit(asyncio.run, self._ready(config, len(addresses))).result()
         except BaseException:
             self.stop()
             raise
@@ -111,9 +112,16 @@ class Cluster:
         await asyncio.to_thread(self.stop)
         asyncio.get_running_loop().set_exception_handler(self._handler)
 
-    async def _ready(self, token: str | None, num_workers: int) -> None:
+    async def _ready(self, config: RouterConfig, num_workers: int) -> None:
         asyncio.get_running_loop().set_exception_handler(ignore_poller_races)
-        await first_answer(self.address, token=token, workers=num_workers, timeout_s=START_S)
+        await first_answer(
+            self.address,
+            token=config.token or None,
+            workers=num_workers,
+            timeout_s=START_S,
+            tls=tls_to(config),
+            insecure=config.insecure,
+        )
 
     def _start_worker(self, name: str) -> str:
         role, settings = self._workers[name]

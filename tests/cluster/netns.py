@@ -34,7 +34,7 @@ class NetCluster:
 
     def _worker(self, name: str, flags: Sequence[str]) -> subprocess.Popen[bytes]:
         module = "prefill_worker" if name.startswith("p") else "decode_worker"
-        where = ["--host", self.network.addresses[name], "--port", str(PORT)]
+        where = ["--host", self.network.addresses[name], "--port", str(PORT), "--insecure"]
         command = [sys.executable, "-m", module, "--model", "toy", "--worker-id", name, *where, *flags]
         return subprocess.Popen(["ip", "netns", "exec", self.network.namespaces[name], *command], env=_environment())
 

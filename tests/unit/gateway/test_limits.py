@@ -270,9 +270,12 @@ def test_the_token_is_checked_before_the_body_is_read(raw: Connect) -> None:
 
 
 def test_a_host_that_others_reach_needs_a_router_with_a_token(toy: Served, raw: Connect) -> None:
-    with pytest.raises(ConfigError, match="anyone could call this port"), gateway(toy.router, host="0.0.0.0"):
+    with (
+        pytest.raises(ConfigError, match="anyone could call this port"),
+        gateway(toy.router, host="0.0.0.0", insecure=True),
+    ):
         pass
-    with serve(token="right", host="0.0.0.0") as served:
+    with serve(token="right", host="0.0.0.0", insecure=True) as served:
         port = served.address.rpartition(":")[2]
         assert status_of(exchange(raw(f"127.0.0.1:{port}"), post())) == 401
         assert status_of(exchange(raw(f"127.0.0.1:{port}"), post(authorization="Bearer right"))) == 200

@@ -56,7 +56,7 @@ def test_requests_that_are_not_http_write_no_lines(toy: Served, raw: Connect) ->
     ("flags", "message"),
     [
         (["--router=127.0.0.1:1", "--idle-s=0"], "idle_s: got 0.0, expected a number from 0.1"),
-        (["--router=127.0.0.1:1", "--host=192.0.2.7"], "no server answers"),
+        (["--router=127.0.0.1:1", "--host=192.0.2.7", "--insecure"], "no server answers"),
     ],
 )
 def test_a_wrong_setting_ends_the_start(flags: list[str], message: str) -> None:

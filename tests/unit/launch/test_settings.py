@@ -77,7 +77,7 @@ def test_ranks_on_other_hosts_need_a_cluster_secret_that_they_can_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PDSERVE_CLUSTER_SECRET", raising=False)
-    remote = {"tensor_parallel": 2, "local_ranks": 1, "rendezvous": "10.0.0.1:7000"}
+    remote = {"tensor_parallel": 2, "local_ranks": 1, "rendezvous": "10.0.0.1:7000", "insecure": True}
     with pytest.raises(ConfigError, match="cluster_secret: got nothing, expected one in PDSERVE_CLUSTER_SECRET, here"):
         read({"worker": remote}, folder=tmp_path)
     monkeypatch.setenv("PDSERVE_CLUSTER_SECRET", "one that both hosts know")

@@ -106,7 +106,7 @@ def test_each_rank_has_a_gpu() -> None:
 
 
 def test_ranks_on_other_hosts_take_no_gpu_here_and_a_port_for_each_worker() -> None:
-    remote = {"tensor_parallel": 4, "local_ranks": 2, "rendezvous": "10.0.0.1:7000"}
+    remote = {"tensor_parallel": 4, "local_ranks": 2, "rendezvous": "10.0.0.1:7000", "insecure": True}
     one = spec(prefill=1, decode=2, gpus=tuple("012345"), worker_ports=(1, 2, 3), settings={"decode_worker": remote})
     *workers, router = processes(one)
     assert [dict(each.env)["CUDA_VISIBLE_DEVICES"] for each in workers] == ["0", "1,2", "3,4"]
@@ -124,7 +124,7 @@ def test_ranks_on_other_hosts_take_no_gpu_here_and_a_port_for_each_worker() -> N
 
 @pytest.mark.parametrize(("ranks", "here", "others"), [(8, 4, [4]), (8, 2, [2, 2, 2]), (8, 3, [3, 2]), (4, 0, [])])
 def test_ranks_on_further_nodes_are_at_most_as_many_as_on_the_first(ranks: int, here: int, others: list[int]) -> None:
-    remote = {"local_ranks": here, "rendezvous": "ray:7000"} if here else {}
+    remote = {"local_ranks": here, "rendezvous": "ray:7000", "insecure": True} if here else {}
     config = worker_config(spec(settings={"worker": {"tensor_parallel": ranks, **remote}}), 0)[1]
     assert remote_ranks(config) == others
     assert [ray_resources(config, has_gpus=True, ranks=count)["GPU"] for count in others] == others
