@@ -6,7 +6,6 @@ Whoever can write the file can add a key, so it must belong to this user or to r
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import stat
@@ -60,10 +59,13 @@ def read_bytes(path: str | Path) -> tuple[bytes, Version]:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """One writer at a time. Locks the folder, because the file itself is replaced."""
+    import fcntl  # here, because a client's system may lack it
+
+    parent = path.resolve().parent
     try:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise _unreadable(path.parent, error) from None
+        raise _unreadable(parent, error) from None
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield

@@ -214,11 +214,23 @@ def cli_page() -> str:
         ),
     ]
     for name, parser in of_command.items():
-        lines += ["", f"## pdserve {name}", f"{sentence(loaded[name].HELP)}", ""]
-        lines += table(("argument", "meaning"), (flag_row(parser, action) for action in actions(parser)))
+        lines += ["", f"## pdserve {name}", f"{sentence(loaded[name].HELP)}"]
+        lines += arguments(parser)
         if parser.epilog:
             lines += ["", parser.epilog]
     return page("Commands", "pdserve/cli/main.py", *lines)
+
+
+def arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """A table of the arguments, or a section for each action of the command."""
+    nested = [action for action in actions(parser) if isinstance(action, argparse._SubParsersAction)]
+    if not nested:
+        yield ""
+        yield from table(("argument", "meaning"), (flag_row(parser, action) for action in actions(parser)))
+    for choice in (choice for action in nested for choice in action._choices_actions):
+        one = nested[0].choices[choice.dest]
+        yield from ("", f"### {one.prog}", sentence(choice.help))
+        yield from arguments(one)
 
 
 def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:

@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "replay": "router.replay_command",
     "simulate": "simulator.commands.simulate",
     "plan": "simulator.commands.plan",
+    "keys": "pdserve.cli.keys",
     "rank": "pdserve.cli.rank",
     "doctor": "pdserve.cli.doctor",
 }
