@@ -20,7 +20,7 @@ from pdserve.core.key_file import MAX_FILE_BYTES, read
 NEW_FILE_MODE: Final = 0o600
 
 
-class Version(NamedTuple):
+class FileVersion(NamedTuple):
     """Differs between two contents of a file."""
 
     device: int
@@ -30,7 +30,7 @@ class Version(NamedTuple):
     changed_ns: int
 
 
-def version_of(path: str | Path) -> Version | None:
+def version_of(path: str | Path) -> FileVersion | None:
     """None if there is no such file."""
     try:
         return _version(os.stat(path))
@@ -38,7 +38,7 @@ def version_of(path: str | Path) -> Version | None:
         return None
 
 
-def read_bytes(path: str | Path) -> tuple[bytes, Version]:
+def read_bytes(path: str | Path) -> tuple[bytes, FileVersion]:
     """Raises ConfigError if the file cannot be read, is too large, or can be written by other users."""
     try:
         # O_NONBLOCK, because opening a named pipe would otherwise wait for a writer.
@@ -110,8 +110,8 @@ def _check(path: str | Path, facts: os.stat_result) -> None:
         raise ConfigError("key_file", f"{facts.st_size} bytes", f"at most {MAX_FILE_BYTES} bytes")
 
 
-def _version(facts: os.stat_result) -> Version:
-    return Version(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+def _version(facts: os.stat_result) -> FileVersion:
+    return FileVersion(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
 
 
 def _unreadable(path: str | Path, error: OSError) -> ConfigError:

@@ -8,7 +8,7 @@ from typing import Final, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.key_file import KeyFile, parse
-from pdserve.key_file_access import Version, read_bytes, version_of
+from pdserve.key_file_access import FileVersion, read_bytes, version_of
 from router.quotas import Quotas
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class Tenants:
         self._path = path
         self.quotas = Quotas()
         self.file: KeyFile | None = None
-        self._tried: Version | None = None  # of the last file that was read, even if it was wrong
+        self._tried: FileVersion | None = None  # of the last file that was read, even if it was wrong
         if path:
             self.file, self._tried = _read(path)
 
@@ -48,6 +48,6 @@ class Tenants:
         log.info("the key file was read", extra={"tenants": len(file.tenants), "keys": len(file.keys)})
 
 
-def _read(path: str) -> tuple[KeyFile, Version]:
+def _read(path: str) -> tuple[KeyFile, FileVersion]:
     data, version = read_bytes(path)
     return parse(data), version

@@ -111,7 +111,8 @@ class Gateway:
         return await _send(send, 200, replies.model(model.name, model.max_context_tokens, self._created_s))
 
     async def _metrics_text(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
-        await self._admitted(given)
+        caller = await self._admitted(given)
+        await caller.client.topology()  # raises PermissionDenied for the key of a tenant
         text = self._metrics.text().encode()
         start = [(b"content-type", METRICS_TYPE), (b"content-length", str(len(text)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": start})

@@ -2,6 +2,10 @@
 
 A token that the router accepts is remembered for some seconds, together with the model that the router serves. Each
 call carries its caller's token, so a token that is withdrawn works no longer than that, and only up to the router.
+
+A rejected token is remembered too, for a second, so that a caller that repeats it costs the router nothing. A flood of
+unknown tokens is limited to MAX_CHECKS at a time. Tokens that were accepted before are checked beside that limit, so
+their callers do not wait for the flood.
 """
 
 from __future__ import annotations
@@ -12,16 +16,20 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, TypeVar, final
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Model
 from pdserve.core.errors import Overloaded, Unauthenticated
 
 REMEMBER_S: Final = 10.0
+REMEMBER_REJECTED_S: Final = 1.0
 MAX_CALLERS: Final = 1024
-MAX_CHECKS: Final = 64  # tokens that the router is asked about at a time
+MAX_REJECTED: Final = 1024
+MAX_CHECKS: Final = 64  # unknown tokens that the router is asked about at a time
 RETRY_S: Final = 0.1
+
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,8 @@ class Door:
         self._needs_token = needs_token
         self._clock = clock
         self._known: OrderedDict[bytes, tuple[Caller, float]] = OrderedDict()  # with its end, oldest first
+        self._rejected: OrderedDict[bytes, tuple[Unauthenticated, float]] = OrderedDict()  # the same
+        self._num_unknown = 0  # checks of tokens that are not in _known
         self._checks: dict[bytes, asyncio.Task[Caller]] = {}
 
     async def admit(self, token: str | None) -> Caller:
@@ -49,27 +59,40 @@ class Door:
         known = self._known.get(key)
         if known is not None and self._clock() < known[1]:
             return known[0]
+        rejected = self._rejected.get(key)
+        if rejected is not None and self._clock() < rejected[1]:
+            raise Unauthenticated(rejected[0].message)
         check = self._checks.get(key)
         if check is None:
-            if len(self._checks) >= MAX_CHECKS:
+            if known is None and self._num_unknown >= MAX_CHECKS:
                 raise Overloaded(f"{MAX_CHECKS} tokens are being checked", RETRY_S)
-            check = self._checks[key] = asyncio.create_task(self._check(key, token))
+            self._num_unknown += known is None
+            check = self._checks[key] = asyncio.create_task(self._check(key, token, is_unknown=known is None))
             check.add_done_callback(_note_error)
         return await asyncio.shield(check)
 
     # ------------------------------------------------------------------------------------------------------------
 
-    async def _check(self, key: bytes, token: str | None) -> Caller:
+    async def _check(self, key: bytes, token: str | None, *, is_unknown: bool) -> Caller:
         try:
             client = self._client.with_token(token)
             caller = Caller(client, await client.model())
+        except Unauthenticated as error:
+            self._known.pop(key, None)
+            _remember(self._rejected, key, (error, self._clock() + REMEMBER_REJECTED_S), MAX_REJECTED)
+            raise
         finally:
             del self._checks[key]
-        self._known.pop(key, None)
-        self._known[key] = (caller, self._clock() + REMEMBER_S)
-        if len(self._known) > MAX_CALLERS:
-            self._known.popitem(last=False)
+            self._num_unknown -= is_unknown
+        _remember(self._known, key, (caller, self._clock() + REMEMBER_S), MAX_CALLERS)
         return caller
+
+
+def _remember(table: OrderedDict[bytes, Entry], key: bytes, entry: Entry, most: int) -> None:
+    table.pop(key, None)
+    table[key] = entry
+    if len(table) > most:
+        table.popitem(last=False)
 
 
 def _note_error(check: asyncio.Task[Caller]) -> None:
