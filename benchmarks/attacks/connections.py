@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from typing import Final
 
-from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget, is_closed
 from pdserve.config import RouterConfig
 from pdserve.telemetry import metric_names
 from pdserve.wire.port_options import HANDSHAKE_S
@@ -34,11 +34,11 @@ def attack(target: AttackTarget) -> AttackResult:
         for one in made:
             one.setblocking(False)
         time.sleep(2.0)
-        num_accepted = sum(not _is_closed(one) for one in made)
+        num_accepted = sum(not is_closed(one) for one in made)
         shown = target.metric("router", metric_names.CONNECTIONS.name)
-        while any(not _is_closed(one) for one in made) and time.monotonic() < began_s + HANDSHAKE_S + LATE_S:
+        while any(not is_closed(one) for one in made) and time.monotonic() < began_s + HANDSHAKE_S + LATE_S:
             time.sleep(0.1)
-        half_open, idle = (sum(not _is_closed(one) for one in part) for part in (made[:NUM_EACH], made[NUM_EACH:]))
+        half_open, idle = (sum(not is_closed(one) for one in part) for part in (made[:NUM_EACH], made[NUM_EACH:]))
     took_s = time.monotonic() - began_s
     complaints = []
     if num_accepted > LIMIT:
@@ -55,17 +55,6 @@ def attack(target: AttackTarget) -> AttackResult:
         note=f"{num_accepted} were open at a time (the router counted {shown:.0f}); all had ended after {took_s:.1f} s",
         complaints=tuple(complaints),
     )
-
-
-def _is_closed(one: socket.socket) -> bool:
-    try:
-        while one.recv(4096):
-            pass
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 ROW = AttackRow(number=8, name="idle and half-open connections", attack=attack)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget
+from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget, is_closed
 from pdserve.config import GatewayConfig
 
 LIMITS: Final = GatewayConfig(router="127.0.0.1:1")
@@ -104,7 +104,7 @@ def _slow_heads(address: tuple[str, int], token: str) -> tuple[int, int]:
             for one in list(left):
                 with contextlib.suppress(OSError):
                     one.send(b"G")
-                if _is_closed(one):
+                if is_closed(one):
                     left.discard(one)
             time.sleep(0.2)
         return NUM_SLOW, NUM_SLOW - len(left)
@@ -121,7 +121,7 @@ def _idle_connections(address: tuple[str, int], token: str) -> tuple[int, int]:
         ends_s = time.monotonic() + LIMITS.header_s + LATE_S
         left = set(opened)
         while left and time.monotonic() < ends_s:
-            left = {one for one in left if not _is_closed(one)}
+            left = {one for one in left if not is_closed(one)}
             time.sleep(0.2)
         return NUM_IDLE, NUM_IDLE - len(left)
 
@@ -191,17 +191,6 @@ class _Honest:
             self.took_s.append(time.monotonic() - began_s)
             if text != self._expected:
                 self.complaints.append("an honest HTTP answer was wrong")
-
-
-def _is_closed(one: socket.socket) -> bool:
-    try:
-        while one.recv(4096):
-            pass
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 ROW = AttackRow(number=12, name="the HTTP port", attack=attack, needs="token")

@@ -15,6 +15,7 @@ The benchmark itself sends legitimate requests meanwhile and compares each answe
 
 from __future__ import annotations
 
+import socket
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -82,3 +83,15 @@ class AttackRow:
     attack: Callable[[AttackTarget], AttackResult]
     needs: str = ""  # "token" where the attacker is a caller with a token
     is_slow: bool = False  # left out unless named by --only
+
+
+def is_closed(one: socket.socket) -> bool:
+    """Whether the other side has closed the non-blocking socket. What it still sent is dropped."""
+    try:
+        while one.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
