@@ -40,7 +40,9 @@ SECRET_HELP: Final = "cluster secret, with which routers and workers authenticat
 class WorkerConfig(TlsSettings):
     """One prefill or decode worker process."""
 
-    model: str = setting("folder of a Hugging Face checkpoint, or toy for a test model without weights")
+    model: str = setting(
+        "folder of a Hugging Face checkpoint, name on its Hub, or toy for a test model without weights"
+    )
     worker_id: str = setting("name of this worker, unique in the cluster", is_name=True)
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("gRPC port; 0 picks a free one", 0, within=PORTS)
@@ -192,7 +194,7 @@ class WorkerConfig(TlsSettings):
 class RouterConfig(CallerTlsSettings):
     """One router process."""
 
-    model: str = setting("model folder of the workers (for its tokenizer), or toy")
+    model: str = setting("model of the workers (for its tokenizer)")
     router_id: str = setting("name of this router", "router-0", is_name=True)
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("gRPC port; 0 picks a free one", 50051, within=PORTS)

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig, forget_secrets
@@ -16,6 +17,7 @@ from pdserve.config_flags import Config, parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import missing
 from pdserve.core.hosts import is_loopback_host
+from pdserve.model_source import find_model
 from pdserve.telemetry.logs import log_to_stderr
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv
         forget_secrets()
         if config.insecure and not config.tls_cert and not is_loopback_host(config.host):
             log.warning("plain text is served beyond loopback", extra={"host": config.host})
+        if not isinstance(config, GatewayConfig):
+            config = replace(config, model=find_model(config.model))
         host = make_host(config)
         address = host.start()
     except PdserveError as error:

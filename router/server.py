@@ -22,6 +22,7 @@ from pdserve.core.hosts import join
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.types import Role, Slo
 from pdserve.listening import bind_error
+from pdserve.model_source import TOY_MODELS, model_name
 from pdserve.prefix.index import PrefixIndex
 from pdserve.prefix.lookup import MemoryLookup, PrefixLookup
 from pdserve.telemetry import metric_names, names
@@ -29,7 +30,7 @@ from pdserve.telemetry.interceptors import TracingServerInterceptor
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import make_tracing
 from pdserve.text.chat import ChatTemplate, load_chat_template
-from pdserve.text.tokenizer import TOYS, load_tokenizer
+from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from pdserve.wire import status
@@ -121,7 +122,7 @@ class RouterServer:
             self._hello,
             self._runtime.hand,
             identity=Identity.of(secret, "router", config.router_id, self._incarnation),
-            model_name=_model_name(config.model),
+            model_name=model_name(config.model),
             index=self._index,
             silence_s=max(HANG_UP * config.worker_silence_s, 1.0),
             on_change=self._workers_changed,
@@ -323,17 +324,12 @@ class RouterServer:
             self._on_crash(error)
 
 
-def _model_name(model: str) -> str:
-    """The engine's name of the model: the last part of the folder."""
-    return model if model in TOYS else Path(model).resolve().name
-
-
 def _folder(model: str) -> Path | None:
-    return None if model in TOYS else Path(model)
+    return None if model in TOY_MODELS else Path(model)
 
 
 def _chat_template(model: str) -> ChatTemplate | None:
-    return None if model in TOYS else load_chat_template(Path(model))
+    return None if model in TOY_MODELS else load_chat_template(Path(model))
 
 
 def _server_options(config: RouterConfig) -> list[tuple[str, int]]:

@@ -18,7 +18,7 @@ from pdserve.core.check_result import CheckResult, Level
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import EXTRAS, advice, missing
 from pdserve.image_check import compiler_is_there, cupy_is_there
-from pdserve.text.tokenizer import TOYS
+from pdserve.model_source import TOY_MODELS, find_model, model_name
 
 HELP = "check whether this host can run a cluster"
 _MARKS: Final[dict[Level, str]] = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
@@ -27,7 +27,7 @@ _FILES_WANTED: Final = 1024
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", help="model folder to check, or toy; the bundled model when absent")
+    parser.add_argument("--model", metavar="MODEL", help="model to check, as for up; the bundled model when absent")
     parser.add_argument("--skip-pairs", action="store_true", help="do not measure KV transfers between two processes")
     parser.add_argument("--port", type=int, default=50051, help="port to check (50051)")
 
@@ -94,7 +94,7 @@ def _packages(model: str | None) -> Iterator[CheckResult]:
         try:
             yield CheckResult("ok", name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            is_needed = model not in TOYS or name not in _NOT_FOR_TOYS
+            is_needed = model not in TOY_MODELS or name not in _NOT_FOR_TOYS
             yield CheckResult(level if is_needed else "warn", name, "not installed", text)
 
 
@@ -139,7 +139,7 @@ def _redis() -> Iterator[CheckResult]:
 
 def _torch(model: str | None) -> Iterator[CheckResult]:
     if importlib.util.find_spec("torch") is None:
-        level: Level = "warn" if model in TOYS else "fail"
+        level: Level = "warn" if model in TOY_MODELS else "fail"
         yield CheckResult(level, "torch", "not installed", f"{advice('server')}; without it only --model toy runs")
         return
     try:
@@ -178,20 +178,17 @@ def _model(asked: str | None) -> Iterator[CheckResult]:
     from pdserve.launch.settings import bundled_model
     from pdserve.text.tokenizer import load_tokenizer
 
-    if asked in TOYS:
+    if asked in TOY_MODELS:
         yield CheckResult("ok", "model", f"{asked}: made up, without weights or tokenizer")
         return
     try:
-        folder = Path(asked) if asked else bundled_model()
-        if not folder.is_dir():
-            yield CheckResult(
-                "fail", "model", f"{folder} is no folder", "give a checkpoint's folder or toy with --model"
-            )
-            return
+        folder = Path(find_model(asked)) if asked else bundled_model()
         read_config(folder)
         checkpoint = open_checkpoint(folder)
         size = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-        yield CheckResult("ok", "model", f"{folder.name}: {len(checkpoint.tensors)} tensors, {size / 2**20:.0f} MiB")
+        yield CheckResult(
+            "ok", "model", f"{model_name(str(folder))}: {len(checkpoint.tensors)} tensors, {size / 2**20:.0f} MiB"
+        )
         tokenizer = load_tokenizer(str(folder))
         text = "def f(x):\n    return x"
         ids = tokenizer.encode(text, has_special_tokens=False)

@@ -11,6 +11,7 @@ from typing import Final
 
 from pdserve.config import SECRET_ENV, from_env
 from pdserve.core.errors import ConfigError
+from pdserve.model_source import find_model
 
 HELP = "start ranks on this host that join a worker on another host"
 PROGRAM: Final = "kvtransfer.joining_follower"
@@ -27,7 +28,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--count", type=int, default=1, help="number of ranks to start; each takes its own GPU if there are GPUs (1)")
     add("--host", metavar="ADDRESS", help="address of this host that other hosts reach (the one used to reach HOST)")
     add("--advertise", metavar="HOST", help="host name or address that others use instead of --host")
-    add("--model", metavar="DIR", help="model folder on this host (the same path as on the worker's host)")
+    add(
+        "--model",
+        metavar="MODEL",
+        help="model folder on this host, or name on the Hub (the same path as on the worker's host)",
+    )
     add("--wait-s", type=float, default=120.0, help="time to wait until the worker listens, in seconds (120)")
 
 
@@ -41,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "cluster_secret", "nothing", f"the cluster's secret in {SECRET_ENV}, or its file's name there"
         )
+    if args.model:
+        args.model = find_model(args.model)
     while True:
         statuses = _run_once(args)
         if any(status not in (0, LOST) for status in statuses):

@@ -25,8 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         default=keep,
-        metavar="DIR",
-        help="folder of a Hugging Face checkpoint, or toy; the bundled model when absent",
+        metavar="MODEL",
+        help="folder of a Hugging Face checkpoint, name on its Hub (org/name), or toy; the bundled model when absent",
     )
     add("--prefill", type=int, default=keep, metavar="N", help="number of prefill workers (1)")
     add("--decode", type=int, default=keep, metavar="M", help="number of decode workers (1)")

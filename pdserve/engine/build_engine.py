@@ -49,6 +49,7 @@ from pdserve.engine.sharding import WHOLE, Shard, rank_config
 from pdserve.engine.torch_engine import TorchEngine
 from pdserve.engine.warm_rows import warm_rows
 from pdserve.engine.weights import LoadProgress, load_weights
+from pdserve.model_source import model_name
 
 if TYPE_CHECKING:
     from pdserve.engine.ranks import Ranks
@@ -306,7 +307,7 @@ def make_spec(
             f"at most {model.max_context_tokens}, the model's own limit",
         )
     return EngineSpec(
-        model=Path(config.model).resolve().name,
+        model=model_name(config.model),
         weights_hash=weights_hash,
         dtype=config.dtype if config.dtype in ("int8", "fp8") else str(dtype).removeprefix("torch."),
         layout=shape.layout,

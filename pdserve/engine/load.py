@@ -9,8 +9,8 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.toy import CELL_BYTES, MARKS, ToyEngine
+from pdserve.model_source import TOY_MODELS
 
-TOY_MODELS: Final = ("toy", "toy-marked")
 TOY_CONTEXT_TOKENS: Final = 8192
 TOY_MAX_BLOCKS: Final = 8192  # size of its pool, independent of the available memory
 

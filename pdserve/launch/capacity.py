@@ -10,11 +10,12 @@ from typing import Final
 from pdserve.config import WorkerConfig
 from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.host_limits import free_bytes, usable_cores
-from pdserve.engine.load import TOY_MODELS, toy_blocks
+from pdserve.engine.load import toy_blocks
 from pdserve.engine.memory_plan import PoolUnit, host_blocks
 from pdserve.engine.safetensors_file import Checkpoint, open_checkpoint
 from pdserve.engine.toy import CELL_BYTES
 from pdserve.launch.spec import ClusterSpec, worker_config
+from pdserve.model_source import TOY_MODELS
 
 _TOY_PROCESS_BYTES: Final = 60 * 2**20  # resident memory of interpreter and libraries after a start
 _PROCESS_BYTES: Final = 300 * 2**20

@@ -38,6 +38,7 @@ from pdserve.launch.spec import (
     worker_config,
 )
 from pdserve.launch.with_ray import spec_from_json
+from pdserve.model_source import find_model
 from pdserve.owned_folder import OwnedFolder
 
 if __name__ == "__main__":  # before the import of ray, which reads its environment at import
@@ -77,6 +78,7 @@ class WorkerActor:
             if config.rendezvous:  # the node was not known before
                 rendezvous = f"{here}:{config.rendezvous.rpartition(':')[2]}"
                 config = dataclasses.replace(config, host=here, rendezvous=rendezvous)
+            config = dataclasses.replace(config, model=find_model(config.model))
             self._host = importlib.import_module(f"{module}.program").make_host(config)
             self._address = self._host.start()
         except PdserveError as error:  # reported by health(), because Ray would wrap it in its own traceback

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final, Protocol
 
 from pdserve.core.errors import ConfigError
@@ -20,6 +19,7 @@ from pdserve.launch.report import LauncherReport
 from pdserve.launch.settings import Asked
 from pdserve.launch.spec import ClusterSpec, gateway
 from pdserve.launch.with_ray import RayCluster
+from pdserve.model_source import model_name
 from pdserve.owned_folder import sweep
 
 INTERRUPTED: Final = 130
@@ -76,7 +76,7 @@ def ready_line(spec: ClusterSpec, address: str, missing: Sequence[str]) -> str:
     ca = "" if spec.tls is None else f", ca {spec.tls.ca}"
     return (
         f"pdserve ready: grpc {address} {http}({spec.prefill} prefill, {spec.decode} decode, "
-        f"redis {place(spec.redis) or 'none'}, model {Path(spec.model).name}{ca}){degraded}"
+        f"redis {place(spec.redis) or 'none'}, model {model_name(spec.model)}{ca}){degraded}"
     )
 
 

@@ -27,10 +27,10 @@ from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top
 from pdserve.launch.make_tls import of_operator
 from pdserve.launch.spec import ClusterSpec, Process, gateway, processes
+from pdserve.model_source import TOY_MODELS, find_model, is_on_hub
 
 FAULTS: Final = "kvtransfer.faults"  # loaded by name, because pdserve imports no package above it
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load", "otlp")
-_TOY_MODELS: Final = ("toy", "toy-marked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,20 +161,18 @@ def _check_writable(name: str, file: Path) -> None:
 def _model(asked: str | None, *, is_here: bool) -> str:
     """Absolute, because actors have another working directory.
 
-    Raises ModelError if the folder has no readable config or tokenizer. Checked here, because the router needs them
-    only after the workers have loaded their weights.
+    Raises ModelError if the model is not found, or its config or tokenizer cannot be read. Checked here, because the
+    router needs them only after the workers have loaded their weights.
     """
     if asked is None:
         return str(bundled_model())
-    if asked in _TOY_MODELS:
-        return asked
-    folder = Path(asked).expanduser().absolute()
-    if is_here and not folder.is_dir():
-        raise ConfigError("model", asked, "a folder of a Hugging Face checkpoint, or toy")
-    if is_here:
-        read_config(folder)
-        _check_texts(folder)
-    return str(folder)
+    if not is_here:  # each host of the Ray cluster finds it
+        return asked if asked in TOY_MODELS or is_on_hub(asked) else str(Path(asked).expanduser().absolute())
+    model = find_model(asked)
+    if model not in TOY_MODELS:
+        read_config(Path(model))
+        _check_texts(Path(model))
+    return model
 
 
 def _check_texts(folder: Path) -> None:

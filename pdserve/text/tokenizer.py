@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.model_source import TOY_MODELS
 from pdserve.text.detokenize import (
     ByteDetokenizer,
     Detokenizer,
@@ -20,7 +21,6 @@ from pdserve.text.detokenize import (
 )
 from pdserve.text.text_bounds import TextBounds, text_bounds
 
-TOYS: Final = ("toy", "toy-marked")  # models of pdserve.engine.toy
 MAX_WHOLE_CHARS: Final = 1_000_000  # limit of a text whose tail is needed but cannot be cut: tokenizing it takes 0.2 GB
 TOY_EOS: Final = 256
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
 
 def load_tokenizer(model: str) -> Tokenizer:
     """Raises ModelError if the folder has no supported tokenizer.json."""
-    return ToyTokenizer() if model in TOYS else HuggingFaceTokenizer(Path(model))
+    return ToyTokenizer() if model in TOY_MODELS else HuggingFaceTokenizer(Path(model))
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:

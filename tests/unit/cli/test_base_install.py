@@ -21,6 +21,7 @@ BASE = ("grpcio", "protobuf", "googleapis-common-protos", "typing-extensions")
 HINT = "run pip install -c constraints.txt '.[server]' in the folder of the checkout"
 #: Modules of a distribution whose name says another one.
 MODULES = {
+    "huggingface-hub": "huggingface_hub",
     "grpcio-health-checking": "grpc_health",
     "grpcio-reflection": "grpc_reflection",
     "prometheus-client": "prometheus_client",
