@@ -101,3 +101,14 @@ def _sibling_seed(seed: int, index: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+async def is_shared(first: Answer) -> None:
+    """Waits until the other answers can find the prompt's KV: the decode worker has sampled from it, or the request has
+    ended.
+
+    The first token may come from a prefill worker before the KV has arrived.
+    """
+    while first.num_tokens < 2 and not first.is_over:
+        first.changed.clear()
+        await first.changed.wait()

@@ -29,7 +29,7 @@ from router.answer import MAX_PENDING_TOKENS, Answer
 from router.auth import current_tenant
 from router.events import RequestArrived
 from router.fair_queue import client_of
-from router.group import Group
+from router.group import Group, is_shared
 from router.measure import Measure, RequestFacts
 from router.model import ModelFacts
 from router.quotas import CallClaim, Quotas
@@ -202,7 +202,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 )
                 begun.append(request_id)
                 if index == 0 and prepared.block_hashes:
-                    await _is_shared(answer)
+                    await is_shared(answer)
                     cached = self._shared_blocks(begun[0], len(prepared.block_hashes)) or cached
                 if group.error is not None:
                     raise group.error
@@ -335,14 +335,3 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 raise Cancelled(f"the reader took nothing for {self._write_s:g} s") from None
             if answer.is_over and not answer.changed.is_set():
                 return
-
-
-async def _is_shared(first: Answer) -> None:
-    """Waits until the other answers can find the prompt's KV: the decode worker has sampled from it, or the request has
-    ended.
-
-    The first token may come from a prefill worker before the KV has arrived.
-    """
-    while first.num_tokens < 2 and not first.is_over:
-        first.changed.clear()
-        await first.changed.wait()

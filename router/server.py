@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -40,8 +39,8 @@ from pdserve.wire.tls_credentials import caller_port
 from router.admission import Admission, Limits
 from router.auth import AuthInterceptor
 from router.cluster import ClusterServicer
-from router.connections import num_connections
 from router.events import RouterClosing
+from router.gauges import Gauges
 from router.grammars import GrammarCheck
 from router.inference import InferenceServicer
 from router.measure import Measure
@@ -62,9 +61,7 @@ INFERENCE: Final = "pdserve.v1.InferenceService"
 CLUSTER: Final = "pdserve.v1.ClusterService"
 STOP_GRACE_S: Final = 1.0
 GRACE_MARGIN_S: Final = 30.0  # for the last messages of a request that ran for as long as it may
-MEASURE_EVERY_S: Final = 1.0
 HANG_UP: Final = 4.0  # multiple of the silence limit; after two, a worker's requests have moved
-DROPPED: Final = ("late", "illegal")  # of RouterState.counters
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -139,7 +136,6 @@ class RouterServer:
         self._is_closing = False
         self._has_crashed = False
         self._farewell: asyncio.Task[None] | None = None  # referenced, because the loop does not keep it alive
-        self._counted: Counter[str] = Counter()
         self.address = ""
         self._port = 0
 
@@ -173,7 +169,8 @@ class RouterServer:
         self._spawn(self._tenants.watch(), "tenants")
         self._workers.dial(config.workers)
         self._spawn(self._follow_readiness(), "readiness")
-        self._spawn(self._measure_forever(), "measure")
+        gauges = Gauges(self._measure, self._runtime.state, self._workers, lambda: self._port)
+        self._spawn(gauges.run(), "gauges")
         log.info("router is up", extra={"router_id": config.router_id, "address": self.address})
         return self.address
 
@@ -290,22 +287,6 @@ class RouterServer:
             self._readiness.clear()
             is_ready = Role.DECODE in self._workers.roles.values()
             await self._health.set(INFERENCE, _SERVING if is_ready else _NOT_SERVING)
-
-    async def _measure_forever(self) -> None:
-        while self._metrics.is_on:
-            state = self._runtime.state
-            self._measure.population(state.num_queued, state.num_running)
-            for role in Role:
-                attached = sum(one is role for one in self._workers.roles.values())
-                self._metrics.set(metric_names.WORKERS, attached, role=role.value)
-            self._metrics.set(metric_names.CONNECTIONS, await asyncio.to_thread(num_connections, self._port))
-            for kind in DROPPED:
-                self._metrics.add(metric_names.DROPPED_MESSAGES, state.counters[kind] - self._counted[kind], kind=kind)
-                self._counted[kind] = state.counters[kind]
-            invalid = self._workers.num_invalid
-            self._metrics.add(metric_names.DROPPED_MESSAGES, invalid - self._counted["invalid"], kind="invalid")
-            self._counted["invalid"] = invalid
-            await asyncio.sleep(MEASURE_EVERY_S)
 
     def _spawn(self, work: Any, name: str) -> None:
         task = asyncio.create_task(work, name=name)
