@@ -244,6 +244,11 @@ class RouterConfig(CallerTlsSettings):
     key_file: str = setting(
         "file of tenants, their quotas and hashes of their keys; read again when it changes; none when empty", ""
     )
+    tenant_labels: int = setting(
+        "maximum number of tenants that metrics show by name; further ones share the label other",
+        100,
+        within=(0, 10_000),
+    )
     cluster_secret: str = setting(SECRET_HELP, "", env=SECRET_ENV)
     metrics_port: int = setting("port for Prometheus metrics; 0 serves none", 0, within=PORTS)
     otlp: str = setting("OTLP gRPC endpoint for traces (HOST:PORT); no traces when empty", "")

@@ -11,6 +11,7 @@ from pdserve.core.types import Role
 from pdserve.telemetry import metric_names
 from router.connections import num_connections
 from router.measure import Measure
+from router.quotas import Quotas
 from router.state import RouterState
 from router.workers import Workers
 
@@ -20,8 +21,10 @@ DROPPED: Final = ("late", "illegal")  # of RouterState.counters
 
 @final
 class Gauges:
-    def __init__(self, measure: Measure, state: RouterState, workers: Workers, port: Callable[[], int]) -> None:
-        self._measure, self._state, self._workers, self._port = measure, state, workers, port
+    def __init__(
+        self, measure: Measure, state: RouterState, workers: Workers, quotas: Quotas, port: Callable[[], int]
+    ) -> None:
+        self._measure, self._state, self._workers, self._quotas, self._port = measure, state, workers, quotas, port
         self._counted: Counter[str] = Counter()
 
     async def run(self) -> None:
@@ -32,6 +35,7 @@ class Gauges:
     async def _set(self) -> None:
         metrics, state = self._measure.metrics, self._state
         self._measure.population(state.num_queued, state.num_running)
+        self._measure.answers_running(self._quotas.all_running())
         for role in Role:
             attached = sum(one is role for one in self._workers.roles.values())
             metrics.set(metric_names.WORKERS, attached, role=role.value)

@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import grpc.aio
 
 from pdserve.core.attempt import Attempt, AttemptKey
-from pdserve.core.errors import Cancelled, InternalError, InvalidRequest, NoWorkers, PdserveError
+from pdserve.core.errors import Cancelled, InternalError, InvalidRequest, NoWorkers, PdserveError, QuotaExceeded
 from pdserve.core.held_bytes import HeldBytes
 from pdserve.prefix.lookup import PrefixLookup
 from pdserve.telemetry import names
@@ -140,11 +140,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     @contextmanager
     def _claim(self, *, least_tokens: int = 0) -> Iterator[CallClaim]:
         """The quotas of this call's tenant, taken before anything is spent on the call. Raises QuotaExceeded."""
-        claim = self._quotas.open(current_tenant(), time.monotonic(), least_tokens=least_tokens)
+        tenant = current_tenant()
         try:
-            yield claim
-        finally:
-            claim.close(time.monotonic())
+            claim = self._quotas.open(tenant, time.monotonic(), least_tokens=least_tokens)
+            try:
+                yield claim
+            finally:
+                claim.close(time.monotonic())
+        except QuotaExceeded as error:
+            self._measure.over_quota(tenant.name, error.quota)
+            raise
 
     async def _generate(
         self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan, claim: CallClaim
@@ -265,6 +270,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             slo=prepared.slo,
             operation=names.CHAT if prepared.is_chat else names.TEXT_COMPLETION,
             model=answer.model,
+            tenant=prepared.tenant,
             is_sibling=index > 0,
         )
         self._measure.arrived(facts, request_id, len(prepared.prompt_ids), sampling.max_tokens)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -16,6 +17,7 @@ from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.tracing import OpenSpan, Tracing
 from pdserve.v1 import worker_pb2
 from router.commands import EndCancelled, FailRequest, FinishRequest, Outcome
+from router.tenant_labels import TenantLabels
 
 LinkOf = Callable[[str, str], worker_pb2.KvLink | None]  # prefill worker, decode worker
 
@@ -28,14 +30,23 @@ class RequestFacts:
     slo: Slo
     operation: str  # names.CHAT or names.TEXT_COMPLETION
     model: str
+    tenant: str = ""
     is_sibling: bool = False  # a further answer to a prompt that was counted already
 
 
 @final
 class Measure:
-    def __init__(self, metrics: Metrics, tracing: Tracing, link_of: LinkOf = lambda prefill, decode: None) -> None:
-        """`link_of` returns the KV connection of two workers."""
+    def __init__(
+        self,
+        metrics: Metrics,
+        tracing: Tracing,
+        link_of: LinkOf = lambda prefill, decode: None,
+        tenant_labels: int = 0,
+    ) -> None:
+        """`link_of` returns the KV connection of two workers. `tenant_labels` tenants have metrics of their own."""
         self.metrics, self.tracing, self._link_of = metrics, tracing, link_of
+        self._labels = TenantLabels(tenant_labels)
+        self._running_labels: set[str] = set()
 
     def arrived(self, facts: RequestFacts, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         facts.span.set(names.REQUEST_ID, request_id)
@@ -45,6 +56,8 @@ class Measure:
         facts.span.set(names.RESPONSE_MODEL, facts.model)
         facts.span.set(names.INPUT_TOKENS, num_prompt_tokens)
         facts.span.set(names.REQUEST_MAX_TOKENS, max_tokens)
+        if facts.tenant:
+            facts.span.set(names.TENANT, facts.tenant)
         facts.span.set(names.SLO_TTFT_S, facts.slo.ttft_s)
         facts.span.set(names.SLO_TPOT_S, facts.slo.tpot_s)
 
@@ -68,8 +81,9 @@ class Measure:
         if attempt > 1:
             self.metrics.add(metric_names.REPLACEMENTS)
 
-    def emitted(self, num_tokens: int) -> None:
+    def emitted(self, facts: RequestFacts, num_tokens: int) -> None:
         self.metrics.add(metric_names.GENERATED_TOKENS, num_tokens)
+        self.metrics.add(metric_names.TENANT_TOKENS, num_tokens, tenant=self._labels.of(facts.tenant), kind="output")
 
     def finished(self, facts: RequestFacts, end: FinishRequest) -> None:
         timings, metrics = end.timings, self.metrics
@@ -81,6 +95,8 @@ class Measure:
             return
         path = timings.path.value if timings.path is not None else ""
         metrics.observe(metric_names.TTFT, timings.ttft_s, path=path)
+        tenant = self._labels.of(facts.tenant)
+        metrics.observe(metric_names.TENANT_TTFT, timings.ttft_s, tenant=tenant)
         labels = _labels(facts)
         metrics.observe(metric_names.GEN_AI_TTFT, timings.ttft_s, **labels)
         metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, error_type="", **labels)
@@ -91,6 +107,7 @@ class Measure:
         if facts.is_sibling:
             return
         metrics.add(metric_names.PROMPT_TOKENS, end.usage.prompt_tokens)
+        metrics.add(metric_names.TENANT_TOKENS, end.usage.prompt_tokens, tenant=tenant, kind="prompt")
         metrics.add(metric_names.CACHED_PROMPT_TOKENS, end.usage.cached_prompt_tokens)
 
     def failed(self, facts: RequestFacts, end: FailRequest) -> None:
@@ -109,6 +126,9 @@ class Measure:
         """A call that was rejected before its handler."""
         self.error(error.reason)
 
+    def over_quota(self, tenant: str, quota: str) -> None:
+        self.metrics.add(metric_names.TENANT_QUOTA_REJECTIONS, tenant=self._labels.of(tenant), quota=quota)
+
     def disconnected(self) -> None:
         self.metrics.add(metric_names.CLIENT_DISCONNECTS)
 
@@ -116,8 +136,18 @@ class Measure:
         self.metrics.set(metric_names.QUEUED, queued)
         self.metrics.set(metric_names.RUNNING, running)
 
+    def answers_running(self, running: Mapping[str, int]) -> None:
+        """`running` maps tenants to their answers in progress."""
+        totals = Counter(dict.fromkeys(self._running_labels, 0))
+        for tenant, count in running.items():
+            totals[self._labels.of(tenant)] += count
+        for label, total in totals.items():
+            self.metrics.set(metric_names.TENANT_RUNNING, total, tenant=label)
+        self._running_labels |= totals.keys()
+
     def _ended(self, facts: RequestFacts, outcome: Outcome, timings: Timings | None, slices: Sequence[Slice]) -> None:
         self.metrics.add(metric_names.REQUESTS, outcome=outcome.value)
+        self.metrics.add(metric_names.TENANT_REQUESTS, tenant=self._labels.of(facts.tenant), outcome=outcome.value)
         if timings is None:
             return
         self._trace(facts, timings, slices)

@@ -199,6 +199,10 @@ class Quotas:
         account = self._accounts.get(tenant)
         return 0 if account is None else account.running
 
+    def all_running(self) -> dict[str, int]:
+        """The answers in progress of each tenant that has called."""
+        return {name: account.running for name, account in self._accounts.items()}
+
     def level(self, tenant: str, now_s: float) -> float | None:
         """Tokens in the tenant's bucket; None without a limit, or before its first call."""
         account = self._accounts.get(tenant)

@@ -185,7 +185,7 @@ class Runtime:
         call = self._calls.get(command.request_id)
         if call is None:
             return
-        self._measure.emitted(len(command.tokens))
+        self._measure.emitted(call.facts, len(command.tokens))
         call.claim.emitted(len(command.tokens))
         matched = call.answer.take(command.tokens)
         if matched is not None:

@@ -104,7 +104,7 @@ class RouterServer:
         )
         self._tracing = make_tracing("pdserve-router", config.otlp, {"service.instance.id": config.router_id})
         self._metrics = metrics or make_metrics("router", config.metrics_port, config.host, self._tls)
-        self._measure = Measure(self._metrics, self._tracing, self._link_of)
+        self._measure = Measure(self._metrics, self._tracing, self._link_of, config.tenant_labels)
         self._record = RecordFile(config.record, self._settings, config.record_mib * 2**20) if config.record else None
         self._index = None if config.redis else PrefixIndex()
         self._incarnation = secrets.token_hex(8)
@@ -169,7 +169,7 @@ class RouterServer:
         self._spawn(self._tenants.watch(), "tenants")
         self._workers.dial(config.workers)
         self._spawn(self._follow_readiness(), "readiness")
-        gauges = Gauges(self._measure, self._runtime.state, self._workers, lambda: self._port)
+        gauges = Gauges(self._measure, self._runtime.state, self._workers, self._tenants.quotas, lambda: self._port)
         self._spawn(gauges.run(), "gauges")
         log.info("router is up", extra={"router_id": config.router_id, "address": self.address})
         return self.address

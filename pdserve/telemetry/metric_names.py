@@ -206,6 +206,43 @@ DROPPED_MESSAGES: Final = _metric(
     "messages of workers that the router ignored: late, illegal in the request's state, or with invalid values",
     {"kind": ("late", "illegal", "invalid")},
 )
+TENANT_LABEL: Final = "name of the tenant; `default` without one, `other` over router.tenant_labels"
+TENANT_REQUESTS: Final = _metric(
+    "pdserve_tenant_requests_total",
+    "counter",
+    "router",
+    "requests of a tenant that ended, by outcome",
+    {"tenant": TENANT_LABEL, "outcome": _OUTCOMES},
+)
+TENANT_TOKENS: Final = _metric(
+    "pdserve_tenant_tokens_total",
+    "counter",
+    "router",
+    "tokens of a tenant: of the prompts of finished requests, and sent to clients",
+    {"tenant": TENANT_LABEL, "kind": ("prompt", "output")},
+)
+TENANT_TTFT: Final = _metric(
+    "pdserve_tenant_ttft_seconds",
+    "histogram",
+    "router",
+    "time to first token of a tenant's finished requests",
+    {"tenant": TENANT_LABEL},
+    GEN_AI_TTFT_BUCKETS,
+)
+TENANT_QUOTA_REJECTIONS: Final = _metric(
+    "pdserve_tenant_quota_rejections_total",
+    "counter",
+    "router",
+    "calls that were rejected because their tenant had used up a quota",
+    {"tenant": TENANT_LABEL, "quota": ("tokens_per_minute", "max_concurrent")},
+)
+TENANT_RUNNING: Final = _metric(
+    "pdserve_tenant_answers_running",
+    "gauge",
+    "router",
+    "answers of a tenant that count for max_concurrent",
+    {"tenant": TENANT_LABEL},
+)
 
 # Worker, whatever its role.
 STEPS: Final = _metric("pdserve_engine_steps_total", "counter", "worker", "engine steps completed")

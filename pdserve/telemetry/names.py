@@ -50,6 +50,7 @@ ERROR_TYPE: Final = _attribute("error.type", "reason of the error; set only on f
 RPC_STATUS: Final = _attribute("rpc.response.status_code", "name of the gRPC status code")
 
 REQUEST_ID: Final = _attribute("pdserve.request.id", "request id")
+TENANT: Final = _attribute("pdserve.tenant", "tenant of the request, if it has one")
 ATTEMPT: Final = _attribute(
     "pdserve.attempt", "attempt that the span belongs to, from 1; on `pdserve.request` the number of attempts"
 )
@@ -123,8 +124,8 @@ _OF_CALL: Final = (
     ERROR_TYPE,
 )  # fmt: skip
 _OF_REQUEST: Final = (
-    *_OF_CALL, RPC_STATUS, RESPONSE_FINISH_REASONS, CACHED_TOKENS, ATTEMPT, PATH, PREFILL_WORKER, DECODE_WORKER, TTFT_S,
-    TPOT_S, QUEUE_S, SLO_TTFT_S, SLO_TPOT_S, TRANSFER_BYTES, *_TRANSPORT,
+    *_OF_CALL, RPC_STATUS, RESPONSE_FINISH_REASONS, CACHED_TOKENS, TENANT, ATTEMPT, PATH, PREFILL_WORKER, DECODE_WORKER,
+    TTFT_S, TPOT_S, QUEUE_S, SLO_TTFT_S, SLO_TPOT_S, TRANSFER_BYTES, *_TRANSPORT,
 )  # fmt: skip
 _OF_PHASE: Final[Mapping[Phase, tuple[str, ...]]] = {
     Phase.PREPARE: (),

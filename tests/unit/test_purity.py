@@ -49,6 +49,7 @@ PURE = [
     "router.overload",
     "router.fairness",
     "router.quotas",
+    "router.tenant_labels",
     "router.cache_salt",
     "router.view",
     "router.state",
