@@ -20,13 +20,17 @@ from pdserve.config import SECRET_ENV, WorkerConfig, forget_secrets, from_env
 from pdserve.config_flags import parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.proof import ClusterSecret
+from pdserve.core.tls_settings import TlsSettings, check_tls
 from pdserve.engine.follower import follow
 from pdserve.engine.joining import Membership, own_address
 from pdserve.engine.parallel import MEET_S
 from pdserve.engine.rank_processes import OWN
+from pdserve.engine.ranks import LOOPBACK
 from pdserve.telemetry.logs import log_to_stderr
+from pdserve.tls.certificates import certificates_of
 
 REJECTED: Final = 2  # exit status: another attempt would fail in the same way
+TLS: Final = ("tls_cert", "tls_key", "tls_ca", "tls_peer_name")  # files of this host
 LOST: Final = 1  # the leader or another rank is gone
 
 
@@ -37,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--host")
     parser.add_argument("--advertise", default="")
     parser.add_argument("--model")
+    for name in TLS:
+        parser.add_argument(f"--{name.replace('_', '-')}", default="")
     parser.add_argument("--count", type=int, default=1, help="ranks of the worker on this host")
     parser.add_argument("--wait-s", type=float, default=MEET_S)
     args = parser.parse_args(argv)
@@ -46,9 +52,13 @@ def main(argv: Sequence[str]) -> int:
         secret = from_env(SECRET_ENV)
         forget_secrets()
         host = args.host or own_address(args.rendezvous)
-        membership = Membership(args.rendezvous, ClusterSecret(secret), args.wait_s, _lost)
+        mine = TlsSettings(**{name: getattr(args, name) for name in TLS})
+        check_tls(mine, LOOPBACK, is_worker=True)
+        tls = certificates_of(mine, is_mutual=True)
+        membership = Membership(args.rendezvous, ClusterSecret(secret), args.wait_s, _lost, tls)
         config = dataclasses.replace(
             parse_flags(WorkerConfig, membership.flags, "the leader"),
+            **{name: getattr(mine, name) for name in TLS},
             host=host,
             local_ranks=args.count,
             advertise=args.advertise,

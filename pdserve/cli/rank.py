@@ -16,6 +16,13 @@ from pdserve.model_source import find_model
 HELP = "start ranks on this host that join a worker on another host"
 PROGRAM: Final = "kvtransfer.joining_follower"
 MAX_COUNT: Final = 63
+TLS_FLAGS: Final = {
+    "tls-cert": "certificate of this host's ranks (PEM), if the worker has TLS",
+    "tls-key": "its private key (PEM)",
+    "tls-ca": "CA of the cluster (PEM)",
+    "tls-peer-name": "name in the certificates of the cluster's processes (the host that is called)",
+}
+FLAGS: Final = ("host", "advertise", "model", *TLS_FLAGS)
 LOST: Final = 1  # of the program: the leader or another rank is gone
 _POLL_S: Final = 0.1
 _END_S: Final = 20.0  # time for ranks to detect that another one is gone
@@ -33,6 +40,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="model folder on this host, or name on the Hub (the same path as on the worker's host)",
     )
+    for name, what in TLS_FLAGS.items():
+        add(f"--{name}", metavar="NAME" if name == "tls-peer-name" else "FILE", help=what)
     add("--wait-s", type=float, default=120.0, help="time to wait until the worker listens, in seconds (120)")
 
 
@@ -61,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_once(args: argparse.Namespace) -> list[int]:
     """Exit statuses of all ranks here; if one ends, the others are ended."""
     flags = [f"--count={args.count}", f"--wait-s={args.wait_s}"]
-    flags += [f"--{name}={value}" for name in ("host", "advertise", "model") if (value := getattr(args, name))]
+    flags += [f"--{name}={value}" for name in FLAGS if (value := getattr(args, name.replace("-", "_")))]
     tether = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", PROGRAM, args.rendezvous]
     ranks = [subprocess.Popen([*tether, str(index), *flags], stdin=subprocess.DEVNULL) for index in range(args.count)]
     try:

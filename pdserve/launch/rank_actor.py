@@ -16,10 +16,19 @@ _AGAIN_S: Final = 0.5
 class RankActor:
     """Runs `pdserve rank`. If one of the two processes ends, so does the other."""
 
-    def __init__(self, rendezvous: str, count: int, model: str, hidden: Mapping[str, str], wait_s: float) -> None:
-        """`hidden`: environment variables of secrets."""
+    def __init__(
+        self,
+        rendezvous: str,
+        count: int,
+        model: str,
+        hidden: Mapping[str, str],
+        wait_s: float,
+        tls: Mapping[str, str],
+    ) -> None:
+        """`hidden`: environment variables of secrets. `tls`: settings with files, at the same path on every node."""
         tether = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", "pdserve"]
         command = [*tether, "rank", rendezvous, f"--count={count}", f"--model={model}", f"--wait-s={wait_s}"]
+        command += [f"--{name.replace('_', '-')}={value}" for name, value in tls.items() if value]
         self._process = subprocess.Popen(command, env={**os.environ, **hidden}, stdin=subprocess.DEVNULL)
         threading.Thread(target=self._watch, daemon=True).start()
 

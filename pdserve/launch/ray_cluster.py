@@ -228,6 +228,7 @@ class RayDriver:
         before, ranks = self._ranks.get(worker_id, ("", []))
         if where is None or address == before:
             return
+        tls = {name: getattr(config, name) for name in ("tls_cert", "tls_key", "tls_ca", "tls_peer_name")}
         for rank in ranks:
             ray.kill(rank, no_restart=True)
         self._ranks[worker_id] = (
@@ -241,7 +242,7 @@ class RayDriver:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, first + number),
                     runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads), **waiting_env(os.environ)}},
                 )
-                .remote(address, count, config.model, to_env(config), START_S)
+                .remote(address, count, config.model, to_env(config), START_S, tls)
                 for number, count in enumerate(remote_ranks(config), 1)
             ],
         )
