@@ -11,6 +11,7 @@ from typing import Any, Final, final
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import PdserveError
 from pdserve.launch.child import Child, StartFailed, outcome
+from pdserve.launch.own_redis import OwnRedis
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import Process
 from pdserve.prefix.embedded import EmbeddedRedis
@@ -58,6 +59,7 @@ class Crew:
         self._children: dict[str, Child] = {}
         self._members: dict[str, Member] = {}
         self._redis: EmbeddedRedis | None = None
+        self._own_redis: OwnRedis | None = None
         self._keepers: list[asyncio.Task[None]] = []
 
     def address(self, name: str) -> str:
@@ -70,12 +72,13 @@ class Crew:
         await self._start(one)
         self._report.phase(one.name, self._children[one.name].start_s)
 
-    async def start_redis(self, port: int, password: str) -> None:
-        """A real Redis on loopback, at `loopback_url(port, password)`."""
+    async def start_redis(self, own: OwnRedis) -> None:
+        """A real Redis."""
         began_s = time.monotonic()
-        self._redis = await asyncio.to_thread(EmbeddedRedis.start, port=port, password=password)
+        self._own_redis = own
+        self._redis = await asyncio.to_thread(own.start)
         took_s = time.monotonic() - began_s
-        self._report.say(REDIS, f"pid {self._redis.pid} listens on 127.0.0.1:{port} after {took_s:.2f} s")
+        self._report.say(REDIS, f"pid {self._redis.pid} listens on {own.place} after {took_s:.2f} s")
         self._report.phase(REDIS, took_s)
 
     async def unless_ended(self, work: Awaitable[Any]) -> Any:
@@ -97,8 +100,8 @@ class Crew:
         """From now on, processes that end are started again."""
         for one in self._members.values():
             self._keepers.append(asyncio.create_task(self._keep(one)))
-        if self._redis is not None:
-            self._keepers.append(asyncio.create_task(self._keep_redis(self._redis.port, self._redis.password)))
+        if self._own_redis is not None:
+            self._keepers.append(asyncio.create_task(self._keep_redis(self._own_redis)))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set. Raises an error of the supervision itself."""
@@ -150,7 +153,7 @@ class Crew:
             except PdserveError as error:
                 self._report.say(one.name, f"did not come back: {error}")
 
-    async def _keep_redis(self, port: int, password: str) -> None:
+    async def _keep_redis(self, own: OwnRedis) -> None:
         backoff, began_s = _Backoff(), time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
@@ -161,8 +164,8 @@ class Crew:
             await asyncio.sleep(backoff_s)
             began_s = time.monotonic()
             try:
-                self._redis = await asyncio.to_thread(EmbeddedRedis.start, port=port, password=password)
-                self._report.say(REDIS, f"pid {self._redis.pid} listens on 127.0.0.1:{port}")
+                self._redis = await asyncio.to_thread(own.start)
+                self._report.say(REDIS, f"pid {self._redis.pid} listens on {own.place}")
             except PdserveError as error:
                 self._report.say(REDIS, f"did not come back: {error}")
 

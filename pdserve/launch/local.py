@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 import time
-from dataclasses import dataclass, field
 from typing import Final, final
 
 from pdserve.client.connect import Tls
@@ -15,11 +13,11 @@ from pdserve.core.hosts import join, local_host
 from pdserve.launch.crew import Crew, member, side_by_side
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
+from pdserve.launch.own_redis import OwnRedis
 from pdserve.launch.ports import check_free, free_ports
 from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, fixed_ports, gateway, processes, router_config
-from pdserve.prefix.embedded import loopback_url
 
 GATEWAY: Final = "gateway"
 
@@ -37,7 +35,7 @@ class LocalCluster:
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
         if self._redis is not None:
-            await self._crew.start_redis(self._redis.port, self._redis.password)
+            await self._crew.start_redis(self._redis)
         else:
             await check_alone(self.spec)
         *workers, router = processes(self.spec)
@@ -60,16 +58,9 @@ class LocalCluster:
         await self._crew.stop(["router"], is_graceful=is_graceful)
         await self._crew.stop(self.spec.worker_ids, is_graceful=is_graceful)
         await self._crew.stop_redis()
-        if self._certificates is not None:
-            self._certificates.remove()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnRedis:
-    """The address of the Redis that a cluster starts for itself."""
-
-    port: int
-    password: str = field(repr=False)
+        for folder in (self._certificates, None if self._redis is None else self._redis.folder):
+            if folder is not None:
+                folder.remove()
 
 
 def with_ports(spec: ClusterSpec, *, are_workers_here: bool = True) -> tuple[ClusterSpec, OwnRedis | None]:
@@ -81,13 +72,13 @@ def with_ports(spec: ClusterSpec, *, are_workers_here: bool = True) -> tuple[Clu
     for port, (name, host) in fixed.items():
         check_free(name, host, port)
     *workers, router, http, redis = free_ports(spec.prefill + spec.decode + 3, avoid=fixed)
-    own = None if spec.redis else OwnRedis(port=redis, password=secrets.token_hex(32))
+    own = None if spec.redis else OwnRedis.on_socket() if spec.tls is not None else OwnRedis.on_port(redis)
     filled = dataclasses.replace(
         spec,
         worker_ports=tuple(workers),
         port=spec.port or router,
         http=None if spec.http is None else spec.http or http,
-        redis=spec.redis if own is None else loopback_url(own.port, own.password),
+        redis=spec.redis if own is None else own.url,
     )
     return filled, own
 

@@ -51,7 +51,7 @@ class RayCluster:
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
         if self._redis is not None:
-            await self._crew.start_redis(self._redis.port, self._redis.password)
+            await self._crew.start_redis(self._redis)
         else:
             await check_alone(self.spec)
         await self._crew.start(self._driver)
@@ -76,8 +76,9 @@ class RayCluster:
         await self._crew.stop(["router"], is_graceful=is_graceful)
         await self._crew.stop([DRIVER], is_graceful=is_graceful)
         await self._crew.stop_redis()
-        if self._certificates is not None:
-            self._certificates.remove()
+        for folder in (self._certificates, None if self._redis is None else self._redis.folder):
+            if folder is not None:
+                folder.remove()
 
     def _on_line(self, line: str) -> None:
         """The driver reports events as `@NAME TEXT`; all other lines come from Ray."""

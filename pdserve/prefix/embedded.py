@@ -29,6 +29,7 @@ from pdserve.owned_folder import OwnedFolder
 
 START_S: Final = 10.0
 STOP_S: Final = 5.0
+SOCKET: Final = "redis.sock"
 PORT_TRIES: Final = 5
 MAX_MEMORY_BYTES: Final = 512 * 2**20
 _READY: Final = "eady to accept connections"  # after the server has opened all its sockets
@@ -57,15 +58,16 @@ class EmbeddedRedis:
         self.password = password  # empty on a unix socket
 
     @classmethod
-    def start(cls, *, port: int = 0, password: str = "", is_unix: bool = False) -> Self:
+    def start(cls, *, port: int = 0, password: str = "", is_unix: bool = False, path: Path | None = None) -> Self:
         """Returns when the server answers. `port` 0 selects a free port, an empty `password` generates one.
 
-        With `is_unix` it listens only on a socket file. Raises ConfigError if there is no server binary or the port is
+        With `is_unix` it listens only on a socket file in a new folder, and with `path` only on that, in a folder that
+        only this user can access. Raises ConfigError if there is no server binary or the port is
         in use, Unavailable if the server does not answer within START_S.
         """
         binary = server_binary()
-        if is_unix:
-            return cls._start_on_socket(binary)
+        if is_unix or path is not None:
+            return cls._start_on_socket(binary, path)
         for attempt in range(PORT_TRIES):
             # Redis cannot select a port itself, and another process may take the port before Redis binds it.
             chosen = port or _free_port()
@@ -83,12 +85,14 @@ class EmbeddedRedis:
         return cls(server, loopback_url(port, password), port, password, None)._once_ready(server)
 
     @classmethod
-    def _start_on_socket(cls, binary: str) -> Self:
-        folder = OwnedFolder.make("redis")  # mode 0700: only this user can access the socket
-        path = folder.path / "redis.sock"
+    def _start_on_socket(cls, binary: str, path: Path | None) -> Self:
+        folder = None if path is not None else OwnedFolder.make("redis")  # mode 0700: only this user can access it
+        if folder is not None:
+            path = folder.path / SOCKET
+        assert path is not None
         try:
-            server = _Server(binary, ["port 0", f'unixsocket "{path}"', "unixsocketperm 700", f'dir "{folder.path}"'])
-            return cls(server, f"unix://{path}", 0, "", folder)._once_ready(server)
+            server = _Server(binary, ["port 0", f'unixsocket "{path}"', "unixsocketperm 700", f'dir "{path.parent}"'])
+            return cls(server, socket_url(path), 0, "", folder)._once_ready(server)
         except _Ended as error:
             raise error.as_config_error("redis socket", path) from error
 
@@ -131,6 +135,10 @@ class EmbeddedRedis:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def socket_url(path: Path) -> str:
+    return f"unix://{path}"
 
 
 def loopback_url(port: int, password: str) -> str:
