@@ -1,7 +1,7 @@
 """Times KV transfers between two processes beside one memcpy, a raw socket and NIXL of the same bytes, in one run.
 
     python -m benchmarks.transfer [--sizes 1,16,128,1024] [--block-bytes 393216] [--repeat 9] [--at-once 1,4,16]
-                                  [--nixl-python PYTHON] [--quick] [--json]
+                                  [--nixl-python PYTHON] [--quick] [--tls] [--json]
 
 A transfer is timed on the sender, from the push of finished blocks until the receiver reports that every checksum
 matched; the grant and the connection already exist. The floors and the peers:
@@ -26,10 +26,13 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
-from benchmarks.transfer.ways import TRANSPORTS, Ways, serve
+from benchmarks.transfer.ways import TLS, TRANSPORTS, Ways, serve
 from pdserve.core.json_text import to_json
+from tests.support.tls_files import TestAuthority
 
 MIB: Final = 2**20
 WARM_ROUNDS: Final = 2  # pages, caches, socket buffers
@@ -86,6 +89,8 @@ def measure(ways: Ways, num_bytes: int, at_once: list[int], repeat: int, say: Ca
     }
     ours = [(name, fragmented, count) for name in TRANSPORTS for fragmented in (False, True) for count in at_once]
     ours += [plain(f"{name}-off") for name in TRANSPORTS]
+    if ways.has_tls:
+        ours += [plain(TLS)]
     for way in ours:
         turns[way] = lambda way=way: ways.transfer(way[0], num_bytes, *way[1:])  # type: ignore[misc]
     for name in ways.nixl:
@@ -116,6 +121,9 @@ def table(sizes: list[Rounds], missing: dict[str, str]) -> str:
         cells = [f"{one.rate(way):.2f}" if way in one.seconds else "" for one in sizes]
         lines.append(f"| {title(way)} | " + " | ".join(cells) + " |")
     lines += [f"| {name} | missing: {why} |" for name, why in missing.items()]
+    if plain(TLS) in sizes[0].seconds:
+        cells = ["{:.2f} ({:.2f}..{:.2f})".format(*one.ratio(plain(TLS), plain("tcp"))) for one in sizes]
+        lines.append("| tcp with TLS, of tcp | " + " | ".join(cells) + " |")
     lines += ["", "| bar | " + " | ".join(heads) + " |", "|---|" + "---|" * len(sizes)]
     for bar in BARS:
         if bar.against not in sizes[0].seconds:
@@ -148,12 +156,14 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, help="rounds that count (default 9)")
     parser.add_argument("--nixl-python", default="", metavar="PYTHON", help="of an environment that has nixl")
     parser.add_argument("--quick", action="store_true", help="1, 16 and 64 MiB, 1 and 4 at once, 5 rounds")
+    parser.add_argument("--tls", action="store_true", help="also time tcp over TLS")
     parser.add_argument("--json", action="store_true", help="every figure, for programs")
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--tls-folder", default="", help=argparse.SUPPRESS)
     parser.add_argument("--source-fd", type=int, default=-1, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.serve:
-        serve(flags.serve, flags.block_bytes, flags.source_fd)
+        serve(flags.serve, flags.block_bytes, flags.source_fd, flags.tls_folder)
         return
     usual = ("1,16,64", "1,4", 5) if flags.quick else ("1,16,128,1024", "1,4,16", 9)
     block_bytes: int = flags.block_bytes
@@ -163,16 +173,24 @@ def main() -> None:
     if min(blocks) < 1 or min(at_once) < 1 or repeat < 2:
         parser.error("sizes and numbers at once are positive, and there are at least 2 rounds")
     num_bytes = [count * block_bytes for count in blocks]
-    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    ways = Ways(max(num_bytes), block_bytes, flags.nixl_python)
+    with TemporaryDirectory() as folder:
+        tls = str(Path(TestAuthority(Path(folder)).files("worker").cert).parent) if flags.tls else ""
+        sizes, missing = run(Ways(max(num_bytes), block_bytes, flags.nixl_python, tls), num_bytes, at_once, repeat)
+    print(as_json(sizes, missing) if flags.json else table(sizes, missing))
+
+
+def run(ways: Ways, num_bytes: list[int], at_once: list[int], repeat: int) -> tuple[list[Rounds], dict[str, str]]:
     try:
-        sizes = [
-            measure(ways, size, [count for count in sorted({1, *at_once}) if count <= size // block_bytes], repeat, say)
+        return [
+            measure(ways, size, [c for c in sorted({1, *at_once}) if c <= size // ways.block_bytes], repeat, say)
             for size in num_bytes
-        ]
+        ], ways.missing
     finally:
         ways.close()
-    print(as_json(sizes, ways.missing) if flags.json else table(sizes, ways.missing))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

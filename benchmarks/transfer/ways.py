@@ -23,11 +23,14 @@ from kvtransfer.sender import StreamSender
 from kvtransfer.transport import SendOutcome, Sent
 from kvtransfer.transports.registry import kinds
 from pdserve.core.grant import Grant, TransferKey
+from pdserve.tls.certificates import ReloadingCertificates
 from tests.support.cluster_secret import SECRET
+from tests.support.tls_files import files_in
 from tests.support.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
 
 LEAST_POOL_BYTES: Final = 256 * 2**20  # far larger than the caches
 TRANSPORTS: Final = ("tcp", "shm")
+TLS: Final = "tcp-tls"
 NIXL: Final = {"nixl": {}, "nixl-tcp": {"UCX_TLS": "tcp"}}  # UCX chooses; UCX is held to sockets
 _ENDS: Final = {
     f"{transport}{suffix}": (transport, checksums)
@@ -63,12 +66,27 @@ def grants(order: dict[str, Any], endpoint: str) -> list[Grant]:
     ]
 
 
-def serve(max_bytes: int, block_bytes: int, source_fd: int) -> None:
+End = tuple[str, Any, ReloadingCertificates | None]  # transport, checksums, certificates
+
+
+def ends(tls: ReloadingCertificates | None) -> dict[str, End]:
+    found: dict[str, End] = {name: (*end, None) for name, end in _ENDS.items()}
+    if tls is not None:
+        found[TLS] = ("tcp", (Checksum.XXH3_64,), tls)
+    return found
+
+
+def certificates(folder: str) -> ReloadingCertificates | None:
+    return ReloadingCertificates(files_in(Path(folder)), is_mutual=True) if folder else None
+
+
+def serve(max_bytes: int, block_bytes: int, source_fd: int, tls_folder: str = "") -> None:
     """The receiving process: runs one JSON order per line on stdin, answers on stdout."""
     allow()
     pool = HostPool(max_bytes // block_bytes, block_bytes)
     _touch(pool.buffer)
     source = memoryview(mmap.mmap(source_fd, max_bytes, prot=mmap.PROT_READ))
+    found = ends(certificates(tls_folder))
     receivers = {
         end: StreamReceiver(
             pool,
@@ -79,10 +97,11 @@ def serve(max_bytes: int, block_bytes: int, source_fd: int) -> None:
             host="127.0.0.1",
             transports=kinds(transport),
             checksums=checksums,
+            tls=tls,
         )
-        for end, (transport, checksums) in _ENDS.items()
+        for end, (transport, checksums, tls) in found.items()
     }
-    hosts = {end: GrpcHost(receiver.servicer) for end, receiver in receivers.items()}
+    hosts = {end: GrpcHost(receiver.servicer, tls=found[end][2]) for end, receiver in receivers.items()}
     endpoints = {end: host.endpoint for end, host in hosts.items()}
     door = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_drain_socket, args=(door, pool.buffer), daemon=True).start()
@@ -177,11 +196,12 @@ class Ways:
     `missing` says which peers could not be had, and why.
     """
 
-    def __init__(self, max_bytes: int, block_bytes: int, nixl_python: str) -> None:
+    def __init__(self, max_bytes: int, block_bytes: int, nixl_python: str, tls_folder: str = "") -> None:
+        """`tls_folder`: certificate files for tcp over TLS; empty: it is left out."""
         self._undo = allow()
         max_bytes = max(max_bytes, -(-LEAST_POOL_BYTES // block_bytes) * block_bytes)
         self._max_bytes, self._at = max_bytes, 0
-        self._block_bytes, self._number = block_bytes, 0
+        self.block_bytes, self._number = block_bytes, 0
         self._pool = HostPool(max_bytes // block_bytes, block_bytes)
         pattern = random.Random(1).randbytes(2**20 + 8192)  # so that no two blocks are equal
         for at in range(0, max_bytes, 2**20):
@@ -190,10 +210,11 @@ class Ways:
         assert self._pool.descriptor is not None, "the floor needs memory that can be shared"
         command = [sys.executable, "-m", "benchmarks.transfer", "--serve", str(max_bytes)]
         command += ["--block-bytes", str(block_bytes), "--source-fd", str(self._pool.descriptor)]
+        command += [f"--tls-folder={tls_folder}"]
         self._child = TransferChild(command, {}, (self._pool.descriptor,))
-        ends = self._child.hear()
-        self._endpoints: dict[str, str] = ends["endpoints"]
-        self._socket = socket.create_connection(("127.0.0.1", ends["socket"]))
+        heard = self._child.hear()
+        self._endpoints: dict[str, str] = heard["endpoints"]
+        self._socket = socket.create_connection(("127.0.0.1", heard["socket"]))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._senders = {
             end: StreamSender(
@@ -204,9 +225,11 @@ class Ways:
                 incarnation="1",
                 transports=kinds(transport),
                 checksums=checksums,
+                tls=tls,
             )
-            for end, (transport, checksums) in _ENDS.items()
+            for end, (transport, checksums, tls) in ends(certificates(tls_folder)).items()
         }
+        self.has_tls = bool(tls_folder)
         self.missing: dict[str, str] = {}
         self.nixl: dict[str, TransferChild] = {}
         script = str(Path(__file__).with_name("nixl_peer.py"))
@@ -222,7 +245,7 @@ class Ways:
                 child.close()
                 continue
             self.nixl[name] = child
-        for one in _ENDS:  # every page of every mapping is touched once
+        for one in self._senders:  # every page of every mapping is touched once
             self.transfer(one, max_bytes, False, 1)
         self._child.ask({"memcpy": (0, max_bytes)})
 
@@ -240,9 +263,9 @@ class Ways:
         order = {
             "end": end,
             "number": self._number,
-            "first": begin // self._block_bytes,
-            "blocks": num_bytes // self._block_bytes,
-            "block_bytes": self._block_bytes,
+            "first": begin // self.block_bytes,
+            "blocks": num_bytes // self.block_bytes,
+            "block_bytes": self.block_bytes,
             "is_fragmented": is_fragmented,
             "at_once": at_once,
         }
@@ -285,7 +308,7 @@ class Ways:
 
     def peer(self, name: str, num_bytes: int, is_fragmented: bool, at_once: int) -> float:
         begin, _ = self._next(num_bytes)
-        blocks = layout(begin // self._block_bytes, num_bytes // self._block_bytes, is_fragmented)
+        blocks = layout(begin // self.block_bytes, num_bytes // self.block_bytes, is_fragmented)
         answer = self.nixl[name].ask({"blocks": blocks, "targets": blocks, "at_once": at_once})
         return float(answer["seconds"])
 

@@ -18,8 +18,10 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.grant import Fingerprint
 from pdserve.core.kv_shape import KvShape
 from pdserve.engine.host_memory import HostMemory
+from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import transfer_pb2_grpc
 from pdserve.wire import peers
+from pdserve.wire.tls_credentials import peer_channel, peer_port
 from tests.support.cluster_secret import proofs, protect
 
 WAIT_S = 20.0
@@ -66,8 +68,10 @@ def fingerprint(block_bytes: int = BLOCK_BYTES, num_layers: int = 1, **changes: 
 class GrpcHost:
     """A grpc.aio server in its own thread, as in a worker."""
 
-    def __init__(self, servicer: Any, port: int = 0, host: str = "127.0.0.1") -> None:
-        self._host = host
+    def __init__(
+        self, servicer: Any, port: int = 0, host: str = "127.0.0.1", tls: ReloadingCertificates | None = None
+    ) -> None:
+        self._host, self._tls = host, tls
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -79,7 +83,7 @@ class GrpcHost:
         interceptor = proofs(self.rejected.append)
         self._server = grpc.aio.server(interceptors=(interceptor,))
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(servicer, self._server)
-        bound: int = self._server.add_insecure_port(f"{self._host}:{port}")
+        bound: int = peer_port(self._server, f"{self._host}:{port}", self._tls)
         protect(self._server, interceptor, f"{self._host}:{bound}")
         await self._server.start()
         return bound
@@ -88,7 +92,7 @@ class GrpcHost:
         """A real Open call with this sender's fields; raises grpc.RpcError."""
         caller = replace(sender.caller, **changes)
         request = open_request(caller, caller.transports)
-        with grpc.insecure_channel(self.endpoint) as channel:
+        with peer_channel(self.endpoint, caller.tls) as channel:
             proof = peers.prove_blocking(channel, peers.introduce(caller.identity, peers.OPEN, self.endpoint), WAIT_S)
             return transfer_pb2_grpc.TransferServiceStub(channel).Open(request, timeout=WAIT_S, metadata=proof)
 

@@ -26,6 +26,7 @@ from pdserve.core.stamps import BlockStamps
 from tests.support.cluster_secret import SECRET
 from tests.support.fake_device import DevicePool, FakeDevice
 from tests.support.fake_ends import DEVICE_TRANSPORTS, stand_ins
+from tests.support.tls_files import TestAuthority
 from tests.support.transfer_proxy import Hook, Proxy
 from tests.unit.kvtransfer.fake_driver import Event, Stream
 from tests.unit.kvtransfer.fake_nixl import World
@@ -53,8 +54,15 @@ def nixl_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     NIXL_WORLD.reset()
 
 
+@pytest.fixture(scope="session")
+def tls_authority(tmp_path_factory: pytest.TempPathFactory) -> TestAuthority:
+    return TestAuthority(tmp_path_factory.mktemp("tls"))
+
+
 @pytest.fixture
-def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
+def make_pair(
+    devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch, tls_authority: TestAuthority
+) -> Iterator[Callable[..., Pair]]:
     """make_pair(transport, num_blocks=64, block_bytes=4096, hook=None, fault_of=None).
 
     A hook puts a Proxy in between; `fault_of` makes both ends meet faults.
@@ -74,6 +82,9 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
         clock: Callable[[], float] = time.monotonic,
         facts: Fingerprint | None = None,
     ) -> Pair:
+        name, _, is_encrypted = transport.partition("+")  # such as tcp+tls
+        tls = tls_authority.tls("worker") if is_encrypted else None
+        transport = name
         make_pool = DevicePool if transport in DEVICE_TRANSPORTS else HostPool
         source, target = make_pool(num_blocks, block_bytes, seed=7), make_pool(num_blocks, block_bytes)
         fault_injector = None if fault_of is None else FaultInjector(fault_of, block_bytes)
@@ -82,6 +93,7 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
             "fault_injector": fault_injector,
             "lease": lease,
             "clock": clock,
+            "tls": tls,
         }
         stamps = BlockStamps(num_blocks), BlockStamps(num_blocks)
         facts = facts or fingerprint(block_bytes)
@@ -102,7 +114,7 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
         if hook is not None:
             servicer = Proxy(receiver, hook, block_bytes)
             proxies.append(servicer)
-        host = GrpcHost(servicer)
+        host = GrpcHost(servicer, tls=tls)
         pairs.append(Pair(transport, source, target, receiver, sender, host, *stamps))
         return pairs[-1]
 

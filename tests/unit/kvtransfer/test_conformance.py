@@ -28,7 +28,7 @@ MakePair = Callable[..., Pair]
 CHUNK_BLOCKS = {"tcp": tcp.CHUNK_BYTES // BLOCK_BYTES, "shm": shm.CHUNK_BYTES // BLOCK_BYTES}
 
 
-@pytest.fixture(params=["tcp", "shm", *DEVICE_TRANSPORTS, "nixl", "nixl-stand-in"])
+@pytest.fixture(params=["tcp", "tcp+tls", "tcp_staged+tls", "shm", *DEVICE_TRANSPORTS, "nixl", "nixl-stand-in"])
 def transport(request: pytest.FixtureRequest, prepared: Callable[[str], str]) -> str:
     return prepared(request.param)
 
@@ -137,7 +137,8 @@ def test_several_senders_share_a_receiver(make_pair: MakePair, transport: str) -
             secret=SECRET,
             worker_id=f"p{i + 1}",
             incarnation="1",
-            transport=transport,
+            transport=pair.transport,
+            tls=pair.sender.caller.tls,
             lease=PATIENT,
         )
         for i, pool in enumerate(pools)
