@@ -58,7 +58,7 @@ def share_chart(
     for run in runs:
         values, total = held[run.policy], len(run.result.requests)
         points = [(seconds, (rank + 1) / total) for rank, seconds in enumerate(values)]
-        series.append(Series(name=run.policy, points=_thinned(points), colour=colour_of[run.policy], is_stepped=True))
+        series.append(Series(name=run.policy, points=thinned(points), colour=colour_of[run.policy], is_stepped=True))
     return line_chart(
         series,
         Axis(low=low * 0.9, high=high * 1.1, label=f"{title}, logarithmic", is_log=True, unit="s"),
@@ -116,7 +116,7 @@ def means(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> li
     return [(sum(px for px, _ in group) / len(group), sum(py for _, py in group) / len(group)) for group in groups]
 
 
-def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     size = math.ceil(len(points) / _MOST_POINTS) if points else 1
     kept = list(points[::size])
     return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]

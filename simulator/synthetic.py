@@ -22,6 +22,13 @@ def lengths_of(values: tuple[int, ...]) -> Draw:
     return lambda rng: rng.choice(values)
 
 
+def uniform(low: int, high: int) -> Draw:
+    """Each number from `low` to `high` is equally likely."""
+    if not 1 <= low <= high:
+        raise ConfigError("lengths", f"{low}:{high}", "A:B with 1 <= A <= B")
+    return lambda rng: rng.randint(low, high)
+
+
 def log_normal(*, median: float, spread: float, most: int) -> Draw:
     """Half of the values are below `median`, two thirds within a factor of exp(spread) of it, none above `most`."""
     if not (1.0 <= median <= most and 0.0 <= spread < math.inf):

@@ -26,7 +26,7 @@ from simulator.world import simulate
 def carry_out(args: argparse.Namespace) -> None:
     given = make_input(args)
     for path in (args.rows, args.html):
-        _check_writable(path)
+        check_writable(path)
     span_s = _span_s(given.trace)
     runs = []
     for scale in given.rate_scales:
@@ -90,7 +90,7 @@ def _write_rows(path: str, runs: Sequence[PolicyRun]) -> None:
             file.writelines(to_json(row) + "\n" for row in rows)
 
 
-def _check_writable(path: str | None) -> None:
+def check_writable(path: str | None) -> None:
     if path:
         try:
             Path(path).open("a", encoding="utf-8").close()
