@@ -111,7 +111,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) scripts/python.py check
 	@echo "setting up $(VENV) (once; about two minutes)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[server,gateway,ray,otel,dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[server,gateway,ray,otel,bench,dev]'
 	@touch $@
 
 clean:

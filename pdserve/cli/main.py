@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "simulate": "simulator.commands.simulate",
     "plan": "simulator.commands.plan",
     "keys": "pdserve.cli.keys",
+    "bench": "simulator.commands.bench",
     "rank": "pdserve.cli.rank",
     "doctor": "pdserve.cli.doctor",
 }

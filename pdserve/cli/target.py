@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import ssl
 from typing import Final
+from urllib.parse import urlsplit
 
 from pdserve.client.connect import Tls, is_loopback
 from pdserve.client.sync import Client
 from pdserve.config import TOKEN_ENV, from_env
+from pdserve.core.errors import ConfigError
 from pdserve.tls.local_ca import local_ca
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -61,3 +64,21 @@ def tls_of(args: argparse.Namespace) -> Tls | None:
     if not (ca or cert or args.tls):
         return None
     return Tls.from_files(ca=ca or None, cert=cert or None, key=key or None, server_name=name)
+
+
+def ssl_context(args: argparse.Namespace, url: str) -> ssl.SSLContext | None:
+    """For https with the same flags; None for http. Raises ConfigError if a file cannot be used."""
+    parts = urlsplit(url)
+    if parts.scheme != "https":
+        return None
+    ca, cert = args.tls_ca or os.environ.get(CA_ENV), args.tls_cert or os.environ.get(CERT_ENV)
+    key = args.tls_key or os.environ.get(KEY_ENV)
+    if not ca and not args.tls and is_loopback(f"{parts.hostname}:{parts.port or 443}"):
+        ca = local_ca(str(parts.port or 443))
+    try:
+        context = ssl.create_default_context(cafile=ca or None)
+        if cert:
+            context.load_cert_chain(cert, key or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError("tls-ca, tls-cert and tls-key", f"{ca or ''} {cert or ''}", f"PEM files ({error})") from None
+    return context

@@ -18,6 +18,7 @@ EXTRAS: Final[Mapping[str, str]] = {
     "ray": "ray",
     "opentelemetry": "otel",
     "nixl": "nixl",
+    "aiohttp": "bench",
 }
 
 

@@ -1,1 +1,2 @@
-"""The commands `pdserve simulate` and `pdserve plan`. `simulate.py` and `plan.py` hold the flags and import little."""
+"""The commands `pdserve simulate`, `pdserve plan` and `pdserve bench`. The modules with their names hold the flags and
+import little."""

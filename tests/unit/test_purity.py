@@ -67,6 +67,23 @@ PURE = [
     "decode_worker.planning",
     "decode_worker.decode_sequence",
     "decode_worker.sequence_table",
+    *(
+        f"simulator.bench.{name}"
+        for name in (
+            "answer",
+            "charts",
+            "fields",
+            "load",
+            "page",
+            "prompts",
+            "ratios",
+            "result",
+            "sse",
+            "statistics",
+            "text",
+        )
+    ),
+    "simulator.web_page",
     "simulator.bound",
     "simulator.bound_capacity",
     "simulator.bound_deadlines",

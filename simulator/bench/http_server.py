@@ -1,0 +1,208 @@
+"""A server of OpenAI's HTTP API as the server of a benchmark: the gateway of pdserve, vLLM, SGLang and others.
+
+Answers are streamed. `completions` sends prompts as token ids, so their length is exact; `chat` sends words, because
+OpenAI's chats take text, and the server's usage tells their length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+import time
+from collections.abc import Sequence
+from typing import Any, Final, Literal, final
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from pdserve.client.connect import is_loopback
+from pdserve.core.errors import ConfigError, Unauthenticated, Unavailable
+from pdserve.core.json_text import to_json
+from pdserve.core.urls import has_password, hide_password
+from simulator.bench.prompts import as_text
+from simulator.bench.server import AskedSampling, ServerReply, most_chunks
+from simulator.bench.sse import DONE, BrokenStream, EventReader, error_message, read_chunk
+
+Endpoint = Literal["completions", "chat"]
+PATHS: Final[dict[str, str]] = {"completions": "/completions", "chat": "/chat/completions"}
+CONNECT_S: Final = 5.0
+MAX_BODY_BYTES: Final = 2**20  # of an error or of a list of models
+MAX_TOKEN_CHARS: Final = 4096
+
+
+@final
+class HttpServer:
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        sampling: AskedSampling,
+        endpoint: Endpoint = "completions",
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        insecure: bool = False,
+        timeout_s: float,
+        model: str = "",
+    ) -> None:
+        """Raises ConfigError. A token is sent over TLS or to this host only, unless `insecure`. `tls` None: the
+        system's root certificates."""
+        self.name, self.address = name, base_url(url)
+        parts = urlsplit(self.address)
+        is_readable = parts.scheme != "https" and not insecure
+        if token and is_readable and not is_loopback(f"{parts.hostname}:{parts.port or 80}"):
+            raise ConfigError(
+                "token", "a token for " + self.address, "https, or a loopback address: it would be readable"
+            )
+        if token and not (len(token) <= MAX_TOKEN_CHARS and token.isascii() and token.isprintable()):
+            raise ConfigError("token", "characters that a header cannot have", "printable ASCII")
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        for header, target_s in (("x-slo-ttft-ms", sampling.slo_ttft_s), ("x-slo-tpot-ms", sampling.slo_tpot_s)):
+            if target_s is not None:
+                self._headers[header] = f"{1000.0 * target_s:g}"
+        self._sampling, self._endpoint, self._model = sampling, endpoint, model
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        self._session: aiohttp.ClientSession | None = None
+        self._tls = tls
+
+    async def connect(self) -> str:
+        try:
+            async with self._opened().get(f"{self.address}/models") as answer:
+                body = await answer.content.read(MAX_BODY_BYTES)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise Unavailable(f"no server answers at {self.address} ({_cause(error)})") from None
+        if answer.status in (401, 403):
+            raise Unauthenticated(f"{self.address} rejects the token: HTTP {answer.status}, {_words(body)}")
+        if answer.status != 200:
+            raise Unavailable(f"{self.address}/models answers HTTP {answer.status}: {_words(body)}")
+        names = _model_names(body)
+        if not names:
+            raise Unavailable(f"{self.address}/models names no model; is that a server of OpenAI's API?")
+        if self._model and self._model not in names:
+            raise ConfigError("model", self._model, f"a model that {self.address} serves: {', '.join(names[:5])}")
+        self._model = self._model or names[0]
+        return self._model
+
+    def prepare(self, token_ids: Sequence[int], max_tokens: int) -> bytes:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": max_tokens,
+            "temperature": self._sampling.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._sampling.ignore_eos:
+            body["ignore_eos"] = True
+        if self._endpoint == "chat":
+            body["messages"] = [{"role": "user", "content": as_text(token_ids)}]
+        else:
+            body["prompt"] = list(token_ids)
+        return to_json(body).encode()
+
+    async def ask(self, prepared: Any, reply: ServerReply) -> None:
+        try:
+            await self._ask(prepared, reply)
+        except BrokenStream as error:
+            reply.fail("not a stream of OpenAI's API", str(error))
+        except TimeoutError:
+            reply.fail("timeout")
+        except aiohttp.ClientPayloadError as error:
+            reply.fail("stream ended early", str(error))
+        except (aiohttp.ClientError, OSError) as error:
+            reply.fail(
+                "no connection" if isinstance(error, aiohttp.ClientConnectorError) else "lost connection", _cause(error)
+            )
+
+    async def _ask(self, body: bytes, reply: ServerReply) -> None:
+        url = self.address + PATHS[self._endpoint]
+        headers = {"content-type": "application/json"}
+        async with self._opened().post(url, data=body, headers=headers) as answer:
+            if answer.status != 200:
+                said = _words(await answer.content.read(MAX_BODY_BYTES))
+                if answer.status == 429:
+                    reply.reject(said)
+                else:
+                    reply.fail(f"HTTP {answer.status}", said)
+                return
+            most = most_chunks(json.loads(body)["max_tokens"])
+            reader, is_ended = EventReader(), False
+            async for data in answer.content.iter_any():
+                now_s = time.perf_counter()
+                for event in reader.feed(data):
+                    if event == DONE:
+                        is_ended = True
+                        break
+                    chunk = read_chunk(event)
+                    if chunk.error is not None:
+                        reply.fail("error in the stream", chunk.error)
+                        return
+                    if chunk.has_tokens:
+                        reply.chunk_s.append(now_s)
+                    is_ended = is_ended or chunk.is_end
+                    reply.prompt_tokens = reply.prompt_tokens if chunk.prompt_tokens is None else chunk.prompt_tokens
+                    reply.output_tokens = reply.output_tokens if chunk.output_tokens is None else chunk.output_tokens
+                if len(reply.chunk_s) > most:
+                    reply.fail("too many parts in an answer")
+                    return
+        if is_ended:
+            reply.complete()
+        else:
+            reply.fail("stream ended early", "neither a finish reason nor [DONE] came")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # Without limits: a request that waits for a connection would close an open loop.
+            connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
+            self._session = aiohttp.ClientSession(
+                connector=connector, headers=self._headers, timeout=self._timeout, auto_decompress=False
+            )
+        return self._session
+
+
+def base_url(url: str) -> str:
+    """With /v1 where the URL has no path. Raises ConfigError."""
+    parts = urlsplit(url)
+    expected = "a URL such as http://127.0.0.1:8000"
+    try:
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid or parts.query or parts.fragment:
+        raise ConfigError("url", repr(url), expected)
+    if has_password(url):
+        raise ConfigError("url", repr(hide_password(url)), "no password in it; the token comes from the environment")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
+
+
+def _model_names(body: bytes) -> list[str]:
+    try:
+        found = json.loads(body)
+        return [str(one["id"]) for one in found["data"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []
+
+
+def _words(body: bytes) -> str:
+    text = body.decode(errors="replace")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return error_message(text)
+    return error_message(found.get("error", found) if isinstance(found, dict) else found)
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            return f"{error.certificate_error}; --tls-ca names the CA"
+        number = error.os_error.errno
+        return os.strerror(number) if number else error_message(str(error.os_error))
+    if isinstance(error, TimeoutError | asyncio.TimeoutError):
+        return "timeout"
+    return error_message(str(error) or type(error).__name__)

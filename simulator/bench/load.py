@@ -1,0 +1,152 @@
+"""Plans the load of a benchmark: levels, and the requests of a turn with arrivals and lengths. Pure.
+
+A synthetic load has the same lengths in the same order at every rate. A trace keeps its order; a rate scales its
+arrival times so that their mean rate is the given one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+from simulator.model import Trace, TraceRequest
+from simulator.synthetic import BLOCK_TOKENS, Poisson, uniform
+
+MAX_REQUESTS: Final = 1_000_000  # of one turn
+MAX_PROMPT_TOKENS: Final = 200_000_000  # of one open-loop turn, whose prompts are prepared before it begins
+MAX_CONCURRENCY: Final = 65_536
+_ENDLESS_S: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadLevel:
+    """An open loop at `rate_rps`, a closed loop of `concurrency` callers, or the arrival times of a trace if neither
+    is set."""
+
+    rate_rps: float | None = None
+    concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if self.rate_rps is not None and not 0.0 < self.rate_rps < math.inf:
+            raise ConfigError("rate", self.rate_rps, "requests per second, above 0")
+        if self.concurrency is not None and not 1 <= self.concurrency <= MAX_CONCURRENCY:
+            raise ConfigError("concurrency", self.concurrency, f"1 to {MAX_CONCURRENCY} callers")
+
+    @property
+    def is_open(self) -> bool:
+        return self.concurrency is None
+
+    @property
+    def label(self) -> str:
+        if self.concurrency is not None:
+            return f"{self.concurrency} at once"
+        return "as in the trace" if self.rate_rps is None else f"{self.rate_rps:g}/s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticLoad:
+    """Lengths are uniform in a range. With `num_prefixes`, each prompt begins with one of that many texts of
+    `prefix_tokens`."""
+
+    input_tokens: tuple[int, int]
+    output_tokens: tuple[int, int]
+    prefix_tokens: int = 0
+    num_prefixes: int = 0
+    seed: int = 0
+
+    def trace(self, rate_rps: float, duration_s: float) -> Poisson:
+        return Poisson(
+            rate_rps=rate_rps,
+            duration_s=duration_s,
+            prompts=uniform(*self.input_tokens),
+            outputs=uniform(*self.output_tokens),
+            seed=self.seed,
+            num_prefixes=self.num_prefixes if self.prefix_tokens else 0,
+            prefix_tokens=self.prefix_tokens,
+            block_tokens=self.prefix_tokens or BLOCK_TOKENS,  # a prefix is one block
+            name="synthetic",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What every turn of a level sends. At least one of `num_requests` and `duration_s` bounds a synthetic load."""
+
+    source: SyntheticLoad | Trace
+    num_requests: int | None
+    duration_s: float | None
+    length_scale: float = 1.0  # of prompts and answers of a trace
+    max_output_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if self.num_requests is not None and not 1 <= self.num_requests <= MAX_REQUESTS:
+            raise ConfigError("requests", self.num_requests, f"1 to {MAX_REQUESTS}")
+        if self.duration_s is not None and not 0.0 < self.duration_s <= _ENDLESS_S:
+            raise ConfigError("duration", self.duration_s, f"seconds above 0, at most {_ENDLESS_S:g}")
+        if not 0.0 < self.length_scale <= 1000.0:
+            raise ConfigError("length-scale", self.length_scale, "a number above 0, at most 1000")
+
+    @property
+    def block_tokens(self) -> int:
+        """Prompt tokens per block id; 0 without ids."""
+        if isinstance(self.source, SyntheticLoad):
+            return self.source.prefix_tokens
+        return round(self.source.block_tokens * self.length_scale) if self.source.block_tokens else 0
+
+    def requests(self, level: LoadLevel) -> Iterator[TraceRequest]:
+        """In order of arrival. A closed loop ignores the arrival times, and may be endless where a duration ends it.
+        Raises ConfigError, also while iterating."""
+        most = MAX_REQUESTS if self.num_requests is None else self.num_requests
+        if isinstance(self.source, SyntheticLoad):
+            is_timed = level.is_open and self.duration_s is not None
+            span_s = self.duration_s if is_timed and self.duration_s is not None else _ENDLESS_S
+            return islice(self.source.trace(level.rate_rps or 1.0, span_s), most)
+        scaled = (self._scaled(one) for one in islice(self.source, most))
+        if level.rate_rps is not None:
+            factor = level.rate_rps / mean_rate_rps(islice(self.source, most))
+            scaled = (replace(one, arrival_s=one.arrival_s / factor) for one in scaled)
+        if level.is_open and self.duration_s is not None:
+            return _until(scaled, self.duration_s)
+        return scaled
+
+    def _scaled(self, one: TraceRequest) -> TraceRequest:
+        if self.length_scale == 1.0 and self.max_output_tokens is None:
+            return one
+        output = max(1, round(one.output_tokens * self.length_scale))
+        return replace(
+            one,
+            prompt_tokens=max(1, round(one.prompt_tokens * self.length_scale)),
+            output_tokens=output if self.max_output_tokens is None else min(output, self.max_output_tokens),
+        )
+
+
+def mean_rate_rps(requests: Iterator[TraceRequest]) -> float:
+    """Raises ConfigError if all arrive at once."""
+    arrivals_s = [one.arrival_s for one in requests]
+    span_s = arrivals_s[-1] - arrivals_s[0] if arrivals_s else 0.0
+    if span_s <= 0.0:
+        raise ConfigError("rate", "a trace whose requests all arrive at once", "a trace with a rate, or --concurrency")
+    return (len(arrivals_s) - 1) / span_s
+
+
+def check_planned(requests: list[TraceRequest]) -> None:
+    """Raises ConfigError if their prompts would fill the memory."""
+    tokens = sum(one.prompt_tokens for one in requests)
+    if tokens > MAX_PROMPT_TOKENS:
+        expected = f"at most {MAX_PROMPT_TOKENS} prompt tokens in a turn of an open loop; send fewer --requests"
+        raise ConfigError("requests", f"{tokens} prompt tokens", expected)
+
+
+def _until(requests: Iterator[TraceRequest], duration_s: float) -> Iterator[TraceRequest]:
+    begin_s: float | None = None
+    for one in requests:
+        begin_s = one.arrival_s if begin_s is None else begin_s
+        if one.arrival_s - begin_s >= duration_s:
+            return
+        yield one

@@ -1,0 +1,72 @@
+"""The interface between the load generator and a server that it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from simulator.bench.answer import BenchOutcome
+
+MAX_CHUNKS_PER_TOKEN = 4  # a stream with more parts than that does not come from a language model
+SPARE_CHUNKS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedSampling:
+    """What all requests ask for beside prompt and length."""
+
+    temperature: float = 1.0
+    ignore_eos: bool = True
+    slo_ttft_s: float | None = None  # sent along, for servers that schedule by targets
+    slo_tpot_s: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerReply:
+    """What came of one request, filled in while it arrives; times are those of time.perf_counter()."""
+
+    outcome: BenchOutcome = BenchOutcome.FAILED
+    chunk_s: list[float]
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    error: str = ""
+    detail: str = ""
+    server_ttft_s: float | None = None
+    server_tpot_s: float | None = None
+
+    def fail(self, error: str, detail: str = "") -> None:
+        self.outcome, self.error, self.detail = BenchOutcome.FAILED, error, detail
+
+    def reject(self, detail: str = "") -> None:
+        self.outcome, self.error, self.detail = BenchOutcome.REJECTED, "rejected", detail
+
+    def complete(self) -> None:
+        """The stream has ended as the protocol says."""
+        if not self.chunk_s:
+            self.fail("an answer without tokens")
+            return
+        self.outcome = BenchOutcome.COMPLETED
+
+
+class BenchServer(Protocol):
+    name: str  # in tables and reports
+    address: str
+
+    async def connect(self) -> str:
+        """The name of the model. Raises PdserveError if no server answers there, or it has another model."""
+        ...
+
+    def prepare(self, token_ids: Sequence[int], max_tokens: int) -> Any:
+        """The request as it is sent, made before its time."""
+        ...
+
+    async def ask(self, prepared: Any, reply: ServerReply) -> None:
+        """Sends it and fills in the reply. Raises nothing but CancelledError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def most_chunks(max_tokens: int) -> int:
+    return MAX_CHUNKS_PER_TOKEN * max_tokens + SPARE_CHUNKS

@@ -1,0 +1,170 @@
+"""Computes the figures of a benchmark from its answers. Pure.
+
+Definitions are those of `vllm bench serve`, so that figures can be compared: percentiles interpolate linearly between
+two values (numpy's default), the standard deviation is that of the whole population, TPOT has one value per request,
+and ITL one per gap between two parts of an answer. Times are of completed requests. Goodput counts requests that
+completed within both targets; rejected and failed ones are misses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdserve.core.types import Slo
+from simulator.bench.answer import BenchAnswer, BenchOutcome
+
+SHARES: Final = (0.5, 0.9, 0.95, 0.99)
+LATE_S: Final = 0.010  # lag of the generator, at the 99th percentile, above which its figures are doubtful
+LATE_SHARE: Final = 0.05  # the same as a share of the median TTFT, whichever is more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """Of `of` values; nan if there are none. `shares` has the percentiles of SHARES."""
+
+    of: int
+    mean: float = math.nan
+    std: float = math.nan
+    least: float = math.nan
+    most: float = math.nan
+    shares: tuple[float, ...] = (math.nan,) * len(SHARES)
+
+    @property
+    def median(self) -> float:
+        return self.shares[SHARES.index(0.5)]
+
+    @property
+    def p99(self) -> float:
+        return self.shares[SHARES.index(0.99)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchTurn:
+    """One stretch of load on one server. `lasted_s`: from its begin to the end of its last request."""
+
+    answers: Sequence[BenchAnswer]
+    lasted_s: float
+    loop_delays_s: Sequence[float] = ()  # how late timers of the generator fired, sampled all the time
+    is_interrupted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSummary:
+    requests: int  # without interrupted ones
+    completed: int
+    rejected: int
+    failed: int
+    errors: dict[str, int]  # failed requests by their error
+    total_input_tokens: int  # of completed requests
+    total_output_tokens: int
+    duration_s: float  # sum over its turns
+    met: int | None  # requests that met both targets; None without targets
+    ttft_s: Distribution
+    tpot_s: Distribution
+    itl_s: Distribution
+    e2el_s: Distribution
+    input_tokens: Distribution
+    output_tokens: Distribution
+    max_output_tokens_per_s: float  # in a second of a turn
+    max_concurrent_requests: int
+    send_lag_s: Distribution
+    loop_delay_s: Distribution
+    server_ttft_s: Distribution  # of requests with the server's own timings
+    server_tpot_s: Distribution
+    details: dict[str, str] = field(default_factory=dict)  # an example of the server's words for each error
+
+    def rate(self, count: float) -> float:
+        """Per second of the benchmark."""
+        return count / self.duration_s if self.duration_s > 0.0 else 0.0
+
+    @property
+    def attainment(self) -> float | None:
+        """Share of all requests that met both targets."""
+        return None if self.met is None else self.met / self.requests if self.requests else 0.0
+
+    @property
+    def is_generator_late(self) -> bool:
+        """The figures then include delays of the generator itself."""
+        bar_s = max(LATE_S, LATE_SHARE * (self.ttft_s.median if self.ttft_s.of else 0.0))
+        return any(one.of > 0 and one.p99 > bar_s for one in (self.send_lag_s, self.loop_delay_s))
+
+
+def summarise_bench(turns: Sequence[BenchTurn], slo: Slo | None) -> BenchSummary:
+    """Of all turns of one server at one load."""
+    counted = [one for turn in turns for one in turn.answers if one.outcome is not BenchOutcome.INTERRUPTED]
+    done = [one for one in counted if one.outcome is BenchOutcome.COMPLETED]
+    failed = [one for one in counted if one.outcome is BenchOutcome.FAILED]
+    return BenchSummary(
+        requests=len(counted),
+        completed=len(done),
+        rejected=sum(one.outcome is BenchOutcome.REJECTED for one in counted),
+        failed=len(failed),
+        errors=dict(Counter(one.error for one in failed).most_common()),
+        details={one.error: one.detail for one in reversed(failed) if one.detail},
+        total_input_tokens=sum(one.prompt_tokens for one in done),
+        total_output_tokens=sum(one.output_tokens for one in done),
+        duration_s=sum(turn.lasted_s for turn in turns),
+        met=None if slo is None else sum(one.has_met(slo) for one in counted),
+        ttft_s=distribution(one.ttft_s for one in done),
+        tpot_s=distribution(tpot_s for one in done if (tpot_s := one.tpot_s) is not None),
+        itl_s=distribution(gap for one in done for gap in one.itl_s),
+        e2el_s=distribution(one.e2el_s for one in done),
+        input_tokens=distribution(one.prompt_tokens for one in done),
+        output_tokens=distribution(one.output_tokens for one in done),
+        max_output_tokens_per_s=max((_busiest_second(turn) for turn in turns), default=0.0),
+        max_concurrent_requests=max((_most_at_once(turn) for turn in turns), default=0),
+        send_lag_s=distribution(one.lag_s for one in counted),
+        loop_delay_s=distribution(delay for turn in turns for delay in turn.loop_delays_s),
+        server_ttft_s=distribution(one.server_ttft_s for one in done if one.server_ttft_s is not None),
+        server_tpot_s=distribution(
+            one.server_tpot_s for one in done if one.server_tpot_s is not None and one.output_tokens > 1
+        ),
+    )
+
+
+def distribution(values: Iterable[float]) -> Distribution:
+    ordered = sorted(values)
+    if not ordered:
+        return Distribution(of=0)
+    mean = math.fsum(ordered) / len(ordered)
+    return Distribution(
+        of=len(ordered),
+        mean=mean,
+        std=math.sqrt(math.fsum((one - mean) ** 2 for one in ordered) / len(ordered)),
+        least=ordered[0],
+        most=ordered[-1],
+        shares=tuple(quantile(ordered, share) for share in SHARES),
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted values, at least one: linear interpolation between the two values around the rank."""
+    rank = share * (len(ordered) - 1)
+    below = math.floor(rank)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
+
+
+def _busiest_second(turn: BenchTurn) -> float:
+    """Most tokens in one second. The tokens of an answer are spread evenly over its parts."""
+    seconds: Counter[int] = Counter()
+    for one in turn.answers:
+        if one.outcome is BenchOutcome.COMPLETED:
+            each = one.output_tokens / len(one.chunk_s)
+            for at_s in one.chunk_s:
+                seconds[int(at_s)] += each  # type: ignore[assignment]
+    return float(max(seconds.values(), default=0.0))
+
+
+def _most_at_once(turn: BenchTurn) -> int:
+    """A request that ends at the moment at which another one is sent does not overlap it."""
+    edges = [(one.sent_s, 1) for one in turn.answers] + [(one.ended_s, -1) for one in turn.answers]
+    at_once = most = 0
+    for _, change in sorted(edges):
+        at_once += change
+        most = max(most, at_once)
+    return most

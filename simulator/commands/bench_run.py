@@ -1,0 +1,256 @@
+"""Carries out `pdserve bench`: makes its plan from the flags, runs it, and prints and writes the results."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.cli.target import ssl_context, tls_of
+from pdserve.config import TOKEN_ENV, from_env
+from pdserve.core.errors import ConfigError
+from pdserve.core.json_text import to_json
+from pdserve.core.types import Slo
+from pdserve.listening import ignore_poller_races
+from simulator.bench.fields import aiperf_metrics, own_fields, ratio_fields, vllm_fields
+from simulator.bench.load import LoadLevel, LoadPlan, SyntheticLoad
+from simulator.bench.page import bench_page
+from simulator.bench.prompts import DEFAULT_IDS
+from simulator.bench.result import BenchResult
+from simulator.bench.server import AskedSampling, BenchServer
+from simulator.bench.session import BenchPlan, BenchSession
+from simulator.bench.text import NO_TARGET_S, render_bench
+from simulator.commands.bench import COMPARE_TOKEN_ENV
+from simulator.commands.bench_progress import BenchProgress
+from simulator.commands.simulation import check_writable
+from simulator.model import Trace
+from simulator.reshape import Reshaped, jittered
+from simulator.trace_rows import MAX_TOKENS
+from simulator.traces import FileTrace
+
+_CONCURRENCY: Final = 4
+_REQUESTS: Final = 100
+_TURNS: Final = 4  # with a second server
+_MAX_TURNS: Final = 1000
+_SYNTHETIC: Final = (("input_tokens", (128, 512)), ("output_tokens", (32, 128)))
+INTERRUPTED: Final = 130
+
+
+def carry_out(args: argparse.Namespace) -> int:
+    slo = _slo(args)
+    plan = make_plan(args)
+    for path in (args.rows, args.html):
+        check_writable(path)
+    servers = _servers(args, slo)
+    progress = BenchProgress(total=plan.load.num_requests, duration_s=plan.load.duration_s)
+    result = asyncio.run(_run(BenchSession(servers, plan, slo, progress)))
+    if args.rows:
+        Path(args.rows).write_text("".join(to_json(row) + "\n" for row in rows_of(result)), encoding="utf-8")
+    if args.html:
+        date = time.strftime("%Y-%m-%d %H:%M")
+        Path(args.html).write_text(bench_page(result, command=_command(), date=date), encoding="utf-8")
+    print(to_json(as_object(result, args)) if args.json else render_bench(result))
+    if result.is_interrupted:
+        return INTERRUPTED
+    return 0 if any(one.summary.completed for one in result.levels) else 1
+
+
+def make_plan(args: argparse.Namespace) -> BenchPlan:
+    """Raises ConfigError with the name of the flag."""
+    if not 0 <= args.warmup <= 100_000:
+        raise ConfigError("warmup", args.warmup, "0 to 100000 requests")
+    turns = args.turns if args.turns is not None else _TURNS if args.compare else 1
+    if not 1 <= turns <= _MAX_TURNS:
+        raise ConfigError("turns", turns, f"1 to {_MAX_TURNS}")
+    source = _source(args)
+    is_synthetic = isinstance(source, SyntheticLoad)
+    requests = args.requests
+    if requests is None and args.duration is None and is_synthetic:
+        requests = _REQUESTS
+    if args.rate:
+        levels = [LoadLevel(rate_rps=rate) for rate in args.rate]
+    elif args.concurrency or is_synthetic:
+        levels = [LoadLevel(concurrency=one) for one in args.concurrency or [_CONCURRENCY]]
+    else:
+        levels = [LoadLevel()]
+    load = LoadPlan(source=source, num_requests=requests, duration_s=args.duration, length_scale=args.length_scale)
+    next(load.requests(levels[0]), None)  # an invalid length or trace is reported before anything is sent
+    return BenchPlan(
+        load=load,
+        levels=list(dict.fromkeys(levels)),
+        turns=turns,
+        warm_requests=args.warmup,
+        seed=args.seed,
+        token_ids=args.token_ids or DEFAULT_IDS,
+    )
+
+
+def _source(args: argparse.Namespace) -> SyntheticLoad | Trace:
+    if args.trace:
+        for flag, value in (
+            *((name, getattr(args, name)) for name, _ in _SYNTHETIC),
+            ("prefix_tokens", args.prefix_tokens),
+        ):
+            if value:
+                raise ConfigError(flag.replace("_", "-"), value, "no --trace beside it: a trace has its own lengths")
+        file = FileTrace(args.trace)
+        if not args.jitter:
+            return file
+        if not file.quantum_s:
+            raise ConfigError("jitter", file.name, "a trace whose timestamps are rounded")
+        return Reshaped(file, jittered(args.seed, file.quantum_s))
+    if args.jitter or args.length_scale != 1.0:
+        raise ConfigError("jitter and length-scale", "no trace", "a --trace that they change")
+    if args.prefix_tokens < 0 or args.prefixes < 1:
+        raise ConfigError(
+            "prefix-tokens", f"{args.prefix_tokens} in {args.prefixes} prefixes", "at least 0, and 1 prefix"
+        )
+    lengths = {name: getattr(args, name) or default for name, default in _SYNTHETIC}
+    for name, (low, high) in lengths.items():
+        if not 1 <= low <= high <= MAX_TOKENS:
+            raise ConfigError(name.replace("_", "-"), f"{low}:{high}", f"A:B with 1 <= A <= B <= {MAX_TOKENS}")
+    return SyntheticLoad(**lengths, prefix_tokens=args.prefix_tokens, num_prefixes=args.prefixes, seed=args.seed)
+
+
+def _slo(args: argparse.Namespace) -> Slo | None:
+    if args.slo_ttft is None and args.slo_tpot is None:
+        return None
+    given = {"ttft_s": args.slo_ttft, "tpot_s": args.slo_tpot}
+    return Slo(**{name: NO_TARGET_S if value is None else value for name, value in given.items()})
+
+
+def _servers(args: argparse.Namespace, slo: Slo | None) -> list[BenchServer]:
+    sampling = AskedSampling(
+        temperature=args.temperature,
+        ignore_eos=not args.stop_at_eos,
+        slo_ttft_s=args.slo_ttft,
+        slo_tpot_s=args.slo_tpot,
+    )
+    token = from_env(TOKEN_ENV) or None
+    first_name = args.name or "pdserve"
+    servers = [_server(args, first_name, args.url or args.target, token, sampling, is_url=bool(args.url))]
+    if args.compare:
+        if args.compare_name == first_name:
+            raise ConfigError("compare-name", first_name, "another name than that of the first server")
+        other_token = from_env(COMPARE_TOKEN_ENV) or None  # not the first server's, which may be another's secret
+        servers.append(
+            _server(args, args.compare_name, args.compare, other_token, sampling, is_url="://" in args.compare)
+        )
+    return servers
+
+
+def _server(
+    args: argparse.Namespace, name: str, address: str, token: str | None, sampling: AskedSampling, *, is_url: bool
+) -> BenchServer:
+    if is_url:
+        from simulator.bench.http_server import HttpServer  # needs the extra `bench`
+
+        return HttpServer(
+            name,
+            address,
+            sampling=sampling,
+            endpoint=args.endpoint,
+            token=token,
+            tls=ssl_context(args, address),
+            insecure=args.insecure,
+            timeout_s=args.timeout,
+            model=args.model,
+        )
+    from simulator.bench.router_server import RouterServer
+
+    return RouterServer(
+        name,
+        address,
+        sampling=sampling,
+        token=token,
+        tls=tls_of(_with_target(args, address)),
+        insecure=args.insecure,
+        timeout_s=args.timeout,
+        model=args.model,
+    )
+
+
+def _with_target(args: argparse.Namespace, address: str) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(args), "target": address})
+
+
+async def _run(session: BenchSession) -> BenchResult:
+    """The first Ctrl-C ends the benchmark with a report, the second one at once."""
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(ignore_poller_races)
+
+    def interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        session.interrupt()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        return await session.run()
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def as_object(result: BenchResult, args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the first run, as `vllm bench serve` has them; with several runs, `runs` holds all."""
+    runs = []
+    for one in result.levels:
+        found = one.summary
+        runs.append(
+            {
+                "server": one.server,
+                "request_rate": one.level.rate_rps,
+                "max_concurrency": one.level.concurrency,
+                "turns": len(one.turns),
+                **vllm_fields(found),
+                **own_fields(found),
+                "aiperf": aiperf_metrics(found),
+            }
+        )
+    head = {
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "model_id": result.servers[0][2] if result.servers else "",
+        "num_prompts": args.requests,
+        "seed": args.seed,
+        "is_interrupted": result.is_interrupted,
+        "servers": [{"name": name, "address": address, "model": model} for name, address, model in result.servers],
+    }
+    ratios = {level.label: fields for level in result.shown_levels if (fields := ratio_fields(result.ratios(level)))}
+    whole: dict[str, Any] = {**head, **(runs[0] if runs else {})}
+    return {**whole, **({"runs": runs, "ratios": ratios} if len(runs) > 1 else {})}
+
+
+def rows_of(result: BenchResult) -> Iterator[dict[str, Any]]:
+    """A row for each request."""
+    for one in result.levels:
+        for turn_number, turn in enumerate(one.turns):
+            for answer in turn.answers:
+                is_done = not answer.error and bool(answer.chunk_s)
+                yield {
+                    "server": one.server,
+                    "load": one.level.label,
+                    "turn": turn_number,
+                    "number": answer.number,
+                    "outcome": answer.outcome.value,
+                    "error": answer.error,
+                    "due_s": answer.due_s,
+                    "sent_s": answer.sent_s,
+                    "ended_s": answer.ended_s,
+                    "input_tokens": answer.prompt_tokens,
+                    "output_tokens": answer.output_tokens,
+                    "ttft_s": answer.ttft_s if is_done else None,
+                    "tpot_s": answer.tpot_s if is_done else None,
+                    "itls_s": answer.itl_s,
+                    "server_ttft_s": answer.server_ttft_s,
+                    "server_tpot_s": answer.server_tpot_s,
+                }
+
+
+def _command() -> str:
+    """What the user typed; it holds no secret, because tokens come from the environment."""
+    return shlex.join(["pdserve", *sys.argv[1:]])

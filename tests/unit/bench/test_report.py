@@ -1,0 +1,90 @@
+"""Table, page and fields of a benchmark."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from pdserve.core.json_text import to_json
+from simulator.bench.fields import aiperf_metrics, vllm_fields
+from simulator.bench.page import bench_page, focus_level
+from simulator.bench.result import BenchResult
+from simulator.bench.statistics import summarise_bench
+from simulator.bench.text import render_bench
+from tests.unit.bench.given import SLO, answer, result, turn
+from tests.unit.simulator.test_report import read
+
+#: Of the result of `vllm bench serve`, less what has one entry per request and what only speculative decoding has.
+VLLM: tuple[str, ...] = (
+    *("duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput"),
+    *("request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s"),
+    "max_concurrent_requests",
+    *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for kind in ("mean", "median", "std", "p99")),
+)
+
+
+def test_fields_are_those_of_vllm() -> None:
+    found = vllm_fields(summarise_bench([turn(answer(chunks_s=[0.1, 0.3, 0.4]), lasted_s=2.0)], SLO))
+    assert set(VLLM) <= set(found)
+    assert found["mean_ttft_ms"] == pytest.approx(100.0)
+    assert found["mean_tpot_ms"] == pytest.approx(150.0)
+    assert found["mean_itl_ms"] == pytest.approx(150.0)
+    assert found["p99_itl_ms"] == pytest.approx(199.0)
+    assert found["mean_e2el_ms"] == pytest.approx(400.0)
+    assert (found["request_throughput"], found["output_throughput"], found["request_goodput"]) == (0.5, 1.5, 0.0)
+
+
+def test_metrics_are_those_of_aiperf() -> None:
+    found = aiperf_metrics(summarise_bench([turn(answer(chunks_s=[0.1, 0.3, 0.4]), lasted_s=2.0)], SLO))
+    ttft = found["time_to_first_token"]
+    assert (ttft["unit"], ttft["avg"], ttft["p99"], ttft["count"]) == (
+        "ms",
+        pytest.approx(100.0),
+        pytest.approx(100.0),
+        1,
+    )
+    assert found["inter_token_latency"]["avg"] == pytest.approx(150.0)
+    assert found["goodput"]["unit"] == "requests/sec"
+
+
+def test_fields_are_json_even_where_nothing_completed() -> None:
+    found = json.loads(to_json(vllm_fields(summarise_bench([turn(answer())], None))))
+    assert found["mean_ttft_ms"] is None
+    assert found["request_goodput"] is None
+
+
+def test_the_table_names_errors_and_ratios() -> None:
+    text = render_bench(result())
+    assert "1/s, one: 2 failed with HTTP 500: <b>out of order</b>" in text
+    assert "TTFT, median        0.50 (0.50 to 0.50)" in text
+    assert "targets: TTFT within 1 s, TPOT within 100 ms" in text
+
+
+@pytest.mark.parametrize("servers", [("one",), ("one", "<two>")])
+@pytest.mark.parametrize("rates", [(1.0,), (1.0, 2.0, 4.0)])
+@pytest.mark.parametrize("slo", [None, SLO])
+def test_the_page_is_whole_html_without_network(
+    servers: tuple[str, ...], rates: tuple[float, ...], slo: object
+) -> None:
+    page = bench_page(result(servers=servers, rates=rates, slo=slo), command="pdserve bench <x>", date="2026-11-23")  # type: ignore[arg-type]
+    found = read(page)
+    assert not re.search(r"https?://(?!one|two|&lt;two)", page.replace("http://www.w3.org/2000/svg", ""))
+    assert "script" not in found.tags
+    assert "link" not in found.tags
+    assert "<two>" not in page
+    assert "<b>out of order" not in page
+    assert ("Comparison" in found.texts) is (len(servers) > 1)
+    assert ("By load" in found.texts) is (len(rates) > 1)
+    assert "Requests over time" in found.texts
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_a_page_without_results_is_whole() -> None:
+    read(bench_page(BenchResult(servers=[], slo=None, is_interrupted=True), command="x", date="y"))
+
+
+def test_the_page_shows_the_highest_load_within_the_targets() -> None:
+    found = result(rates=(1.0, 2.0))
+    assert focus_level(found) == found.shown_levels[-1]  # one of three fails, so none is good: the last

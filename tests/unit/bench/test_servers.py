@@ -1,0 +1,198 @@
+"""Real servers under load: a router over gRPC, the gateway over HTTP, and HTTP servers that break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from pdserve.core.errors import ConfigError, Unauthenticated, Unavailable
+from simulator.bench.answer import BenchOutcome
+from simulator.bench.http_server import HttpServer, base_url
+from simulator.bench.load import LoadLevel, LoadPlan, SyntheticLoad
+from simulator.bench.prompts import DEFAULT_IDS
+from simulator.bench.result import BenchResult
+from simulator.bench.router_server import RouterServer
+from simulator.bench.server import AskedSampling, BenchServer, ServerReply
+from simulator.bench.session import BenchPlan, BenchSession
+from tests.unit.gateway.conftest import Served, serve
+
+PATIENT_S = 120.0
+SAMPLING = AskedSampling(temperature=0.0, slo_ttft_s=PATIENT_S, slo_tpot_s=20.0)
+
+
+def router(address: str, **values: Any) -> RouterServer:
+    return RouterServer("router", address, **{"sampling": SAMPLING, "timeout_s": PATIENT_S, **values})
+
+
+def http(url: str, **values: Any) -> HttpServer:
+    return HttpServer("http", url, **{"sampling": SAMPLING, "timeout_s": PATIENT_S, **values})
+
+
+async def load(*servers: BenchServer, turns: int = 1) -> BenchResult:
+    source = SyntheticLoad(input_tokens=(20, 40), output_tokens=(6, 9))
+    plan = BenchPlan(
+        load=LoadPlan(source=source, num_requests=8, duration_s=None),
+        levels=[LoadLevel(concurrency=4)],
+        turns=turns,
+        token_ids=DEFAULT_IDS,
+    )
+    return await BenchSession(servers, plan, None).run()
+
+
+async def test_router_and_gateway_give_the_same_counts(toy: Served) -> None:
+    found = await load(router(toy.router), http(toy.url), turns=2)
+    first, second = (one.summary for one in found.levels)
+    assert found.servers[0][2] == found.servers[1][2] == "toy"
+    assert (first.completed, second.completed) == (16, 16)
+    assert first.total_input_tokens == second.total_input_tokens
+    assert first.total_output_tokens == second.total_output_tokens
+    assert [len(one.answers) for one in found.levels[0].turns] == [8, 8]
+    assert {ratio.metric.name for ratio in found.ratios(found.shown_levels[0])} >= {"median_ttft_ms", "median_tpot_ms"}
+
+
+async def test_the_router_s_own_times_are_within_ours(toy: Served) -> None:
+    found = await load(router(toy.router))
+    for one in found.levels[0].turns[0].answers:
+        assert one.server_ttft_s is not None
+        assert 0.0 < one.server_ttft_s <= one.ttft_s
+
+
+async def test_chats_send_words(bundled: Served) -> None:
+    found = await load(http(bundled.url + "/v1/", endpoint="chat"))
+    summary = found.levels[0].summary
+    assert (summary.completed, summary.failed) == (8, 0)
+    assert summary.total_input_tokens > 8 * 20
+
+
+async def test_rejections_are_counted_over_both() -> None:
+    with serve(router={"max_queue": 0}, worker={"toy_step_s": 0.05, "max_batch": 1}, prefill=0) as served:
+        for server in (router(served.router), http(served.url)):
+            summary = (await load(server)).levels[0].summary
+            assert summary.rejected > 0
+            assert summary.failed == 0
+            assert summary.rejected + summary.completed == 8
+
+
+async def test_an_error_is_named_by_its_status(toy: Served) -> None:
+    found = await load(http(toy.url, endpoint="chat"))  # the toy model has no chat template
+    summary = found.levels[0].summary
+    assert summary.errors == {"HTTP 400": 8}
+    assert "no chat template" in summary.details["HTTP 400"]
+    source = SyntheticLoad(input_tokens=(100_000, 100_000), output_tokens=(1, 1))
+    plan = BenchPlan(
+        load=LoadPlan(source=source, num_requests=1, duration_s=None),
+        levels=[LoadLevel(concurrency=1)],
+        token_ids=DEFAULT_IDS,
+    )
+    found = await BenchSession([router(toy.router)], plan, None).run()
+    assert found.levels[0].summary.errors == {"gRPC INVALID_REQUEST": 1}
+
+
+async def test_another_model_is_refused_before_the_load(toy: Served) -> None:
+    for server in (router(toy.router, model="other"), http(toy.url, model="other")):
+        with pytest.raises(ConfigError, match="other"):
+            await load(server)
+
+
+async def test_nobody_there_is_one_error() -> None:
+    for server in (router("127.0.0.1:9"), http("http://127.0.0.1:9")):
+        with pytest.raises(Unavailable, match="no server answers"):
+            await load(server)
+
+
+async def test_a_token_is_needed_and_sent() -> None:
+    with serve(token="right") as served:
+        with pytest.raises(Unauthenticated):
+            await load(http(served.url, token="wrong"))
+        for server in (router(served.router, token="right"), http(served.url, token="right")):
+            assert (await load(server)).levels[0].summary.completed == 8
+
+
+@pytest.mark.parametrize("url", ["", "x", "ftp://a", "http://", "http://a:99999", "http://a/?q=1", "http://u:p@a"])
+def test_only_urls_of_servers_are_taken(url: str) -> None:
+    with pytest.raises(ConfigError):
+        base_url(url)
+
+
+def test_a_path_replaces_v1() -> None:
+    assert base_url("http://a:1") == base_url("http://a:1/v1/") == "http://a:1/v1"
+    assert base_url("https://a/openai/v2") == "https://a/openai/v2"
+
+
+def test_a_token_is_not_sent_over_a_network_in_the_clear() -> None:
+    with pytest.raises(ConfigError, match="readable"):
+        http("http://10.0.0.1:8000", token="secret")
+
+
+CHUNK = b'data: {"choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\n'
+LAST = b'data: {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}\n\n'
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@asynccontextmanager
+async def scripted(answer: bytes) -> AsyncIterator[str]:
+    """A server that lists a model, and gives every other request this answer and closes the connection."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = b'{"data": [{"id": "m"}]}'
+        if head.startswith(b"GET"):
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        else:
+            writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        host, port = server.sockets[0].getsockname()[:2]
+        yield f"http://{host}:{port}"
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome", "error"),
+    [
+        (STREAM + CHUNK + LAST, BenchOutcome.COMPLETED, ""),
+        (STREAM + CHUNK + b"data: [DONE]\n\n", BenchOutcome.COMPLETED, ""),
+        (STREAM + CHUNK, BenchOutcome.FAILED, "stream ended early"),
+        (STREAM, BenchOutcome.FAILED, "stream ended early"),
+        (CHUNKED + b"5\r\ndata:", BenchOutcome.FAILED, "stream ended early"),
+        (STREAM + LAST, BenchOutcome.FAILED, "an answer without tokens"),
+        (STREAM + CHUNK + b'data: {"error": {"message": "x"}}\n\n', BenchOutcome.FAILED, "error in the stream"),
+        (STREAM + b"data: <html>\n\n", BenchOutcome.FAILED, "not a stream of OpenAI's API"),
+        (STREAM + 200 * CHUNK, BenchOutcome.FAILED, "too many parts in an answer"),
+        (b"HTTP/1.1 429 x\r\ncontent-length: 0\r\n\r\n", BenchOutcome.REJECTED, "rejected"),
+        (b"HTTP/1.1 503 x\r\ncontent-length: 2\r\n\r\nno", BenchOutcome.FAILED, "HTTP 503"),
+        (b"HTTP/1.1 404 x\r\ncontent-length: 0\r\n\r\n", BenchOutcome.FAILED, "HTTP 404"),
+        (b"nonsense\r\n\r\n", BenchOutcome.FAILED, "lost connection"),
+        (b"", BenchOutcome.FAILED, "lost connection"),
+    ],
+)
+async def test_every_end_of_an_answer_has_its_outcome(answer: bytes, outcome: BenchOutcome, error: str) -> None:
+    async with scripted(answer) as url:
+        server = http(url)
+        await server.connect()
+        reply = ServerReply(chunk_s=[])
+        await server.ask(server.prepare([1, 2], 4), reply)
+        await server.close()
+    assert (reply.outcome, reply.error) == (outcome, error)
+
+
+async def test_a_server_that_says_nothing_is_given_up() -> None:
+    async with scripted(STREAM + CHUNK) as url:
+        server = http(url, timeout_s=0.2)
+        await server.connect()
+        silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        server.address = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
+        reply = ServerReply(chunk_s=[])
+        await server.ask(server.prepare([1, 2], 4), reply)
+        await server.close()
+        silent.close()
+    assert (reply.outcome, reply.error) == (BenchOutcome.FAILED, "timeout")
