@@ -42,6 +42,7 @@ POLICY: Final[Mapping[str, Access]] = {
     "/pdserve.v1.ClusterService/Explain": Access.OPERATOR,
     "/pdserve.v1.ClusterService/Drain": Access.OPERATOR,
     "/pdserve.v1.ClusterService/Undrain": Access.OPERATOR,
+    "/pdserve.v1.ClusterService/Watch": Access.OPERATOR,
 }
 _SCHEME: Final = "bearer "
 # Without a default, so that a handler whose call nobody has authorised fails.

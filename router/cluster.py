@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, final
 
-from pdserve.core.errors import NotFound
+from pdserve.core.errors import NotFound, PdserveError
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from pdserve.wire import status
 from pdserve.wire.codec import Codec, Special
@@ -19,6 +20,7 @@ from router.links import KvLinks
 from router.policy.interface import Candidate, Decision
 from router.runtime import Runtime
 from router.snapshot import WorkerFacts
+from router.watching import Watching
 
 # `given` fields of the dataclass are not sent, or are sent in another form, in `ignored` fields of the message.
 _WORKER: Final = Codec(
@@ -48,8 +50,8 @@ _EXPLANATION: Final = Codec(
 
 @final
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    def __init__(self, runtime: Runtime, links: KvLinks, router_id: str) -> None:
-        self._runtime, self._links = runtime, links
+    def __init__(self, runtime: Runtime, watching: Watching, links: KvLinks, router_id: str) -> None:
+        self._runtime, self._watching, self._links = runtime, watching, links
         self._router_id = router_id
         self._started_s = time.monotonic()
 
@@ -85,6 +87,14 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         await self._require(request.worker_id, context)
         self._runtime.hand(UndrainRequested(worker_id=request.worker_id))
         return cluster_pb2.UndrainResponse()
+
+    async def Watch(self, request: cluster_pb2.WatchRequest, context: Any) -> AsyncIterator[cluster_pb2.LiveFrame]:
+        try:
+            async with contextlib.aclosing(self._watching.frames(request.period_s)) as frames:
+                async for frame in frames:
+                    yield frame
+        except PdserveError as error:
+            await status.abort(context, error)
 
     async def _require(self, worker_id: str, context: Any) -> None:
         workers = self._runtime.state.snapshot().workers

@@ -15,12 +15,13 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.protocol import Cancel
 from router.asking import entry_of
 from router.booking import Booking
-from router.commands import Command
+from router.commands import Command, Outcome
 from router.explaining import Explanations
 from router.fleet import Fleet
 from router.forecast import RecentDemand, Utilization
 from router.lengths import OutputLengths
 from router.lifecycle import MOVES, IllegalMove, Move
+from router.live_log import LiveLog
 from router.policy import make_policy
 from router.policy.interface import Decision
 from router.policy.rules import rules_on
@@ -59,6 +60,7 @@ class ClusterState:
         self.utilization = Utilization()
         self.demand = RecentDemand()
         self.explanations = Explanations(settings.explain_capacity)
+        self.live_log = LiveLog()
         self.timers = Timers()
         self.now_s = 0.0
         self.has_started = False
@@ -254,7 +256,11 @@ class ClusterState:
         view.arrived(booking)
         view.freed_s = self.now_s
 
-    # -- explanations --------------------------------------------------------------------------------------------
+    # -- explanations and the live view ----------------------------------------------------------------------------
+
+    def note_end(self, request: Request, outcome: Outcome, why: str, retry_after_s: float | None) -> None:
+        self.explanations.ended(request, outcome, self.now_s, why=why, retry_after_s=retry_after_s)
+        self.live_log.ended(request, outcome, self.explanations.last(request.request_id), self.now_s)
 
     def explain(self, request_id: str, decision: Decision) -> None:
         self.explanations.note(self.requests[request_id], decision, self.now_s)

@@ -49,6 +49,7 @@ from router.runtime import Runtime
 from router.settings import RouterSettings
 from router.state import RouterState
 from router.tenants import Tenants
+from router.watching import Watching
 from router.workers import Workers
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class RouterServer:
             on_crash=self._crashed,
             tls=self._tls,
         )
+        self._watching = Watching(self._runtime.state)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server: Any = None
         self._redis_index: RedisIndex | None = None
@@ -193,6 +195,7 @@ class RouterServer:
         self._is_closing = True
         if self._server is not None:
             await self._health.enter_graceful_shutdown()
+            self._watching.close()
             await self._server.stop(STOP_GRACE_S)
         self._runtime.close()
         for task in self._tasks:
@@ -235,7 +238,7 @@ class RouterServer:
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
-            ClusterServicer(self._runtime, self._workers.links, self._config.router_id), self._server
+            ClusterServicer(self._runtime, self._watching, self._workers.links, self._config.router_id), self._server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         services = (INFERENCE, CLUSTER, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -12,6 +12,7 @@ can be replayed (replay.py), and the simulator runs the same class. Modules:
     newcomers.py      which new requests are rejected, by the predicted start of forecast.py
     late_requests.py  which waiting requests are rejected or delayed because they are late
     explaining.py     explanations of placements
+    live.py           frames of the live view
 
 An event is read in one pass: what is due, its handler, the transitions that it returns, placing.
 """
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, final
 
+from pdserve.core.live import LiveFrame
 from pdserve.core.phases import Phase
 from pdserve.core.protocol import (
     AttemptFailed,
@@ -56,6 +58,7 @@ from router.events import (
 )
 from router.explaining import DecisionRecord
 from router.lifecycle import IllegalMove, Move, Stage
+from router.live import live_frame
 from router.policy.interface import Decision
 from router.request import Request
 from router.settings import RouterSettings
@@ -127,6 +130,15 @@ class RouterState:
 
     def snapshot(self) -> ClusterSnapshot:
         return take_snapshot(self._cluster)
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that have ended since the start."""
+        return self._cluster.live_log.num_ended
+
+    def live_frame(self, now_s: float, after: int) -> LiveFrame:
+        """The state at `now_s`, with the requests that ended after the first `after` ones, if they are still kept."""
+        return live_frame(self._cluster, now_s, after)
 
     def check(self) -> None:
         """Raises AssertionError unless all invariants hold."""

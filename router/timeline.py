@@ -76,6 +76,14 @@ class Timeline:
             rest = Phase.LOST
         self.close(rest, now_s, attempt)
 
+    def so_far(self, stage: Stage, last_token_s: float | None, now_s: float) -> tuple[Slice, ...]:
+        """The slices as if the open interval of a request in `stage` ended now. `last_token_s` as for `moved`."""
+        copy = Timeline(self._arrived_s)
+        copy._mark_s, copy._parts, copy._slices = self._mark_s, list(self._parts), list(self._slices)
+        is_decoding = stage is Stage.LOCAL and last_token_s is not None
+        copy.close(Phase.DECODE if is_decoding else STANDS_FOR.get(stage, Phase.MESSAGES), now_s, 0)
+        return copy.slices
+
     @property
     def phases(self) -> Phases:
         """The phases of all ended intervals."""

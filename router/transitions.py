@@ -246,7 +246,7 @@ def _end(
     commands = cluster.cancel_attempt(request) if cancel else []
     cluster.settle(request)
     cluster.counters[f"outcome_{outcome.value}"] += 1
-    cluster.explanations.ended(request, outcome, cluster.now_s, why=why, retry_after_s=retry_after_s)
+    cluster.note_end(request, outcome, why, retry_after_s)
     cluster.ended.add(request.request_id)
     cluster.timers.deadlines.clear(request.request_id)
     cluster.timers.releases.set(request.request_id, cluster.now_s + cluster.settings.release_timeout_s)

@@ -45,6 +45,7 @@ class WorkerView:
         "is_connected",
         "is_drain_requested",
         "kept_load",
+        "last_step_s",
         "most_tokens",
         "queue",
         "replies",
@@ -84,6 +85,7 @@ class WorkerView:
         self.freed_s = now_s  # when an event last may have made room here
         self.computed_s = now_s  # when a prompt was last finished or abandoned here
         self.step_clock = StepClock()
+        self.last_step_s = 0.0  # of the last batch that it reported
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -191,6 +193,7 @@ class WorkerView:
 
     def timed(self, event: BatchTimed) -> bool:
         """Learns from a finished batch. False: it is not a sample. `load` is updated with the next report."""
+        self.last_step_s = event.step_s
         return self.cost.observe_batch(event)
 
     def queue_s(self, now_s: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, final
@@ -22,8 +22,10 @@ from pdserve.client.options import Options
 from pdserve.client.request import Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
 from pdserve.core.errors import PdserveError
+from pdserve.core.live import LiveFrame
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
+from pdserve.wire.live import FRAME
 
 Result = TypeVar("Result")
 
@@ -122,6 +124,20 @@ class AsyncClient(BaseClient):
     async def explain(self, request_id: str) -> Explanation:
         """Why a recent request was placed where it was. Raises NotFound after the router has forgotten it."""
         return await self._ask(calls.explain(request_id))
+
+    async def watch(self, period_s: float = 0.0) -> AsyncGenerator[LiveFrame, None]:
+        """What happens on the cluster: a frame every `period_s` seconds (0.1 to 60; 0: the router's default).
+
+        The first frame contains the requests that ended last. Needs the operator's token.
+        """
+        call = self._begin_watch(self._connection(), period_s)
+        try:
+            async for message in call:
+                yield FRAME.decode(message)
+        except grpc.RpcError as error:
+            raise status.from_rpc_error(error) from None
+        finally:
+            call.cancel()
 
     async def close(self) -> None:
         """Closes the connection and cancels open streams."""

@@ -19,7 +19,7 @@ from pdserve.client.retry import Retries
 from pdserve.client.transport import ClientTransport, GrpcTransport
 from pdserve.core.errors import PdserveError
 from pdserve.telemetry import propagate
-from pdserve.v1 import inference_pb2_grpc
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 
 DEFAULT_TARGET: Final = "localhost:50051"
 
@@ -93,6 +93,11 @@ class BaseClient:
 
     def _metadata(self) -> Any:
         return self._target.metadata(propagate.current_traceparent())
+
+    def _begin_watch(self, channel: Any, period_s: float) -> Any:
+        """Without a time limit, because it ends when the caller leaves."""
+        request = cluster_pb2.WatchRequest(period_s=period_s)
+        return cluster_pb2_grpc.ClusterServiceStub(channel).Watch(request, metadata=self._metadata())
 
     def _begin(
         self, channel: Any, prompt: Prompt, options: Options, call: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, final
@@ -21,7 +21,9 @@ from pdserve.client.options import Options
 from pdserve.client.request import Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
 from pdserve.core.errors import PdserveError
+from pdserve.core.live import LiveFrame
 from pdserve.wire import status
+from pdserve.wire.live import FRAME
 
 Result = TypeVar("Result")
 
@@ -124,6 +126,20 @@ class Client(BaseClient):
     def explain(self, request_id: str) -> Explanation:
         """Why a recent request was placed where it was. Raises NotFound after the router has forgotten it."""
         return self._ask(calls.explain(request_id))
+
+    def watch(self, period_s: float = 0.0) -> Generator[LiveFrame, None, None]:
+        """What happens on the cluster: a frame every `period_s` seconds (0.1 to 60; 0: the router's default).
+
+        The first frame contains the requests that ended last. Needs the operator's token.
+        """
+        call = self._begin_watch(self._channel, period_s)
+        try:
+            for message in call:
+                yield FRAME.decode(message)
+        except grpc.RpcError as error:
+            raise status.from_rpc_error(error) from None
+        finally:
+            call.cancel()
 
     def close(self) -> None:
         """Closes the connection and cancels open streams."""

@@ -134,3 +134,153 @@ class UndrainRequest(_message.Message):
 class UndrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("period_s",)
+    PERIOD_S_FIELD_NUMBER: _ClassVar[int]
+    period_s: float
+    def __init__(self, period_s: _Optional[float] = ...) -> None: ...
+
+class LiveFrame(_message.Message):
+    __slots__ = ("at_s", "queued", "running", "omitted", "totals", "workers", "requests")
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    OMITTED_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    at_s: float
+    queued: int
+    running: int
+    omitted: int
+    totals: LiveTotals
+    workers: _containers.RepeatedCompositeFieldContainer[LiveWorker]
+    requests: _containers.RepeatedCompositeFieldContainer[LiveRequest]
+    def __init__(self, at_s: _Optional[float] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., omitted: _Optional[int] = ..., totals: _Optional[_Union[LiveTotals, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[LiveWorker, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[LiveRequest, _Mapping]]] = ...) -> None: ...
+
+class LiveTotals(_message.Message):
+    __slots__ = ("arrived", "served", "late", "rejected", "cancelled", "expired", "failed", "output_tokens", "transfer_bytes")
+    ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    arrived: int
+    served: int
+    late: int
+    rejected: int
+    cancelled: int
+    expired: int
+    failed: int
+    output_tokens: int
+    transfer_bytes: int
+    def __init__(self, arrived: _Optional[int] = ..., served: _Optional[int] = ..., late: _Optional[int] = ..., rejected: _Optional[int] = ..., cancelled: _Optional[int] = ..., expired: _Optional[int] = ..., failed: _Optional[int] = ..., output_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ...) -> None: ...
+
+class LiveWorker(_message.Message):
+    __slots__ = ("worker_id", "role", "endpoint", "is_connected", "is_draining", "is_drained", "running", "waiting", "booked", "num_blocks", "free_blocks", "cached_blocks", "context_tokens", "pending_prefill_tokens", "steps", "step_s", "silent_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    IS_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    BOOKED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: _worker_pb2.Role
+    endpoint: str
+    is_connected: bool
+    is_draining: bool
+    is_drained: bool
+    running: int
+    waiting: int
+    booked: int
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    context_tokens: int
+    pending_prefill_tokens: int
+    steps: int
+    step_s: float
+    silent_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., booked: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., silent_s: _Optional[float] = ...) -> None: ...
+
+class LivePhase(_message.Message):
+    __slots__ = ("phase", "begin_s", "seconds")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_S_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    begin_s: float
+    seconds: float
+    def __init__(self, phase: _Optional[str] = ..., begin_s: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class LiveRequest(_message.Message):
+    __slots__ = ("request_id", "stage", "tenant", "priority", "prompt_tokens", "cached_tokens", "output_tokens", "max_tokens", "prefill_worker", "decode_worker", "attempt", "preemptions", "arrived_s", "ended_s", "outcome", "why", "retry_after_s", "ttft_s", "tpot_s", "slo_ttft_s", "slo_tpot_s", "predicted_ttft_s", "predicted_tpot_s", "transfer_bytes", "transfer_s", "phases")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_S_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    SLO_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    SLO_TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    stage: str
+    tenant: str
+    priority: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_tokens: int
+    prefill_worker: str
+    decode_worker: str
+    attempt: int
+    preemptions: int
+    arrived_s: float
+    ended_s: float
+    outcome: str
+    why: str
+    retry_after_s: float
+    ttft_s: float
+    tpot_s: float
+    slo_ttft_s: float
+    slo_tpot_s: float
+    predicted_ttft_s: float
+    predicted_tpot_s: float
+    transfer_bytes: int
+    transfer_s: float
+    phases: _containers.RepeatedCompositeFieldContainer[LivePhase]
+    def __init__(self, request_id: _Optional[str] = ..., stage: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempt: _Optional[int] = ..., preemptions: _Optional[int] = ..., arrived_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., outcome: _Optional[str] = ..., why: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_tpot_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[LivePhase, _Mapping]]] = ...) -> None: ...

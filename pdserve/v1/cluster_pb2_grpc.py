@@ -54,6 +54,11 @@ class ClusterServiceStub:
                 request_serializer=pdserve_dot_v1_dot_cluster__pb2.UndrainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_cluster__pb2.UndrainResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/pdserve.v1.ClusterService/Watch',
+                request_serializer=pdserve_dot_v1_dot_cluster__pb2.WatchRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.LiveFrame.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -86,6 +91,13 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """What happens now, a few times a second, until the caller leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -108,6 +120,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.Undrain,
                     request_deserializer=pdserve_dot_v1_dot_cluster__pb2.UndrainRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_cluster__pb2.UndrainResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=pdserve_dot_v1_dot_cluster__pb2.WatchRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.LiveFrame.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,6 +235,33 @@ class ClusterService:
             '/pdserve.v1.ClusterService/Undrain',
             pdserve_dot_v1_dot_cluster__pb2.UndrainRequest.SerializeToString,
             pdserve_dot_v1_dot_cluster__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.ClusterService/Watch',
+            pdserve_dot_v1_dot_cluster__pb2.WatchRequest.SerializeToString,
+            pdserve_dot_v1_dot_cluster__pb2.LiveFrame.FromString,
             options,
             channel_credentials,
             insecure,

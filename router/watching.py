@@ -1,0 +1,49 @@
+"""Sends frames of the live view. A viewer that reads slowly gets fewer frames, each with all requests that ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Final, final
+
+from pdserve.core.durations import check_duration
+from pdserve.core.errors import Overloaded
+from pdserve.v1 import cluster_pb2
+from pdserve.wire.live import FRAME
+from router.state import RouterState
+
+PERIOD_S: Final = 0.25
+SHORTEST_S: Final = 0.1
+LONGEST_S: Final = 60.0
+MOST_VIEWERS: Final = 8  # of one router, because each costs it some milliseconds a second
+
+
+@final
+class Watching:
+    def __init__(self, state: RouterState, clock: Callable[[], float] = time.monotonic) -> None:
+        self._state, self._clock = state, clock
+        self._num_viewers = 0
+        self._closing = asyncio.Event()
+
+    async def frames(self, period_s: float) -> AsyncGenerator[cluster_pb2.LiveFrame, None]:
+        """Until `close`. The first one contains the requests that ended last. Raises InvalidRequest and Overloaded."""
+        period_s = period_s or PERIOD_S
+        check_duration("period_s", period_s, SHORTEST_S, LONGEST_S)
+        if self._num_viewers >= MOST_VIEWERS:
+            raise Overloaded(f"the router has {MOST_VIEWERS} viewers already", LONGEST_S)
+        self._num_viewers += 1
+        try:
+            num_seen = 0
+            while not self._closing.is_set():
+                frame = self._state.live_frame(self._clock(), num_seen)
+                num_seen = self._state.num_ended
+                yield FRAME.encode(frame)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), period_s)
+        finally:
+            self._num_viewers -= 1
+
+    def close(self) -> None:
+        self._closing.set()
