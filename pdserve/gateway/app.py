@@ -22,7 +22,7 @@ from pdserve.client.results import Model
 from pdserve.config import GatewayConfig
 from pdserve.core.errors import InternalError, InvalidRequest, NotFound, PdserveError
 from pdserve.core.held_bytes import HeldBytes
-from pdserve.gateway import errors, headers, json_body, replies, sse, tokens
+from pdserve.gateway import errors, headers, json_body, live_view, replies, sse, tokens
 from pdserve.gateway.body import declared_bytes, read_body
 from pdserve.gateway.door import Caller, Door
 from pdserve.gateway.errors import UnknownModel
@@ -69,6 +69,10 @@ class Gateway:
                 self._route("/v1/models/{name:path}", "GET", self._model),
                 self._route("/tokenize", "POST", self._unary(tokens.tokenize)),
                 self._route("/detokenize", "POST", self._unary(tokens.detokenize)),
+                self._route("/ui/events", "GET", self._live_events),
+                self._route("/ui/requests/{request_id}", "GET", self._live_request),
+                self._route("/ui/workers/{worker_id}/drain", "POST", self._live_command(AsyncClient.drain)),
+                self._route("/ui/workers/{worker_id}/undrain", "POST", self._live_command(AsyncClient.undrain)),
                 self._route("/metrics", "GET", self._metrics_text),
                 self._route("/health", "GET", self._answer_health),
             ],
@@ -123,6 +127,25 @@ class Gateway:
         """Open to everyone: load balancers have no token."""
         is_serving = await self._health.is_serving()
         return await _send(send, 200 if is_serving else 503, {"status": "ok" if is_serving else "unavailable"})
+
+    async def _live_events(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
+        return await live_view.stream_frames(await self._admitted(given), receive, send)
+
+    async def _live_request(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
+        caller = await self._admitted(given)
+        found = await live_view.explanation(caller.client, scope["path_params"]["request_id"])
+        return await _send(send, 200, found)
+
+    def _live_command(self, command: Callable[[AsyncClient, str], Awaitable[None]]) -> Handler:
+        async def handle(scope: Any, receive: Any, send: Any, given: Headers) -> int:
+            live_view.check_own(given)
+            caller = await self._admitted(given)
+            await command(caller.client, scope["path_params"]["worker_id"])
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return 204
+
+        return handle
 
     # --- what they share
 

@@ -1,0 +1,108 @@
+"""The live view's endpoints: the event stream of frames, explanations, and the operator's commands.
+
+Frames come from the router's Watch with the viewer's own token, so the router decides who may see them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, Final
+
+from pdserve.client.aio import AsyncClient
+from pdserve.core.errors import Cancelled, PermissionDenied
+from pdserve.core.live import LiveFrame, LiveRequest, LiveWorker
+from pdserve.gateway import sse
+from pdserve.gateway.door import Caller
+from pdserve.gateway.respond import EVENT_STREAM
+
+PERIOD_S: Final = 0.25
+#: A page of another site cannot set it without the gateway's consent, which is never given.
+OWN_HEADER: Final = "x-pdserve-ui"
+_WORKER: Final = tuple(one.name for one in fields(LiveWorker) if one.name != "role")
+_REQUEST: Final = tuple(one.name for one in fields(LiveRequest) if one.name != "phases")
+DIGITS: Final = 6
+
+
+async def stream_frames(caller: Caller, receive: Any, send: Any) -> int:
+    """Until the viewer leaves or the router ends the stream. Raises PdserveError before the first frame."""
+    gone = asyncio.create_task(_disconnect(receive))
+    frames = caller.client.watch(PERIOD_S)
+    try:
+        first = await _next(frames, gone)
+        topology = await caller.client.topology()
+        await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_STREAM)})
+        hello = {"model": caller.model.name, "router_id": topology.router_id, "period_s": PERIOD_S, "is_operator": True}
+        data = sse.frame({"hello": hello})
+        frame: LiveFrame | None = first
+        while frame is not None:
+            data += sse.frame(frame_to_json(frame))
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            data = b""
+            frame = await _next(frames, gone)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return 200
+    except Cancelled:
+        return 499
+    finally:
+        gone.cancel()
+        await frames.aclose()
+
+
+async def explanation(client: AsyncClient, request_id: str) -> dict[str, Any]:
+    """Raises NotFound after the router has forgotten the request."""
+    return asdict(await client.explain(request_id))
+
+
+def check_own(given: Mapping[str, str]) -> None:
+    """Raises PermissionDenied if the request may come from a page of another site."""
+    if OWN_HEADER not in given:
+        raise PermissionDenied(f"no header {OWN_HEADER}, which pages of other sites cannot send")
+
+
+def frame_to_json(frame: LiveFrame) -> dict[str, Any]:
+    return {
+        "at_s": frame.at_s,
+        "queued": frame.queued,
+        "running": frame.running,
+        "omitted": frame.omitted,
+        "totals": asdict(frame.totals),
+        "workers": [
+            {"role": one.role.value, **{name: _rounded(getattr(one, name)) for name in _WORKER}}
+            for one in frame.workers
+        ],
+        "requests": [_request(one) for one in frame.requests],
+    }
+
+
+def _request(one: LiveRequest) -> dict[str, Any]:
+    row = {name: _rounded(getattr(one, name)) for name in _REQUEST}
+    row["phases"] = [[each.phase, _rounded(each.begin_s), _rounded(each.seconds)] for each in one.phases]
+    return row
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, DIGITS) if isinstance(value, float) else value
+
+
+async def _next(frames: Any, gone: asyncio.Task[None]) -> LiveFrame | None:
+    """None at the end. Raises Cancelled if the viewer has left."""
+    waiting = asyncio.ensure_future(anext(frames, None))
+    try:
+        await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise Cancelled("the viewer has left")
+        found: LiveFrame | None = waiting.result()
+        return found
+    finally:
+        if not waiting.done():
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await waiting
+
+
+async def _disconnect(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
