@@ -1,0 +1,89 @@
+"""The live view's endpoints, over real sockets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from pdserve.core.types import Role
+from tests.unit.gateway.conftest import WAIT_S, Served, serve
+
+OWN = {"x-pdserve-ui": "1"}
+
+
+def frames(answer: Any) -> Iterator[dict[str, Any]]:
+    for line in answer.iter_lines():
+        if line:
+            assert line.startswith("data: ")
+            yield json.loads(line.removeprefix("data: "))
+
+
+def test_the_stream_begins_with_a_greeting_and_shows_what_ended(bundled: Served) -> None:
+    done = bundled.sdk.generate("shown in the live view", max_tokens=5)
+    with httpx.stream("GET", f"{bundled.url}/ui/events", timeout=WAIT_S) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        stream = frames(answer)
+        hello = next(stream)["hello"]
+        assert (hello["model"], hello["is_operator"], hello["period_s"]) == (bundled.model, True, 0.25)
+        first, second = next(stream), next(stream)
+    [row] = [one for one in first["requests"] if one["request_id"] == done.request_id]
+    assert (row["outcome"], row["output_tokens"], row["stage"]) == ("served", 5, "ended")
+    assert row["ttft_s"] == pytest.approx(done.timings.ttft_s, abs=1e-6)
+    assert [name for name, _, _ in row["phases"]][-1] in ("decode", "messages")
+    assert {one["role"] for one in first["workers"]} == {"prefill", "decode"}
+    assert second["at_s"] > first["at_s"]
+    assert done.request_id not in [one["request_id"] for one in second["requests"]]
+
+
+def test_a_request_is_explained(bundled: Served) -> None:
+    done = bundled.sdk.generate("explained in the live view", max_tokens=2)
+    found = httpx.get(f"{bundled.url}/ui/requests/{done.request_id}").json()
+    assert (found["request_id"], found["outcome"]) == (done.request_id, "served")
+    assert sum(one["is_chosen"] for one in found["candidates"]) == 1
+    missing = httpx.get(f"{bundled.url}/ui/requests/nothing")
+    assert missing.status_code == 404
+
+
+def test_a_worker_is_drained_and_resumed(bundled: Served) -> None:
+    def prefill() -> Any:
+        return next(one for one in bundled.sdk.topology().workers if one.role == Role.PREFILL)
+
+    name = prefill().worker_id
+    for command, expected in (("drain", True), ("undrain", False)):
+        answer = httpx.post(f"{bundled.url}/ui/workers/{name}/{command}", headers=OWN)
+        assert (answer.status_code, answer.content) == (204, b"")
+        assert prefill().is_drained is expected
+    assert httpx.post(f"{bundled.url}/ui/workers/nobody/drain", headers=OWN).status_code == 404
+
+
+def test_pages_of_other_sites_cannot_drain_a_worker(bundled: Served) -> None:
+    url = f"{bundled.url}/ui/workers/p0/drain"
+    assert httpx.post(url).status_code == 403
+    asked = httpx.request(
+        "OPTIONS", url, headers={"origin": "https://evil.example", "access-control-request-headers": "x-pdserve-ui"}
+    )
+    assert asked.status_code == 405
+    assert not [name for name in asked.headers if name.startswith("access-control")]
+
+
+def test_the_view_needs_the_operators_token() -> None:
+    with serve(token="operator") as served:
+        for headers in ({}, {"authorization": "Bearer other"}):
+            for method, path in (("GET", "events"), ("GET", "requests/x"), ("POST", "workers/p0/drain")):
+                answer = httpx.request(method, f"{served.url}/ui/{path}", headers={**headers, **OWN})
+                assert answer.status_code == 401
+        with httpx.stream(
+            "GET", f"{served.url}/ui/events", headers={"authorization": "Bearer operator"}, timeout=WAIT_S
+        ) as answer:
+            assert answer.status_code == 200
+            assert "hello" in next(frames(answer))
+
+
+def test_viewers_that_leave_make_room(bundled: Served) -> None:
+    for _ in range(20):  # more than a router allows at a time
+        with httpx.stream("GET", f"{bundled.url}/ui/events", timeout=WAIT_S) as answer:
+            assert answer.status_code in (200, 429), answer.read()
