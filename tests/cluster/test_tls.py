@@ -1,0 +1,124 @@
+"""`pdserve up --tls auto` as users run it: every port of every process, the commands, and OpenAI's client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from pdserve import Client
+from pdserve.launch.open_ports import listeners, session_of
+from pdserve.launch.running import Running
+from pdserve.testing import toy_answer
+
+WAIT_S = 60.0
+WORDS = (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"PING\r\n", bytes(256))
+ANSWER = toy_answer("hello", 4)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Running]:
+    flags = ["--model", "toy", "--tls", "auto", "--http", "0", "--transport", "tcp"]
+    metrics = ["--set", f"router.metrics_port={free_port()}", "--set", f"worker.metrics_port={free_port()}"]
+    patient = ["--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"]
+    with Running.start(*flags, *metrics, *patient) as running:
+        yield running
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+def ca_of(cluster: Running) -> Path:
+    found = re.search(r", ca ([^)]+)\)", cluster.ready_line)
+    assert found is not None, cluster.ready_line
+    return Path(found[1])
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pdserve", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+
+
+def test_no_port_of_any_process_answers_plain_text(cluster: Running) -> None:
+    cluster.wait_line("TLS is on")  # by then, the lines with all pids have been read
+    pids = {pid for leader in [cluster.process.pid, *cluster.pids().values()] for pid in [leader, *session_of(leader)]}
+    ports = listeners(pids)
+    assert {one.pid for one in ports} >= {cluster.pid(name) for name in ("p0", "d0", "router", "gateway")}
+    assert len(ports) >= 7, "gRPC of three, HTTPS, KV, two of metrics"
+    for one in ports:
+        for words in WORDS:
+            assert heard(one.address, one.port, words)[:1] in (b"", b"\x15"), f"{one} answers {words!r}"
+
+
+def heard(host: str, port: int, words: bytes) -> bytes:
+    found = b""
+    with socket.create_connection((host, port)) as sock, contextlib.suppress(ConnectionError):
+        sock.settimeout(WAIT_S)
+        sock.sendall(words)
+        with contextlib.suppress(OSError):  # it has closed the connection already
+            sock.shutdown(socket.SHUT_WR)
+        while data := sock.recv(4096):
+            found += data
+    return found
+
+
+def test_only_the_owner_can_read_keys_and_the_ca_key_is_nowhere(cluster: Running) -> None:
+    folder = ca_of(cluster).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    keys = sorted(folder.rglob("*.key"))
+    assert [key.parent.name for key in keys] == ["d0", "gateway", "p0", "router"]
+    assert all(stat.S_IMODE(key.stat().st_mode) == 0o600 for key in keys)
+    assert len({key.read_bytes() for key in keys}) == len(keys)
+    assert not list(folder.glob("*.key")), "a key of the CA"
+
+
+def test_commands_on_this_host_find_the_ca(cluster: Running) -> None:
+    done = run("generate", "--target", cluster.target, "hello", "--max-tokens", "4", "--temperature", "0")
+    assert (done.returncode, done.stdout.strip()) == (0, ANSWER.strip()), done.stderr
+    assert "p0" in run("topology", "--target", cluster.target).stdout
+
+
+def test_a_command_with_another_ca_says_what_is_wrong(cluster: Running) -> None:
+    done = run("generate", "--target", cluster.target, "--tls", "hello")
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"pdserve generate: error: no connection to {cluster.target}: "
+        "its certificate is not from a CA that this side trusts\n"
+    )
+
+
+def test_the_sdk_and_openai_are_served(cluster: Running) -> None:
+    with Client(cluster.target, tls=str(ca_of(cluster))) as client:
+        assert client.generate("hello", max_tokens=4, temperature=0.0).text == ANSWER
+    assert "transport=tcp" in cluster.wait_line("kv connection up")
+    assert cluster.http_url.startswith("https://")
+    http = openai.DefaultHttpxClient(verify=ssl.create_default_context(cafile=ca_of(cluster)))
+    with openai.OpenAI(base_url=cluster.http_url, api_key="none", http_client=http) as client_of_openai:
+        assert client_of_openai.models.list().data[0].id == "toy"
+
+
+def test_a_killed_worker_comes_back_with_its_certificate(cluster: Running) -> None:
+    old = cluster.pid("d0")
+    os.kill(old, 9)
+    cluster.wait_restarted("d0", old)
+    with Client(cluster.target, tls=str(ca_of(cluster)), timeout_s=WAIT_S) as client:
+        assert client.generate("hello", max_tokens=4, temperature=0.0).text == ANSWER
+
+
+def test_the_files_end_with_the_cluster() -> None:
+    with Running.start("--model", "toy", "--prefill", "0", "--tls", "auto") as running:
+        folder = ca_of(running).parent
+        assert folder.exists()
+    assert not folder.exists()
