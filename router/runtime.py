@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import final
 
 from pdserve.core.durations import clamped_s
-from pdserve.core.protocol import Admit, Cancel, DrainWorker, Load, Prefill, Reserve, UndrainWorker
+from pdserve.core.protocol import Admit, Cancel, DrainWorker, Prefill, Reserve, UndrainWorker
 from pdserve.core.results import Timings
 from pdserve.core.types import Path
 from pdserve.telemetry import metric_names
@@ -23,9 +23,10 @@ from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import encode_request
 from router.answer import Answer
 from router.commands import Command, EmitTokens, EndCancelled, FailRequest, FinishRequest, Outcome, WakeAt
-from router.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed, WorkerForgotten, WorkerLost
+from router.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed
 from router.measure import Measure, RequestFacts
 from router.quotas import AnswerClaim
+from router.releases import PendingReleases
 from router.state import RouterState
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Runtime:
         self._on_crash = on_crash
         self._clock = clock
         self._calls: dict[str, OpenCall] = {}
-        self._unreleased: dict[str, AnswerClaim] = {}  # of ended requests for which a worker may hold memory
+        self._releases = PendingReleases(state.knows)
         self._events: deque[Event] = deque()
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
@@ -141,8 +142,7 @@ class Runtime:
             self._on_step(now_s, event, commands)
         for command in commands:
             self._execute(command)
-        if self._unreleased:
-            self._release(event)
+        self._releases.after(event, now_s)
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -195,25 +195,10 @@ class Runtime:
         call = self._calls.pop(request_id, None)
         if call is not None:
             call.answer.ended_s = self._clock()
-            if self.state.knows(request_id):
-                self._unreleased[request_id] = call.claim
-            else:
-                call.claim.release(self._clock())
+            self._releases.ended(request_id, call.claim, self._clock())
         if not self._calls:
             self._no_calls.set()
         return call
-
-    def _release(self, event: Event) -> None:
-        """Ended requests are no longer in progress once the state has forgotten them: no worker holds memory for
-        them. A message about an attempt can free its own request only."""
-        key = getattr(event, "key", None)
-        if key is not None:
-            candidates = [key.request_id]
-        else:
-            candidates = list(self._unreleased) if isinstance(event, Load | WorkerLost | WorkerForgotten) else []
-        for request_id in candidates:
-            if request_id in self._unreleased and not self.state.knows(request_id):
-                self._unreleased.pop(request_id).release(self._clock())
 
     def _wake_at(self, at_s: float) -> None:
         if self._timer is not None:

@@ -49,6 +49,7 @@ PURE = [
     "router.overload",
     "router.fairness",
     "router.quotas",
+    "router.releases",
     "router.tenant_labels",
     "router.cache_salt",
     "router.view",

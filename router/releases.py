@@ -1,0 +1,38 @@
+"""Answers of ended requests for which a worker may still hold memory. They are in progress until it does not. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import final
+
+from pdserve.core.protocol import Load
+from router.events import Event, WorkerForgotten, WorkerLost
+from router.quotas import AnswerClaim
+
+
+@final
+class PendingReleases:
+    def __init__(self, knows: Callable[[str], bool]) -> None:
+        """`knows`: whether the state knows a request, which it does until no worker holds memory for it."""
+        self._knows = knows
+        self._claims: dict[str, AnswerClaim] = {}
+
+    def ended(self, request_id: str, claim: AnswerClaim, now_s: float) -> None:
+        """The request has ended."""
+        self._claims[request_id] = claim
+        self._release((request_id,), now_s)
+
+    def after(self, event: Event, now_s: float) -> None:
+        """The state has handled the event. A message about an attempt can free its own request only."""
+        if not self._claims:
+            return
+        key = getattr(event, "key", None)
+        if key is not None:
+            self._release((key.request_id,), now_s)
+        elif isinstance(event, Load | WorkerLost | WorkerForgotten):
+            self._release(list(self._claims), now_s)
+
+    def _release(self, request_ids: Iterable[str], now_s: float) -> None:
+        for request_id in request_ids:
+            if request_id in self._claims and not self._knows(request_id):
+                self._claims.pop(request_id).release(now_s)

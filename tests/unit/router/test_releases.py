@@ -1,0 +1,60 @@
+"""When the answers of ended requests stop to count as in progress."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.key_file import Tenant
+from pdserve.core.protocol import Load, Released
+from router.events import Event, TimePassed, WorkerForgotten, WorkerLost
+from router.quotas import AnswerClaim, Quotas
+from router.releases import PendingReleases
+
+LOAD = Load(worker_id="d0", free_blocks=1)
+ACME = Tenant(name="acme", max_concurrent=9)
+
+
+def claim(quotas: Quotas) -> AnswerClaim:
+    call = quotas.open(ACME, 0.0)
+    call.admit(1, [1], 0.0)
+    return call.take()
+
+
+def released(request_id: str) -> Event:
+    return Released(key=AttemptKey("d0", request_id, 1))
+
+
+@pytest.mark.parametrize(
+    ("event", "running"),
+    [
+        (released("a"), 2),
+        (released("b"), 3),
+        (TimePassed(), 3),
+        (LOAD, 1),
+        (WorkerLost(worker_id="d0"), 1),
+        (WorkerForgotten(worker_id="d0"), 1),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_an_event_frees_those_that_the_state_has_forgotten(event: Event, running: int) -> None:
+    quotas, known = Quotas(), {"a", "b", "c"}
+    releases = PendingReleases(known.__contains__)
+    claims = {name: claim(quotas) for name in "abc"}
+    for name in "abc":
+        releases.ended(name, claims[name], 1.0)
+    assert quotas.running("acme") == 3
+    releases.after(event, 2.0)
+    assert quotas.running("acme") == 3, "all are still known"
+    known -= {"a", "c"}
+    releases.after(event, 2.0)
+    assert quotas.running("acme") == running
+    known.clear()
+    releases.after(LOAD, 3.0)
+    assert quotas.running("acme") == 0
+
+
+def test_a_request_that_no_worker_has_seen_is_free_at_its_end() -> None:
+    quotas = Quotas()
+    PendingReleases(lambda request_id: False).ended("a", claim(quotas), 1.0)
+    assert quotas.running("acme") == 0
