@@ -8,9 +8,12 @@ from typing import Protocol, final
 
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
+from pdserve.core.errors import QuotaExceeded
 from pdserve.core.results import Timings
 from router import commands, events
 from router.policy.interface import Choice
+from router.quotas import AnswerClaim, Quotas
+from router.releases import PendingReleases
 from router.state import RouterState
 from simulator.agenda import Agenda
 from simulator.machine import Machine, Order
@@ -32,6 +35,7 @@ class SimulatedCall:
 
     row: RequestRow
     names: BlockNames
+    claim: AnswerClaim | None  # None: its tenant has no quotas
 
 
 @final
@@ -50,19 +54,30 @@ class Front:
         self._number, self._config, self._agenda = number, config, agenda
         self._machines, self._lookup, self._on_ended = machines, lookup, on_ended
         self._calls: dict[str, SimulatedCall] = {}
+        self._tenants = {one.name: one for one in config.tenants}
+        self._quotas = Quotas()
+        self._releases = PendingReleases(self.state.knows)
         self._wake_at_s: float | None = None
 
     def arrive(self, request: TraceRequest, row: RequestRow, names: BlockNames) -> None:
         name = f"r{row.number}"
         allowed = request.max_tokens or self._config.max_tokens
-        self._calls[name] = SimulatedCall(row, names)
+        max_tokens = allowed * -(-row.output_tokens // allowed)
+        try:
+            claim = self._claim(request, max_tokens)
+        except QuotaExceeded as error:
+            row.outcome, row.retry_after_s = commands.Outcome.REJECTED.value, error.retry_after_s
+            row.ended_s = self._agenda.now_s
+            self._on_ended(row)
+            return
+        self._calls[name] = SimulatedCall(row, names, claim)
         if request.cancel_after_s is not None:
             self._agenda.after(request.cancel_after_s, self._leave, name)
         self.hand(
             events.RequestArrived(
                 request_id=name,
                 num_prompt_tokens=row.prompt_tokens,
-                sampling=sampling_of(allowed * -(-row.output_tokens // allowed)),
+                sampling=sampling_of(max_tokens),
                 slo=row.slo,
                 deadline_s=self._config.deadline_s,
                 priority=request.priority,
@@ -75,6 +90,20 @@ class Front:
     def hand(self, event: events.Event) -> None:
         for command in self.state.handle(event, self._agenda.now_s):
             self._execute(command)
+        self._releases.after(event, self._agenda.now_s)
+
+    def _claim(self, request: TraceRequest, max_tokens: int) -> AnswerClaim | None:
+        """Raises QuotaExceeded."""
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            return None
+        now_s = self._agenda.now_s
+        call = self._quotas.open(tenant, now_s)
+        try:
+            call.admit(request.prompt_tokens, [max_tokens], now_s)
+            return call.take()
+        finally:
+            call.close(now_s)
 
     def _leave(self, name: str) -> None:
         if name in self._calls:
@@ -86,6 +115,8 @@ class Front:
                 call = self._calls.get(command.request_id)
                 if call is not None:
                     call.row.tokens += len(command.tokens)
+                    if call.claim is not None:
+                        call.claim.emitted(len(command.tokens))
             case pr.Reserve() | pr.Prefill():
                 self._order(command)
             case pr.Admit():
@@ -165,7 +196,13 @@ class Front:
         return self._calls[name].row
 
     def _end(self, name: str, outcome: commands.Outcome, timings: Timings | None) -> None:
-        row = self._calls.pop(name).row
+        call = self._calls.pop(name)
+        row = call.row
+        if call.claim is not None:
+            # As in router/runtime.py.
+            is_ours = outcome in (commands.Outcome.REJECTED, commands.Outcome.FAILED)
+            call.claim.end(is_free=is_ours or timings is None or timings.attempts == 0)
+            self._releases.ended(name, call.claim, self._agenda.now_s)
         row.outcome = outcome.value
         row.ended_s = self._agenda.now_s
         if timings is not None:

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Protocol
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.key_file import Tenant
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import Path, Role, Slo
 from router.settings import RouterSettings
@@ -132,6 +133,7 @@ class SimConfig:
     # would reveal what a router cannot know.
     max_tokens: int = 4096
     faults: tuple[WorkerFault, ...] = ()
+    tenants: tuple[Tenant, ...] = ()  # with quotas, in each router; requests of others have none
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field."""

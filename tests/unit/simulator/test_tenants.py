@@ -1,0 +1,38 @@
+"""Quotas of tenants in a simulated router."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.core.key_file import Tenant
+from simulator.model import RequestRow
+from tests.unit.simulator.small import asked, cluster, run
+
+
+def outcomes(rows: list[RequestRow]) -> list[str]:
+    return ["rejected" if row.outcome == "rejected" else "served" for row in rows]
+
+
+def test_a_tenant_gets_its_tokens_per_minute_and_others_all_they_want() -> None:
+    quota = Tenant(name="flood", tokens_per_minute=1200)  # 20 tokens per second
+    requests = [asked(at_s / 2, 100, 100, tenant="flood", max_tokens=100) for at_s in range(60)]
+    requests += [asked(31.0, 100, 100, tenant="light")] * 20
+    _, rows = run(requests, cluster(tenants=(quota,)))
+    flood, light = rows[:60], rows[60:]
+    # The bucket has 1200 tokens and gets 590 in 29.5 s; a request takes 200.
+    assert outcomes(flood).count("served") == 8
+    assert outcomes(flood)[:6] == ["served"] * 6
+    assert outcomes(light) == ["served"] * 20
+    first = next(row for row in flood if row.outcome == "rejected")
+    assert first.retry_after_s == pytest.approx((200 - 3.0 * 20) / 20)
+    assert first.ended_s == first.arrival_s
+    assert (first.tokens, first.attempts) == (0, 0)
+
+
+def test_a_rejected_answer_gives_its_slot_back_when_its_memory_is_free() -> None:
+    quota = Tenant(name="flood", max_concurrent=2)
+    requests = [asked(0.0, 500, 50, tenant="flood", cancel_after_s=0.2) for _ in range(4)]
+    requests += [asked(1.0, 100, 10, tenant="flood") for _ in range(4)]
+    _, rows = run(requests, cluster(tenants=(quota,)))
+    assert [row.outcome for row in rows[:4]].count("cancelled") == 2
+    assert outcomes(rows[4:]) == ["served", "served", "rejected", "rejected"]
