@@ -43,11 +43,12 @@ class TlsCluster:
 
 
 @contextmanager
-def tls_cluster(folder: Path, callers: TestAuthority | None = None) -> Iterator[TlsCluster]:
+def tls_cluster(folder: Path, callers: TestAuthority | None = None, **changes: float) -> Iterator[TlsCluster]:
+    """`changes`: settings of the router."""
     authority = TestAuthority(folder)
     before = {one.port for one in listeners([os.getpid()])}
     asked = {} if callers is None else {"tls_client_ca": str(callers.ca)}
-    router: dict[str, Any] = {**PATIENT, **authority.settings("router"), **asked}
+    router: dict[str, Any] = {**PATIENT, **authority.settings("router"), **asked, **changes}
     worker: dict[str, Any] = {**authority.settings("worker"), "transport": "tcp"}
     with Cluster(router=router, worker=worker) as cluster:
         config = GatewayConfig(router=cluster.address, port=0, **authority.settings("gateway"), **asked)

@@ -170,7 +170,8 @@ def test_broken_files_keep_the_old_certificate(tmp_path: Path) -> None:
 
 def test_the_ca_can_be_replaced_while_the_cluster_serves(tmp_path: Path) -> None:
     """Both CAs first, then the certificates, then the new CA alone."""
-    with tls_cluster(tmp_path / "old") as served:
+    with tls_cluster(tmp_path / "old", connection_age_s=0.1) as served:  # so that the gateway connects again
+        assert over_https(served) == ANSWER
         new = TestAuthority(tmp_path / "new", "the new CA")
         folders = [served.authority.folder / name for name in ("router", "worker", "gateway")]
         both = Path(served.ca).read_bytes() + new.ca.read_bytes()
