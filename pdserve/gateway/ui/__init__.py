@@ -1,0 +1,1 @@
+"""The live page: its sources, and how they become one HTML document."""

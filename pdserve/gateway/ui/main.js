@@ -1,0 +1,167 @@
+// Puts the parts together: frames go into the store, and two loops draw from it. Canvases follow the screen, the rest of
+// the document a few times a second.
+
+import { createCharts } from "./charts.js";
+import { byId, element, setText } from "./dom.js";
+import { createFeed } from "./feed.js";
+import { createFlow } from "./flow.js";
+import { count, rate } from "./format.js";
+import { bindKeys } from "./keys.js";
+import { createEventList, createReasonTable, createRecentTable, createTransferTable } from "./lists.js";
+import { increase, summary } from "./metrics.js";
+import { createPanel } from "./panel.js";
+import { createPlayback } from "./playback.js";
+import { createRequestDetail } from "./request_detail.js";
+import { createSelection } from "./selection.js";
+import { createEmpty, createStates } from "./states.js";
+import { createStore, KEEP_S } from "./store.js";
+import { createTheme } from "./theme.js";
+import { createTiles } from "./tiles.js";
+import { createTimeline } from "./timeline.js";
+import { createTransport } from "./transport.js";
+import { createWaterfall } from "./waterfall.js";
+import { createWorkerCards, workersAt } from "./workers.js";
+import { createWorkerDetail } from "./worker_detail.js";
+
+const SLOW_MS = 250;
+const recording = window.PDSERVE_FRAMES;
+const still = matchMedia("(prefers-reduced-motion: reduce)");
+const store = createStore();
+const isRecording = Array.isArray(recording) && recording.length > 0;
+const timeline = isRecording ? createPlayback(recording, store, KEEP_S) : createTimeline(store.range);
+const selection = createSelection();
+const stats = { draws: 0, drawMs: 0 };
+let hello = { model: "", is_operator: false };
+
+const feed = createFeed({
+  onHello(given) {
+    // Times of another router are on another clock.
+    if (hello.router_id && hello.router_id !== given.router_id) store.clear();
+    hello = given;
+    timeline.hello(given.period_s);
+    setText(byId("model"), given.model);
+  },
+  onFrame(frame) {
+    store.ingest(frame);
+    timeline.received(frame.at_s);
+  },
+  onState(state) {
+    states.set(state);
+  },
+});
+const explain = isRecording ? async (id) => window.PDSERVE_EXPLANATIONS?.[id] ?? null : feed.explain;
+const states = createStates(feed);
+const empty = createEmpty(() => hello.model);
+
+const tiles = createTiles(byId("tiles"));
+const cards = createWorkerCards(byId("prefill-cards"), byId("decode-cards"), selection);
+const flow = createFlow(byId("flow"), byId("flow-canvas"), still);
+const waterfall = createWaterfall(byId("waterfall"), byId("waterfall-focus"), byId("group-by"), selection);
+const charts = createCharts({ attainment: byId("attainment"), ttft: byId("ttft"), tpot: byId("tpot"), box: byId("box") });
+const lists = [
+  createEventList(byId("events"), byId("events-none"), byId("event-filter"), selection, timeline),
+  createTransferTable(byId("transfers"), byId("transfers-none")),
+  createReasonTable(byId("reasons"), byId("reasons-none")),
+  createRecentTable(byId("recent"), selection),
+];
+const permissions = () => {
+  if (isRecording) return { isAllowed: false, why: "A recording cannot change workers." };
+  if (!hello.is_operator) return { isAllowed: false, why: "Draining needs the operator's token." };
+  return { isAllowed: true, why: "" };
+};
+const panel = createPanel(
+  { panel: byId("detail"), title: byId("detail-title"), body: byId("detail-body"), close: byId("detail-close") },
+  selection,
+  createRequestDetail(byId("detail-body"), explain),
+  createWorkerDetail(byId("detail-body"), selection, permissions, feed.changeWorker),
+  timeline,
+);
+const transport = createTransport(
+  { pause: byId("pause"), icon: byId("pause-icon"), label: byId("pause-text"), scrub: byId("scrub"), text: byId("scrub-text"), toLive: byId("to-live"), speed: byId("speed") },
+  timeline,
+  () => drawSlowly(),
+);
+
+function drawSlowly() {
+  const atS = timeline.time();
+  states.update(timeline.isPaused(), atS !== null, isRecording);
+  transport.update(atS);
+  if (atS === null) return;
+  const now = summary(store, atS);
+  const workers = workersAt(store, atS);
+  const sent = sentBytes(atS);
+  for (const one of workers) one.transferPerS = (sent.get(one.worker.worker_id) ?? 0) / 10;
+  tiles(store, atS, now);
+  cards(workers);
+  empty(store.snapshotAt(atS), isRecording);
+  setText(byId("queue-count"), count(now.queued));
+  setText(byId("flow-rate"), rate(now.transfer_per_s));
+  for (const name of ["rejected", "served", "late"]) setText(byId(`${name}-count`), count(increase(store, atS, 60, name)[0]));
+  waterfall.arrange(store, atS);
+  charts(store, atS);
+  for (const draw of lists) draw(store, atS);
+  panel(store, atS);
+  flow.measure();
+  flow.surface.changed = true;
+  waterfall.surface.changed = true;
+}
+
+// Bytes that each worker sent or received in the last ten seconds.
+function sentBytes(atS) {
+  const sent = new Map();
+  for (const { prefill_worker: from, decode_worker: to, transfer_bytes: size, arrived_s: arrivedS, phases } of store.requests.values()) {
+    const phase = size ? phases.find(([name]) => name === "transfer_wait") : null;
+    if (!phase || arrivedS + phase[1] > atS || arrivedS + phase[1] < atS - 10) continue;
+    for (const id of [from, to]) sent.set(id, (sent.get(id) ?? 0) + size);
+  }
+  return sent;
+}
+
+let slowMs = -Infinity;
+let isSkipping = false;
+function draw(nowMs) {
+  requestAnimationFrame(draw);
+  if (nowMs - slowMs >= SLOW_MS) {
+    slowMs = nowMs;
+    drawSlowly();
+  }
+  // Every other frame is left out where drawing takes more than half of its time.
+  isSkipping = stats.drawMs > 8 && !isSkipping;
+  if (isSkipping) return;
+  const atS = timeline.time();
+  if (atS === null) return;
+  const begunMs = performance.now();
+  const isMoving = !timeline.isPaused() && !still.matches;
+  const selectedKey = selection.current?.kind === "request" ? selection.current.key : null;
+  if (flow.surface.isVisible && (isMoving || flow.surface.changed)) flow.draw(store, atS, selectedKey);
+  if (waterfall.surface.isVisible && (isMoving || waterfall.surface.changed)) waterfall.draw(atS);
+  flow.surface.changed = false;
+  waterfall.surface.changed = false;
+  stats.draws += 1;
+  stats.drawMs += 0.1 * (performance.now() - begunMs - stats.drawMs);
+}
+
+const help = byId("help");
+byId("help-open").addEventListener("click", () => help.showModal());
+byId("help-close").addEventListener("click", () => help.close());
+bindKeys({
+  toggle: transport.toggle,
+  close: () => (help.open ? help.close() : selection.close()),
+  openHelp: () => help.showModal(),
+  changeTheme: () => byId("theme").click(),
+});
+for (const [name, text] of [["queue", "queue"], ["prefill", "prefill"], ["transfer", "KV transfer"], ["decode", "decode"], ["tick", "TTFT target"], ["over", "beyond the target, or lost"]])
+  byId("legend").append(element("li", {}, [element("span", { className: `swatch ${name}`, attributes: { "aria-hidden": "true" } }), text]));
+for (const [mark, level, text] of [["●", "good", "in time"], ["▲", "bad", "late"], ["✕", "reject", "rejected"], ["■", "bad", "failed"]])
+  byId("legend").append(element("li", {}, [element("span", { className: `sign ${level}`, text: mark, attributes: { "aria-hidden": "true" } }), text]));
+createTheme(byId("theme"), () => {
+  waterfall.newColours();
+  flow.surface.changed = true;
+  slowMs = -Infinity;
+});
+
+// For tests and for measuring: what was drawn, and what is kept.
+window.pdserve = Object.freeze({ stats, store, timeline });
+if (isRecording) timeline.resume();
+else feed.connect();
+requestAnimationFrame(draw);
