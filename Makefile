@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test gpu-checks test-newest test-isa mutants test-slow fault-storm rank-storm kill-storm model protocol-coverage check format reference proto bench clean
+.PHONY: demo test gpu-checks test-newest test-isa mutants test-slow clients fault-storm rank-storm kill-storm model protocol-coverage check format reference proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -38,6 +38,10 @@ test-slow: $(STAMP)
 	PDSERVE_REDIS_AWAY_S=60 $(PYTEST) tests/cluster/test_faults.py
 	$(PYTEST) -m slow $(ARGS)
 	$(PYTEST) --hypothesis-profile full $$(grep -rl hypothesis tests/unit --include='test_*.py')
+
+# Environments of other clients, for tests/clients and benchmarks.clients: all, or CLIENTS="openai2 aiperf".
+clients:
+	PYTHON=$(PYTHON) scripts/clients.sh $(CLIENTS)
 
 # 100,000 faulty transfers on each transport between processes that are killed and stopped; about fifteen minutes.
 fault-storm: $(STAMP)

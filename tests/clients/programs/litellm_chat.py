@@ -1,0 +1,27 @@
+"""litellm: prints what it received as one JSON object. Runs in the client's own environment."""
+
+import json
+import os
+import sys
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it fetches a list of prices
+
+import litellm
+
+URL, MODEL = sys.argv[1:]
+COMMON = {"api_base": URL, "api_key": "none", "max_tokens": 16, "temperature": 0}
+MESSAGES = [{"role": "user", "content": "add two numbers"}]
+
+chat = litellm.completion(model=f"openai/{MODEL}", messages=MESSAGES, **COMMON)
+stream = litellm.completion(model=f"openai/{MODEL}", messages=MESSAGES, stream=True, **COMMON)
+text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt="def", **COMMON)
+print(
+    json.dumps(
+        {
+            "chat": chat.choices[0].message.content,
+            "tokens": chat.usage.completion_tokens,
+            "streamed": "".join(one.choices[0].delta.content or "" for one in stream),
+            "text": text.choices[0].text,
+        }
+    )
+)

@@ -1,0 +1,86 @@
+"""Unmodified clients of OpenAI's API against `pdserve up --http`, offline. `make clients` makes their environments.
+
+Answers are compared with those of our SDK, token for token where the client's own words allow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.clients.programs import PROGRAMS, ClientLoad
+from pdserve import Client
+from pdserve.launch.running import Running
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MESSAGES = [{"role": "user", "content": "add two numbers"}]
+SEEDED: dict[str, Any] = {"max_tokens": 16, "temperature": 0.7, "seed": 5}
+GREEDY: dict[str, Any] = {"max_tokens": 16, "temperature": 0.0}
+
+
+@pytest.mark.parametrize("environment", ["openai2", "openai3"])
+def test_openai_has_the_sdk_s_answers(
+    environment: str, run_program: Callable[..., Any], cluster: Running, model: Path
+) -> None:
+    found = run_program(environment, "openai_sdk.py")
+    with Client(cluster.target) as sdk:
+        chat = sdk.generate(MESSAGES, **SEEDED).text
+        text = sdk.generate("def", **SEEDED).text
+        greedy = sdk.generate(MESSAGES, **GREEDY).text
+    assert found["version"].startswith(environment.removeprefix("openai") + ".")
+    sync = found["sync"]
+    assert sync["models"] == [model.name]
+    assert (sync["chat"], sync["streamed"]) == (chat, chat)
+    assert sync["usage"] == [16, 16]
+    assert (sync["text"], sync["text_streamed"]) == (text, text)
+    name, arguments = sync["tool"]
+    assert name == "add"
+    assert 0 <= arguments["a"] <= 9
+    assert sync["response"] == ["response", "incomplete", greedy]  # ended by max_output_tokens
+    assert sync["response_streamed"] == [greedy, "response.created", "response.incomplete"]
+    assert sync["error"] == ["model_not_found", 404]
+    assert found["async"] == {"chat": chat, "streamed": chat}
+
+
+def test_langchain_has_the_sdk_s_answers(run_program: Callable[..., Any], cluster: Running) -> None:
+    found = run_program("langchain", "langchain_chat.py")
+    with Client(cluster.target) as sdk:
+        greedy, text = sdk.generate(MESSAGES, **GREEDY).text, sdk.generate("def", **GREEDY).text
+    assert (found["chat"], found["streamed"], found["response"], found["text"]) == (greedy, greedy, greedy, text)
+    assert found["tool"][0] == "add"
+    assert 0 <= found["tool"][1]["a"] <= 9
+    assert 0 <= found["structured"]["a"] <= 9
+
+
+def test_litellm_has_the_sdk_s_answers(run_program: Callable[..., Any], cluster: Running) -> None:
+    found = run_program("litellm", "litellm_chat.py")
+    with Client(cluster.target) as sdk:
+        greedy, text = sdk.generate(MESSAGES, **GREEDY).text, sdk.generate("def", **GREEDY).text
+    assert found == {"chat": greedy, "tokens": 16, "streamed": greedy, "text": text}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_benchmark_completes_every_request(
+    name: str, need: Callable[[str], Path], cluster: Running, model: Path, tmp_path: Path
+) -> None:
+    need(name)
+    for concurrency in (1, 2):
+        folder = tmp_path / str(concurrency)
+        folder.mkdir()
+        load = ClientLoad(
+            url=cluster.http_url.removesuffix("/v1"),
+            model=model.name,
+            tokenizer=model,
+            concurrency=concurrency,
+            requests=6,
+            input_tokens=32,
+            output_tokens=8,
+        )
+        found = PROGRAMS[name](load, folder)
+        assert found.requests == 6
+        assert found.ttft_s > 0.0
+        assert found.tpot_s > 0.0
