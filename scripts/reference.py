@@ -23,6 +23,7 @@ from pdserve.cli.main import make_parsers
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.core.setting import NAME, Range
 from pdserve.gateway.field_support import IGNORED, MODELS, REJECTED, Endpoint
+from pdserve.gateway.response_fields import ADDED, EMPTY, FILLED, Answer
 from pdserve.launch.keys import COMPUTED, TOP
 from pdserve.launch.spec import NUM_WORKERS, ClusterSpec
 from pdserve.telemetry.metric_names import METRICS, LabelValues, MetricSpec
@@ -343,7 +344,34 @@ def http_page() -> str:
     for endpoint, path in paths.items():
         lines += ["", f"## {path}", ""]
         lines += table(("field", "support", "meaning or reason"), field_rows(endpoint))
-    return page("Fields of HTTP requests", "request_models.py and field_support.py in pdserve/gateway", *lines)
+    lines += [
+        "",
+        "## Fields of answers",
+        "Fields of OpenAI's answers, and those that pdserve adds. A field that is not filled is null or absent. "
+        "`choices.message.role` is the field `role` in the field `message` of each element of `choices`. "
+        "`tests/unit/gateway/test_response_fields.py` tries each row with the official client, and finds fields of its "
+        "types that have no row.",
+    ]
+    titles: dict[Answer, str] = {
+        "chat": "A chat",
+        "chunk": "A chunk of a streamed chat",
+        "text": "A text completion, whole or streamed",
+        "response": "A response",
+    }
+    for answer, title in titles.items():
+        lines += ["", f"### {title}", ""]
+        lines += table(("field", "filled", "when or why not"), answer_rows(answer))
+    sources = "request_models.py, field_support.py and response_fields.py in pdserve/gateway"
+    return page("Fields of HTTP requests", sources, *lines)
+
+
+def answer_rows(answer: Answer) -> Iterator[Sequence[str]]:
+    for name, when in FILLED[answer].items():
+        yield code(name), "yes", when
+    for name, when in ADDED[answer].items():
+        yield code(name), "added", when
+    for name, reason in EMPTY[answer].items():
+        yield code(name), "no", reason
 
 
 def field_rows(endpoint: Endpoint) -> Iterator[Sequence[str]]:

@@ -25,6 +25,7 @@ PURE = [
     "pdserve.gateway.errors",
     "pdserve.gateway.headers",
     "pdserve.gateway.json_body",
+    "pdserve.gateway.response_fields",
     "pdserve.gateway.sse",
     "pdserve.launch.keys",
     "pdserve.launch.spec",
