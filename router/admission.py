@@ -26,6 +26,7 @@ from router.fair_queue import ANONYMOUS, ClientKey
 from router.grammars import GrammarCheck
 from router.model import ModelFacts
 from router.prompts import PromptReader
+from router.quotas import RESERVED_TOKENS
 from router.tokenizing import TokenizerThreads
 
 MAX_REQUEST_ID_CHARS: Final = 128
@@ -176,6 +177,13 @@ class Admission:
         if len(prompt) <= QUICK_TOKENS:
             return tuple(block_hashes(prompt, model.block_size, key))
         return tuple(await self._threads.run(0, 0, lambda: block_hashes(prompt, model.block_size, key)))
+
+
+def least_tokens(request: inference_pb2.GenerateRequest) -> int:
+    """What the request will take from its tenant's quota at least, before its prompt was tokenized."""
+    sampling = request.sampling
+    output = min(sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS, RESERVED_TOKENS)
+    return max(len(request.token_ids.ids), 1) + output
 
 
 def _check_scores(sampling: Sampling, num_tokens: int) -> None:

@@ -24,7 +24,7 @@ from pdserve.telemetry.tracing import OpenSpan
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
 from pdserve.wire.sequence import SEQUENCE
-from router.admission import Admission, Prepared
+from router.admission import Admission, Prepared, least_tokens
 from router.answer import MAX_PENDING_TOKENS, Answer
 from router.auth import current_tenant
 from router.events import RequestArrived
@@ -70,7 +70,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         span = current_span()
         try:
-            with self._claim(least_tokens=1) as claim, self._held.hold(request.ByteSize()):
+            with self._claim(least_tokens(request)) as claim, self._held.hold(request.ByteSize()):
                 await self._generate(request, context, span, claim)
         except PdserveError as error:
             self._measure.error(error.reason)
@@ -138,7 +138,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     # ------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _claim(self, *, least_tokens: int = 0) -> Iterator[CallClaim]:
+    def _claim(self, least_tokens: int = 0) -> Iterator[CallClaim]:
         """The quotas of this call's tenant, taken before anything is spent on the call. Raises QuotaExceeded."""
         tenant = current_tenant()
         try:

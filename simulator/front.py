@@ -55,7 +55,7 @@ class Front:
         self._machines, self._lookup, self._on_ended = machines, lookup, on_ended
         self._calls: dict[str, SimulatedCall] = {}
         self._tenants = {one.name: one for one in config.tenants}
-        self._quotas = Quotas()
+        self._quotas = Quotas(config.quota_burst_s)
         self._releases = PendingReleases(self.state.knows)
         self._wake_at_s: float | None = None
 
@@ -98,7 +98,7 @@ class Front:
         if tenant is None:
             return None
         now_s = self._agenda.now_s
-        call = self._quotas.open(tenant, now_s)
+        call = self._quotas.open(tenant, now_s, least_tokens=0)
         try:
             call.admit(request.prompt_tokens, [max_tokens], now_s)
             return call.take()

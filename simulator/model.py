@@ -15,6 +15,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.key_file import Tenant
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import Path, Role, Slo
+from router.quotas import BURST_S
 from router.settings import RouterSettings
 
 
@@ -134,6 +135,7 @@ class SimConfig:
     max_tokens: int = 4096
     faults: tuple[WorkerFault, ...] = ()
     tenants: tuple[Tenant, ...] = ()  # with quotas, in each router; requests of others have none
+    quota_burst_s: float = BURST_S  # of its quota that a tenant may use at once
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field."""

@@ -71,7 +71,7 @@ def test_a_used_up_quota_is_a_rate_limit_error_with_the_time(tenanted: Tenanted)
 
 
 def test_openai_s_client_waits_as_long_as_it_is_told(tenanted: Tenanted) -> None:
-    complete(tenanted.client(ACME), "x" * 580, 20, extra_body={"ignore_eos": True})
+    complete(tenanted.client(ACME), "x" * 40, 10, extra_body={"ignore_eos": True})
     began_s = time.monotonic()
     assert complete(tenanted.client(ACME, max_retries=3), "xxxxxxxxx", 1).choices[0].text
     assert time.monotonic() - began_s > 0.2, "ten tokens need a second, of which some has passed"
@@ -98,6 +98,8 @@ def test_a_revoked_key_is_rejected_although_the_gateway_remembers_it(tenanted: T
             complete(client)
         except openai.AuthenticationError as error:
             return error.code == "invalid_api_key"
+        except openai.RateLimitError:
+            pass  # the key is still valid
         return False
 
     until(is_rejected)

@@ -13,6 +13,11 @@ from router.quotas import RESERVED_TOKENS, AnswerClaim, CallClaim, Quotas
 ACME = Tenant(name="acme", tokens_per_minute=600, max_concurrent=3)  # ten tokens per second
 
 
+def minute() -> Quotas:
+    """Buckets hold the tokens of a minute."""
+    return Quotas(60.0)
+
+
 def call(quotas: Quotas, prompt: int, *max_tokens: int, now_s: float = 0.0, tenant: Tenant = ACME) -> CallClaim:
     claim = quotas.open(tenant, now_s)
     try:
@@ -30,7 +35,7 @@ def level(quotas: Quotas, now_s: float = 0.0) -> float:
 
 
 def test_prompt_and_reserved_output_are_taken_at_once() -> None:
-    quotas = Quotas()
+    quotas = minute()
     call(quotas, 100, 50)
     assert level(quotas) == 600 - 150
     call(quotas, 100, 10_000)
@@ -38,7 +43,7 @@ def test_prompt_and_reserved_output_are_taken_at_once() -> None:
 
 
 def test_what_an_answer_does_not_generate_is_returned_at_its_end() -> None:
-    quotas = Quotas()
+    quotas = minute()
     answer = call(quotas, 100, 50).take()
     answer.emitted(20)
     assert level(quotas) == 450
@@ -48,7 +53,7 @@ def test_what_an_answer_does_not_generate_is_returned_at_its_end() -> None:
 
 
 def test_output_beyond_the_reserved_is_taken_as_it_comes_and_may_go_below_zero() -> None:
-    quotas = Quotas()
+    quotas = minute()
     answer = call(quotas, 300, 4096).take()
     for _ in range(100):
         answer.emitted(10)
@@ -59,13 +64,13 @@ def test_output_beyond_the_reserved_is_taken_as_it_comes_and_may_go_below_zero()
         quotas.open(ACME, 0.0)
     assert caught.value.quota == "tokens_per_minute"
     assert caught.value.retry_after_s == pytest.approx(70.1)
-    assert "tokens_per_minute of tenant acme: 0 of 600 tokens are left" in caught.value.message
-    assert "70.10 s" in caught.value.message
+    assert "tokens_per_minute of tenant acme, which is 600: 0 tokens are left" in caught.value.message
+    assert "retry in 70.10 s" in caught.value.message
     quotas.open(ACME, 70.1)
 
 
 def test_a_rejection_names_the_time_after_which_the_same_call_is_admitted() -> None:
-    quotas = Quotas()
+    quotas = minute()
     call(quotas, 500, 50)
     with pytest.raises(QuotaExceeded) as caught:
         call(quotas, 200, 50)
@@ -76,7 +81,7 @@ def test_a_rejection_names_the_time_after_which_the_same_call_is_admitted() -> N
 
 
 def test_a_rejected_call_costs_nothing() -> None:
-    quotas = Quotas()
+    quotas = minute()
     call(quotas, 500, 50)
     for _ in range(10):
         with pytest.raises(QuotaExceeded):
@@ -86,7 +91,7 @@ def test_a_rejected_call_costs_nothing() -> None:
 
 @pytest.mark.parametrize(("emitted", "left"), [(0, 600), (1, 499)])
 def test_an_answer_that_failed_before_its_first_token_costs_nothing(emitted: int, left: float) -> None:
-    quotas = Quotas()
+    quotas = minute()
     answer = call(quotas, 100, 50).take()
     answer.emitted(emitted)
     answer.end(is_free=True)
@@ -94,13 +99,13 @@ def test_an_answer_that_failed_before_its_first_token_costs_nothing(emitted: int
 
 
 def test_a_client_that_leaves_pays_for_its_prompt() -> None:
-    quotas = Quotas()
+    quotas = minute()
     call(quotas, 100, 50).take().end(is_free=False)
     assert level(quotas) == 500
 
 
 def test_a_call_larger_than_the_bucket_needs_a_full_one() -> None:
-    quotas = Quotas()
+    quotas = minute()
     call(quotas, 5000, 50)
     assert level(quotas) == 600 - 5050
     with pytest.raises(QuotaExceeded) as caught:
@@ -110,19 +115,25 @@ def test_a_call_larger_than_the_bucket_needs_a_full_one() -> None:
 
 
 def test_idle_time_fills_the_bucket_to_one_minute_and_no_further() -> None:
-    quotas = Quotas()
+    quotas = minute()
     call(quotas, 300, 10)
     assert [level(quotas, now_s) for now_s in (1.0, 10.0, 31.0, 1e9)] == [300, 390, 600, 600]
 
 
-def test_a_clock_that_goes_back_refills_nothing() -> None:
+def test_a_bucket_holds_the_tokens_of_five_seconds_by_default() -> None:
     quotas = Quotas()
+    call(quotas, 300, 10)
+    assert [level(quotas, now_s) for now_s in (0.0, 26.0, 31.0, 36.0, 99.0)] == [-260, 0, 50, 50, 50]
+
+
+def test_a_clock_that_goes_back_refills_nothing() -> None:
+    quotas = minute()
     call(quotas, 300, 10, now_s=100.0)
     assert [level(quotas, now_s) for now_s in (50.0, 100.0, 101.0)] == [290, 290, 300]
 
 
 def test_answers_in_progress_are_limited_until_they_are_released() -> None:
-    quotas = Quotas()
+    quotas = minute()
     answers = [call(quotas, 1, 1).take() for _ in range(3)]
     with pytest.raises(QuotaExceeded) as caught:
         quotas.open(ACME, 0.0)
@@ -141,7 +152,7 @@ def test_answers_in_progress_are_limited_until_they_are_released() -> None:
 
 
 def test_each_answer_of_a_call_counts() -> None:
-    quotas = Quotas()
+    quotas = minute()
     claim = call(quotas, 10, 5, 5)
     assert (quotas.running("acme"), level(quotas)) == (2, 580)
     with pytest.raises(QuotaExceeded) as caught:
@@ -153,7 +164,7 @@ def test_each_answer_of_a_call_counts() -> None:
 
 
 def test_more_answers_than_the_quota_are_no_matter_of_time() -> None:
-    quotas = Quotas()
+    quotas = minute()
     with pytest.raises(InvalidRequest) as caught:
         call(quotas, 10, 1, 1, 1, 1)
     assert (caught.value.field, caught.value.expected) == ("n", "at most 3, the quota max_concurrent of tenant acme")
@@ -161,7 +172,7 @@ def test_more_answers_than_the_quota_are_no_matter_of_time() -> None:
 
 
 def test_a_call_that_ends_early_gives_back_what_its_answers_have_not_taken() -> None:
-    quotas = Quotas()
+    quotas = minute()
     claim = call(quotas, 10, 5, 5)
     first = claim.take()
     claim.close(0.0)
@@ -173,14 +184,14 @@ def test_a_call_that_ends_early_gives_back_what_its_answers_have_not_taken() -> 
 
 
 def test_a_tenant_without_quotas_has_no_limit() -> None:
-    quotas = Quotas()
+    quotas = minute()
     for _ in range(1000):
         call(quotas, 10**6, 10**6, tenant=DEFAULT_TENANT).take().emitted(10**9)
     assert (quotas.running(""), quotas.level("", 0.0)) == (1000, None)
 
 
 def test_new_quotas_apply_to_the_next_call() -> None:
-    quotas = Quotas()
+    quotas = minute()
     call(quotas, 300, 10)
     smaller = Tenant(name="acme", tokens_per_minute=60, max_concurrent=2)
     call(quotas, 1, 1, tenant=smaller)
@@ -195,7 +206,7 @@ def test_new_quotas_apply_to_the_next_call() -> None:
 
 
 def test_tenants_that_left_the_file_are_forgotten_when_nothing_runs() -> None:
-    quotas = Quotas()
+    quotas = minute()
     call(quotas, 300, 10)
     call(quotas, 300, 10, tenant=Tenant(name="b", tokens_per_minute=600)).close(0.0)
     quotas.forget_all_but(["c"])
@@ -207,7 +218,7 @@ def test_tenants_that_left_the_file_are_forgotten_when_nothing_runs() -> None:
 def test_no_sequence_of_calls_gets_more_than_its_quotas(data: st.DataObject) -> None:
     """Tokens reserved or generated over T minutes are at most the quota times T + 1, beside what answers that were
     admitted generate beyond what they reserved; and all slots come back."""
-    quotas, now_s, taken, over = Quotas(), 0.0, 0, 0
+    quotas, now_s, taken, over = minute(), 0.0, 0, 0
     running: list[tuple[AnswerClaim, int, int]] = []
     for _ in range(data.draw(st.integers(1, 60))):
         now_s += data.draw(st.floats(0.0, 30.0))

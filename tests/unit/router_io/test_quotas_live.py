@@ -37,13 +37,14 @@ def running(front: Front, tenant: str = "acme") -> int:
 
 
 async def test_a_used_up_bucket_names_its_quota_and_the_time(connect: Connect, decode: Program, tmp_path: Path) -> None:
-    front = await connect(decode, key_file=file_of(tmp_path, tokens_per_minute=100), **PATIENT)
+    front = await connect(decode, key_file=file_of(tmp_path, tokens_per_minute=1200), **PATIENT)
     async with presenting(front, ACME) as acme, presenting(front, BETA) as beta:
-        await acme.generate("x" * 60, max_tokens=20, temperature=0, ignore_eos=True)
+        await acme.generate("x" * 1900, max_tokens=100, temperature=0, ignore_eos=True)
         with pytest.raises(QuotaExceeded) as caught:
             await acme.generate("x" * 60, max_tokens=20)
         assert caught.value.quota == "tokens_per_minute"
-        assert 30.0 < caught.value.retry_after_s <= 36.0
+        # The bucket held 100 tokens, and 2000 were used.
+        assert 0.0 < caught.value.retry_after_s <= (1900 + 80) / 20
         assert "tokens_per_minute of tenant acme" in caught.value.message
         await beta.generate("x" * 60, max_tokens=20)
         assert await acme.tokenize("hello"), "what costs no tokens needs none"
@@ -62,21 +63,22 @@ async def test_generated_tokens_are_charged_and_unused_ones_returned(
             await acme.generate("x" * 60, max_tokens=most, n=n, **options)
             await until(lambda: running(front) == 0)
             account = quotas._accounts["acme"]
-            assert 10**9 - account.level == 60 + n * most
+            assert account.most - account.level == 60 + n * most
         quotas._accounts.clear()
         done = await acme.generate("x" * 60, max_tokens=4000, stop_token_ids=list(range(60, 120)), **options)
         assert done.finish_reason == "stop"
-        assert 10**9 - quotas._accounts["acme"].level == 60 + done.usage.completion_tokens
+        account = quotas._accounts["acme"]
+        assert account.most - account.level == 60 + done.usage.completion_tokens
 
 
 async def test_an_invalid_request_costs_nothing(connect: Connect, decode: Program, tmp_path: Path) -> None:
-    quota = 1000
+    quota = 6000
     front = await connect(decode, key_file=file_of(tmp_path, tokens_per_minute=quota, max_concurrent=1), **PATIENT)
     async with presenting(front, ACME) as acme:
         for _ in range(3):
             with pytest.raises(Exception, match="temperature"):
                 await acme.generate("hello", temperature=1000.0)
-    assert (running(front), front.server._tenants.quotas._accounts["acme"].level) == (0, quota)
+    assert (running(front), front.server._tenants.quotas._accounts["acme"].level) == (0, 500)
 
 
 async def test_answers_in_progress_are_limited(connect: Connect, slow_decode: Program, tmp_path: Path) -> None:
