@@ -3,8 +3,8 @@
 Simulated, by the router's own code: workers of the H100 profile, and conversations of random lengths. Without
 `--capacity` it first finds the cluster's capacity: the highest rate at which 90 % of the requests meet their targets.
 Tenant *light* then sends `--light` of that rate. Tenant *flood* has a quota of tokens per minute that is a share of the
-capacity, and sends `--flood` times its quota, so most of its calls are rejected. The requests of *light* are the same in
-every row, so its p95 TTFT is compared with that of a run without *flood*.
+capacity, and sends `--flood` times its quota, so most of its calls are rejected. The requests of *light* are the same
+in every row, so its p95 TTFT is compared with that of a run without *flood*.
 
 `--unlimited` adds a flood without a quota, with and without fairness in the queue. Bar: with a quota, the p95 TTFT of
 *light* is at most 5 % above that without *flood*.

@@ -17,6 +17,8 @@ from pdserve.client.retry import Retries
 from pdserve.core.errors import ConfigError
 from pdserve.core.key_file import MAX_FILE_BYTES, key_hash, make_key
 from pdserve.v1 import inference_pb2
+from router.events import RequestArrived
+from router.replay import decode_step, replay
 from router.tenants import Tenants
 from tests.unit.router_io.conftest import Connect, Front, until
 from tests.unit.router_io.processes import Program
@@ -218,6 +220,20 @@ async def test_a_priority_is_limited(
                 await client.generate("hello", max_tokens=2, priority=priority)
             assert (caught.value.field, f"at most {most or 0} for tenant acme") == ("priority", caught.value.expected)
         await operator.generate("hello", max_tokens=2, priority=priority)
+
+
+async def test_a_recording_names_the_tenant_and_can_be_replayed(
+    connect: Connect, decode: Program, keys: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "record.jsonl"
+    front = await connect(decode, key_file=str(keys), token=OPERATOR, record=str(record))
+    async with presenting(front, ACME) as client:
+        await client.generate("a prompt of more than one block of tokens", max_tokens=4, cache_salt="x")
+    await front.server.stop()
+    lines = record.read_text().splitlines()
+    assert list(replay(lines)) == []
+    arrived = [event for line in lines[1:] if isinstance(event := decode_step(line).event, RequestArrived)]
+    assert [one.tenant for one in arrived] == ["acme"]
 
 
 async def test_tenants_cannot_take_each_others_request_ids(connect: Connect, slow_decode: Program, keys: Path) -> None:
