@@ -23,6 +23,7 @@ from pdserve.core.version import VERSION
 from pdserve.engine.ranks import LOOPBACK
 from pdserve.engine.rendezvous import MAX_MESSAGE_BYTES, PIECE_BYTES
 from pdserve.tls.certificates import ReloadingCertificates
+from pdserve.tls.reasons import connection_failure
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
 from pdserve.wire import peers
 from pdserve.wire.peer_server import channel_options
@@ -94,7 +95,8 @@ class Membership:
                 self._requests.put(rank_pb2.JoinRequest(version=VERSION))
                 return call, next(call)
             except grpc.RpcError as error:
-                why = f"{error.code().name}: {error.details()}"  # type: ignore[attr-defined]
+                details = str(error.details())  # type: ignore[attr-defined]
+                why = connection_failure(details) or f"{error.code().name}: {details}"  # type: ignore[attr-defined]
                 if error.code() not in _NOT_YET:  # type: ignore[attr-defined]
                     raise ConfigError(
                         "rendezvous", f"{self._address}: {why}", "a worker with room for a rank"
