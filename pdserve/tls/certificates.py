@@ -179,7 +179,8 @@ def certificates_of(config: TlsSettings, *, is_mutual: bool) -> ReloadingCertifi
 
 def _content(name: str, path: str) -> bytes:
     try:
-        data = Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(name, path, f"a file that can be read ({error.strerror})") from None
     if len(data) > MAX_FILE_BYTES:
