@@ -25,7 +25,9 @@ from pdserve.engine.ranks import Ranks, make_store
 from pdserve.engine.rejected_joins import rejected_joins
 from pdserve.engine.rendezvous import Rendezvous
 from pdserve.engine.sharding import Shard
+from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import rank_pb2_grpc
+from tests.support.tls_files import TestAuthority
 
 TEXT = "a secret of the tests, 32 letters"
 SECRET = ClusterSecret(TEXT)
@@ -41,10 +43,11 @@ def free_address(host: str = "127.0.0.1") -> str:
 class Leader:
     """A store and its rendezvous, for ranks 1 to `size` - 1."""
 
-    def __init__(self, size: int = 2, address: str = "") -> None:
+    def __init__(self, size: int = 2, address: str = "", tls: ReloadingCertificates | None = None) -> None:
         self.store = make_store(0, size, is_leader=True, timeout_s=20.0)
         self._before = Counter(rejected_joins())
-        self.rendezvous = Rendezvous(address or free_address(), SECRET, self.store.port, range(1, size), FLAGS)
+        address = address or free_address()
+        self.rendezvous = Rendezvous(address, SECRET, self.store.port, range(1, size), FLAGS, tls)
         self.address = self.rendezvous.address
         self.ranks = self.rendezvous.ranks
 
@@ -228,3 +231,19 @@ def test_another_checkpoint_on_another_host_is_rejected(lead: Callable[..., Lead
     check_weights(leader.store, ranks[:1], "a" * 64)
     with pytest.raises(ConfigError, match=r"rank 2 \(bbbbbbbbbbbbbbbb\) .*, expected the same files on every host"):
         check_weights(leader.store, ranks, "a" * 64)
+
+
+def test_ranks_join_over_tls_with_a_certificate_of_the_cluster(lead: Callable[..., Leader], tmp_path: Path) -> None:
+    ours, other = TestAuthority(tmp_path / "ours"), TestAuthority(tmp_path / "other", "another CA")
+    leader = lead(2, "", ours.tls("leader"))
+    for tls, why in (
+        (None, "may require TLS"),
+        (other.tls("stranger"), "not from a CA that this side trusts"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            Membership(leader.address, SECRET, 0.0, lambda reason: None, tls)
+    assert not leader.ranks[1].peer
+    membership = Membership(leader.address, SECRET, 20.0, lambda reason: None, ours.tls("rank"))
+    assert (membership.rank, membership.flags) == (1, list(FLAGS))
+    with socket.create_connection(("127.0.0.1", membership.store_port)):
+        membership.leave()
