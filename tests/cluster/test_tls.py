@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -122,3 +123,20 @@ def test_the_files_end_with_the_cluster() -> None:
         folder = ca_of(running).parent
         assert folder.exists()
     assert not folder.exists()
+
+
+def test_the_benchmark_finds_the_ca_by_itself(cluster: Running) -> None:
+    """Over HTTPS and, as the second server, over gRPC."""
+    small = ("--requests", "6", "--turns", "1", "--input-tokens", "8:16", "--output-tokens", "3:5", "--json")
+    done = run("bench", "--url", cluster.http_url, "--compare", cluster.target, *small)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(done.stdout)["runs"]
+    assert [(one["server"], one["completed"]) for one in runs] == [("pdserve", 6), ("other", 6)]
+
+
+def test_the_benchmark_rejects_a_file_that_is_no_ca(cluster: Running, tmp_path: Path) -> None:
+    other = tmp_path / "none.crt"
+    other.write_text("no certificate")
+    done = run("bench", "--url", cluster.http_url, "--tls-ca", str(other))
+    assert done.returncode == 1
+    assert "PEM files" in done.stderr
