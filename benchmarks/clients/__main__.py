@@ -81,7 +81,14 @@ def main() -> None:
     with Running.start(
         "--model", str(MODEL), "--http", "0", *words, timeout_s=120.0, env={"OMP_NUM_THREADS": threads}
     ) as cluster:
-        rows = list(_rows(cluster, flags, chosen, metrics_port))
+        rows = []
+        for row in _rows(cluster, flags, chosen, metrics_port):
+            rows.append(row)
+            print(
+                f"  TTFT {row.ttft_ratio:.3f} and TPOT {row.tpot_ratio:.3f} of the router's",
+                file=sys.stderr,
+                flush=True,
+            )
     if flags.json:
         print(to_json([{**asdict(one), "agrees": one.agrees} for one in rows]))
     else:
