@@ -71,12 +71,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         found = self._runtime.state.explain(request.request_id)
         if found is None:
             return await status.abort(context, NotFound("recent request", request.request_id[:128]))
-        response = _EXPLANATION.encode(found)
-        response.router_id = self._router_id
-        response.slo_ttft_s, response.slo_tpot_s = found.slo.ttft_s, found.slo.tpot_s
-        response.decision, response.reason = found.decision.choice.value, found.decision.reason
-        response.candidates.extend(_candidate(one, found.decision) for one in found.decision.candidates)
-        return response
+        return explain_response(found, self._router_id)
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:
         await self._require(request.worker_id, context)
@@ -100,6 +95,15 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         workers = self._runtime.state.snapshot().workers
         if not any(one.worker_id == worker_id and one.is_connected for one in workers):
             await status.abort(context, NotFound("worker", worker_id[:128]))
+
+
+def explain_response(record: DecisionRecord, router_id: str) -> cluster_pb2.ExplainResponse:
+    response = _EXPLANATION.encode(record)
+    response.router_id = router_id
+    response.slo_ttft_s, response.slo_tpot_s = record.slo.ttft_s, record.slo.tpot_s
+    response.decision, response.reason = record.decision.choice.value, record.decision.reason
+    response.candidates.extend(_candidate(one, record.decision) for one in record.decision.candidates)
+    return response
 
 
 def _worker(facts: WorkerFacts, links: Sequence[worker_pb2.KvLink]) -> cluster_pb2.WorkerView:

@@ -22,9 +22,9 @@ MOST_IN_PROGRESS: Final = 256  # of one frame
 _TOTALS: Final = tuple(one.name for one in fields(LiveTotals))
 
 
-def live_frame(cluster: ClusterState, now_s: float, after: int) -> LiveFrame:
-    """The state at `now_s`, with the requests that ended after the first `after` ones."""
-    in_progress = list(islice(_in_progress(cluster), MOST_IN_PROGRESS))
+def live_frame(cluster: ClusterState, now_s: float, after: int, most: int = MOST_IN_PROGRESS) -> LiveFrame:
+    """The state at `now_s`: at most `most` requests in progress, and those that ended after the first `after` ones."""
+    in_progress = list(islice(_in_progress(cluster), most))
     num_in_progress = len(cluster.requests) - len(cluster.ended)
     rows = [
         live_request(

@@ -7,11 +7,9 @@ status 1 if any differ. To run the recorded requests on another cluster or polic
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 
 HELP = "replay a recording and check that the router decides the same"
@@ -25,8 +23,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from router import replay
+    from router.recorded_lines import RecordedLines
 
-    lines = _Counted(Path(args.file))
+    lines = RecordedLines(Path(args.file))
     differing = 0
     shown: list[replay.Difference] = []
     for difference in replay.replay(lines):
@@ -44,20 +43,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"  replayed {list(one.replayed)}")
     print(f"{events} events, {differing} answered otherwise")
     return 1 if differing else 0
-
-
-class _Counted:
-    """Lines of a file, counted as they are read. Invalid text is reported as invalid JSON, with its line number."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.count = 0
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            with self._path.open(encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    self.count += 1
-                    yield line
-        except OSError as error:
-            raise ConfigError("file", self._path, f"a file that can be read ({error.strerror})") from None

@@ -58,7 +58,7 @@ from router.events import (
 )
 from router.explaining import DecisionRecord
 from router.lifecycle import IllegalMove, Move, Stage
-from router.live import live_frame
+from router.live import MOST_IN_PROGRESS, live_frame
 from router.policy.interface import Decision
 from router.request import Request
 from router.settings import RouterSettings
@@ -136,9 +136,10 @@ class RouterState:
         """Requests that have ended since the start."""
         return self._cluster.live_log.num_ended
 
-    def live_frame(self, now_s: float, after: int) -> LiveFrame:
-        """The state at `now_s`, with the requests that ended after the first `after` ones, if they are still kept."""
-        return live_frame(self._cluster, now_s, after)
+    def live_frame(self, now_s: float, after: int, most: int = MOST_IN_PROGRESS) -> LiveFrame:
+        """The state at `now_s`: at most `most` requests in progress, and those that ended after the first `after` ones,
+        if they are still kept."""
+        return live_frame(self._cluster, now_s, after, most)
 
     def check(self) -> None:
         """Raises AssertionError unless all invariants hold."""

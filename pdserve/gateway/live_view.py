@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, Final
 
 from pdserve.client.aio import AsyncClient
 from pdserve.core.errors import Cancelled, PermissionDenied
-from pdserve.core.live import LiveFrame, LiveRequest, LiveWorker
+from pdserve.core.live import LiveFrame
+from pdserve.core.live_json import frame_to_json
 from pdserve.gateway import sse
 from pdserve.gateway.door import Caller
 from pdserve.gateway.respond import EVENT_STREAM
@@ -21,9 +22,6 @@ from pdserve.gateway.respond import EVENT_STREAM
 PERIOD_S: Final = 0.25
 #: A page of another site cannot set it without the gateway's consent, which is never given.
 OWN_HEADER: Final = "x-pdserve-ui"
-_WORKER: Final = tuple(one.name for one in fields(LiveWorker) if one.name != "role")
-_REQUEST: Final = tuple(one.name for one in fields(LiveRequest) if one.name != "phases")
-DIGITS: Final = 6
 
 
 async def stream_frames(caller: Caller, receive: Any, send: Any) -> int:
@@ -60,31 +58,6 @@ def check_own(given: Mapping[str, str]) -> None:
     """Raises PermissionDenied if the request may come from a page of another site."""
     if OWN_HEADER not in given:
         raise PermissionDenied(f"no header {OWN_HEADER}, which pages of other sites cannot send")
-
-
-def frame_to_json(frame: LiveFrame) -> dict[str, Any]:
-    return {
-        "at_s": frame.at_s,
-        "queued": frame.queued,
-        "running": frame.running,
-        "omitted": frame.omitted,
-        "totals": asdict(frame.totals),
-        "workers": [
-            {"role": one.role.value, **{name: _rounded(getattr(one, name)) for name in _WORKER}}
-            for one in frame.workers
-        ],
-        "requests": [_request(one) for one in frame.requests],
-    }
-
-
-def _request(one: LiveRequest) -> dict[str, Any]:
-    row = {name: _rounded(getattr(one, name)) for name in _REQUEST}
-    row["phases"] = [[each.phase, _rounded(each.begin_s), _rounded(each.seconds)] for each in one.phases]
-    return row
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, DIGITS) if isinstance(value, float) else value
 
 
 async def _next(frames: Any, gone: asyncio.Task[None]) -> LiveFrame | None:
