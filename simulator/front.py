@@ -38,6 +38,9 @@ class SimulatedCall:
     claim: AnswerClaim | None  # None: its tenant has no quotas
 
 
+OnStep = Callable[[float, events.Event, list[commands.Command]], None]
+
+
 @final
 class Front:
     def __init__(
@@ -48,11 +51,12 @@ class Front:
         machines: Machines,
         lookup: Callable[[tuple[bytes, ...]], dict[str, int]],
         on_ended: Callable[[RequestRow], None],
+        on_step: OnStep | None = None,
     ) -> None:
         """Raises ConfigError on an unknown policy."""
         self.state = RouterState(config.router)
         self._number, self._config, self._agenda = number, config, agenda
-        self._machines, self._lookup, self._on_ended = machines, lookup, on_ended
+        self._machines, self._lookup, self._on_ended, self._on_step = machines, lookup, on_ended, on_step
         self._calls: dict[str, SimulatedCall] = {}
         self._tenants = {one.name: one for one in config.tenants}
         self._quotas = Quotas(config.quota_burst_s)
@@ -88,7 +92,10 @@ class Front:
         )
 
     def hand(self, event: events.Event) -> None:
-        for command in self.state.handle(event, self._agenda.now_s):
+        done = self.state.handle(event, self._agenda.now_s)
+        if self._on_step is not None:
+            self._on_step(self._agenda.now_s, event, done)
+        for command in done:
             self._execute(command)
         self._releases.after(event, self._agenda.now_s)
 

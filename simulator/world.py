@@ -18,7 +18,7 @@ from pdserve.prefix.index import PrefixIndex
 from router.events import Event, WorkerLost
 from simulator.agenda import Agenda
 from simulator.decoder import DecodeMachine
-from simulator.front import Front
+from simulator.front import Front, OnStep
 from simulator.machine import Environment, Machine
 from simulator.model import RequestRow, Sample, SimConfig, SimResult, TraceRequest
 from simulator.network import Network
@@ -37,14 +37,16 @@ def simulate(
     config: SimConfig,
     on_ended: OnEnded | None = None,
     *,
+    on_step: OnStep | None = None,
     keeps_rows: bool = True,
 ) -> SimResult:
-    """`on_ended` is called with each row as it ends; if it returns False, the run stops. Without `keeps_rows` the
-    result has no request rows, so that a trace may be larger than memory.
+    """`on_ended` is called with each row as it ends; if it returns False, the run stops. `on_step` is called with each
+    event of the first router and its commands. Without `keeps_rows` the result has no request rows, so that a trace may
+    be larger than memory.
 
     Raises ConfigError on an invalid config, an unknown policy, or an invalid row of the trace, with its number.
     """
-    return World(trace, config, on_ended, keeps_rows=keeps_rows).run()
+    return World(trace, config, on_ended, on_step=on_step, keeps_rows=keeps_rows).run()
 
 
 @final
@@ -57,6 +59,7 @@ class World:
         config: SimConfig,
         on_ended: OnEnded | None = None,
         *,
+        on_step: OnStep | None = None,
         keeps_rows: bool = True,
     ) -> None:
         self.config = config
@@ -76,7 +79,7 @@ class World:
             cache_changed=self._cache_changed,
         )
         self.fronts = [
-            Front(number, config, self.agenda, self._machine, self._lookup, self._ended)
+            Front(number, config, self.agenda, self._machine, self._lookup, self._ended, None if number else on_step)
             for number in range(config.num_routers)
         ]
         self.stations = {shape.worker_id: Station(env, shape, number) for number, shape in enumerate(config.workers)}

@@ -68,6 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     shown.add_argument(
         "--rows", metavar="FILE", help="write one row per request to FILE: CSV if FILE ends in .csv, else JSON lines"
     )
+    shown.add_argument("--record", metavar="FILE", help="record the router of a single run, for `pdserve play`")
     shown.add_argument("--html", metavar="FILE", help="write an HTML page with plots, which needs no network")
 
 

@@ -8,10 +8,12 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from pdserve.cli.progress import ProgressLine
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
+from router.recording import RecordFile
 from simulator.bound import Bound, upper_bound
 from simulator.commands.simulation_input import make_input
 from simulator.comparison import PolicyRun, as_json, highest_held, rows_of
@@ -22,11 +24,15 @@ from simulator.reshape import Reshaped, rate_scaled
 from simulator.tables import render
 from simulator.world import simulate
 
+MOST_RECORDED_BYTES: Final = 2**30
+
 
 def carry_out(args: argparse.Namespace) -> None:
     given = make_input(args)
     for path in (args.rows, args.html):
         check_writable(path)
+    if args.record and (len(given.rate_scales) > 1 or len(given.policies) > 1):
+        raise ConfigError("record", args.record, "a single run: one policy and one rate")
     span_s = _span_s(given.trace)
     runs = []
     for scale in given.rate_scales:
@@ -36,7 +42,7 @@ def carry_out(args: argparse.Namespace) -> None:
             config = given.config(policy)
             if config.workers not in bounds:
                 bounds[config.workers] = upper_bound(trace, config)
-            runs.append(_run(policy, scale, trace, config, span_s / scale, bounds[config.workers]))
+            runs.append(_run(policy, scale, trace, config, span_s / scale, bounds[config.workers], args.record))
     if args.rows:
         _write_rows(args.rows, runs)
     if args.html:
@@ -44,18 +50,23 @@ def carry_out(args: argparse.Namespace) -> None:
     print(to_json(_object(runs, given.cluster)) if args.json else render(runs, given.cluster))
 
 
-def _run(policy: str, scale: float, trace: Trace, config: SimConfig, span_s: float, bound: Bound) -> PolicyRun:
+def _run(
+    policy: str, scale: float, trace: Trace, config: SimConfig, span_s: float, bound: Bound, record: str | None
+) -> PolicyRun:
     progress = ProgressLine(f"{policy} x{scale:g}", span_s)
 
     def on_ended(row: RequestRow) -> bool:
         progress.at(row.arrival_s)
         return True
 
+    file = RecordFile(record, config.router, MOST_RECORDED_BYTES) if record else None
     begin_s = time.monotonic()
     try:
-        result = simulate(trace, config, on_ended)
+        result = simulate(trace, config, on_ended, on_step=None if file is None else file.step)
     finally:
         progress.close()
+        if file is not None:
+            file.close()
     result = dataclasses.replace(result, trace=trace.name, wall_s=time.monotonic() - begin_s)
     return PolicyRun(policy=policy, rate_scale=scale, result=result, summary=summarise(result), bound=bound)
 
