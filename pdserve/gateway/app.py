@@ -31,6 +31,7 @@ from pdserve.gateway.health import Health
 from pdserve.gateway.respond import Responder, send_json
 from pdserve.gateway.responses_request import responses_call
 from pdserve.gateway.sdk_call import SdkCall, chat_call, text_call
+from pdserve.gateway.ui.page import page
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 
@@ -69,6 +70,7 @@ class Gateway:
                 self._route("/v1/models/{name:path}", "GET", self._model),
                 self._route("/tokenize", "POST", self._unary(tokens.tokenize)),
                 self._route("/detokenize", "POST", self._unary(tokens.detokenize)),
+                self._route("/ui", "GET", self._live_page),
                 self._route("/ui/events", "GET", self._live_events),
                 self._route("/ui/requests/{request_id}", "GET", self._live_request),
                 self._route("/ui/workers/{worker_id}/drain", "POST", self._live_command(AsyncClient.drain)),
@@ -127,6 +129,15 @@ class Gateway:
         """Open to everyone: load balancers have no token."""
         is_serving = await self._health.is_serving()
         return await _send(send, 200 if is_serving else 503, {"status": "ok" if is_serving else "unavailable"})
+
+    async def _live_page(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
+        """Open to everyone: the page holds nothing, and asks for the token."""
+        body, pairs = page()
+        start = [(name.encode(), value.encode()) for name, value in pairs.items()]
+        start.append((b"content-length", str(len(body)).encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": start})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+        return 200
 
     async def _live_events(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
         return await live_view.stream_frames(await self._admitted(given), receive, send)
