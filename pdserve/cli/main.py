@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "undrain": "pdserve.cli.undrain",
     "explain": "pdserve.cli.explain",
     "replay": "router.replay_command",
+    "play": "router.play_command",
     "simulate": "simulator.commands.simulate",
     "plan": "simulator.commands.plan",
     "keys": "pdserve.cli.keys",

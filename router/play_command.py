@@ -1,0 +1,51 @@
+"""`pdserve play FILE`: shows a recording in the live view, as one HTML page that needs no network and no cluster."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pdserve.core.errors import ConfigError
+
+HELP = "show a recording in the live view: one HTML page with play, pause and scrub"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", metavar="FILE", help="recording of `pdserve up --record` or `pdserve simulate --record`"
+    )
+    parser.add_argument("--html", metavar="OUT", help="page to write (FILE.html)")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=0.25,
+        metavar="S",
+        help="seconds between two frames; longer recordings need more (0.25)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from pdserve.client.results import EXPLANATION
+    from pdserve.core.live_json import frame_to_json
+    from pdserve.gateway.ui.page import recording_page
+    from router.cluster import explain_response
+    from router.play import play
+    from router.recorded_lines import RecordedLines
+
+    if not 0.05 <= args.every <= 3600.0:
+        raise ConfigError("every", args.every, "seconds from 0.05 to 3600")
+    out = Path(args.html or f"{args.file}.html")
+    found = play(RecordedLines(Path(args.file)), args.every)
+    if not found.frames:
+        raise ConfigError("file", args.file, "a recording with at least one event")
+    explanations = {one.request_id: asdict(EXPLANATION.decode(explain_response(one, ""))) for one in found.explanations}
+    page = recording_page([frame_to_json(one) for one in found.frames], Path(args.file).name, explanations)
+    try:
+        out.write_bytes(page)
+    except OSError as error:
+        raise ConfigError("html", out, f"a file that can be written ({error.strerror})") from None
+    span_s = found.frames[-1].at_s - found.frames[0].at_s
+    print(f"{out}: {len(found.frames)} frames of {span_s:.1f} s, {len(page) / 2**20:.1f} MiB; open it in a browser")
+    return 0
