@@ -181,6 +181,7 @@ def show_topology(client: Client) -> None:
         for worker in topology.workers
     )
     print(f"\n{bold('topology')}: {topology.router_id} → {workers}")
+    print(f"{bold('next')}: pdserve up --http 8000, then open http://127.0.0.1:8000/ui to watch requests move")
 
 
 def show_start(line: str) -> None:

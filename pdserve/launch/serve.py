@@ -58,6 +58,9 @@ async def serve(asked: Asked) -> int:
         _say_security(cluster.spec, report)
         if cluster.spec.inject_faults:
             report.say("launcher", f"FAULTS ARE INJECTED into KV transfers: {cluster.spec.inject_faults}")
+        if cluster.spec.http is not None:
+            url = http_url(address, cluster.spec.http, is_tls=_is_https(cluster.spec))
+            report.say("launcher", f"live view: {url.removesuffix('/v1')}/ui")
         missing = await degradations(cluster.spec, has_own_redis=not asked.spec.redis)
         report.ready(ready_line(cluster.spec, address, missing))
         is_graceful = True
