@@ -12,6 +12,7 @@ from pdserve.core.key_file import (
     MAX_FILE_BYTES,
     MAX_KEYS,
     MAX_TENANTS,
+    KeyFile,
     Tenant,
     is_key,
     key_hash,
@@ -121,3 +122,29 @@ def test_the_largest_file_is_read() -> None:
     keys = {name: make_key(number.to_bytes(32, "little")) for number, name in enumerate(names)}
     found = parse(text_of({name: keyed(keys[name], max_concurrent=2) for name in names}))
     assert all(found.tenant_of(keys[name]) is found.tenants[name] for name in names)
+
+
+class _LookedUp(dict[bytes, Tenant]):
+    """Counts lookups. Keys cannot be compared one by one, because iterating over them fails."""
+
+    def __init__(self, content: dict[bytes, Tenant]) -> None:
+        super().__init__(content)
+        self.asked: list[bytes] = []
+
+    def get(self, key: bytes, default: Any = None) -> Any:
+        self.asked.append(key)
+        return super().get(key, default)
+
+    def __iter__(self) -> Any:
+        raise AssertionError("keys are compared one by one")
+
+    items = keys = values = __iter__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("other", [OTHER, KEY[:-1] + "B", KEY[:5] + "B" * 42], ids=["random", "near the end", "near"])
+def test_a_lookup_takes_the_same_steps_for_every_key(other: str) -> None:
+    """One hash and one lookup by it: nothing depends on how much of a wrong key is right."""
+    keys = _LookedUp({bytes.fromhex(key_hash(KEY)): Tenant(name="acme")})
+    file = KeyFile({}, keys)
+    assert (file.tenant_of(KEY), file.tenant_of(other)) == (Tenant(name="acme"), None)
+    assert keys.asked == [bytes.fromhex(key_hash(one)) for one in (KEY, other)]
