@@ -1,12 +1,16 @@
 """Every manifest is valid by published schemas, names only what exists, and says flags that our programs take."""
 
 import argparse
+import atexit
+import functools
 import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ from pdserve.launch.ports import free_ports
 from pdserve.launch.spec import ClusterSpec, ray_resources, worker_config
 from pdserve.launch.spec import router_config as router_config_of
 from pdserve.prefix.embedded import server_binary
+from tests.support.tls_files import TestAuthority
 from tests.unit.deploy.manifests import KUBERAY, ROOT, Manifest, container, environment, expanded, load, pod_templates
 
 KUBERNETES = "1.33"
@@ -38,7 +43,10 @@ CLAIMS = {"models"}  # likewise, for gpu/
 VALUES = {"POD_NAME": "pdserve-router-7d9c5b8d6f-abcde"}
 HELD = {name: f"the-{name}" for name in SECRETS["pdserve"]}
 REDIS_URL = "redis://:the-redis-password@pdserve-redis:6379/0"
-FOLDERS = [KUBERAY, KUBERAY / "gpu", KUBERAY / "gpu-parallel"]
+GPU_FOLDERS = [KUBERAY / "gpu", KUBERAY / "gpu-parallel"]
+FOLDERS = [KUBERAY, *GPU_FOLDERS, KUBERAY / "tls"]
+TLS_FOLDER = "/etc/pdserve/tls"
+TLS_SECRETS = {"pdserve-tls"}  # made by hand, as tls/kustomization.yaml says
 
 
 @pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
@@ -60,13 +68,21 @@ def launcher_words(manifests: list[Manifest]) -> list[str]:
     return expanded(container(manifests, "pdserve-launcher")["args"], VALUES)
 
 
+@functools.cache
+def secret_folder() -> str:
+    """What the pods mount at TLS_FOLDER."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return str(Path(TestAuthority(folder).files("all", ("pdserve",)).cert).parent)
+
+
 def asked(manifests: list[Manifest]) -> settings.Asked:
     """What the launcher's arguments come to, read by the program itself."""
     program, command, *words = launcher_words(manifests)
     assert (program, command) == ("pdserve", "up")
     parser = argparse.ArgumentParser(exit_on_error=False)
     up.add_flags(parser)
-    args = vars(parser.parse_args(words))
+    args = vars(parser.parse_args([word.replace(TLS_FOLDER, secret_folder()) for word in words]))
     flags = {name: value for name, value in args.items() if name not in ("config", "set")}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment(container(manifests, "pdserve-launcher"), HELD, VALUES).items():
@@ -225,6 +241,7 @@ def test_every_name_that_is_used_exists(manifests: list[Manifest]) -> None:
         assert {mount["name"] for mount in only.get("volumeMounts", [])} == set(volumes), name
         for volume in volumes.values():
             assert volume.get("configMap", {}).get("name", "pdserve-otel-collector") in config_maps
+            assert volume.get("secret", {}).get("secretName", "pdserve-tls") in TLS_SECRETS
             assert volume.get("persistentVolumeClaim", {}).get("claimName", "models") in CLAIMS
 
 
@@ -299,7 +316,7 @@ def test_the_gpu_overlay_changes_the_model_the_device_and_the_resources() -> Non
     assert replicas >= len(asked(gpu).spec.worker_ids)
 
 
-@pytest.mark.parametrize("folder", FOLDERS[1:], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", GPU_FOLDERS, ids=lambda folder: folder.name)
 def test_a_pod_has_the_gpus_of_a_worker(folder: Path) -> None:
     """Ranks of a worker share a host, and a pod's /dev/shm holds what NCCL lays there."""
     manifests = load(folder)
@@ -313,3 +330,26 @@ def test_a_pod_has_the_gpus_of_a_worker(folder: Path) -> None:
     assert len(needs) <= group["replicas"] * (in_pod // max(needs))
     [shm] = [one for one in group["template"]["spec"]["volumes"] if one["name"] == "shm"]
     assert shm["emptyDir"]["sizeLimit"] == ("8Gi" if max(needs) > 1 else "1Gi")
+
+
+def test_the_tls_overlay_encrypts_what_all_pods_serve() -> None:
+    manifests = load(KUBERAY / "tls")
+    text = json.dumps(manifests)
+    assert "--insecure" not in text
+    assert '"grpc": {"port"' not in text, "Kubernetes' gRPC probes do not speak TLS"
+    spec = asked(manifests).spec
+    router = container(manifests, "pdserve-router")
+    environ = environment(router, HELD, VALUES)
+    added = parse_flags(RouterConfig, expanded(router["args"], environ), "router", environ)
+    first = router_config_of(spec, ())
+    workers = [worker_config(spec, index)[1] for index in range(len(spec.worker_ids))]
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        path = getattr(added, name)
+        assert path.startswith(TLS_FOLDER)
+        found = {getattr(one, name).replace(secret_folder(), TLS_FOLDER) for one in (first, *workers)}
+        assert found == {path}
+    assert {one.tls_peer_name for one in (added, first, *workers)} == {"pdserve"}
+    for name, template in pod_templates(manifests):
+        mounts = {mount["mountPath"] for mount in template["spec"]["containers"][0].get("volumeMounts", [])}
+        serves = name in ("pdserve-launcher", "pdserve-router", "ray-workers")
+        assert (TLS_FOLDER in mounts) is serves, name
