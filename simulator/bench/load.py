@@ -81,7 +81,6 @@ class LoadPlan:
     num_requests: int | None
     duration_s: float | None
     length_scale: float = 1.0  # of prompts and answers of a trace
-    max_output_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -116,13 +115,12 @@ class LoadPlan:
         return scaled
 
     def _scaled(self, one: TraceRequest) -> TraceRequest:
-        if self.length_scale == 1.0 and self.max_output_tokens is None:
+        if self.length_scale == 1.0:
             return one
-        output = max(1, round(one.output_tokens * self.length_scale))
         return replace(
             one,
             prompt_tokens=max(1, round(one.prompt_tokens * self.length_scale)),
-            output_tokens=output if self.max_output_tokens is None else min(output, self.max_output_tokens),
+            output_tokens=max(1, round(one.output_tokens * self.length_scale)),
         )
 
 

@@ -15,7 +15,7 @@ from simulator.commands import bench_run
 from simulator.trace_rows import MOONCAKE_BLOCK_TOKENS
 from tests.unit.bench.given import ScriptedServer
 from tests.unit.bench.test_driver import complete
-from tests.unit.gateway.conftest import Served
+from tests.unit.gateway.conftest import Served, serve
 from tests.unit.simulator.test_report import read
 
 SMALL = ("--requests", "6", "--input-tokens", "8:16", "--output-tokens", "3:5", "--warmup", "2")
@@ -117,3 +117,17 @@ def test_ctrl_c_ends_with_a_report(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     status, out, _ = bench(capsys, "--concurrency", "1", "--duration", "3600", "--warmup", "0")
     assert status == bench_run.INTERRUPTED
     assert "interrupted" in out
+
+
+def test_a_recording_of_a_router_is_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recording = tmp_path / "recording.jsonl"
+    with serve(router={"record": str(recording)}) as served:
+        assert bench(capsys, "--target", served.router, "--concurrency", "2", *SMALL)[0] == 0
+        copy = tmp_path / "copy.jsonl"
+        lines = recording.read_text(encoding="utf-8").splitlines(keepends=True)
+        copy.write_text("".join(line for line in lines if line.endswith("\n")), encoding="utf-8")
+        status, out, _ = bench(capsys, "--target", served.router, "--trace", str(copy), "--warmup", "0", "--json")
+    found = json.loads(out)
+    assert status == 0
+    # The first answer of the cluster, two requests of the warm-up, and six.
+    assert (found["completed"], found["failed"]) == (9, 0)
