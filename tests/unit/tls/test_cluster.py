@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import logging
 import socket
 import ssl
 import threading
@@ -17,10 +18,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve import AsyncClient, Client, Tls
+from pdserve.config import RouterConfig
 from pdserve.core.errors import Unavailable
 from pdserve.testing import toy_answer
 from pdserve.tls.authority import write_private
 from pdserve.tls.names import CA
+from router.program import RouterHost
 from tests.support.tls_files import TestAuthority
 from tests.unit.tls.conftest import TlsCluster, tls_cluster
 
@@ -219,3 +222,35 @@ def fingerprint_of(address: str, ca: str) -> bytes:
     context.set_alpn_protocols(["h2", "http/1.1"])
     with connection(address, context) as sock:
         return sock.getpeercert(binary_form=True) or b""
+
+
+class Rejections(logging.Handler):
+    """What a router says of workers that it rejects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+        self.has_one = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage() == "a worker is rejected":
+            self.reasons.append(record.why)  # type: ignore[attr-defined]
+            self.has_one.set()
+
+
+def test_a_router_reports_why_a_workers_certificate_is_rejected(served: TlsCluster, tmp_path: Path) -> None:
+    with Client(served.cluster.address, tls=served.ca) as client:
+        endpoint = client.topology().workers[0].endpoint
+    certificate = TestAuthority(tmp_path, "another CA").settings("router")
+    rejections, log = Rejections(), logging.getLogger("router.workers")
+    log.addHandler(rejections)
+    host = RouterHost(
+        RouterConfig(model="toy", port=0, workers=(endpoint,), cluster_secret="of another cluster", **certificate)
+    )
+    host.start()
+    try:
+        assert rejections.has_one.wait(WAIT_S)
+    finally:
+        host.stop()
+        log.removeHandler(rejections)
+    assert rejections.reasons == ["its certificate is not from a CA that this side trusts"]
