@@ -128,7 +128,7 @@ def test_a_missing_token_names_its_variable() -> None:
     assert hint(Unavailable("draining")) == ""
 
 
-@pytest.mark.parametrize("argv", [["generate"], ["nonsense"], [], ["up", "--transport", "pigeon"], ["bench"]])
+@pytest.mark.parametrize("argv", [["generate"], ["nonsense"], [], ["up", "--transport", "pigeon"], ["bench", "now"]])
 def test_a_wrong_command_line_is_a_usage_error_of_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)

@@ -33,6 +33,7 @@ ASKED: Final[dict[str, Callable[[str, Path], list[str]]]] = {
     "topology": lambda target, _: ["--target", target],
     "explain": lambda target, _: [HOPELESS, "--target", target],
     "replay": lambda _, folder: [str(recorded(folder))],
+    "bench": lambda target, _: ["--target", target, "--requests", "2", "--warmup", "0", "--ttft", "1", "--tpot", "1"],
     "simulate": lambda _, folder: ["--trace", trace(folder), *IMPOSSIBLE],
     "plan": lambda _, folder: ["--trace", trace(folder), "--workers", "2", "--jobs", "1", "--rate", "1", *IMPOSSIBLE],
 }
