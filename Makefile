@@ -115,7 +115,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) scripts/python.py check
 	@echo "setting up $(VENV) (once; about two minutes)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[server,gateway,ray,otel,bench,dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[server,gateway,ray,otel,bench,top,dev]'
 	@touch $@
 
 clean:

@@ -15,6 +15,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "file", metavar="FILE", help="recording of `pdserve up --record` or `pdserve simulate --record`"
     )
     parser.add_argument("--html", metavar="OUT", help="page to write (FILE.html)")
+    parser.add_argument("--terminal", action="store_true", help="play it in the terminal instead, as `pdserve top`")
+    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="speed in the terminal (1)")
     parser.add_argument(
         "--every",
         type=float,
@@ -36,12 +38,23 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0.05 <= args.every <= 3600.0:
         raise ConfigError("every", args.every, "seconds from 0.05 to 3600")
+    if not 0.01 <= args.speed <= 1000.0:
+        raise ConfigError("speed", args.speed, "0.01 to 1000")
     out = Path(args.html or f"{args.file}.html")
     found = play(RecordedLines(Path(args.file)), args.every)
     if not found.frames:
         raise ConfigError("file", args.file, "a recording with at least one event")
-    explanations = {one.request_id: asdict(EXPLANATION.decode(explain_response(one, ""))) for one in found.explanations}
-    page = recording_page([frame_to_json(one) for one in found.frames], Path(args.file).name, explanations)
+    explanations = {one.request_id: EXPLANATION.decode(explain_response(one, "")) for one in found.explanations}
+    if args.terminal:
+        from pdserve.top.app import TopApp
+        from pdserve.top.sources import RecordingSource
+
+        return TopApp(RecordingSource(Path(args.file).name, found.frames, explanations, args.speed)).run() or 0
+    page = recording_page(
+        [frame_to_json(one) for one in found.frames],
+        Path(args.file).name,
+        {name: asdict(one) for name, one in explanations.items()},
+    )
     try:
         out.write_bytes(page)
     except OSError as error:

@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "generate": "pdserve.cli.generate",
     "chat": "pdserve.cli.chat",
     "topology": "pdserve.cli.topology",
+    "top": "pdserve.cli.top",
     "drain": "pdserve.cli.drain",
     "undrain": "pdserve.cli.undrain",
     "explain": "pdserve.cli.explain",

@@ -8,6 +8,7 @@ import ssl
 from typing import Final
 from urllib.parse import urlsplit
 
+from pdserve.client.aio import AsyncClient
 from pdserve.client.connect import Tls, is_loopback
 from pdserve.client.sync import Client
 from pdserve.config import TOKEN_ENV, from_env
@@ -53,6 +54,12 @@ def connect(args: argparse.Namespace) -> Client:
     """The token comes from the environment or a file, because other users can read a command line."""
     token = from_env(TOKEN_ENV) or None
     return Client(args.target, token=token, tls=tls_of(args), insecure=args.insecure, timeout_s=args.timeout)
+
+
+def async_client(args: argparse.Namespace) -> AsyncClient:
+    """As `connect`, for the event loop that first uses it."""
+    token = from_env(TOKEN_ENV) or None
+    return AsyncClient(args.target, token=token, tls=tls_of(args), insecure=args.insecure, timeout_s=args.timeout)
 
 
 def tls_of(args: argparse.Namespace) -> Tls | None:

@@ -17,6 +17,7 @@ EXTRAS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("starlette", "uvicorn", "httptools", "pydantic", "pydantic_core"), "gateway"),
     "ray": "ray",
     "opentelemetry": "otel",
+    **dict.fromkeys(("textual", "rich"), "top"),
     "nixl": "nixl",
     "aiohttp": "bench",
 }

@@ -135,7 +135,7 @@ def test_a_role_lists_its_settings_and_names_the_extra(packages: Path, role: str
 def test_every_package_of_an_extra_is_known_by_the_module_that_is_imported() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     expected = {}
-    for extra in ("gateway", "server", "ray", "otel", "nixl", "bench"):
+    for extra in ("gateway", "server", "ray", "otel", "nixl", "bench", "top"):
         for requirement in extras[extra]:
             name = re.split("[<>=]", requirement)[0]
             expected[MODULES.get(name, name)] = extra

@@ -1,0 +1,32 @@
+"""`pdserve top`: the live view in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from pdserve.cli.target import add_target_flags, async_client
+from pdserve.core.errors import ConfigError
+
+HELP = "watch workers, requests and KV transfers in the terminal"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_target_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import sys
+
+    from pdserve.top.app import TopApp
+    from pdserve.top.sources import RouterSource
+
+    if not sys.stdout.isatty():
+        raise ConfigError("stdout", "no terminal", "a terminal; `pdserve topology --json` is for programs")
+
+    async def watch() -> int:
+        async with async_client(args) as client:
+            await client.topology()  # raises at once where there is no router, or it rejects the token
+            return await TopApp(RouterSource(client, args.target)).run_async() or 0
+
+    return asyncio.run(watch())

@@ -1,0 +1,187 @@
+"""The screen of `pdserve top`: tiles, workers, requests and notes. Fits 80 columns and 24 lines."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final, final
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import DataTable, Footer, Static
+
+from pdserve.core.errors import PdserveError
+from pdserve.top import text
+from pdserve.top.history import History
+from pdserve.top.sources import FrameSource
+
+WINDOW_S: Final = 10.0
+BAR_CHARS: Final = 24
+MOST_ROWS: Final = 200
+MOST_WORKERS_SHOWN: Final = 8  # further ones scroll
+_COLORS: Final = {"P": "dark_orange", "T": "magenta", "D": "dodger_blue1", "x": "red", "!": "red"}
+_WORKERS: Final = ("worker", "role", "state", "run", "wait", "KV", "step")
+_REQUESTS: Final = ("request", "state", "placement", "tokens", "TTFT", f"last {WINDOW_S:.0f} s")
+
+
+@final
+class Details(ModalScreen[None]):
+    """A page of text over the screen."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "dismiss", "close")]
+    DEFAULT_CSS = (
+        "Details { align: center middle; } Details > VerticalScroll { width: 90%; height: 80%; border: solid; }"
+    )
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll():
+            yield Static(Text("\n".join(self._lines)), id="details")
+
+
+@final
+class TopApp(App[int]):
+    TITLE = "pdserve top"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #head, #tiles, #notes, #legend { height: auto; padding: 0 1; }
+    #workers { height: auto; } #requests { height: 1fr; }
+    DataTable > .datatable--header { text-style: bold; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q,ctrl+c", "leave", "quit"),
+        Binding("p,space", "pause", "pause"),
+        Binding("tab", "focus_next", "next table", show=False),
+        Binding("d", "drain(True)", "drain worker"),
+        Binding("r", "drain(False)", "resume worker"),
+    ]
+
+    def __init__(self, source: FrameSource) -> None:
+        super().__init__()
+        self._source = source
+        self._history = History()
+        self._is_paused = False
+        self._status = "connecting"
+        self._message = ""
+        self._rows: list[str] = []  # ids of the requests that are shown
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="head")
+        yield Static(id="tiles")
+        yield DataTable(id="workers", cursor_type="row")
+        yield DataTable(id="requests", cursor_type="row")
+        yield Static(text.LEGEND, id="legend")
+        yield Static(id="notes")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        for table, names in ((self._worker_table, _WORKERS), (self._request_table, _REQUESTS)):
+            for name in names:
+                table.add_column(name, key=name)
+        self._worker_table.styles.max_height = MOST_WORKERS_SHOWN + 1
+        self._request_table.focus()
+        self._draw()
+        self.run_worker(self._follow(), exclusive=True)
+
+    # -- frames ----------------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        try:
+            async for frame in self._source.frames():
+                self._history.ingest(frame)
+                self._status = "live" if self._source.is_live else "playback"
+                if not self._is_paused:
+                    self._draw()
+            self._status = "the router has ended the stream" if self._source.is_live else "end of the recording"
+        except PdserveError as error:
+            self._status = f"lost: {error.message}"
+        self._draw()
+
+    def _draw(self) -> None:
+        if not self.screen_stack or not self.screen_stack[0].query("#notes"):  # it is being closed
+            return
+        frame, tiles = self._history.frame, self._history.tiles()
+        status = "paused" if self._is_paused else self._status
+        self._static("head").update(Text(f"pdserve  {self._source.name}  {status}", style="bold", no_wrap=True))
+        if frame is None or tiles is None:
+            return
+        self._static("tiles").update(Text("\n".join(text.tile_lines(tiles)), no_wrap=True))
+        self._fill(self._worker_table, [(one.worker_id, text.worker_row(one)) for one in frame.workers])
+        shown = self._history.requests()[:MOST_ROWS]
+        self._rows = [one.request_id for one in shown]
+        rows = [(one.request_id, text.request_row(one, frame.at_s, WINDOW_S, BAR_CHARS)) for one in shown]
+        self._fill(self._request_table, [(key, (*row[:-1], _colored(row[-1]))) for key, row in rows])
+        notes = [f"{frame.at_s - one.at_s:4.0f} s ago  {one.text}" for one in list(self._history.notes)[-2:]]
+        lines = [self._message] if self._message else notes
+        self._static("notes").update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"))
+
+    def _fill(self, table: DataTable[Any], rows: list[tuple[str, tuple[Any, ...]]]) -> None:
+        """Replaces the rows and keeps the cursor on its row."""
+        keys = [key.value for key in table.rows]
+        at = keys[table.cursor_row] if 0 <= table.cursor_row < len(keys) else None
+        scroll = table.scroll_y
+        table.clear()
+        for key, cells in rows:
+            table.add_row(*cells, key=key)
+        names = [key for key, _ in rows]
+        if at in names:
+            table.move_cursor(row=names.index(at), animate=False, scroll=False)
+        table.scroll_to(y=scroll, animate=False)
+
+    # -- commands --------------------------------------------------------------------------------------------------
+
+    def action_leave(self) -> None:
+        self.exit(0)
+
+    def action_pause(self) -> None:
+        self._is_paused = not self._is_paused
+        self._draw()
+
+    async def action_drain(self, is_drained: bool) -> None:
+        keys = [key.value for key in self._worker_table.rows]
+        if not keys:
+            return
+        worker_id = str(keys[max(self._worker_table.cursor_row, 0)])
+        try:
+            await self._source.drain(worker_id, is_drained=is_drained)
+            self._message = f"{worker_id}: {'drains' if is_drained else 'resumes'}"
+        except PdserveError as error:
+            self._message = error.message
+        self._draw()
+        self.set_timer(5.0, self._forget_message)
+
+    def _forget_message(self) -> None:
+        self._message = ""
+
+    async def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        if event.data_table is not self._request_table:
+            return
+        try:
+            lines = text.explanation_lines(await self._source.explain(str(event.row_key.value)))
+        except PdserveError as error:
+            lines = [error.message]
+        self.push_screen(Details(lines))
+
+    # -- widgets ---------------------------------------------------------------------------------------------------
+
+    def _static(self, name: str) -> Static:
+        return self.screen_stack[0].query_one(f"#{name}", Static)
+
+    @property
+    def _worker_table(self) -> DataTable[Any]:
+        return self.screen_stack[0].query_one("#workers", DataTable)
+
+    @property
+    def _request_table(self) -> DataTable[Any]:
+        return self.screen_stack[0].query_one("#requests", DataTable)
+
+
+def _colored(bar: str) -> Text:
+    found = Text(no_wrap=True)
+    for letter in bar:
+        found.append(letter, _COLORS.get(letter, ""))
+    return found
