@@ -1,20 +1,22 @@
 // Charts of the last minutes: SLO attainment, TTFT, TPOT, and both as shares of their targets.
 
 import { createSurface, drawMark } from "./canvas.js";
-import { seconds } from "./format.js";
+import { roundSeconds } from "./format.js";
 import { commonTargets, ends } from "./metrics.js";
 import { hasEnded } from "./phases.js";
 import { colours } from "./theme.js";
 
-const CHART_S = 300;
+const SPANS_S = [60, 120, 300]; // the shortest that holds the history
 const BUCKET_S = 5;
-const LEFT = 46;
+const LEFT = 50;
 const BOTTOM = 16;
 const TOP = 6;
 const MAX_POINTS = 1500;
 
 export function createCharts(canvases) {
   const surfaces = Object.fromEntries(Object.entries(canvases).map(([name, canvas]) => [name, createSurface(canvas)]));
+
+  let spanS = SPANS_S[0];
 
   function frame(surface) {
     const { context, width, height } = surface;
@@ -25,9 +27,10 @@ export function createCharts(canvases) {
   function timeAxis({ context, left, right, bottom }) {
     context.fillStyle = colours.muted;
     context.textBaseline = "top";
-    for (const [minute, align] of [[5, "left"], [2.5, "center"], [0, "right"]]) {
+    for (const [share, align] of [[1, "left"], [0.5, "center"], [0, "right"]]) {
+      const agoS = share * spanS;
       context.textAlign = align;
-      context.fillText(minute ? `−${minute} min` : "now", left + (right - left) * (1 - minute / 5), bottom + 4);
+      context.fillText(agoS === 0 ? "now" : agoS < 60 ? `−${agoS} s` : `−${agoS / 60} min`, left + (right - left) * (1 - share), bottom + 4);
     }
   }
 
@@ -52,7 +55,7 @@ export function createCharts(canvases) {
     const area = frame(surface);
     const { context, left, right, top, bottom } = area;
     const yOf = (share) => bottom - share * (bottom - top);
-    const buckets = ends(store, atS, CHART_S, BUCKET_S);
+    const buckets = ends(store, atS, spanS, BUCKET_S);
     const total = (bucket) => bucket.served + bucket.late + bucket.rejected + bucket.failed;
     const most = Math.max(1, ...buckets.map(total));
     const step = (right - left) / buckets.length;
@@ -99,7 +102,7 @@ export function createCharts(canvases) {
     for (const request of store.requests.values()) {
       const value = valueOf(request);
       const whenS = whenOf(request);
-      if (value !== null && whenS !== null && whenS <= atS && whenS > atS - CHART_S) points.push([whenS, value, sloOf(request)]);
+      if (value !== null && whenS !== null && whenS <= atS && whenS > atS - spanS) points.push([whenS, value, sloOf(request)]);
     }
     const values = points.map(([, value]) => value).filter((value) => value > 0);
     const low = 0.7 * Math.min(target ?? Infinity, ...values.slice(-MAX_POINTS), 1);
@@ -107,14 +110,14 @@ export function createCharts(canvases) {
     const yOf = (value) => bottom - (Math.log(Math.max(value, low) / low) / Math.log(high / low)) * (bottom - top);
     for (let power = Math.ceil(Math.log10(low)); 10 ** power < high; power += 1) {
       const nearTarget = target !== null && Math.abs(yOf(10 ** power) - yOf(target)) < 10;
-      levelLine(area, yOf(10 ** power), nearTarget ? "" : seconds(10 ** power));
+      levelLine(area, yOf(10 ** power), nearTarget ? "" : roundSeconds(10 ** power));
     }
     for (const [whenS, value, slo] of points.slice(-MAX_POINTS)) {
-      const x = left + (1 - (atS - whenS) / CHART_S) * (right - left);
+      const x = left + (1 - (atS - whenS) / spanS) * (right - left);
       if (slo !== null && slo !== undefined && value > slo) drawMark(context, "late", x, yOf(value), 7, colours);
       else dot(context, x, yOf(value));
     }
-    if (target !== null) levelLine(area, yOf(target), seconds(target), { dashed: true, colour: colours.text });
+    if (target !== null) levelLine(area, yOf(target), roundSeconds(target), { dashed: true, colour: colours.text });
     timeAxis(area);
   }
 
@@ -154,7 +157,7 @@ export function createCharts(canvases) {
     context.textBaseline = "top";
     context.fillText("TPOT", left + 4, top);
     for (const request of store.requests.values()) {
-      if (!hasEnded(request, atS) || request.ended_s < atS - CHART_S || request.ttft_s === null || request.slo_ttft_s === null) continue;
+      if (!hasEnded(request, atS) || request.ended_s < atS - spanS || request.ttft_s === null || request.slo_ttft_s === null) continue;
       const x = xOf(request.ttft_s / request.slo_ttft_s);
       const y = request.tpot_s === null || request.slo_tpot_s === null ? bottom : yOf(request.tpot_s / request.slo_tpot_s);
       if (request.outcome === "late") drawMark(context, "late", x, y, 7, colours);
@@ -163,6 +166,8 @@ export function createCharts(canvases) {
   }
 
   return (store, atS) => {
+    const historyS = atS - (store.range()?.[0] ?? atS);
+    spanS = SPANS_S.find((span) => historyS <= span) ?? SPANS_S.at(-1);
     const [ttftTarget, tpotTarget] = commonTargets(store, atS);
     const ttftAt = (request) => (request.ttft_s === null ? null : request.arrived_s + request.ttft_s);
     if (surfaces.attainment.isVisible) drawAttainment(store, atS);

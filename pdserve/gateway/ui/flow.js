@@ -4,7 +4,8 @@ import { createSurface, drawMark } from "./canvas.js";
 import { beginOf, endOf, GROUP, hasEnded, isLate, phaseAt, prefillsOn, workerIn } from "./phases.js";
 import { colours } from "./theme.js";
 
-const MOVE_S = 0.5; // a move shorter than this could not be seen
+const MOVE_S = 0.4; // a move shorter than this could not be seen
+const SEND_S = 0.7;
 const RECENT_S = 60;
 const SPACINGS = [9, 7, 6, 5, 4, 3];
 
@@ -21,18 +22,27 @@ export function movesAt(request, atS) {
   if (placedS !== null) add("queue", prefillsOn(request), placedS, MOVE_S, "request");
   if (request.prefill_worker) {
     const phase = request.phases.find(([name]) => name === "transfer_wait");
-    if (phase) add(request.prefill_worker, request.decode_worker, request.arrived_s + phase[1], Math.max(MOVE_S, phase[2]), "transfer");
+    if (phase) add(request.prefill_worker, request.decode_worker, request.arrived_s + phase[1], Math.max(SEND_S, phase[2]), "transfer");
   }
   if (request.ended_s !== null && END_BOX[request.outcome])
     add(request.outcome === "rejected" ? "queue" : request.decode_worker || prefillsOn(request) || "queue", END_BOX[request.outcome], request.ended_s, MOVE_S, request.outcome);
   return moves;
 }
 
-export function createFlow(root, canvas, still) {
+// `canvas` is above the cards, `routesCanvas` below them.
+export function createFlow(root, canvas, routesCanvas, still) {
   const surface = createSurface(canvas);
+  const routes = createSurface(routesCanvas);
   let boxes = new Map(); // name -> {box, slots}, relative to the canvas
 
+  let isMoved = true; // the cards may have another place
+  let active = []; // requests that may be drawn until the next arrangement
+
+  const watcher = new ResizeObserver(() => (isMoved = true));
+  for (const node of [root, ...root.querySelectorAll(".cards")]) watcher.observe(node);
+
   const measure = () => {
+    isMoved = false;
     const origin = canvas.getBoundingClientRect();
     const relative = (node) => {
       const { left, top, width, height } = node.getBoundingClientRect();
@@ -45,16 +55,28 @@ export function createFlow(root, canvas, still) {
     for (const name of ["rejected", "served", "late"]) put(name, root.querySelector(`#${name}-box`));
   };
 
-  function draw(store, atS, selectedKey) {
+  // A few times a second: which requests are drawn, and the routes, which change slowly.
+  function arrange(store, atS) {
+    const pairs = new Map();
+    active = [];
+    for (const request of store.requests.values()) {
+      const endS = endOf(request);
+      if (endS < atS - RECENT_S) continue;
+      if (request.arrived_s <= atS) countPair(pairs, request, atS);
+      if (endS >= atS - 2) active.push(request);
+    }
+    if (root.querySelectorAll(".card").length !== boxes.size - 4) isMoved = true;
+    if (routes.isVisible && routes.begin()) drawRoutes(routes.context, pairs);
+  }
+
+  function draw(atS, selectedKey) {
+    if (isMoved) measure();
     if (!surface.begin()) return;
     const { context } = surface;
     const residents = new Map();
     const moves = [];
-    const pairs = new Map();
-    for (const request of store.requests.values()) {
-      if (request.arrived_s > atS || endOf(request) < atS - RECENT_S) continue;
-      countPair(pairs, request, atS);
-      if (endOf(request) < atS - 2) continue;
+    for (const request of active) {
+      if (request.arrived_s > atS || endOf(request) < atS - 2) continue;
       const mine = movesAt(request, atS);
       for (const move of mine) moves.push([request, move]);
       if (mine.length && !still.matches) continue;
@@ -64,7 +86,6 @@ export function createFlow(root, canvas, still) {
       if (!residents.has(place)) residents.set(place, []);
       residents.get(place).push([request, GROUP[phase] ?? "queue"]);
     }
-    drawRoutes(context, pairs);
     for (const [place, requests] of residents) drawResidents(context, place, requests, atS, selectedKey);
     if (!still.matches) for (const [request, move] of moves) drawMove(context, request, move, request.key === selectedKey);
   }
@@ -202,5 +223,5 @@ export function createFlow(root, canvas, still) {
     });
   }
 
-  return { surface, measure, draw };
+  return { surface, arrange, draw };
 }

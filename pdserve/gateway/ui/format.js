@@ -19,6 +19,11 @@ export function seconds(value) {
   return `${digits(value * 1e6)} µs`;
 }
 
+// Without trailing zeros: for targets and axes, which are round numbers.
+export function roundSeconds(value) {
+  return seconds(value).replace(/(\.\d*?)0+ /, "$1 ").replace(". ", " ");
+}
+
 // [number, unit], for tiles that set them in two sizes.
 export function split(text) {
   const space = text.indexOf(" ");

@@ -115,7 +115,7 @@ export function createRecentTable(body, selection) {
   const update = (row, { request, atS }) => {
     const ended = hasEnded(request, atS);
     setText(row.sign, ended ? (OUTCOME_MARK[request.outcome] ?? "") : "■");
-    const level = !ended ? (GROUP[phaseAt(request, atS)] ?? "queue") : request.outcome === "served" ? "good" : request.outcome === "rejected" ? "text" : "bad";
+    const level = !ended ? (GROUP[phaseAt(request, atS)] ?? "queue") : request.outcome === "served" ? "good" : ({ rejected: "text", cancelled: "muted" }[request.outcome] ?? "bad");
     row.sign.style.color = `var(--${level})`;
     setText(row.state, `${stateAt(request, atS)}${!ended && isLate(request, atS) ? ", late" : ""}`);
     const route = request.prefill_worker ? `${request.prefill_worker} → ${request.decode_worker}` : request.decode_worker ? `${request.decode_worker} (local)` : "–";

@@ -30,7 +30,7 @@ const store = createStore();
 const isRecording = Array.isArray(recording) && recording.length > 0;
 const timeline = isRecording ? createPlayback(recording, store, KEEP_S) : createTimeline(store.range);
 const selection = createSelection();
-const stats = { draws: 0, drawMs: 0 };
+const stats = { draws: 0, animated: 0, drawMs: 0, slowMs: 0 }; // milliseconds are moving averages
 let hello = { model: "", is_operator: false };
 
 const feed = createFeed({
@@ -55,7 +55,7 @@ const empty = createEmpty(() => hello.model);
 
 const tiles = createTiles(byId("tiles"));
 const cards = createWorkerCards(byId("prefill-cards"), byId("decode-cards"), selection);
-const flow = createFlow(byId("flow"), byId("flow-canvas"), still);
+const flow = createFlow(byId("flow"), byId("flow-canvas"), byId("flow-routes"), still);
 const waterfall = createWaterfall(byId("waterfall"), byId("waterfall-focus"), byId("group-by"), selection);
 const charts = createCharts({ attainment: byId("attainment"), ttft: byId("ttft"), tpot: byId("tpot"), box: byId("box") });
 const lists = [
@@ -82,26 +82,30 @@ const transport = createTransport(
   () => drawSlowly(),
 );
 
-function drawSlowly() {
+// `turn`: which part of a second it is. Charts and tables change once per second, unless everything is asked for.
+function drawSlowly(turn = null) {
   const atS = timeline.time();
   states.update(timeline.isPaused(), atS !== null, isRecording);
   transport.update(atS);
   if (atS === null) return;
-  const now = summary(store, atS);
   const workers = workersAt(store, atS);
   const sent = sentBytes(atS);
   for (const one of workers) one.transferPerS = (sent.get(one.worker.worker_id) ?? 0) / 10;
-  tiles(store, atS, now);
   cards(workers);
-  empty(store.snapshotAt(atS), isRecording);
-  setText(byId("queue-count"), count(now.queued));
-  setText(byId("flow-rate"), rate(now.transfer_per_s));
+  const snapshot = store.snapshotAt(atS);
+  empty(snapshot, isRecording);
+  setText(byId("queue-count"), count(snapshot?.queued));
   for (const name of ["rejected", "served", "late"]) setText(byId(`${name}-count`), count(increase(store, atS, 60, name)[0]));
-  waterfall.arrange(store, atS);
-  charts(store, atS);
-  for (const draw of lists) draw(store, atS);
+  if (turn === null || turn === 0) charts(store, atS);
+  if (turn === null || turn === 1) {
+    const now = summary(store, atS);
+    tiles(store, atS, now);
+    setText(byId("flow-rate"), rate(now.transfer_per_s));
+  }
+  if (turn === null || turn === 2) for (const draw of lists) draw(store, atS);
   panel(store, atS);
-  flow.measure();
+  waterfall.arrange(store, atS);
+  flow.arrange(store, atS);
   flow.surface.changed = true;
   waterfall.surface.changed = true;
 }
@@ -118,26 +122,32 @@ function sentBytes(atS) {
 }
 
 let slowMs = -Infinity;
-let isSkipping = false;
+let drawnMs = -Infinity;
+let turn = 0;
 function draw(nowMs) {
   requestAnimationFrame(draw);
   if (nowMs - slowMs >= SLOW_MS) {
     slowMs = nowMs;
-    drawSlowly();
+    const begunMs = performance.now();
+    const isHeld = timeline.isPaused() || store.range() === null;
+    turn = (turn + 1) % 4;
+    drawSlowly(isHeld || stats.draws < 4 ? null : turn);
+    stats.slowMs += 0.1 * (performance.now() - begunMs - stats.slowMs);
   }
-  // Every other frame is left out where drawing takes more than half of its time.
-  isSkipping = stats.drawMs > 8 && !isSkipping;
-  if (isSkipping) return;
+  // Where drawing takes long, 30 frames per second leave time for the rest of the machine.
+  if (stats.drawMs > 6 && nowMs - drawnMs < 25) return;
+  drawnMs = nowMs;
   const atS = timeline.time();
   if (atS === null) return;
   const begunMs = performance.now();
   const isMoving = !timeline.isPaused() && !still.matches;
   const selectedKey = selection.current?.kind === "request" ? selection.current.key : null;
-  if (flow.surface.isVisible && (isMoving || flow.surface.changed)) flow.draw(store, atS, selectedKey);
+  if (flow.surface.isVisible && (isMoving || flow.surface.changed)) flow.draw(atS, selectedKey);
   if (waterfall.surface.isVisible && (isMoving || waterfall.surface.changed)) waterfall.draw(atS);
   flow.surface.changed = false;
   waterfall.surface.changed = false;
   stats.draws += 1;
+  stats.animated += isMoving ? 1 : 0;
   stats.drawMs += 0.1 * (performance.now() - begunMs - stats.drawMs);
 }
 

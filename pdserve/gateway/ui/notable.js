@@ -1,6 +1,6 @@
 // Notable events, from the difference of two frames. Pure.
 
-import { bytes, seconds } from "./format.js";
+import { bytes, roundSeconds, seconds } from "./format.js";
 
 const ENDS = new Set(["rejected", "late", "failed", "expired"]);
 
@@ -30,9 +30,9 @@ function describeEnd(request) {
 export function misses(request) {
   const found = [];
   if (request.ttft_s !== null && request.slo_ttft_s !== null && request.ttft_s > request.slo_ttft_s)
-    found.push(`TTFT ${seconds(request.ttft_s)}, target ${seconds(request.slo_ttft_s)}`);
+    found.push(`TTFT ${seconds(request.ttft_s)}, target ${roundSeconds(request.slo_ttft_s)}`);
   if (request.tpot_s !== null && request.slo_tpot_s !== null && request.tpot_s > request.slo_tpot_s)
-    found.push(`TPOT ${seconds(request.tpot_s)}, target ${seconds(request.slo_tpot_s)}`);
+    found.push(`TPOT ${seconds(request.tpot_s)}, target ${roundSeconds(request.slo_tpot_s)}`);
   return found;
 }
 

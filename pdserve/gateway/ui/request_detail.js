@@ -1,7 +1,7 @@
 // The panel of one request: what was predicted, what was chosen and why, and what then happened.
 
 import { element, setText } from "./dom.js";
-import { count, minutes, seconds } from "./format.js";
+import { count, minutes, roundSeconds, seconds } from "./format.js";
 import { judged } from "./lists.js";
 import { describeTransfer, misses } from "./notable.js";
 import { GROUP, hasEnded, LABEL, segments, stateAt } from "./phases.js";
@@ -108,7 +108,7 @@ export function createRequestDetail(body, explain) {
         element("th", { text: name, attributes: { scope: "row" } }),
         element("td", { className: "number", text: seconds(predicted) }),
         measured,
-        element("td", { className: "number", text: seconds(target) }),
+        element("td", { className: "number", text: roundSeconds(target) }),
       ]);
     };
     parts.numbers.replaceChildren(

@@ -61,7 +61,7 @@ export function createStore({ keepS = KEEP_S, maxRequests = MAX_REQUESTS } = {})
       totals: frame.totals,
       workers: frame.workers,
     };
-    if (snapshots.length > 1 && frame.at_s - snapshots.at(-2).at_s < MIN_SPACING_S) snapshots[snapshots.length - 1] = snapshot;
+    if (snapshots.length > 1 && snapshots.at(-1).at_s - snapshots.at(-2).at_s < MIN_SPACING_S) snapshots[snapshots.length - 1] = snapshot;
     else snapshots.push(snapshot);
     while (snapshots[0].at_s < frame.at_s - keepS) snapshots.shift();
   }

@@ -1,7 +1,7 @@
 // The row of key figures. DOM, updated a few times a second.
 
 import { curveLine, element, setAttribute, setText } from "./dom.js";
-import { bytes, count, digits, percent, seconds, split } from "./format.js";
+import { bytes, count, digits, percent, roundSeconds, seconds, split } from "./format.js";
 import { WINDOW_S, attainment, increase } from "./metrics.js";
 
 const GOAL = 0.9; // share of requests that meet both targets, as goodput is defined
@@ -14,12 +14,12 @@ const overTime = (name) => (store, atS) => {
 
 const TILES = [
   { id: "requests", label: "Requests", show: (now) => [now.requests_per_s === null ? "–" : digits(now.requests_per_s), "per s"], sub: (now) => `${count(now.running)} running`, curve: overTime("arrived") },
-  { id: "attainment", label: "In time", show: (now) => split(percent(now.attainment)), sub: () => "met both targets", note: () => "goal 90 %", level: (now) => level(now.attainment, (share) => share >= GOAL), curve: (store, atS) => attainment(store, atS, 10), most: 1 },
-  { id: "ttft", label: "TTFT", note: (now) => goal(now.targets[0]), show: (now) => median(now.ttft_p50), sub: (now) => `p99 ${seconds(now.ttft_p99)}`, level: (now) => within(now.ttft_p99, now.targets[0]) },
-  { id: "tpot", label: "TPOT", note: (now) => goal(now.targets[1]), show: (now) => median(now.tpot_p50), sub: (now) => `p99 ${seconds(now.tpot_p99)}`, level: (now) => within(now.tpot_p99, now.targets[1]) },
-  { id: "tokens", label: "Output", show: (now) => [count(now.tokens_per_s), "tokens/s"], sub: () => "all decode workers", curve: overTime("output_tokens") },
+  { id: "attainment", label: "In time", show: (now) => split(percent(now.attainment)), sub: () => "met both targets", note: () => "≥ 90 %", level: (now) => level(now.attainment, (share) => share >= GOAL), curve: (store, atS) => attainment(store, atS, 10), most: 1 },
+  { id: "ttft", label: "TTFT p50", note: (now) => goal(now.targets[0]), show: (now) => split(seconds(now.ttft_p50)), sub: (now) => `p99 ${seconds(now.ttft_p99)}`, level: (now) => within(now.ttft_p99, now.targets[0]) },
+  { id: "tpot", label: "TPOT p50", note: (now) => goal(now.targets[1]), show: (now) => split(seconds(now.tpot_p50)), sub: (now) => `p99 ${seconds(now.tpot_p99)}`, level: (now) => within(now.tpot_p99, now.targets[1]) },
+  { id: "tokens", label: "Output", show: (now) => [count(now.tokens_per_s), "tok/s"], sub: () => "all decode workers", curve: overTime("output_tokens") },
   { id: "transfer", label: "KV transfer", show: (now) => { const [value, unit] = split(bytes(now.transfer_per_s)); return [value, unit ? `${unit}/s` : ""]; }, sub: () => "prefill to decode", curve: overTime("transfer_bytes") },
-  { id: "queue", label: "Queue", show: (now) => [count(now.queued), now.queued === 1 ? "request" : "requests"], sub: () => "waiting in the router", curve: (store, atS) => store.snapshotAt(atS)?.queued ?? null },
+  { id: "queue", label: "Queue", show: (now) => [count(now.queued), now.queued === 1 ? "request" : "requests"], sub: () => "in the router", curve: (store, atS) => store.snapshotAt(atS)?.queued ?? null },
   { id: "rejections", label: "Rejections", show: (now) => [count(now.rejected_per_min), "per min"], sub: () => "with a retry time", level: (now) => (now.rejected_per_min > 0 ? "bad" : ""), curve: overTime("rejected") },
 ];
 
@@ -33,19 +33,14 @@ function within(value, target) {
 }
 
 function goal(target) {
-  return target === null ? "no target" : `target ${seconds(target)}`;
-}
-
-function median(value) {
-  const [number, unit] = split(seconds(value));
-  return [number, `${unit} p50`];
+  return target === null ? "" : `≤ ${roundSeconds(target)}`;
 }
 
 export function createTiles(parent) {
   const drawn = TILES.map((tile) => {
     const value = element("span", { className: "number" });
     const unit = element("span", { className: "unit" });
-    const note = element("span", { className: "note" });
+    const note = element("span", { className: "note", attributes: { title: "target" } });
     const sub = element("p", { className: "sub" });
     const node = element("div", { className: "tile", attributes: { "data-tile": tile.id, role: "group", "aria-label": tile.label } }, [
       element("h3", {}, [element("span", { text: tile.label }), note]),

@@ -8,9 +8,13 @@ import { colours } from "./theme.js";
 
 const SHOWN_S = 20;
 const GUTTER = 92;
+const RIGHT = 10;
+const AHEAD_S = 0.6;
 const AXIS = 18;
 const GROUP_GAP = 7;
 const TALLEST = 17;
+const WANTED = 6; // pixels per row: the canvas grows for them
+const HEIGHTS = [380, 480, 600, 720];
 
 export function createWaterfall(canvas, focusLine, groupSelect, selection) {
   const surface = createSurface(canvas);
@@ -20,6 +24,11 @@ export function createWaterfall(canvas, focusLine, groupSelect, selection) {
   let hatch = null;
   let timeS = 0;
   let store = null;
+  // The bars are drawn a few times a second into a strip that reaches beyond "now", and each frame shows a part of it.
+  const strip = document.createElement("canvas");
+  const brush = strip.getContext("2d");
+  let stripS = 0; // the time of "now" when the strip was drawn
+  let places = new Map(); // key -> where the request is drawn
 
   const groupOf = (request) =>
     groupSelect.value === "prefill" ? prefillsOn(request) || "" : request.decode_worker || request.prefill_worker || "";
@@ -29,10 +38,11 @@ export function createWaterfall(canvas, focusLine, groupSelect, selection) {
     store = from;
     shown = [];
     for (const request of store.requests.values())
-      if (request.arrived_s <= atS && endOf(request) > atS - SHOWN_S) shown.push(request);
+      if (request.arrived_s <= atS + AHEAD_S && endOf(request) > atS - SHOWN_S) shown.push(request);
     shown.sort((a, b) => a.arrived_s - b.arrived_s);
     ({ lanes, groups } = assignLanes(shown, lanes, groupOf, endOf));
     const total = groups.reduce((sum, group) => sum + group.rows, 0);
+    fitHeight(AXIS + groups.length * GROUP_GAP + total * WANTED);
     const room = surface.height - AXIS - groups.length * GROUP_GAP;
     const pitch = Math.max(2, Math.min(TALLEST, Math.floor(room / Math.max(1, total))));
     let top = AXIS;
@@ -41,33 +51,54 @@ export function createWaterfall(canvas, focusLine, groupSelect, selection) {
       group.pitch = pitch;
       top += group.rows * pitch + GROUP_GAP;
     }
+    const tops = new Map(groups.map((group) => [group.name, group.top]));
+    const height = pitch > 6 ? pitch - 3 : pitch > 2 ? pitch - 1 : pitch;
+    places = new Map();
+    for (const [key, { group, lane }] of lanes) places.set(key, { y: tops.get(group) + lane * pitch, height, pitch });
+    drawStrip(atS);
   }
 
-  const xOf = (momentS) => GUTTER + ((momentS - (timeS - SHOWN_S)) / SHOWN_S) * (surface.width - GUTTER - 10);
-
-  function place(request) {
-    const lane = lanes.get(request.key);
-    const group = lane && groups.find(({ name }) => name === lane.group);
-    if (!group) return null;
-    const height = group.pitch > 4 ? group.pitch - 3 : group.pitch > 2 ? group.pitch - 1 : group.pitch;
-    return { y: group.top + lane.lane * group.pitch, height, pitch: group.pitch };
+  function drawStrip(atS) {
+    stripS = atS;
+    timeS = atS;
+    const ratio = surface.width ? canvas.width / surface.width : 1;
+    strip.width = Math.max(1, Math.round((surface.width + AHEAD_S * scale()) * ratio));
+    strip.height = canvas.height;
+    brush.setTransform(ratio, 0, 0, ratio, 0, 0);
+    hatch ??= createHatch(brush, colours.bad);
+    for (const request of shown) drawRequest(brush, request, places.get(request.key), atS + AHEAD_S);
   }
+
+  const scale = () => (surface.width - GUTTER - RIGHT) / SHOWN_S; // pixels per second
+
+  // In a few steps, and back only when much is free: a page that jumps cannot be read.
+  function fitHeight(wanted) {
+    const now = HEIGHTS.indexOf(Math.round(surface.height));
+    const next = HEIGHTS.findIndex((height) => height >= wanted);
+    const fitting = next < 0 ? HEIGHTS.length - 1 : next;
+    if (now < 0 || fitting === now || (fitting < now && wanted > HEIGHTS[now - 1] * 0.7)) return;
+    canvas.style.height = `${HEIGHTS[fitting]}px`;
+  }
+
+  const xOf = (momentS) => GUTTER + (momentS - (timeS - SHOWN_S)) * scale();
+  const place = (request) => places.get(request.key) ?? null;
 
   function draw(atS) {
     timeS = atS;
     if (!surface.begin()) return;
     const { context } = surface;
-    hatch ??= createHatch(context, colours.bad);
+    if (atS < stripS || atS > stripS + AHEAD_S) drawStrip(atS);
+    timeS = atS;
     drawAxis(context);
-    context.save();
-    context.beginPath();
-    context.rect(GUTTER, 0, surface.width - GUTTER, surface.height);
-    context.clip();
-    for (const request of shown) {
-      const at = place(request);
-      if (at && request.arrived_s <= atS) drawRequest(context, request, at, atS);
-    }
-    context.restore();
+    const ratio = canvas.width / surface.width;
+    const from = Math.round((GUTTER + (atS - stripS) * scale()) * ratio);
+    // A little beyond "now", for marks whose centre is there.
+    const width = Math.round((SHOWN_S * scale() + 5) * ratio);
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.drawImage(strip, from, 0, width, strip.height, Math.round(GUTTER * ratio), 0, width, strip.height);
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    for (const request of shown)
+      if (selection.hoveredKey === request.key || selection.isRequest(request.key)) outline(context, request, selection.isRequest(request.key));
     drawGroups(context);
   }
 
@@ -101,7 +132,7 @@ export function createWaterfall(canvas, focusLine, groupSelect, selection) {
   function drawRequest(context, request, { y, height, pitch }, atS) {
     const endS = Math.min(endOf(request), atS);
     for (const [name, beginS, untilS] of segments(request, atS)) {
-      if (untilS < atS - SHOWN_S) continue;
+      if (untilS < stripS - SHOWN_S) continue;
       const group = GROUP[name] ?? "queue";
       const [x, width] = [xOf(beginS), Math.max(1, xOf(untilS) - xOf(beginS))];
       context.fillStyle = colours[group];
@@ -114,7 +145,6 @@ export function createWaterfall(canvas, focusLine, groupSelect, selection) {
     drawTarget(context, request, y, height, endS, atS);
     if (hasEnded(request, atS) && (pitch >= 5 || request.outcome !== "served"))
       drawMark(context, request.outcome, xOf(request.ended_s) + 1, y + height / 2, Math.max(6, Math.min(10, height)), colours);
-    if (selection.isRequest(request.key) || selection.hoveredKey === request.key) outline(context, request, y, height, endS, selection.isRequest(request.key));
   }
 
   function label(context, text, x, y, width, height) {
@@ -133,7 +163,7 @@ export function createWaterfall(canvas, focusLine, groupSelect, selection) {
     const targetS = request.arrived_s + slo;
     const firstS = request.ttft_s === null ? endS : Math.min(request.arrived_s + request.ttft_s, atS);
     if (firstS > targetS) fillHatch(context, xOf(targetS), y, xOf(firstS) - xOf(targetS), height);
-    if (height < 5 || targetS > timeS + 0.2) return;
+    if (height < 5 || targetS > atS) return;
     context.fillStyle = colours.text;
     context.fillRect(xOf(targetS) - 0.75, y - 1, 1.5, height + 2);
   }
@@ -143,10 +173,14 @@ export function createWaterfall(canvas, focusLine, groupSelect, selection) {
     context.fillRect(x, y, width, height);
   }
 
-  function outline(context, request, y, height, endS, isSelected) {
+  function outline(context, request, isSelected) {
+    const at = place(request);
+    if (!at || request.arrived_s > timeS) return;
+    const { y, height } = at;
+    const endS = Math.min(endOf(request), timeS);
     context.strokeStyle = isSelected ? colours.focus : colours.text;
     context.lineWidth = 2;
-    const x = xOf(request.arrived_s);
+    const x = Math.max(GUTTER, xOf(request.arrived_s));
     context.strokeRect(x - 2, y - 2, xOf(endS) - x + 4, height + 4);
   }
 

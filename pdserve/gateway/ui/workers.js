@@ -5,7 +5,7 @@ import { bytes, count, seconds } from "./format.js";
 
 const GONE_FOR_S = 20; // a worker that left is shown for this long
 const SILENT_S = 5;
-const COMPACT_FROM = 9; // workers of one role
+const COMPACT_FROM = 5; // workers of one role
 
 export function stateOf(worker, isGone) {
   if (isGone) return "gone";
@@ -47,7 +47,7 @@ export function createWorkerCards(prefillBox, decodeBox, selection) {
 
   function create({ worker }) {
     const part = (name, className = name) => [name, element("span", { className })];
-    const parts = Object.fromEntries([part("name"), part("state"), part("slots"), part("used"), part("cached"), part("batch"), part("kv", "kv-text"), part("step"), part("transfer", "extra")]);
+    const parts = Object.fromEntries([part("name"), part("state"), part("slots"), part("used"), part("cached"), part("batch"), part("kv", "kv-text"), part("cached-text", "extra"), part("step", "extra"), part("transfer", "extra")]);
     parts.slots.className = "slots";
     const node = element(
       "button",
@@ -60,7 +60,7 @@ export function createWorkerCards(prefillBox, decodeBox, selection) {
         element("span", { className: "top" }, [parts.name, parts.state]),
         parts.slots,
         element("span", { className: "kv" }, [parts.cached, parts.used]),
-        element("span", { className: "facts" }, [parts.batch, parts.kv, parts.step, parts.transfer]),
+        element("span", { className: "facts" }, [parts.batch, parts.kv, parts["cached-text"], parts.step, parts.transfer]),
       ],
     );
     parts.slots.style.display = "block";
@@ -75,7 +75,8 @@ export function createWorkerCards(prefillBox, decodeBox, selection) {
     setText(parts.name, worker.worker_id);
     setText(parts.state, stateText(worker, state));
     setText(parts.batch, `batch ${count(worker.running)}${worker.waiting ? ` + ${count(worker.waiting)} waiting` : ""}`);
-    setText(parts.kv, `KV ${Math.round(usedShare * 100)} % used, ${Math.round(cachedShare * 100)} % cached`);
+    setText(parts.kv, `KV ${Math.round(usedShare * 100)} % used`);
+    setText(parts["cached-text"], `${Math.round(cachedShare * 100)} % cached`);
     setText(parts.step, `step ${seconds(worker.step_s)}`);
     setText(parts.transfer, `${worker.role === "prefill" ? "sends" : "receives"} ${bytes(transferPerS)}/s`);
     parts.used.style.transform = `scaleX(${usedShare.toFixed(3)})`;
