@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test gpu-checks test-newest test-isa mutants test-slow clients fault-storm rank-storm kill-storm model protocol-coverage check format reference proto bench clean
+.PHONY: demo test ui-test gpu-checks test-newest test-isa mutants test-slow clients fault-storm rank-storm kill-storm model protocol-coverage check format reference proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,14 @@ test-newest:
 # The machine's own sets are what `make test` uses.
 test-isa: $(STAMP)
 	$(BIN)/python -m tests.isa $(ARGS)
+
+# The live page in headless Chromium, which must be installed. `make test` skips these tests where playwright is missing.
+ui-test: .venv/.ui-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/browser $(ARGS)
+
+.venv/.ui-test: $(STAMP)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[ui-test]'
+	@touch $@
 
 # Checks of the GPU path over stand-ins, without a GPU: the tests with the marker gpu_checks. Part of `make test`.
 gpu-checks: $(STAMP)

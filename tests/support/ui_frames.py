@@ -5,8 +5,9 @@ Each request is planned when it arrives, with all its phases. A frame shows the 
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -25,7 +26,7 @@ class Load:
     """What arrives and what happens. Times are seconds after the start."""
 
     seed: int = 0
-    rate_rps: float | Callable[[float], float] = 6.0
+    rate_rps: float | Callable[[float], float] = 6.0  # 0: nothing arrives
     prefill: int = 2
     decode: int = 3
     output_tokens: tuple[int, int] = (30, 180)
@@ -76,7 +77,7 @@ class FrameSource:
         self._decode = [f"d{number}" for number in range(load.decode)]
         self._free_s = dict.fromkeys(self._prefill, START_S)
         self._running: list[_Plan] = []
-        self._next_s = START_S + 0.05
+        self._next_s = START_S + 0.05 if load.rate_rps else math.inf
         self._number = 0
         self._totals = dict.fromkeys(
             (
@@ -119,7 +120,7 @@ class FrameSource:
             self._plan(self._next_s)
             rate = self._load.rate_rps
             rps = rate(self._next_s - START_S) if callable(rate) else rate
-            self._next_s += self._random.expovariate(max(rps, 1e-3))
+            self._next_s += self._random.expovariate(rps)
 
     def _plan(self, now_s: float) -> None:
         self._number += 1
@@ -149,7 +150,8 @@ class FrameSource:
         chosen = min(
             candidates, key=lambda one: (not one["is_feasible"], one["predicted_ttft_s"] + 4 * one["predicted_tpot_s"])
         )
-        chosen["is_chosen"] = chosen["is_feasible"] or not load.admits
+        # A request that was already admitted is placed again whatever its prediction.
+        chosen["is_chosen"] = chosen["is_feasible"] or not load.admits or plan.attempt > 1
         self._explain(plan, candidates, chosen)
         if not chosen["is_chosen"]:
             best = min(one["predicted_ttft_s"] for one in candidates)
@@ -372,7 +374,7 @@ def _request(plan: _Plan, at_s: float, load: Load) -> Frame:
     }
 
 
-def frames(load: Load, duration_s: float, period_s: float = 0.25) -> Iterator[Frame]:
+def recorded(load: Load, duration_s: float = 60.0, period_s: float = 0.25) -> tuple[list[Frame], FrameSource]:
+    """The frames of some seconds, and their source, which has the explanations."""
     source = FrameSource(load)
-    for number in range(int(duration_s / period_s) + 1):
-        yield source.frame(START_S + number * period_s)
+    return [source.frame(START_S + number * period_s) for number in range(int(duration_s / period_s) + 1)], source

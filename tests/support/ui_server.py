@@ -6,6 +6,9 @@ python -m tests.support.ui_server [--rate RPS] [--port PORT]
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import itertools
 import json
 import threading
 import time
@@ -17,31 +20,30 @@ from urllib.parse import unquote
 from pdserve.gateway.ui.page import page
 from tests.support.ui_frames import START_S, Frame, FrameSource, Load
 
-HELLO = {"model": "toy-model", "router_id": "r-1", "period_s": 0.25, "is_operator": True}
-
 
 @final
 class UiServer:
-    """Serves frames of `feed()` to each stream; a test changes the attributes while it runs."""
+    """Serves the frames of `feed()` to each stream; a test changes the attributes while it runs."""
 
-    def __init__(self, feed: Callable[[], Iterator[Frame]], *, period_s: float = 0.25, port: int = 0) -> None:
+    def __init__(
+        self, feed: Callable[[], Iterator[Frame]], *, burst: int = 0, period_s: float = 0.25, port: int = 0
+    ) -> None:
         self.feed = feed
+        self.burst = burst  # frames that are sent at once: the history. Then one per period, until there is none
         self.period_s = period_s
-        self.hello: dict[str, Any] = dict(HELLO)
+        self.hello: dict[str, Any] = {
+            "model": "toy-model",
+            "router_id": "router-1",
+            "period_s": period_s,
+            "is_operator": True,
+        }
         self.token: str | None = None
-        self.refuse: tuple[int, str] | None = None  # status and message of every stream
+        self.refuse: tuple[int, str] | None = None  # status and message for every stream
         self.explanations: dict[str, dict[str, Any]] = {}
-        self.worker_status = 204
+        self.worker_error: tuple[int, str] | None = None
         self.actions: list[tuple[str, str, str | None]] = []  # worker, action, the header against cross-site requests
-        self.streams = 0
-        self._open: list[Any] = []
         self._stopping = threading.Event()
-        outer = self
-
-        class Handler(_Handler):
-            server_state = outer
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), functools.partial(_Handler, self))
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -49,10 +51,8 @@ class UiServer:
 
     def drop(self) -> None:
         """Ends every stream, as a router that stops."""
-        self._stopping.set()
-        for connection in list(self._open):
-            connection.close_connection = True
-        self._stopping = threading.Event()
+        stopping, self._stopping = self._stopping, threading.Event()
+        stopping.set()
 
     def close(self) -> None:
         self._stopping.set()
@@ -60,38 +60,42 @@ class UiServer:
         self._http.server_close()
         self._thread.join()
 
-    def stream(self, handler: _Handler) -> None:
-        self.streams += 1
+    def stream(self, send: Callable[[dict[str, Any]], None]) -> None:
         stopping = self._stopping
-        handler.send_response(200)
-        handler.send_header("content-type", "text/event-stream")
-        handler.send_header("connection", "close")
-        handler.end_headers()
-        try:
-            handler.event({"hello": self.hello})
-            began = time.monotonic()
-            for number, frame in enumerate(self.feed()):
-                handler.event(frame)
-                if stopping.wait(max(0.0, began + (number + 1) * self.period_s - time.monotonic())):
-                    return
-            stopping.wait()
-        except OSError:
-            pass  # the page left
+        send({"hello": self.hello})
+        began_s = time.monotonic()
+        for number, frame in enumerate(self.feed(), 1 - self.burst):
+            send(frame)
+            if number > 0 and stopping.wait(max(0.0, began_s + number * self.period_s - time.monotonic())):
+                return
+        stopping.wait()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server_state: UiServer
     protocol_version = "HTTP/1.1"
+
+    def __init__(self, state: UiServer, *args: Any) -> None:
+        self._state = state
+        super().__init__(*args)  # answers the requests of the connection
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
-    def event(self, value: dict[str, Any]) -> None:
+    def _stream(self) -> None:
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the page left
+            self._state.stream(self._send)
+
+    def _send(self, value: dict[str, Any]) -> None:
         self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
         self.wfile.flush()
 
     def do_GET(self) -> None:
-        state = self.server_state
+        state = self._state
         if self.path.split("?")[0] in ("/ui", "/ui/"):
             body, headers = page()
             self._answer(200, body, dict(headers))
@@ -101,8 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
             if state.refuse:
                 self._error(*state.refuse)
             else:
-                self.close_connection = True
-                state.stream(self)
+                self._stream()
         elif self.path.startswith("/ui/requests/"):
             found = state.explanations.get(unquote(self.path.removeprefix("/ui/requests/")))
             if found is None:
@@ -113,16 +116,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404, "no such path")
 
     def do_POST(self) -> None:
-        state = self.server_state
-        _, _, worker, action = self.path.strip("/").split("/") if False else ("", "", *self.path.split("/")[3:5])
+        state = self._state
+        _, _, _, worker, action = self.path.split("/")
         state.actions.append((unquote(worker), action, self.headers.get("x-pdserve-ui")))
-        if state.worker_status == 204:
-            self._answer(204, b"", {})
+        if state.worker_error:
+            self._error(*state.worker_error)
         else:
-            self._error(state.worker_status, "the operator's token is needed")
+            self._answer(204, b"", {})
 
     def _is_allowed(self) -> bool:
-        token = self.server_state.token
+        token = self._state.token
         return token is None or self.headers.get("authorization") == f"Bearer {token}"
 
     def _error(self, status: int, message: str) -> None:
@@ -138,12 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def replay(source: FrameSource, *, warm_s: float = 0.0, period_s: float = 0.25) -> Iterator[Frame]:
-    """Endless frames. The first `warm_s` seconds are handed out in one go: they are the history."""
-    number = 0
-    while True:
-        yield source.frame(START_S + warm_s + number * period_s)
-        number += 1
+def endless(source: FrameSource, period_s: float = 0.25) -> Iterator[Frame]:
+    for number in itertools.count():
+        yield source.frame(START_S + number * period_s)
 
 
 def main() -> None:
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=8.0)
     parser.add_argument("--port", type=int, default=8090)
     args = parser.parse_args()
-    server = UiServer(lambda: replay(FrameSource(Load(rate_rps=args.rate))), port=args.port)
+    server = UiServer(lambda: endless(FrameSource(Load(rate_rps=args.rate))), burst=240, port=args.port)
     print(server.url + "/ui")
     try:
         threading.Event().wait()
