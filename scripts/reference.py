@@ -204,7 +204,7 @@ def value(default: Any) -> str:
 
 
 def cli_page() -> str:
-    _, of_command, loaded = make_parsers()
+    _, parser_of, loaded = make_parsers()
     lines = [
         "`pdserve COMMAND --help` prints the flags of a command. A default is in parentheses at the end of a meaning. "
         "A command exits with status 1 if it failed, 2 for a wrong command line, and 130 if it was interrupted.",
@@ -214,7 +214,7 @@ def cli_page() -> str:
             ((f"[{code(name)}](#pdserve-{name})", command.HELP) for name, command in loaded.items()),
         ),
     ]
-    for name, parser in of_command.items():
+    for name, parser in parser_of.items():
         lines += ["", f"## pdserve {name}", f"{sentence(loaded[name].HELP)}"]
         lines += arguments(parser)
         if parser.epilog:

@@ -1,4 +1,4 @@
-"""`pdserve chat`: a conversation in the terminal, with a line of timings after each reply. Also reads a pipe."""
+"""`pdserve chat`: a conversation in the terminal or through a pipe, with a line of timings after each reply."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pdserve.client.sync import Client
 from pdserve.core.errors import PdserveError
 
 HELP = "chat with the model"
-_WORDS: Final = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
-_WORD: Final = re.compile(r"/[a-z]+")
+_COMMAND_HELP: Final = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
+_COMMAND: Final = re.compile(r"/[a-z]+")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,18 +32,18 @@ def run(args: argparse.Namespace) -> int:
     status = 0
     with connect(args) as client:
         model = client.model()
-        talk = Conversation(args.system, has_template=model.has_chat_template)
+        conversation = Conversation(args.system, has_template=model.has_chat_template)
         kind = "chat" if model.has_chat_template else "no chat template: it continues what you write"
-        print(f"{model.name} ({kind}); {_WORDS}", file=sys.stderr)
+        print(f"{model.name} ({kind}); {_COMMAND_HELP}", file=sys.stderr)
         for line in _lines("› " if is_terminal else ""):
             if line in ("/quit", "/exit"):
                 break
             if line == "/reset":
-                talk.reset()
-            elif _WORD.fullmatch(line):
-                print(f"  no such word; {_WORDS}", file=sys.stderr)
+                conversation.reset()
+            elif _COMMAND.fullmatch(line):
+                print(f"  no such command; {_COMMAND_HELP}", file=sys.stderr)
             elif line:
-                status = _reply(client, talk, line, chosen)
+                status = _reply(client, conversation, line, chosen)
     # In a terminal the user sees the error and may continue; with a pipe it ends the program.
     return 0 if is_terminal else status
 
@@ -67,10 +67,10 @@ class Conversation:
         self.messages += [{"role": "user", "content": line}, {"role": "assistant", "content": reply}]
 
 
-def _reply(client: Client, talk: Conversation, line: str, chosen: dict[str, object]) -> int:
+def _reply(client: Client, conversation: Conversation, line: str, chosen: dict[str, object]) -> int:
     text = ""
     try:
-        with client.stream(talk.prompt(line), **chosen) as stream:  # type: ignore[arg-type]
+        with client.stream(conversation.prompt(line), **chosen) as stream:  # type: ignore[arg-type]
             for piece in stream:
                 text += piece.text
                 print(piece.text, end="", flush=True)
@@ -82,14 +82,14 @@ def _reply(client: Client, talk: Conversation, line: str, chosen: dict[str, obje
         print(file=sys.stdout if text else sys.stderr)
         print(f"pdserve chat: error: {error}", file=sys.stderr)
         return 1
-    talk.add(line, text)
+    conversation.add(line, text)
     return 0
 
 
-def _lines(ask: str) -> Iterator[str]:
+def _lines(prompt: str) -> Iterator[str]:
     while True:
         try:
-            yield input(ask).strip()
+            yield input(prompt).strip()
         except EOFError:
             return
         except KeyboardInterrupt:

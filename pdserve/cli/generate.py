@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from pdserve.cli.sampling import add_sampling_flags, options
-from pdserve.cli.stats import cut_short, phases_line, stats_line
+from pdserve.cli.stats import phases_line, stats_line, truncation_warnings
 from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.beam import EarlyStopping
 from pdserve.client.results import Completion
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         _print([(str(choice.index), choice.text) for choice in done.choices])
     if args.stats:
         print(stats_line(done), phases_line(done.timings.phases), sep="\n", file=sys.stderr)
-    for note in cut_short([choice.finish_reason for choice in done.choices], chosen):
+    for note in truncation_warnings([choice.finish_reason for choice in done.choices], chosen):
         print(f"pdserve generate: note: {note}", file=sys.stderr)
     return 0
 

@@ -17,7 +17,8 @@ import pdserve
 from pdserve.core.errors import PdserveError, Unauthenticated
 from pdserve.core.extras import missing
 
-#: Modules by command. Packages above pdserve have their own commands, which are loaded by name.
+#: The module of each command. `router` and `simulator` may import pdserve, but not the reverse, so the modules are
+#: imported by name.
 COMMANDS: Final = {
     "up": "pdserve.cli.up",
     "generate": "pdserve.cli.generate",
@@ -39,14 +40,14 @@ COMMANDS: Final = {
 
 
 class Command(Protocol):
-    """The interface of a command's module."""
+    """The interface of a module that implements a command."""
 
     HELP: str
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """The exit status."""
+        """Returns the exit status."""
         ...
 
 
@@ -65,18 +66,18 @@ def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
     parser.add_argument("--version", action="version", version=f"pdserve {pdserve.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     loaded: dict[str, Command] = {name: cast(Command, import_module(path)) for name, path in COMMANDS.items()}
-    of_command = {
+    parser_of = {
         name: commands.add_parser(name, help=command.HELP, description=command.HELP, allow_abbrev=False)
         for name, command in loaded.items()
     }
     for name, command in loaded.items():
-        command.add_flags(of_command[name])
-    return parser, of_command, loaded
+        command.add_flags(parser_of[name])
+    return parser, parser_of, loaded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    _read_and_print_anything()
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its lines on failed handshakes repeat our error
+    _tolerate_any_text()
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's messages about failed handshakes would repeat our error
     parser, _, loaded = make_parsers()
     args = parser.parse_args(argv)
     try:
@@ -92,10 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _drop_stdout()  # the reader of the output has ended
+        _discard_stdout()  # the program that reads the output, such as `head`, has ended
         return 1
     except OSError as error:  # not caused by a flag, such as a full disk or exhausted descriptors
-        _drop_stdout()
+        _discard_stdout()
         print(f"pdserve {args.command}: error: {one_line(error)}", file=sys.stderr)
         return 1
 
@@ -107,15 +108,19 @@ def hint(error: PdserveError) -> str:
     return " (PDSERVE_TOKEN holds the cluster's token)" if isinstance(error, Unauthenticated) else ""
 
 
-def _read_and_print_anything() -> None:
-    """Invalid bytes become an error that names the prompt; a character that the terminal cannot show becomes a ?."""
+def _tolerate_any_text() -> None:
+    """Reading and printing never raise UnicodeError.
+
+    Invalid bytes of stdin become surrogates, which the check of the prompt rejects. A character that the terminal
+    cannot show is printed as `?`.
+    """
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
 
 
-def _drop_stdout() -> None:
-    """The rest of the buffer cannot be written, and the interpreter must not report that at its end."""
+def _discard_stdout() -> None:
+    """Discards output that is still buffered, because the interpreter would otherwise fail to write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Text beside an answer: its timings in one line, and a warning if it was truncated. Pure."""
+"""Lines that are printed after an answer: its timings, and a warning if it was truncated. Pure."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def stats_line(done: Completion) -> str:
 
 
 def phases_line(phases: Phases) -> str:
-    """The time of each phase; the phases add up to the whole."""
+    """The total time, and the phases that add up to it."""
     spent = [f"{name} {milliseconds(took_s)}" for name, took_s in phases.shown()]
     return f"{milliseconds(phases.total_s)} = {' + '.join(spent) or 'nothing'}"
 
 
-def cut_short(endings: Container[str], asked: Container[str]) -> list[str]:
-    """A warning if a structured answer was truncated, because it then is not valid.
+def truncation_warnings(finish_reasons: Container[str], options: Container[str]) -> list[str]:
+    """A warning if `max_tokens` truncated a structured answer, which then does not match its schema or grammar.
 
-    `endings`: the answers' finish reasons. `asked`: the names of what was set.
+    `finish_reasons` are those of all answers; `options` are the names of the sampling options that were given.
     """
-    if "length" not in endings:
+    if "length" not in finish_reasons:
         return []
-    return [f"max_tokens ended the answer before its {name} was complete" for name in SHAPES if name in asked]
+    return [f"max_tokens ended the answer before its {name} was complete" for name in SHAPES if name in options]
 
 
 def milliseconds(seconds: float) -> str:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdserve.cli.main import hint, main
-from pdserve.cli.stats import cut_short
+from pdserve.cli.stats import truncation_warnings
 from pdserve.cli.topology import render
 from pdserve.client import results
 from pdserve.core.errors import Unauthenticated, Unavailable
@@ -170,21 +170,23 @@ def test_an_error_in_mid_answer_has_a_line_of_its_own(target: str, capsys: pytes
     assert "the deadline passed" in seen.err
 
 
-def test_chat_knows_a_slash_word_from_a_message(
+def test_chat_does_not_send_an_unknown_command(
     target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n/quit\n"))
     assert main(["chat", "--target", target, "--max-tokens", "4"]) == 0
     seen = capsys.readouterr()
     assert seen.out == ""
-    assert "no such word; /reset forgets" in seen.err
+    assert "no such command; /reset forgets" in seen.err
 
 
 def test_a_part_of_a_document_is_called_one() -> None:
     asked = {"json_schema": "{}", "max_tokens": 1}
-    assert cut_short(["stop", "length"], asked) == ["max_tokens ended the answer before its json_schema was complete"]
-    assert cut_short(["stop", "stop"], asked) == []
-    assert cut_short(["length"], {"max_tokens": 1}) == []
+    assert truncation_warnings(["stop", "length"], asked) == [
+        "max_tokens ended the answer before its json_schema was complete"
+    ]
+    assert truncation_warnings(["stop", "stop"], asked) == []
+    assert truncation_warnings(["length"], {"max_tokens": 1}) == []
 
 
 def test_chat_reads_a_pipe_and_tells_the_times_of_each_reply(
