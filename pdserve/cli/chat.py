@@ -44,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
                 print(f"  no such command; {_COMMAND_HELP}", file=sys.stderr)
             elif line:
                 status = _reply(client, conversation, line, chosen)
-    # In a terminal the user sees the error and may continue; with a pipe it ends the program.
-    return 0 if is_terminal else status
+                if status and not is_terminal:  # nobody sees the error, and later lines may depend on this one
+                    return status
+    return 0
 
 
 class Conversation:

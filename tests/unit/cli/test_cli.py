@@ -198,6 +198,16 @@ def test_chat_reads_a_pipe_and_tells_the_times_of_each_reply(
     assert seen.err.count("ended by length") == 2
 
 
+def test_an_error_ends_chat_on_a_pipe(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("bad\udcff\nnever sent\n"))
+    assert main(["chat", "--target", target, "--max-tokens", "4"]) == 1
+    seen = capsys.readouterr()
+    assert seen.err.count("pdserve chat: error: ") == 1
+    assert "ended by" not in seen.err
+
+
 def test_topology_lists_the_workers(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--target", target]) == 0
     lines = capsys.readouterr().out.splitlines()
