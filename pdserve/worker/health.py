@@ -1,4 +1,4 @@
-"""gRPC's standard health service, if its package is installed, which it is not on the GPU machines."""
+"""gRPC's standard health service. Workers also start without its package, because not every host has it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ log = logging.getLogger(__name__)
 
 
 @final
-class Health:
-    """The health of one service. Without the package, gRPC answers `Check` as an unknown method."""
+class HealthService:
+    """The health of one gRPC service. Without the package, a health check gets UNIMPLEMENTED."""
 
     def __init__(self, service: str) -> None:
         self._service = service
@@ -29,14 +29,14 @@ class Health:
 
             health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    async def say(self, *, is_serving: bool) -> None:
+    async def set_serving(self, *, is_serving: bool) -> None:
         if self._servicer is not None:
             from grpc_health.v1 import health_pb2
 
-            words = health_pb2.HealthCheckResponse
-            await self._servicer.set(self._service, words.SERVING if is_serving else words.NOT_SERVING)
+            response = health_pb2.HealthCheckResponse
+            await self._servicer.set(self._service, response.SERVING if is_serving else response.NOT_SERVING)
 
-    async def leave(self) -> None:
-        """Reports not serving, for good."""
+    async def shut_down(self) -> None:
+        """Reports NOT_SERVING from now on; later calls of `set_serving` have no effect."""
         if self._servicer is not None:
             await self._servicer.enter_graceful_shutdown()

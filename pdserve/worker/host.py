@@ -35,7 +35,7 @@ from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire.peer_server import listen, make_peer_server, server_options
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.engine_thread import EngineThread
-from pdserve.worker.health import Health
+from pdserve.worker.health import HealthService
 from pdserve.worker.program import RoleProgram
 from pdserve.worker.session import WorkerServicer
 from pdserve.worker.watchdog import Watchdog, dump_and_exit
@@ -87,7 +87,7 @@ class WorkerHost:
         self._engine = EngineThread(self, config.heartbeat_s, self._engine_died)
         self._watchdog = Watchdog(self._engine, config.stall_s, on_stall)
         self._server: Any = None
-        self._health = Health(SERVICE)
+        self._health = HealthService(SERVICE)
         self._servicer: WorkerServicer | None = None
         self._publisher: WorkerPublisher | None = None
         self._tracing, self._metrics = Tracing.off(), Metrics.off()
@@ -208,7 +208,7 @@ class WorkerHost:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)
         self._health.add_to(self._server)
         program.add_servicers(self._server)
-        await self._health.say(is_serving=True)
+        await self._health.set_serving(is_serving=True)
         await self._server.start()
         if self._publisher is not None:  # routers learn of the worker once it answers
             await self._publisher.start()
@@ -221,10 +221,10 @@ class WorkerHost:
             await asyncio.sleep(self._config.heartbeat_s)
             if self._engine.is_draining is not is_draining:
                 is_draining = not is_draining
-                await self._health.say(is_serving=not is_draining)
+                await self._health.set_serving(is_serving=not is_draining)
 
     async def _close(self) -> None:
-        await self._health.leave()
+        await self._health.shut_down()
         if self._publisher is not None:
             await _within(STOP_GRACE_S, self._publisher.stop())
         if self._servicer is not None:
@@ -256,7 +256,7 @@ class WorkerHost:
         self._is_fatal = True
         log.critical("worker ends", extra={"why": why})
         if self._loop_thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._health.leave(), self._loop)
+            asyncio.run_coroutine_threadsafe(self._health.shut_down(), self._loop)
         self._on_fatal()
 
     def _run_loop(self) -> None:
