@@ -1,4 +1,4 @@
-"""tcp: a chunk's bytes follow its frame on the socket, directly from the source blocks and into the granted blocks."""
+"""tcp: a chunk's bytes follow its frame on the socket. They are not copied between the socket and the pools."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TcpSend:
 
 @final
 class TcpReceive:
-    """Reads directly into the granted blocks, and asks the transfer table before each read."""
+    """Reads directly into the granted blocks. Before each read it checks that the transfer has not ended."""
 
     def __init__(self, link: ReceiveLink) -> None:
         self._link = link
@@ -109,7 +109,7 @@ def discard(channel: Channel, num_bytes: int) -> None:
 
 
 class TcpListener:
-    """The listening socket of transports between any hosts."""
+    """Listens and connects over TCP, for all transports that work between hosts."""
 
     is_same_host = False
 
@@ -159,7 +159,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def host_and_port(address: str, endpoint: str) -> tuple[str, int]:
-    """A receiver that listens on every address is reached at the host of its gRPC endpoint."""
+    """Where to connect. For a receiver that listens on every address, the host is that of its gRPC endpoint."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if host in _ANY_HOST:
