@@ -1,12 +1,13 @@
 """N-gram speculation: predicts that a sequence continues as after an earlier occurrence of its last tokens. Pure.
 
-The match is the longest run of at least two tokens that ends the text and also occurs earlier, the latest of equals.
-While the text continues like the match, the match grows by each token; otherwise the places of the last two tokens are
-looked up. The index has one entry per token, so a step costs the same at any length.
+The match is the longest run of at least two tokens that ends the text and also occurs earlier. Of equally long runs,
+the latest is used. While the text continues like the match, the match grows by each token. Otherwise an index is
+searched for earlier places of the last two tokens. It has one entry per token, and a search visits at most MAX_PLACES
+entries, so the cost of a step does not depend on the length of the text.
 
-Every token shows whether the prediction was right, even if it was not used as a draft. So the acceptance rate of each
-match length is known before any draft is computed, and text without repetition costs no step. Each sequence has its own
-rates, which begin low: other sequences predict nothing about it, and learning is free.
+Each sampled token shows whether the prediction was right, even if the prediction was not used as a draft. So acceptance
+rates are measured before any draft is computed, and no step is spent on drafts in text without repetition. Each
+sequence has its own rates, because other sequences predict nothing about it. They begin low.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, final
 
-LEAST_MATCH: Final = 2
-MOST_PLACES: Final = 32  # places considered, the latest first
-LONGEST_COMPARED: Final = 16  # tokens compared at a place; a match that is followed may grow beyond
-LONGEST_CLASS: Final = 19
+MIN_MATCH: Final = 2
+MAX_PLACES: Final = 32  # places considered, the latest first
+MAX_COMPARED: Final = 16  # tokens compared at a place; a match may become longer as the text continues like it
+LAST_CLASS_LENGTH: Final = 19  # longer matches have the class of this length
 
-# Longer matches are more likely to continue. Lengths of a class share their acceptance rate.
-_CLASS_OF: Final = tuple(sum(length > last for last in (2, 3, 4, 6, 10, 18)) for length in range(LONGEST_CLASS + 1))
-# initial acceptance rates by class, which count like INITIAL_WEIGHT tries
+# Longer matches are more likely to continue. Match lengths are grouped into classes; a class has one acceptance rate.
+_CLASS_OF: Final = tuple(sum(length > last for last in (2, 3, 4, 6, 10, 18)) for length in range(LAST_CLASS_LENGTH + 1))
+# initial acceptance rate of each class; it has the weight of INITIAL_WEIGHT tries
 _INITIAL_RATES: Final = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 INITIAL_WEIGHT: Final = 3.0
 DECAY: Final = 0.9  # forgetting factor per try, so that about ten tries count
@@ -38,28 +39,31 @@ class AcceptanceRates:
         self._tried = [0.0] * len(_INITIAL_RATES)
 
     def record(self, length: int, *, is_right: bool) -> None:
-        one = _CLASS_OF[min(length, LONGEST_CLASS)]
+        one = _CLASS_OF[min(length, LAST_CLASS_LENGTH)]
         self._right[one] = DECAY * self._right[one] + is_right
         self._tried[one] = DECAY * self._tried[one] + 1.0
 
     def rate(self, length: int) -> float:
         """The probability that the next token after a match of `length` tokens is the predicted one."""
-        one = _CLASS_OF[min(length, LONGEST_CLASS)]
+        one = _CLASS_OF[min(length, LAST_CLASS_LENGTH)]
         return (self._right[one] + INITIAL_WEIGHT * _INITIAL_RATES[one]) / (self._tried[one] + INITIAL_WEIGHT)
 
 
 @final
 class NgramProposer:
-    """One sequence's match and its acceptance rates. `tokens` is always the same list, to which tokens are appended."""
+    """The current match of one sequence, and its acceptance rates.
+
+    Every call gets the same list `tokens`: the whole text, to which the caller appends.
+    """
 
     __slots__ = ("_before", "_latest", "_rates", "length", "source")
 
     def __init__(self) -> None:
         self._rates = AcceptanceRates()
-        self._latest: dict[int, int] = {}  # latest place by the two tokens before it
-        self._before: list[int] = [0, 0]  # place -> the previous place after the same two tokens, 0 for none
+        self._latest: dict[int, int] = {}  # two tokens -> the latest place after them
+        self._before: list[int] = [0, 0]  # place -> the previous place after the same two tokens; 0: none
         self.source = 0  # position of the predicted next token; 0 without a match
-        self.length = 0  # of the match
+        self.length = 0  # of the match, in tokens
 
     def read(self, tokens: Sequence[int]) -> None:
         """Adds the tokens since the last call."""
@@ -83,7 +87,10 @@ class NgramProposer:
             self._look_up(tokens, place, earlier)
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """The next `count` tokens; none without a match. A match that reaches the end of the text repeats."""
+        """Predicts the next `count` tokens; [] without a match.
+
+        If fewer tokens follow the earlier occurrence, they are repeated.
+        """
         if not self.source:
             return []
         period = len(tokens) - self.source
@@ -92,8 +99,10 @@ class NgramProposer:
         return [tokens[self.source + index % period] for index in range(count)]
 
     def accept_probabilities(self, count: int, least: float) -> list[float]:
-        """The probabilities that the first 1, 2, ... predictions are all right; up to `count` of them and down to
-        `least`."""
+        """The probabilities that the first 1, 2, ... predictions are all right.
+
+        The list has at most `count` entries and ends before the first one below `least`.
+        """
         probabilities: list[float] = []
         probability = 1.0
         if self.source:
@@ -107,16 +116,14 @@ class NgramProposer:
     def _look_up(self, tokens: Sequence[int], end: int, place: int) -> None:
         """The longest match of the text up to `end` among the latest places of its last two tokens."""
         self.source = self.length = 0
-        for _ in range(MOST_PLACES):
+        for _ in range(MAX_PLACES):
             if not place:
                 return
-            length = LEAST_MATCH
-            while (
-                length < LONGEST_COMPARED and length < place and tokens[place - 1 - length] == tokens[end - 1 - length]
-            ):
+            length = MIN_MATCH
+            while length < MAX_COMPARED and length < place and tokens[place - 1 - length] == tokens[end - 1 - length]:
                 length += 1
             if length > self.length:
                 self.source, self.length = place, length
-                if length == LONGEST_COMPARED:
+                if length == MAX_COMPARED:
                     return
             place = self._before[place]

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.speculation import LONGEST_COMPARED, MOST_PLACES, AcceptanceRates, NgramProposer
+from decode_worker.speculation import MAX_COMPARED, MAX_PLACES, AcceptanceRates, NgramProposer
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -27,11 +27,11 @@ def longest_match(tokens: list[int]) -> tuple[int, int]:
 def search(tokens: list[int]) -> tuple[int, int]:
     """The same among the latest places only, with different lengths up to a limit."""
     pair = tokens[-2:]
-    places = [place for place in range(2, len(tokens)) if tokens[place - 2 : place] == pair][-MOST_PLACES:]
+    places = [place for place in range(2, len(tokens)) if tokens[place - 2 : place] == pair][-MAX_PLACES:]
     best = (0, 0)
     for place in reversed(places):
         length = 0
-        while length < min(place, LONGEST_COMPARED) and tokens[place - 1 - length] == tokens[len(tokens) - 1 - length]:
+        while length < min(place, MAX_COMPARED) and tokens[place - 1 - length] == tokens[len(tokens) - 1 - length]:
             length += 1
         if length > best[1]:
             best = (place, length)
