@@ -101,13 +101,15 @@ class DecodeProgram(RoleProgram):
             fx.KvCommitted: self._kv_committed,
             fx.KvMistaken: self._kv_mistaken,
             fx.TransferCancelled: self._transfer_cancelled,
-            pr.Released: self._gone,
-            pr.Refused: self._not_taken,
+            pr.Released: self._attempt_released,
+            pr.Refused: self._attempt_refused,
         }
 
     def act(self, effects: Iterable[Any]) -> None:
-        """Sends scores of prompts first, then the sampled tokens of one call, one message per router. A request's
-        Released must not overtake them."""
+        """Prompt scores are sent first, then the sampled tokens of this call in one message per router, then the rest.
+
+        So a request's Released is never sent before its last tokens.
+        """
         effects = list(effects)
         sampled = [effect for effect in effects if isinstance(effect, pr.TokenRow)]
         plain = [effect for effect in effects if isinstance(effect, fx.PlainSampled)]
@@ -166,7 +168,7 @@ class DecodeProgram(RoleProgram):
             return
         if not reserve.is_local:
             self._num_grants += 1
-            # The transfer's name does not reveal the request id, because it appears in another worker's logs.
+            # The transfer's name appears in another worker's logs, so it does not contain the request id.
             name = f"{self.context.config.worker_id}.{self.context.incarnation}.{self._num_grants}"
             transfer = TransferKey(transfer_id=name, attempt=attempt.key.attempt, generation=self._num_grants)
             self._receives[attempt.key] = PendingReceive(transfer, attempt.deadline_at_s, self.received_s)
@@ -224,7 +226,7 @@ class DecodeProgram(RoleProgram):
         )
         remaining_s = None if pending.deadline_at_s is None else max(0.0, pending.deadline_at_s - context.now())
         post, now = context.post, context.now
-        try:  # opened before any other process learns of it
+        try:  # the receiver must expect the transfer before another process learns of the grant
             check_movable(self.engine.spec.tp_degree, 1 + len(grant.rank_endpoints))
             is_open = self._receiver.expect(
                 grant,
@@ -247,7 +249,7 @@ class DecodeProgram(RoleProgram):
             self.outbox.report(pr.Granted(key=key, grant=encode_grant(grant), grant_s=grant_s))
 
     def _granted(self, effect: pr.Granted) -> None:
-        """For a local attempt: batching grants it while the Reserve is handled."""
+        """Reports the grant of a local attempt, which batching makes while it handles the Reserve."""
         self.outbox.report(replace(effect, grant_s=self.context.now() - self.received_s))
 
     def _receive_aborted(self, effect: fx.ReceiveAborted) -> None:
@@ -276,7 +278,7 @@ class DecodeProgram(RoleProgram):
 
     def _kv_mistaken(self, effect: fx.KvMistaken) -> None:
         self.context.metrics.add(metric_names.KV_MISTAKEN)
-        log.error("a block has wrong content; its text is computed again", extra={"error": effect.error})
+        log.error("a KV block has wrong content; its tokens are computed again", extra={"error": effect.error})
 
     def _send_tokens(self, rows: list[pr.TokenRow], plain: Iterable[fx.PlainSampled]) -> None:
         for session, response in responses_by_router(rows, plain).items():
@@ -290,21 +292,21 @@ class DecodeProgram(RoleProgram):
             if self.context.tracing.is_on:
                 self._trace(row)
 
-    def _trace(self, one: pr.TokenRow) -> None:
-        """A span for each duration that is reported with the row; the last one ends now."""
-        key, since_s = one.key, one.preempted_s if one.finish is None else 0.0
-        cached = {names.CACHED_TOKENS: one.cached_tokens}
-        self.traces.record(Phase.PREFILL_QUEUE, key, one.queue_s, ended_ago_s=one.prefill_s)
-        self.traces.record(Phase.PREFILL, key, one.prefill_s, cached)
-        self.traces.record(Phase.DECODE_QUEUE, key, one.decode_queue_s, ended_ago_s=one.decode_s)
-        self.traces.record(Phase.DECODE, key, one.decode_s, ended_ago_s=since_s)
-        self.traces.record(Phase.PREEMPTED, key, one.preempted_s)
+    def _trace(self, row: pr.TokenRow) -> None:
+        """Records a span for each duration that the row reports. The last span ends now."""
+        key, since_s = row.key, row.preempted_s if row.finish is None else 0.0
+        cached = {names.CACHED_TOKENS: row.cached_tokens}
+        self.traces.record(Phase.PREFILL_QUEUE, key, row.queue_s, ended_ago_s=row.prefill_s)
+        self.traces.record(Phase.PREFILL, key, row.prefill_s, cached)
+        self.traces.record(Phase.DECODE_QUEUE, key, row.decode_queue_s, ended_ago_s=row.decode_s)
+        self.traces.record(Phase.DECODE, key, row.decode_s, ended_ago_s=since_s)
+        self.traces.record(Phase.PREEMPTED, key, row.preempted_s)
 
-    def _gone(self, effect: pr.Released) -> None:
+    def _attempt_released(self, effect: pr.Released) -> None:
         self._receives.pop(effect.key, None)
         self._released(effect)
 
-    def _not_taken(self, effect: pr.Refused) -> None:
+    def _attempt_refused(self, effect: pr.Refused) -> None:
         self._receives.pop(effect.key, None)
         self._refused(effect)
 

@@ -98,8 +98,8 @@ class PrefillProgram(RoleProgram):
             fx.BlocksDone: self._blocks_done,
             fx.SendAborted: self._send_aborted,
             pr.FirstToken: self._first_sampled,
-            pr.Released: self._gone,
-            pr.Refused: self._not_taken,
+            pr.Released: self._attempt_released,
+            pr.Refused: self._attempt_refused,
         }
 
     def take(self, session: int, message: worker_pb2.AttachRequest) -> None:
@@ -225,11 +225,11 @@ class PrefillProgram(RoleProgram):
         self.traces.record(Phase.PREFILL_QUEUE, key, effect.queue_s, ended_ago_s=effect.prefill_s)
         self.traces.record(Phase.PREFILL, key, effect.prefill_s, {names.CACHED_TOKENS: effect.cached_tokens})
 
-    def _gone(self, effect: pr.Released) -> None:
+    def _attempt_released(self, effect: pr.Released) -> None:
         self._grants.pop(effect.key, None)
         self._released(effect)
 
-    def _not_taken(self, effect: pr.Refused) -> None:
+    def _attempt_refused(self, effect: pr.Refused) -> None:
         self._grants.pop(effect.key, None)
         self._refused(effect)
 
