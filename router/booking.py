@@ -1,4 +1,4 @@
-"""What one attempt takes of one worker, and the sums over all attempts. Pure."""
+"""The memory and work that one attempt needs on one worker, and the sums over a worker's attempts. Pure."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from dataclasses import dataclass
 class Booking:
     """The memory and work of one attempt of one request on one worker.
 
-    Booked when the placement is decided, so that the next decision includes it; `is_sent` once the worker was told. It
-    ends with Released, Refused or the loss of the worker; a booking that was never sent ends directly.
+    It begins when the placement is decided, so that the next decision takes it into account. It ends when the worker
+    reports Released or Refused, or is lost. If the worker was never told of the attempt (`is_sent`), it ends when the
+    attempt does.
     """
 
     request_id: str
     attempt: int
-    tokens: int  # in KV, or to be
+    tokens: int  # whose KV is, or will be, on this worker
     blocks: int
-    prefill_tokens: int = 0  # yet to be computed here
-    prefill_s: float = 0.0  # predicted time of that
-    tpot_s: float | None = None  # TPOT target; set while it has or will have a row in the decode batch
-    itl_s: float | None = None  # as in Slo
+    prefill_tokens: int = 0  # still to be computed on this worker
+    prefill_s: float = 0.0  # predicted time to compute them
+    tpot_s: float | None = None  # TPOT target; None if the attempt has no row in a decode batch here
+    itl_s: float | None = None  # ITL target, as in Slo
     prompt_tokens: int = 0  # of `tokens`
-    first_token_s: float | None = None  # when its client got the first token; it decodes since then
+    first_token_s: float | None = None  # when the client got the first token; None until it decodes here
     is_sent: bool = False
-    is_arriving: bool = True  # not computing yet (decode: not in the batch yet)
-    is_landing: bool = False  # its KV comes from a prefill worker and has not arrived
+    is_arriving: bool = True  # the worker has not begun to compute it (decode: it is not in the batch yet)
+    is_landing: bool = False  # its KV comes from a prefill worker and has not arrived yet
     is_cancelled: bool = False
 
 
@@ -35,13 +36,13 @@ class Totals:
     """Sums over a worker's bookings."""
 
     blocks: int = 0
-    tokens: int = 0  # of rows
-    rows: int = 0
+    tokens: int = 0  # of the bookings with a row
+    rows: int = 0  # in the decode batch, now or later
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     prefills: int = 0
     arriving: int = 0
-    landing_tokens: int = 0  # of remote prompts whose KV has not arrived
+    landing_tokens: int = 0  # of bookings with `is_landing`
 
     def check(self, bookings: Collection[Booking]) -> None:
         rows = [one for one in bookings if one.tpot_s is not None]
