@@ -48,10 +48,10 @@ class Host(Protocol):
 
 def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv: Sequence[str]) -> int:
     """Serves until a signal: SIGTERM and SIGINT drain, a second signal stops immediately."""
-    log_to_stderr(name)
     # gRPC, which is not imported yet, would write a line for each failed handshake, so a stranger could fill the log.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
+        log_to_stderr(name)
         config = parse_flags(kind, argv, f"python -m {name}")
         forget_secrets()
         if config.insecure and not config.tls_cert and not is_loopback_host(config.host):

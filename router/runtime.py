@@ -18,7 +18,7 @@ from pdserve.core.durations import clamped_s
 from pdserve.core.protocol import Admit, Cancel, DrainWorker, Prefill, Reserve, UndrainWorker
 from pdserve.core.results import Timings
 from pdserve.core.types import Path
-from pdserve.telemetry import metric_names
+from pdserve.telemetry import metric_names, propagate
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import encode_request
 from router.answer import Answer
@@ -163,7 +163,7 @@ class Runtime:
                     call.claim.end(is_free=False)
                     call.answer.finish(command)
                     self._measure.finished(call.facts, command)
-                    _log_end(command)
+                    _log_end(command, call)
             case FailRequest():
                 call = self._end(command.request_id)
                 if call is not None:
@@ -171,13 +171,13 @@ class Runtime:
                     call.claim.end(is_free=is_ours or _is_unplaced(command.timings))
                     call.answer.fail(command.to_error())
                     self._measure.failed(call.facts, command)
-                    _log_end(command)
+                    _log_end(command, call)
             case EndCancelled():
                 call = self._end(command.request_id)
                 if call is not None:
                     call.claim.end(is_free=_is_unplaced(command.timings))
                     self._measure.cancelled(call.facts, command)
-                    _log_end(command)
+                    _log_end(command, call)
             case WakeAt():
                 self._wake_at(command.at_s)
 
@@ -221,8 +221,11 @@ def _is_unplaced(timings: Timings | None) -> bool:
     return timings is None or timings.attempts == 0
 
 
-def _log_end(command: FinishRequest | FailRequest | EndCancelled) -> None:
+def _log_end(command: FinishRequest | FailRequest | EndCancelled, call: OpenCall) -> None:
     extra: dict[str, object] = {"request_id": command.request_id}
+    context = propagate.parse(call.facts.span.traceparent)
+    if context is not None:
+        extra["trace_id"] = f"{context.trace_id:032x}"
     extra["outcome"] = "cancelled" if isinstance(command, EndCancelled) else command.outcome.value
     if command.timings is not None:
         extra |= {"ttft_s": command.timings.ttft_s, "total_s": command.timings.total_s}

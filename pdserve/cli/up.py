@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 
 from pdserve.config import DEVICES, DTYPES, KV_DTYPES, LOADS, TRANSPORTS
 from pdserve.core.errors import ConfigError
+from pdserve.telemetry.logs import FORMAT_ENV, FORMATS
 
 HELP = "start a cluster"
 SETTINGS = (
@@ -90,6 +92,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="tenants, their quotas and hashes of their keys, as `pdserve keys` writes them",
     )
+    parser.add_argument(
+        "--log-format", choices=FORMATS, help=f"text, or one JSON object per line; also in {FORMAT_ENV} (text)"
+    )
     add(
         "--log-dir",
         default=keep,
@@ -121,7 +126,11 @@ def run(args: argparse.Namespace) -> int:
     from pdserve.launch import settings
     from pdserve.launch.serve import serve
 
-    flags = {name: value for name, value in vars(args).items() if name not in ("command", "config", "set")}
+    flags = {
+        name: value for name, value in vars(args).items() if name not in ("command", "config", "set", "log_format")
+    }
+    if args.log_format:
+        os.environ[FORMAT_ENV] = args.log_format  # the processes inherit it
     try:
         asked = settings.read(flags, Path(args.config) if args.config else None, args.set)
     except ConfigError as error:

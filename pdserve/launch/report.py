@@ -7,6 +7,7 @@ reading a process's lines, because the process would block otherwise.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import BinaryIO, Final, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.engine.memory_plan import MemoryPlan, plan_from_json
+from pdserve.telemetry.logs import json_line
 
 _WIDTH: Final = 10
 _MEMORY: Final = re.compile(r"(?:^| )memory (\{.*\})$")
@@ -33,10 +35,10 @@ _PARTS: Final = {  # parts of a memory plan, with their column names
 class LauncherReport:
     """Writes whole lines, so that lines of several processes do not interleave. Used from one thread."""
 
-    def __init__(self, log_dir: Path | None = None, *, is_quiet: bool = False) -> None:
+    def __init__(self, log_dir: Path | None = None, *, is_quiet: bool = False, is_json: bool = False) -> None:
         self._began_s = time.monotonic()
         self._log_dir = log_dir
-        self._is_quiet = is_quiet
+        self._is_quiet, self._is_json = is_quiet, is_json
         self._files: dict[str, LogFile] = {}
         self._phases: list[tuple[str, float]] = []
         self._plans: dict[str, MemoryPlan] = {}
@@ -46,7 +48,10 @@ class LauncherReport:
 
     def say(self, name: str, text: str) -> None:
         """A message of the launcher about `name`."""
-        if not self._is_quiet:
+        if self._is_json:
+            words = {"about": name, "elapsed_s": round(self.elapsed_s, 3), "message": text}
+            _err(json_line("launcher", json.dumps(words)))
+        elif not self._is_quiet:
             _err(f"{self.elapsed_s:7.2f} s  {name:<{_WIDTH}} {text}")
 
     def relay(self, name: str) -> Callable[[str], None]:
@@ -69,6 +74,8 @@ class LauncherReport:
         self._plans[name] = plan
 
     def _writer(self, name: str) -> Callable[[str], None]:
+        if self._log_dir is None and self._is_json:
+            return lambda line: _err(json_line(name, line))
         if self._log_dir is None:
             return lambda line: _err(f"{name:<{_WIDTH}} | {line}")
         if name not in self._files:
@@ -87,7 +94,7 @@ class LauncherReport:
     def table(self) -> None:
         """The times of the start, and each worker's memory. Workers load in parallel, so the times may add up to more
         than the total."""
-        if self._is_quiet:
+        if self._is_quiet or self._is_json:
             return
         longest_s = max((took_s for _, took_s in self._phases), default=0.0) or 1.0
         lines = [f"start took {self.elapsed_s:.1f} s:"]

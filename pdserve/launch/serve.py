@@ -21,6 +21,7 @@ from pdserve.launch.spec import ClusterSpec, gateway
 from pdserve.launch.with_ray import RayCluster
 from pdserve.model_source import model_name
 from pdserve.owned_folder import sweep
+from pdserve.telemetry.logs import JSON, log_format
 
 INTERRUPTED: Final = 130
 
@@ -42,7 +43,7 @@ async def serve(asked: Asked) -> int:
         raise ConfigError("http", "no such package as starlette", f"the extra gateway: {advice('gateway')}")
     stop, hurry = asyncio.Event(), asyncio.Event()
     _on_signals(stop, hurry)
-    report = LauncherReport(asked.log_dir)
+    report = LauncherReport(asked.log_dir, is_json=log_format() == JSON)
     if swept := sweep():  # folders of killed launchers
         report.say("launcher", f"removed {len(swept)} temporary folders that have no owner")
     if not asked.ray:  # another Ray cluster has other hosts

@@ -1,34 +1,104 @@
-"""Log format of all processes: one line per record on stderr, with its fields after the message.
+"""Log format of all processes, on stderr: a line of text per record, with its fields behind, or a JSON object.
 
 2026-11-21 01:11:12,219 INFO router router.workers: a worker is attached worker_id=d0 role=decode
+
+{"time": "2026-11-21T01:11:12.219Z", "level": "INFO", "process": "router", "logger": "router.workers",
+ "message": "a worker is attached", "worker_id": "d0", "role": "decode"}
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import os
 import sys
-from typing import Final, final
+import time
+from collections.abc import Iterator
+from typing import Any, Final, final
 
+from pdserve.core.errors import ConfigError
+
+FORMAT_ENV: Final = "PDSERVE_LOG_FORMAT"
+TEXT: Final = "text"
+JSON: Final = "json"
+FORMATS: Final = (TEXT, JSON)
 _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 @final
 class FieldFormatter(logging.Formatter):
-    """Appends the fields of `extra`, in order; text with blanks is quoted.
-
-    Names that begin with an underscore belong to libraries: Ray adds one to every record.
-    """
+    """Appends the fields of `extra`, in order; text with blanks is quoted."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        own = ((name, value) for name, value in vars(record).items() if name not in _STANDARD and name[0] != "_")
-        fields = [f"{name}={_shown(value)}" for name, value in own]
+        fields = [f"{name}={_shown(value)}" for name, value in _fields(record)]
         return " ".join([super().formatMessage(record), *fields])
 
 
+@final
+class JsonFormatter(logging.Formatter):
+    """One JSON object, whose fields of `extra` come after those of every record. An own field of a standard name gets
+    an underscore behind it."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        found: dict[str, Any] = {
+            "time": f"{at}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name, value in _fields(record):
+            found[f"{name}_" if name in found else name] = _plain(value)
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found, ensure_ascii=False)
+
+
+def log_format() -> str:
+    """Raises ConfigError if the environment names another format."""
+    found = os.environ.get(FORMAT_ENV) or TEXT
+    if found not in FORMATS:
+        raise ConfigError(FORMAT_ENV, found, " or ".join(FORMATS))
+    return found
+
+
 def log_to_stderr(process: str, level: int = logging.INFO) -> None:
+    """Raises ConfigError as `log_format`."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(FieldFormatter(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s"))
+    if log_format() == JSON:
+        handler.setFormatter(JsonFormatter(process))
+    else:
+        handler.setFormatter(FieldFormatter(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def json_line(process: str, line: str) -> str:
+    """A line of a process's output as one JSON object. An object, which the process has logged itself, gets the name of
+    the process; other text becomes the message."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    return json.dumps(
+        {"source": process, **(found if isinstance(found, dict) else {"message": line})}, ensure_ascii=False
+    )
+
+
+def _fields(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
+    """Those of `extra`. Names that begin with an underscore belong to libraries: Ray adds one to every record."""
+    return ((name, value) for name, value in vars(record).items() if name not in _STANDARD and name[0] != "_")
+
+
+def _plain(value: object) -> bool | int | float | str | None:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def _shown(value: object) -> str:

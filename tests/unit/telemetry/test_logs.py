@@ -1,8 +1,14 @@
 """Log lines carry their fields, on one line each."""
 
+import json
 import logging
+import sys
+from typing import Any
 
-from pdserve.telemetry.logs import FieldFormatter
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.telemetry.logs import FORMAT_ENV, FieldFormatter, JsonFormatter, json_line, log_format
 
 FORMATTER = FieldFormatter("%(levelname)s router %(name)s: %(message)s")
 
@@ -28,3 +34,61 @@ def test_a_field_cannot_forge_another_line_or_field() -> None:
 
 def test_what_a_library_stamps_on_every_record_is_no_field() -> None:
     assert line("request finished", _library_stamp=1, ttft_s=0.5) == "INFO router x: request finished ttft_s=0.5"
+
+
+def as_json(message: str, exc_info: Any = None, **extra: object) -> dict[str, Any]:
+    record = logging.getLogger("x").makeRecord("x", logging.INFO, "f", 1, message, (), exc_info, extra=extra)
+    record.created, record.msecs = 1_700_000_000.25, 250.0
+    text = JsonFormatter("router").format(record)
+    assert "\n" not in text
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_a_record_is_one_json_object() -> None:
+    assert as_json("request ended", request_id="a", ttft_s=0.25, is_late=True, trace_id=None) == {
+        "time": "2023-11-14T22:13:20.250Z",
+        "level": "INFO",
+        "process": "router",
+        "logger": "x",
+        "message": "request ended",
+        "request_id": "a",
+        "ttft_s": 0.25,
+        "is_late": True,
+        "trace_id": None,
+    }
+
+
+def test_fields_of_a_json_record_replace_no_standard_field_and_are_valid_json() -> None:
+    found = as_json("a\nb", level="low", rate=float("nan"), what=ValueError("x"))
+    assert (found["message"], found["level"], found["level_"]) == ("a\nb", "INFO", "low")
+    assert (found["rate"], found["what"]) == ("nan", "x")
+
+
+def test_a_json_record_has_its_traceback() -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        found = as_json("failed", exc_info=sys.exc_info())
+    assert found["exception"].endswith("ValueError: broken")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"message": "a", "level": "INFO"}', {"source": "d0", "message": "a", "level": "INFO"}),
+        ("Traceback (most recent call last):", {"source": "d0", "message": "Traceback (most recent call last):"}),
+        ("[1, 2]", {"source": "d0", "message": "[1, 2]"}),
+    ],
+)
+def test_lines_of_a_process_become_objects(line: str, expected: dict[str, str]) -> None:
+    assert json.loads(json_line("d0", line)) == expected
+
+
+def test_an_unknown_format_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert log_format() == "text"
+    monkeypatch.setenv(FORMAT_ENV, "json")
+    assert log_format() == "json"
+    monkeypatch.setenv(FORMAT_ENV, "xml")
+    with pytest.raises(ConfigError, match="text or json"):
+        log_format()
