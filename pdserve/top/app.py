@@ -67,7 +67,7 @@ class TopApp(App[int]):
         self._is_paused = False
         self._status = "connecting"
         self._message = ""
-        self._rows: list[str] = []  # ids of the requests that are shown
+        self._ids: dict[str, str] = {}  # of the requests that are shown, by the key of their row
 
     def compose(self) -> ComposeResult:
         yield Static(id="head")
@@ -112,8 +112,9 @@ class TopApp(App[int]):
         self._static("tiles").update(Text("\n".join(text.tile_lines(tiles)), no_wrap=True))
         self._fill(self._worker_table, [(one.worker_id, text.worker_row(one)) for one in frame.workers])
         shown = self._history.requests()[:MOST_ROWS]
-        self._rows = [one.request_id for one in shown]
-        rows = [(one.request_id, text.request_row(one, frame.at_s, WINDOW_S, BAR_CHARS)) for one in shown]
+        by_key = {f"{one.arrived_s} {one.request_id}": one for one in shown}  # later requests may use an id again
+        self._ids = {key: one.request_id for key, one in by_key.items()}
+        rows = [(key, text.request_row(one, frame.at_s, WINDOW_S, BAR_CHARS)) for key, one in by_key.items()]
         self._fill(self._request_table, [(key, (*row[:-1], _colored(row[-1]))) for key, row in rows])
         notes = [f"{frame.at_s - one.at_s:4.0f} s ago  {one.text}" for one in list(self._history.notes)[-2:]]
         lines = [self._message] if self._message else notes
@@ -126,7 +127,8 @@ class TopApp(App[int]):
         scroll = table.scroll_y
         table.clear()
         for key, cells in rows:
-            table.add_row(*cells, key=key)
+            # As Text, because a plain string would be parsed as markup, and callers choose the ids.
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), key=key)
         names = [key for key, _ in rows]
         if at in names:
             table.move_cursor(row=names.index(at), animate=False, scroll=False)
@@ -160,8 +162,11 @@ class TopApp(App[int]):
     async def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         if event.data_table is not self._request_table:
             return
+        request_id = self._ids.get(str(event.row_key.value))
+        if request_id is None:  # the row has just left
+            return
         try:
-            lines = text.explanation_lines(await self._source.explain(str(event.row_key.value)))
+            lines = text.explanation_lines(await self._source.explain(request_id))
         except PdserveError as error:
             lines = [error.message]
         self.push_screen(Details(lines))

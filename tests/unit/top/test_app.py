@@ -73,6 +73,28 @@ async def test_a_frame_fills_the_screen() -> None:
         assert "rejected 1" in shown(app, "tiles")
 
 
+@pytest.mark.parametrize("name", ["[/x]", "a/[/x]", "[b]x[/b]", "[red"])
+async def test_ids_are_shown_as_they_are(name: str) -> None:
+    source = FakeSource()
+    app = TopApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        source.queue.put_nowait(frame(100.0, request(name), workers=(worker(name),)))
+        await until(pilot, lambda: rows(app, "requests"))
+        await pilot.pause()
+        assert (rows(app, "requests")[0][0], rows(app, "workers")[0][0]) == (name[:8], name)
+
+
+async def test_requests_with_one_id_have_rows_of_their_own() -> None:
+    source = FakeSource()
+    app = TopApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        source.queue.put_nowait(frame(100.0, request("a", arrived_s=99.5), ended("a", 99.0, arrived_s=98.0)))
+        await until(pilot, lambda: len(rows(app, "requests")) == 2)
+        assert [row[:2] for row in rows(app, "requests")] == [["a", "decoding"], ["a", "served"]]
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, Details))
+
+
 async def test_keys_pause_drain_resume_and_quit() -> None:
     source = FakeSource()
     app = TopApp(source)
