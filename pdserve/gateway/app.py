@@ -72,7 +72,7 @@ class Gateway:
                 self._route("/detokenize", "POST", self._unary(tokens.detokenize)),
                 self._route("/ui", "GET", self._live_page),
                 self._route("/ui/events", "GET", self._live_events),
-                self._route("/ui/requests/{request_id}", "GET", self._live_request),
+                self._route("/ui/requests/{request_id:path}", "GET", self._live_request),  # TENANT/ID
                 self._route("/ui/workers/{worker_id}/drain", "POST", self._live_command(AsyncClient.drain)),
                 self._route("/ui/workers/{worker_id}/undrain", "POST", self._live_command(AsyncClient.undrain)),
                 self._route("/metrics", "GET", self._metrics_text),

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import httpx2 as httpx
 import openai
 import pytest
 
@@ -54,6 +56,15 @@ def tenanted(tmp_path: Path) -> Iterator[Tenanted]:
 
 def complete(client: openai.OpenAI, prompt: str = "hello", max_tokens: int = 1, **fields: Any) -> Any:
     return client.completions.create(model="toy", prompt=prompt, max_tokens=max_tokens, **fields)
+
+
+def test_the_live_view_explains_requests_of_tenants_to_the_operator_only(tenanted: Tenanted) -> None:
+    complete(tenanted.client(ACME), extra_headers={"x-request-id": "a/b"})
+    url = f"{tenanted.served.url}/ui/requests/{quote('acme/a/b', safe='')}"
+    for key, status in (("operator", 200), (ACME, 403), (BETA, 403)):
+        answer = httpx.get(url, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == status
+        assert (answer.json().get("request_id") == "acme/a/b") is (status == 200)
 
 
 def test_a_used_up_quota_is_a_rate_limit_error_with_the_time(tenanted: Tenanted) -> None:
