@@ -24,8 +24,10 @@ class Tenants:
         self.quotas = Quotas()
         self.file: KeyFile | None = None
         self._tried: FileVersion | None = None  # of the last file that was read, even if it was wrong
+        self._error = ""  # of the last attempt
         if path:
-            self.file, self._tried = _read(path)
+            data, self._tried = read_bytes(path)
+            self.file = parse(data)
 
     async def watch(self) -> None:
         while self._path:
@@ -35,19 +37,17 @@ class Tenants:
     async def refresh(self) -> None:
         """Reads the file again if it has changed. Reads in a thread, because a large file takes a while."""
         version = await asyncio.to_thread(version_of, self._path)
-        if version == self._tried:
+        if version is not None and version == self._tried:
             return
-        self._tried = version
         try:
-            file, self._tried = await asyncio.to_thread(_read, self._path)
+            # A file that cannot be read is tried again: the reason may be this process, such as too many open files.
+            data, self._tried = await asyncio.to_thread(read_bytes, self._path)
+            file = await asyncio.to_thread(parse, data)
         except ConfigError as error:
-            log.error("the key file is wrong, so the old one stays in force", extra={"why": error.message})
+            if error.message != self._error:
+                self._error = error.message
+                log.error("the key file is wrong, so the old one stays in force", extra={"why": error.message})
             return
-        self.file = file
+        self.file, self._error = file, ""
         self.quotas.forget_all_but(file.tenants)
         log.info("the key file was read", extra={"tenants": len(file.tenants), "keys": len(file.keys)})
-
-
-def _read(path: str) -> tuple[KeyFile, FileVersion]:
-    data, version = read_bytes(path)
-    return parse(data), version

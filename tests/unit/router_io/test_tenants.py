@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -159,6 +160,22 @@ async def test_a_wrong_file_leaves_the_old_one_in_force(
     write(keys, {"acme": (FOREIGN,)})
     await tenants.refresh()
     assert (tenants.file.tenant_of(ACME), tenants.file.tenant_of(FOREIGN) is None) == (None, False)
+
+
+async def test_a_file_that_could_not_be_opened_once_is_read_later(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants = Tenants(str(keys))
+    write(keys, {"beta": (BETA,)})
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", fail)
+        await tenants.refresh()
+    assert tenants.file is not None
+    assert tenants.file.tenant_of(ACME) is not None
+    await tenants.refresh()
+    assert tenants.file.tenant_of(ACME) is None, "the revoked key"
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
