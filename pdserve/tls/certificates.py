@@ -2,7 +2,8 @@
 
 Every new connection asks for `current()`, which compares the files' metadata with those of the last reading. Files that
 cannot be used are reported once, and the certificates that were read before stay in use: a file may be half written, or
-a certificate may have been replaced before its key. Open connections keep what they began with.
+a certificate may have been replaced before its key. They are tried again after TRY_AGAIN_S, because a certificate may
+be valid only some seconds later by this host's clock. Open connections keep what they began with.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import os
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,8 +26,9 @@ from pdserve.core.tls_settings import CallerTlsSettings, TlsSettings
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES: Final = 2**20
+TRY_AGAIN_S: Final = 10.0
 
-Signature = tuple[tuple[int, int, int], ...]
+Signature = tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +112,14 @@ class Certificates:
 class ReloadingCertificates:
     """Any thread may call it."""
 
-    def __init__(self, files: TlsFiles, *, peer_name: str = "", is_mutual: bool = False) -> None:
+    def __init__(
+        self,
+        files: TlsFiles,
+        *,
+        peer_name: str = "",
+        is_mutual: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`peer_name`: the name in the certificates of other processes; empty: the host that is called. `is_mutual`:
         the CA must accept the process's own certificate, for a server and for a client.
 
@@ -117,7 +127,9 @@ class ReloadingCertificates:
         """
         self.files, self.peer_name, self._is_mutual = files, peer_name, is_mutual
         self._lock = threading.Lock()
-        self._error = ""
+        self._clock = clock
+        self._error = ""  # of the last reading
+        self._tried_s = 0.0
         self._read_at: Signature = ()
         self._current = self._read(self._signature())
 
@@ -125,7 +137,8 @@ class ReloadingCertificates:
         with self._lock:
             try:
                 signature = self._signature()
-                if signature != self._read_at:
+                is_due = self._error and self._clock() >= self._tried_s + TRY_AGAIN_S
+                if signature != self._read_at or is_due:
                     self._current = self._read(signature)
                     self._error = ""
                     log.info("TLS files were read again", extra={"files": [path for _, path in self.files.named]})
@@ -140,7 +153,8 @@ class ReloadingCertificates:
 
     def _read(self, signature: Signature) -> Certificates:
         """Raises ConfigError."""
-        self._read_at = signature  # files that cannot be used are not read again before they change
+        # Files that cannot be used are not read for every connection.
+        self._read_at, self._tried_s = signature, self._clock()
         files = self.files
         content = {path: _content(name, path) for name, path in files.named}
         found = Certificates(
@@ -188,12 +202,12 @@ def _content(name: str, path: str) -> bytes:
     return data
 
 
-def _facts(name: str, path: str) -> tuple[int, int, int]:
+def _facts(name: str, path: str) -> tuple[int, int, int, int]:
     try:
         facts = os.stat(path)
     except OSError as error:
         raise ConfigError(name, path, f"a file that can be read ({error.strerror})") from None
-    return facts.st_ino, facts.st_mtime_ns, facts.st_size
+    return facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size
 
 
 def _load(name: str, path: str, expected: str, load: Callable[[], object]) -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.core.errors import ConfigError
+from pdserve.tls import certificates
 from pdserve.tls.authority import Authority, hosts_of, write_private
-from pdserve.tls.certificates import ReloadingCertificates, TlsFiles
+from pdserve.tls.certificates import TRY_AGAIN_S, Certificates, ReloadingCertificates, TlsFiles
 from tests.support.tls_files import TestAuthority
 
 MINUTE = datetime.timedelta(minutes=1)
@@ -88,6 +89,44 @@ def test_a_certificate_that_the_ca_does_not_accept_is_not_used(ours: TestAuthori
     ours.files("one", valid=-MINUTE)  # a right one that has expired
     assert tls.current() is before
     ours.files("one")
+    assert tls.current() is not before
+
+
+def test_a_certificate_that_is_not_valid_yet_is_used_later(
+    ours: TestAuthority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, opened, is_valid = 0.0, 0, False
+
+    def greet_itself(found: Certificates) -> None:
+        nonlocal opened
+        opened += 1
+        if not is_valid:
+            raise ssl.SSLError(1, "certificate is not yet valid")
+
+    tls = ReloadingCertificates(ours.files("one"), is_mutual=True, clock=lambda: now_s)
+    before = tls.current()
+    monkeypatch.setattr(certificates, "_greet_itself", greet_itself)
+    ours.files("one")
+    for _ in range(3):
+        assert tls.current() is before
+    assert opened == 1, "not for every connection"
+    now_s = TRY_AGAIN_S
+    assert tls.current() is before
+    assert (opened, len(caplog.records)) == (2, 1), "reported once"
+    now_s, is_valid = 2 * TRY_AGAIN_S, True
+    assert tls.current() is not before
+    now_s = 9 * TRY_AGAIN_S
+    assert tls.current() is tls.current()
+    assert opened == 3
+
+
+def test_a_change_that_keeps_the_time_and_size_is_noticed(ours: TestAuthority) -> None:
+    tls = ours.tls("one")
+    before = tls.current()
+    path = Path(tls.files.ca)
+    facts = path.stat()
+    path.write_bytes(path.read_bytes())  # in place
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     assert tls.current() is not before
 
 
