@@ -35,6 +35,7 @@ export function createFlow(root, canvas, routesCanvas, still) {
   const routes = createSurface(routesCanvas);
   let boxes = new Map(); // name -> {box, slots}, relative to the canvas
 
+  let isStacked = false; // the columns are below each other, as on a phone
   let isMoved = true; // the cards may have another place
   let active = []; // requests that may be drawn until the next arrangement
 
@@ -48,6 +49,7 @@ export function createFlow(root, canvas, routesCanvas, still) {
       const { left, top, width, height } = node.getBoundingClientRect();
       return { left: left - origin.left, top: top - origin.top, width, height, right: left - origin.left + width, bottom: top - origin.top + height };
     };
+    isStacked = relative(root.querySelector("#prefill-cards")).bottom <= relative(root.querySelector("#decode-cards")).top;
     boxes = new Map();
     const put = (name, node, slots) => boxes.set(name, { box: relative(node), slots: slots ? relative(slots) : null });
     for (const card of root.querySelectorAll(".card")) put(card.dataset.worker, card, card.querySelector(".slots"));
@@ -149,7 +151,8 @@ export function createFlow(root, canvas, routesCanvas, still) {
     const a = boxes.get(from)?.box;
     const b = boxes.get(to)?.box;
     if (!a || !b) return null;
-    if (b.left >= a.right - 1) {
+    const isBeside = b.left >= a.right - 1 && (!isStacked || Math.abs(a.top - b.top) < 8);
+    if (isBeside) {
       const [x0, y0, x1, y1] = [a.right, a.top + a.height / 2, b.left, b.top + b.height / 2];
       const bend = (x1 - x0) / 2;
       return [x0, y0, x0 + bend, y0, x1 - bend, y1, x1, y1];

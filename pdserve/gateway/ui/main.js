@@ -124,6 +124,7 @@ function sentBytes(atS) {
 let slowMs = -Infinity;
 let drawnMs = -Infinity;
 let turn = 0;
+let isComplete = false; // whether every part was drawn once
 function draw(nowMs) {
   requestAnimationFrame(draw);
   if (nowMs - slowMs >= SLOW_MS) {
@@ -131,7 +132,8 @@ function draw(nowMs) {
     const begunMs = performance.now();
     const isHeld = timeline.isPaused() || store.range() === null;
     turn = (turn + 1) % 4;
-    drawSlowly(isHeld || stats.draws < 4 ? null : turn);
+    drawSlowly(isHeld || !isComplete ? null : turn);
+    isComplete ||= store.range() !== null && timeline.time() !== null;
     stats.slowMs += 0.1 * (performance.now() - begunMs - stats.slowMs);
   }
   // Where drawing takes long, 30 frames per second leave time for the rest of the machine.

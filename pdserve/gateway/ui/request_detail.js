@@ -127,7 +127,7 @@ export function createRequestDetail(body, explain) {
       element("p", { className: "muted", text: reason }),
     ];
     if (explanation.ended_because) nodes.push(element("p", { text: `Ended: ${explanation.ended_because}` }));
-    if (candidates?.length) nodes.push(table(["placement", "TTFT", "TPOT", "slack", "both targets"], candidates.map(candidateRow)));
+    if (candidates?.length) nodes.push(table(["placement", "TTFT", "TPOT", "slack", "keeps TPOT"], candidates.map(candidateRow)));
     else nodes.push(element("p", { className: "muted", text: "No placement was compared." }));
     return parts.decision.replaceChildren(...nodes);
   }
@@ -139,10 +139,13 @@ export function createRequestDetail(body, explain) {
       return node;
     };
     const route = candidate.prefill_worker ? `${candidate.prefill_worker} → ${candidate.decode_worker}` : `${candidate.decode_worker} (local)`;
-    const slack = candidate.slack === null || candidate.slack === undefined ? "–" : candidate.slack.toFixed(2);
+    // The smaller margin of both targets, as a share of the target.
+    const slack = candidate.slack === null || candidate.slack === undefined ? "–" : `${candidate.slack > 0 ? "+" : ""}${Math.round(candidate.slack * 100)} %`;
+    // Predictions count from the decision.
+    const ttftTarget = explanation.slo_ttft_s === null ? null : explanation.slo_ttft_s - explanation.waited_s;
     return element("tr", { className: candidate.is_chosen ? "chosen" : "" }, [
       element("td", { text: `${candidate.is_chosen ? "▸ " : ""}${route}` }),
-      cell(candidate.predicted_ttft_s, explanation.slo_ttft_s),
+      cell(candidate.predicted_ttft_s, ttftTarget),
       cell(candidate.predicted_tpot_s, explanation.slo_tpot_s),
       element("td", { className: "number", text: slack }),
       element("td", { className: "number", text: candidate.is_feasible ? "yes" : "no" }),

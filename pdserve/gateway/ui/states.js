@@ -3,6 +3,8 @@
 import { byId, setAttribute, setHidden, setText } from "./dom.js";
 import { clockTime } from "./format.js";
 
+const OWN_REQUESTS = 1; // `pdserve up` sends one before it says that it is ready
+
 export function createStates(feed) {
   const [pill, pillText, banner, gate, board] = ["connection", "connection-text", "banner", "gate", "board"].map(byId);
   let state = { name: "connecting" };
@@ -68,7 +70,7 @@ export function createEmpty(model) {
     }
   });
   return (snapshot, isPlayback) => {
-    const isEmpty = !isPlayback && snapshot !== null && snapshot.totals.arrived === 0;
+    const isEmpty = !isPlayback && snapshot !== null && snapshot.totals.arrived <= OWN_REQUESTS;
     setHidden(box, !isEmpty);
     if (!isEmpty) return;
     const body = JSON.stringify({ model: model(), messages: [{ role: "user", content: "Hello" }], max_tokens: 64 });

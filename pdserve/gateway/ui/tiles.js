@@ -15,9 +15,9 @@ const overTime = (name) => (store, atS) => {
 const TILES = [
   { id: "requests", label: "Requests", show: (now) => [now.requests_per_s === null ? "–" : digits(now.requests_per_s), "per s"], sub: (now) => `${count(now.running)} running`, curve: overTime("arrived") },
   { id: "attainment", label: "In time", show: (now) => split(percent(now.attainment)), sub: () => "met both targets", note: () => "≥ 90 %", level: (now) => level(now.attainment, (share) => share >= GOAL), curve: (store, atS) => attainment(store, atS, 10), most: 1 },
-  { id: "ttft", label: "TTFT p50", note: (now) => goal(now.targets[0]), show: (now) => split(seconds(now.ttft_p50)), sub: (now) => `p99 ${seconds(now.ttft_p99)}`, level: (now) => within(now.ttft_p99, now.targets[0]) },
-  { id: "tpot", label: "TPOT p50", note: (now) => goal(now.targets[1]), show: (now) => split(seconds(now.tpot_p50)), sub: (now) => `p99 ${seconds(now.tpot_p99)}`, level: (now) => within(now.tpot_p99, now.targets[1]) },
-  { id: "tokens", label: "Output", show: (now) => [count(now.tokens_per_s), "tok/s"], sub: () => "all decode workers", curve: overTime("output_tokens") },
+  { id: "ttft", label: "TTFT", note: (now) => goal(now.targets[0]), show: (now) => split(seconds(now.ttft_p50)), sub: (now) => `p50 · p99 ${seconds(now.ttft_p99)}`, level: (now) => within(now.ttft_p99, now.targets[0]) },
+  { id: "tpot", label: "TPOT", note: (now) => goal(now.targets[1]), show: (now) => split(seconds(now.tpot_p50)), sub: (now) => `p50 · p99 ${seconds(now.tpot_p99)}`, level: (now) => within(now.tpot_p99, now.targets[1]) },
+  { id: "tokens", label: "Output", show: (now) => [count(now.tokens_per_s), "tok/s"], sub: () => "all workers", curve: overTime("output_tokens") },
   { id: "transfer", label: "KV transfer", show: (now) => { const [value, unit] = split(bytes(now.transfer_per_s)); return [value, unit ? `${unit}/s` : ""]; }, sub: () => "prefill to decode", curve: overTime("transfer_bytes") },
   { id: "queue", label: "Queue", show: (now) => [count(now.queued), now.queued === 1 ? "request" : "requests"], sub: () => "in the router", curve: (store, atS) => store.snapshotAt(atS)?.queued ?? null },
   { id: "rejections", label: "Rejections", show: (now) => [count(now.rejected_per_min), "per min"], sub: () => "with a retry time", level: (now) => (now.rejected_per_min > 0 ? "bad" : ""), curve: overTime("rejected") },

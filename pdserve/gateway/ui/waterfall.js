@@ -12,7 +12,7 @@ const RIGHT = 10;
 const AHEAD_S = 0.6;
 const AXIS = 18;
 const GROUP_GAP = 7;
-const TALLEST = 17;
+const TALLEST = 20;
 const WANTED = 6; // pixels per row: the canvas grows for them
 const HEIGHTS = [380, 480, 600, 720];
 
@@ -49,7 +49,8 @@ export function createWaterfall(canvas, focusLine, groupSelect, selection) {
     for (const group of groups) {
       group.top = top;
       group.pitch = pitch;
-      top += group.rows * pitch + GROUP_GAP;
+      // The label needs its height, too.
+      top += Math.max(group.rows * pitch, 13) + GROUP_GAP;
     }
     const tops = new Map(groups.map((group) => [group.name, group.top]));
     const height = pitch > 6 ? pitch - 3 : pitch > 2 ? pitch - 1 : pitch;
@@ -65,7 +66,7 @@ export function createWaterfall(canvas, focusLine, groupSelect, selection) {
     strip.width = Math.max(1, Math.round((surface.width + AHEAD_S * scale()) * ratio));
     strip.height = canvas.height;
     brush.setTransform(ratio, 0, 0, ratio, 0, 0);
-    hatch ??= createHatch(brush, colours.bad);
+    hatch ??= createHatch(brush, colours.bg);
     for (const request of shown) drawRequest(brush, request, places.get(request.key), atS + AHEAD_S);
   }
 
@@ -163,7 +164,7 @@ export function createWaterfall(canvas, focusLine, groupSelect, selection) {
     const targetS = request.arrived_s + slo;
     const firstS = request.ttft_s === null ? endS : Math.min(request.arrived_s + request.ttft_s, atS);
     if (firstS > targetS) fillHatch(context, xOf(targetS), y, xOf(firstS) - xOf(targetS), height);
-    if (height < 5 || targetS > atS) return;
+    if (height < 5 || targetS > atS || (request.ended_s !== null && targetS > request.ended_s)) return;
     context.fillStyle = colours.text;
     context.fillRect(xOf(targetS) - 0.75, y - 1, 1.5, height + 2);
   }
