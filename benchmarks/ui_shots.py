@@ -57,11 +57,13 @@ SCENES: Final = {
     "live-light": Scene(load=_busy(), theme="light"),
     "live-overload": Scene(load=_busy(rate_rps=lambda at_s: 8.0 if at_s < 90 else 34.0)),
     "live-lost-worker": Scene(load=_busy(lost={"d1": 145.0}, drained={"p1": 120.0})),
-    "live-request": Scene(load=_busy(), act=_open_request, width=1360),
-    "live-worker": Scene(load=_busy(), act=_open_worker, width=1360),
+    "live-request": Scene(load=_busy(), act=_open_request, width=1280, height=760),
+    "live-worker": Scene(load=_busy(), act=_open_worker, width=1280, height=760),
     "live-idle": Scene(load=_busy(rate_rps=0.0), history_s=5.0, height=620),
     "live-phone": Scene(load=_busy(), width=360, height=800),
-    "live-many": Scene(load=_busy(rate_rps=35.0, prefill=4, decode=8, output_tokens=(100, 400)), history_s=60.0),
+    "live-many": Scene(
+        load=_busy(rate_rps=35.0, prefill=4, decode=8, output_tokens=(100, 400)), history_s=60.0, height=640
+    ),
 }
 
 

@@ -217,7 +217,7 @@ class FrameSource:
             "decode_worker": d,
             "predicted_ttft_s": ttft_s,
             "predicted_tpot_s": tpot_s,
-            "slack": None if load.slo_ttft_s is None else load.slo_ttft_s - ttft_s,
+            "slack": None if load.slo_ttft_s is None else 1 - ttft_s / load.slo_ttft_s,
             "is_feasible": meets_ttft and meets_tpot,
             "is_chosen": False,
         }
