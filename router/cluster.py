@@ -83,7 +83,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         self._runtime.hand(UndrainRequested(worker_id=request.worker_id))
         return cluster_pb2.UndrainResponse()
 
-    async def Watch(self, request: cluster_pb2.WatchRequest, context: Any) -> AsyncIterator[cluster_pb2.LiveFrame]:
+    async def Watch(self, request: cluster_pb2.WatchRequest, context: Any) -> AsyncIterator[cluster_pb2.WatchResponse]:
         try:
             async with contextlib.aclosing(self._watching.frames(request.period_s)) as frames:
                 async for frame in frames:

@@ -27,7 +27,7 @@ class Watching:
         self._num_viewers = 0
         self._closing = asyncio.Event()
 
-    async def frames(self, period_s: float) -> AsyncGenerator[cluster_pb2.LiveFrame, None]:
+    async def frames(self, period_s: float) -> AsyncGenerator[cluster_pb2.WatchResponse, None]:
         """Until `close`. The first one contains the requests that ended last. Raises InvalidRequest and Overloaded."""
         period_s = period_s or PERIOD_S
         check_duration("period_s", period_s, SHORTEST_S, LONGEST_S)
@@ -39,7 +39,7 @@ class Watching:
             while not self._closing.is_set():
                 frame = self._state.live_frame(self._clock(), num_seen)
                 num_seen = self._state.num_ended
-                yield FRAME.encode(frame)
+                yield cluster_pb2.WatchResponse(frame=FRAME.encode(frame))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), period_s)
         finally:

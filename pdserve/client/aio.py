@@ -133,7 +133,7 @@ class AsyncClient(BaseClient):
         call = self._begin_watch(self._connection(), period_s)
         try:
             async for message in call:
-                yield FRAME.decode(message)
+                yield FRAME.decode(message.frame)
         except grpc.RpcError as error:
             raise status.from_rpc_error(error) from None
         finally:

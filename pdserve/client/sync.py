@@ -135,7 +135,7 @@ class Client(BaseClient):
         call = self._begin_watch(self._channel, period_s)
         try:
             for message in call:
-                yield FRAME.decode(message)
+                yield FRAME.decode(message.frame)
         except grpc.RpcError as error:
             raise status.from_rpc_error(error) from None
         finally:

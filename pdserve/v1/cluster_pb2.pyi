@@ -141,6 +141,12 @@ class WatchRequest(_message.Message):
     period_s: float
     def __init__(self, period_s: _Optional[float] = ...) -> None: ...
 
+class WatchResponse(_message.Message):
+    __slots__ = ("frame",)
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    frame: LiveFrame
+    def __init__(self, frame: _Optional[_Union[LiveFrame, _Mapping]] = ...) -> None: ...
+
 class LiveFrame(_message.Message):
     __slots__ = ("at_s", "queued", "running", "omitted", "totals", "workers", "requests")
     AT_S_FIELD_NUMBER: _ClassVar[int]

@@ -57,7 +57,7 @@ class ClusterServiceStub:
         self.Watch = channel.unary_stream(
                 '/pdserve.v1.ClusterService/Watch',
                 request_serializer=pdserve_dot_v1_dot_cluster__pb2.WatchRequest.SerializeToString,
-                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.LiveFrame.FromString,
+                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.WatchResponse.FromString,
                 _registered_method=True)
 
 
@@ -124,7 +124,7 @@ def add_ClusterServiceServicer_to_server(servicer, server):
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
                     request_deserializer=pdserve_dot_v1_dot_cluster__pb2.WatchRequest.FromString,
-                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.LiveFrame.SerializeToString,
+                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.WatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -261,7 +261,7 @@ class ClusterService:
             target,
             '/pdserve.v1.ClusterService/Watch',
             pdserve_dot_v1_dot_cluster__pb2.WatchRequest.SerializeToString,
-            pdserve_dot_v1_dot_cluster__pb2.LiveFrame.FromString,
+            pdserve_dot_v1_dot_cluster__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,
