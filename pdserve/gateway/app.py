@@ -20,7 +20,7 @@ from pdserve.client.aio import AsyncClient
 from pdserve.client.options import Options
 from pdserve.client.results import Model
 from pdserve.config import GatewayConfig
-from pdserve.core.errors import InternalError, InvalidRequest, NotFound, PdserveError
+from pdserve.core.errors import InternalError, InvalidRequest, NotFound, PdserveError, PermissionDenied
 from pdserve.core.held_bytes import HeldBytes
 from pdserve.gateway import errors, headers, json_body, live_view, replies, sse, tokens
 from pdserve.gateway.body import declared_bytes, read_body
@@ -161,7 +161,11 @@ class Gateway:
     # --- what they share
 
     async def _admitted(self, given: Headers) -> Caller:
-        return await self._door.admit(headers.bearer_token(given.get("authorization")))
+        caller = await self._door.admit(headers.bearer_token(given.get("authorization")))
+        if not headers.is_own_host(given.get("host", "")) and await self._door.is_open():
+            expected = "call it by its address or as localhost, or give the cluster a token (PDSERVE_TOKEN)"
+            raise PermissionDenied(f"a call by the name {given['host'][:256]!r} without a token: {expected}")
+        return caller
 
     def _declared(self, given: Headers) -> int:
         kind = given.get("content-type", "application/json").partition(";")[0].strip().lower()

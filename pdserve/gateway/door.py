@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -47,6 +49,7 @@ class Door:
         self._clock = clock
         self._known: OrderedDict[bytes, tuple[Caller, float]] = OrderedDict()  # with its end, oldest first
         self._rejected: OrderedDict[bytes, tuple[Unauthenticated, float]] = OrderedDict()  # the same
+        self._open: tuple[bool, float] = (False, -math.inf)  # the last answer of is_open, with its end
         self._num_unknown = 0  # checks of tokens that are not in _known
         self._checks: dict[bytes, asyncio.Task[Caller]] = {}
 
@@ -70,6 +73,19 @@ class Door:
             check = self._checks[key] = asyncio.create_task(self._check(key, token, is_unknown=known is None))
             check.add_done_callback(_note_error)
         return await asyncio.shield(check)
+
+    async def is_open(self) -> bool:
+        """Whether the router accepts a token that nobody gave out. Raises Unavailable."""
+        if self._needs_token:
+            return False
+        if self._clock() >= self._open[1]:
+            try:
+                await self._client.with_token(secrets.token_hex(16)).model()
+                found = True
+            except Unauthenticated:
+                found = False
+            self._open = (found, self._clock() + REMEMBER_S)
+        return self._open[0]
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""The headers of a request that set options of the SDK's call, and the bearer token. Pure."""
+"""The headers of a request that set options of the SDK's call, the bearer token and the host. Pure."""
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Mapping
 from typing import Any, Final, cast
@@ -27,6 +28,20 @@ def bearer_token(authorization: str | None) -> str | None:
     if not is_bearer or not (0 < len(token) <= MAX_TOKEN_CHARS and token.isascii() and token.isprintable()):
         raise Unauthenticated("no bearer token in the authorization header")
     return token
+
+
+def is_own_host(host: str) -> bool:
+    """Whether the Host header is an address, or a name that nobody can register.
+
+    The owner of any other name can let it resolve to 127.0.0.1. A browser then lets the pages of that name read what
+    this port answers (DNS rebinding).
+    """
+    name = (host if host.endswith("]") else host.rpartition(":")[0] or host).strip("[]").rstrip(".").lower()
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return "." not in name or name.endswith(".localhost")
+    return True
 
 
 def options(headers: Mapping[str, str]) -> Options:

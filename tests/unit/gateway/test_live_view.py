@@ -10,6 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from pdserve.core.types import Role
+from pdserve.gateway.headers import is_own_host
 from tests.unit.gateway.conftest import WAIT_S, Served, serve
 
 OWN = {"x-pdserve-ui": "1"}
@@ -68,6 +69,36 @@ def test_pages_of_other_sites_cannot_drain_a_worker(bundled: Served) -> None:
     )
     assert asked.status_code == 405
     assert not [name for name in asked.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [
+        *((one, True) for one in ("127.0.0.1:8000", "127.0.0.1", "[::1]:8000", "[::1]", "localhost:8000", "LOCALHOST")),
+        *((one, True) for one in ("a.localhost:1", "build7", "build7:8000", "10.0.0.1:80", "")),
+        *((one, False) for one in ("evil.example", "evil.example:8000", "evil.example.", "127.0.0.1.evil.example:80")),
+        *((one, False) for one in ("localhost.evil.example", "evil.example:localhost", "1.2.3.4.5", "[a.b]:80")),
+    ],
+)
+def test_hosts_that_nobody_can_register(host: str, is_own: bool) -> None:
+    assert is_own_host(host) is is_own
+
+
+def test_a_name_that_resolves_to_this_host_is_not_served_without_a_token(toy: Served) -> None:
+    """DNS rebinding: a page of evil.example, whose address has become 127.0.0.1."""
+    for method, path in (("GET", "ui/events"), ("GET", "v1/models"), ("POST", "ui/workers/p0/drain")):
+        for token in ({}, {"authorization": "Bearer anything"}):
+            headers = {"host": "evil.example:8000", **OWN, **token}
+            answer = httpx.request(method, f"{toy.url}/{path}", headers=headers)
+            assert answer.status_code == 403
+            assert "localhost" in answer.json()["error"]["message"]
+    assert httpx.get(f"{toy.url}/v1/models", headers={"host": "localhost:1"}).status_code == 200
+
+
+def test_a_proxys_name_is_served_with_a_token() -> None:
+    with serve(token="operator") as served:
+        headers = {"host": "llm.example.com", "authorization": "Bearer operator"}
+        assert httpx.get(f"{served.url}/v1/models", headers=headers).status_code == 200
 
 
 def test_the_view_needs_the_operators_token() -> None:
