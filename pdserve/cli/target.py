@@ -13,6 +13,7 @@ from pdserve.client.connect import Tls, is_loopback
 from pdserve.client.sync import Client
 from pdserve.config import TOKEN_ENV, from_env
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import is_loopback_host
 from pdserve.tls.local_ca import local_ca
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -80,7 +81,7 @@ def ssl_context(args: argparse.Namespace, url: str) -> ssl.SSLContext | None:
         return None
     ca, cert = args.tls_ca or os.environ.get(CA_ENV), args.tls_cert or os.environ.get(CERT_ENV)
     key = args.tls_key or os.environ.get(KEY_ENV)
-    if not ca and not args.tls and is_loopback(f"{parts.hostname}:{parts.port or 443}"):
+    if not ca and not args.tls and is_loopback_host(parts.hostname or ""):
         ca = local_ca(str(parts.port or 443))
     try:
         context = ssl.create_default_context(cafile=ca or None)

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from pdserve.client.connect import is_loopback
 from pdserve.core.errors import ConfigError, Unauthenticated, Unavailable
+from pdserve.core.hosts import is_loopback_host
 from pdserve.core.json_text import to_json
 from pdserve.core.urls import has_password, hide_password
 from simulator.bench.prompts import as_text
@@ -52,7 +52,7 @@ class HttpServer:
         self.name, self.address = name, base_url(url)
         parts = urlsplit(self.address)
         is_readable = parts.scheme != "https" and not insecure
-        if token and is_readable and not is_loopback(f"{parts.hostname}:{parts.port or 80}"):
+        if token and is_readable and not is_loopback_host(parts.hostname or ""):
             raise ConfigError(
                 "token", "a token for " + self.address, "https, or a loopback address: it would be readable"
             )
@@ -70,7 +70,7 @@ class HttpServer:
     async def connect(self) -> str:
         try:
             async with self._opened().get(f"{self.address}/models") as answer:
-                body = await answer.content.read(MAX_BODY_BYTES)
+                body = await _body_of(answer)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise Unavailable(f"no server answers at {self.address} ({_cause(error)})") from None
         if answer.status in (401, 403):
@@ -120,7 +120,7 @@ class HttpServer:
         headers = {"content-type": "application/json"}
         async with self._opened().post(url, data=body, headers=headers) as answer:
             if answer.status != 200:
-                said = _words(await answer.content.read(MAX_BODY_BYTES))
+                said = _words(await _body_of(answer))
                 if answer.status == 429:
                     reply.reject(said)
                 else:
@@ -167,12 +167,12 @@ class HttpServer:
 
 def base_url(url: str) -> str:
     """With /v1 where the URL has no path. Raises ConfigError."""
-    parts = urlsplit(url)
     expected = "a URL such as http://127.0.0.1:8000"
     try:
+        parts = urlsplit(url)
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        is_valid = False
+        raise ConfigError("url", repr(url), expected) from None
     if not is_valid or parts.query or parts.fragment:
         raise ConfigError("url", repr(url), expected)
     if has_password(url):
@@ -180,10 +180,20 @@ def base_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
 
 
+async def _body_of(answer: aiohttp.ClientResponse) -> bytes:
+    """The first MAX_BODY_BYTES of the body."""
+    body = bytearray()
+    async for data in answer.content.iter_any():
+        body += data
+        if len(body) >= MAX_BODY_BYTES:
+            break
+    return bytes(body[:MAX_BODY_BYTES])
+
+
 def _model_names(body: bytes) -> list[str]:
     try:
         found = json.loads(body)
-        return [str(one["id"]) for one in found["data"]]
+        return [name for one in found["data"] if (name := str(one["id"])).isprintable()]
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
 

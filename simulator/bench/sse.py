@@ -9,6 +9,7 @@ from typing import Any, Final, final
 
 DONE: Final = "[DONE]"
 MAX_EVENT_BYTES: Final = 4 * 2**20
+MAX_COUNT: Final = 10**9  # tokens of one request
 _DELTA_TEXTS: Final = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
@@ -79,11 +80,12 @@ def _has_tokens(choice: dict[str, Any]) -> bool:
 
 
 def error_message(error: Any) -> str:
-    """The message of OpenAI's error object, or the start of anything else."""
+    """The message of OpenAI's error object, or the start of anything else, without a terminal's control characters."""
     if isinstance(error, dict):
         error = error.get("message") or error.get("error") or error
-    return " ".join(str(error)[:400].split())
+    words = " ".join(str(error)[:400].split())
+    return "".join(char if char.isprintable() else "?" for char in words)
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT else None

@@ -149,7 +149,7 @@ def _server(
     args: argparse.Namespace, name: str, address: str, token: str | None, sampling: AskedSampling, *, is_url: bool
 ) -> BenchServer:
     if is_url:
-        from simulator.bench.http_server import HttpServer  # needs the extra `bench`
+        from simulator.bench.http_server import HttpServer, base_url  # needs the extra `bench`
 
         return HttpServer(
             name,
@@ -157,7 +157,7 @@ def _server(
             sampling=sampling,
             endpoint=args.endpoint,
             token=token,
-            tls=ssl_context(args, address),
+            tls=ssl_context(args, base_url(address)),
             insecure=args.insecure,
             timeout_s=args.timeout,
             model=args.model,

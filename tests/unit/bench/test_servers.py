@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -112,7 +113,9 @@ async def test_a_token_is_needed_and_sent() -> None:
             assert (await load(server)).levels[0].summary.completed == 8
 
 
-@pytest.mark.parametrize("url", ["", "x", "ftp://a", "http://", "http://a:99999", "http://a/?q=1", "http://u:p@a"])
+@pytest.mark.parametrize(
+    "url", ["", "x", "ftp://a", "http://", "http://a:99999", "http://a/?q=1", "http://u:p@a", "http://[::1"]
+)
 def test_only_urls_of_servers_are_taken(url: str) -> None:
     with pytest.raises(ConfigError):
         base_url(url)
@@ -128,6 +131,11 @@ def test_a_token_is_not_sent_over_a_network_in_the_clear() -> None:
         http("http://10.0.0.1:8000", token="secret")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_a_token_is_sent_to_this_host(host: str) -> None:
+    assert http(f"http://{host}:8000", token="secret").address == f"http://{host}:8000/v1"
+
+
 CHUNK = b'data: {"choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\n'
 LAST = b'data: {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}\n\n'
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
@@ -135,12 +143,11 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @asynccontextmanager
-async def scripted(answer: bytes) -> AsyncIterator[str]:
-    """A server that lists a model, and gives every other request this answer and closes the connection."""
+async def scripted(answer: bytes, body: bytes = b'{"data": [{"id": "m"}]}') -> AsyncIterator[str]:
+    """A server that lists a model in `body`, and gives every other request this answer and closes the connection."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        body = b'{"data": [{"id": "m"}]}'
         if head.startswith(b"GET"):
             writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         else:
@@ -183,6 +190,17 @@ async def test_every_end_of_an_answer_has_its_outcome(answer: bytes, outcome: Be
         await server.ask(server.prepare([1, 2], 4), reply)
         await server.close()
     assert (reply.outcome, reply.error) == (outcome, error)
+
+
+async def test_a_list_of_many_models_is_read_to_its_end() -> None:
+    names = [{"id": "\x1b[2J"}, *({"id": f"model-{number:0100}"} for number in range(4000))]
+    async with scripted(b"", json.dumps({"data": names}).encode()) as url:
+        server = http(url, model=names[-1]["id"])
+        assert await server.connect() == names[-1]["id"]
+        await server.close()
+        server = http(url)
+        assert await server.connect() == names[1]["id"], "not one that a terminal would obey"
+        await server.close()
 
 
 async def test_a_server_that_says_nothing_is_given_up() -> None:

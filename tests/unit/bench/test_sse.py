@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from simulator.bench.sse import MAX_EVENT_BYTES, BrokenStream, EventReader, read_chunk
+from simulator.bench.sse import MAX_EVENT_BYTES, BrokenStream, EventReader, error_message, read_chunk
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -53,3 +53,9 @@ def test_usage_and_errors_are_read() -> None:
     assert (usage.prompt_tokens, usage.output_tokens, usage.has_tokens) == (5, 7, False)
     assert read_chunk('{"error": {"message": "broken\\nworker"}}').error == "broken worker"
     assert read_chunk('{"choices": [], "usage": {"prompt_tokens": -1}}').prompt_tokens is None
+
+
+def test_words_and_counts_of_a_server_are_bounded() -> None:
+    assert error_message({"message": "\x1b]0;title\x07 no\n room"}) == "?]0;title? no room"
+    assert len(error_message("x" * 100_000)) == 400
+    assert read_chunk('{"usage": {"completion_tokens": 1' + "0" * 400 + "}}").output_tokens is None
