@@ -1,4 +1,4 @@
-"""tcp: a chunk's bytes follow its frame on the socket. They are not copied between the socket and the pools."""
+"""tcp: a chunk's bytes follow its frame on the socket, which reads source blocks and writes granted blocks directly."""
 
 from __future__ import annotations
 
