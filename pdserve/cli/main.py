@@ -105,7 +105,7 @@ def hint(error: PdserveError) -> str:
     """A hint that the error itself does not contain."""
     if error.message.startswith("no server answers at"):
         return "; is `pdserve up` running there?"
-    return " (PDSERVE_TOKEN holds the cluster's token)" if isinstance(error, Unauthenticated) else ""
+    return " (PDSERVE_TOKEN holds the cluster's token, or a tenant's key)" if isinstance(error, Unauthenticated) else ""
 
 
 def _tolerate_any_text() -> None:

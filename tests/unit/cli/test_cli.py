@@ -123,7 +123,7 @@ def test_an_unreachable_router_is_one_line(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_missing_token_names_its_variable() -> None:
     assert hint(Unauthenticated("no bearer token in the authorization metadata")) == (
-        " (PDSERVE_TOKEN holds the cluster's token)"
+        " (PDSERVE_TOKEN holds the cluster's token, or a tenant's key)"
     )
     assert hint(Unavailable("draining")) == ""
 
