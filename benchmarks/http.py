@@ -131,11 +131,11 @@ async def measure(flags: argparse.Namespace, cluster: Running) -> dict[str, Any]
         for number in range(flags.rounds + 1):
             for name, (ask, pid) in servers.items():
                 process = psutil.Process(pid)
-                before_s = _cpu_s(process)
+                before_s = cpu_s(process)
                 results = seen[name] if number else Seen()  # the first round warms up
                 count = await turn(ask, flags.rate, flags.seconds if number else 2.0, tokens, number, results)
                 if number:
-                    used[name] += _cpu_s(process) - before_s
+                    used[name] += cpu_s(process) - before_s
                     sent[name] += count
         for name in servers:
             found[name][f"{tokens} tokens"] = {
@@ -153,7 +153,7 @@ async def measure(flags: argparse.Namespace, cluster: Running) -> dict[str, Any]
     return found
 
 
-def _cpu_s(process: Any) -> float:
+def cpu_s(process: Any) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
 
