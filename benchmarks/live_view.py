@@ -1,0 +1,129 @@
+"""What an open live view costs: CPU of the router and of the gateway, answers, and the router's memory.
+
+    python -m benchmarks.live_view [--rate 60] [--seconds 20] [--rounds 6] [--json]
+
+Turns without a viewer and with one alternate, in this order and in the reverse, with equal Poisson arrivals of gRPC
+requests (16 tokens each) to toy workers, which compute in microseconds. The viewer reads the gateway's event stream,
+as the page does; its own work in a browser is measured by `benchmarks.ui_frame_rate`. Ratios are of pairs of adjacent
+turns. Client, servers and viewer share this machine's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import threading
+import urllib.request
+from dataclasses import asdict, dataclass
+
+import psutil  # type: ignore[import-untyped]
+
+from benchmarks.http import Seen, cpu_s, turn
+from pdserve import AsyncClient
+from pdserve.core.json_text import to_json
+from pdserve.launch.running import Running
+
+TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    is_watched: bool
+    requests: int
+    failed: int
+    router_s: float  # CPU
+    gateway_s: float  # CPU
+    router_bytes: int  # resident memory at the end
+    frames: int
+
+
+class Viewer:
+    """Reads the event stream on a thread of its own."""
+
+    def __init__(self, url: str) -> None:
+        self.frames = 0
+        self._answer = urllib.request.urlopen(f"{url}/ui/events")
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for line in self._answer:
+                self.frames += line.startswith(b"data: ")
+        except (OSError, ValueError, AttributeError):
+            pass  # closed while reading
+
+    def close(self) -> None:
+        self._answer.close()
+
+
+async def measure(flags: argparse.Namespace, cluster: Running) -> list[Turn]:
+    router, gateway = (psutil.Process(cluster.pid(name)) for name in ("router", "gateway"))
+    url = cluster.http_url.removesuffix("/v1")
+    turns: list[Turn] = []
+    async with AsyncClient(cluster.target) as sdk:
+
+        async def ask(prompt: str, tokens: int) -> float:
+            done = await sdk.generate(prompt, max_tokens=tokens, ignore_eos=True)
+            return done.timings.ttft_s
+
+        await turn(ask, flags.rate, 3.0, TOKENS, 0, Seen())
+        for number in range(flags.rounds):
+            order = (False, True) if number % 2 == 0 else (True, False)
+            for is_watched in order:
+                viewer = await asyncio.to_thread(Viewer, url) if is_watched else None
+                seen, before = Seen(), (cpu_s(router), cpu_s(gateway))
+                count = await turn(ask, flags.rate, flags.seconds, TOKENS, number, seen)
+                turns.append(
+                    Turn(
+                        is_watched=is_watched,
+                        requests=count,
+                        failed=seen.failed,
+                        router_s=cpu_s(router) - before[0],
+                        gateway_s=cpu_s(gateway) - before[1],
+                        router_bytes=router.memory_info().rss,
+                        frames=0 if viewer is None else viewer.frames,
+                    )
+                )
+                if viewer is not None:
+                    viewer.close()
+    return turns
+
+
+def ratios(turns: list[Turn]) -> list[float]:
+    """CPU of the router per request with a viewer, over that without one, of each pair of turns."""
+    found = []
+    for first, second in zip(turns[::2], turns[1::2], strict=True):
+        plain, watched = (second, first) if first.is_watched else (first, second)
+        found.append((watched.router_s / watched.requests) / (plain.router_s / plain.requests))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=60.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of a turn")
+    parser.add_argument("--rounds", type=int, default=6, help="pairs of turns")
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args()
+    with Running.start("--model", "toy", "--http", "0") as cluster:
+        turns = asyncio.run(measure(flags, cluster))
+    print("viewer  requests  failed  router CPU ms/request  gateway CPU s  router MiB  frames")
+    for one in turns:
+        print(
+            f"{'yes' if one.is_watched else 'no':6} {one.requests:9d} {one.failed:7d} "
+            f"{one.router_s / one.requests * 1e3:22.3f} {one.gateway_s:14.2f} {one.router_bytes / 2**20:11.1f} "
+            f"{one.frames:7d}"
+        )
+    found = ratios(turns)
+    print(
+        f"CPU of the router with a viewer: {statistics.median(found):.3f} of that without one "
+        f"(pairs: {min(found):.3f} to {max(found):.3f})"
+    )
+    if flags.json:
+        print(to_json([asdict(one) for one in turns]))
+
+
+if __name__ == "__main__":
+    main()
