@@ -162,9 +162,9 @@ class Gateway:
 
     async def _admitted(self, given: Headers) -> Caller:
         caller = await self._door.admit(headers.bearer_token(given.get("authorization")))
-        if not headers.is_own_host(given.get("host", "")) and await self._door.is_open():
+        if (why := headers.foreign(given)) and await self._door.is_open():
             expected = "call it by its address or as localhost, or give the cluster a token (PDSERVE_TOKEN)"
-            raise PermissionDenied(f"a call by the name {given['host'][:256]!r} without a token: {expected}")
+            raise PermissionDenied(f"{why}, and the cluster needs no token: {expected}")
         return caller
 
     def _declared(self, given: Headers) -> int:

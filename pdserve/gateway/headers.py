@@ -30,6 +30,16 @@ def bearer_token(authorization: str | None) -> str | None:
     return token
 
 
+def foreign(headers: Mapping[str, str]) -> str:
+    """Why the call may come from a page of another site in a browser on this host; empty if nothing says so."""
+    host = headers.get("host", "")
+    if not is_own_host(host):
+        return f"the call is for the name {host[:256]!r}"
+    if headers.get("sec-fetch-site", "").lower() == "cross-site":  # browsers send it to the loopback
+        return "the call comes from a page of another site"
+    return ""
+
+
 def is_own_host(host: str) -> bool:
     """Whether the Host header is an address, or a name that nobody can register.
 

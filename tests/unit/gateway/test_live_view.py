@@ -95,6 +95,16 @@ def test_a_name_that_resolves_to_this_host_is_not_served_without_a_token(toy: Se
     assert httpx.get(f"{toy.url}/v1/models", headers={"host": "localhost:1"}).status_code == 200
 
 
+def test_a_page_of_another_site_costs_nothing_without_a_token(toy: Served) -> None:
+    """It could not read the answer, but start requests, and take the places of viewers."""
+    for method, path in (("POST", "v1/completions"), ("GET", "ui/events")):
+        answer = httpx.request(
+            method, f"{toy.url}/{path}", headers={"sec-fetch-site": "cross-site"}, content=b'{"prompt": "x"}'
+        )
+        assert answer.status_code == 403
+        assert "another site" in answer.json()["error"]["message"]
+
+
 def test_a_proxys_name_is_served_with_a_token() -> None:
     with serve(token="operator") as served:
         headers = {"host": "llm.example.com", "authorization": "Bearer operator"}
