@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TextIO, final
@@ -33,7 +34,9 @@ class RecordFile:
         try:
             if self._path.is_file():
                 self._path.replace(self._path.with_name(self._path.name + OLD_SUFFIX))
-            self._file: TextIO = self._path.open("w", encoding="utf-8")
+            # Sampled tokens are the answers of callers, so other users of this host cannot read a new file.
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            self._file: TextIO = os.fdopen(descriptor, "w", encoding="utf-8")
         except OSError as error:
             raise ConfigError("record", path, f"a file that can be written ({error.strerror})") from error
         self._bytes_left = max_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,16 @@ def test_a_recording_stops_at_its_limit_and_replays_up_to_there(
         assert [step.now_s for step in read(lines)] == [
             float(number) for number in range(len(path.open().readlines()) - 1)
         ]
+
+
+def test_other_users_cannot_read_the_answers(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    before = os.umask(0)
+    try:
+        RecordFile(str(path), SETTINGS, max_bytes=2000).close()
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_an_older_recording_is_kept_beside_the_new_one(tmp_path: Path) -> None:
