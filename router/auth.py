@@ -46,12 +46,13 @@ POLICY: Final[Mapping[str, Access]] = {
 }
 _SCHEME: Final = "bearer "
 # Without a default, so that a handler whose call nobody has authorised fails.
-_tenant: ContextVar[Tenant] = ContextVar("pdserve_tenant")
+_authorise: ContextVar[Callable[[], Tenant]] = ContextVar("pdserve_authorise")
 
 
 def current_tenant() -> Tenant:
-    """The tenant whose call this task answers."""
-    return _tenant.get()
+    """The tenant whose call this task answers, by the present key file: a client may send its message long after its
+    call began. Raises Unauthenticated if its key was removed meanwhile."""
+    return _authorise.get()()
 
 
 def authorised(method: str, metadata: Any, token: str, keys: KeyFile | None) -> Tenant:
@@ -90,11 +91,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         details = handler_call_details
+
+        def authorise() -> Tenant:
+            return authorised(details.method, details.invocation_metadata, self._token, self._keys())
+
         try:
-            # Never reset: gRPC runs each call in its own task, whose context ends with it.
-            _tenant.set(authorised(details.method, details.invocation_metadata, self._token, self._keys()))
+            authorise()
         except PdserveError as error:
             return self._refusal(error)
+        _authorise.set(authorise)  # never reset: gRPC runs each call in its own task, whose context ends with it
         return await continuation(details)
 
     def _refusal(self, error: PdserveError) -> Any:

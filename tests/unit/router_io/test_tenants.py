@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 from pdserve import AsyncClient, InvalidRequest, PermissionDenied, Unauthenticated
 from pdserve.client.retry import Retries
 from pdserve.core.errors import ConfigError
-from pdserve.core.key_file import MAX_FILE_BYTES, key_hash, make_key
+from pdserve.core.key_file import MAX_FILE_BYTES, Tenant, key_hash, make_key
 from pdserve.v1 import inference_pb2
+from router import auth
+from router.auth import authorised
 from router.events import RequestArrived
 from router.replay import decode_step, replay
 from router.tenants import Tenants
@@ -107,6 +110,34 @@ async def test_revoked_keys_end_and_new_keys_begin(connect: Connect, decode: Pro
     write(keys, {"acme": (FOREIGN,)})
     await front.server._tenants.refresh()
     assert [await is_accepted(front, key) for key in (ACME, BETA, FOREIGN)] == [False, False, True]
+
+
+async def test_a_call_that_began_before_its_key_was_removed_is_rejected(
+    connect: Connect, decode: Program, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = await connect(decode, key_file=str(keys), token=OPERATOR)
+    has_begun, is_removed = asyncio.Event(), asyncio.Event()
+
+    def note(*args: Any) -> Tenant:
+        has_begun.set()
+        return authorised(*args)
+
+    async def late() -> AsyncIterator[bytes]:
+        await is_removed.wait()
+        yield inference_pb2.GenerateRequest(text="hello").SerializeToString()
+
+    monkeypatch.setattr(auth, "authorised", note)
+    async with grpc.aio.insecure_channel(front.server.address) as channel:
+        method = channel.stream_stream("/pdserve.v1.InferenceService/Generate")
+        call = method(late(), metadata=(("authorization", f"Bearer {ACME}"),))
+        async with asyncio.timeout(20.0):
+            await has_begun.wait()
+            write(keys, {"beta": (BETA,)})
+            await front.server._tenants.refresh()
+            is_removed.set()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_a_change_is_noticed(connect: Connect, decode: Program, keys: Path) -> None:
