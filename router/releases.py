@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import final
 
 from pdserve.core.protocol import Load
-from router.events import Event, WorkerForgotten, WorkerLost
+from router.events import Event, TimePassed, WorkerForgotten, WorkerLost
 from router.quotas import AnswerClaim
 
 
@@ -19,17 +19,21 @@ class PendingReleases:
 
     def ended(self, request_id: str, claim: AnswerClaim, now_s: float) -> None:
         """The request has ended."""
+        former = self._claims.get(request_id)
+        if former is not None:  # the id was free again before this saw it
+            former.release(now_s)
         self._claims[request_id] = claim
         self._release((request_id,), now_s)
 
     def after(self, event: Event, now_s: float) -> None:
-        """The state has handled the event. A message about an attempt can free its own request only."""
+        """The state has handled the event. A message about an attempt can free its own request only; time can free any,
+        because it ends the wait for workers that never answer."""
         if not self._claims:
             return
         key = getattr(event, "key", None)
         if key is not None:
             self._release((key.request_id,), now_s)
-        elif isinstance(event, Load | WorkerLost | WorkerForgotten):
+        elif isinstance(event, Load | WorkerLost | WorkerForgotten | TimePassed):
             self._release(list(self._claims), now_s)
 
     def _release(self, request_ids: Iterable[str], now_s: float) -> None:

@@ -7,7 +7,7 @@ import pytest
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.key_file import Tenant
 from pdserve.core.protocol import Load, Released
-from router.events import Event, TimePassed, WorkerForgotten, WorkerLost
+from router.events import Event, StopMatched, TimePassed, WorkerForgotten, WorkerLost
 from router.quotas import AnswerClaim, Quotas
 from router.releases import PendingReleases
 
@@ -30,7 +30,8 @@ def released(request_id: str) -> Event:
     [
         (released("a"), 2),
         (released("b"), 3),
-        (TimePassed(), 3),
+        (TimePassed(), 1),
+        (StopMatched(request_id="a", num_output_tokens=1), 3),
         (LOAD, 1),
         (WorkerLost(worker_id="d0"), 1),
         (WorkerForgotten(worker_id="d0"), 1),
@@ -57,4 +58,19 @@ def test_an_event_frees_those_that_the_state_has_forgotten(event: Event, running
 def test_a_request_that_no_worker_has_seen_is_free_at_its_end() -> None:
     quotas = Quotas()
     PendingReleases(lambda request_id: False).ended("a", claim(quotas), 1.0)
+    assert quotas.running("acme") == 0
+
+
+def test_an_id_that_is_used_again_does_not_keep_the_earlier_answer() -> None:
+    """The state has forgotten the first request in an event that frees nothing here, and the client retried its id."""
+    quotas, known = Quotas(), {"a"}
+    releases = PendingReleases(known.__contains__)
+    releases.ended("a", claim(quotas), 1.0)
+    retried = claim(quotas)
+    releases.after(LOAD, 2.0)
+    assert quotas.running("acme") == 2
+    releases.ended("a", retried, 3.0)
+    assert quotas.running("acme") == 1
+    known.clear()
+    releases.after(LOAD, 4.0)
     assert quotas.running("acme") == 0
