@@ -49,7 +49,8 @@ const feed = createFeed({
     states.set(state);
   },
 });
-const explain = isRecording ? async (id) => window.PDSERVE_EXPLANATIONS?.[id] ?? null : feed.explain;
+const recorded = new Map(Object.entries(window.PDSERVE_EXPLANATIONS ?? {})); // an id may be any name, such as "constructor"
+const explain = isRecording ? async (id) => recorded.get(id) ?? null : feed.explain;
 const states = createStates(feed);
 const empty = createEmpty(() => hello.model);
 
