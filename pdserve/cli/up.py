@@ -92,8 +92,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="tenants, their quotas and hashes of their keys, as `pdserve keys` writes them",
     )
-    parser.add_argument(
-        "--log-format", choices=FORMATS, help=f"text, or one JSON object per line; also in {FORMAT_ENV} (text)"
+    add(
+        "--log-format",
+        choices=FORMATS,
+        default=keep,
+        help=f"text, or one JSON object per line; also in {FORMAT_ENV} (text)",
     )
     add(
         "--log-dir",
@@ -126,11 +129,9 @@ def run(args: argparse.Namespace) -> int:
     from pdserve.launch import settings
     from pdserve.launch.serve import serve
 
-    flags = {
-        name: value for name, value in vars(args).items() if name not in ("command", "config", "set", "log_format")
-    }
-    if args.log_format:
-        os.environ[FORMAT_ENV] = args.log_format  # the processes inherit it
+    flags = {name: value for name, value in vars(args).items() if name not in ("command", "config", "set")}
+    if "log_format" in flags:
+        os.environ[FORMAT_ENV] = flags.pop("log_format")  # the processes inherit it
     try:
         asked = settings.read(flags, Path(args.config) if args.config else None, args.set)
     except ConfigError as error:
