@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx2 as httpx
@@ -11,7 +12,7 @@ import pytest
 
 from pdserve.core.types import Role
 from pdserve.gateway.headers import is_own_host
-from tests.unit.gateway.conftest import WAIT_S, Served, serve
+from tests.unit.gateway.conftest import WAIT_S, Served, serve, until
 
 OWN = {"x-pdserve-ui": "1"}
 
@@ -53,11 +54,14 @@ def test_a_worker_is_drained_and_resumed(bundled: Served) -> None:
     def prefill() -> Any:
         return next(one for one in bundled.sdk.topology().workers if one.role == Role.PREFILL)
 
+    def is_drained(expected: bool) -> bool:
+        return prefill().is_drained is expected
+
     name = prefill().worker_id
     for command, expected in (("drain", True), ("undrain", False)):
         answer = httpx.post(f"{bundled.url}/ui/workers/{name}/{command}", headers=OWN)
         assert (answer.status_code, answer.content) == (204, b"")
-        assert prefill().is_drained is expected
+        until(partial(is_drained, expected))  # after the worker's next report
     assert httpx.post(f"{bundled.url}/ui/workers/nobody/drain", headers=OWN).status_code == 404
 
 
