@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from pdserve.core.percentiles import nearest_rank
 from pdserve.core.types import Slo
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 
@@ -188,5 +189,4 @@ def percentile(values: Sequence[float], share: float) -> float:
     """Nearest rank; nan where there are no values."""
     if not values:
         return math.nan
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
+    return nearest_rank(sorted(values), share)

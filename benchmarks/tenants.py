@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pdserve.core.key_file import Tenant
+from pdserve.core.percentiles import nearest_rank
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
 from router.quotas import BURST_S
 from router.settings import RouterSettings
 from simulator.cluster import make_workers
-from simulator.metrics import nearest_rank
 from simulator.model import RequestRow, SimConfig, TraceRequest
 from simulator.synthetic import Poisson, log_normal
 from simulator.world import simulate

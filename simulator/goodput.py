@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from pdserve.core.errors import ConfigError
-from simulator.metrics import LATE_TOKENS, miss, nearest_rank
+from pdserve.core.percentiles import nearest_rank
+from simulator.metrics import LATE_TOKENS, miss
 from simulator.model import RequestRow, SimConfig, Simulate, Trace, TraceRequest
 from simulator.reshape import Reshaped, Step, rate_scaled
 from simulator.sufficiency import TARGET as TARGET

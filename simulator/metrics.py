@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from pdserve.core.percentiles import nearest_rank
 from pdserve.core.types import Role
 from simulator.model import RequestRow, SimResult, WorkerRow
 
@@ -160,11 +161,6 @@ def percentiles(values: Iterable[float | None]) -> Percentiles:
         return Percentiles(of=0)
     p50, p90, p95, p99 = (nearest_rank(held, share) for share in SHARES)
     return Percentiles(of=len(held), mean=sum(held) / len(held), p50=p50, p90=p90, p95=p95, p99=p99)
-
-
-def nearest_rank(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all do not exceed."""
-    return ordered[min(max(math.ceil(share * len(ordered) - 1e-9) - 1, 0), len(ordered) - 1)]
 
 
 def _by_path(placed: list[RequestRow]) -> dict[str, tuple[int, int]]:

@@ -12,13 +12,13 @@ from typing import Final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.latency import CostModel
+from pdserve.core.percentiles import nearest_rank
 from pdserve.core.profile import Profile
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
 from router.settings import RouterSettings
 from simulator.bound import upper_bound
 from simulator.goodput import TARGET, TRICKLE, TraceWindow, cut
-from simulator.metrics import nearest_rank
 from simulator.model import Trace, TraceRequest
 from simulator.plan import CHUNK_TOKENS, Question, demand
 from simulator.reshape import Joined, Reshaped, Step, first, jittered, rate_scaled

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
 from pdserve.core.live import LiveFrame, LiveRequest
+from pdserve.core.percentiles import nearest_rank
 
 WINDOW_S: Final = 60.0  # of ended requests
 RATE_S: Final = 5.0  # of tokens and bytes
@@ -140,4 +140,4 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     """The nearest rank; None without values."""
     if not values:
         return None
-    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
+    return nearest_rank(sorted(values), share)

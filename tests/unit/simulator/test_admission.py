@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from pdserve.core.latency import CostPrior
+from pdserve.core.percentiles import nearest_rank
 from pdserve.core.types import Role, Slo
 from router.settings import RouterSettings
-from simulator.metrics import nearest_rank
 from simulator.model import RequestRow, SimConfig, SimResult, WorkerShape
 from simulator.synthetic import Poisson, lengths_of
 from simulator.world import World

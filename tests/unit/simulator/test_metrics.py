@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.latency import CostPrior
+from pdserve.core.percentiles import nearest_rank
 from pdserve.core.types import Path, Role, Slo
-from simulator.metrics import Percentiles, miss, nearest_rank, percentiles, summarise, tokens_in_time
+from simulator.metrics import Percentiles, miss, percentiles, summarise, tokens_in_time
 from simulator.misses import why, worst
 from simulator.model import RequestRow, SimConfig, SimResult, WorkerRow, WorkerShape
 
