@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final, final
 
-from pdserve.core.live import LiveFrame
+from pdserve.core.live import PERIOD_S, LiveFrame
 from router import replay
 from router.explaining import DecisionRecord
 from router.state import RouterState
 
-PERIOD_S: Final = 0.25
 MOST_FRAMES: Final = 2400  # ten minutes; of a longer recording the period is longer
 MOST_ROWS: Final = 64  # in progress, of one frame
 MOST_EXPLAINED: Final = 1000  # requests, the last ones

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.live import PERIOD_S
 
 HELP = "show a recording in the live view: one HTML page with play, pause and scrub"
 
@@ -20,9 +21,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--every",
         type=float,
-        default=0.25,
+        default=PERIOD_S,
         metavar="S",
-        help="seconds between two frames; longer recordings need more (0.25)",
+        help=f"seconds between two frames; longer recordings need more ({PERIOD_S})",
     )
 
 

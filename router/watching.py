@@ -10,11 +10,11 @@ from typing import Final, final
 
 from pdserve.core.durations import check_duration
 from pdserve.core.errors import Overloaded
+from pdserve.core.live import PERIOD_S
 from pdserve.v1 import cluster_pb2
 from pdserve.wire.live import FRAME
 from router.state import RouterState
 
-PERIOD_S: Final = 0.25
 SHORTEST_S: Final = 0.1
 LONGEST_S: Final = 60.0
 MOST_VIEWERS: Final = 8  # of one router, because each costs it some milliseconds a second

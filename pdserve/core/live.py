@@ -6,8 +6,11 @@ Times without another origin are seconds of the router's own monotonic clock.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from pdserve.core.types import Role
+
+PERIOD_S: Final = 0.25  # between two frames, unless a viewer asks for another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

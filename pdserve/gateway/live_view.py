@@ -13,13 +13,12 @@ from typing import Any, Final
 
 from pdserve.client.aio import AsyncClient
 from pdserve.core.errors import Cancelled, PermissionDenied
-from pdserve.core.live import LiveFrame
+from pdserve.core.live import PERIOD_S, LiveFrame
 from pdserve.core.live_json import frame_to_json
 from pdserve.gateway import sse
 from pdserve.gateway.door import Caller
 from pdserve.gateway.respond import EVENT_STREAM
 
-PERIOD_S: Final = 0.25
 #: A page of another site cannot set it without the gateway's consent, which is never given.
 OWN_HEADER: Final = "x-pdserve-ui"
 
