@@ -28,7 +28,7 @@ TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class ViewTurn:
     is_watched: bool
     requests: int
     failed: int
@@ -58,10 +58,10 @@ class Viewer:
         self._answer.close()
 
 
-async def measure(flags: argparse.Namespace, cluster: Running) -> list[Turn]:
+async def measure(flags: argparse.Namespace, cluster: Running) -> list[ViewTurn]:
     router, gateway = (psutil.Process(cluster.pid(name)) for name in ("router", "gateway"))
     url = cluster.http_url.removesuffix("/v1")
-    turns: list[Turn] = []
+    turns: list[ViewTurn] = []
     async with AsyncClient(cluster.target) as sdk:
 
         async def ask(prompt: str, tokens: int) -> float:
@@ -76,7 +76,7 @@ async def measure(flags: argparse.Namespace, cluster: Running) -> list[Turn]:
                 seen, before = Seen(), (cpu_s(router), cpu_s(gateway))
                 count = await turn(ask, flags.rate, flags.seconds, TOKENS, number, seen)
                 turns.append(
-                    Turn(
+                    ViewTurn(
                         is_watched=is_watched,
                         requests=count,
                         failed=seen.failed,
@@ -91,7 +91,7 @@ async def measure(flags: argparse.Namespace, cluster: Running) -> list[Turn]:
     return turns
 
 
-def ratios(turns: list[Turn]) -> list[float]:
+def ratios(turns: list[ViewTurn]) -> list[float]:
     """CPU of the router per request with a viewer, over that without one, of each pair of turns."""
     found = []
     for first, second in zip(turns[::2], turns[1::2], strict=True):

@@ -17,7 +17,7 @@ CHANNELS: Final = 4  # connections, because the streams of one share its flow co
 
 
 @final
-class RouterServer:
+class GrpcServer:
     def __init__(
         self,
         name: str,

@@ -162,9 +162,9 @@ def _server(
             timeout_s=args.timeout,
             model=args.model,
         )
-    from simulator.bench.router_server import RouterServer
+    from simulator.bench.router_server import GrpcServer
 
-    return RouterServer(
+    return GrpcServer(
         name,
         address,
         sampling=sampling,

@@ -16,7 +16,7 @@ from simulator.bench.http_server import HttpServer, base_url
 from simulator.bench.load import LoadLevel, LoadPlan, SyntheticLoad
 from simulator.bench.prompts import DEFAULT_IDS
 from simulator.bench.result import BenchResult
-from simulator.bench.router_server import RouterServer
+from simulator.bench.router_server import GrpcServer
 from simulator.bench.server import AskedSampling, BenchServer, ServerReply
 from simulator.bench.session import BenchPlan, BenchSession
 from tests.unit.gateway.conftest import Served, serve
@@ -25,8 +25,8 @@ PATIENT_S = 120.0
 SAMPLING = AskedSampling(temperature=0.0, slo_ttft_s=PATIENT_S, slo_tpot_s=20.0)
 
 
-def router(address: str, **values: Any) -> RouterServer:
-    return RouterServer("router", address, **{"sampling": SAMPLING, "timeout_s": PATIENT_S, **values})
+def router(address: str, **values: Any) -> GrpcServer:
+    return GrpcServer("router", address, **{"sampling": SAMPLING, "timeout_s": PATIENT_S, **values})
 
 
 def http(url: str, **values: Any) -> HttpServer:
