@@ -28,7 +28,7 @@ from pdserve.gateway.door import Caller, Door
 from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint
 from pdserve.gateway.health import Health
-from pdserve.gateway.respond import Responder, send_json
+from pdserve.gateway.respond import Responder, send_json, send_whole
 from pdserve.gateway.responses_request import responses_call
 from pdserve.gateway.sdk_call import SdkCall, chat_call, text_call
 from pdserve.gateway.ui.page import page
@@ -120,9 +120,7 @@ class Gateway:
         caller = await self._admitted(given)
         await caller.client.topology()  # raises PermissionDenied for the key of a tenant
         text = self._metrics.text().encode()
-        start = [(b"content-type", METRICS_TYPE), (b"content-length", str(len(text)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": start})
-        await send({"type": "http.response.body", "body": text, "more_body": False})
+        await send_whole(send, 200, text, ((b"content-type", METRICS_TYPE),))
         return 200
 
     async def _answer_health(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
@@ -133,10 +131,7 @@ class Gateway:
     async def _live_page(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
         """Open to everyone: the page holds nothing, and asks for the token."""
         body, pairs = page()
-        start = [(name.encode(), value.encode()) for name, value in pairs.items()]
-        start.append((b"content-length", str(len(body)).encode()))
-        await send({"type": "http.response.start", "status": 200, "headers": start})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await send_whole(send, 200, body, ((name.encode(), value.encode()) for name, value in pairs.items()))
         return 200
 
     async def _live_events(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:

@@ -17,7 +17,7 @@ from pdserve.core.live import PERIOD_S, LiveFrame
 from pdserve.core.live_json import frame_to_json
 from pdserve.gateway import sse
 from pdserve.gateway.door import Caller
-from pdserve.gateway.respond import EVENT_STREAM
+from pdserve.gateway.respond import EVENT_STREAM, disconnected
 
 #: A page of another site cannot set it without the gateway's consent, which is never given.
 OWN_HEADER: Final = "x-pdserve-ui"
@@ -25,7 +25,7 @@ OWN_HEADER: Final = "x-pdserve-ui"
 
 async def stream_frames(caller: Caller, receive: Any, send: Any) -> int:
     """Until the viewer leaves or the router ends the stream. Raises PdserveError before the first frame."""
-    gone = asyncio.create_task(_disconnect(receive))
+    gone = asyncio.create_task(disconnected(receive))
     frames = caller.client.watch(PERIOD_S)
     try:
         first = await _next(frames, gone)
@@ -73,8 +73,3 @@ async def _next(frames: Any, gone: asyncio.Task[None]) -> LiveFrame | None:
             waiting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await waiting
-
-
-async def _disconnect(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, Final, final
 
 from pdserve.client.aio import AsyncClient
@@ -120,12 +120,21 @@ class Responder:
 
 
 async def send_json(send: Any, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-    start = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send_whole(send, status, body, ((b"content-type", b"application/json"), *headers))
+
+
+async def send_whole(send: Any, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    start = [*headers, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": start})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def _close_at_disconnect(receive: Any, answers: Answers) -> None:
+async def disconnected(receive: Any) -> None:
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _close_at_disconnect(receive: Any, answers: Answers) -> None:
+    await disconnected(receive)
     answers.close()
