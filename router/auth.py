@@ -43,6 +43,7 @@ POLICY: Final[Mapping[str, Access]] = {
     "/pdserve.v1.ClusterService/Drain": Access.OPERATOR,
     "/pdserve.v1.ClusterService/Undrain": Access.OPERATOR,
     "/pdserve.v1.ClusterService/Watch": Access.OPERATOR,
+    "/pdserve.v1.ClusterService/GetWorkerLog": Access.OPERATOR,
 }
 _SCHEME: Final = "bearer "
 # Without a default, so that a handler whose call nobody has authorised fails.

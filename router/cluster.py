@@ -21,6 +21,7 @@ from router.policy.interface import Candidate, Decision
 from router.runtime import Runtime
 from router.snapshot import WorkerFacts
 from router.watching import Watching
+from router.worker_logs import WorkerLogs
 
 # `given` fields of the dataclass are not sent, or are sent in another form, in `ignored` fields of the message.
 _WORKER: Final = Codec(
@@ -50,8 +51,8 @@ _EXPLANATION: Final = Codec(
 
 @final
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    def __init__(self, runtime: Runtime, watching: Watching, links: KvLinks, router_id: str) -> None:
-        self._runtime, self._watching, self._links = runtime, watching, links
+    def __init__(self, runtime: Runtime, watching: Watching, links: KvLinks, logs: WorkerLogs, router_id: str) -> None:
+        self._runtime, self._watching, self._links, self._logs = runtime, watching, links, logs
         self._router_id = router_id
         self._started_s = time.monotonic()
 
@@ -90,6 +91,15 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
                     yield frame
         except PdserveError as error:
             await status.abort(context, error)
+
+    async def GetWorkerLog(
+        self, request: cluster_pb2.GetWorkerLogRequest, context: Any
+    ) -> cluster_pb2.GetWorkerLogResponse:
+        await self._require(request.worker_id, context)
+        try:
+            return cluster_pb2.GetWorkerLogResponse(lines=await self._logs.read(request.worker_id))
+        except PdserveError as error:
+            return await status.abort(context, error)
 
     async def _require(self, worker_id: str, context: Any) -> None:
         workers = self._runtime.state.snapshot().workers

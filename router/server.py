@@ -238,7 +238,10 @@ class RouterServer:
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
-            ClusterServicer(self._runtime, self._watching, self._workers.links, self._config.router_id), self._server
+            ClusterServicer(
+                self._runtime, self._watching, self._workers.links, self._workers.logs, self._config.router_id
+            ),
+            self._server,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         services = (INFERENCE, CLUSTER, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -27,6 +27,7 @@ from router.events import Event, WorkerConnected, WorkerForgotten, WorkerLost
 from router.links import KvLinks
 from router.model import ModelFacts, difference, facts_of
 from router.session import SILENCE_S, WorkerSession
+from router.worker_logs import WorkerLogs
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Workers:
         self._contexts: dict[str, int] = {}  # longest sequence of each attached decode worker
         self.model: ModelFacts | None = None
         self.links = KvLinks()
+        self.logs = WorkerLogs(self.send)
         self.num_invalid = 0  # messages with a value out of bounds
 
     @property
@@ -161,6 +163,9 @@ class Workers:
                 return
             if message.HasField("kv_links"):
                 self.links.reported(session.worker_id, message.kv_links.links)
+                return
+            if message.HasField("log"):
+                self.logs.reported(session.worker_id, message.log.lines)
                 return
             event = decode_response(session.worker_id, message)
         except InvalidRequest as error:

@@ -23,6 +23,7 @@ from pdserve.client.request import Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
 from pdserve.core.errors import PdserveError
 from pdserve.core.live import LiveFrame
+from pdserve.core.log_line import LogLine
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
 from pdserve.wire.live import FRAME
@@ -120,6 +121,10 @@ class AsyncClient(BaseClient):
     async def undrain(self, worker_id: str) -> None:
         """Allows new work on a drained worker again. Raises NotFound."""
         await self._ask(calls.undrain(worker_id))
+
+    async def worker_log(self, worker_id: str) -> tuple[LogLine, ...]:
+        """The last lines of a worker's log, oldest first. Raises NotFound, or Unavailable if it does not answer."""
+        return await self._ask(calls.worker_log(worker_id))
 
     async def explain(self, request_id: str) -> Explanation:
         """Why a recent request was placed where it was. Raises NotFound after the router has forgotten it."""

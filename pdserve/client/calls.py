@@ -9,7 +9,9 @@ from typing import Any, Final, Generic, TypeVar
 from pdserve.client import results
 from pdserve.client.request import detokenize_request, token_bytes_request, tokenize_request
 from pdserve.client.results import Explanation, Model, Topology
+from pdserve.core.log_line import LogLine
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pdserve.wire.log_line import LOG_LINE
 
 Result = TypeVar("Result")
 _SERVICE: Final = "pdserve.v1.InferenceService"
@@ -70,6 +72,11 @@ def drain(worker_id: str) -> UnaryCall[None]:
 
 def undrain(worker_id: str) -> UnaryCall[None]:
     return _cluster("Undrain", cluster_pb2.UndrainRequest(worker_id=worker_id), lambda _: None)
+
+
+def worker_log(worker_id: str) -> UnaryCall[tuple[LogLine, ...]]:
+    request = cluster_pb2.GetWorkerLogRequest(worker_id=worker_id)
+    return _cluster("GetWorkerLog", request, lambda response: tuple(map(LOG_LINE.decode, response.lines)))
 
 
 def explain(request_id: str) -> UnaryCall[Explanation]:

@@ -22,6 +22,7 @@ from pdserve.client.request import Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
 from pdserve.core.errors import PdserveError
 from pdserve.core.live import LiveFrame
+from pdserve.core.log_line import LogLine
 from pdserve.wire import status
 from pdserve.wire.live import FRAME
 
@@ -122,6 +123,10 @@ class Client(BaseClient):
     def undrain(self, worker_id: str) -> None:
         """Allows new work on a drained worker again. Raises NotFound."""
         self._ask(calls.undrain(worker_id))
+
+    def worker_log(self, worker_id: str) -> tuple[LogLine, ...]:
+        """The last lines of a worker's log, oldest first. Raises NotFound, or Unavailable if it does not answer."""
+        return self._ask(calls.worker_log(worker_id))
 
     def explain(self, request_id: str) -> Explanation:
         """Why a recent request was placed where it was. Raises NotFound after the router has forgotten it."""

@@ -75,6 +75,7 @@ class Gateway:
                 self._route("/ui/requests/{request_id:path}", "GET", self._live_request),  # TENANT/ID
                 self._route("/ui/workers/{worker_id}/drain", "POST", self._live_command(AsyncClient.drain)),
                 self._route("/ui/workers/{worker_id}/undrain", "POST", self._live_command(AsyncClient.undrain)),
+                self._route("/ui/workers/{worker_id}/log", "GET", self._live_worker_log),
                 self._route("/metrics", "GET", self._metrics_text),
                 self._route("/health", "GET", self._answer_health),
             ],
@@ -141,6 +142,10 @@ class Gateway:
         caller = await self._admitted(given)
         found = await live_view.explanation(caller.client, scope["path_params"]["request_id"])
         return await _send(send, 200, found)
+
+    async def _live_worker_log(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
+        caller = await self._admitted(given)
+        return await _send(send, 200, await live_view.worker_log(caller.client, scope["path_params"]["worker_id"]))
 
     def _live_command(self, command: Callable[[AsyncClient, str], Awaitable[None]]) -> Handler:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers) -> int:

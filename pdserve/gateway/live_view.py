@@ -53,6 +53,11 @@ async def explanation(client: AsyncClient, request_id: str) -> dict[str, Any]:
     return asdict(await client.explain(request_id))
 
 
+async def worker_log(client: AsyncClient, worker_id: str) -> dict[str, Any]:
+    """Raises NotFound, and Unavailable if the worker does not answer."""
+    return {"lines": [asdict(one) for one in await client.worker_log(worker_id)]}
+
+
 def check_own(given: Mapping[str, str]) -> None:
     """Raises PermissionDenied if the request may come from a page of another site."""
     if OWN_HEADER not in given:

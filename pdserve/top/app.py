@@ -160,13 +160,14 @@ class TopApp(App[int]):
         self._message = ""
 
     async def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
-        if event.data_table is not self._request_table:
-            return
-        request_id = self._ids.get(str(event.row_key.value))
-        if request_id is None:  # the row has just left
-            return
+        name = str(event.row_key.value)
         try:
-            lines = text.explanation_lines(await self._source.explain(request_id))
+            if event.data_table is not self._request_table:
+                lines = text.log_lines(await self._source.worker_log(name))
+            elif (request_id := self._ids.get(name)) is not None:
+                lines = text.explanation_lines(await self._source.explain(request_id))
+            else:  # the row has just left
+                return
         except PdserveError as error:
             lines = [error.message]
         self.push_screen(Details(lines))

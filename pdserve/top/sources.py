@@ -11,6 +11,7 @@ from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Explanation
 from pdserve.core.errors import InvalidRequest, NotFound
 from pdserve.core.live import LiveFrame
+from pdserve.core.log_line import LogLine
 
 PERIOD_S: Final = 0.5
 
@@ -25,6 +26,10 @@ class FrameSource(Protocol):
 
     async def explain(self, request_id: str) -> Explanation:
         """Raises NotFound."""
+        ...
+
+    async def worker_log(self, worker_id: str) -> Sequence[LogLine]:
+        """Raises PdserveError if it cannot be read."""
         ...
 
     async def drain(self, worker_id: str, *, is_drained: bool) -> None: ...
@@ -45,6 +50,9 @@ class RouterSource:
 
     async def explain(self, request_id: str) -> Explanation:
         return await self._client.explain(request_id)
+
+    async def worker_log(self, worker_id: str) -> Sequence[LogLine]:
+        return await self._client.worker_log(worker_id)
 
     async def drain(self, worker_id: str, *, is_drained: bool) -> None:
         await (self._client.drain(worker_id) if is_drained else self._client.undrain(worker_id))
@@ -73,6 +81,9 @@ class RecordingSource:
         if found is None:
             raise NotFound("recorded request", request_id[:128])
         return found
+
+    async def worker_log(self, worker_id: str) -> Sequence[LogLine]:
+        raise NotFound("recorded log of worker", worker_id[:128])
 
     async def drain(self, worker_id: str, *, is_drained: bool) -> None:
         raise InvalidRequest("worker", worker_id, "a running cluster: this is a recording")

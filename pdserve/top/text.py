@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Final
 
 from pdserve.client.results import Explanation
 from pdserve.core.live import LiveRequest, LiveWorker
+from pdserve.core.log_line import LogLine
 from pdserve.top.history import Tiles
 
 NONE: Final = "-"
@@ -131,3 +133,10 @@ def explanation_lines(found: Explanation) -> list[str]:
         predicted = f"{seconds(one.predicted_ttft_s):>9}{seconds(one.predicted_tpot_s):>9}"
         lines.append(f"{mark} {where:<22}{predicted}{slack:>8}{'' if one.is_feasible else '  misses a target'}")
     return lines
+
+
+def log_lines(found: Sequence[LogLine]) -> list[str]:
+    """Times are UTC."""
+    times = [datetime.fromtimestamp(one.at_unix_s, UTC) for one in found]
+    lines = [f"{at:%H:%M:%S}Z {one.level:<8} {one.text}" for at, one in zip(times, found, strict=True)]
+    return lines or ["The worker has logged nothing yet."]

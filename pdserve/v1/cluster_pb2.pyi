@@ -147,6 +147,18 @@ class WatchResponse(_message.Message):
     frame: LiveFrame
     def __init__(self, frame: _Optional[_Union[LiveFrame, _Mapping]] = ...) -> None: ...
 
+class GetWorkerLogRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class GetWorkerLogResponse(_message.Message):
+    __slots__ = ("lines",)
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    lines: _containers.RepeatedCompositeFieldContainer[_worker_pb2.LogLine]
+    def __init__(self, lines: _Optional[_Iterable[_Union[_worker_pb2.LogLine, _Mapping]]] = ...) -> None: ...
+
 class LiveFrame(_message.Message):
     __slots__ = ("at_s", "queued", "running", "omitted", "totals", "workers", "requests")
     AT_S_FIELD_NUMBER: _ClassVar[int]

@@ -59,6 +59,11 @@ class ClusterServiceStub:
                 request_serializer=pdserve_dot_v1_dot_cluster__pb2.WatchRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_cluster__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.GetWorkerLog = channel.unary_unary(
+                '/pdserve.v1.ClusterService/GetWorkerLog',
+                request_serializer=pdserve_dot_v1_dot_cluster__pb2.GetWorkerLogRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.GetWorkerLogResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -98,6 +103,13 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetWorkerLog(self, request, context):
+        """The last lines of a worker's log.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -125,6 +137,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=pdserve_dot_v1_dot_cluster__pb2.WatchRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_cluster__pb2.WatchResponse.SerializeToString,
+            ),
+            'GetWorkerLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWorkerLog,
+                    request_deserializer=pdserve_dot_v1_dot_cluster__pb2.GetWorkerLogRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.GetWorkerLogResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -262,6 +279,33 @@ class ClusterService:
             '/pdserve.v1.ClusterService/Watch',
             pdserve_dot_v1_dot_cluster__pb2.WatchRequest.SerializeToString,
             pdserve_dot_v1_dot_cluster__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWorkerLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.ClusterService/GetWorkerLog',
+            pdserve_dot_v1_dot_cluster__pb2.GetWorkerLogRequest.SerializeToString,
+            pdserve_dot_v1_dot_cluster__pb2.GetWorkerLogResponse.FromString,
             options,
             channel_credentials,
             insecure,

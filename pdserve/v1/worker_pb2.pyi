@@ -47,7 +47,7 @@ FAILURE_KIND_INVALID: FailureKind
 FAILURE_KIND_TRANSFER: FailureKind
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "admit", "cancel", "drain", "batch", "undrain")
+    __slots__ = ("hello", "reserve", "prefill", "admit", "cancel", "drain", "batch", "undrain", "read_log")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class AttachRequest(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     UNDRAIN_FIELD_NUMBER: _ClassVar[int]
+    READ_LOG_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     reserve: Reserve
     prefill: Prefill
@@ -64,7 +65,8 @@ class AttachRequest(_message.Message):
     drain: DrainWorker
     batch: AttachRequests
     undrain: UndrainWorker
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[DrainWorker, _Mapping]] = ..., batch: _Optional[_Union[AttachRequests, _Mapping]] = ..., undrain: _Optional[_Union[UndrainWorker, _Mapping]] = ...) -> None: ...
+    read_log: ReadLog
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[DrainWorker, _Mapping]] = ..., batch: _Optional[_Union[AttachRequests, _Mapping]] = ..., undrain: _Optional[_Union[UndrainWorker, _Mapping]] = ..., read_log: _Optional[_Union[ReadLog, _Mapping]] = ...) -> None: ...
 
 class AttachRequests(_message.Message):
     __slots__ = ("messages",)
@@ -158,8 +160,28 @@ class UndrainWorker(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ReadLog(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RecentLog(_message.Message):
+    __slots__ = ("lines",)
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    lines: _containers.RepeatedCompositeFieldContainer[LogLine]
+    def __init__(self, lines: _Optional[_Iterable[_Union[LogLine, _Mapping]]] = ...) -> None: ...
+
+class LogLine(_message.Message):
+    __slots__ = ("at_unix_s", "level", "text")
+    AT_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    at_unix_s: float
+    level: str
+    text: str
+    def __init__(self, at_unix_s: _Optional[float] = ..., level: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
 class AttachResponse(_message.Message):
-    __slots__ = ("hello", "load", "granted", "refused", "first_token", "transfer_ended", "tokens", "failed", "released", "kv_events", "batch_timed", "prompt_scored", "batch", "kv_links")
+    __slots__ = ("hello", "load", "granted", "refused", "first_token", "transfer_ended", "tokens", "failed", "released", "kv_events", "batch_timed", "prompt_scored", "batch", "kv_links", "log")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +196,7 @@ class AttachResponse(_message.Message):
     PROMPT_SCORED_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     KV_LINKS_FIELD_NUMBER: _ClassVar[int]
+    LOG_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     load: Load
     granted: Granted
@@ -188,7 +211,8 @@ class AttachResponse(_message.Message):
     prompt_scored: PromptScored
     batch: AttachResponses
     kv_links: KvLinks
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., batch_timed: _Optional[_Union[BatchTimed, _Mapping]] = ..., prompt_scored: _Optional[_Union[PromptScored, _Mapping]] = ..., batch: _Optional[_Union[AttachResponses, _Mapping]] = ..., kv_links: _Optional[_Union[KvLinks, _Mapping]] = ...) -> None: ...
+    log: RecentLog
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., batch_timed: _Optional[_Union[BatchTimed, _Mapping]] = ..., prompt_scored: _Optional[_Union[PromptScored, _Mapping]] = ..., batch: _Optional[_Union[AttachResponses, _Mapping]] = ..., kv_links: _Optional[_Union[KvLinks, _Mapping]] = ..., log: _Optional[_Union[RecentLog, _Mapping]] = ...) -> None: ...
 
 class AttachResponses(_message.Message):
     __slots__ = ("messages",)

@@ -29,6 +29,7 @@ from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.listening import ignore_poller_races
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
+from pdserve.telemetry.recent_log import RecentLog
 from pdserve.telemetry.tracing import Tracing, make_tracing
 from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
@@ -91,6 +92,7 @@ class WorkerHost:
         self._servicer: WorkerServicer | None = None
         self._publisher: WorkerPublisher | None = None
         self._tracing, self._metrics = Tracing.off(), Metrics.off()
+        self._recent_log = RecentLog()
         self._has_ended = threading.Event()
         self._stop_lock = threading.Lock()
         self._is_fatal = False
@@ -103,6 +105,7 @@ class WorkerHost:
     def start(self) -> str:
         """Returns HOST:PORT once the engine has sampled a real token and the server answers. Raises the errors of
         building."""
+        logging.getLogger().addHandler(self._recent_log)
         self._loop_thread.start()
         try:
             port = self._on_loop(self._bind())
@@ -152,6 +155,7 @@ class WorkerHost:
                 self._loop_thread.join(5.0)
             self._metrics.close()
             self._tracing.close()
+            logging.getLogger().removeHandler(self._recent_log)
             self._has_ended.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -202,7 +206,9 @@ class WorkerHost:
         self._publisher = make_publisher(
             self._config, self._role, self._incarnation, self.address, program.limits.hash_seed
         )
-        self._servicer = WorkerServicer(program, self._engine.post, lambda: self._engine.num_waiting_calls)
+        self._servicer = WorkerServicer(
+            program, self._engine.post, lambda: self._engine.num_waiting_calls, self._recent_log.lines
+        )
         checker = CallChecker(self._secret, self.address, partial(secrets.token_bytes, NONCE_BYTES))
         self._proofs.serve(checker, self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)

@@ -14,7 +14,9 @@ from typing import Any, Final, final
 
 import grpc
 
+from pdserve.core.log_line import LogLine
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.wire.log_line import LOG_LINE
 from pdserve.worker.program import RoleProgram
 
 log = logging.getLogger(__name__)
@@ -101,8 +103,8 @@ def _may_follow(first: worker_pb2.AttachResponse, more: worker_pb2.AttachRespons
 
 def _size(message: worker_pb2.AttachResponse) -> int:
     """The size of a message, in token rows."""
-    if message.HasField("prompt_scored"):
-        return 1 + message.prompt_scored.ByteSize() // ROW_BYTES
+    if message.HasField("prompt_scored") or message.HasField("log"):
+        return 1 + message.ByteSize() // ROW_BYTES
     return 1 + len(message.tokens.rows) + len(message.tokens.plain.token_ids)
 
 
@@ -111,12 +113,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """WorkerService on a grpc.aio server; every method runs on its event loop."""
 
     def __init__(
-        self, program: RoleProgram, post: Callable[[Callable[[], None]], None], num_waiting_calls: Callable[[], int]
+        self,
+        program: RoleProgram,
+        post: Callable[[Callable[[], None]], None],
+        num_waiting_calls: Callable[[], int],
+        recent_log: Callable[[], tuple[LogLine, ...]] = tuple,
     ) -> None:
         self.program = program
         self._hello = worker_pb2.AttachResponse(hello=program.hello())
         self._post = post
         self._num_waiting_calls = num_waiting_calls
+        self._recent_log = recent_log
         self._numbers = itertools.count(1)
         self._outboxes: dict[int, SessionOutbox] = {}
         # The newest session of each router process. Two processes may have the same router id: neither may end the
@@ -182,8 +189,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     await asyncio.sleep(INBOX_PAUSE_S)
                 received_s = self.program.context.now()  # now, because the message may wait for the running step
                 for one in message.batch.messages if message.HasField("batch") else (message,):
-                    self._post(partial(self.program.handle, session, one, received_s))
+                    if one.HasField("read_log"):
+                        outbox.put([self._log()])
+                    else:
+                        self._post(partial(self.program.handle, session, one, received_s))
         except (grpc.aio.UsageError, grpc.aio.AbortError):  # cancelled under the read, or a message did not parse
             return
         finally:
             outbox.close()
+
+    def _log(self) -> worker_pb2.AttachResponse:
+        lines = map(LOG_LINE.encode, self._recent_log())
+        return worker_pb2.AttachResponse(log=worker_pb2.RecentLog(lines=lines))

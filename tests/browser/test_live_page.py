@@ -200,6 +200,28 @@ def test_a_worker_is_drained_and_resumed(serve: Serve, open_page: Open, busy: An
     expect(page.locator("#detail [role=status]")).to_have_text("This was not done: only the operator may drain")
 
 
+def test_a_worker_shows_the_last_lines_of_its_log(serve: Serve, open_page: Open, busy: Any) -> None:
+    frames, _ = busy
+    server = serve(frames)
+    line = {"at_unix_s": 1.8e9, "level": "INFO", "text": "pdserve.worker.host: worker is ready worker_id=d2"}
+    server.logs["d2"] = [line, line]
+    page = open_page(server.url + "/ui")
+    settle(page, frames)
+    page.locator("[data-worker=d2]").click()
+    lines = page.locator("#detail .log li")
+    expect(lines).to_have_count(2)
+    expect(lines.first).to_contain_text("INFO pdserve.worker.host: worker is ready worker_id=d2")
+    server.logs["d2"] = [line, {**line, "at_unix_s": 1.8e9 + 1, "level": "ERROR", "text": HOSTILE}]
+    expect(lines.last).to_contain_text(HOSTILE)
+    expect(lines.last).to_have_attribute("data-level", "ERROR")
+    assert page.evaluate("window.hacked") is None
+    server.worker_error = (503, "worker d2 did not answer within 2 s")
+    expect(page.locator("#detail-body")).to_contain_text("could not be read: worker d2 did not answer within 2 s")
+    expect(lines).to_have_count(2)
+    page.locator("[data-worker=p0]").click()
+    expect(lines).to_have_count(0)
+
+
 def test_a_drained_worker_offers_to_resume(serve: Serve, open_page: Open) -> None:
     frames, _ = recorded(Load(seed=3, drained={"d2": 1.0}), 5.0)
     server = serve(frames)

@@ -41,6 +41,7 @@ class UiServer:
         self.refuse: tuple[int, str] | None = None  # status and message for every stream
         self.explanations: dict[str, dict[str, Any]] = {}
         self.worker_error: tuple[int, str] | None = None
+        self.logs: dict[str, list[dict[str, Any]]] = {}  # lines by worker
         self.actions: list[tuple[str, str, str | None]] = []  # worker, action, the header against cross-site requests
         self._stopping = threading.Event()
         self._http = ThreadingHTTPServer(("127.0.0.1", port), functools.partial(_Handler, self))
@@ -112,6 +113,13 @@ class _Handler(BaseHTTPRequestHandler):
                 self._error(404, "no longer kept")
             else:
                 self._answer(200, json.dumps(found).encode(), {"content-type": "application/json"})
+        elif self.path.startswith("/ui/workers/") and self.path.endswith("/log"):
+            worker = unquote(self.path.removeprefix("/ui/workers/").removesuffix("/log"))
+            if state.worker_error:
+                self._error(*state.worker_error)
+            else:
+                body = json.dumps({"lines": state.logs.get(worker, [])}).encode()
+                self._answer(200, body, {"content-type": "application/json"})
         else:
             self._error(404, "no such path")
 

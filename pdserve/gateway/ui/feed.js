@@ -126,6 +126,16 @@ export function createFeed({ onFrame, onHello, onState }) {
       if (!response.ok) throw new Error(await errorMessage(response));
       return response.json();
     },
+    // The last lines of a worker's log, the oldest first.
+    async workerLog(workerId) {
+      const response = await fetch(`/ui/workers/${encodeURIComponent(workerId)}/log`, {
+        headers: authorization(),
+        cache: "no-store",
+        credentials: "omit",
+      });
+      if (!response.ok) throw new Error(await errorMessage(response));
+      return (await response.json()).lines;
+    },
     // `action`: "drain" or "undrain".
     async changeWorker(workerId, action) {
       const response = await fetch(`/ui/workers/${encodeURIComponent(workerId)}/${action}`, {

@@ -22,6 +22,7 @@ import { createTransport } from "./transport.js";
 import { createWaterfall } from "./waterfall.js";
 import { createWorkerCards, workersAt } from "./workers.js";
 import { createWorkerDetail } from "./worker_detail.js";
+import { createWorkerLog } from "./worker_log.js";
 
 const SLOW_MS = 250;
 const recording = window.PDSERVE_FRAMES;
@@ -74,7 +75,7 @@ const panel = createPanel(
   { panel: byId("detail"), title: byId("detail-title"), body: byId("detail-body"), close: byId("detail-close") },
   selection,
   createRequestDetail(byId("detail-body"), explain),
-  createWorkerDetail(byId("detail-body"), selection, permissions, feed.changeWorker),
+  createWorkerDetail(byId("detail-body"), selection, permissions, feed.changeWorker, createWorkerLog(isRecording ? null : feed.workerLog)),
   timeline,
 );
 const transport = createTransport(

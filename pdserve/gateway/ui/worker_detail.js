@@ -1,4 +1,4 @@
-// The panel of one worker: its state over the last minute, its requests, and drain or resume.
+// The panel of one worker: its state over the last minute, its requests, its log, and drain or resume.
 
 import { curveLine, element, reconcile, setHidden, setText } from "./dom.js";
 import { count, seconds, shortId } from "./format.js";
@@ -6,7 +6,7 @@ import { WINDOW_S } from "./metrics.js";
 import { isLive, phaseAt, stateAt, workerIn } from "./phases.js";
 import { kvShares, stateOf, stateText } from "./workers.js";
 
-export function createWorkerDetail(body, selection, permissions, changeWorker) {
+export function createWorkerDetail(body, selection, permissions, changeWorker, log) {
   let shown = null;
   let parts = null;
   let message = "";
@@ -47,6 +47,7 @@ export function createWorkerDetail(body, selection, permissions, changeWorker) {
     parts.requests = element("tbody");
     parts.requestsTitle = element("h3");
     body.append(element("h3", { text: "Now" }), parts.facts, parts.requestsTitle, element("div", { className: "scroll" }, [element("table", {}, [parts.requests])]));
+    log.build(body);
   }
 
   function drawCurves(store, worker, atS) {
@@ -124,6 +125,7 @@ export function createWorkerDetail(body, selection, permissions, changeWorker) {
       drawCurves(store, worker, atS);
       drawFacts(worker);
       drawRequests(store, worker, atS);
+      log.update(worker.worker_id, isGone);
     },
   };
 }

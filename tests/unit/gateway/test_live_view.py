@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -63,6 +64,14 @@ def test_a_worker_is_drained_and_resumed(bundled: Served) -> None:
         assert (answer.status_code, answer.content) == (204, b"")
         until(partial(is_drained, expected))  # after the worker's next report
     assert httpx.post(f"{bundled.url}/ui/workers/nobody/drain", headers=OWN).status_code == 404
+
+
+def test_a_workers_log_is_read(bundled: Served) -> None:
+    name = bundled.sdk.topology().workers[0].worker_id
+    logging.getLogger("x").warning("of the worker's process")  # which is this one
+    found = httpx.get(f"{bundled.url}/ui/workers/{name}/log").json()
+    assert [(one["level"], one["text"]) for one in found["lines"]][-1] == ("WARNING", "x: of the worker's process")
+    assert httpx.get(f"{bundled.url}/ui/workers/nobody/log").status_code == 404
 
 
 def test_pages_of_other_sites_cannot_drain_a_worker(bundled: Served) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from pdserve import AsyncClient
 from pdserve.client.results import Explanation
 from pdserve.core.errors import NotFound, Unavailable
 from pdserve.core.live import LiveFrame
+from pdserve.core.log_line import LogLine
 from pdserve.testing import Cluster
 from pdserve.top.app import Details, TopApp
 from pdserve.top.sources import RecordingSource, RouterSource
@@ -40,6 +41,9 @@ class FakeSource:
 
     async def explain(self, request_id: str) -> Explanation:
         raise NotFound("recent request", request_id)
+
+    async def worker_log(self, worker_id: str) -> Sequence[LogLine]:
+        return (LogLine(at_unix_s=1.8e9, level="WARNING", text=f"{worker_id} [b]is slow[/b]"),)
 
     async def drain(self, worker_id: str, *, is_drained: bool) -> None:
         self.drained.append((worker_id, is_drained))
@@ -126,6 +130,18 @@ async def test_the_cursor_stays_on_its_request() -> None:
         await until(pilot, lambda: rows(app, "requests")[0][0] == "c")
         table: DataTable[Any] = app.query_one("#requests", DataTable)
         assert table.cursor_row == 1
+
+
+async def test_enter_shows_the_log_of_a_worker() -> None:
+    source = FakeSource()
+    app = TopApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        source.queue.put_nowait(frame(100.0, request("a")))
+        await until(pilot, lambda: len(rows(app, "workers")) == 2)
+        await pilot.press("tab", "enter")
+        await until(pilot, lambda: isinstance(app.screen, Details) and app.screen.query("#details"))
+        details = str(app.screen.query_one("#details", Static).content)
+        assert details == "08:00:00Z WARNING  d0 [b]is slow[/b]"
 
 
 async def test_enter_explains_a_request_and_escape_closes_it() -> None:

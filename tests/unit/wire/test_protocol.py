@@ -62,10 +62,16 @@ def test_plain_tokens_come_before_rows() -> None:
 
 def test_every_message_has_a_codec_or_is_read_elsewhere() -> None:
     responses = {field.name for field in worker_pb2.AttachResponse.DESCRIPTOR.oneofs_by_name["message"].fields}
-    elsewhere = {"hello", "tokens", "kv_events", "prompt_scored", "batch", "kv_links"}
+    elsewhere = {"hello", "tokens", "kv_events", "prompt_scored", "batch", "kv_links", "log"}
     assert set(protocol._BY_NAME) == responses - elsewhere
     requests = {field.name for field in worker_pb2.AttachRequest.DESCRIPTOR.oneofs_by_name["message"].fields}
-    assert {name for name, _ in protocol._REQUESTS.values()} == requests - {"hello", "reserve", "prefill", "batch"}
+    assert {name for name, _ in protocol._REQUESTS.values()} == requests - {
+        "hello",
+        "reserve",
+        "prefill",
+        "batch",
+        "read_log",
+    }
 
 
 @pytest.mark.parametrize("command", [pr.Reserve(key=KEY, is_local=True), pr.Prefill(key=KEY, grant=b"opaque")])

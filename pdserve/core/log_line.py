@@ -1,0 +1,16 @@
+"""One line of a process's log, as the live view shows it. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+MOST_LINES: Final = 200  # kept by a process, and sent in one answer
+MOST_CHARS: Final = 2000  # of one line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    at_unix_s: float
+    level: str  # as in Python's logging, for example WARNING
+    text: str  # logger, message and fields; with the traceback of an error, several lines
