@@ -40,6 +40,7 @@ from pdserve.launch.spec import (
 from pdserve.launch.with_ray import spec_from_json
 from pdserve.model_source import find_model
 from pdserve.owned_folder import OwnedFolder
+from pdserve.telemetry.logs import log_to_stderr
 
 if __name__ == "__main__":  # before the import of ray, which reads its environment at import
     FOLDER: OwnedFolder | None = None
@@ -71,6 +72,7 @@ class WorkerActor:
         self._address = ""
         self._error = ""
         try:
+            log_to_stderr(module)  # Ray writes it into its session's log files
             config = parse_flags(WorkerConfig, flags, prog=module, environ=hidden)
             here = ray.util.get_node_ip_address()
             if is_on_many_hosts:

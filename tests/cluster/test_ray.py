@@ -57,6 +57,11 @@ def test_two_prefill_and_two_decode_actors(cluster: Cluster, requests: Callable[
     requests(cluster)
 
 
+def test_an_actor_keeps_its_log(cluster: Cluster) -> None:
+    with Client(cluster.target) as client:
+        assert any("worker is ready" in one.text for one in client.worker_log("d0"))
+
+
 def test_a_killed_decode_actor_costs_no_token_and_comes_back(cluster: Cluster) -> None:
     a_decode_worker_dies_in_mid_stream(cluster)
 
