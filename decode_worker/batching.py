@@ -112,6 +112,7 @@ class DecodeBatching:
             waiting=len(self._by_key) - len(running),
             context_tokens=sum(each.computed for each in running),
             pending_prefill_tokens=sum(pending),
+            preemptions=self.num_preemptions,
         )
 
     # -- begin and end of attempts -----------------------------------------------------------------------------

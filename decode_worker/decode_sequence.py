@@ -29,6 +29,7 @@ class DecodeSequence:
     first_token: int | None = None  # sampled by the prefill worker
     has_received: bool = False
     preemptions: int = 0
+    unreported_preemptions: int = 0  # since the last row that told their number
     started_s: float | None = None  # when computation first began
     ready_s: float = 0.0  # remote: when KV and first token had both arrived
     first_token_at_s: float = 0.0  # of the whole answer; once it decodes

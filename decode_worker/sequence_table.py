@@ -70,6 +70,7 @@ class SequenceTable:
         sequence.epochs = ()
         sequence.computed = sequence.cached = sequence.plain_until = 0
         sequence.preemptions += 1
+        sequence.unreported_preemptions += 1
         sequence.move(DecodeMove.PREEMPTED)
         self.running.remove(sequence)
         self._count(sequence, -1)

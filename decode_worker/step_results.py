@@ -122,6 +122,9 @@ class StepResults:
             decode_s = sequence.preempted_at_s - sequence.decoding_since_s
             sampled = replace(sampled, decode_s=decode_s, preempted_s=now_s - sequence.preempted_at_s)
             sequence.decoding_since_s, sequence.preempted_at_s = now_s, None
+        if sequence.unreported_preemptions:
+            sampled = replace(sampled, preemptions=sequence.unreported_preemptions)
+            sequence.unreported_preemptions = 0
         if finish is None:
             size = self._block_size
             sequence.plain_until = min(num_tokens + -num_tokens % size, sequence.ends_at - 1)
@@ -129,7 +132,7 @@ class StepResults:
             return
         assert sequence.decoding_since_s is not None
         decode_s = sampled.decode_s + now_s - sequence.decoding_since_s
-        effects.append(replace(sampled, decode_s=decode_s, preemptions=sequence.preemptions))
+        effects.append(replace(sampled, decode_s=decode_s))
         self._sequences.remove(sequence)
         effects.append(Released(key=sequence.key))
 

@@ -23,7 +23,7 @@ def join_rows(rows: Iterable[TokenRow]) -> list[TokenRow]:
         last.tokens += row.tokens
         last.finish = row.finish
         last.decode_s += row.decode_s
-        last.preemptions = row.preemptions
+        last.preemptions += row.preemptions
     return joined
 
 

@@ -237,7 +237,6 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> Sequence[St
         view.grew(booking, len(tokens))
         steps.append(_emit(cluster, request, tokens))
     if row.finish is not None or _is_full(request):
-        request.preemptions += row.preemptions
         request.timeline.is_accounted = row.finish is not None
         view.left_batch(booking)
         view.freed_s = cluster.now_s
@@ -288,6 +287,7 @@ def _account_decode(request: Request, row: TokenRow) -> None:
     request.timeline.report(Phase.DECODE_QUEUE, row.decode_queue_s)
     request.timeline.report(Phase.DECODE, row.decode_s)
     request.timeline.report(Phase.PREEMPTED, row.preempted_s)
+    request.preemptions += row.preemptions
 
 
 def _prefilled(request: Request, worker_id: str, block_size: int, durations: FirstToken | TokenRow) -> None:

@@ -72,4 +72,5 @@ def _worker(view: WorkerView, now_s: float) -> LiveWorker:
         steps=report.steps,
         step_s=view.last_step_s,
         silent_s=max(now_s - view.heard_s, 0.0),
+        preemptions=report.preemptions,
     )

@@ -90,14 +90,7 @@ class DecodeMachine(Machine):
         if run is None or run.count <= 1 or self.is_stalled:
             return load
         done = min(run.steps_by(self.agenda.now_s), run.count) - 1
-        return pr.Load(
-            free_blocks=load.free_blocks,
-            evictable_blocks=load.evictable_blocks,
-            running=load.running,
-            waiting=load.waiting,
-            context_tokens=load.context_tokens + done * len(run.step.decoding),
-            pending_prefill_tokens=load.pending_prefill_tokens,
-        )
+        return replace(load, context_tokens=load.context_tokens + done * len(run.step.decoding))
 
     # -- messages ------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class LiveWorker:
     steps: int
     step_s: float  # of the last step that it reported; 0: none
     silent_s: float
+    preemptions: int  # of sequences, for lack of KV blocks, since the worker's start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,6 +114,7 @@ class Load:
     pending_prefill_tokens: int = 0
     is_draining: bool = False
     is_drained: bool = False  # by an operator, who may undo it
+    preemptions: int = 0  # of sequences, for lack of KV blocks, since the worker's start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +194,7 @@ class TokenRow(_AboutAttempt):
     # with a remote attempt's first row: from arrival of KV and first token to the next step
     decode_queue_s: float = 0.0
     preempted_s: float = 0.0  # with the first row after a preemption; its decode_s is what was before
-    preemptions: int = 0
+    preemptions: int = 0  # since the last row that reported some
     queue_s: float = 0.0  # with a local attempt's first row, as the next two
     prefill_s: float = 0.0
     cached_tokens: int = 0

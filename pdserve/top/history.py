@@ -48,7 +48,6 @@ class History:
         self._ended: deque[LiveRequest] = deque(maxlen=MOST_ENDED)
         self._counts: deque[tuple[float, int, int]] = deque()  # time, output tokens, bytes
         self._began_s: float | None = None
-        self._preemptions: dict[str, int] = {}
 
     def ingest(self, frame: LiveFrame) -> None:
         self._note_workers(frame)
@@ -56,7 +55,6 @@ class History:
         if self._began_s is None:
             self._began_s = min([one.arrived_s for one in frame.requests], default=frame.at_s)
         live = [one for one in frame.requests if one.ended_s is None]
-        self._note_preemptions(frame.at_s, live)
         for one in frame.requests:
             if one.ended_s is not None:
                 self._ended.append(one)
@@ -116,6 +114,9 @@ class History:
                 self._note(frame.at_s, f"{one.worker_id} connected")
             elif was.is_connected and not one.is_connected:
                 self._note(frame.at_s, f"{one.worker_id} lost")
+            elif one.preemptions > was.preemptions:
+                count = one.preemptions - was.preemptions
+                self._note(frame.at_s, f"{one.worker_id} preempted {count} for lack of KV blocks")
             elif one.is_drained != was.is_drained:
                 self._note(frame.at_s, f"{one.worker_id} {'drained' if one.is_drained else 'resumed'} by an operator")
         for worker_id in before:
@@ -124,13 +125,6 @@ class History:
     def _note_end(self, one: LiveRequest, ended_s: float) -> None:
         if one.outcome in ("rejected", "failed", "expired"):
             self._note(ended_s, f"{one.request_id[:16]} {one.outcome}: {one.why or 'no reason was given'}")
-
-    def _note_preemptions(self, at_s: float, live: Sequence[LiveRequest]) -> None:
-        counts = {one.request_id: one.preemptions for one in live if one.preemptions}
-        for name, count in counts.items():
-            if count > self._preemptions.get(name, 0):
-                self._note(at_s, f"{name[:16]} preempted for lack of KV blocks")
-        self._preemptions = counts
 
     def _note(self, at_s: float, text: str) -> None:
         self.notes.append(Note(at_s, text))

@@ -200,7 +200,7 @@ class LiveTotals(_message.Message):
     def __init__(self, arrived: _Optional[int] = ..., served: _Optional[int] = ..., late: _Optional[int] = ..., rejected: _Optional[int] = ..., cancelled: _Optional[int] = ..., expired: _Optional[int] = ..., failed: _Optional[int] = ..., output_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ...) -> None: ...
 
 class LiveWorker(_message.Message):
-    __slots__ = ("worker_id", "role", "endpoint", "is_connected", "is_draining", "is_drained", "running", "waiting", "booked", "num_blocks", "free_blocks", "cached_blocks", "context_tokens", "pending_prefill_tokens", "steps", "step_s", "silent_s")
+    __slots__ = ("worker_id", "role", "endpoint", "is_connected", "is_draining", "is_drained", "running", "waiting", "booked", "num_blocks", "free_blocks", "cached_blocks", "context_tokens", "pending_prefill_tokens", "steps", "step_s", "silent_s", "preemptions")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +218,7 @@ class LiveWorker(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _worker_pb2.Role
     endpoint: str
@@ -235,7 +236,8 @@ class LiveWorker(_message.Message):
     steps: int
     step_s: float
     silent_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., booked: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., silent_s: _Optional[float] = ...) -> None: ...
+    preemptions: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., booked: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., silent_s: _Optional[float] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class LivePhase(_message.Message):
     __slots__ = ("phase", "begin_s", "seconds")

@@ -289,7 +289,7 @@ class KvLink(_message.Message):
     def __init__(self, decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("steps", "free_blocks", "evictable_blocks", "running", "waiting", "context_tokens", "pending_prefill_tokens", "is_draining", "is_drained")
+    __slots__ = ("steps", "free_blocks", "evictable_blocks", "running", "waiting", "context_tokens", "pending_prefill_tokens", "is_draining", "is_drained", "preemptions")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVICTABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +299,7 @@ class Load(_message.Message):
     PENDING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINED_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     free_blocks: int
     evictable_blocks: int
@@ -308,7 +309,8 @@ class Load(_message.Message):
     pending_prefill_tokens: int
     is_draining: bool
     is_drained: bool
-    def __init__(self, steps: _Optional[int] = ..., free_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ...) -> None: ...
+    preemptions: int
+    def __init__(self, steps: _Optional[int] = ..., free_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("request_id", "attempt", "grant", "grant_s")

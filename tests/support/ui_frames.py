@@ -303,6 +303,7 @@ class FrameSource:
             "steps": self._steps[name],
             "step_s": (0.045 if is_prefill else 0.016 + 0.0007 * len(running)) if mine else 0.0,
             "silent_s": 0.03,
+            "preemptions": 0,
         }
 
 

@@ -57,6 +57,8 @@ function noticeWorker(old, worker, add) {
   if (!old.is_connected && worker.is_connected) add("joined", worker, "connected again");
   if (!old.is_draining && worker.is_draining) add("draining", worker, "draining: no new requests");
   if (old.is_draining && !worker.is_draining) add("resumed", worker, "resumed");
+  const preempted = worker.preemptions - old.preemptions;
+  if (preempted > 0) add("preempted", worker, `preempted ${preempted === 1 ? "a sequence" : `${preempted} sequences`} for lack of KV blocks`);
   if (!old.is_drained && worker.is_drained) add("drained", worker, "drained: no requests left");
 }
 

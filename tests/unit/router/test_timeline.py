@@ -140,9 +140,11 @@ def test_a_preempted_request_tells_decoding_from_recomputing(remote: Given) -> N
     later(remote, 0.5)
     row(remote, 1)
     later(remote, 2.0)
-    row(remote, 2, decode_s=0.75, preempted_s=1.5)
+    row(remote, 2, decode_s=0.75, preempted_s=1.5, preemptions=2)
     later(remote, 0.5)
-    phases = adds_up(ended(row(remote, 3, decode_s=0.5, preemptions=1, finish=FinishReason.STOP)))
+    done = ended(row(remote, 3, decode_s=0.5, preemptions=1, finish=FinishReason.STOP))
+    assert done.timings.preemptions == 3
+    phases = adds_up(done)
     assert (phases.decode_s, phases.preempted_s, phases.messages_s) == (1.25, 1.5, 0.25)
 
 

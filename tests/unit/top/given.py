@@ -26,6 +26,7 @@ def worker(worker_id: str = "d0", **fields: Any) -> LiveWorker:
         "steps": 5,
         "step_s": 0.02,
         "silent_s": 0.0,
+        "preemptions": 0,
     }
     return LiveWorker(worker_id=worker_id, **(values | fields))
 

@@ -61,6 +61,7 @@ def test_memory_is_bounded() -> None:
         ((worker("d0", is_connected=False),), (worker("d0"),), "d0 connected"),
         ((worker("d0"),), (worker("d0", is_drained=True),), "d0 drained by an operator"),
         ((worker("d0", is_drained=True),), (worker("d0"),), "d0 resumed by an operator"),
+        ((worker("d0", preemptions=1),), (worker("d0", preemptions=4),), "d0 preempted 3 for lack of KV blocks"),
         ((worker("d0"),), (), "d0 gone"),
         ((), (worker("d0"),), "d0 connected"),
     ],
@@ -73,16 +74,10 @@ def test_changes_of_workers_are_noted(before: tuple[object, ...], after: tuple[o
     assert [(one.at_s, one.text) for one in history.notes] == [(2.0, expected)]
 
 
-def test_rejections_and_preemptions_are_noted() -> None:
+def test_rejections_are_noted() -> None:
     history = History()
-    history.ingest(frame(1.0, ended("a", 0.9, "rejected", why="too late"), request("b", preemptions=1)))
-    history.ingest(frame(2.0, request("b", preemptions=1)))
-    history.ingest(frame(3.0, request("b", preemptions=2)))
-    assert [one.text for one in history.notes] == [
-        "b preempted for lack of KV blocks",
-        "a rejected: too late",
-        "b preempted for lack of KV blocks",
-    ]
+    history.ingest(frame(1.0, ended("a", 0.9, "rejected", why="too late")))
+    assert [one.text for one in history.notes] == ["a rejected: too late"]
 
 
 def test_percentiles_are_nearest_ranks() -> None:
