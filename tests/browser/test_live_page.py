@@ -102,6 +102,17 @@ def test_a_lost_worker_and_its_requests_are_reported(serve: Serve, open_page: Op
     expect(page.locator(".event[data-kind=lost]")).to_have_count(0)
 
 
+def test_a_preemption_is_reported_by_its_worker(serve: Serve, open_page: Open) -> None:
+    frames, _ = recorded(Load(seed=3, rate_rps=2.0), 5.0)
+    for frame in frames[-3:]:
+        next(one for one in frame["workers"] if one["worker_id"] == "d1")["preemptions"] = 3
+    page = open_page(serve(frames).url + "/ui")
+    settle(page, frames)
+    expect(page.locator(".event[data-kind=preempted]")).to_have_text(
+        re.compile("d1 preempted 3 sequences for lack of KV")
+    )
+
+
 def test_transfers_are_counted_per_pair(serve: Serve, open_page: Open, busy: Any) -> None:
     frames, _ = busy
     page = open_page(serve(frames).url + "/ui")

@@ -60,8 +60,9 @@ const cards = createWorkerCards(byId("prefill-cards"), byId("decode-cards"), sel
 const flow = createFlow(byId("flow"), byId("flow-canvas"), byId("flow-routes"), still);
 const waterfall = createWaterfall(byId("waterfall"), byId("waterfall-focus"), byId("group-by"), selection);
 const charts = createCharts({ attainment: byId("attainment"), ttft: byId("ttft"), tpot: byId("tpot"), box: byId("box") });
+const events = createEventList(byId("events"), byId("events-none"), byId("event-filter"), selection, timeline);
+let drawnEvents = -1;
 const lists = [
-  createEventList(byId("events"), byId("events-none"), byId("event-filter"), selection, timeline),
   createTransferTable(byId("transfers"), byId("transfers-none")),
   createReasonTable(byId("reasons"), byId("reasons-none")),
   createRecentTable(byId("recent"), selection),
@@ -105,6 +106,12 @@ function drawSlowly(turn = null) {
     setText(byId("flow-rate"), rate(now.transfer_per_s));
   }
   if (turn === null || turn === 2) for (const draw of lists) draw(store, atS);
+  // An event is listed at once: the rest of the page runs half a second behind, so that it moves evenly.
+  const isFollowing = !timeline.isPaused() && !timeline.isPlayback;
+  if (turn === null || turn === 2 || (isFollowing && store.numEvents !== drawnEvents)) {
+    events(store, isFollowing ? Infinity : atS);
+    drawnEvents = store.numEvents;
+  }
   panel(store, atS);
   waterfall.arrange(store, atS);
   flow.arrange(store, atS);

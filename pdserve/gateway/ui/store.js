@@ -13,6 +13,7 @@ export function createStore({ keepS = KEEP_S, maxRequests = MAX_REQUESTS } = {})
     snapshots: [], // frames without their requests, oldest first
     requests: new Map(), // by key, in the order of their first report
     events: [], // oldest first
+    numEvents: 0, // noticed so far
     version: 0, // changes with every frame
   };
   let sweptS = -Infinity;
@@ -48,6 +49,7 @@ export function createStore({ keepS = KEEP_S, maxRequests = MAX_REQUESTS } = {})
 
   function addEvent(event) {
     store.events.push(event);
+    store.numEvents += 1;
     if (store.events.length > MAX_EVENTS) store.events.shift();
   }
 
