@@ -48,7 +48,7 @@ class TopApp(App[int]):
     TITLE = "pdserve top"
     ENABLE_COMMAND_PALETTE = False
     CSS = """
-    #head, #tiles, #notes, #legend { height: auto; padding: 0 1; }
+    #head, #tiles, #notes, #legend { height: auto; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
     #workers { height: auto; } #requests { height: 1fr; }
     DataTable > .datatable--header { text-style: bold; }
     """
@@ -106,10 +106,10 @@ class TopApp(App[int]):
             return
         frame, tiles = self._history.frame, self._history.tiles()
         status = "paused" if self._is_paused else self._status
-        self._static("head").update(Text(f"pdserve  {self._source.name}  {status}", style="bold", no_wrap=True))
+        self._static("head").update(Text(f"pdserve  {self._source.name}  {status}", style="bold"))
         if frame is None or tiles is None:
             return
-        self._static("tiles").update(Text("\n".join(text.tile_lines(tiles)), no_wrap=True))
+        self._static("tiles").update(Text("\n".join(text.tile_lines(tiles))))
         self._fill(self._worker_table, [(one.worker_id, text.worker_row(one)) for one in frame.workers])
         shown = self._history.requests()[:MOST_ROWS]
         by_key = {f"{one.arrived_s} {one.request_id}": one for one in shown}  # later requests may use an id again
@@ -118,12 +118,15 @@ class TopApp(App[int]):
         self._fill(self._request_table, [(key, (*row[:-1], _colored(row[-1]))) for key, row in rows])
         notes = [f"{frame.at_s - one.at_s:4.0f} s ago  {one.text}" for one in list(self._history.notes)[-2:]]
         lines = [self._message] if self._message else notes
-        self._static("notes").update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"))
+        self._static("notes").update(Text("\n".join(lines)))
 
     def _fill(self, table: DataTable[Any], rows: list[tuple[str, tuple[Any, ...]]]) -> None:
         """Replaces the rows and keeps the cursor on its row."""
         keys = [key.value for key in table.rows]
-        at = keys[table.cursor_row] if 0 <= table.cursor_row < len(keys) else None
+        # The first request stays selected until somebody selects another: each soon moves down, and would take the
+        # screen with it. A worker does not, because `d` drains the selected one.
+        first = 1 if table is self._request_table else 0
+        at = keys[table.cursor_row] if first <= table.cursor_row < len(keys) else None
         scroll = table.scroll_y
         table.clear()
         for key, cells in rows:

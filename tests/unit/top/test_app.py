@@ -13,7 +13,7 @@ from textual.widgets import DataTable, Static
 from pdserve import AsyncClient
 from pdserve.client.results import Explanation
 from pdserve.core.errors import NotFound, Unavailable
-from pdserve.core.live import LiveFrame
+from pdserve.core.live import LiveFrame, LiveRequest
 from pdserve.core.log_line import LogLine
 from pdserve.testing import Cluster
 from pdserve.top.app import Details, TopApp
@@ -130,6 +130,35 @@ async def test_the_cursor_stays_on_its_request() -> None:
         await until(pilot, lambda: rows(app, "requests")[0][0] == "c")
         table: DataTable[Any] = app.query_one("#requests", DataTable)
         assert table.cursor_row == 1
+
+
+async def test_the_first_request_stays_selected_until_another_is() -> None:
+    source = FakeSource()
+    app = TopApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        table: DataTable[Any] = app.query_one("#requests", DataTable)
+
+        async def draw(at_s: float, *requests: LiveRequest) -> list[str]:
+            source.queue.put_nowait(frame(at_s, *requests))
+            await until(pilot, lambda: str(rows(app, "requests")[:1]).startswith(f"[['{requests[0].request_id}'"))
+            return [row[0] for row in rows(app, "requests")]
+
+        await draw(100.0, request("a"), request("b", arrived_s=101.0))
+        assert await draw(101.0, request("b", arrived_s=101.0), ended("a", 100.5)) == ["b", "a"]
+        assert table.cursor_row == 0
+        await pilot.press("down")
+        assert await draw(102.0, request("c", arrived_s=101.5), ended("b", 101.8)) == ["c", "b", "a"]
+        assert table.cursor_row == 2
+
+
+async def test_a_long_note_takes_one_line() -> None:
+    source = FakeSource()
+    app = TopApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        source.queue.put_nowait(frame(100.0, ended("a", 99.0, "rejected", why="too late " * 20)))
+        await until(pilot, lambda: "too late" in shown(app, "notes"))
+        await pilot.pause()
+        assert app.query_one("#notes", Static).size.height == 1
 
 
 async def test_enter_shows_the_log_of_a_worker() -> None:
