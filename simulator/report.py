@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from pdserve.plot.page import document, key, legend, safe, table, tiles
 from simulator.comparison import TARGET, PolicyRun, highest_held
 from simulator.curves import TIMELINE_COLOURS, TIMELINES, attainment_chart, colours, share_chart, timeline
 from simulator.misses import why, worst
 from simulator.tables import count, details, held_text, line, seconds, short_note
-from simulator.web_page import document, key, legend, safe, table, tiles
 
 _WORST: Final = 20
 _LEFT: Final = ("policy", "time", "path", "workers")  # columns of text

@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from pdserve.plot.axis import Axis
+from pdserve.plot.line_chart import HALF, WIDE, Rule, Series, line_chart
+from pdserve.plot.thinning import thinned
 from simulator.bench.answer import BenchAnswer, BenchOutcome
 from simulator.bench.ratios import Ratio
 from simulator.bench.result import LevelResult
 from simulator.bench.statistics import BenchSummary
-from simulator.charts import HALF, WIDE, Axis, Rule, Series, line_chart
-from simulator.curves import thinned
 
 _MOST_SPANS: Final = 240  # of the timeline; more would not be visible
 _SPAN_HEIGHT: Final = 5

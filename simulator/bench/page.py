@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdserve.plot.line_chart import Rule
+from pdserve.plot.page import document, key, legend, safe, table, tiles
 from simulator.bench.charts import (
     SPAN_COLOURS,
     distribution_chart,
@@ -24,9 +26,7 @@ from simulator.bench.text import (
     slo_text,
     time_text,
 )
-from simulator.charts import Rule
 from simulator.tables import count
-from simulator.web_page import document, key, legend, safe, table, tiles
 
 _GOOD_SHARE = 0.9  # attainment at which a rate counts as served, as in the simulator
 _LEFT = ("load", "server", "metric", "")

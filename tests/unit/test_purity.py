@@ -29,6 +29,7 @@ PURE = [
     "pdserve.gateway.sse",
     "pdserve.launch.keys",
     "pdserve.launch.spec",
+    *(f"pdserve.plot.{path.stem}" for path in sorted((ROOT / "pdserve/plot").glob("[!_]*.py"))),
     "benchmarks.prediction_parts",
     "router.asking",
     "router.booking",
@@ -85,7 +86,6 @@ PURE = [
             "text",
         )
     ),
-    "simulator.web_page",
     "simulator.bound",
     "simulator.bound_capacity",
     "simulator.bound_deadlines",
@@ -94,7 +94,6 @@ PURE = [
     "simulator.bound_work",
     "decode_worker.lifecycle",
     "decode_worker.slack",
-    "simulator.charts",
     "simulator.cluster",
     "simulator.comparison",
     "simulator.curves",

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.charts import Axis, Rule, Series, line_chart
-from simulator.curves import means
+from pdserve.plot.axis import Axis
+from pdserve.plot.line_chart import Rule, Series, line_chart
+from pdserve.plot.thinning import means
 
 X, Y = Axis(low=0.0, high=10.0, label="x"), Axis(low=0.0, high=1.0, unit="%")
 

@@ -9,7 +9,7 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from simulator.charts import COLOURS
+from pdserve.plot.line_chart import COLOURS
 
 _LIGHT: Final = ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#008300", "#4a3aa7", "#e34948")
 _DARK: Final = ("#3987e5", "#d95926", "#199e70", "#c98500", "#d55181", "#008300", "#9085e9", "#e66767")
