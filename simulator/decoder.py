@@ -66,6 +66,7 @@ class DecodeMachine(Machine):
         )
         self._transfers: dict[AttemptKey, TransferKey] = {}
         self._num_grants = 0
+        self._noted_preemptions = 0
         self._run: StepRun | None = None
         self._unreported = UnreportedTokens(shape.worker_id)
         self._report_at_s = 0.0  # when the unreported ones are due
@@ -137,6 +138,12 @@ class DecodeMachine(Machine):
         if self._batching.stage(key) is DecodeStage.RUNNING:
             self._settle()  # the steps so far are applied
         super().cancel(key)
+
+    def note(self) -> None:
+        super().note()
+        preemptions = self._batching.num_preemptions
+        self.tally.row.preemptions += preemptions - self._noted_preemptions
+        self._noted_preemptions = preemptions
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -240,7 +247,7 @@ class DecodeMachine(Machine):
             read = batching.apply(replace(step, decoding=[]), outs, now_s)
             for effect in read:
                 if isinstance(effect, pr.TokenRow):
-                    unreported.start(effect.key, effect.output_index)
+                    unreported.add(effect.key, effect.output_index, 1)
             effects += read
         self.act(effects)
         if unreported and now_s >= self._report_at_s:
@@ -265,7 +272,7 @@ class DecodeMachine(Machine):
         """Tokens are sent first, as in the live worker: a request's Released must not overtake them."""
         sampled = [effect for effect in effects if isinstance(effect, pr.TokenRow)]
         for one in sampled:
-            self._unreported.add_durations(one)
+            self._unreported.add_account(one)
         first_or_last = [one for one in sampled if one.finish is not None or one.prefill_s > 0.0]
         if first_or_last:
             self._report(first_or_last)

@@ -276,7 +276,7 @@ class Machine(ABC):
         self._num_stranded -= self.stranded.pop(key, 0)
 
     def note(self) -> None:
-        """Called before the held memory changes."""
+        """Brings the worker's statistics up to now. Called before the held memory changes."""
         size = self.block_size
         self.tally.kv_held(self.agenda.now_s, self.blocks.num_referenced * size, self._num_stranded * size)
 

@@ -20,6 +20,7 @@ class _Tokens:
     decode_s: float = 0.0
     decode_queue_s: float = 0.0
     preempted_s: float = 0.0
+    preemptions: int = 0
 
 
 @final
@@ -43,16 +44,14 @@ class UnreportedTokens:
         else:
             held.count += count
 
-    def start(self, key: AttemptKey, output_index: int) -> None:
-        """The first token of the attempt on this worker."""
-        self._of[key] = _Tokens(output_index, 1)
-
-    def add_durations(self, row: TokenRow) -> None:
-        if row.decode_s or row.decode_queue_s or row.preempted_s:
+    def add_account(self, row: TokenRow) -> None:
+        """Adds the durations and the number of preemptions that the row reports."""
+        if row.decode_s or row.decode_queue_s or row.preempted_s or row.preemptions:
             held = self._of[row.key]
             held.decode_s += row.decode_s
             held.decode_queue_s += row.decode_queue_s
             held.preempted_s += row.preempted_s
+            held.preemptions += row.preemptions
 
     def discard(self, key: AttemptKey) -> None:
         self._of.pop(key, None)
@@ -70,6 +69,7 @@ class UnreportedTokens:
                 decode_s=held.decode_s,
                 decode_queue_s=held.decode_queue_s,
                 preempted_s=held.preempted_s,
+                preemptions=held.preemptions,
             )
             by_router.setdefault(key.router, []).append(full)
         return by_router

@@ -143,7 +143,8 @@ def test_memory_that_ends_preempts_and_loses_nothing() -> None:
     rows = [asked(0.01 * i, 60, 200) for i in range(6)]
     world, done = run(rows, replace(config, workers=(tight,), block_size=64))
     assert [row.tokens for row in done] == [200] * 6
-    assert sum(row.preemptions for row in done) > 0
+    assert sum(row.preemptions for row in done) == totals(world, "preemptions") > 0
+    assert [row.attempts for row in done] == [1] * 6
     assert world.network.is_quiet
 
 
