@@ -251,6 +251,7 @@ class RouterConfig(CallerTlsSettings):
     )
     cluster_secret: str = setting(SECRET_HELP, "", env=SECRET_ENV)
     metrics_port: int = setting("port for Prometheus metrics; 0 serves none", 0, within=PORTS)
+    metrics_host: str = setting("address that the metrics port listens on; that of `host` when empty", "")
     otlp: str = setting("OTLP gRPC endpoint for traces (HOST:PORT); no traces when empty", "")
     record: str = setting("file for a recording of all events and commands, without prompts; none when empty", "")
     record_mib: int = setting(
@@ -289,6 +290,10 @@ class GatewayConfig(CallerTlsSettings):
     body_s: float = setting("time that a client has to send the body of a request", 30.0, within=(0.1, DAY_S))
     idle_s: float = setting("time after which a connection without a request is closed", 75.0, within=(0.1, DAY_S))
     stall_s: float = setting("time after which a client that reads nothing is disconnected", 30.0, within=(0.1, DAY_S))
+    metrics_port: int = setting(
+        "port for Prometheus metrics, which needs no token; /metrics of `port` does; 0 serves none", 0, within=PORTS
+    )
+    metrics_host: str = setting("address that the metrics port listens on; that of `host` when empty", "")
     drain_s: float = setting("time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S))
 
     def __post_init__(self) -> None:

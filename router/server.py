@@ -104,7 +104,9 @@ class RouterServer:
             load_tokenizer(config.model), _chat_template(config.model), limits, self._grammars, secret
         )
         self._tracing = make_tracing("pdserve-router", config.otlp, {"service.instance.id": config.router_id})
-        self._metrics = metrics or make_metrics("router", config.metrics_port, config.host, self._tls)
+        self._metrics = metrics or make_metrics(
+            "router", config.metrics_port, config.metrics_host or config.host, self._tls
+        )
         self._measure = Measure(self._metrics, self._tracing, self._link_of, config.tenant_labels)
         self._record = RecordFile(config.record, self._settings, config.record_mib * 2**20) if config.record else None
         self._index = None if config.redis else PrefixIndex()

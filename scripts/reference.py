@@ -256,8 +256,10 @@ def metrics_page() -> str:
     for spec in METRICS.values():
         by.setdefault(spec.by, []).append(spec)
     lines = [
-        "Each process serves its metrics at `/metrics` on its port for metrics: [`router.metrics_port` and "
-        "`worker.metrics_port`](settings.md). The gateway serves them on its own port. "
+        "Each process serves its metrics at `/metrics` on its port for metrics. `pdserve up --metrics PORT` sets the "
+        "ports of all processes. The settings [`router.metrics_port`, `worker.metrics_port` and "
+        "`gateway.metrics_port`](settings.md) set those of one kind. The gateway also serves its metrics on its HTTP "
+        "port. Each process adds the standard `process_*` metrics: CPU time, memory, file descriptors and start time. "
         "[Telemetry](../telemetry.md) explains how the numbers are measured.",
     ]
     for process, specs in by.items():

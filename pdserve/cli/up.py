@@ -42,6 +42,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="also serve OpenAI's HTTP API on this port; 0 picks a free port (no HTTP)",
     )
     add(
+        "--metrics",
+        type=int,
+        default=keep,
+        metavar="PORT",
+        help="serve Prometheus metrics on loopback: the launcher on PORT, which also lists the ports of the others at "
+        "/targets, and each process on a port after it (no metrics)",
+    )
+    add(
         "--tls",
         default=keep,
         metavar="auto|DIR",

@@ -100,6 +100,8 @@ class GatewayHost:
         is_local = is_loopback_host(config.host)
         if not is_local:
             await _check_closed(client, config.host)
+        if config.metrics_port:
+            self._metrics.serve(config.metrics_port, config.metrics_host or config.host, self._tls)
         listener = _listen(config.host, config.port)
         host, port = listener.getsockname()[:2]
         gateway = Gateway(config, client, self._metrics, needs_token=not is_local)
@@ -149,6 +151,7 @@ class GatewayHost:
                 one.transport.abort()  # type: ignore[union-attr]
 
     def _end(self) -> None:
+        self._metrics.close()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_S)

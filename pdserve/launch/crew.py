@@ -54,8 +54,9 @@ def member(process: Process) -> Member:
 class Crew:
     """Starts processes and, after `keep` was called, restarts those that end. Belongs to one event loop."""
 
-    def __init__(self, report: LauncherReport) -> None:
-        self._report = report
+    def __init__(self, report: LauncherReport, on_start: Callable[[str], None] = lambda name: None) -> None:
+        """`on_start` is called with the name of each process that has started."""
+        self._report, self._on_start = report, on_start
         self._children: dict[str, Child] = {}
         self._members: dict[str, Member] = {}
         self._redis: EmbeddedRedis | None = None
@@ -78,6 +79,7 @@ class Crew:
         self._own_redis = own
         self._redis = await asyncio.to_thread(own.start)
         took_s = time.monotonic() - began_s
+        self._on_start(REDIS)
         self._report.say(REDIS, f"pid {self._redis.pid} listens on {own.place} after {took_s:.2f} s")
         self._report.phase(REDIS, took_s)
 
@@ -138,6 +140,7 @@ class Crew:
             await child.start(one.start_s)
         finally:
             slow.cancel()
+        self._on_start(one.name)
         self._report.say(one.name, f"pid {child.pid} listens on {child.address} after {child.start_s:.2f} s")
 
     async def _keep(self, one: Member) -> None:
@@ -165,6 +168,7 @@ class Crew:
             began_s = time.monotonic()
             try:
                 self._redis = await asyncio.to_thread(own.start)
+                self._on_start(REDIS)
                 self._report.say(REDIS, f"pid {self._redis.pid} listens on {own.place}")
             except PdserveError as error:
                 self._report.say(REDIS, f"did not come back: {error}")

@@ -40,6 +40,7 @@ TOP: Final[Mapping[str, type]] = {
     "host": str,
     "port": int,
     "http": int,
+    "metrics": int,
     "redis": str,
     "cluster": str,
     "ray": str,

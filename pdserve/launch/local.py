@@ -11,6 +11,7 @@ from pdserve.client.connect import Tls
 from pdserve.config import RouterConfig
 from pdserve.core.hosts import join, local_host
 from pdserve.launch.crew import Crew, member, side_by_side
+from pdserve.launch.launcher_metrics import LauncherMetrics
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
 from pdserve.launch.own_redis import OwnRedis
@@ -28,12 +29,14 @@ class LocalCluster:
 
     def __init__(self, spec: ClusterSpec, report: LauncherReport) -> None:
         self._report = report
-        self._crew = Crew(report)
         spec, self._redis = with_ports(spec)
         self.spec, self._certificates = make_certificates(spec)
+        self._metrics = LauncherMetrics(self.spec)
+        self._crew = Crew(report, self._metrics.process_started)
 
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
+        self._metrics.start()
         if self._redis is not None:
             await self._crew.start_redis(self._redis)
         else:
@@ -45,6 +48,8 @@ class LocalCluster:
         await self._crew.unless_ended(ask_first(self.spec, address, self._report))
         await start_gateway(self._crew, self.spec, address)
         self._crew.keep()
+        if words := self._metrics.describe():
+            self._report.say("launcher", words)
         return address
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -58,6 +63,7 @@ class LocalCluster:
         await self._crew.stop(["router"], is_graceful=is_graceful)
         await self._crew.stop(self.spec.worker_ids, is_graceful=is_graceful)
         await self._crew.stop_redis()
+        self._metrics.close()
         for folder in (self._certificates, None if self._redis is None else self._redis.folder):
             if folder is not None:
                 folder.remove()

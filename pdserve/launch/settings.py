@@ -74,6 +74,12 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         tables.setdefault("router", {}).setdefault("token", token)
     _read_key_file(tables, found.get("key_file", ""))
     found.setdefault("redis", from_env(REDIS_ENV))
+    if "metrics" in found and found.get("ray") is not None:
+        raise ConfigError(
+            "metrics",
+            found["metrics"],
+            "no --ray beside it: its workers may be on other hosts. Set worker.metrics_port",
+        )
     spec = ClusterSpec(
         model=_model(found.get("model"), is_here=not found.get("ray")),
         cores=usable_cores(),
@@ -84,7 +90,7 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         tls=_tls(found, tables),
         **{
             name: found[name]
-            for name in ("prefill", "decode", "host", "port", "http", "redis", "cluster", "insecure")
+            for name in ("prefill", "decode", "host", "port", "http", "metrics", "redis", "cluster", "insecure")
             if name in found
         },
     )

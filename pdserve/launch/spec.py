@@ -23,6 +23,7 @@ NUM_WORKERS: Final[Mapping[str, Range]] = {"prefill": Range(0, MAX_WORKERS), "de
 _PORTS: Final = Range(*PORTS)
 # Small on purpose: WorkerConfig sets the engine's threads, and any N + M workers fit on a laptop.
 WORKER_CPUS: Final = 0.01
+METRICS_HOST: Final = "127.0.0.1"
 MODULES: Final[Mapping[Role, Kind]] = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
 
 
@@ -36,6 +37,7 @@ class ClusterSpec:
     host: str = "127.0.0.1"  # address of the router; workers always use the loopback
     port: int = 50051
     http: int | None = None  # port of the HTTP gateway; None: there is none
+    metrics: int | None = None  # port of the launcher's metrics; the other processes have those after it
     tls: ClusterTls | None = None  # None: plain text
     insecure: bool = False  # plain text beyond loopback is allowed
     redis: str = field(default="", repr=False)
@@ -55,6 +57,13 @@ class ClusterSpec:
             check_settings(kind, values)
         if self.http is not None and self.http not in _PORTS:
             raise ConfigError("http", self.http, str(_PORTS))
+        if self.metrics is not None and self.metrics not in (allowed := Range(1, PORTS[1] - self.num_processes)):
+            raise ConfigError("metrics", self.metrics, f"{allowed}: each process has a port after it")
+
+    @property
+    def num_processes(self) -> int:
+        """The workers, the router, and the gateway."""
+        return self.prefill + self.decode + 2
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -92,27 +101,41 @@ def fixed_ports(spec: ClusterSpec, *, are_workers_here: bool) -> dict[int, tuple
 
     Raises ConfigError if two processes would listen on one port.
     """
-    found: dict[int, tuple[str, str]] = {}
+    found: dict[int, tuple[str, str]] = {} if spec.metrics is None else {spec.metrics: ("metrics", METRICS_HOST)}
     started = processes(spec) if are_workers_here else [router(spec, ())]
     http = gateway(spec, "")
     for process in started if http is None else [*started, http]:
-        for name, port in _ports(process):
+        for name, host, port in _ports(process):
             if port in found:
                 raise ConfigError(name, port, f"another port: {found[port][0]} has the same")
             if port:
-                found[port] = (name, process.config.host)
+                found[port] = (name, host)
     return found
 
 
-def _ports(process: Process) -> list[tuple[str, int]]:
-    """The settings with ports, which may be 0."""
+def _ports(process: Process) -> list[tuple[str, str, int]]:
+    """The settings with ports, which may be 0, and the address of each."""
     config = process.config
+    metrics = (f"{process.module.rpartition('.')[2]}.metrics_port", metrics_host(config), config.metrics_port)
     if isinstance(config, GatewayConfig):
-        return [("http", config.port)]
-    metrics = (f"{process.module}.metrics_port", config.metrics_port)
+        return [("http", config.host, config.port), metrics]
     if isinstance(config, RouterConfig):
-        return [("port", config.port), metrics]
-    return [metrics, (f"{process.module}.rendezvous", int(config.rendezvous.rpartition(":")[2] or 0))]
+        return [("port", config.host, config.port), metrics]
+    rendezvous = int(config.rendezvous.rpartition(":")[2] or 0)
+    return [metrics, (f"{process.module}.rendezvous", config.host, rendezvous)]
+
+
+def metrics_host(config: WorkerConfig | RouterConfig | GatewayConfig) -> str:
+    """The address of the process's metrics port."""
+    return config.host if isinstance(config, WorkerConfig) else config.metrics_host or config.host
+
+
+def _metrics(spec: ClusterSpec, index: int) -> dict[str, Value]:
+    """The settings of the process with that number among the ports after the launcher's: the router, the workers, the
+    gateway."""
+    if spec.metrics is None:
+        return {}
+    return {"metrics_port": spec.metrics + 1 + index, "metrics_host": METRICS_HOST}
 
 
 def waiting_env(environ: Mapping[str, str]) -> dict[str, str]:
@@ -140,7 +163,11 @@ def gateway(spec: ClusterSpec, router: str) -> Process | None:
         router=router,
         host=spec.host,
         port=spec.http,
-        **{**_security(spec, "gateway"), **spec.settings.get("gateway", {})},  # type: ignore[arg-type]
+        **{
+            **_security(spec, "gateway"),
+            **_metrics(spec, spec.num_processes - 1),
+            **spec.settings.get("gateway", {}),
+        },  # type: ignore[arg-type]
     )
     return Process(name="gateway", module="pdserve.gateway", config=config, env=(("OMP_NUM_THREADS", "1"),))
 
@@ -155,7 +182,7 @@ def router_config(spec: ClusterSpec, workers: Sequence[str]) -> RouterConfig:
         redis=spec.redis,
         cluster=spec.cluster,
         cluster_secret=spec.cluster_secret,
-        **{**_security(spec, "router"), **spec.settings.get("router", {})},  # type: ignore[arg-type]
+        **{**_security(spec, "router"), **_metrics(spec, 0), **spec.settings.get("router", {})},  # type: ignore[arg-type]
     )
 
 
@@ -170,6 +197,8 @@ def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
     given.setdefault("threads", max(1, spec.cores // (spec.prefill + spec.decode)))
     if given.get("metrics_port"):
         given["metrics_port"] = int(str(given["metrics_port"])) + index  # workers on one host need different ports
+    elif spec.metrics is not None:
+        given.setdefault("metrics_port", spec.metrics + 2 + index)
     if rendezvous := str(given.get("rendezvous", "")):
         host, _, port = rendezvous.rpartition(":")
         given["host"] = host.strip("[]")  # ranks on other hosts join the worker here, and exchange KV with it

@@ -384,6 +384,15 @@ TRANSFER_TIME: Final = _metric(
     buckets=TTFT_BUCKETS,
 )
 
+# Launcher.
+PROCESS_STARTS: Final = _metric(
+    "pdserve_process_starts_total",
+    "counter",
+    "launcher",
+    "starts of a process of the cluster; each start after the first follows an end that nobody asked for",
+    {"process": "name of the process, such as p0, d0, router, gateway or redis"},
+)
+
 # --- gateway
 
 HTTP_REQUESTS: Final = _metric(

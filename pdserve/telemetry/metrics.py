@@ -7,7 +7,9 @@ metric_names.py.
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any, Self, final
 
 from pdserve.core.errors import ConfigError
@@ -36,6 +38,7 @@ class Metrics:
         self._by_name = {
             spec.name: _declared(prometheus, spec, self._registry) for spec in METRICS.values() if spec.by == by
         }
+        prometheus.ProcessCollector(registry=self._registry)  # CPU, memory, file descriptors, start time
 
     @classmethod
     def off(cls) -> Self:
@@ -59,9 +62,15 @@ class Metrics:
             exemplar = {"trace_id": trace_id} if trace_id else None
             self._child(spec, labels).observe(value, exemplar)
 
-    def serve(self, port: int, host: str = "127.0.0.1", tls: ReloadingCertificates | None = None) -> int:
+    def serve(
+        self,
+        port: int,
+        host: str = "127.0.0.1",
+        tls: ReloadingCertificates | None = None,
+        pages: Mapping[str, bytes] | None = None,
+    ) -> int:
         """Answers GET /metrics on its own thread, over HTTPS if `tls` has a certificate. Returns the port; 0 selects a
-        free one.
+        free one. `pages` maps further paths to JSON documents.
 
         Raises ConfigError if the port is in use.
         """
@@ -69,7 +78,8 @@ class Metrics:
             return 0
         prometheus = importlib.import_module("prometheus_client")
         try:
-            self._server = MetricsServer(host, port, prometheus.make_wsgi_app(self._registry), tls)
+            app = _with_pages(prometheus.make_wsgi_app(self._registry), pages or {})
+            self._server = MetricsServer(host, port, app, tls)
         except OSError as error:
             raise bind_error("metrics_port", host, port) or ConfigError("metrics_port", port, str(error)) from error
         bound = int(self._server.server_port)
@@ -104,10 +114,31 @@ def make_metrics(by: Process, port: int, host: str = "127.0.0.1", tls: Reloading
     return metrics
 
 
+def _with_pages(app: Callable[..., Any], pages: Mapping[str, bytes]) -> Callable[..., Any]:
+    def answer(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Any:
+        page = pages.get(environ["PATH_INFO"])
+        if page is None or environ["REQUEST_METHOD"] != "GET":
+            return app(environ, start_response)
+        start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(page)))])
+        return [page]
+
+    return answer
+
+
 def _declared(prometheus: Any, spec: MetricSpec, registry: Any) -> Any:
+    """The metric, with a series for each value of its labels if all are known.
+
+    A rate needs a series before its first event: a counter that appears with the value 1 shows no increase.
+    """
     if spec.kind == "histogram":
-        return prometheus.Histogram(
+        metric = prometheus.Histogram(
             spec.name, spec.help, labelnames=tuple(spec.labels), registry=registry, buckets=spec.buckets
         )
-    kind = prometheus.Counter if spec.kind == "counter" else prometheus.Gauge
-    return kind(spec.name, spec.help, labelnames=tuple(spec.labels), registry=registry)
+    else:
+        kind = prometheus.Counter if spec.kind == "counter" else prometheus.Gauge
+        metric = kind(spec.name, spec.help, labelnames=tuple(spec.labels), registry=registry)
+    values = [one for one in spec.labels.values() if not isinstance(one, str)]
+    if values and len(values) == len(spec.labels) and spec.kind != "gauge":
+        for labels in itertools.product(*values):
+            metric.labels(*labels)
+    return metric

@@ -14,6 +14,7 @@ from typing import Any, Final, final
 from pdserve.tls.certificates import ReloadingCertificates
 
 MAX_CONNECTIONS: Final = 16
+MAX_REQUEST_BYTES: Final = 16_384  # request line and headers; nothing reads a body
 REQUEST_S: Final = 10.0  # time limit of a connection, the TLS handshake included
 
 
@@ -80,8 +81,27 @@ class MetricsServer(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServe
 
 
 class _Handler(wsgiref.simple_server.WSGIRequestHandler):
+    def setup(self) -> None:
+        super().setup()
+        self.rfile: Any = _BoundedReader(self.rfile)
+
     def log_message(self, format: str, *args: Any) -> None:
         """No line for each request, because a stranger could fill the log."""
+
+
+class _BoundedReader:
+    """The lines of a request; raises OSError, which ends the connection, if they are longer than MAX_REQUEST_BYTES."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left = file, MAX_REQUEST_BYTES
+        self.close = file.close
+
+    def readline(self, limit: int = -1) -> bytes:
+        line = bytes(self._file.readline(self._left + 1))
+        self._left -= len(line)
+        if self._left < 0:
+            raise OSError("the request is too long")
+        return line
 
 
 def _hang_up(request: Any) -> None:

@@ -19,7 +19,7 @@ from pdserve.core.phases import MEANING, MEASURED_BY, Phase
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.41.1"
 SCOPE: Final = "pdserve"
 
-Process = Literal["client", "router", "worker", "gateway"]
+Process = Literal["client", "router", "worker", "gateway", "launcher"]
 
 # --- attributes -----------------------------------------------------------------------------------------------
 

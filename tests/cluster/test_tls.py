@@ -21,6 +21,7 @@ from pdserve import Client
 from pdserve.launch.open_ports import listeners, session_of
 from pdserve.launch.running import Running
 from pdserve.testing import toy_answer
+from tests.cluster.cluster import free_ports
 
 WAIT_S = 60.0
 WORDS = (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"PING\r\n", bytes(256))
@@ -30,15 +31,10 @@ ANSWER = toy_answer("hello", 4)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Running]:
     flags = ["--model", "toy", "--tls", "auto", "--http", "0", "--transport", "tcp"]
-    metrics = ["--set", f"router.metrics_port={free_port()}", "--set", f"worker.metrics_port={free_port()}"]
+    metrics = ["--metrics", str(free_ports(5))]
     patient = ["--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"]
     with Running.start(*flags, *metrics, *patient) as running:
         yield running
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
 
 
 def ca_of(cluster: Running) -> Path:
@@ -57,7 +53,7 @@ def test_no_port_of_any_process_answers_plain_text(cluster: Running) -> None:
     pids = {pid for leader in [cluster.process.pid, *cluster.pids().values()] for pid in [leader, *session_of(leader)]}
     ports = listeners(pids)
     assert {one.pid for one in ports} >= {cluster.pid(name) for name in ("p0", "d0", "router", "gateway")}
-    assert len(ports) >= 7, "gRPC of three, HTTPS, KV, two of metrics"
+    assert len(ports) >= 10, "gRPC of three, HTTPS, KV, five of metrics"
     for one in ports:
         for words in WORDS:
             assert heard(one.address, one.port, words)[:1] in (b"", b"\x15"), f"{one} answers {words!r}"

@@ -7,11 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
+from pdserve.launch.ports import free_ports
 from tests.unit.gateway.conftest import WAIT_S, Served, read_all
 
 Connect = Callable[[str], socket.socket]
@@ -30,6 +32,15 @@ def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield started, line.split()[-1]
         finally:
             started.kill()
+
+
+def test_it_serves_metrics_on_a_port_of_their_own(toy: Served) -> None:
+    [port] = free_ports(1)
+    with (
+        process(f"--router={toy.router}", f"--metrics-port={port}"),
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S) as answer,
+    ):
+        assert b"pdserve_http_connections" in answer.read()
 
 
 def test_it_serves_and_ends_on_a_signal(toy: Served, raw: Connect) -> None:

@@ -117,6 +117,12 @@ def test_an_unknown_local_model_folder_is_rejected(tmp_path: Path) -> None:
     assert read({"model": "/elsewhere", "ray": "head:6379"}, folder=tmp_path).spec.model == "/elsewhere"
 
 
+def test_metrics_are_for_clusters_without_ray(tmp_path: Path) -> None:
+    assert read({"model": "toy", "metrics": 9500}, folder=tmp_path).spec.metrics == 9500
+    with pytest.raises(ConfigError, match=r"metrics: got 9500, .*worker\.metrics_port"):
+        read({"model": "toy", "metrics": 9500, "ray": ""}, folder=tmp_path)
+
+
 def test_gpus_are_those_that_this_process_may_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert read({"model": "toy"}, folder=tmp_path).spec.gpus == ("3", "5")

@@ -14,12 +14,15 @@ from pdserve.launch.spec import (
     ClusterSpec,
     fixed_ports,
     gateway,
+    metrics_host,
     processes,
     ray_resources,
     remote_ranks,
     waiting_env,
     worker_config,
 )
+
+WITH_TOKEN = {"router": {"token": "t"}}
 
 
 def spec(**changes: Any) -> ClusterSpec:
@@ -75,6 +78,24 @@ def test_a_table_of_a_role_wins_over_the_table_of_all_workers() -> None:
 def test_each_worker_of_a_host_serves_metrics_on_a_port_of_its_own() -> None:
     one = spec(settings={"worker": {"metrics_port": 9100}})
     assert [worker_config(one, index)[1].metrics_port for index in (0, 1)] == [9100, 9101]
+
+
+def test_metrics_ports_follow_that_of_the_launcher() -> None:
+    one = spec(metrics=9500, http=8000, prefill=1, decode=2, host="0.0.0.0", insecure=True, settings=WITH_TOKEN)
+    http = gateway(one, "127.0.0.1:1")
+    assert http is not None
+    found = {process.name: process.config.metrics_port for process in [*processes(one), http]}
+    assert found == {"router": 9501, "p0": 9502, "d0": 9503, "d1": 9504, "gateway": 9505}
+    assert {metrics_host(process.config) for process in [*processes(one), http]} == {"127.0.0.1"}
+
+
+def test_own_metrics_ports_win_over_the_common_one() -> None:
+    one = spec(metrics=9500, settings={"worker": {"metrics_port": 9100}, "router": {"metrics_port": 0}})
+    assert [process.config.metrics_port for process in processes(one)] == [9100, 9101, 0]
+
+
+def test_metrics_without_a_port_are_off() -> None:
+    assert {process.config.metrics_port for process in processes(spec())} == {0}
 
 
 def test_gpus_are_dealt_out_in_turn_unless_the_cpu_serves() -> None:
@@ -191,6 +212,13 @@ def test_a_process_rejects_a_password_in_a_flag(kind: Any) -> None:
     assert "pa55" not in str(caught.value)
 
 
+def test_the_metrics_port_is_no_other_port() -> None:
+    with pytest.raises(ConfigError, match="another port: metrics has the same"):
+        fixed_ports(spec(worker_ports=(), metrics=50051), are_workers_here=True)
+    found = fixed_ports(spec(worker_ports=(), metrics=9500), are_workers_here=True)
+    assert set(found) == {50051, 9500, 9501, 9502, 9503}
+
+
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
@@ -215,6 +243,8 @@ def test_no_two_processes_share_a_port(settings: Any, name: str) -> None:
         ({"prefill": -1}, "prefill"),
         ({"prefill": 1000}, "prefill"),
         ({"decode": 0}, "decode"),
+        ({"metrics": 0}, "metrics"),
+        ({"metrics": 65_532}, "metrics"),
         ({"settings": {"worker": {"kv_block": 1}}}, "worker.kv_block"),
         ({"settings": {"worker": {"kv_blocks": "many"}}}, "worker.kv_blocks"),
         ({"settings": {"worker": {"kv_blocks": True}}}, "worker.kv_blocks"),

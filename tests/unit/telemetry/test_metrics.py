@@ -1,4 +1,6 @@
 import itertools
+import json
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -76,6 +78,45 @@ def test_close_frees_the_port() -> None:
     metrics.close()
     with pytest.raises(urllib.error.URLError):
         scrape(port)
+
+
+def test_a_series_exists_before_its_first_event(served) -> None:
+    """Else the first event is no increase: a rate needs an earlier sample."""
+    found = samples(scrape(served[1]))
+    assert found["pdserve_requests_total{outcome=failed}"] == 0
+    assert found["pdserve_ttft_seconds_count{path=remote}"] == 0
+
+
+def test_a_process_shows_its_memory_and_cpu_time(served) -> None:
+    found = samples(scrape(served[1]))
+    assert found["process_resident_memory_bytes"] > 2**20
+    assert found["process_cpu_seconds_total"] > 0
+
+
+def test_a_page_is_served_beside_the_metrics() -> None:
+    metrics = Metrics("launcher")
+    port = metrics.serve(0, pages={"/targets": b"[1]"})
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/targets", timeout=5) as answer:
+            assert answer.headers["Content-Type"] == "application/json"
+            assert json.load(answer) == [1]
+        assert "process_cpu_seconds_total" in scrape(port)
+    finally:
+        metrics.close()
+
+
+@pytest.mark.parametrize(
+    "head", [b"GET /" + b"x" * 100_000, b"GET / HTTP/1.0\r\n" + b"a: b\r\n" * 90 + b"c: " + b"x" * 16_384]
+)
+def test_a_long_request_is_closed_without_an_answer(served, head: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", served[1])) as sock:
+        sock.settimeout(5)
+        try:
+            sock.sendall(head)
+            assert sock.recv(1) == b""
+        except ConnectionError:  # it was closed while we sent
+            pass
+    assert scrape(served[1])
 
 
 def test_off_costs_no_import() -> None:
