@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test ui-test gpu-checks test-newest test-isa mutants test-slow clients fault-storm rank-storm kill-storm model protocol-coverage check format reference proto bench clean
+.PHONY: demo test alert-checks ui-test gpu-checks test-newest test-isa mutants test-slow clients fault-storm rank-storm kill-storm model protocol-coverage check format reference proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -84,6 +84,11 @@ protocol-coverage: $(STAMP)
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
 
+# Each alert fires in a fault and clears after it, by promtool (Debian: prometheus). Part of `make test`.
+alert-checks:
+	promtool check rules deploy/observe/rules.yml deploy/observe/alerts.yml
+	promtool test rules deploy/observe/alerts.test.yml
+
 check: $(STAMP)
 	$(BIN)/python scripts/check_subjects.py
 	$(BIN)/ruff format --check .
@@ -92,17 +97,19 @@ check: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 	cd proto && ../$(BIN)/buf lint
 	$(BIN)/python scripts/reference.py --check
+	$(BIN)/python -m scripts.dashboards --check
 	scripts/check_stubs.sh
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Pages that are generated from the code.
+# Pages and dashboards that are generated from the code.
 reference: $(STAMP)
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python -m router.phases_page
 	$(BIN)/python -m router.lifecycle_page > docs/lifecycle.md
+	$(BIN)/python -m scripts.dashboards
 
 proto: $(STAMP)
 	scripts/proto.sh

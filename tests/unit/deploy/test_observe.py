@@ -1,45 +1,31 @@
-"""Dashboards, rules and scrapes speak of metrics, labels and ports that exist and that some process really emits."""
+"""Dashboards, rules and scrapes use metrics, labels and ports that exist and that some process emits."""
 
 import json
 import re
-from collections.abc import Iterator
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from pdserve.telemetry import metric_names
 from tests.unit.deploy.manifests import KUBERAY, ROOT, load, pod_templates
+from tests.unit.deploy.observed import OBSERVE, alerts, dashboards, expressions, rules, samples, used
 
-OBSERVE = ROOT / "deploy/observe"
-EMITTERS = {"router": ["router"], "worker": ["pdserve/worker", "prefill_worker", "decode_worker"]}
-
-
-def rules() -> list[dict[str, Any]]:
-    groups = yaml.safe_load((OBSERVE / "rules.yml").read_text())["groups"]
-    return [rule for group in groups for rule in group["rules"]]
-
-
-def dashboard() -> dict[str, Any]:
-    return json.loads((OBSERVE / "grafana-dashboard.json").read_text())
+EMITTERS = {
+    "router": ["router"],
+    "worker": ["pdserve/worker", "prefill_worker", "decode_worker"],
+    "gateway": ["pdserve/gateway"],
+    "launcher": ["pdserve/launch"],
+}
+DASHBOARDS = sorted(dashboards())
 
 
-def expressions() -> Iterator[str]:
-    yield from (rule["expr"] for rule in rules())
-    for panel in dashboard()["panels"]:
-        yield from (target["expr"] for target in panel.get("targets", []))
-
-
-def samples() -> dict[str, metric_names.MetricSpec]:
-    """What Prometheus stores, by the name that a query uses."""
-    found = {}
-    for spec in metric_names.METRICS.values():
-        suffixes = ("_bucket", "_sum", "_count") if spec.kind == "histogram" else ("",)
-        found.update({spec.name + suffix: spec for suffix in suffixes})
-    return found
-
-
-def used(expression: str) -> set[str]:
-    return set(re.findall(r"\b(?:pdserve|gen_ai)_[a-z0-9_]+\b", expression))
+@pytest.fixture(params=DASHBOARDS)
+def dashboard(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dashboards()[request.param]
 
 
 def test_every_metric_exists_and_is_emitted_by_its_process() -> None:
@@ -57,15 +43,17 @@ def test_every_metric_exists_and_is_emitted_by_its_process() -> None:
 
 
 def test_every_label_is_one_that_the_metric_has() -> None:
-    from_scraping = {"namespace", "pod", "instance", "component", "job"}
+    from_scraping = {"namespace", "cluster", "model", "pod", "instance", "component", "job"}
     for expression in expressions():
         labels = set().union(*(samples()[name].labels for name in used(expression))) | from_scraping | {"le"}
+        if "pdserve:tenant_" in expression:
+            labels |= {"tenant"}
         matched = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression))
         grouped = {
             label for group in re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", expression) for label in group.split(",")
         }
         assert matched <= labels, expression
-        assert {label.strip() for label in grouped} <= labels, expression
+        assert {label.strip() for label in grouped if label.strip()} <= labels, expression
 
 
 def test_counters_are_rated_and_histograms_are_asked_by_bucket() -> None:
@@ -73,7 +61,7 @@ def test_counters_are_rated_and_histograms_are_asked_by_bucket() -> None:
         for name in used(expression):
             spec = samples()[name]
             if spec.kind != "gauge":
-                assert f"rate({name}" in expression, expression
+                assert re.search(rf"\b(?:rate|increase)\(\s*{name}\b", expression), expression
         assert expression.count("(") == expression.count(")"), expression
         assert expression.count("{") == expression.count("}"), expression
 
@@ -85,17 +73,67 @@ def test_every_recorded_rule_that_is_used_is_defined() -> None:
 
 
 def test_every_alert_says_how_bad_and_what() -> None:
-    alerts = [rule for rule in rules() if "alert" in rule]
-    assert len({rule["alert"] for rule in alerts}) == len(alerts)
-    for rule in alerts:
+    assert len({rule["alert"] for rule in alerts()}) == len(alerts())
+    for rule in alerts():
         assert rule["labels"]["severity"] in ("critical", "warning")
-        assert rule["annotations"]["summary"]
+        assert set(rule["annotations"]) == {"summary", "description", "runbook"}
         assert re.fullmatch(r"\d+[smh]", rule["for"])
 
 
-def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
+def test_every_alert_has_a_runbook() -> None:
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs/alerts.md").read_text(), re.MULTILINE)
+    assert headings == [rule["alert"] for rule in alerts()]
+    for rule in alerts():
+        assert rule["annotations"]["runbook"] == f"docs/alerts.md#{rule['alert'].lower()}"
+
+
+def test_every_alert_fires_and_clears_in_a_rule_test() -> None:
+    tests = yaml.safe_load((OBSERVE / "alerts.test.yml").read_text())["tests"]
+    cleared = set()
+    for one in tests:
+        checks = [[sample["labels"] for sample in check["exp_samples"]] for check in one["promql_expr_test"]]
+        fired = {
+            name for firing in checks[:-1] for labels in firing for name in re.findall(r'alertname="(\w+)"', labels)
+        }
+        cleared |= fired if not checks[-1] else set()
+    assert cleared == {rule["alert"] for rule in alerts()}
+
+
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    return found
+
+
+def run(*words: str | Path) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_rules_and_local_scrapes_are_valid() -> None:
+    tool = promtool()
+    run(tool, "check", "rules", OBSERVE / "rules.yml", OBSERVE / "alerts.yml")
+    run(tool, "check", "config", OBSERVE / "prometheus.yml")  # Debian's has no Kubernetes discovery
+
+
+def test_promtool_sees_each_alert_fire_and_clear() -> None:
+    run(promtool(), "test", "rules", OBSERVE / "alerts.test.yml")
+
+
+def test_the_rule_tests_notice_an_alert_that_never_fires(tmp_path: Path) -> None:
+    tool = promtool()
+    for name in ("rules.yml", "alerts.yml", "alerts.test.yml"):
+        shutil.copy(OBSERVE / name, tmp_path)
+    text = (tmp_path / "alerts.yml").read_text()
+    (tmp_path / "alerts.yml").write_text(text.replace('up{job="pdserve"} == 0', 'up{job="pdserve"} == 2'))
+    done = subprocess.run([tool, "test", "rules", tmp_path / "alerts.test.yml"], capture_output=True, timeout=120)
+    assert done.returncode == 1
+
+
+def test_panels_do_not_overlap_and_have_ids_of_their_own(dashboard: dict[str, Any]) -> None:
     taken: set[tuple[int, int]] = set()
-    panels = dashboard()["panels"]
+    panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     for panel in panels:
         place = panel["gridPos"]
@@ -109,18 +147,36 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
         taken |= cells
 
 
-def test_the_dashboard_asks_only_variables_that_it_has() -> None:
-    found = dashboard()
-    variables = {one["name"] for one in found["templating"]["list"]}
-    said = set(re.findall(r"\$\{?(\w+)\}?", json.dumps(found["panels"]))) - {"__rate_interval"}
-    assert said <= variables
+def test_every_panel_has_a_description_a_unit_and_legends(dashboard: dict[str, Any]) -> None:
+    for panel in dashboard["panels"]:
+        if panel["type"] == "row":
+            continue
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        legends = [target["legendFormat"] for target in panel["targets"]]
+        assert all(legends), panel["title"]
+        assert len(set(legends)) == len(legends), panel["title"]
 
 
-def test_the_dashboard_shows_series_without_a_namespace() -> None:
-    """The label comes from relabelling on Kubernetes; elsewhere All must be chosen, and must match its absence."""
-    [namespace] = [one for one in dashboard()["templating"]["list"] if one["name"] == "namespace"]
-    assert namespace["current"]["value"] == "$__all"
-    assert re.fullmatch(namespace["allValue"], "")
+def test_no_dashboard_names_a_data_source(dashboard: dict[str, Any]) -> None:
+    """A name would not exist in another Grafana."""
+    sources = re.findall(r'"datasource": \{[^}]*"uid": "([^"]*)"', json.dumps(dashboard))
+    assert set(sources) == {"${datasource}"}
+    assert dashboard["templating"]["list"][0]["type"] == "datasource"
+    assert "id" not in dashboard, "an import with the id of another Grafana overwrites a dashboard there"
+
+
+def test_a_dashboard_asks_only_variables_that_it_has(dashboard: dict[str, Any]) -> None:
+    variables = {one["name"] for one in dashboard["templating"]["list"]}
+    said = set(re.findall(r"\$\{?(\w+)\}?", json.dumps(dashboard["panels"]))) - {"__rate_interval"}
+    assert said == variables
+
+
+def test_dashboards_show_series_without_a_label(dashboard: dict[str, Any]) -> None:
+    """The namespace comes from Kubernetes and the model from `up`; All must be chosen, and must match their absence."""
+    for one in dashboard["templating"]["list"][1:]:
+        assert one["current"]["value"] == "$__all"
+        assert re.fullmatch(one["allValue"], "")
 
 
 def test_a_share_is_not_negative() -> None:
@@ -131,10 +187,10 @@ def test_a_share_is_not_negative() -> None:
 
 
 def test_prometheus_scrapes_the_ports_that_the_manifests_open() -> None:
-    config = yaml.safe_load((OBSERVE / "prometheus.yml").read_text())
-    assert [(OBSERVE / name).is_file() for name in config["rule_files"]] == [True]
+    config = yaml.safe_load((OBSERVE / "prometheus-kubernetes.yml").read_text())
+    assert all((OBSERVE / name).is_file() for name in config["rule_files"])
     [job] = config["scrape_configs"]
-    [pattern] = [one["regex"] for one in job["relabel_configs"] if one.get("regex", "").startswith("metrics")]
+    [pattern, *_] = [one["regex"] for one in job["relabel_configs"] if one.get("regex", "").startswith("metrics")]
     scraped = {
         name
         for name, template in pod_templates(load(KUBERAY))
