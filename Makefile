@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test alert-checks ui-test gpu-checks test-newest test-isa mutants test-slow clients fault-storm rank-storm kill-storm model protocol-coverage check format reference proto bench clean
+.PHONY: demo test alert-checks dashboard-checks ui-test gpu-checks test-newest test-isa mutants test-slow clients fault-storm rank-storm kill-storm model protocol-coverage check format reference proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -88,6 +88,11 @@ protocol-coverage: $(STAMP)
 alert-checks:
 	promtool check rules deploy/observe/rules.yml deploy/observe/alerts.yml
 	promtool test rules deploy/observe/alerts.test.yml
+
+# Each query of the dashboards and each rule in a real Prometheus that scrapes a cluster under load, and alerts that fire
+# and clear when workers are killed; about a minute. `make test` has a shorter version.
+dashboard-checks: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/cluster/test_dashboards.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/python scripts/check_subjects.py
