@@ -286,7 +286,8 @@ def request_of() -> type[Request]:
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [random.Random(length * 1000 + seed).randrange(3, COMMON["vocab_size"]) for _ in range(length)]
+    generator = random.Random(length * 1000 + seed)
+    return [generator.randrange(3, COMMON["vocab_size"]) for _ in range(length)]
 
 
 @pytest.fixture(scope="session")
