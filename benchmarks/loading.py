@@ -30,7 +30,7 @@ import torch
 
 from pdserve.core.json_text import to_json
 from pdserve.engine.config import read_config
-from pdserve.engine.device import choose_dtype
+from pdserve.engine.device import choose_precision
 from pdserve.engine.safetensors_file import open_checkpoint
 from pdserve.engine.weights import load_weights
 
@@ -135,13 +135,9 @@ def load_once(folder: Path, dtype: str, threads: int) -> None:
     sys.stdin.readline()
     before = memory("VmRSS")
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    weights = load_weights(
-        config,
-        checkpoint,
-        torch.device("cpu"),
-        choose_dtype(dtype, "cpu"),
-        rounding="int8" if dtype == "int8" else "none",
-    )
+    device = torch.device("cpu")
+    precision = choose_precision(dtype, device)
+    weights = load_weights(config, checkpoint, device, precision.compute, rounding=precision.rounding)
     load_s = time.perf_counter() - began_s
     cpu_s = time.process_time() - began_cpu_s
     result = {"load_s": load_s, "cpu_s": cpu_s, "peak": memory("VmHWM") - before, "final": memory("VmRSS") - before}

@@ -1,6 +1,7 @@
-"""What 8-bit weights and KV cost in perplexity: the bundled model on Python files outside its training set.
+"""What rounded weights and KV cost: perplexity, and changed choices, of the bundled model on Python files outside its
+training set.
 
-    python -m benchmarks.perplexity [--kinds float32,bfloat16,int8] [--window 512] [--chunk 64]
+    python -m benchmarks.perplexity [--kinds float32,bfloat16,int8] [--window 512] [--chunk 64] [--choices]
 
 The text consists of the files that training held out (the model's card names them), from the running interpreter's
 standard library. Python 3.11.7 gives the 40,267 tokens of the card; another version has similar files. Each window of
@@ -8,6 +9,9 @@ standard library. Python 3.11.7 gives the 40,267 tokens of the card; another ver
 KV of earlier steps. The engine's prompt scoring gives the logprobs. A kind is weights, or weights/KV. The relative
 difference is that of perplexity from the first kind. The interval is two standard errors of the windows' paired
 differences, so a difference inside it may be chance.
+
+--choices counts the positions at which another token is the most likely one than for transformers in float64, which
+reads the same text. transformers in bfloat16 is counted beside the engine.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from tokenizers import Tokenizer
 
 from benchmarks.engine.report import table
@@ -55,21 +60,30 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--choices", action="store_true", help="compare the most likely tokens with float64")
     flags = parser.parse_args()
     token_ids = read_held_out()
     windows = [token_ids[at : at + flags.window + 1] for at in range(0, len(token_ids) - 1, flags.window)]
     print(f"{MODEL.name}: {len(token_ids):,} tokens in {len(windows)} windows of {flags.window}")
     rows = [["weights/KV", "nats a token", "perplexity", "against " + flags.kinds.split(",")[0], "tokens/s"]]
+    exact = transformers_choices(windows, torch.float64) if flags.choices else []
+    if exact:
+        rows[0].append("changed choices")
     first: list[float] = []
     for kind in flags.kinds.split(","):
         print(f"{kind} ...", file=sys.stderr, flush=True)
         began_s = time.perf_counter()
-        losses = window_losses(open_engine(kind, flags.threads, flags.window), windows, flags.chunk)
+        losses, choices = read(open_engine(kind, flags.threads, flags.window), windows, flags.chunk)
         took_s = time.perf_counter() - began_s
         first = first or losses
         mean = mean_loss(losses, windows)
         cell = "-" if losses is first else difference(first, losses, windows)
         rows.append([kind, f"{mean:.4f}", f"{math.exp(mean):.3f}", cell, f"{len(token_ids) / took_s:.0f}"])
+        if exact:
+            rows[-1].append(changed(choices, exact))
+    if exact:
+        choices = transformers_choices(windows, torch.bfloat16)
+        rows.append(["transformers bfloat16", *["-"] * 4, changed(choices, exact)])
     print(table(rows))
 
 
@@ -104,10 +118,11 @@ def open_engine(kind: str, threads: int, window: int) -> Engine:
     )
 
 
-def window_losses(engine: Engine, windows: Sequence[Sequence[int]], chunk: int) -> list[float]:
-    """The summed negative logprob of each window's tokens, the first of them excepted."""
+def read(engine: Engine, windows: Sequence[Sequence[int]], chunk: int) -> tuple[list[float], list[list[int]]]:
+    """The summed negative logprob of each window's tokens, the first of them excepted; and the most likely tokens."""
     each = engine.spec.num_blocks // WINDOWS_PER_STEP
     losses = [0.0] * len(windows)
+    choices: list[list[int]] = [[] for _ in windows]
     for at in range(0, len(windows), WINDOWS_PER_STEP):
         running = list(enumerate(windows[at : at + WINDOWS_PER_STEP], start=at))
         start = 0
@@ -122,15 +137,35 @@ def window_losses(engine: Engine, windows: Sequence[Sequence[int]], chunk: int) 
                         start=start,
                         blocks=range(first, first - (start + len(tokens)) // -BLOCK_SIZE),
                         targets=window[start + 1 : start + 1 + len(tokens)],
+                        num_top=1,
                     )
                 )
             for (index, _), out in zip(running, engine.step(rows), strict=True):
                 for token in out.scored:
                     assert token.logprob is not None
                     losses[index] -= token.logprob
+                    choices[index].append(token.top[0][0])
             start += chunk
             running = [(index, window) for index, window in running if start < len(window) - 1]
-    return losses
+    return losses, choices
+
+
+@torch.inference_mode()
+def transformers_choices(windows: Sequence[Sequence[int]], dtype: torch.dtype) -> list[list[int]]:
+    """The most likely token after each token of each window."""
+    import transformers
+
+    print(f"transformers {str(dtype).removeprefix('torch.')} ...", file=sys.stderr, flush=True)
+    how = "eager" if dtype == torch.float64 else "sdpa"
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype, attn_implementation=how).eval()
+    model = model.to(dtype)
+    return [model(torch.tensor([list(window[:-1])])).logits[0].argmax(-1).tolist() for window in windows]
+
+
+def changed(choices: Sequence[Sequence[int]], exact: Sequence[Sequence[int]]) -> str:
+    pairs = [pair for ours, theirs in zip(choices, exact, strict=True) for pair in zip(ours, theirs, strict=True)]
+    count = sum(ours != theirs for ours, theirs in pairs)
+    return f"{count} of {len(pairs)} ({100 * count / len(pairs):.2f} %)"
 
 
 def mean_loss(losses: Sequence[float], windows: Sequence[Sequence[int]]) -> float:

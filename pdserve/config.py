@@ -58,7 +58,7 @@ class WorkerConfig(TlsSettings):
     )
     device: str = setting("device of the model; auto takes CUDA if a GPU is there", "auto", choices=DEVICES)
     dtype: str = setting(
-        "dtype of weights and activations: auto (float32 on a CPU, bfloat16 on CUDA), float32, bfloat16, "
+        "dtype of weights and products: auto (float32 on a CPU, bfloat16 on CUDA), float32, bfloat16, "
         "int8 (int8 weights, on a CPU) or fp8 (on CUDA)",
         "auto",
         choices=DTYPES,

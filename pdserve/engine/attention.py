@@ -136,7 +136,8 @@ class EagerAttention:
     def _rotation(self, rope: int, like: Tensor) -> tuple[Tensor, Tensor]:
         if rope not in self._rotations:
             factor = self._heads.ropes[rope].attention_factor
-            self._rotations[rope] = rotation(self._heads.frequencies[rope], factor, self._batch.position_T, like.dtype)
+            dtype = like.dtype if self._kernel is None else torch.float32
+            self._rotations[rope] = rotation(self._heads.frequencies[rope], factor, self._batch.position_T, dtype)
         return self._rotations[rope]
 
 

@@ -17,17 +17,17 @@ import torch
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
-from pdserve.engine import ops
+from pdserve.engine import cpu_ops
 from pdserve.engine.attention import EagerAttention
 from pdserve.engine.config import ModelConfig, read_config
-from pdserve.engine.device import choose_device, choose_dtype, use_device
+from pdserve.engine.device import Precision, choose_device, choose_precision, use_device
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.dummy import dummy_hash, dummy_weights
 from pdserve.engine.grammars import open_grammars
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import Engine, EngineSpec
 from pdserve.engine.kernels import jit
-from pdserve.engine.linear import Rounding, weight_levels
+from pdserve.engine.linear import weight_levels
 from pdserve.engine.measure_memory import CudaMeter, MeasureGraphs, Meter, measure_use
 from pdserve.engine.memory import available_bytes, check_fits, weight_bytes
 from pdserve.engine.memory_plan import (
@@ -116,24 +116,25 @@ def open_rank(
         torch.set_num_threads(config.threads)
     folder = Path(config.model)
     model_config = read_config(folder)
-    device, dtype = device or choose_device(config.device, shard.rank), choose_dtype(config.dtype, config.device)
+    device = device or choose_device(config.device, shard.rank)
+    precision = choose_precision(config.dtype, device)
     use_device(device)
     if device.type == "cuda":
         meter = meter or CudaMeter(device)
     rank_model = rank_config(model_config, shard)
     # The CPU's kernel cannot read fp8, so such a pool is gathered, which is slower.
-    is_paged = device.type == "cpu" and dtype == torch.float32 and jit.is_available() and config.kv_dtype != "fp8"
+    is_paged = device.type == "cpu" and jit.is_available() and config.kv_dtype != "fp8"
     if config.deterministic and not is_paged:
-        raise ConfigError("deterministic", "on", "off, or a CPU with numba, dtype float32 or int8 and kv_dtype not fp8")
-    choices = (f"integers to {weight_levels()}",) if config.dtype == "int8" else ()
+        raise ConfigError("deterministic", "on", "off, or a CPU with numba and kv_dtype not fp8")
+    choices = (f"integers to {weight_levels()}",) if precision.rounding == "int8" else ()
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
     name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
-    shape = block_shape(config, rank_model if memory is None else model_config, dtype)
+    shape = block_shape(config, rank_model if memory is None else model_config, precision)
     unit = PoolUnit(block_bytes=shape.block_bytes, block_size=shape.block_size)
     spec_of = partial(
-        make_spec, config, model_config, dtype, shape, name, shard if memory is None else WHOLE
+        make_spec, config, model_config, precision.name, shape, name, shard if memory is None else WHOLE
     )  # bytes of a number of blocks
-    num_bytes = weight_bytes(model_config, dtype, rounding=rounding_of(config), shard=shard)
+    num_bytes = weight_bytes(model_config, precision.compute, rounding=precision.rounding, shard=shard)
     num_together = (
         1 if device.type == "cuda" else min(config.ranks_here, shard.size)
     )  # ranks on one host share its memory
@@ -144,7 +145,7 @@ def open_rank(
     spec = spec_of(num_blocks or 1)
     check_fits(num_bytes * num_together, spec.num_blocks * spec.block_bytes, free)
     load_began_s = time.monotonic()
-    weights = load(config, model_config, checkpoint, device, dtype, progress, shard)
+    weights = load(config, model_config, checkpoint, device, precision, progress, shard)
     load_s = time.monotonic() - load_began_s
     grammars = open_grammars(folder, spec)
     kv_heads = model_config.num_kv_heads
@@ -228,12 +229,12 @@ def load(
     model: ModelConfig,
     checkpoint: Checkpoint | None,
     device: torch.device,
-    dtype: torch.dtype,
+    precision: Precision,
     progress: LoadProgress | None,
     shard: Shard = WHOLE,
 ) -> Weights:
     """Loads the checkpoint, or generates weights for `--load dummy`."""
-    rounding, is_deterministic = rounding_of(config), config.deterministic
+    dtype, rounding, is_deterministic = precision.compute, precision.rounding, config.deterministic
     if checkpoint is None:
         return dummy_weights(model, device, dtype, rounding=rounding, is_deterministic=is_deterministic, shard=shard)
     progress = progress or loading_line(config.worker_id)
@@ -248,24 +249,20 @@ def device_ops(device: torch.device) -> Ops:
         from pdserve.engine.gpu import ops as gpu_ops
 
         return gpu_ops
-    return ops
+    return cpu_ops
 
 
 def is_triton(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def rounding_of(config: WorkerConfig) -> Rounding:
-    return config.dtype if config.dtype in ("int8", "fp8") else "none"  # type: ignore[return-value]
-
-
-def block_shape(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) -> BlockShape:
+def block_shape(config: WorkerConfig, model: ModelConfig, precision: Precision) -> BlockShape:
     return BlockShape(
         num_layers=model.num_layers,
         block_size=config.block_size,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        dtype=_STORED.get(config.kv_dtype, dtype),
+        dtype=_STORED.get(config.kv_dtype, precision.kv),
     )
 
 
@@ -273,12 +270,12 @@ def with_host_blocks(config: WorkerConfig) -> WorkerConfig:
     """`config` with the number of blocks of a host's pool, so that ranks do not measure it themselves."""
     if config.kv_blocks:
         return config
-    model, dtype = read_config(Path(config.model)), choose_dtype(config.dtype, config.device)
-    shape = block_shape(config, model, dtype)
+    model, precision = _model_and_precision(config)
+    shape = block_shape(config, model, precision)
     unit = PoolUnit(block_bytes=shape.block_bytes, block_size=shape.block_size)
     num_blocks = explicit_blocks(0, config.kv_memory_bytes, unit)
     if num_blocks is None:
-        num_bytes = weight_bytes(model, dtype, rounding=rounding_of(config))
+        num_bytes = weight_bytes(model, precision.compute, rounding=precision.rounding)
         num_blocks = host_blocks(available_bytes(choose_device(config.device)), num_bytes, unit)
     return replace(config, kv_blocks=num_blocks)
 
@@ -286,14 +283,18 @@ def with_host_blocks(config: WorkerConfig) -> WorkerConfig:
 def shared_bytes(config: WorkerConfig) -> int:
     """The bytes of a pool of `kv_blocks` whole blocks that tensor-parallel ranks share. Raises ModelError and
     ConfigError."""
-    model, dtype = read_config(Path(config.model)), choose_dtype(config.dtype, config.device)
-    return config.kv_blocks * block_shape(config, model, dtype).block_bytes
+    return config.kv_blocks * block_shape(config, *_model_and_precision(config)).block_bytes
+
+
+def _model_and_precision(config: WorkerConfig) -> tuple[ModelConfig, Precision]:
+    model = read_config(Path(config.model))
+    return model, choose_precision(config.dtype, choose_device(config.device))
 
 
 def make_spec(
     config: WorkerConfig,
     model: ModelConfig,
-    dtype: torch.dtype,
+    dtype: str,
     shape: BlockShape,
     weights_hash: str,
     shard: Shard,
@@ -309,7 +310,7 @@ def make_spec(
     return EngineSpec(
         model=model_name(config.model),
         weights_hash=weights_hash,
-        dtype=config.dtype if config.dtype in ("int8", "fp8") else str(dtype).removeprefix("torch."),
+        dtype=dtype,
         layout=shape.layout,
         vocab_size=model.vocab_size,
         max_context_tokens=min(config.max_context_tokens or model.max_context_tokens, num_blocks * config.block_size),

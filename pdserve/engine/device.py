@@ -1,10 +1,13 @@
-"""Chooses the device and the compute dtype of a model, and sets the GPU on which a thread launches."""
+"""Chooses the device and the dtypes of a model, and sets the GPU on which a thread launches."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from pdserve.core.errors import ConfigError
+from pdserve.engine.linear import Rounding
 
 
 def use_device(device: torch.device) -> None:
@@ -28,17 +31,32 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def choose_dtype(name: str, device_name: str) -> torch.dtype:
-    """auto: float32 on a CPU, which emulates bfloat16 products slowly; bfloat16 on CUDA."""
-    if name == "int8":
-        if choose_device(device_name).type != "cpu":
-            raise ConfigError("dtype", name, "float32 or bfloat16 on CUDA; int8 products are for CPUs")
-        name = "float32"  # everything but weights: activations between products, norms, KV
-    if name == "fp8":
-        device = choose_device(device_name)
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-            raise ConfigError("dtype", name, "int8 on a CPU; fp8 products need CUDA of compute capability 8.9")
-        name = "bfloat16"
-    if name == "auto":
-        name = "bfloat16" if choose_device(device_name).type == "cuda" else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes of a model on its device."""
+
+    name: str  # as in --dtype, but never auto
+    compute: torch.dtype  # between products; also of norms and vectors
+    rounding: Rounding
+    kv: torch.dtype  # of the KV pool, unless --kv-dtype gives another
+
+
+def choose_precision(dtype: str, device: torch.device) -> Precision:
+    """`dtype` as in --dtype. Raises ConfigError if the device cannot compute it.
+
+    auto is bfloat16 on CUDA and float32 on a CPU. A CPU computes everything but products in float32.
+    """
+    is_cpu = device.type == "cpu"
+    if dtype == "int8" and not is_cpu:
+        raise ConfigError("dtype", dtype, "float32 or bfloat16 on CUDA; int8 products are for CPUs")
+    if dtype == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
+        raise ConfigError("dtype", dtype, "int8 on a CPU; fp8 products need CUDA of compute capability 8.9")
+    if dtype == "auto":
+        dtype = "float32" if is_cpu else "bfloat16"
+    if dtype == "float32":
+        return Precision(dtype, torch.float32, "none", torch.float32)
+    if dtype == "int8":
+        return Precision(dtype, torch.float32, "int8", torch.float32)
+    if is_cpu:
+        return Precision(dtype, torch.float32, "bfloat16", torch.bfloat16)
+    return Precision(dtype, torch.bfloat16, "fp8" if dtype == "fp8" else "none", torch.bfloat16)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.invariant import stable
-from pdserve.engine.linear import Linear, Rounding, is_repacked, make_linear, rounding_for
+from pdserve.engine.linear import Linear, Rounding, is_repacked, make_linear, rounding_for, weight_dtype
 from pdserve.engine.load_threads import load_threads
 from pdserve.engine.parameters import Weights, build_weights
 from pdserve.engine.scratch import LoadScratch
@@ -64,6 +64,7 @@ class DummySource:
         self._device = device
         self._dtype = dtype
         self._rounding = rounding
+        self._matrix_dtype = weight_dtype(dtype, rounding)
         self._is_scratch = device.type == "cpu" and is_repacked(device, dtype, rounding)
         self._scratches = threading.local()
 
@@ -84,9 +85,9 @@ class DummySource:
         if self._is_scratch:
             if not hasattr(self._scratches, "one"):
                 self._scratches.one = LoadScratch()
-            weight_NK = self._scratches.one.take_matrix(num_outputs, num_inputs, self._dtype)
+            weight_NK = self._scratches.one.take_matrix(num_outputs, num_inputs, self._matrix_dtype)
         else:
-            weight_NK = self._empty(num_outputs, num_inputs)
+            weight_NK = torch.empty((num_outputs, num_inputs), dtype=self._matrix_dtype, device=self._device)
         name = "+".join(parts)
         self._fill(weight_NK, f"{name}.weight", num_inputs)
         bias_N: Tensor | None = None

@@ -27,6 +27,8 @@ _ROUNDED_AT_ONCE: Final = 2**24  # weights converted at a time: a float32 copy o
 class Fp8Linear:
     """`scale_N` times `rounded_NK` are the weights. Computes in bfloat16."""
 
+    rounding: Final = "fp8"
+
     def __init__(self, rounded_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> None:
         self._rounded_KN = rounded_NK.t()  # column-major, as the product requires for its right operand
         self._scale_1N = scale_N[None].contiguous()

@@ -4,6 +4,8 @@ plain    any device and dtype, as the checkpoint has it.
 packed   float32 on a CPU: oneDNN's blocked layout, made at load. 2 to 4 times as fast as the plain layout at 4 to 32
          rows, the sizes of decode; the plain copy is freed.
 fp8      CUDA from compute capability 8.9 on: see fp8.py.
+bfloat16 a CPU: weights and activations rounded to bfloat16, sums in float32, results in bfloat16. Between the products
+         activations stay in float32.
 int8     a CPU with VNNI: weights rounded per output channel, activations per token, sums in int32.
 
         w[n, k] ~ q_w[n, k] * s_w[n]          s_w[n] = max_k |w[n, k]| / 127
@@ -29,7 +31,7 @@ from pdserve.engine.fp8 import make_fp8_linear
 from pdserve.engine.kernels import jit
 from pdserve.engine.ops import LEAST_SCALE, LEVELS, ZERO_POINT, quantise
 
-Rounding = Literal["none", "int8", "fp8"]  # rounding of weights, in addition to the checkpoint's
+Rounding = Literal["none", "bfloat16", "int8", "fp8"]  # of a product's weights and inputs
 
 _LEAST_ROWS: Final = 4  # with packed weights, oneDNN is faster for four rows than for one, two or three
 _HINT_ROWS: Final = 32  # oneDNN chooses the same layout for 4 to 32 rows
@@ -45,10 +47,20 @@ class Linear(Protocol):
     def __call__(self, x_TK: Tensor) -> Tensor: ...
 
 
+class RoundingLinear(Linear, Protocol):
+    """A product that rounds its inputs. `product` takes what an operation before it has already rounded."""
+
+    rounding: Rounding
+
+    def product(self, *rounded: Tensor) -> Tensor: ...
+
+
 def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, rounding: Rounding = "none") -> Linear:
     """The fastest form for the weight's device. The caller must release `weight_NK`."""
     if rounding == "fp8":
         return make_fp8_linear(weight_NK, bias_N) or PlainLinear(weight_NK.clone(), bias_N)
+    if rounding == "bfloat16":
+        return Bf16Linear(weight_NK.bfloat16(), bias_N)
     if not is_repacked(weight_NK.device, weight_NK.dtype, rounding):
         return PlainLinear(weight_NK, bias_N)
     return Int8Linear(*round_weights(weight_NK), bias_N) if rounding == "int8" else PackedLinear(weight_NK, bias_N)
@@ -58,6 +70,8 @@ def is_repacked(device: torch.device, dtype: torch.dtype, rounding: Rounding) ->
     """Whether `make_linear` keeps another form of the weight, so that the weight's memory can be freed immediately."""
     if rounding == "fp8":
         return True
+    if rounding == "bfloat16":
+        return multiplies_bfloat16()
     is_packed = dtype == torch.float32 and torch.backends.mkldnn.is_available()
     return device.type == "cpu" and (rounding == "int8" or is_packed)
 
@@ -65,6 +79,11 @@ def is_repacked(device: torch.device, dtype: torch.dtype, rounding: Rounding) ->
 def rounding_for(rounding: Rounding, *, is_head: bool) -> Rounding:
     """fp8 does not round the output head, because its error would go directly into the logits."""
     return "none" if rounding == "fp8" and is_head else rounding
+
+
+def weight_dtype(dtype: torch.dtype, rounding: Rounding) -> torch.dtype:
+    """Of the matrix that `make_linear` takes, if the compute dtype is `dtype`."""
+    return torch.bfloat16 if rounding == "bfloat16" else dtype
 
 
 @final
@@ -115,8 +134,45 @@ def _product(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
 
 
 @final
+class Bf16Linear:
+    """[T, K] in float32 or bfloat16 -> [T, N] in bfloat16."""
+
+    rounding: Rounding = "bfloat16"
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        self._bias_N = None if bias_N is None else bias_N.bfloat16()
+        self._is_packed = multiplies_bfloat16()
+        if self._is_packed:
+            weight_NK = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _HINT_ROWS)
+        self._weight = weight_NK
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return self.product(x_TK.bfloat16())
+
+    def product(self, x_TK: Tensor) -> Tensor:
+        if self._is_packed:
+            return _product(x_TK, self._weight, self._bias_N)
+        return F.linear(x_TK, self._weight, self._bias_N)
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 here; with AVX-512 but without its bfloat16 instructions, slowly."""
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    one = torch.ones(_LEAST_ROWS, _HINT_ROWS, dtype=torch.bfloat16)
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(one, _HINT_ROWS)
+        return bool((_product(one, packed, None) == _HINT_ROWS).all())
+    except RuntimeError:  # ONEDNN_MAX_CPU_ISA permits fewer instructions than the CPU has
+        return False
+
+
+@final
 class Int8Linear:
     """`scale_N` times `rounded_NK` are the weights; integers beyond `weight_levels()` could overflow."""
+
+    rounding: Rounding = "int8"
 
     def __init__(self, rounded_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> None:
         self._packed = torch.ops.onednn.qlinear_prepack(rounded_NK, None)
@@ -125,7 +181,10 @@ class Int8Linear:
         self._bias_N = bias_N
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        quantised_TK, scale_T1 = quantise(x_TK)
+        return self.product(*quantise(x_TK))
+
+    def product(self, quantised_TK: Tensor, scale_T1: Tensor) -> Tensor:
+        """Of the results of `ops.quantise`."""
         out_TN = _int8_product(quantised_TK, ZERO_POINT, self._packed, self._scale_N, self._zero_N)
         out_TN.mul_(scale_T1)
         return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)

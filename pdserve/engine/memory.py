@@ -16,13 +16,14 @@ from pdserve.engine.parameters import build_weights
 from pdserve.engine.sharding import WHOLE, Shard
 
 _GB: Final = 1e9
+_ITEM_BYTES: Final = {"bfloat16": 2, "int8": 1, "fp8": 1}  # of a weight, by rounding
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, rounding: Rounding, shard: Shard = WHOLE) -> int:
     """An upper bound of the memory of a rank's part of the model."""
     needs = Needs(config.quantisation, shard)
     build_weights(config, needs)
-    item_bytes = dtype.itemsize if rounding == "none" else 1
+    item_bytes = _ITEM_BYTES.get(rounding, dtype.itemsize)
     return needs.num_matrix_weights * item_bytes + needs.num_table_weights * dtype.itemsize
 
 

@@ -9,19 +9,18 @@ Prefill chunks and decode rows are multiplied in one packed batch; only attentio
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, cast, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine import ops as host_ops
+from pdserve.engine import cpu_ops
 from pdserve.engine.attention import AttentionBackend, Heads
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.experts import apply_experts
-from pdserve.engine.fp8 import Fp8Linear
-from pdserve.engine.linear import Linear, PlainLinear
-from pdserve.engine.ops import Ops
+from pdserve.engine.linear import Linear, PlainLinear, RoundingLinear
+from pdserve.engine.ops import Ops, RoundedOps
 from pdserve.engine.parameters import ExpertWeights, MlpWeights, Weights
 from pdserve.engine.sharding import Shard, rank_config
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:  # torch.distributed is imported only for ranks
 
 @final
 class Decoder:
-    def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks | None = None, ops: Ops = host_ops) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks | None = None, ops: Ops = cpu_ops) -> None:
         """With `ranks`, `weights` are one rank's part, and every rank calls the same methods with the same batches."""
         self._ranks = ranks
         whole = config
@@ -122,28 +121,33 @@ class Decoder:
         return self._ranks.sum(mine_TE.mul_(is_mine_T[:, None]))  # zeros plus one row, which is exact
 
     def _sum(self, x_TE: Tensor) -> Tensor:
-        return x_TE if self._ranks is None else self._ranks.sum(x_TE)
+        return x_TE if self._ranks is None else self._ranks.sum(x_TE.to(self.dtype))
 
     def _mlp(self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor, delta_TE: Tensor, norm_E: Tensor) -> Tensor:
         """The norm of x + delta; x becomes that sum."""
         if isinstance(mlp, MlpWeights):
             gate_up = self._normed_product(mlp.gate_up, x_TE, delta_TE, norm_E)
-            if isinstance(mlp.down, Fp8Linear) and self._ops.fp8 is not None:
-                gated = self._ops.fp8.silu_mul if self._config.activation == "silu" else self._ops.fp8.gelu_mul
-                return mlp.down.product(*gated(gate_up))
-            return mlp.down(self._gated(gate_up))
+            rounded = self._rounded(mlp.down)
+            if rounded is None:
+                return mlp.down(self._gated(gate_up))
+            gated = rounded.silu_mul if self._config.activation == "silu" else rounded.gelu_mul
+            return cast(RoundingLinear, mlp.down).product(*gated(gate_up))
         assert self._config.experts is not None
         return apply_experts(self._config.experts, mlp, self._gated, self._add_norm(x_TE, delta_TE, norm_E))
 
     def _normed_product(self, linear: Linear, x_TE: Tensor, delta_TE: Tensor | None, norm_E: Tensor) -> Tensor:
-        """`linear` of `_add_norm`. For an fp8 product the norm is rounded in the same launch, if the device supports
-        it."""
-        fp8, eps = self._ops.fp8, self._config.norm_eps
-        if not isinstance(linear, Fp8Linear) or fp8 is None:
+        """`linear` of `_add_norm`. For a product that rounds its inputs, the norm is rounded in the same operation."""
+        rounded, eps = self._rounded(linear), self._config.norm_eps
+        if rounded is None:
             return linear(self._add_norm(x_TE, delta_TE, norm_E))
+        product = cast(RoundingLinear, linear).product
         if delta_TE is None:
-            return linear.product(*fp8.rms_norm(x_TE, norm_E, eps))
-        return linear.product(*fp8.add_rms_norm(x_TE, delta_TE, norm_E, eps))
+            return product(*rounded.rms_norm(x_TE, norm_E, eps))
+        return product(*rounded.add_rms_norm(x_TE, delta_TE, norm_E, eps))
+
+    def _rounded(self, linear: Linear) -> RoundedOps | None:
+        """The operations whose results this product takes."""
+        return self._ops.ROUNDED.get(getattr(linear, "rounding", ""))
 
     def _add_norm(self, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor) -> Tensor:
         """The norm of x after `delta_TE`, if any, is added to it in place."""

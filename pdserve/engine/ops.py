@@ -1,17 +1,18 @@
 """Operations between the matrix products: norms, gated activations, rounding to int8.
 
 float32 tensors on a CPU use numba kernels, if numba is installed, with one pass over memory each; all others use torch.
-Each row is computed independently, always in the same order. engine/gpu/ops.py has the same functions for a GPU.
+The results of products may be bfloat16 there. Each row is computed independently, always in the same order.
+engine/gpu/ops.py has the same functions for a GPU, and rounded_ops.py those whose results are rounded.
 
-numba caches machine code by the time stamp of this file, and exponential.py is inlined here. A change there must also
-change this file; otherwise cached kernels stay in use. Revision of the inlined parts: 3.
+numba caches machine code by the time stamp of this file, and exponential.py and bfloat16.py are inlined here. A change
+there must also change this file; otherwise cached kernels stay in use. Revision of the inlined parts: 4.
 """
 
 # Shapes: T tokens, E hidden size, F mlp size, K inputs of a product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine.kernels import jit
+from pdserve.engine.kernels.bfloat16 import widen, words
 from pdserve.engine.kernels.exponential import exp
 
 LEAST_SCALE: Final = 1e-12  # a token of zeros would divide by zero
@@ -29,20 +31,20 @@ ZERO_POINT: Final = 128  # VNNI multiplies unsigned by signed
 
 
 class RoundedOps(Protocol):
-    """Functions of Ops with rounded results (values and scales), as Fp8Linear.product expects them."""
+    """Functions of Ops with rounded results, as RoundingLinear.product expects them: values, and scales if any."""
 
-    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
-    def add_rms_norm(self, x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
-    def silu_mul(self, gate_up: Tensor) -> tuple[Tensor, Tensor]: ...
-    def gelu_mul(self, gate_up: Tensor) -> tuple[Tensor, Tensor]: ...
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, ...]: ...
+    def add_rms_norm(self, x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, ...]: ...
+    def silu_mul(self, gate_up: Tensor) -> tuple[Tensor, ...]: ...
+    def gelu_mul(self, gate_up: Tensor) -> tuple[Tensor, ...]: ...
 
 
 class Ops(Protocol):
-    """This module, or another with the same functions for another device."""
+    """The functions of this module, on some device: cpu_ops.py or gpu/ops.py."""
 
     @property
-    def fp8(self) -> RoundedOps | None:
-        """None if rounding is a separate operation."""
+    def ROUNDED(self) -> Mapping[str, RoundedOps]:
+        """By the `rounding` of a product; for others, rounding is a separate operation."""
         ...
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor: ...
@@ -51,7 +53,10 @@ class Ops(Protocol):
     def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
 
 
-fp8: RoundedOps | None = None
+def is_readable(x: Tensor) -> bool:
+    """Whether the kernels can read this tensor, which may be the result of a bfloat16 product."""
+    is_wide = x.dtype in (torch.float32, torch.bfloat16)
+    return is_wide and jit.is_available() and x.device.type == "cpu" and x.is_contiguous()
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -63,20 +68,20 @@ def fits(*tensors: Tensor) -> bool:
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """RMS norm over the last axis."""
-    if x_TE.ndim != 2 or not fits(x_TE, weight_E):
+    if x_TE.ndim != 2 or not fits(weight_E) or not is_readable(x_TE):
         return _torch_rms_norm(x_TE, weight_E, eps)
-    out_TE = torch.empty_like(x_TE)
-    x, weight, out = x_TE.numpy(), weight_E.numpy(), out_TE.numpy()
+    out_TE = torch.empty(x_TE.shape)
+    x, weight, out = words(x_TE), weight_E.numpy(), out_TE.numpy()
     jit.split_rows(lambda first, end: _rms_norm(x, weight, np.float32(eps), out, first, end), len(x), x.size)
     return out_TE
 
 
 def add_rms_norm(x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """Adds `delta_TE` to `x_TE` in place, and returns the norm of the sum."""
-    if not fits(x_TE, delta_TE, weight_E):
+    if not fits(x_TE, weight_E) or not is_readable(delta_TE):
         return _torch_rms_norm(x_TE.add_(delta_TE), weight_E, eps)
     out_TE = torch.empty_like(x_TE)
-    x, delta, weight, out = x_TE.numpy(), delta_TE.numpy(), weight_E.numpy(), out_TE.numpy()
+    x, delta, weight, out = x_TE.numpy(), words(delta_TE), weight_E.numpy(), out_TE.numpy()
     jit.split_rows(lambda first, end: _add_rms_norm(x, delta, weight, np.float32(eps), out, first, end), len(x), x.size)
     return out_TE
 
@@ -92,11 +97,11 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _gate(kernel: Callable[..., Any], activate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
-    if not fits(gate_up):
+    if not is_readable(gate_up):
         gate_TF, up_TF = gate_up.chunk(2, dim=-1)
         return activate(gate_TF) * up_TF
-    out_TF = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    source, out = gate_up.numpy(), out_TF.numpy()
+    out_TF = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    source, out = words(gate_up), out_TF.numpy()
     jit.split_rows(lambda first, end: kernel(source, out, first, end), len(out), 8 * out.size)
     return out_TF
 
@@ -126,10 +131,11 @@ def _rms_norm(x: Any, weight: Any, eps: Any, out: Any, first: int, end: int) -> 
     for row in range(first, end):
         source, target, total = x[row], out[row], np.float32(0)
         for i in range(size):
-            total += source[i] * source[i]
+            value = widen(source[i])
+            total += value * value
         factor = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
         for i in range(size):
-            target[i] = source[i] * factor * weight[i]
+            target[i] = widen(source[i]) * factor * weight[i]
 
 
 @jit.compiled
@@ -138,7 +144,7 @@ def _add_rms_norm(x: Any, delta: Any, weight: Any, eps: Any, out: Any, first: in
     for row in range(first, end):
         source, change, target, total = x[row], delta[row], out[row], np.float32(0)
         for i in range(size):
-            value = source[i] + change[i]
+            value = source[i] + widen(change[i])
             source[i] = value
             total += value * value
         factor = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
@@ -152,7 +158,8 @@ def _silu_mul(gate_up: Any, out: Any, first: int, end: int) -> None:
     for row in range(first, end):
         gate, up, target = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :], out[row]
         for i in range(size):
-            target[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * up[i]
+            x = widen(gate[i])
+            target[i] = x / (np.float32(1) + exp(-x)) * widen(up[i])
 
 
 @jit.compiled
@@ -162,9 +169,9 @@ def _gelu_mul(gate_up: Any, out: Any, first: int, end: int) -> None:
     for row in range(first, end):
         gate, up, target = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :], out[row]
         for i in range(size):
-            x = gate[i]
+            x = widen(gate[i])
             u2 = np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x)  # 2 sqrt(2 / pi)
-            target[i] = x / (np.float32(1) + exp(-u2)) * up[i]
+            target[i] = x / (np.float32(1) + exp(-u2)) * widen(up[i])
 
 
 @jit.compiled

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.kernels import jit
+from pdserve.engine.kernels.bfloat16 import words
 from pdserve.engine.pool import TorchPool
 
 # Up to here the kernel is faster than gathering the blocks for torch (measured: benchmarks/attention.py).
@@ -50,7 +51,7 @@ class PagedAttention:
         shape = pool.shape
         self._num_heads = num_heads
         self._shape, self._heads = shape, pool.heads
-        self._data = pool.raw.view(shape.dtype).view(-1).numpy()
+        self._data = words(pool.raw.view(shape.dtype).view(-1))
         self._scales = pool.raw.view(torch.float32).view(-1).numpy() if shape.is_int8 else self._data
         self._num_threads = torch.get_num_threads()
         floats = paged.scratch_floats(shape.head_dim, shape.block_size, num_heads)
@@ -58,8 +59,9 @@ class PagedAttention:
         self._places = [self._layer_place(layer) for layer in range(shape.num_layers)]
         self._max_task_queries = paged.MAX_QUERIES
         self._task_fields = paged.TASK_FIELDS
-        self._attend = paged.make_attend(shape.head_dim, shape.block_size, is_int8=shape.is_int8)
-        self._place = place.make_place(shape.head_dim, shape.block_size, is_int8=shape.is_int8)
+        stored = str(shape.dtype).removeprefix("torch.")
+        self._attend = paged.make_attend(shape.head_dim, shape.block_size, stored)
+        self._place = place.make_place(shape.head_dim, shape.block_size, stored)
         with jit.compiling_alone(self._attend):
             self._compile()
 
@@ -166,11 +168,11 @@ class PagedAttention:
 
 
 def flat(x: Tensor) -> Any:
-    """The memory from x's first element to its last as one row, including gaps."""
+    """The memory from x's first element to its last as one row, including gaps; bfloat16 as `words`."""
     if x.is_contiguous():
-        return x.numpy().reshape(-1)
+        return words(x).reshape(-1)
     num_elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((num_elements,), (1,)).numpy()
+    return words(x.as_strided((num_elements,), (1,)))
 
 
 def split_queries(count_R: Any, most: int) -> tuple[Any, Any]:

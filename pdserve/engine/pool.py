@@ -136,7 +136,7 @@ class TorchPool:
         """Stores the keys and values of a step's tokens."""
         for part, x_TKD in enumerate((k_TKD, v_TKD)):
             if self.scales is None:
-                self.tensor[:, layer, part][block_T, offset_T] = x_TKD
+                self.tensor[:, layer, part][block_T, offset_T] = x_TKD.to(self.shape.dtype)
             else:
                 rounded_TKD, scale_TK = quantise(x_TKD, self.shape.dtype)
                 self.tensor[:, layer, part][block_T, offset_T] = rounded_TKD

@@ -16,7 +16,16 @@ from pdserve.engine.checkpoint_spec import Needs
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.fused_experts import split_experts
 from pdserve.engine.invariant import stable
-from pdserve.engine.linear import Int8Linear, Linear, Rounding, is_repacked, make_linear, rounding_for, weight_levels
+from pdserve.engine.linear import (
+    Int8Linear,
+    Linear,
+    Rounding,
+    is_repacked,
+    make_linear,
+    rounding_for,
+    weight_dtype,
+    weight_levels,
+)
 from pdserve.engine.load_threads import load_threads
 from pdserve.engine.ops import LEVELS
 from pdserve.engine.parameters import Weights, build_weights
@@ -140,7 +149,7 @@ class CheckpointSource:
 
     def product(self, table_NK: Tensor) -> Linear:
         rounding = rounding_for(self._rounding, is_head=True)
-        if table_NK.dtype != self._dtype:
+        if table_NK.dtype != weight_dtype(self._dtype, rounding):
             table_NK = self._place(table_NK.shape[0], table_NK.shape[1], rounding).copy_(table_NK)
         return make_linear(table_NK.to(self._device), None, rounding)
 
@@ -165,9 +174,10 @@ class CheckpointSource:
     def _place(self, num_rows: int, num_columns: int, rounding: Rounding) -> Tensor:
         """The place of a matrix before `make_linear`: new memory if that is its final form, otherwise
         scratch."""
+        dtype = weight_dtype(self._dtype, rounding)
         if is_repacked(self._device, self._dtype, rounding):
-            return self._scratches.wide.take_matrix(num_rows, num_columns, self._dtype)
-        return torch.empty((num_rows, num_columns), device=self._device, dtype=self._dtype)
+            return self._scratches.wide.take_matrix(num_rows, num_columns, dtype)
+        return torch.empty((num_rows, num_columns), device=self._device, dtype=dtype)
 
     def _bias(self, module: str, size: int) -> Tensor:
         return self.vector(f"{module}.bias", size)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
 from torch import Tensor
 
 from pdserve.engine.gpu import fp8, norms
 from pdserve.engine.gpu.gated import gelu_mul, silu_mul
+from pdserve.engine.ops import RoundedOps
 
-__all__ = ["add_rms_norm", "fp8", "gelu_mul", "rms_norm", "silu_mul"]
+__all__ = ["ROUNDED", "add_rms_norm", "gelu_mul", "rms_norm", "silu_mul"]
+
+ROUNDED: Final[Mapping[str, RoundedOps]] = {"fp8": fp8}
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:

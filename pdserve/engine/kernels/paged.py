@@ -19,6 +19,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from pdserve.engine.kernels import jit
+from pdserve.engine.kernels.bfloat16 import widen
 from pdserve.engine.kernels.exponential import exp2
 
 MAX_QUERIES: Final = 16  # of one task
@@ -56,19 +57,20 @@ def largest(scores: Any, first: Any) -> Any:
     return largest
 
 
-def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..., None]:
-    """The kernel for one shape, compiled at its first call.
+def make_attend(head_dim: int, block_size: int, stored: str) -> Callable[..., None]:
+    """The kernel for one shape and dtype of the pool (float32, bfloat16 or int8), compiled at its first call.
 
     attend(q, data, scales, out, tables, tasks, first, last, num_heads, num_kv_heads, pool_heads, block_stride,
     layer_start, scale_stride, scale_start, window, scale, softcap, scratch) computes tasks[first:last]. All arrays but
-    `tasks` are flat: q and out are [T, H, D], data the pool in its own dtype, scales the same memory as float32. A
-    position has `pool_heads` kv heads in the pool, of which `num_kv_heads` are used, from the starts on. Strides and
-    starts are in elements; window and softcap are 0 if there is none. A row's last block is read to its end, so its
-    unused positions must be finite.
+    `tasks` are flat: q and out are [T, H, D], data the pool in its own dtype (bfloat16 as `words`), scales the same
+    memory as float32. A position has `pool_heads` kv heads in the pool, of which `num_kv_heads` are used, from the
+    starts on. Strides and starts are in elements; window and softcap are 0 if there is none. A row's last block is read
+    to its end, so its unused positions must be finite.
     """
     D, C = head_dim, block_size
     U = np.uint64
-    per_line = _LINE_BYTES if is_int8 else _LINE_BYTES // 4
+    is_int8, is_staged = stored == "int8", stored != "float32"  # staged: each tile is widened before it is used
+    per_line = _LINE_BYTES // {"int8": 1, "bfloat16": 2, "float32": 4}[stored]
 
     def attend(
         q: Any,
@@ -136,12 +138,12 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
                 for h in range(head_from, head_to):
                     k0 = U(base + h * D)
                     v0 = U(base + part + h * D)
-                    if is_int8:
+                    if is_staged:
                         for c in range(U(C)):
                             for d in range(U(D)):
-                                keys[c * U(D) + d] = np.float32(data[k0 + c * stride + d])
+                                keys[c * U(D) + d] = widen(data[k0 + c * stride + d])
                             for d in range(U(D)):
-                                values[c * U(D) + d] = np.float32(data[v0 + c * stride + d])
+                                values[c * U(D) + d] = widen(data[v0 + c * stride + d])
                     for r in range(R):
                         position = start + r // G
                         seen_to = min(C, position + 1 - page * C)
@@ -162,7 +164,7 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
                         q0 = U(state * D)
                         for c in range(U(C)):
                             dot = np.float32(0)
-                            if is_int8:
+                            if is_staged:
                                 for d in range(U(D)):
                                     dot += queries[q0 + d] * keys[c * U(D) + d]
                             else:
@@ -203,7 +205,7 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
                                 score[c] *= scales[v_scale + c * U(pool_heads)]
                         for c in range(U(0), U(C - C % 4), U(4)):
                             w0, w1, w2, w3 = score[c], score[c + U(1)], score[c + U(2)], score[c + U(3)]
-                            if is_int8:
+                            if is_staged:
                                 at = c * U(D)
                                 for d in range(U(D)):
                                     sums[q0 + d] += (
@@ -223,7 +225,7 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
                                     )
                         for c in range(U(C - C % 4), U(C)):
                             w0 = score[c]
-                            if is_int8:
+                            if is_staged:
                                 for d in range(U(D)):
                                     sums[q0 + d] += w0 * values[c * U(D) + d]
                             else:

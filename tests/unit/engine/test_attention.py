@@ -33,6 +33,7 @@ from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 200
+STORED = [torch.float32, torch.bfloat16, torch.int8]
 VARIANTS = [(None, None), (0.3, None), (0.2, 5.0), (None, 30.0)]  # scale, softcap
 
 
@@ -86,7 +87,7 @@ def expected(
     return torch.einsum("hqs,shd->qhd", weight_HQS, v_SHD).flatten(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize(("scale", "softcap"), VARIANTS)
 @pytest.mark.parametrize(("lengths", "num_queries"), [((5, 16, 90), 3), ((150, 151, 290), 150)])
@@ -113,7 +114,7 @@ needs_numba = pytest.mark.skipif(not jit.is_available(), reason="numba is not in
 
 
 @needs_numba
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize(("scale", "softcap"), slow_except(VARIANTS, VARIANTS[0], VARIANTS[2]))  # each is compiled
 def test_blocks_read_in_place_follow_the_formula(
@@ -133,7 +134,7 @@ def test_blocks_read_in_place_follow_the_formula(
 
 
 @needs_numba
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("is_paged", [True, False])
 def test_ranks_that_share_blocks_store_and_read_their_heads_alone(dtype: torch.dtype, is_paged: bool) -> None:
     """One of three ranks with two kv heads each, beside a pool of the six: the same bytes, the same bits."""
@@ -201,7 +202,7 @@ def test_any_shape_of_block_can_be_read_in_place(block_size: int, num_kv_heads: 
 
 
 @needs_numba
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("window", [None, 33])
 def test_a_position_has_the_same_bits_in_any_batch(
     dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
@@ -273,7 +274,7 @@ def test_every_query_and_head_is_dealt_to_one_thread(rows: list[tuple[int, int]]
 
 
 @needs_numba
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", STORED)
 def test_placing_rotates_and_stores_as_torch_does(dtype: torch.dtype) -> None:
     """Queries, keys and values lie side by side, as the product leaves them."""
     placed, written = filled_pool(dtype=dtype), filled_pool(dtype=dtype)

@@ -54,6 +54,6 @@ def test_numba_says_where_it_stores_a_kernel() -> None:
     pytest.importorskip("numba")
     from pdserve.engine.kernels.paged import make_attend
 
-    attend = make_attend(8, 4, is_int8=False)
+    attend = make_attend(8, 4, "float32")
     assert Path(attend.stats.cache_path).is_dir()  # type: ignore[attr-defined]
     assert attend.__module__ == "pdserve.engine.kernels.paged"

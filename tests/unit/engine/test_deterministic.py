@@ -55,6 +55,7 @@ def requests_of(request_of: Any, make_prompt: Callable[..., list[int]], count: i
     [
         ("llama", "float32", 40),
         ("qwen3", "int8", 30),
+        ("mistral-window", "bfloat16", 30),
         pytest.param("llama", "float32", 100, marks=pytest.mark.slow),
         pytest.param("qwen3", "int8", 70, marks=pytest.mark.slow),
         pytest.param("mistral-window", "float32", 70, marks=pytest.mark.slow),
@@ -102,4 +103,4 @@ def test_the_bundled_model_alone_and_in_a_batch(
 
 def test_other_modes_are_refused_by_name(tiny: Callable[[str], Path], open_engine: Callable[..., Engine]) -> None:
     with pytest.raises(ConfigError, match="deterministic"):
-        open_engine(tiny("llama"), dtype="bfloat16", deterministic=True)
+        open_engine(tiny("llama"), kv_dtype="fp8", deterministic=True)

@@ -11,7 +11,7 @@ import torch
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.engine.config import read_config
-from pdserve.engine.device import choose_dtype
+from pdserve.engine.device import choose_precision
 from pdserve.engine.dummy import dummy_weights
 from pdserve.engine.fp8 import MOST, Fp8Linear, make_fp8_linear, round_rows
 from pdserve.engine.linear import PlainLinear, make_linear
@@ -72,5 +72,5 @@ def test_a_loaded_model_has_fp8_layers_and_a_plain_head(tiny: Callable[[str], Pa
 
 def test_fp8_needs_a_gpu_that_has_it() -> None:
     with pytest.raises(ConfigError, match="int8 on a CPU"):
-        choose_dtype("fp8", "cpu")
+        choose_precision("fp8", CPU)
     assert WorkerConfig(model="m", worker_id="w", dtype="fp8").dtype == "fp8"

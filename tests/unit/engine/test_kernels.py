@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine import ops
+from pdserve.engine.kernels import jit
+from pdserve.engine.kernels.bfloat16 import narrow, widen, words
+from pdserve.engine.rounded_ops import ROUNDED
 
 EPS = 1e-6
 KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -82,3 +86,58 @@ def test_rounding_meets_the_halves_and_the_ends() -> None:
     assert rounded.tolist() == [[255, 1, 128, 192, 130, 126], [128] * 6]  # halves go to the even neighbour
     assert scale[0, 0] == 1.0
     assert scale[1, 0] > 0.0
+
+
+@pytest.mark.parametrize("name", ["int8", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 300])
+def test_rounded_results_are_those_of_the_plain_operation(name: str, dtype: torch.dtype, num_rows: int) -> None:
+    """Up to one unit of the rounded value: the two kernels may add in another order."""
+    rounded, x, weight = ROUNDED[name], states(num_rows, 768), torch.linspace(-1, 2, 768)
+    delta = states(num_rows, 768).flip(0).to(dtype).contiguous()
+    total, other = x.clone(), x.clone()
+    assert_rounded(rounded.add_rms_norm(total, delta, weight, EPS), ops.add_rms_norm(other, delta, weight, EPS))
+    assert torch.equal(total, other)
+    assert torch.equal(total, x + delta)
+    assert_rounded(rounded.rms_norm(x, weight, EPS), ops.rms_norm(x, weight, EPS))
+    gate_up = x.to(dtype)
+    assert_rounded(rounded.silu_mul(gate_up), ops.silu_mul(gate_up.float()))
+    assert_rounded(rounded.gelu_mul(gate_up), ops.gelu_mul(gate_up.float()))
+
+
+def assert_rounded(found: tuple[Tensor, ...], exact: Tensor) -> None:
+    if len(found) == 1:
+        torch.testing.assert_close(found[0].float(), exact, rtol=2**-8, atol=1e-30)
+        return
+    values, scale = found
+    torch.testing.assert_close(scale, exact.abs().amax(1, keepdim=True) / 127, rtol=1e-5, atol=1e-12)
+    assert ((values.float() - 128) * scale - exact).abs().le(0.51 * scale + 1e-12).all()
+
+
+def test_bfloat16_rounds_as_torch_does() -> None:
+    """Halves, the edges of the exponents, infinities and NaN, through a kernel that stores what it reads."""
+    bits = torch.arange(-(2**31), 2**31, 65_521, dtype=torch.int64).to(torch.int32)
+    special = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF, 1, 0x8000, 0x18000])
+    x = torch.cat([bits, special.to(torch.int32), special.to(torch.int32) | -(2**31)]).view(torch.float32)
+    found = torch.empty(x.shape, dtype=torch.bfloat16)
+    copy_narrowed(x.numpy(), words(found))
+    expected = x.bfloat16()
+    assert torch.equal(found.isnan(), expected.isnan())
+    kept = ~expected.isnan()
+    assert torch.equal(found[kept].view(torch.int16), expected[kept].view(torch.int16))
+    back = torch.empty(x.shape)
+    copy_widened(words(found), back.numpy())
+    assert torch.equal(back[kept], found.float()[kept])
+    assert back[~kept].isnan().all()
+
+
+@jit.compiled
+def copy_narrowed(source: Any, target: Any) -> None:
+    for i in range(source.size):
+        target[i] = narrow(source[i])
+
+
+@jit.compiled
+def copy_widened(source: Any, target: Any) -> None:
+    for i in range(source.size):
+        target[i] = widen(source[i])

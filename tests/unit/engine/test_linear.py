@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.engine import linear as linear_module
 from pdserve.engine.kernels import packed_gemm
 from pdserve.engine.linear import (
+    Bf16Linear,
     FixedRowsLinear,
     Int8Linear,
     PackedLinear,
@@ -84,6 +86,27 @@ def test_int8_is_the_product_of_the_rounded_numbers(num_inputs: int, num_outputs
         assert ((linear(x).double() - expected).abs() <= tolerance).all()
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_bfloat16_is_the_product_of_the_rounded_numbers(
+    is_packed: bool, num_inputs: int, num_outputs: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_packed:  # as on a CPU for which oneDNN has no such product
+        monkeypatch.setattr(linear_module, "multiplies_bfloat16", lambda: False)
+    weight, bias = tensors(num_inputs, num_outputs, has_bias=has_bias)
+    linear = make_linear(weight, bias, "bfloat16")
+    for rows in (1, 4, 33):
+        x = torch.randn(rows, num_inputs)
+        expected = F.linear(
+            x.bfloat16().double(), weight.bfloat16().double(), None if bias is None else bias.bfloat16().double()
+        )
+        got = linear(x)
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-5 * num_inputs**0.5)
+        assert torch.equal(got, linear(x.bfloat16()))
+
+
 def test_an_int8_row_does_not_depend_on_its_batch() -> None:
     weight, _ = tensors(768, 512, has_bias=False)
     linear = Int8Linear(*round_weights(weight), None)
@@ -104,11 +127,12 @@ def test_the_form_follows_the_weight() -> None:
     assert isinstance(make_linear(weight), PackedLinear)
     assert isinstance(make_linear(weight.bfloat16()), PlainLinear)
     assert isinstance(make_linear(weight.bfloat16(), rounding="int8"), Int8Linear)
+    assert isinstance(make_linear(weight, rounding="bfloat16"), Bf16Linear)
     x = torch.randn(3, 64).bfloat16()
     assert torch.equal(make_linear(weight.bfloat16())(x), F.linear(x, weight.bfloat16()))
 
 
-@pytest.mark.parametrize("rounding", ["none", "int8"])
+@pytest.mark.parametrize("rounding", ["none", "bfloat16", "int8"])
 def test_packed_and_int8_rows_have_the_same_bits_in_any_number(rounding: Rounding) -> None:
     """What the deterministic mode is cheap by; where a CPU's kernels differ, `make_invariant` pays for it."""
     for num_inputs, num_outputs in SHAPES:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.fp8_sums import errors
-from pdserve.engine import ops as host_ops
+from pdserve.engine import cpu_ops
 from pdserve.engine.attention import EagerAttention
 from pdserve.engine.batch import pack
 from pdserve.engine.config import read_config
@@ -50,7 +50,7 @@ def test_fusing_rounding_into_norms_and_gates_keeps_accuracy(
     row = Row(tokens=list(range(3, 9)), start=0, blocks=[0], targets=list(range(4, 10)))
     logits = []
     # Fused: all products but that of attention's result.
-    for one, ops, num_alone in ((exact, host_ops, 0), (weights, host_ops, 4), (weights, gpu_ops, 1)):
+    for one, ops, num_alone in ((exact, cpu_ops, 0), (weights, cpu_ops, 4), (weights, gpu_ops, 1)):
         num_rounded = 0
         model = Decoder(config, one, None, ops)
         shape = BlockShape(
