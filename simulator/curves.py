@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from pdserve.plot.axis import Axis
-from pdserve.plot.line_chart import HALF, Rule, Series, line_chart
+from pdserve.plot.drawing import HALF, Drawing
+from pdserve.plot.line_chart import Rule, Series, line_chart
 from pdserve.plot.thinning import means, thinned
 from simulator.comparison import TARGET, PolicyRun
 from simulator.model import RequestRow, Sample
@@ -17,7 +18,7 @@ def colours(runs: Iterable[PolicyRun]) -> dict[str, int]:
     return {policy: number for number, policy in enumerate(dict.fromkeys(run.policy for run in runs))}
 
 
-def attainment_chart(runs: Sequence[PolicyRun]) -> str:
+def attainment_chart(runs: Sequence[PolicyRun]) -> Drawing:
     """Rate against attainment, a line for each policy."""
     found = [
         Series(
@@ -31,10 +32,35 @@ def attainment_chart(runs: Sequence[PolicyRun]) -> str:
     most_rps = max(run.summary.rate_rps for run in runs)
     return line_chart(
         found,
-        Axis(low=0.0, high=1.05 * most_rps or 1.0, label="requests per second"),
+        Axis(low=0.0, high=1.05 * most_rps or 1.0, label="requests per second that arrived"),
         Axis(low=0.0, high=1.0, label="met both targets", unit="%"),
         title="share of requests that met both targets, by rate of arrival",
         rules=[Rule(at=TARGET, label=f"{TARGET:.0%}: the rate holds")],
+        width=HALF,
+        height=300,
+    )
+
+
+def goodput_chart(runs: Sequence[PolicyRun]) -> Drawing:
+    """Rate of arrival against requests per second that met both targets, a line for each policy."""
+    found = [
+        Series(
+            name=policy,
+            points=sorted((run.summary.rate_rps, run.summary.goodput_rps) for run in runs if run.policy == policy),
+            colour=colour,
+            is_marked=True,
+        )
+        for policy, colour in colours(runs).items()
+    ]
+    most_rps = max(run.summary.rate_rps for run in runs)
+    most = max(run.summary.goodput_rps for run in runs)
+    return line_chart(
+        found,
+        Axis(low=0.0, high=1.05 * most_rps or 1.0, label="requests per second that arrived"),
+        Axis(low=0.0, high=1.1 * most or 1.0, label="goodput, requests per second"),
+        title="goodput by rate of arrival",
+        width=HALF,
+        height=300,
     )
 
 
@@ -44,7 +70,7 @@ def share_chart(
     target_s: float,
     colour_of: dict[str, int],
     title: str,
-) -> str:
+) -> Drawing:
     """The share of all requests, including rejected ones, whose time was at most x. If a run left requests unanswered,
     its curve does not reach 1."""
     held = {
@@ -81,7 +107,7 @@ TIMELINES: Final[tuple[tuple[str, tuple[tuple[str, Callable[[Sample], float]], .
 )
 
 
-def timeline(run: PolicyRun, number: int) -> str:
+def timeline(run: PolicyRun, number: int) -> Drawing:
     """TIMELINES[number] of a run. Each point is the mean of its interval."""
     title, values = TIMELINES[number]
     samples = run.result.samples

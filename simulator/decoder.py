@@ -255,7 +255,7 @@ class DecodeMachine(Machine):
 
     def _computed(self, account: fx.StepAccount, count: int, busy_s: float, step_s: float) -> None:
         self.num_steps += count
-        self.tally.computed(account, count, busy_s)
+        self.tally.computed(account, count, busy_s, self.agenda.now_s)
         if self.timed(account, step_s):
             self._chunks.observe(account, step_s)
 

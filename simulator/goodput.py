@@ -50,6 +50,7 @@ class Probe:
     prompt_tokens_met: int = 0  # of those that met both targets
     ttfts_s: list[float] = field(default_factory=list)  # of those that had a first token
     tpots_s: list[float] = field(default_factory=list)  # of those that had a second
+    times_s: list[tuple[float, float]] = field(default_factory=list)  # TTFT and TPOT of those that were served whole
     stayed_s: float = 0.0  # from arrival to end, over all that ended
     num_ended: int = 0
 
@@ -63,6 +64,8 @@ class Probe:
             self.ttfts_s.append(row.ttft_s)
         if row.tpot_s is not None and row.tokens > 1:
             self.tpots_s.append(row.tpot_s)
+        if row.outcome in ("served", "late") and row.ttft_s is not None and row.tpot_s is not None:
+            self.times_s.append((row.ttft_s, row.tpot_s))
         if reason := miss(row):
             self.misses[reason] += 1
         else:

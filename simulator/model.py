@@ -6,7 +6,7 @@ Seconds are simulated seconds since the start of the trace unless a name says ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -212,6 +212,10 @@ class WorkerRow:
     kv_token_s: float = 0.0  # integral of the tokens whose blocks were held
     stranded_token_s: float = 0.0  # the part that is not computed, transferred or decoded
     preemptions: int = 0
+    #: Shares of its time, in intervals of `shares_width_s`: steps that only prefill, mixed ones, and ones that only
+    #: decode (simulator/step_shares.py).
+    shares_width_s: float = 0.0
+    shares: Sequence[Sequence[float]] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -111,7 +111,7 @@ class PrefillMachine(Machine):
         self._step = None
         self.num_steps += 1
         step_s = now_s - self._started_s
-        self.tally.computed(step.account, 1, step_s)
+        self.tally.computed(step.account, 1, step_s, now_s)
         outs = [DREW if count == prompt.remaining else READ for prompt, count in step.shares]
         self.act(self._batching.apply(step, outs, now_s))
         if self.timed(step.account, step_s):

@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from pdserve.plot.page import document, key, legend, safe, table, tiles
+from pdserve.plot.drawing import safe
+from pdserve.plot.figure import caption as caption_html
+from pdserve.plot.figure import section
+from pdserve.plot.marks import Legend, line_legend
+from pdserve.plot.page import document, key, legend, table, tiles
 from simulator.comparison import TARGET, PolicyRun, highest_held
-from simulator.curves import TIMELINE_COLOURS, TIMELINES, attainment_chart, colours, share_chart, timeline
+from simulator.curves import TIMELINE_COLOURS, TIMELINES, colours, timeline
+from simulator.figures import caption, focused, panels
 from simulator.misses import why, worst
-from simulator.tables import count, details, held_text, line, seconds, short_note
+from simulator.tables import details, held_text, line, seconds, short_note
 
 _WORST: Final = 20
 _LEFT: Final = ("policy", "time", "path", "workers")  # columns of text
@@ -20,42 +25,14 @@ _WIDE: Final = ("why",)
 _TIMES: Final = ("TTFT p50", "p99", "TPOT p50", "p99")
 
 
-def page(runs: Sequence[PolicyRun], *, cluster: str) -> str:
+def page(runs: Sequence[PolicyRun], *, cluster: str, origin: Sequence[str] = ()) -> str:
+    """`origin` names the machine and the commit."""
     focus = focused(runs)
-    parts = [_head(runs, cluster), _tiles(focus), _runs(runs)]
-    if len({run.rate_scale for run in runs}) > 1:
-        parts.append(_attainment(runs))
-    parts += [_times(focus, colours(runs)), _timelines(focus), _misses(focus)]
+    head = f"<h1>{safe(runs[0].result.trace)}</h1>{caption_html(caption(runs, cluster, origin))}"
+    charts = [section(panel) for panel in panels(runs)]
+    parts = [head, _tiles(focus), _runs(runs), *charts]
+    parts += [_percentiles(focus, colours(runs)), _timelines(focus), _misses(focus)]
     return document(f"{runs[0].result.trace}: simulated", parts)
-
-
-def focused(runs: Sequence[PolicyRun]) -> list[PolicyRun]:
-    """The runs at the lowest rate at which any policy misses the target, where policies differ. Otherwise at the
-    highest rate."""
-    missed = [run.rate_scale for run in runs if run.summary.attainment < TARGET]
-    scale = min(missed) if missed else max(run.rate_scale for run in runs)
-    return [run for run in runs if run.rate_scale == scale]
-
-
-def _head(runs: Sequence[PolicyRun], cluster: str) -> str:
-    first = runs[0]
-    slo = first.result.config.slo
-    return (
-        f"<h1>{safe(first.result.trace)}</h1><p>{count(first.summary.requests, 'request')} on {safe(cluster)}, "
-        f"{_split(runs)}, seed {first.result.config.seed}. Promised: the first token within "
-        f"{seconds(slo.ttft_s)}, then {seconds(slo.tpot_s)} per token. A request counts if it was served whole and "
-        "met both; rejected, failed and late ones are misses.</p>"
-    )
-
-
-def _split(runs: Sequence[PolicyRun]) -> str:
-    splits = {run.split: None for run in runs}
-    prefill, decode = next(iter(splits)).split(":")
-    return (
-        f"{prefill} prefill and {count(int(decode), 'decode worker')}"
-        if len(splits) == 1
-        else f"P:D {', '.join(splits)}"
-    )
 
 
 def _tiles(focus: Sequence[PolicyRun]) -> str:
@@ -89,26 +66,6 @@ def _runs(runs: Sequence[PolicyRun]) -> str:
     return f"<section><h2>Runs</h2>{held}{table(head, rows, left=_LEFT, wide=_WIDE)}{about}</section>"
 
 
-def _attainment(runs: Sequence[PolicyRun]) -> str:
-    return (
-        "<section><h2>Rate against attainment</h2>"
-        f"<p>The share of all requests that met both targets.</p>{legend(colours(runs).items())}"
-        f"{attainment_chart(runs)}</section>"
-    )
-
-
-def _times(focus: Sequence[PolicyRun], colour_of: dict[str, int]) -> str:
-    slo = focus[0].result.config.slo
-    shown = legend((run.policy, colour_of[run.policy]) for run in focus)
-    ttft = share_chart(focus, lambda row: row.ttft_s, slo.ttft_s, colour_of, "time to first token")
-    tpot = share_chart(focus, lambda row: row.tpot_s, slo.tpot_s, colour_of, "time per token")
-    return (
-        f"<section><h2>Times at {focus[0].summary.rate_rps:.3g} requests/s</h2><p>A curve that is higher at the "
-        "target is better. If it ends below 100%, the other requests got no token.</p>"
-        f'{shown}<div class="pair">{ttft}{tpot}</div>{_percentiles(focus, colour_of)}</section>'
-    )
-
-
 def _percentiles(focus: Sequence[PolicyRun], colour_of: dict[str, int]) -> str:
     head = ("policy", "time", "of", "p50", "p90", "p95", "p99")
     rows = []
@@ -116,7 +73,8 @@ def _percentiles(focus: Sequence[PolicyRun], colour_of: dict[str, int]) -> str:
         for name, held in (("TTFT", run.summary.ttft_s), ("TPOT", run.summary.tpot_s)):
             figures = (seconds(value) for value in (held.p50, held.p90, held.p95, held.p99))
             rows.append([key(colour_of[run.policy]) + safe(run.policy), name, str(held.of), *figures])
-    return table(head, rows, left=_LEFT, wide=_WIDE)
+    shown = table(head, rows, left=_LEFT, wide=_WIDE)
+    return f"<section><h2>Percentiles at {focus[0].summary.rate_rps:.3g} requests/s</h2>{shown}</section>"
 
 
 def _timelines(focus: Sequence[PolicyRun]) -> str:
@@ -125,7 +83,7 @@ def _timelines(focus: Sequence[PolicyRun]) -> str:
         if not run.result.samples:
             continue
         charts = "".join(
-            f"<h3>{safe(title)}</h3>{legend(_named(values)) if len(values) > 1 else ''}{timeline(run, index)}"
+            f"<h3>{safe(title)}</h3>{legend(_named(values)) if len(values) > 1 else ''}{timeline(run, index).inline}"
             for index, (title, values) in enumerate(TIMELINES)
         )
         is_open = " open" if number == 0 else ""
@@ -134,8 +92,8 @@ def _timelines(focus: Sequence[PolicyRun]) -> str:
     return f"<section><h2>Over time</h2>{''.join(shown)}</section>" if shown else ""
 
 
-def _named(values: Iterable[tuple[str, object]]) -> list[tuple[str, int]]:
-    return [(name, colour) for colour, (name, _) in zip(TIMELINE_COLOURS, values, strict=False)]
+def _named(values: Iterable[tuple[str, object]]) -> Legend:
+    return line_legend({name: colour for colour, (name, _) in zip(TIMELINE_COLOURS, values, strict=False)})
 
 
 def _misses(focus: Sequence[PolicyRun]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pdserve.core.effects import StepAccount
 from simulator.model import WorkerRow, WorkerShape
+from simulator.step_shares import StepShares
 
 
 @dataclass(slots=True)
@@ -13,6 +14,7 @@ class Tally:
     shape: WorkerShape
     row: WorkerRow = field(init=False)
     decode_steps: int = 0
+    shares: StepShares = field(default_factory=StepShares)
     _noted_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -26,8 +28,10 @@ class Tally:
             self.row.stranded_token_s += stranded_tokens * since_s
             self._noted_s = now_s
 
-    def computed(self, account: StepAccount, steps: int, busy_s: float) -> None:
+    def computed(self, account: StepAccount, steps: int, busy_s: float, ended_s: float) -> None:
+        """`steps` equal steps that took `busy_s` together."""
         row = self.row
+        self.shares.add(ended_s - busy_s, ended_s, prefills=account.prefill_tokens > 0, decodes=account.decode_rows > 0)
         row.busy_s += busy_s
         row.steps += steps
         row.prefill_tokens += account.prefill_tokens
@@ -37,4 +41,5 @@ class Tally:
 
     def finish(self) -> WorkerRow:
         self.row.mean_rows = self.row.decode_tokens / self.decode_steps if self.decode_steps else 0.0
+        self.row.shares_width_s, self.row.shares = self.shares.width_s, self.shares.shares
         return self.row

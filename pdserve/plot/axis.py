@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+_FEWEST: Final = 3  # ticks of a logarithmic axis
+_NEAREST: Final = 0.12  # share of a logarithmic axis between two ticks
 _GAP: Final = 1e-12  # relative tolerance for ticks that round to just beyond the end
 
 
@@ -48,11 +50,22 @@ def _even_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def _log_ticks(low: float, high: float, most: int = 8) -> list[float]:
-    """Powers of ten, with 2 and 5 between them if there is room."""
+    """Powers of ten, with 2 and 5 between them if there is room; even steps where these are too few."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1.0, 2.0, 5.0), (1.0,)):
         ticks = [factor * 10.0**power for power in decades for factor in factors]
         inside = [tick for tick in ticks if low * (1.0 - 1e-9) <= tick <= high * (1.0 + 1e-9)]
+        if len(inside) < _FEWEST and high < 10.0 * low:
+            return _apart(_even_ticks(low, high), math.log(high / low))
         if len(inside) <= most:
             return inside
     return inside[:: math.ceil(len(inside) / most)]
+
+
+def _apart(ticks: list[float], length: float) -> list[float]:
+    """Without ticks that a logarithmic axis of this length would show too close to the one before."""
+    kept: list[float] = []
+    for tick in ticks:
+        if not kept or math.log(tick / kept[-1]) >= _NEAREST * length:
+            kept.append(tick)
+    return kept

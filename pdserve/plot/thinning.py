@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 _MOST_POINTS: Final = 360  # of a timeline or a distribution; more would not be visible
+T = TypeVar("T")
 
 
 def means(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
@@ -18,7 +19,8 @@ def means(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> li
     return [(sum(px for px, _ in group) / len(group), sum(py for _, py in group) / len(group)) for group in groups]
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    size = math.ceil(len(points) / _MOST_POINTS) if points else 1
+def thinned(points: Sequence[T], most: int = _MOST_POINTS) -> list[T]:
+    """At most this many points and the last one."""
+    size = math.ceil(len(points) / most) if points else 1
     kept = list(points[::size])
     return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]

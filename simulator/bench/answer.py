@@ -34,6 +34,11 @@ class BenchAnswer:
     detail: str = ""  # the server's own words
     server_ttft_s: float | None = None  # by the router's clock; only over gRPC
     server_tpot_s: float | None = None
+    request_id: str = ""  # the router's; only over gRPC, like the fields below
+    prefill_worker: str = ""  # empty if the decode worker prefilled
+    decode_worker: str = ""
+    predicted_ttft_s: float | None = None  # when it was placed; only where the benchmark asked for it afterwards
+    predicted_tpot_s: float | None = None
 
     @property
     def ttft_s(self) -> float:

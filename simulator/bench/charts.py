@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from pdserve.plot.axis import Axis
-from pdserve.plot.line_chart import HALF, WIDE, Rule, Series, line_chart
+from pdserve.plot.drawing import HALF, WIDE, Drawing, line_at, safe, text_at
+from pdserve.plot.figure import CONTENT
+from pdserve.plot.gantt import Bar, BarKind, GanttRow, gantt, place_in_lanes
+from pdserve.plot.line_chart import Rule, Series, line_chart
+from pdserve.plot.theme import colour as shade_of
 from pdserve.plot.thinning import thinned
 from simulator.bench.answer import BenchAnswer, BenchOutcome
 from simulator.bench.ratios import Ratio
@@ -16,7 +19,10 @@ from simulator.bench.result import LevelResult
 from simulator.bench.statistics import BenchSummary
 
 _MOST_SPANS: Final = 240  # of the timeline; more would not be visible
-_SPAN_HEIGHT: Final = 5
+_SPAN_HEIGHT: Final = 6
+_MOST_PLACED: Final = 80  # requests of a timeline of workers
+_MOST_WORKERS: Final = 24
+_MOST_LANES: Final = 14  # of one worker
 _RATIO_ROW: Final = 30
 
 
@@ -28,8 +34,8 @@ def load_chart(
     *,
     unit: str = "",
     rules: Sequence[Rule] = (),
-) -> str:
-    """A figure of each server by the load, under its title: arrivals per second, or requests at once."""
+) -> Drawing:
+    """A figure of each server by the load: arrivals per second, or requests at once."""
     is_open = levels[0].level.is_open
     series = []
     for name, colour in colour_of.items():
@@ -38,14 +44,13 @@ def load_chart(
         series.append(Series(name=name, points=known, colour=colour, is_marked=True))
     highest = max((y for one in series for _, y in one.points), default=1.0)
     if unit == "%":
-        y_axis = Axis(low=0.0, high=1.0, unit=unit)
+        y_axis = Axis(low=0.0, high=1.0, unit=unit, label=title)
     else:
-        y_axis = Axis(low=0.0, high=1.1 * highest or 1.0, unit=unit)
+        y_axis = Axis(low=0.0, high=1.1 * highest or 1.0, unit=unit, label=title)
     x_label = "requests per second that arrived" if is_open else "requests at once"
     most = max(map(load_of, levels))
     x_axis = Axis(low=0.0, high=1.05 * most or 1.0, label=x_label)
-    chart = line_chart(series, x_axis, y_axis, title=f"{title} by load", rules=rules, width=HALF, height=240)
-    return f"<h3>{html.escape(title)}</h3>{chart}"
+    return line_chart(series, x_axis, y_axis, title=f"{title} by load", rules=rules, width=HALF, height=240)
 
 
 def load_of(one: LevelResult) -> float:
@@ -59,14 +64,14 @@ def load_of(one: LevelResult) -> float:
 
 def distribution_chart(
     shown: Sequence[tuple[str, int, Sequence[float], int]], title: str, *, target_s: float | None = None
-) -> str:
+) -> Drawing | None:
     """`shown`: name, colour, seconds, and of how many. The share of all whose time was at most x. A curve that ends
     below 100% is one with requests that failed."""
     every = [one for _, _, values, _ in shown for one in values if one > 0.0]
     if target_s is not None:
         every.append(target_s)
     if not every:
-        return ""
+        return None
     series = []
     for name, colour, values, total in shown:
         ordered = sorted(values)
@@ -85,51 +90,57 @@ def distribution_chart(
     )
 
 
-def timeline_chart(answers: Sequence[BenchAnswer], title: str) -> str:
-    """A bar for each request in order of sending: the wait for the first token, then the tokens. Requests that failed
-    or were rejected have a bar of another colour."""
+WAIT: Final = BarKind(name="until the first token", colour=3, height=0.4)
+TOKENS: Final = BarKind(name="tokens", colour=2)
+FAILED: Final = BarKind(name="rejected, failed or interrupted", colour=7, is_hollow=True)
+KINDS: Final = (WAIT, TOKENS, FAILED)
+
+
+def timeline_chart(answers: Sequence[BenchAnswer], title: str) -> Drawing | None:
+    """A bar for each request in order of sending: the wait for the first token, then the tokens."""
     chosen = sorted(answers, key=lambda one: one.sent_s)
     size = math.ceil(len(chosen) / _MOST_SPANS) if chosen else 1
     chosen = chosen[::size]
     if not chosen:
-        return ""
-    x_axis = Axis(low=0.0, high=max(one.ended_s for one in chosen) or 1.0, label="seconds", unit="")
-    left, right, top, bottom = 14, WIDE - 14, 8, 8 + _SPAN_HEIGHT * len(chosen)
-
-    def at_x(value: float) -> float:
-        return round(left + (right - left) * x_axis.place(value), 1)
-
-    parts = [f'<svg viewBox="0 0 {WIDE} {bottom + 40}" role="img" aria-label="{html.escape(title)}">']
-    for tick in x_axis.ticks():
-        parts.append(f'<line class="grid" x1="{at_x(tick)}" x2="{at_x(tick)}" y1="{top}" y2="{bottom}"/>')
-        parts.append(
-            f'<text class="tick" x="{at_x(tick)}" y="{bottom + 16}" text-anchor="middle">{x_axis.text(tick)}</text>'
-        )
-    middle = (left + right) / 2
-    parts.append(f'<text class="label" x="{middle}" y="{bottom + 34}" text-anchor="middle">seconds</text>')
-    for row, one in enumerate(chosen):
-        y = top + _SPAN_HEIGHT * row
-        for begin_s, end_s, colour in _spans(one):
-            width = max(at_x(end_s) - at_x(begin_s), 0.8)
-            parts.append(
-                f'<rect x="{at_x(begin_s)}" y="{y}" width="{width:g}" height="{_SPAN_HEIGHT - 1}" '
-                f'fill="var(--s{colour})"><title>{html.escape(_about(one))}</title></rect>'
-            )
-    return "".join([*parts, "</svg>"])
+        return None
+    bars = [
+        Bar(begin=begin_s, end=end_s, kind=kind, lane=lane, about=_about(one))
+        for lane, one in enumerate(chosen)
+        for begin_s, end_s, kind in _spans(one)
+    ]
+    x_axis = Axis(low=0.0, high=max(one.ended_s for one in chosen) or 1.0, label="seconds since the turn began")
+    return gantt([GanttRow(name="", bars=bars)], x_axis, title=title, width=CONTENT, lane_height=_SPAN_HEIGHT)
 
 
-WAIT_COLOUR, TOKENS_COLOUR, FAILED_COLOUR = 3, 2, 7
-SPAN_COLOURS: Final = (
-    ("until the first token", WAIT_COLOUR),
-    ("tokens", TOKENS_COLOUR),
-    ("rejected, failed or interrupted", FAILED_COLOUR),
-)
+def workers_chart(answers: Sequence[BenchAnswer], title: str) -> Drawing | None:
+    """The requests on each worker, for a router, which says where it placed them. None: it did not."""
+    chosen = sorted((one for one in answers if one.decode_worker), key=lambda one: one.sent_s)[:_MOST_PLACED]
+    if not chosen:
+        return None
+    spans: dict[str, list[tuple[float, float, BarKind, str]]] = {}
+    for one in chosen:
+        wait_s, first_s, last_s = one.sent_s, one.chunk_s[0], one.chunk_s[-1]
+        spans.setdefault(one.prefill_worker or one.decode_worker, []).append((wait_s, first_s, WAIT, _about(one)))
+        spans.setdefault(one.decode_worker, []).append((first_s, last_s, TOKENS, _about(one)))
+    rows = []
+    for worker, held in sorted(spans.items())[:_MOST_WORKERS]:
+        ordered = sorted(held, key=lambda one: one[:2])
+        lanes = place_in_lanes([one[:2] for one in ordered], _MOST_LANES)
+        bars = [
+            Bar(begin=begin, end=end, kind=kind, lane=lane, about=about)
+            for (begin, end, kind, about), lane in zip(ordered, lanes, strict=True)
+            if lane is not None
+        ]
+        rows.append(GanttRow(name=worker, bars=bars))
+    begin_s = chosen[0].sent_s
+    x_axis = Axis(low=begin_s, high=max(one.ended_s for one in chosen), label="seconds since the turn began")
+    return gantt(rows, x_axis, title=title, width=CONTENT)
 
 
-def _spans(one: BenchAnswer) -> list[tuple[float, float, int]]:
+def _spans(one: BenchAnswer) -> list[tuple[float, float, BarKind]]:
     if one.outcome is not BenchOutcome.COMPLETED:
-        return [(one.sent_s, one.ended_s, FAILED_COLOUR)]
-    return [(one.sent_s, one.chunk_s[0], WAIT_COLOUR), (one.chunk_s[0], one.chunk_s[-1], TOKENS_COLOUR)]
+        return [(one.sent_s, one.ended_s, FAILED)]
+    return [(one.sent_s, one.chunk_s[0], WAIT), (one.chunk_s[0], one.chunk_s[-1], TOKENS)]
 
 
 def _about(one: BenchAnswer) -> str:
@@ -141,11 +152,11 @@ def _about(one: BenchAnswer) -> str:
     )
 
 
-def ratio_chart(ratios: Sequence[Ratio], title: str) -> str:
+def ratio_chart(ratios: Sequence[Ratio], title: str) -> Drawing | None:
     """A row for each metric: the ratios of all pairs of turns as dots, and their median as a bar."""
     every = [value for one in ratios for value in one.ratios if value > 0.0]
     if not every:
-        return ""
+        return None
     far = max(max(every), 1.0 / min(every), 1.1) * 1.05
     axis = Axis(low=1.0 / far, high=far, is_log=True)
     left, right, top = 130, WIDE - 20, 6
@@ -154,24 +165,25 @@ def ratio_chart(ratios: Sequence[Ratio], title: str) -> str:
     def at_x(value: float) -> float:
         return round(left + (right - left) * axis.place(value), 1)
 
-    parts = [f'<svg viewBox="0 0 {WIDE} {bottom + 24}" role="img" aria-label="{html.escape(title)}">']
+    parts = []
     for tick in _ratio_ticks(far):
-        parts.append(f'<line class="grid" x1="{at_x(tick)}" x2="{at_x(tick)}" y1="{top}" y2="{bottom}"/>')
-        parts.append(f'<text class="tick" x="{at_x(tick)}" y="{bottom + 17}" text-anchor="middle">{tick:.3g}</text>')
-    parts.append(f'<line class="rule" x1="{at_x(1.0)}" x2="{at_x(1.0)}" y1="{top}" y2="{bottom}"/>')
+        parts.append(line_at("grid", at_x(tick), top, at_x(tick), bottom))
+        parts.append(text_at(at_x(tick), bottom + 17, f"{tick:.3g}", "tick", "middle"))
+    parts.append(line_at("rule", at_x(1.0), top, at_x(1.0), bottom))
     for row, one in enumerate(ratios):
         y = top + _RATIO_ROW * row + _RATIO_ROW / 2
-        colour = f"var(--s{row % 8})"
-        parts.append(f'<text class="label" x="{left - 10}" y="{y + 4}" text-anchor="end">{one.metric.label}</text>')
+        shade = shade_of(row)
+        parts.append(text_at(left - 10, y + 4, one.metric.label, "label", "end"))
         parts.append(
-            f'<line x1="{at_x(one.least)}" x2="{at_x(one.most)}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="2"/>'
+            f'<line x1="{at_x(one.least)}" x2="{at_x(one.most)}" y1="{y}" y2="{y}" stroke="{shade}" stroke-width="2"/>'
         )
         for value in one.ratios:
-            shown = f"<title>{one.metric.label}: {value:.3f}</title>"
-            parts.append(f'<circle class="dot" cx="{at_x(value)}" cy="{y}" r="4" fill="{colour}">{shown}</circle>')
+            shown = f"<title>{safe(f'{one.metric.label}: {value:.3f}')}</title>"
+            parts.append(f'<circle class="dot" cx="{at_x(value)}" cy="{y}" r="4" fill="{shade}">{shown}</circle>')
         x = at_x(one.median)
-        parts.append(f'<line x1="{x}" x2="{x}" y1="{y - 9}" y2="{y + 9}" stroke="{colour}" stroke-width="3"/>')
-    return "".join([*parts, "</svg>"])
+        parts.append(f'<line x1="{x}" x2="{x}" y1="{y - 9}" y2="{y + 9}" stroke="{shade}" stroke-width="3"/>')
+    parts.append(text_at((left + right) / 2, bottom + 36, "ratio of the first server to the second", "label", "middle"))
+    return Drawing(width=WIDE, height=bottom + 44, title=title, body="".join(parts))
 
 
 def _ratio_ticks(far: float) -> list[float]:

@@ -171,6 +171,9 @@ class _Turn:
             detail=reply.detail,
             server_ttft_s=reply.server_ttft_s,
             server_tpot_s=reply.server_tpot_s,
+            request_id=reply.request_id,
+            prefill_worker=reply.prefill_worker,
+            decode_worker=reply.decode_worker,
         )
         self._answers.append(answer)
         self._on_answer(answer)

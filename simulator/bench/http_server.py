@@ -21,6 +21,7 @@ from pdserve.core.errors import ConfigError, Unauthenticated, Unavailable
 from pdserve.core.hosts import is_loopback_host
 from pdserve.core.json_text import to_json
 from pdserve.core.urls import has_password, hide_password
+from simulator.bench.answer import BenchAnswer
 from simulator.bench.prompts import as_text
 from simulator.bench.server import AskedSampling, ServerReply, most_chunks
 from simulator.bench.sse import DONE, BrokenStream, EventReader, error_message, read_chunk
@@ -150,6 +151,10 @@ class HttpServer:
             reply.complete()
         else:
             reply.fail("stream ended early", "neither a finish reason nor [DONE] came")
+
+    async def with_predictions(self, answers: Sequence[BenchAnswer]) -> Sequence[BenchAnswer]:
+        """OpenAI's API has none."""
+        return answers
 
     async def close(self) -> None:
         if self._session is not None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final, final
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.connect import Tls
 from pdserve.client.options import Options
+from pdserve.client.results import Explanation
 from pdserve.client.retry import Retries
-from pdserve.core.errors import ConfigError, DeadlineExceeded, Overloaded, PdserveError
+from pdserve.core.errors import ConfigError, DeadlineExceeded, NotFound, Overloaded, PdserveError
+from simulator.bench.answer import BenchAnswer, BenchOutcome
 from simulator.bench.server import AskedSampling, ServerReply, most_chunks
 
+log = logging.getLogger(__name__)
+MOST_EXPLAINED: Final = 500  # requests of a turn; a router remembers the last 1,024
 CHANNELS: Final = 4  # connections, because the streams of one share its flow control
 
 
@@ -78,7 +85,30 @@ class GrpcServer:
         else:
             reply.prompt_tokens, reply.output_tokens = done.usage.prompt_tokens, count
             reply.server_ttft_s, reply.server_tpot_s = done.timings.ttft_s, done.timings.tpot_s
+            reply.request_id = done.request_id
+            reply.prefill_worker, reply.decode_worker = done.timings.prefill_worker, done.timings.decode_worker
             reply.complete()
+
+    async def with_predictions(self, answers: Sequence[BenchAnswer]) -> Sequence[BenchAnswer]:
+        """Of the last completed requests, because a router remembers only some, and one answer of each call."""
+        asked = [one.request_id for one in answers if one.outcome is BenchOutcome.COMPLETED and one.request_id]
+        found: dict[str, Explanation] = {}
+        try:
+            for name in asked[-MOST_EXPLAINED:]:
+                with suppress(NotFound):
+                    found[name] = await self._clients[0].explain(name)
+        except PdserveError as error:  # the caller may not ask, or the router has gone
+            log.warning("no predictions of %s: %s", self.name, error.message)
+        return [
+            replace(
+                one,
+                predicted_ttft_s=found[one.request_id].predicted_ttft_s,
+                predicted_tpot_s=found[one.request_id].predicted_tpot_s,
+            )
+            if one.request_id in found
+            else one
+            for one in answers
+        ]
 
     async def close(self) -> None:
         for client in self._clients:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from simulator.bench.answer import BenchOutcome
+from simulator.bench.answer import BenchAnswer, BenchOutcome
 
 MAX_CHUNKS_PER_TOKEN = 4  # a stream with more parts than that does not come from a language model
 SPARE_CHUNKS = 64
@@ -34,6 +34,9 @@ class ServerReply:
     detail: str = ""
     server_ttft_s: float | None = None
     server_tpot_s: float | None = None
+    request_id: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
 
     def fail(self, error: str, detail: str = "") -> None:
         self.outcome, self.error, self.detail = BenchOutcome.FAILED, error, detail
@@ -63,6 +66,11 @@ class BenchServer(Protocol):
 
     async def ask(self, prepared: Any, reply: ServerReply) -> None:
         """Sends it and fills in the reply. Raises nothing but CancelledError."""
+        ...
+
+    async def with_predictions(self, answers: Sequence[BenchAnswer]) -> Sequence[BenchAnswer]:
+        """The same answers, with the times that the server predicted, where it tells. Raises nothing but
+        CancelledError."""
         ...
 
     async def close(self) -> None: ...

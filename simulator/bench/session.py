@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, final
 
@@ -29,6 +29,7 @@ class BenchPlan:
     warm_requests: int = 0  # to each server, before its first turn
     seed: int = 0
     token_ids: tuple[int, int]
+    asks_predictions: bool = False  # after each turn, of servers that predict
 
 
 class BenchObserver:
@@ -90,6 +91,8 @@ class BenchSession:
                 label = f"{level.label} turn {number}"
                 turn = await self._one_turn(server, level, self._plan.load.requests(level), label, is_counted=True)
                 self._observer.turn_ends()
+                if self._plan.asks_predictions:
+                    turn = replace(turn, answers=await server.with_predictions(turn.answers))
                 if not found.turns:
                     self.result.levels.append(found)
                 found.turns.append(turn)

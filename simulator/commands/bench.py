@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 
+from pdserve.cli.plot_file import add_plot_flag
 from pdserve.cli.target import add_target_flags
 from simulator.commands.simulate import FORMAT_NAMES
 
@@ -85,7 +86,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print one JSON object, with the field names of vLLM and aiperf"
     )
     shown.add_argument("--rows", metavar="FILE", help="write one JSON line per request to FILE")
-    shown.add_argument("--html", metavar="FILE", help="write an HTML page with plots, which needs no network")
+    add_plot_flag(shown, "--html")
     parser.epilog = f"{parser.epilog or ''} {COMPARE_TOKEN_ENV} has the token of the --compare server.".strip()
 
 

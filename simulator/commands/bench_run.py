@@ -12,13 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from pdserve.cli.origin import origin
+from pdserve.cli.plot_file import check_plot, write_plot
 from pdserve.cli.target import ssl_context, tls_of
 from pdserve.config import TOKEN_ENV, from_env
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.core.types import Slo
 from pdserve.listening import ignore_poller_races
+from pdserve.plot.figure import figure_svg
 from simulator.bench.fields import aiperf_metrics, own_fields, ratio_fields, vllm_fields
+from simulator.bench.figures import bench_figure
 from simulator.bench.load import LoadLevel, LoadPlan, SyntheticLoad
 from simulator.bench.page import bench_page
 from simulator.bench.prompts import DEFAULT_IDS
@@ -45,16 +49,20 @@ INTERRUPTED: Final = 130
 def carry_out(args: argparse.Namespace) -> int:
     slo = _slo(args)
     plan = make_plan(args)
-    for path in (args.rows, args.html):
-        check_writable(path)
+    check_writable(args.rows)
+    check_plot(args)
     servers = _servers(args, slo)
     progress = BenchProgress(total=plan.load.num_requests, duration_s=plan.load.duration_s)
     result = asyncio.run(_run(BenchSession(servers, plan, slo, progress)))
     if args.rows:
         Path(args.rows).write_text("".join(to_json(row) + "\n" for row in rows_of(result)), encoding="utf-8")
-    if args.html:
-        date = time.strftime("%Y-%m-%d %H:%M")
-        Path(args.html).write_text(bench_page(result, command=_command(), date=date), encoding="utf-8")
+    if args.plot:
+        lines = [f"{time.strftime('%Y-%m-%d %H:%M')}, seed {args.seed}; {origin()}"]
+        write_plot(
+            args,
+            svg=lambda: figure_svg(bench_figure(result, caption=[_command(), *lines])),
+            page=lambda: bench_page(result, command=_command(), caption=lines),
+        )
     print(to_json(as_object(result, args)) if args.json else render_bench(result))
     if result.is_interrupted:
         return INTERRUPTED
@@ -88,6 +96,7 @@ def make_plan(args: argparse.Namespace) -> BenchPlan:
         warm_requests=args.warmup,
         seed=args.seed,
         token_ids=args.token_ids or DEFAULT_IDS,
+        asks_predictions=bool(args.plot or args.rows),
     )
 
 
@@ -248,6 +257,8 @@ def rows_of(result: BenchResult) -> Iterator[dict[str, Any]]:
                     "itls_s": answer.itl_s,
                     "server_ttft_s": answer.server_ttft_s,
                     "server_tpot_s": answer.server_tpot_s,
+                    "predicted_ttft_s": answer.predicted_ttft_s,
+                    "predicted_tpot_s": answer.predicted_tpot_s,
                 }
 
 

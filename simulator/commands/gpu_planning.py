@@ -9,16 +9,18 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Final
 
+from pdserve.cli.plot_file import check_plot
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.core.profile import Profile
 from pdserve.profiles import load_degrees
 from simulator.commands.plan_progress import PlanProgress
-from simulator.commands.planning import TOO_SHORT, UNATTAINABLE, ask, pool
+from simulator.commands.planning import TOO_SHORT, UNATTAINABLE, ask, plot_plan, pool
 from simulator.goodput import HighestRate
 from simulator.gpu_plan import LayoutPlan, compare, limiting_target, measure_layout, verdict
 from simulator.layouts import MAX_DEGREES, MAX_GPUS, Layout, usable_layouts
 from simulator.plan import Question
+from simulator.plan_figure import PlannedLayout
 from simulator.sufficiency import Shortage
 from simulator.world import simulate
 
@@ -27,6 +29,7 @@ _BAR: Final = 20
 
 def carry_out(args: argparse.Namespace) -> int:
     """The exit status: 0, UNATTAINABLE or TOO_SHORT."""
+    check_plot(args)
     if args.rate is not None:
         raise ConfigError("rate", args.rate, "no --gpus beside it: --rate asks for a number of workers (--workers)")
     if not 1 <= args.gpus <= MAX_GPUS:
@@ -45,6 +48,12 @@ def carry_out(args: argparse.Namespace) -> int:
         shortage = plan.found[plan.top].shortage(question.slo.ttft_s, len(question.windows))
         limits = _limits(question, profiles, plan, bar) if shortage is None and plan.is_attainable else {}
     bar.close()
+    shown = [
+        PlannedLayout(name=layout.text, found=found, is_colocated=layout.is_colocated)
+        for layout, found in plan.found.items()
+    ]
+    said = verdict(plan, limits) if shortage is None else f"no verdict: {shortage.text}"
+    plot_plan(args, question, shown, f"{args.gpus} GPUs", said)
     if args.json:
         print(to_json(as_object(question, args.gpus, profiles, plan, limits, shortage)))
     else:

@@ -9,6 +9,7 @@ import argparse
 import os
 from typing import Final
 
+from pdserve.cli.plot_file import add_plot_flag
 from simulator.commands import defaults
 from simulator.commands.simulate import FORMAT_NAMES, POLICY_NAMES, WORKLOAD_NAMES
 
@@ -84,6 +85,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="number of processes (all cores)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_plot_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:

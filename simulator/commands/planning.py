@@ -11,17 +11,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pdserve.cli.origin import origin
+from pdserve.cli.plot_file import check_plot, write_plot
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.core.policies import POLICIES
 from pdserve.core.profile import Profile
 from pdserve.core.types import Slo
+from pdserve.plot.figure import figure_page, figure_svg
 from pdserve.profiles import load_profile
 from router.settings import RouterSettings
 from simulator.commands.plan_progress import PlanProgress
 from simulator.commands.plan_windows import plan_windows
 from simulator.goodput import HighestRate
 from simulator.plan import MARGIN, Plan, Question, measure, sweep, workers_for
+from simulator.plan_figure import PlannedLayout, plan_figure
 from simulator.sufficiency import Shortage
 from simulator.world import simulate
 
@@ -33,6 +37,7 @@ TOO_SHORT: Final = 3  # exit status: the requests are too few, or arrive within 
 
 def carry_out(args: argparse.Namespace) -> int:
     """The exit status: 0, UNATTAINABLE or TOO_SHORT."""
+    check_plot(args)
     if args.degrees is not None:
         raise ConfigError("degrees", ",".join(map(str, args.degrees)), "--gpus beside it, not --workers")
     question = ask(args, args.workers, load_profile(args.profile))
@@ -48,6 +53,12 @@ def carry_out(args: argparse.Namespace) -> int:
     shown = as_object(question, plan, shortage)
     if args.rate is not None:
         shown |= {"rate_rps": args.rate, "needed": needed and {"prefill": needed[0], "decode": needed[1]}}
+    layouts = [
+        PlannedLayout(name=plan.split(split), found=found, is_colocated=split == 0)
+        for split, found in sorted(plan.curve.items())
+    ]
+    verdict = advice(plan) if shortage is None else f"no verdict: {shortage.text}"
+    plot_plan(args, question, layouts, f"{plan.num_workers} workers, prefill:decode", verdict)
     print(to_json(shown) if args.json else render(question, plan, args.rate, needed, shortage))
     return TOO_SHORT if shortage is not None else UNATTAINABLE if not plan.is_attainable else 0
 
@@ -73,6 +84,23 @@ def ask(args: argparse.Namespace, num_workers: int, profile: Profile) -> Questio
         block_size=block_size,
         seed=args.seed,
     )
+
+
+def plot_plan(
+    args: argparse.Namespace, question: Question, layouts: Sequence[PlannedLayout], what: str, verdict: str
+) -> None:
+    """Writes the charts, if asked for."""
+    if args.plot is None:
+        return
+    slo, window = question.slo, question.windows[0]
+    lines = [
+        f"{question.profile.name.partition(':')[0]} (simulated), policy {question.router.policy}, {len(window)} "
+        f"requests of {window.name}, seed {question.seed}. Targets: TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s.",
+        verdict,
+        origin(),
+    ]
+    figure = plan_figure(layouts, slo, title=f"Plan of {what}", caption=lines)
+    write_plot(args, svg=lambda: figure_svg(figure), page=lambda: figure_page(figure))
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
+from pdserve.cli.plot_file import add_plot_flag
 from pdserve.core.policies import POLICIES
 from simulator.commands import defaults
 from simulator.commands.fault_flags import add_fault_flags
@@ -69,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rows", metavar="FILE", help="write one row per request to FILE: CSV if FILE ends in .csv, else JSON lines"
     )
     shown.add_argument("--record", metavar="FILE", help="record the router of a single run, for `pdserve play`")
-    shown.add_argument("--html", metavar="FILE", help="write an HTML page with plots, which needs no network")
+    add_plot_flag(shown, "--html")
 
 
 def run(args: argparse.Namespace) -> int:

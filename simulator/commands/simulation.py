@@ -10,13 +10,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from pdserve.cli.origin import origin
+from pdserve.cli.plot_file import check_plot, write_plot
 from pdserve.cli.progress import ProgressLine
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
+from pdserve.plot.figure import figure_svg
 from router.recording import RecordFile
 from simulator.bound import Bound, upper_bound
 from simulator.commands.simulation_input import make_input
 from simulator.comparison import PolicyRun, as_json, highest_held, rows_of
+from simulator.figures import figure
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimConfig, Trace, WorkerShape
 from simulator.report import page
@@ -29,8 +33,8 @@ MOST_RECORDED_BYTES: Final = 2**30
 
 def carry_out(args: argparse.Namespace) -> None:
     given = make_input(args)
-    for path in (args.rows, args.html):
-        check_writable(path)
+    check_writable(args.rows)
+    check_plot(args)
     if args.record and (len(given.rate_scales) > 1 or len(given.policies) > 1):
         raise ConfigError("record", args.record, "a single run: one policy and one rate")
     span_s = _span_s(given.trace)
@@ -45,8 +49,12 @@ def carry_out(args: argparse.Namespace) -> None:
             runs.append(_run(policy, scale, trace, config, span_s / scale, bounds[config.workers], args.record))
     if args.rows:
         _write_rows(args.rows, runs)
-    if args.html:
-        Path(args.html).write_text(page(runs, cluster=given.cluster), encoding="utf-8")
+    lines = [origin()] if args.plot else []
+    write_plot(
+        args,
+        svg=lambda: figure_svg(figure(runs, cluster=given.cluster, origin=lines)),
+        page=lambda: page(runs, cluster=given.cluster, origin=lines),
+    )
     print(to_json(_object(runs, given.cluster)) if args.json else render(runs, given.cluster))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pdserve.core.types import Slo
@@ -74,6 +75,9 @@ class ScriptedServer:
     async def ask(self, prepared: Any, reply: ServerReply) -> None:
         number, self._count = self._count, self._count + 1
         await self.script(number, reply)
+
+    async def with_predictions(self, answers: Sequence[BenchAnswer]) -> Sequence[BenchAnswer]:
+        return [replace(one, predicted_ttft_s=0.5) for one in answers]
 
     async def close(self) -> None:
         self.is_closed = True

@@ -46,7 +46,7 @@ def test_a_comparison_over_http_writes_a_page_and_rows(
 ) -> None:
     page, rows = tmp_path / "page.html", tmp_path / "rows.jsonl"
     flags = ("--url", toy.url, "--compare", toy.router, "--compare-name", "grpc", "--turns", "2", "--concurrency", "2")
-    status, out, _ = bench(capsys, *flags, "--html", str(page), "--rows", str(rows), *SMALL)
+    status, out, _ = bench(capsys, *flags, "--plot", str(page), "--rows", str(rows), *SMALL)
     assert status == 0
     assert "2 at once: pdserve / grpc, median over pairs of turns" in out
     assert "Comparison" in read(page.read_text(encoding="utf-8")).texts
@@ -54,6 +54,8 @@ def test_a_comparison_over_http_writes_a_page_and_rows(
     assert len(listed) == 2 * 2 * 6
     assert {one["outcome"] for one in listed} == {"completed"}
     assert {one["server"] for one in listed} == {"pdserve", "grpc"}
+    predicted = {one["server"] for one in listed if one["predicted_ttft_s"]}
+    assert predicted == {"grpc"}, "OpenAI's API tells no predictions"
 
 
 def test_a_trace_is_replayed(toy: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -88,6 +90,7 @@ def test_a_trace_is_replayed(toy: Served, capsys: pytest.CaptureFixture[str], tm
         (("--trace", "/nowhere"), "trace: got /nowhere"),
         (("--url", "localhost:8000"), "url: got 'localhost:8000'"),
         (("--html", "/nowhere/x.html"), "file: got /nowhere/x.html"),
+        (("--plot", "x.png"), "plot: got x.png"),
         (("--compare", "127.0.0.1:9", "--compare-name", "pdserve"), "compare-name: got pdserve"),
         (("--ttft", "-1"), "slo.ttft_s"),
     ],

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import xml.etree.ElementTree as ET
 
 import pytest
 
 from pdserve.core.json_text import to_json
+from pdserve.plot.figure import figure_svg
+from simulator.bench.answer import BenchAnswer
 from simulator.bench.fields import aiperf_metrics, vllm_fields
-from simulator.bench.page import bench_page, focus_level
+from simulator.bench.figures import bench_figure, focus_level
+from simulator.bench.page import bench_page
 from simulator.bench.result import BenchResult
 from simulator.bench.statistics import summarise_bench
 from simulator.bench.text import render_bench
@@ -68,7 +72,7 @@ def test_the_table_names_errors_and_ratios() -> None:
 def test_the_page_is_whole_html_without_network(
     servers: tuple[str, ...], rates: tuple[float, ...], slo: object
 ) -> None:
-    page = bench_page(result(servers=servers, rates=rates, slo=slo), command="pdserve bench <x>", date="2026-11-23")  # type: ignore[arg-type]
+    page = bench_page(result(servers=servers, rates=rates, slo=slo), command="pdserve bench <x>", caption=["<today>"])  # type: ignore[arg-type]
     found = read(page)
     assert not re.search(r"https?://(?!one|two|&lt;two)", page.replace("http://www.w3.org/2000/svg", ""))
     assert "script" not in found.tags
@@ -77,14 +81,51 @@ def test_the_page_is_whole_html_without_network(
     assert "<b>out of order" not in page
     assert ("Comparison" in found.texts) is (len(servers) > 1)
     assert ("By load" in found.texts) is (len(rates) > 1)
-    assert "Requests over time" in found.texts
+    assert any(one.startswith("Requests over time: one at") for one in found.texts)
+    assert "<today>" in found.texts
     assert "prefers-color-scheme: dark" in page
 
 
 def test_a_page_without_results_is_whole() -> None:
-    read(bench_page(BenchResult(servers=[], slo=None, is_interrupted=True), command="x", date="y"))
+    read(bench_page(BenchResult(servers=[], slo=None, is_interrupted=True), command="x", caption=["y"]))
 
 
 def test_the_page_shows_the_highest_load_within_the_targets() -> None:
     found = result(rates=(1.0, 2.0))
     assert focus_level(found) == found.shown_levels[-1]  # one of three fails, so none is good: the last
+
+
+def placed(number: int, actual_s: float, predicted_s: float | None) -> BenchAnswer:
+    return answer(
+        number,
+        sent_s=0.1 * number,
+        chunks_s=[actual_s, actual_s + 0.1, actual_s + 0.2],
+        server_ttft_s=actual_s,
+        server_tpot_s=0.1,
+        prefill_worker="p0",
+        decode_worker="d<0>",
+        predicted_ttft_s=predicted_s,
+    )
+
+
+def test_a_router_s_predictions_and_workers_are_shown() -> None:
+    found = result(servers=("one",), rates=(1.0,))
+    found.levels[0].turns[0] = turn(*(placed(number, 0.2, 0.3 if number else None) for number in range(5)))
+    panels = {one.title: one for one in bench_figure(found, caption=["c"]).panels}
+    [predicted] = panels["Predicted against actual at 1/s"].drawings
+    assert ET.fromstring(predicted.inline).findall(".//path").__len__() == 4
+    assert "one TTFT 50.0%" in panels["Predicted against actual at 1/s"].note
+    [workers] = panels["Requests on the workers: one at 1/s, first turn"].drawings
+    root = ET.fromstring(workers.inline)
+    assert {"p0", "d<0>"} <= {one.text for one in root.iter("text")}
+    assert len(list(root.iter("rect"))) == 10
+
+
+def test_the_svg_of_a_benchmark_is_xml_that_names_the_targets() -> None:
+    figure = bench_figure(result(servers=("one", "<two>")), caption=["pdserve bench, seed 3"])
+    root = ET.fromstring(figure_svg(figure))
+    texts = [one.text or "" for one in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "pdserve bench, seed 3" in texts
+    assert "Targets: TTFT within 1 s, TPOT within 100 ms." in texts
+    assert "<two>" in texts
+    assert any(one.startswith("Comparison at") for one in texts)

@@ -111,6 +111,8 @@ def test_each_rate_and_policy_is_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     text = html.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
     assert "rate of arrival" in text
+    assert "pdserve 0." in text
+    assert "seed 0" in text
 
 
 def test_a_rate_that_so_few_requests_cannot_show_is_not_called_held(capsys: pytest.CaptureFixture[str]) -> None:

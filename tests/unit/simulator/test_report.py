@@ -16,9 +16,10 @@ from pdserve.core.types import Path, Role, Slo
 from router.settings import RouterSettings
 from simulator.bound import Bound
 from simulator.comparison import PolicyRun, as_json, highest_held, rows_of
+from simulator.figures import focused
 from simulator.metrics import summarise
 from simulator.model import RequestRow, Sample, SimConfig, SimResult, WorkerRow, WorkerShape
-from simulator.report import focused, page
+from simulator.report import page
 from simulator.tables import render, seconds
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
@@ -111,7 +112,7 @@ def test_a_page_is_one_file_that_needs_no_network_and_no_script() -> None:
 def test_a_page_shows_rates_times_timelines_and_the_worst() -> None:
     text = page([run(policy, scale) for policy in ("goodput", "colocated") for scale in (0.5, 1.0)], cluster="h100")
     titles = re.findall(r'aria-label="(.*?)"', text)
-    assert titles[0] == "share of requests that met both targets, by rate of arrival"
+    assert titles[:2] == ["goodput by rate of arrival", "share of requests that met both targets, by rate of arrival"]
     assert [title for title in titles if "first token" in title] == ["share of all requests by time to first token"]
     assert titles.count("queued requests over time") == 2
     assert "rejected 1 s after it came" in "".join(read(text).texts)
@@ -140,7 +141,7 @@ def test_runs_with_little_in_them_can_be_shown(met: int, of: int) -> None:
 def test_a_run_without_samples_has_no_timelines() -> None:
     one = run()
     one.result.samples.clear()
-    assert "over time" not in page([one], cluster="h100")
+    assert "Over time" not in page([one], cluster="h100")
 
 
 def test_the_page_details_the_lowest_missed_rate() -> None:

@@ -1,0 +1,40 @@
+"""What a worker's time went to, in equal intervals and bounded memory: a run twice as long has intervals twice as
+long. Pure."""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+FIRST_WIDTH_S: Final = 0.05
+MOST: Final = 256
+PREFILL, MIXED, DECODE = 0, 1, 2  # kinds of steps
+
+
+@final
+class StepShares:
+    def __init__(self) -> None:
+        self.width_s = FIRST_WIDTH_S
+        self._busy_s: tuple[list[float], ...] = ([], [], [])  # by kind and interval
+
+    def add(self, begin_s: float, end_s: float, *, prefills: bool, decodes: bool) -> None:
+        """A step, or several equal ones in a row, that end no earlier than those before."""
+        while end_s > self.width_s * MOST:
+            self._widen()
+        first, last = int(begin_s / self.width_s), min(int(end_s / self.width_s), MOST - 1)
+        for each in self._busy_s:
+            each.extend([0.0] * (last + 1 - len(each)))
+        busy_s = self._busy_s[MIXED if prefills and decodes else PREFILL if prefills else DECODE]
+        for number in range(first, last + 1):
+            overlap_s = min(end_s, (number + 1) * self.width_s) - max(begin_s, number * self.width_s)
+            if overlap_s > 0.0:
+                busy_s[number] += overlap_s
+
+    @property
+    def shares(self) -> list[list[float]]:
+        """By kind and interval, 0 to 1."""
+        return [[min(busy_s / self.width_s, 1.0) for busy_s in each] for each in self._busy_s]
+
+    def _widen(self) -> None:
+        self.width_s *= 2.0
+        for each in self._busy_s:
+            each[:] = [sum(each[number : number + 2]) for number in range(0, len(each), 2)]

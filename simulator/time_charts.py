@@ -1,0 +1,125 @@
+"""Charts of the times of requests, simulated or measured: attainment frontiers, and predictions against actual
+times. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.core.percentiles import nearest_rank
+from pdserve.core.types import Slo
+from pdserve.plot.axis import Axis
+from pdserve.plot.drawing import HALF, Drawing
+from pdserve.plot.figure import Panel
+from pdserve.plot.line_chart import Rule, Series, line_chart
+from pdserve.plot.marks import swatch
+from pdserve.plot.thinning import thinned
+from simulator.frontier import frontier, staircase
+from simulator.sufficiency import TARGET
+
+_LEVELS: Final = (0.5, TARGET, 0.99)  # of a single run
+_MOST_DOTS: Final = 300  # of one series
+_WIDTH: Final = 976
+_SPAN: Final = 1.6  # how far the axes go beyond the data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRequests:
+    """The requests of one policy or server. `times`: TTFT and TPOT of the answered ones of `total`.
+
+    `ttft` and `tpot`: pairs (actual, predicted), where there is a prediction.
+    """
+
+    name: str
+    colour: int
+    total: int
+    times: Sequence[tuple[float, float]]
+    ttft: Sequence[tuple[float, float]] = ()
+    tpot: Sequence[tuple[float, float]] = ()
+
+
+def frontier_panel(groups: Sequence[TimedRequests], slo: Slo | None, where: str) -> Panel | None:
+    """Several groups have a line each at TARGET; a single one has a line for each of _LEVELS. None: nothing was
+    answered by enough."""
+    lines = [(one.name, one.colour, frontier(one.times, one.total, TARGET)) for one in groups]
+    if len(groups) == 1:
+        [only] = groups
+        lines = [
+            (f"{share:.0%} of the requests", number, frontier(only.times, only.total, share))
+            for number, share in enumerate(_LEVELS)
+        ]
+    missing = [name for name, _, corners in lines if not corners]
+    shown = [(name, number, corners) for name, number, corners in lines if corners]
+    if not shown:
+        return None
+    x, y = (_axis(shown, slo, part) for part in (0, 1))
+    series = [
+        Series(name=name, points=thinned(staircase(corners, x.high, y.high)), colour=number)
+        for name, number, corners in shown
+    ]
+    rules = []
+    if slo is not None:
+        rules = [Rule(at=slo.tpot_s, label="TPOT target"), Rule(at=slo.ttft_s, label="TTFT target", is_vertical=True)]
+    chart = line_chart(series, x, y, title=f"attainment frontier {where}", rules=rules, width=_WIDTH, height=340)
+    who = f"{TARGET:.0%} of all requests" if len(groups) > 1 else "that share of all requests"
+    note = (
+        f"Each pair of targets above and to the right of a line was met by {who}. The answers are those of this run, "
+        "whose scheduler worked for the run's own targets."
+    )
+    if missing:
+        note += f" No line: {', '.join(missing)}, because too few requests were answered."
+    names = tuple((name, swatch(number)) for name, number, _ in shown)
+    return Panel(title=f"Attainment frontier {where}", drawings=(chart,), note=note, legend=names)
+
+
+def _axis(shown: Sequence[tuple[str, int, list[tuple[float, float]]]], slo: Slo | None, part: int) -> Axis:
+    values = [corner[part] for _, _, corners in shown for corner in corners if corner[part] > 0.0]
+    if slo is not None:
+        values.append((slo.ttft_s, slo.tpot_s)[part])
+    values = [one for one in values if math.isfinite(one)] or [1.0]
+    label = ("TTFT target", "TPOT target")[part]
+    return Axis(low=min(values) / _SPAN, high=max(values) * _SPAN, label=f"{label}, logarithmic", is_log=True, unit="s")
+
+
+def prediction_panel(groups: Sequence[TimedRequests], where: str) -> Panel | None:
+    """None: there are no predictions."""
+    charts: list[Drawing] = []
+    notes = []
+    for name, pairs_of in (("TTFT", [one.ttft for one in groups]), ("TPOT", [one.tpot for one in groups])):
+        known = [[pair for pair in pairs if min(pair) > 0.0 and math.isfinite(max(pair))] for pairs in pairs_of]
+        if not any(known):
+            continue
+        values = [value for pairs in known for pair in pairs for value in pair]
+        axis = {"low": min(values) / 1.2, "high": max(values) * 1.2, "is_log": True, "unit": "s"}
+        series = [
+            Series(name=one.name, points=thinned(pairs, _MOST_DOTS), colour=one.colour, is_scattered=True)
+            for one, pairs in zip(groups, known, strict=True)
+        ]
+        chart = line_chart(
+            series,
+            Axis(**axis, label=f"actual {name}, logarithmic"),  # type: ignore[arg-type]
+            Axis(**axis, label=f"predicted {name}"),  # type: ignore[arg-type]
+            title=f"predicted against actual {name} {where}",
+            width=HALF,
+            height=340,
+            has_diagonal=True,
+        )
+        charts.append(chart)
+        for one, pairs in zip(groups, known, strict=True):
+            if pairs:
+                notes.append(f"{one.name} {name} {_error(pairs):.1%}")
+    if not charts:
+        return None
+    return Panel(
+        title=f"Predicted against actual {where}",
+        drawings=charts,
+        note="A request on the diagonal took as long as predicted when it was placed; below it, longer. Median error: "
+        f"{', '.join(notes)}.",
+        legend=tuple((one.name, swatch(one.colour, has_line=False)) for one in groups),
+    )
+
+
+def _error(pairs: Sequence[tuple[float, float]]) -> float:
+    return nearest_rank(sorted(abs(predicted - actual) / actual for actual, predicted in pairs), 0.5)
