@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from pdserve.cli.plot_file import add_plot_flag, check_plot, write_plot
 from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.results import ExplainedCandidate, Explanation
 from pdserve.core.errors import ConfigError, NotFound, PdserveError
@@ -29,11 +30,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object for each router that knows the request"
     )
+    add_plot_flag(parser)
     add_target_flags(parser, are_several=True)
 
 
 def run(args: argparse.Namespace) -> int:
+    check_plot(args)
     found = ask(args)
+    if args.plot:
+        from pdserve.cli.explain_figure import explain_figure
+        from pdserve.cli.origin import origin
+        from pdserve.plot.figure import figure_page, figure_svg
+
+        figure = explain_figure(found, origin=origin())
+        write_plot(args, svg=lambda: figure_svg(figure), page=lambda: figure_page(figure))
     for number, explanation in enumerate(found):
         if args.json:
             print(to_json(as_object(explanation)))
