@@ -171,7 +171,8 @@ def open_rank(
                 pool, model.heads, model.dtype, spec.max_context_tokens, processors, most_positions
             )
             return TorchEngine(spec, model, pool, grammars, make_attention, MOST_SHORT)
-        kernel = PagedAttention(pool, rank_model.num_heads) if is_paged else None
+        computed = torch.bfloat16 if precision.rounding == "bfloat16" else torch.float32
+        kernel = PagedAttention(pool, rank_model.num_heads, computed) if is_paged else None
         most_short = 0 if kernel is None else sys.maxsize if config.deterministic else MOST_QUERIES
         return TorchEngine(
             spec,

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from pdserve.engine.fp8 import make_fp8_linear
 from pdserve.engine.kernels import jit
-from pdserve.engine.ops import LEAST_SCALE, LEVELS, ZERO_POINT, quantise
+from pdserve.engine.ops import quantise
+from pdserve.engine.rounding import LEAST_SCALE, LEVELS, ZERO_POINT
 
 Rounding = Literal["none", "bfloat16", "int8", "fp8"]  # of a product's weights and inputs
 

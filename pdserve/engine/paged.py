@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.kernels import jit
-from pdserve.engine.kernels.bfloat16 import words
 from pdserve.engine.pool import TorchPool
 
 # Up to here the kernel is faster than gathering the blocks for torch (measured: benchmarks/attention.py).
 MOST_QUERIES: Final = 8
-_LEAST_WORK: Final = 1 << 19  # multiplications of a layer below which waking a thread costs more than it gains
+_LEAST_WORK: Final = 1 << 17  # multiplications of a layer below which a few tasks are not split
 
 log = logging.getLogger(__name__)
 
@@ -37,40 +36,43 @@ class PagedPlan:
 
     num_tokens: int
     tables: Any  # int32: all rows' block numbers
-    tasks: Any  # int64 [num_tasks, TASK_FIELDS]
-    edges: tuple[int, ...]  # tasks edges[i] .. edges[i + 1] - 1 are one thread's
+    tasks: Any  # int64 [num_tasks, TASK_FIELDS], longest first
+    work: int  # multiplications of a layer
 
 
 @final
 class PagedAttention:
     """Attention over one pool."""
 
-    def __init__(self, pool: TorchPool, num_heads: int) -> None:
+    def __init__(self, pool: TorchPool, num_heads: int, computed: torch.dtype = torch.float32) -> None:
+        """`computed` is the dtype of the queries, keys and values that `place` will usually be given."""
         from pdserve.engine.kernels import paged, place
 
         shape = pool.shape
         self._num_heads = num_heads
         self._shape, self._heads = shape, pool.heads
-        self._data = words(pool.raw.view(shape.dtype).view(-1))
-        self._scales = pool.raw.view(torch.float32).view(-1).numpy() if shape.is_int8 else self._data
+        self._data = pool.raw.data_ptr()
+        self._pool = pool.raw  # keeps the memory
         self._num_threads = torch.get_num_threads()
-        floats = paged.scratch_floats(shape.head_dim, shape.block_size, num_heads)
-        self._scratches = [np.empty(floats, np.float32) for _ in range(self._num_threads)]
+        self._scratch_floats = paged.scratch_floats(shape.head_dim, shape.block_size, num_heads)
+        self._scratch = torch.empty(self._num_threads * self._scratch_floats)
         self._places = [self._layer_place(layer) for layer in range(shape.num_layers)]
         self._max_task_queries = paged.MAX_QUERIES
         self._task_fields = paged.TASK_FIELDS
         stored = str(shape.dtype).removeprefix("torch.")
         self._attend = paged.make_attend(shape.head_dim, shape.block_size, stored)
-        self._place = place.make_place(shape.head_dim, shape.block_size, stored)
-        with jit.compiling_alone(self._attend):
-            self._compile()
+        self._place = {
+            dtype: place.make_place(shape.head_dim, shape.block_size, stored, name)
+            for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
+        }
+        self._compile(computed)
 
-    def _compile(self) -> None:
+    def _compile(self, computed: torch.dtype) -> None:
         """Compiles the kernel now, so that the first request does not wait for it. Leaves zeros at block 0's first
         position."""
         began_s = time.monotonic()
         head_dim, num_kv_heads = self._shape.head_dim, len(self._heads)
-        qkv_THD = torch.zeros(1, self._num_heads + 2 * num_kv_heads, head_dim)
+        qkv_THD = torch.zeros(1, self._num_heads + 2 * num_kv_heads, head_dim, dtype=computed)
         q_THD, k_TKD, v_TKD = qkv_THD.split((self._num_heads, num_kv_heads, num_kv_heads), dim=1)
         angle_T1R, zero_T = torch.zeros(1, 1, head_dim // 2), torch.zeros(1, dtype=torch.int64)
         q_THD = self.place(0, q_THD, k_TKD, v_TKD, angle_T1R, angle_T1R, zero_T, zero_T)
@@ -92,12 +94,12 @@ class PagedAttention:
         tasks[:, 3] = np.minimum(np.asarray(counts)[row_R] - skip_R, self._max_task_queries)
         tasks[:, 4] = 0
         tasks[:, 5] = num_kv_heads
-        tasks, edges = deal(tasks, self._num_threads, self._num_heads * self._shape.head_dim)
+        tasks, work = deal(tasks, self._num_threads, self._num_heads * self._shape.head_dim)
         return PagedPlan(
             num_tokens=int(token_at[-1]),
             tables=np.fromiter(chain.from_iterable(pages), np.int32, sum(num_pages)),
             tasks=tasks,
-            edges=edges,
+            work=work,
         )
 
     def place(
@@ -116,17 +118,17 @@ class PagedAttention:
         The heads of a token are contiguous; tokens may be apart.
         """
         q_out_THD = torch.empty(q_THD.shape)
-        arrays = (
-            *(flat(x) for x in (q_THD, k_TKD, v_TKD)),
+        tensors = cos_T1R, sin_T1R, block_T, offset_T, q_out_THD
+        self._place[q_THD.dtype](
+            q_THD.shape[0],
+            q_THD.numel(),
+            *(x.data_ptr() for x in (q_THD, k_TKD, v_TKD)),
             *(x.stride(0) for x in (q_THD, k_TKD, v_TKD)),
-            *(flat(x) for x in (cos_T1R, sin_T1R, block_T, offset_T, q_out_THD)),
+            *(x.data_ptr() for x in tensors),
+            self._data,
+            self._data,
+            *self._places[layer],
         )
-        where = self._places[layer]
-
-        def run(first: int, last: int) -> None:
-            self._place(*arrays, self._data, self._scales, *where, first, last)
-
-        jit.split_rows(run, q_THD.shape[0], q_THD.numel())
         return q_out_THD
 
     def _layer_place(self, layer: int) -> tuple[int, ...]:
@@ -157,22 +159,27 @@ class PagedAttention:
         head_dim = self._shape.head_dim
         out = torch.empty(plan.num_tokens, self._num_heads * head_dim)
         scale = head_dim**-0.5 if scale is None else scale
-        how = (*self._places[layer], window or 0, scale, softcap or 0.0)
-        arrays = (flat(q_THD.contiguous()), self._data, self._scales, flat(out), plan.tables, plan.tasks)
-
-        def run(part: int) -> None:
-            self._attend(*arrays, plan.edges[part], plan.edges[part + 1], *how, self._scratches[part])
-
-        jit.run_parts(run, len(plan.edges) - 1)
+        q_THD = q_THD.contiguous()
+        if torch.get_num_threads() > self._num_threads:  # each needs its part of the scratch memory
+            self._num_threads = torch.get_num_threads()
+            self._scratch = torch.empty(self._num_threads * self._scratch_floats)
+        self._attend(
+            len(plan.tasks),
+            plan.work,
+            q_THD.data_ptr(),
+            self._data,
+            self._data,
+            out.data_ptr(),
+            plan.tables.ctypes.data,
+            plan.tasks.ctypes.data,
+            *self._places[layer],
+            window or 0,
+            jit.bits(scale),
+            jit.bits(softcap or 0.0),
+            self._scratch.data_ptr(),
+            self._scratch_floats,
+        )
         return out
-
-
-def flat(x: Tensor) -> Any:
-    """The memory from x's first element to its last as one row, including gaps; bfloat16 as `words`."""
-    if x.is_contiguous():
-        return words(x).reshape(-1)
-    num_elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return words(x.as_strided((num_elements,), (1,)))
 
 
 def split_queries(count_R: Any, most: int) -> tuple[Any, Any]:
@@ -183,24 +190,20 @@ def split_queries(count_R: Any, most: int) -> tuple[Any, Any]:
     return row_T, (np.arange(len(row_T)) - first_task_R[row_T]) * most
 
 
-def deal(tasks: Any, num_threads: int, width: int) -> tuple[Any, tuple[int, ...]]:
-    """Orders tasks so that each thread gets a run of about equal work. If there are few tasks, they are split by kv
-    head first.
+def deal(tasks: Any, num_threads: int, width: int) -> tuple[Any, int]:
+    """The tasks, longest first, and the number of multiplications. A few long tasks are split by kv head, so that every
+    thread has work.
 
-    `width` is the number of multiplications of one query for one position. The distribution does not change results.
+    `width` is the number of multiplications of one query for one position. The order does not change results.
     """
     work = (tasks[:, 1] + tasks[:, 3]) * tasks[:, 3]
-    if num_threads == 1 or int(work.sum()) * width < _LEAST_WORK:
-        return tasks, (0, len(tasks))
+    total = int(work.sum()) * width
+    if num_threads == 1 or total < _LEAST_WORK:
+        return tasks, total
     if len(tasks) < 2 * num_threads:
         tasks = split_heads(tasks, -(-2 * num_threads // len(tasks)))
         work = (tasks[:, 1] + tasks[:, 3]) * tasks[:, 3] * (tasks[:, 5] - tasks[:, 4])
-    order = np.argsort(-work, kind="stable")
-    # Longest first, in alternating direction: 0 1 1 0 0 1 1 0 for two threads.
-    lap, place = np.divmod(np.arange(len(order)), num_threads)
-    thread = np.where(lap % 2 == 0, place, num_threads - 1 - place)
-    edges = np.searchsorted(np.sort(thread, kind="stable"), np.arange(num_threads + 1))
-    return tasks[order[np.argsort(thread, kind="stable")]], tuple(edges.tolist())
+    return np.ascontiguousarray(tasks[np.argsort(-work, kind="stable")]), total
 
 
 def split_heads(tasks: Any, num_parts: int) -> Any:

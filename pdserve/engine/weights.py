@@ -27,9 +27,9 @@ from pdserve.engine.linear import (
     weight_levels,
 )
 from pdserve.engine.load_threads import load_threads
-from pdserve.engine.ops import LEVELS
 from pdserve.engine.parameters import Weights, build_weights
 from pdserve.engine.quantisation_config import Quantisation, Scheme
+from pdserve.engine.rounding import LEVELS
 from pdserve.engine.safetensors_file import Checkpoint, StoredTensor
 from pdserve.engine.scratch import LoadScratch
 from pdserve.engine.sharding import WHOLE, Cut, Shard

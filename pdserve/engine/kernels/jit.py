@@ -1,13 +1,14 @@
 """Compiles kernels with numba if it is installed; GPU machines work without it.
 
-Kernels are serial and release the GIL; `split_rows` divides a large call among threads of our own. So there is no
-second pool of OpenMP threads that spins beside torch's, and a row's bits do not depend on the division.
+task.py says how kernels are called, and openmp.py in which threads they run: there is no second pool of threads that
+spins beside torch's.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,6 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
-
-import torch
 
 try:
     import numba
@@ -26,7 +25,6 @@ except ImportError:  # a machine whose engine runs on CUDA
 # Reductions may be reordered into vector lanes. NaN and infinity are preserved.
 _FAST_MATH: Final = {"nsz", "arcp", "contract", "afn", "reassoc"}
 _COMPILE_S: Final = 60.0  # a process that compiles for longer is not waited for
-_LEAST_ELEMENTS: Final = 1 << 17  # below it, waking a thread costs more than it gains
 
 
 def is_available() -> bool:
@@ -56,13 +54,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def compiling_alone(kernel: Any) -> Iterator[None]:
-    """A lock around the first calls of `kernel`, a result of `compiled`, for several processes that start together.
+def compiling_alone(function: Callable[..., Any]) -> Iterator[None]:
+    """A lock around the compilation of `function`, for several processes that start together.
 
-    If no kernel of its module is cached, one process compiles while the others wait; they then load it from disk.
+    If no kernel of that name is cached, one process compiles while the others wait; they then load it from disk.
     """
-    folder = getattr(getattr(kernel, "stats", None), "cache_path", None)
-    descriptor = None if folder is None else _cold_lock(Path(folder), kernel.__module__.rpartition(".")[2])
+    folder = cache_folder(function)
+    descriptor = None if folder is None else _cold_lock(folder, function.__qualname__.rpartition(".")[2])
     if descriptor is None:
         yield
         return
@@ -78,12 +76,22 @@ def compiling_alone(kernel: Any) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _cold_lock(folder: Path, module: str) -> int | None:
-    """A file to lock; None if kernels of the module are cached already or cannot be cached."""
-    if any(folder.glob(f"{module}.*.nbi")):
+def cache_folder(function: Callable[..., Any]) -> Path | None:
+    """Where numba stores the machine code of `function`; None if no folder is writable."""
+    from numba.core.caching import FunctionCache
+
+    try:
+        return Path(FunctionCache(function).cache_path)
+    except RuntimeError:
+        return None
+
+
+def _cold_lock(folder: Path, name: str) -> int | None:
+    """A file to lock; None if a kernel of that name is cached already or cannot be cached."""
+    if any(folder.glob(f"*{name}-*.nbi")):
         return None
     try:
-        return os.open(folder / f"{module}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:
         return None
 
@@ -97,22 +105,18 @@ def c_function(signature: Any, function: Callable[..., Any]) -> Any:
         return numba.cfunc(signature, **options)(function)
 
 
+@cache
+def bits(value: float) -> int:
+    """A float64 as an integer, for kernels that take integers only."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function to be called from other kernels."""
     if numba is None:
         return function
     options = {"fastmath": _FAST_MATH, "error_model": "numpy", "boundscheck": False}
     return numba.njit(inline="always", **options)(function)  # type: ignore[no-any-return]
-
-
-def split_rows(kernel: Callable[[int, int], object], num_rows: int, num_elements: int) -> None:
-    """Calls kernel(first, end) over all rows, divided among as many threads as torch has if that is worthwhile."""
-    num_parts = min(torch.get_num_threads(), num_rows) if num_elements >= _LEAST_ELEMENTS else 1
-    if num_parts <= 1:
-        kernel(0, num_rows)
-        return
-    edges = [num_rows * part // num_parts for part in range(num_parts + 1)]
-    run_parts(lambda part: kernel(edges[part], edges[part + 1]), num_parts)
 
 
 def run_parts(run: Callable[[int], object], num_parts: int) -> None:

@@ -3,6 +3,10 @@
 One kernel serves any number of queries per row: decode rows, rows with drafts, prefill chunks. A query's result depends
 only on its own numbers and position: its tiles are its visible blocks in order, and its arithmetic is the same loop for
 any number of queries. So a position gives the same bits alone or in a chunk, in any batch, with any number of threads.
+
+numba caches machine code by the time stamp of this file, and functions of bfloat16.py, exponential.py and task.py are
+inlined here. A change there must also change this file; otherwise cached kernels stay in use. Revision of the inlined
+parts: 1.
 """
 
 # Shapes: H query heads, K kv heads, G = H / K, D head dim, C tokens per block, Q queries of a task, R = Q * G.
@@ -10,19 +14,19 @@ any number of queries. So a position gives the same bits alone or in a chunk, in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from pdserve.engine.kernels import jit
 from pdserve.engine.kernels.bfloat16 import widen
 from pdserve.engine.kernels.exponential import exp2
+from pdserve.engine.kernels.task import ANY, FLOAT32, INT32, INT64, KINDS, TaskKernel, pointer, take
 
 MAX_QUERIES: Final = 16  # of one task
+LEAST_WORK: Final = 1 << 17  # multiplications of a layer below which a second thread costs more than it gains
 TASK_FIELDS: Final = 6  # first of its blocks in the tables, position and index of its first query, Q, kv heads from, to
 
 _LINE_BYTES = 64
@@ -57,42 +61,33 @@ def largest(scores: Any, first: Any) -> Any:
     return largest
 
 
-def make_attend(head_dim: int, block_size: int, stored: str) -> Callable[..., None]:
-    """The kernel for one shape and dtype of the pool (float32, bfloat16 or int8), compiled at its first call.
+def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
+    """The kernel for one shape and dtype of the pool (float32, bfloat16 or int8).
 
-    attend(q, data, scales, out, tables, tasks, first, last, num_heads, num_kv_heads, pool_heads, block_stride,
-    layer_start, scale_stride, scale_start, window, scale, softcap, scratch) computes tasks[first:last]. All arrays but
-    `tasks` are flat: q and out are [T, H, D], data the pool in its own dtype (bfloat16 as `words`), scales the same
-    memory as float32. A position has `pool_heads` kv heads in the pool, of which `num_kv_heads` are used, from the
-    starts on. Strides and starts are in elements; window and softcap are 0 if there is none. A row's last block is read
-    to its end, so its unused positions must be finite.
+    attend(num_tasks, work, q, data, scales, out, tables, tasks, num_heads, num_kv_heads, pool_heads, block_stride,
+    layer_start, scale_stride, scale_start, window, scale, softcap, scratch, scratch_floats): all but numbers of heads,
+    strides, starts, window and scratch_floats are addresses, or `bits` of a float. q and out are [T, H, D] in float32,
+    data is the pool in its own dtype, scales the same memory as float32, tables int32, tasks int64 [N, TASK_FIELDS].
+    A position has `pool_heads` kv heads in the pool, of which `num_kv_heads` are used, from the starts on. Strides and
+    starts are in elements; window and softcap are 0 if there is none. Each thread uses `scratch_floats` of `scratch`. A
+    row's last block is read to its end, so its unused positions must be finite.
     """
     D, C = head_dim, block_size
     U = np.uint64
-    is_int8, is_staged = stored == "int8", stored != "float32"  # staged: each tile is widened before it is used
+    DATA, is_int8, is_staged = KINDS[stored], stored == "int8", stored != "float32"  # staged: tiles are widened first
     per_line = _LINE_BYTES // {"int8": 1, "bfloat16": 2, "float32": 4}[stored]
 
-    def attend(
-        q: Any,
-        data: Any,
-        scales: Any,
-        out: Any,
-        tables: Any,
-        tasks: Any,
-        first: int,
-        last: int,
-        num_heads: int,
-        num_kv_heads: int,
-        pool_heads: int,
-        block_stride: int,
-        layer_start: int,
-        scale_stride: int,
-        scale_start: int,
-        window: int,
-        scale: float,
-        softcap: float,
-        scratch: Any,
-    ) -> None:
+    def attend(task_at: Any) -> None:
+        q, out = carray(pointer(task_at[3], FLOAT32), ANY), carray(pointer(task_at[6], FLOAT32), ANY)
+        data, scales = carray(pointer(task_at[4], DATA), ANY), carray(pointer(task_at[5], FLOAT32), ANY)
+        tables = carray(pointer(task_at[7], INT32), ANY)
+        tasks = carray(pointer(task_at[8], INT64), (task_at[2], TASK_FIELDS))
+        num_heads, num_kv_heads, pool_heads = task_at[9], task_at[10], task_at[11]
+        block_stride, layer_start, scale_stride, scale_start = task_at[12], task_at[13], task_at[14], task_at[15]
+        window = task_at[16]
+        scale, softcap = np.int64(task_at[17]).view(np.float64), np.int64(task_at[18]).view(np.float64)
+        scratch_at = task_at[19] + 4 * take(task_at, 1) * task_at[20]
+        scratch = carray(pointer(scratch_at, FLOAT32), (task_at[20],))
         G = num_heads // num_kv_heads
         part = C * pool_heads * D
         stride = U(pool_heads * D)
@@ -100,7 +95,10 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> Callable[..., No
         run_lines = -(-num_kv_heads * D // per_line)
         q_scale = np.float32(scale) * _LOG2_E
         cap = np.float32(softcap) * _LOG2_E
-        for task in range(first, last):
+        while True:
+            task = take(task_at, 0)
+            if task >= task_at[2]:
+                return
             table = tasks[task, 0]
             start = tasks[task, 1]
             first_query = tasks[task, 2]
@@ -240,7 +238,7 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> Callable[..., No
                 for d in range(U(D)):
                     out[target + d] = sums[source + d] * share
 
-    return jit.compiled(attend)
+    return TaskKernel(attend, least=LEAST_WORK)
 
 
 def scratch_floats(head_dim: int, block_size: int, num_heads: int) -> int:

@@ -1,64 +1,61 @@
 """Rotates queries and keys and stores keys and values in their blocks, in one pass over a step's tokens.
 
 Equals rope.rotate and pool.write up to the rounding of fused products. Each token is computed independently.
+
+numba caches machine code by the time stamp of this file, and functions of bfloat16.py, paged.py and task.py are inlined
+here. A change there must also change this file; otherwise cached kernels stay in use. Revision of the inlined parts: 1.
 """
 
 # Shapes: T tokens, H query heads, K kv heads, D head dim, C tokens per block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+from numba import carray
 
-from pdserve.engine.kernels import jit
 from pdserve.engine.kernels.bfloat16 import narrow, widen
 from pdserve.engine.kernels.paged import largest
+from pdserve.engine.kernels.task import ANY, FLOAT32, INT64, KINDS, TaskKernel, pointer, take
+
+LEAST_WORK: Final = 1 << 16  # elements of the queries below which a second thread costs more than it gains
 
 # The same operations as in pool.quantise; none of them can be fused, so the bits are equal.
 _INT8_MAX, _STEP, _LEAST = np.float32(127), np.float32(1 / 127), np.float32(2**-120)
 
 
-def make_place(head_dim: int, block_size: int, stored: str) -> Callable[..., None]:
-    """The kernel for one shape and dtype of the pool (float32, bfloat16 or int8), compiled at its first call.
+def make_place(head_dim: int, block_size: int, stored: str, computed: str) -> TaskKernel:
+    """The kernel for one shape, dtype of the pool (float32, bfloat16 or int8) and of q, k and v (float32 or bfloat16).
 
-    place(q, k, v, q_stride, k_stride, v_stride, cos, sin, block_T, offset_T, q_out, data, scales, num_heads,
-    num_kv_heads, pool_heads, block_stride, layer_start, scale_stride, scale_start, first, last) does tokens first ..
-    last - 1. All arrays are flat; bfloat16 is given as `words`. q, k and v have strides per token; q_out [T, H, D] and
-    cos and sin [T, D / 2] are contiguous and float32. The pool's arguments are those of kernels.paged.
+    place(num_tokens, work, q, k, v, q_stride, k_stride, v_stride, cos, sin, block_T, offset_T, q_out, data, scales,
+    num_heads, num_kv_heads, pool_heads, block_stride, layer_start, scale_stride, scale_start). All but sizes, strides
+    and starts are addresses. q, k and v have strides per token; q_out [T, H, D] and cos and sin [T, D / 2] are
+    contiguous and float32. The pool's arguments are those of kernels.paged.
     """
     D, C, R = head_dim, block_size, head_dim // 2
-    is_int8, is_bfloat16 = stored == "int8", stored == "bfloat16"
     U = np.uint64
+    IN, DATA, is_int8, is_bfloat16 = KINDS[computed], KINDS[stored], stored == "int8", stored == "bfloat16"
 
-    def place(
-        q: Any,
-        k: Any,
-        v: Any,
-        q_stride: int,
-        k_stride: int,
-        v_stride: int,
-        cos: Any,
-        sin: Any,
-        block_T: Any,
-        offset_T: Any,
-        q_out: Any,
-        data: Any,
-        scales: Any,
-        num_heads: int,
-        num_kv_heads: int,
-        pool_heads: int,
-        block_stride: int,
-        layer_start: int,
-        scale_stride: int,
-        scale_start: int,
-        first: int,
-        last: int,
-    ) -> None:
+    def place(task: Any) -> None:
+        q, k, v = (
+            carray(pointer(task[3], IN), ANY),
+            carray(pointer(task[4], IN), ANY),
+            carray(pointer(task[5], IN), ANY),
+        )
+        q_stride, k_stride, v_stride = task[6], task[7], task[8]
+        cos, sin = carray(pointer(task[9], FLOAT32), ANY), carray(pointer(task[10], FLOAT32), ANY)
+        block_T, offset_T = carray(pointer(task[11], INT64), ANY), carray(pointer(task[12], INT64), ANY)
+        q_out = carray(pointer(task[13], FLOAT32), ANY)
+        data, scales = carray(pointer(task[14], DATA), ANY), carray(pointer(task[15], FLOAT32), ANY)
+        num_heads, num_kv_heads, pool_heads = task[16], task[17], task[18]
+        block_stride, layer_start, scale_stride, scale_start = task[19], task[20], task[21], task[22]
         row = np.empty(D, np.float32)
         size = np.empty(D, np.float32)
-        for token in range(first, last):
+        while True:
+            token = take(task, 0)
+            if token >= task[2]:
+                return
             at = U(token * R)
             for head in range(num_heads):
                 source = U(token * q_stride + head * D)
@@ -101,4 +98,4 @@ def make_place(head_dim: int, block_size: int, stored: str) -> Callable[..., Non
                         for d in range(U(D)):
                             data[target + d] = row[d]
 
-    return jit.compiled(place)
+    return TaskKernel(place, least=LEAST_WORK)

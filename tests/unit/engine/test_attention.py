@@ -245,7 +245,9 @@ def test_a_row_that_is_not_finite_stays_so_and_leaves_others_alone() -> None:
     rows=st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 90)), min_size=1, max_size=12),
     num_threads=st.integers(1, 4),
 )
-def test_every_query_and_head_is_dealt_to_one_thread(rows: list[tuple[int, int]], num_threads: int) -> None:
+def test_every_query_and_head_is_one_task_and_the_longest_come_first(
+    rows: list[tuple[int, int]], num_threads: int
+) -> None:
     counts = np.array([count for _, count in rows])
     row_T, skip_T = split_queries(counts, 16)
     tasks = np.zeros((len(row_T), 6), np.int64)
@@ -253,10 +255,12 @@ def test_every_query_and_head_is_dealt_to_one_thread(rows: list[tuple[int, int]]
     tasks[:, 1] = np.array([start for start, _ in rows])[row_T] + skip_T
     tasks[:, 3] = np.minimum(counts[row_T] - skip_T, 16)
     tasks[:, 5] = 4
-    dealt, edges = deal(tasks, num_threads, width=768)
-    assert edges[0] == 0
-    assert edges[-1] == len(dealt)
-    assert list(edges) == sorted(edges)
+    dealt, work = deal(tasks, num_threads, width=768)
+    sizes = ((dealt[:, 1] + dealt[:, 3]) * dealt[:, 3] * (dealt[:, 5] - dealt[:, 4])).tolist()
+    assert 768 * sum(sizes) == 4 * work
+    if num_threads > 1 and work >= paged._LEAST_WORK:
+        assert sizes == sorted(sizes, reverse=True)
+        assert len(dealt) >= num_threads
     done = [
         (row, position, head)
         for row, start, _, count, head_from, head_to in dealt.tolist()

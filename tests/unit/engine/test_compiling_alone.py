@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,46 +12,58 @@ from pdserve.engine.kernels import jit
 WAIT_S = 30.0
 
 
-def kernel(folder: Path) -> Any:
-    return SimpleNamespace(stats=SimpleNamespace(cache_path=str(folder)), __module__="pdserve.engine.kernels.paged")
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where numba would store `kernel`."""
+    monkeypatch.setattr(jit, "cache_folder", lambda function: tmp_path)
+    return tmp_path
 
 
-def test_the_second_waits_for_the_first_and_later_ones_for_none(tmp_path: Path) -> None:
+def kernel() -> None: ...
+
+
+def test_the_second_waits_for_the_first_and_later_ones_for_none(folder: Path) -> None:
     """flock keeps two openings of a file apart, in one process or in two."""
     entered = threading.Event()
 
     def wait() -> None:
-        with jit.compiling_alone(kernel(tmp_path)):
+        with jit.compiling_alone(kernel):
             entered.set()
 
-    with jit.compiling_alone(kernel(tmp_path)):
+    with jit.compiling_alone(kernel):
         waiting = threading.Thread(target=wait)
         waiting.start()
         assert not entered.wait(0.2), "the first still compiles"
-        (tmp_path / "paged.attend.nbi").touch()
-        with jit.compiling_alone(kernel(tmp_path)):
+        (folder / "paged.kernel-12.py311.nbi").touch()
+        with jit.compiling_alone(kernel):
             pass  # what is stored is loaded by all at once
     waiting.join(WAIT_S)
     assert entered.is_set()
 
 
-def test_one_that_compiles_for_too_long_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_compiles_for_too_long_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "_COMPILE_S", 0.1)
-    with jit.compiling_alone(kernel(tmp_path)), jit.compiling_alone(kernel(tmp_path)):
+    with jit.compiling_alone(kernel), jit.compiling_alone(kernel):
         pass
 
 
-def test_nothing_is_locked_where_nothing_can_be_stored(tmp_path: Path) -> None:
-    for one in (kernel(tmp_path / "missing"), lambda: None):
-        with jit.compiling_alone(one):
+def test_nothing_is_locked_where_nothing_can_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for where in (tmp_path / "missing", None):
+        monkeypatch.setattr(jit, "cache_folder", lambda function, where=where: where)
+        with jit.compiling_alone(kernel):
             pass
     assert list(tmp_path.iterdir()) == []
 
 
 def test_numba_says_where_it_stores_a_kernel() -> None:
+    """A kernel that has been compiled is found again by the name that the lock looks for."""
     pytest.importorskip("numba")
-    from pdserve.engine.kernels.paged import make_attend
+    import torch
 
-    attend = make_attend(8, 4, "float32")
-    assert Path(attend.stats.cache_path).is_dir()  # type: ignore[attr-defined]
-    assert attend.__module__ == "pdserve.engine.kernels.paged"
+    from pdserve.engine.kernels import rows
+
+    x = torch.ones(1, 8)
+    rows.rounded(x, torch.empty_like(x), x)
+    stored = jit.cache_folder(rows._rounded("float32", "float32")._function)
+    assert stored is not None
+    assert list(stored.glob("*round_rows-*.nbi"))

@@ -1,0 +1,188 @@
+"""Norms, gates and rounding: one pass over each row, which stays in the cache until it is stored.
+
+A kernel reads float32 or bfloat16, computes in float32, and stores float32, bfloat16, or integers around 128 with a
+scale for the row. Each row is computed independently, always in the same order.
+
+numba caches machine code by the time stamp of this file, and exponential.py, bfloat16.py and task.py are inlined here.
+A change there must also change this file; otherwise cached kernels stay in use. Revision of the inlined parts: 1.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numba import carray, types
+from numba.extending import overload
+from torch import Tensor
+
+from pdserve.engine.kernels.bfloat16 import narrow, widen
+from pdserve.engine.kernels.exponential import exp
+from pdserve.engine.kernels.jit import bits, inlined
+from pdserve.engine.kernels.task import FLOAT32, KINDS, TaskKernel, pointer, take
+from pdserve.engine.rounding import LEAST_SCALE, LEVELS, ZERO_POINT
+
+_LEAST_WORK: Final = 1 << 16  # elements below which a second thread costs more than it gains
+_GATE_WORK: Final = 8  # an exponential, in elements of a norm
+
+
+def norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float, out_TE: Tensor, scale_T1: Tensor) -> None:
+    """Stores the RMS norm of x in `out_TE`, after `delta_TE`, if any, was added to x in place.
+
+    `scale_T1` is written only if `out_TE` is uint8. x is float32 if there is a delta.
+    """
+    num_rows, size = x_TE.shape
+    kernel = _norm(_name(x_TE), "" if delta_TE is None else _name(delta_TE), _name(out_TE))
+    delta = 0 if delta_TE is None else delta_TE.data_ptr()
+    addresses = x_TE.data_ptr(), delta, weight_E.data_ptr(), out_TE.data_ptr(), scale_T1.data_ptr()
+    kernel(num_rows, num_rows * size, size, bits(eps), *addresses)
+
+
+def gate(name: str, gate_up: Tensor, out_TF: Tensor, scale_T1: Tensor) -> None:
+    """Stores silu(gate) * up, or gelu(gate) * up with the tanh form of gelu, for [T, 2F]: gate, then up."""
+    num_rows, size = out_TF.shape
+    kernel = _gate(name, _name(gate_up), _name(out_TF))
+    kernel(num_rows, _GATE_WORK * num_rows * size, size, gate_up.data_ptr(), out_TF.data_ptr(), scale_T1.data_ptr())
+
+
+def rounded(x_TK: Tensor, out_TK: Tensor, scale_T1: Tensor) -> None:
+    """Stores the rounded rows."""
+    num_rows, size = x_TK.shape
+    kernel = _rounded(_name(x_TK), _name(out_TK))
+    kernel(num_rows, num_rows * size, size, x_TK.data_ptr(), out_TK.data_ptr(), scale_T1.data_ptr())
+
+
+def _name(x: Tensor) -> str:
+    return _NAMES[x.dtype]
+
+
+_NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.uint8: "uint8"}
+
+
+def store(held: Any, out: Any, scale: Any, row: Any) -> Any:
+    """Rounds the row `held`, in float32, to out[row], by the dtype of `out`. For kernels."""
+    raise NotImplementedError
+
+
+@overload(store, inline="always")
+def _store(held: Any, out: Any, scale: Any, row: Any) -> Any:
+    return {types.float32: _store_float32, types.uint16: _store_bfloat16}.get(out.dtype, _store_integers)
+
+
+def _store_float32(held: Any, out: Any, scale: Any, row: Any) -> Any:
+    target = out[row]
+    for i in range(np.uint64(held.size)):
+        target[i] = held[i]
+
+
+def _store_bfloat16(held: Any, out: Any, scale: Any, row: Any) -> Any:
+    target = out[row]
+    for i in range(np.uint64(held.size)):
+        target[i] = narrow(held[i])
+
+
+def _store_integers(held: Any, out: Any, scale: Any, row: Any) -> Any:
+    target, most = out[row], np.float32(LEAST_SCALE)
+    for i in range(np.uint64(held.size)):
+        most = max(most, abs(held[i]))
+    scale[row] = most / np.float32(LEVELS)
+    factor = np.float32(LEVELS) / most
+    for i in range(np.uint64(held.size)):
+        target[i] = np.uint8(np.int32(np.rint(held[i] * factor)) + np.int32(ZERO_POINT))
+
+
+@cache
+def _norm(x_kind: str, delta_kind: str, out_kind: str) -> TaskKernel:
+    X, DELTA, OUT, HAS_DELTA = KINDS[x_kind], KINDS.get(delta_kind, FLOAT32), KINDS[out_kind], bool(delta_kind)
+
+    def norm_rows(task: Any) -> None:
+        rows, size, eps = task[2], task[3], np.float32(np.int64(task[4]).view(np.float64))
+        x = carray(pointer(task[5], X), (rows, size))
+        delta = carray(pointer(task[6], DELTA), (rows, size))
+        weight = carray(pointer(task[7], FLOAT32), (size,))
+        out = carray(pointer(task[8], OUT), (rows, size))
+        scale = carray(pointer(task[9], FLOAT32), (rows,))
+        held = np.empty(size, np.float32)
+        while True:
+            row = take(task, 0)
+            if row >= rows:
+                return
+            source, total = x[row], np.float32(0)
+            if HAS_DELTA:
+                change = delta[row]
+                for i in range(np.uint64(size)):
+                    value = source[i] + widen(change[i])
+                    source[i] = value
+                    total += value * value
+            else:
+                for i in range(np.uint64(size)):
+                    value = widen(source[i])
+                    total += value * value
+            factor = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+            for i in range(np.uint64(size)):
+                held[i] = widen(source[i]) * factor * weight[i]
+            store(held, out, scale, row)
+
+    return TaskKernel(norm_rows, least=_LEAST_WORK)
+
+
+@inlined
+def _silu(x: Any) -> Any:
+    return x / (np.float32(1) + exp(-x))
+
+
+@inlined
+def _gelu(x: Any) -> Any:
+    """(1 + tanh(u)) / 2 is 1 / (1 + e^-2u): one exponential, and no cancellation if tanh is near -1."""
+    u2 = np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x)  # 2 sqrt(2 / pi)
+    return x / (np.float32(1) + exp(-u2))
+
+
+@cache
+def _gate(name: str, in_kind: str, out_kind: str) -> TaskKernel:
+    IN, OUT, IS_SILU = KINDS[in_kind], KINDS[out_kind], name == "silu"
+
+    def gate_rows(task: Any) -> None:
+        rows, size = task[2], task[3]
+        gate_up = carray(pointer(task[4], IN), (rows, 2 * size))
+        out = carray(pointer(task[5], OUT), (rows, size))
+        scale = carray(pointer(task[6], FLOAT32), (rows,))
+        held = np.empty(size, np.float32)
+        while True:
+            row = take(task, 0)
+            if row >= rows:
+                return
+            gate, up = gate_up[row, :size], gate_up[row, size:]
+            if IS_SILU:
+                for i in range(np.uint64(size)):
+                    held[i] = _silu(widen(gate[i])) * widen(up[i])
+            else:
+                for i in range(np.uint64(size)):
+                    held[i] = _gelu(widen(gate[i])) * widen(up[i])
+            store(held, out, scale, row)
+
+    return TaskKernel(gate_rows, least=_LEAST_WORK)
+
+
+@cache
+def _rounded(in_kind: str, out_kind: str) -> TaskKernel:
+    IN, OUT = KINDS[in_kind], KINDS[out_kind]
+
+    def round_rows(task: Any) -> None:
+        rows, size = task[2], task[3]
+        x = carray(pointer(task[4], IN), (rows, size))
+        out = carray(pointer(task[5], OUT), (rows, size))
+        scale = carray(pointer(task[6], FLOAT32), (rows,))
+        held = np.empty(size, np.float32)
+        while True:
+            row = take(task, 0)
+            if row >= rows:
+                return
+            source = x[row]
+            for i in range(np.uint64(size)):
+                held[i] = widen(source[i])
+            store(held, out, scale, row)
+
+    return TaskKernel(round_rows, least=_LEAST_WORK)

@@ -1,0 +1,9 @@
+"""How activations and weights are rounded to int8."""
+
+from __future__ import annotations
+
+from typing import Final
+
+LEAST_SCALE: Final = 1e-12  # a token of zeros would divide by zero
+LEVELS: Final = 127  # int8 without -128, so that rounding is symmetric
+ZERO_POINT: Final = 128  # VNNI multiplies unsigned by signed
