@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -47,15 +47,18 @@ class Ops(Protocol):
     def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
 
 
+_HAS_KERNELS: Final = jit.is_available()
+_READABLE: Final = (torch.float32, torch.bfloat16)
+
+
 def is_readable(x: Tensor) -> bool:
     """Whether the kernels can read this tensor, which may be the result of a bfloat16 product."""
-    is_wide = x.dtype in (torch.float32, torch.bfloat16)
-    return is_wide and jit.is_available() and x.device.type == "cpu" and x.is_contiguous()
+    return _HAS_KERNELS and x.is_cpu and x.dtype in _READABLE and x.is_contiguous()
 
 
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernels can write these tensors."""
-    return all(is_readable(tensor) and tensor.dtype == torch.float32 for tensor in tensors)
+    return all(tensor.dtype == torch.float32 and is_readable(tensor) for tensor in tensors)
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -93,6 +96,15 @@ def _gate(name: str, activate: Callable[[Tensor], Tensor], gate_up: Tensor) -> T
     out_TF = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
     rows.gate(name, gate_up, out_TF, out_TF)
     return out_TF
+
+
+def argmax(x_TV: Tensor) -> list[int]:
+    """The first of the largest values of each row."""
+    if not fits(x_TV):
+        return x_TV.argmax(dim=-1).tolist()  # type: ignore[no-any-return]  # documented to return the first
+    best_T = torch.empty(x_TV.shape[0], dtype=torch.int64)
+    rows.argmax(x_TV, best_T)
+    return best_T.tolist()  # type: ignore[no-any-return]
 
 
 def _torch_rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:

@@ -61,7 +61,9 @@ class HostRoundedOps:
         return self._taken(out_TF, scale_T1)
 
     def _empty(self, num_rows: int, num_columns: int) -> tuple[Tensor, Tensor]:
-        return torch.empty((num_rows, num_columns), dtype=self._dtype), torch.empty(num_rows, 1)
+        """The result, and its scales; without scales the result twice."""
+        out = torch.empty((num_rows, num_columns), dtype=self._dtype)
+        return out, torch.empty(num_rows, 1) if self._dtype == torch.uint8 else out
 
     def _taken(self, out: Tensor, scale_T1: Tensor) -> Rounded:
         return (out, scale_T1) if self._dtype == torch.uint8 else (out,)

@@ -30,6 +30,7 @@ from torch import Tensor
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.masks import Draw, forbid, is_masked, mask
 from pdserve.engine.noise import gumbel, streams
+from pdserve.engine.ops import argmax
 
 __all__ = ["Draw", "sample"]
 
@@ -49,7 +50,7 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int
         if limited := [row for row in adjusted if draws[row].sampling.top_n_sigma > 0.0]:
             sigma_B = torch.tensor([draws[row].sampling.top_n_sigma for row in limited], device=logits_BV.device)
             adjusted_BV[limited] = keep_top_sigma(adjusted_BV[limited], sigma_B)
-    chosen = adjusted_BV.argmax(dim=-1).tolist()  # argmax is documented to return the first of equal maxima
+    chosen = argmax(adjusted_BV)
     random = [row for row, draw in enumerate(draws) if not draw.sampling.is_greedy]
     if random:
         sampled = _draw(_rows(adjusted_BV, random), [draws[row] for row in random])
@@ -114,8 +115,7 @@ def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 def _draw_from_all(scaled_BV: Tensor, state_B: Tensor) -> list[int]:
     token_V = torch.arange(scaled_BV.shape[1], device=scaled_BV.device)
-    tokens: list[int] = gumbel(state_B[:, None], token_V).add_(scaled_BV).argmax(dim=-1).tolist()
-    return tokens
+    return argmax(gumbel(state_B[:, None], token_V).add_(scaled_BV))
 
 
 def _draw_from_few(scaled_BV: Tensor, state_B: Tensor, draws: Sequence[Draw]) -> list[int]:

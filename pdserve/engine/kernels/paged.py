@@ -4,9 +4,9 @@ One kernel serves any number of queries per row: decode rows, rows with drafts, 
 only on its own numbers and position: its tiles are its visible blocks in order, and its arithmetic is the same loop for
 any number of queries. So a position gives the same bits alone or in a chunk, in any batch, with any number of threads.
 
-numba caches machine code by the time stamp of this file, and functions of bfloat16.py, exponential.py and task.py are
-inlined here. A change there must also change this file; otherwise cached kernels stay in use. Revision of the inlined
-parts: 1.
+numba caches machine code by the time stamp of this file, and functions of bfloat16.py, exponential.py, rows.py and
+task.py are inlined here. A change there must also change this file; otherwise cached kernels stay in use. Revision of
+the inlined parts: 1.
 """
 
 # Shapes: H query heads, K kv heads, G = H / K, D head dim, C tokens per block, Q queries of a task, R = Q * G.
@@ -18,11 +18,12 @@ from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from pdserve.engine.kernels.bfloat16 import widen
 from pdserve.engine.kernels.exponential import exp2
+from pdserve.engine.kernels.rows import largest
 from pdserve.engine.kernels.task import ANY, FLOAT32, INT32, INT64, KINDS, TaskKernel, pointer, take
 
 MAX_QUERIES: Final = 16  # of one task
@@ -50,15 +51,6 @@ def _prefetch(_context: Any, array: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(array, index), generate
-
-
-@njit(fastmath=True)
-def largest(scores: Any, first: Any) -> Any:
-    """Ignores NaN, which a vector maximum cannot preserve; the weights computed from the scores do preserve it."""
-    largest = first
-    for score in scores:
-        largest = max(largest, score)
-    return largest
 
 
 def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:

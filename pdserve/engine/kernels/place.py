@@ -2,7 +2,7 @@
 
 Equals rope.rotate and pool.write up to the rounding of fused products. Each token is computed independently.
 
-numba caches machine code by the time stamp of this file, and functions of bfloat16.py, paged.py and task.py are inlined
+numba caches machine code by the time stamp of this file, and functions of bfloat16.py, rows.py and task.py are inlined
 here. A change there must also change this file; otherwise cached kernels stay in use. Revision of the inlined parts: 1.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from numba import carray
 
 from pdserve.engine.kernels.bfloat16 import narrow, widen
-from pdserve.engine.kernels.paged import largest
+from pdserve.engine.kernels.rows import largest
 from pdserve.engine.kernels.task import ANY, FLOAT32, INT64, KINDS, TaskKernel, pointer, take
 
 LEAST_WORK: Final = 1 << 16  # elements of the queries below which a second thread costs more than it gains

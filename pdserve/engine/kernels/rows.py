@@ -14,18 +14,19 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numba import carray, types
+from numba import carray, njit, types
 from numba.extending import overload
 from torch import Tensor
 
 from pdserve.engine.kernels.bfloat16 import narrow, widen
 from pdserve.engine.kernels.exponential import exp
 from pdserve.engine.kernels.jit import bits, inlined
-from pdserve.engine.kernels.task import FLOAT32, KINDS, TaskKernel, pointer, take
+from pdserve.engine.kernels.task import FLOAT32, INT64, KINDS, TaskKernel, pointer, take
 from pdserve.engine.rounding import LEAST_SCALE, LEVELS, ZERO_POINT
 
 _LEAST_WORK: Final = 1 << 16  # elements below which a second thread costs more than it gains
 _GATE_WORK: Final = 8  # an exponential, in elements of a norm
+_SPAN: Final = 512  # values of which the largest is found at a time
 
 
 def norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float, out_TE: Tensor, scale_T1: Tensor) -> None:
@@ -54,11 +55,35 @@ def rounded(x_TK: Tensor, out_TK: Tensor, scale_T1: Tensor) -> None:
     kernel(num_rows, num_rows * size, size, x_TK.data_ptr(), out_TK.data_ptr(), scale_T1.data_ptr())
 
 
+def argmax(x_TV: Tensor, out_T: Tensor) -> None:
+    """Stores the index of the first of the largest values of each row; NaN is not larger than any. x is float32."""
+    num_rows, size = x_TV.shape
+    _argmax()(num_rows, num_rows * size, size, x_TV.data_ptr(), out_T.data_ptr())
+
+
 def _name(x: Tensor) -> str:
     return _NAMES[x.dtype]
 
 
 _NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.uint8: "uint8"}
+
+
+@njit(fastmath=True)
+def largest(values: Any, first: Any) -> Any:
+    """The largest of `first` and the values; ignores NaN, which a vector maximum cannot preserve."""
+    most = first
+    for value in values:
+        most = max(most, value)
+    return most
+
+
+@njit(fastmath=True)
+def largest_size(values: Any, first: Any) -> Any:
+    """The same of magnitudes."""
+    most = first
+    for value in values:
+        most = max(most, abs(value))
+    return most
 
 
 def store(held: Any, out: Any, scale: Any, row: Any) -> Any:
@@ -84,9 +109,7 @@ def _store_bfloat16(held: Any, out: Any, scale: Any, row: Any) -> Any:
 
 
 def _store_integers(held: Any, out: Any, scale: Any, row: Any) -> Any:
-    target, most = out[row], np.float32(LEAST_SCALE)
-    for i in range(np.uint64(held.size)):
-        most = max(most, abs(held[i]))
+    target, most = out[row], largest_size(held, np.float32(LEAST_SCALE))
     scale[row] = most / np.float32(LEVELS)
     factor = np.float32(LEVELS) / most
     for i in range(np.uint64(held.size)):
@@ -186,3 +209,27 @@ def _rounded(in_kind: str, out_kind: str) -> TaskKernel:
             store(held, out, scale, row)
 
     return TaskKernel(round_rows, least=_LEAST_WORK)
+
+
+@cache
+def _argmax() -> TaskKernel:
+    def find_largest(task: Any) -> None:
+        rows, size = task[2], task[3]
+        x = carray(pointer(task[4], FLOAT32), (rows, size))
+        out = carray(pointer(task[5], INT64), (rows,))
+        while True:
+            row = take(task, 0)
+            if row >= rows:
+                return
+            most, begin = np.float32(-np.inf), 0
+            for first in range(0, size, _SPAN):  # the span of the first largest value, which is then searched
+                here = largest(x[row, first : min(first + _SPAN, size)], np.float32(-np.inf))
+                if here > most:
+                    most, begin = here, first
+            out[row] = 0
+            for i in range(begin, min(begin + _SPAN, size)):
+                if x[row, i] == most:
+                    out[row] = i
+                    break
+
+    return TaskKernel(find_largest, least=_LEAST_WORK)

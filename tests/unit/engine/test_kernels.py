@@ -141,3 +141,14 @@ def copy_narrowed(source: Any, target: Any) -> None:
 def copy_widened(source: Any, target: Any) -> None:
     for i in range(source.size):
         target[i] = widen(source[i])
+
+
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 5000])
+def test_argmax_is_the_first_of_the_largest(size: int) -> None:
+    x = torch.randn(40, size).mul(3).round()  # many are equal
+    x[0] = -torch.inf
+    x[1] = -5.0
+    x[2, -1] = torch.inf
+    assert ops.argmax(x) == x.argmax(dim=-1).tolist()
+    x[3, 0] = torch.nan
+    assert size == 1 or ops.argmax(x)[3] > 0
