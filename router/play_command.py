@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.live import PERIOD_S
+
+if TYPE_CHECKING:
+    from router.play import Played
 
 HELP = "show a recording in the live view: one HTML page with play, pause and scrub"
 
@@ -34,15 +39,13 @@ def run(args: argparse.Namespace) -> int:
     from pdserve.core.live_json import frame_to_json
     from pdserve.gateway.ui.page import recording_page
     from router.cluster import explain_response
-    from router.play import play
-    from router.recorded_lines import RecordedLines
 
     if not 0.05 <= args.every <= 3600.0:
         raise ConfigError("every", args.every, "seconds from 0.05 to 3600")
     if not 0.01 <= args.speed <= 1000.0:
         raise ConfigError("speed", args.speed, "0.01 to 1000")
     out = Path(args.html or f"{args.file}.html")
-    found = play(RecordedLines(Path(args.file)), args.every)
+    found = _played(Path(args.file), args.every)
     if not found.frames:
         raise ConfigError("file", args.file, "a recording with at least one event")
     explanations = {one.request_id: EXPLANATION.decode(explain_response(one, "")) for one in found.explanations}
@@ -63,3 +66,20 @@ def run(args: argparse.Namespace) -> int:
     span_s = found.frames[-1].at_s - found.frames[0].at_s
     print(f"{out}: {len(found.frames)} frames of {span_s:.1f} s, {len(page) / 2**20:.1f} MiB; open it in a browser")
     return 0
+
+
+def _played(path: Path, every_s: float) -> Played:
+    """With its progress by the size of the file."""
+    from pdserve.progress import ProgressLine
+    from router.play import play
+    from router.recorded_lines import RecordedLines
+
+    def counted(progress: ProgressLine) -> Iterator[str]:
+        done = 0
+        for line in RecordedLines(path):
+            yield line
+            done += len(line)
+            progress.update(done, f"{done / 1e6:.1f} MB")
+
+    with ProgressLine(f"reading {path.name}", path.stat().st_size if path.is_file() else None) as progress:
+        return play(counted(progress), every_s)

@@ -21,6 +21,7 @@ from pdserve.core.json_text import to_json
 from pdserve.core.types import Slo
 from pdserve.listening import ignore_poller_races
 from pdserve.plot.figure import figure_svg
+from pdserve.progress import ProgressLine
 from simulator.bench.fields import aiperf_metrics, own_fields, ratio_fields, vllm_fields
 from simulator.bench.figures import bench_figure
 from simulator.bench.load import LoadLevel, LoadPlan, SyntheticLoad
@@ -52,8 +53,9 @@ def carry_out(args: argparse.Namespace) -> int:
     check_writable(args.rows)
     check_plot(args)
     servers = _servers(args, slo)
-    progress = BenchProgress(total=plan.load.num_requests, duration_s=plan.load.duration_s)
-    result = asyncio.run(_run(BenchSession(servers, plan, slo, progress)))
+    with ProgressLine("connecting") as line:
+        progress = BenchProgress(line, total=plan.load.num_requests, duration_s=plan.load.duration_s)
+        result = asyncio.run(_run(BenchSession(servers, plan, slo, progress)))
     if args.rows:
         Path(args.rows).write_text("".join(to_json(row) + "\n" for row in rows_of(result)), encoding="utf-8")
     if args.plot:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 from pdserve.cli.plot_file import check_plot
@@ -14,8 +14,8 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.core.profile import Profile
 from pdserve.profiles import load_degrees
-from simulator.commands.plan_progress import PlanProgress
-from simulator.commands.planning import TOO_SHORT, UNATTAINABLE, ask, plot_plan, pool
+from pdserve.progress import ProgressLine
+from simulator.commands.planning import TOO_SHORT, UNATTAINABLE, ask, measured_together, plot_plan, pool
 from simulator.goodput import HighestRate
 from simulator.gpu_plan import LayoutPlan, compare, limiting_target, measure_layout, verdict
 from simulator.layouts import MAX_DEGREES, MAX_GPUS, Layout, usable_layouts
@@ -42,12 +42,10 @@ def carry_out(args: argparse.Namespace) -> int:
     layouts = usable_layouts(args.gpus, profiles, question.windows[0], question.block_size)
     if question.router.policy == "colocated":
         layouts = [one for one in layouts if one.is_colocated]
-    bar = PlanProgress()
-    with pool(args.jobs) as processes:
+    with ProgressLine("planning") as bar, pool(args.jobs) as processes:
         plan = compare(layouts, lambda *asked: _measured(question, profiles, processes, bar, *asked))
         shortage = plan.found[plan.top].shortage(question.slo.ttft_s, len(question.windows))
         limits = _limits(question, profiles, plan, bar) if shortage is None and plan.is_attainable else {}
-    bar.close()
     shown = [
         PlannedLayout(name=layout.text, found=found, is_colocated=layout.is_colocated)
         for layout, found in plan.found.items()
@@ -65,18 +63,14 @@ def _measured(
     question: Question,
     profiles: Mapping[int, Profile],
     processes: ProcessPoolExecutor | None,
-    bar: PlanProgress,
+    bar: ProgressLine,
     layouts: Sequence[Layout],
     floor: float,
 ) -> list[HighestRate]:
-    each = (itertools.repeat(question), layouts, itertools.repeat(profiles), itertools.repeat(floor))
     text = ", ".join(one.text for one in layouts[:2]) + (", ..." if len(layouts) > 2 else "")
-    bar.show(text, 0, len(layouts))
-    found: list[HighestRate] = []
-    for goodput in processes.map(_measure, *each) if processes else map(_measure, *each):
-        found.append(goodput)
-        bar.show(text, len(found), len(layouts))
-    return found
+    return measured_together(
+        processes, bar, text, [partial(_measure, question, layout, profiles, floor) for layout in layouts]
+    )
 
 
 def _measure(question: Question, layout: Layout, profiles: Mapping[int, Profile], floor: float) -> HighestRate:
@@ -84,7 +78,7 @@ def _measure(question: Question, layout: Layout, profiles: Mapping[int, Profile]
 
 
 def _limits(
-    question: Question, profiles: Mapping[int, Profile], plan: LayoutPlan, bar: PlanProgress
+    question: Question, profiles: Mapping[int, Profile], plan: LayoutPlan, bar: ProgressLine
 ) -> dict[Layout, str]:
     """The limiting target of the best layout of each family, at the lowest rate that it missed."""
     found = {}
@@ -92,7 +86,8 @@ def _limits(
         best = plan.best(colocated=colocated)
         missed = plan.found[best].missed if best is not None else None
         if best is not None and missed is not None:
-            bar.show(f"targets of {best.text}", 0, 1)
+            bar.begin(f"targets of {best.text}")
+            bar.update(0)
             found[best] = limiting_target(question, best, profiles, simulate, missed.scale)
     return found
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from pdserve.cli.origin import origin
@@ -20,8 +20,8 @@ from pdserve.core.profile import Profile
 from pdserve.core.types import Slo
 from pdserve.plot.figure import figure_page, figure_svg
 from pdserve.profiles import load_profile
+from pdserve.progress import ProgressLine
 from router.settings import RouterSettings
-from simulator.commands.plan_progress import PlanProgress
 from simulator.commands.plan_windows import plan_windows
 from simulator.goodput import HighestRate
 from simulator.plan import MARGIN, Plan, Question, measure, sweep, workers_for
@@ -31,6 +31,7 @@ from simulator.world import simulate
 
 _MOST_SEEDS: Final = 16
 _BAR: Final = 30
+_TICK_S: Final = 0.5  # between two looks at the processes, so that the progress moves
 UNATTAINABLE: Final = 1  # exit status: no split meets the targets at any rate
 TOO_SHORT: Final = 3  # exit status: the requests are too few, or arrive within too short a time, to say anything
 
@@ -41,15 +42,13 @@ def carry_out(args: argparse.Namespace) -> int:
     if args.degrees is not None:
         raise ConfigError("degrees", ",".join(map(str, args.degrees)), "--gpus beside it, not --workers")
     question = ask(args, args.workers, load_profile(args.profile))
-    with pool(args.jobs) as processes:
-        bar = PlanProgress()
+    with ProgressLine("planning") as bar, pool(args.jobs) as processes:
         plan = sweep(question.num_workers, question.splits, lambda *asked: _measured(question, processes, bar, *asked))
         needed = None
         shortage = lacking(question, plan)
         if args.rate is not None and shortage is None:
             hold = Holds(question, args.rate, bar)
             needed = workers_for(args.rate, plan, hold)
-        bar.close()
     shown = as_object(question, plan, shortage)
     if args.rate is not None:
         shown |= {"rate_rps": args.rate, "needed": needed and {"prefill": needed[0], "decode": needed[1]}}
@@ -119,19 +118,37 @@ def pool(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
 
 
 def _measured(
-    question: Question, processes: ProcessPoolExecutor | None, bar: PlanProgress, splits: Sequence[int], floor: float
+    question: Question, processes: ProcessPoolExecutor | None, bar: ProgressLine, splits: Sequence[int], floor: float
 ) -> list[HighestRate]:
-    each = (itertools.repeat(question), splits, itertools.repeat(floor))
     text = "splits " + ", ".join(f"{one}:{question.num_workers - one}" for one in splits)
-    bar.show(text, 0, len(splits))
-    found: list[HighestRate] = []
-    for goodput in processes.map(_measure, *each) if processes else map(_measure, *each):
-        found.append(goodput)
-        bar.show(text, len(found), len(splits))
-    return found
+    return measured_together(
+        processes, bar, text, [partial(_measure, question, split, floor=floor) for split in splits]
+    )
 
 
-def _measure(question: Question, num_prefill: int, floor: float) -> HighestRate:
+def measured_together(
+    processes: ProcessPoolExecutor | None, bar: ProgressLine, text: str, tasks: Sequence[Callable[[], HighestRate]]
+) -> list[HighestRate]:
+    """The results of `tasks`, in order. Without `processes` they run here, one after the other."""
+    bar.begin(text, len(tasks))
+    bar.update(0)
+    if processes is None:
+        found = []
+        for task in tasks:
+            found.append(task())
+            bar.update(len(found), f"{len(found)} of {len(tasks)}")
+        return found
+    futures = [processes.submit(task) for task in tasks]
+    waiting: set[Future[HighestRate]] = set(futures)
+    while waiting:
+        ended, waiting = wait(waiting, timeout=_TICK_S, return_when=FIRST_COMPLETED)
+        bar.update(len(tasks) - len(waiting), f"{len(tasks) - len(waiting)} of {len(tasks)}")
+        for one in ended:
+            one.result()  # an error ends the others' wait
+    return [one.result() for one in futures]
+
+
+def _measure(question: Question, num_prefill: int, *, floor: float) -> HighestRate:
     return measure(question, num_prefill, simulate, floor=floor)
 
 
@@ -141,10 +158,11 @@ class Holds:
 
     question: Question
     rate_rps: float
-    bar: PlanProgress
+    bar: ProgressLine
 
     def __call__(self, num_prefill: int, num_decode: int) -> bool:
-        self.bar.show(f"{self.rate_rps:g} requests/s on {num_prefill}:{num_decode}", 0, 1)
+        self.bar.begin(f"{self.rate_rps:g} requests/s on {num_prefill}:{num_decode}")
+        self.bar.update(0)
         scale = self.rate_rps / self.question.windows[0].rate_rps
         return self.question.resized(num_prefill + num_decode).run(num_prefill, simulate)(scale).has_held
 

@@ -12,10 +12,10 @@ from typing import Final
 
 from pdserve.cli.origin import origin
 from pdserve.cli.plot_file import check_plot, write_plot
-from pdserve.cli.progress import ProgressLine
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 from pdserve.plot.figure import figure_svg
+from pdserve.progress import ProgressLine
 from router.recording import RecordFile
 from simulator.bound import Bound, upper_bound
 from simulator.commands.simulation_input import make_input
@@ -38,15 +38,18 @@ def carry_out(args: argparse.Namespace) -> None:
     if args.record and (len(given.rate_scales) > 1 or len(given.policies) > 1):
         raise ConfigError("record", args.record, "a single run: one policy and one rate")
     span_s = _span_s(given.trace)
-    runs = []
-    for scale in given.rate_scales:
-        trace = Reshaped(given.trace, rate_scaled(scale))
-        bounds: dict[tuple[WorkerShape, ...], Bound] = {}
-        for policy in given.policies:
-            config = given.config(policy)
-            if config.workers not in bounds:
-                bounds[config.workers] = upper_bound(trace, config)
-            runs.append(_run(policy, scale, trace, config, span_s / scale, bounds[config.workers], args.record))
+    runs: list[PolicyRun] = []
+    with ProgressLine("simulating") as progress:
+        for scale in given.rate_scales:
+            trace = Reshaped(given.trace, rate_scaled(scale))
+            bounds: dict[tuple[WorkerShape, ...], Bound] = {}
+            for policy in given.policies:
+                config = given.config(policy)
+                if config.workers not in bounds:
+                    bounds[config.workers] = upper_bound(trace, config)
+                number, of = len(runs) + 1, len(given.rate_scales) * len(given.policies)
+                progress.begin(f"{policy} x{scale:g}" + (f", run {number} of {of}" if of > 1 else ""), span_s / scale)
+                runs.append(_run(policy, scale, trace, config, progress, bounds[config.workers], args.record))
     if args.rows:
         _write_rows(args.rows, runs)
     lines = [origin()] if args.plot else []
@@ -59,12 +62,10 @@ def carry_out(args: argparse.Namespace) -> None:
 
 
 def _run(
-    policy: str, scale: float, trace: Trace, config: SimConfig, span_s: float, bound: Bound, record: str | None
+    policy: str, scale: float, trace: Trace, config: SimConfig, progress: ProgressLine, bound: Bound, record: str | None
 ) -> PolicyRun:
-    progress = ProgressLine(f"{policy} x{scale:g}", span_s)
-
     def on_ended(row: RequestRow) -> bool:
-        progress.at(row.arrival_s)
+        progress.update(row.arrival_s, f"{row.arrival_s:.0f} s of the trace")
         return True
 
     file = RecordFile(record, config.router, MOST_RECORDED_BYTES) if record else None
@@ -72,7 +73,6 @@ def _run(
     try:
         result = simulate(trace, config, on_ended, on_step=None if file is None else file.step)
     finally:
-        progress.close()
         if file is not None:
             file.close()
     result = dataclasses.replace(result, trace=trace.name, wall_s=time.monotonic() - begin_s)

@@ -7,7 +7,6 @@ import math
 
 import pytest
 
-from pdserve.cli.progress import ProgressLine, bar
 from pdserve.core.errors import ConfigError
 from simulator.commands.fault_flags import add_fault_flags, faults
 from simulator.model import WorkerFault, WorkerFaultKind
@@ -52,27 +51,3 @@ def test_another_form_is_refused_with_the_right_one(flag: str, text: str) -> Non
 def test_an_unknown_worker_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="worker: got d7, expected one of p0, d0"):
         parsed("--kill", "d7@1")
-
-
-def test_a_bar_shows_the_share_of_the_trace() -> None:
-    assert bar("goodput", 15.0, 60.0) == "goodput  [########......................]  25%  15 of 60 s of trace"
-    assert "100%" in bar("goodput", 90.0, 60.0)
-    assert "100%" in bar("goodput", 0.0, 0.0)
-
-
-def test_a_file_gets_no_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = ProgressLine("goodput", 10.0)
-    progress.at(5.0)
-    progress.close()
-    assert capsys.readouterr().err == ""
-
-
-def test_a_bar_never_runs_back(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    now_s = iter(range(100, 200, 10))
-    monkeypatch.setattr("time.monotonic", lambda: float(next(now_s)))
-    progress = ProgressLine("goodput", 10.0)
-    for done_s in (5.0, 3.0):
-        progress.at(done_s)
-    progress.close()
-    assert capsys.readouterr().err.count(" 50%") == 2
