@@ -43,13 +43,13 @@ from pdserve.engine.ops import Ops
 from pdserve.engine.paged import MOST_QUERIES, PagedAttention
 from pdserve.engine.parameters import Weights
 from pdserve.engine.pool import BlockShape, TorchPool
-from pdserve.engine.progress import loading_line
 from pdserve.engine.safetensors_file import Checkpoint, checkpoint_hash, open_checkpoint
 from pdserve.engine.sharding import WHOLE, Shard, rank_config
 from pdserve.engine.torch_engine import TorchEngine
 from pdserve.engine.warm_rows import warm_rows
 from pdserve.engine.weights import LoadProgress, load_weights
 from pdserve.model_source import model_name
+from pdserve.progress import PhaseReport
 
 if TYPE_CHECKING:
     from pdserve.engine.ranks import Ranks
@@ -70,18 +70,22 @@ def open_engine(config: WorkerConfig, role: Role) -> Engine:
     from pdserve.engine.gpu.build_engine import graphs_meter, open_graphs, takes_graphs
 
     if not takes_graphs(config, role):
-        return warmed(open_torch_engine(config))
-    return open_graphs(warmed(open_rank(config, None, WHOLE, None, graphs=graphs_meter(config))), config)
+        return warmed(open_torch_engine(config), config.worker_id)
+    eager = warmed(open_rank(config, None, WHOLE, None, graphs=graphs_meter(config)), config.worker_id)
+    return open_graphs(eager, config)
 
 
-def warmed(engine: AnyEngine) -> AnyEngine:
+def warmed(engine: AnyEngine, worker_id: str = "") -> AnyEngine:
     """Compiles every kernel of the engine's steps before the first request.
 
     Transfer endpoints do the same for their kernels (kvtransfer.transports.on_device).
     """
     began_s = time.monotonic()
-    for rows in warm_rows(engine.spec):
+    report, steps = PhaseReport(worker_id, "kernels", "steps"), list(warm_rows(engine.spec))
+    for done, rows in enumerate(steps):
+        report(done, len(steps))
         engine.step(rows)
+    report(len(steps), len(steps))
     log.info("kernels are compiled", extra={"compile_s": round(time.monotonic() - began_s, 2)})
     return engine
 
@@ -172,7 +176,7 @@ def open_rank(
             )
             return TorchEngine(spec, model, pool, grammars, make_attention, MOST_SHORT)
         computed = torch.bfloat16 if precision.rounding == "bfloat16" else torch.float32
-        kernel = PagedAttention(pool, rank_model.num_heads, computed) if is_paged else None
+        kernel = compiled(pool, rank_model.num_heads, computed, config.worker_id) if is_paged else None
         most_short = 0 if kernel is None else sys.maxsize if config.deterministic else MOST_QUERIES
         return TorchEngine(
             spec,
@@ -225,6 +229,14 @@ def open_rank(
     return engine
 
 
+def compiled(pool: TorchPool, num_heads: int, computed: torch.dtype, worker_id: str) -> PagedAttention:
+    report = PhaseReport(worker_id, "kernels", "kernels")
+    report(0, 1)
+    kernel = PagedAttention(pool, num_heads, computed)
+    report(1, 1)
+    return kernel
+
+
 def load(
     config: WorkerConfig,
     model: ModelConfig,
@@ -238,7 +250,7 @@ def load(
     dtype, rounding, is_deterministic = precision.compute, precision.rounding, config.deterministic
     if checkpoint is None:
         return dummy_weights(model, device, dtype, rounding=rounding, is_deterministic=is_deterministic, shard=shard)
-    progress = progress or loading_line(config.worker_id)
+    progress = progress or PhaseReport(config.worker_id, "weights", "bytes")
     return load_weights(
         model, checkpoint, device, dtype, progress, rounding=rounding, is_deterministic=is_deterministic, shard=shard
     )

@@ -15,6 +15,7 @@ from typing import Any, Final, final
 
 from pdserve.config import without_secrets
 from pdserve.core.errors import PdserveError
+from pdserve.core.progress import phase_of
 from pdserve.launch.open_ports import session_of
 from pdserve.launch.spec import waiting_env
 
@@ -143,7 +144,7 @@ class Child:
                 self.start_s = time.monotonic() - began_s
                 self._listening.set_result(found.group(1))
                 continue
-            if not is_stdout:
+            if not is_stdout and phase_of(line) is None:
                 self._tail.append(line)
             self._relay(line)
 

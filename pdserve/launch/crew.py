@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import PdserveError
+from pdserve.core.progress import PROGRESS_ENV
 from pdserve.launch.child import Child, StartFailed, outcome
 from pdserve.launch.own_redis import OwnRedis
 from pdserve.launch.report import LauncherReport
@@ -43,7 +44,7 @@ def member(process: Process) -> Member:
     return Member(
         name=process.name,
         program=("module", process.module, *process.argv[2:]),
-        env=process.env,
+        env=(*process.env, (PROGRESS_ENV, "1")) if isinstance(process.config, WorkerConfig) else process.env,
         start_s=process.start_s,
         drain_s=process.config.drain_s,
         slow_start=_SLOW_WORKER if isinstance(process.config, WorkerConfig) else "still starting",
@@ -70,12 +71,14 @@ class Crew:
         """Returns when the process listens. Raises StartFailed with its last error."""
         self._members[one.name] = one
         self._report.say(one.name, "starting")
+        self._report.begins(one.name)
         await self._start(one)
         self._report.phase(one.name, self._children[one.name].start_s)
 
     async def start_redis(self, own: OwnRedis) -> None:
         """A real Redis."""
         began_s = time.monotonic()
+        self._report.begins(REDIS)
         self._own_redis = own
         self._redis = await asyncio.to_thread(own.start)
         took_s = time.monotonic() - began_s
@@ -123,9 +126,23 @@ class Crew:
     async def stop(self, names: Iterable[str], *, is_graceful: bool) -> None:
         """SIGTERM, time to drain, SIGKILL; all of `names` in parallel."""
         children = [self._children[name] for name in names if name in self._children]
-        await asyncio.gather(*(child.stop(self._grace_s(child.name) if is_graceful else 0.0) for child in children))
+
+        async def stop(child: Child) -> None:
+            self._report.begins(child.name)
+            await child.stop(self._grace_s(child.name) if is_graceful else 0.0)
+            self._report.ends(child.name)
+
+        await asyncio.gather(*map(stop, children))
         for child in children:
             self._report.say(child.name, "stopped")
+
+    def expect_stop(self, stages: Sequence[Sequence[str]]) -> None:
+        """The report then shows which processes still drain, and how long they may. `stages` stop one after the
+        other."""
+        alive = {name for name, child in self._children.items() if child.is_running}
+        running = [[name for name in stage if name in alive] for stage in stages]
+        limit_s = sum(max(map(self._grace_s, stage)) for stage in running if stage)
+        self._report.expect("draining", [name for stage in running for name in stage], limit_s)
 
     async def stop_redis(self) -> None:
         if self._redis is not None:

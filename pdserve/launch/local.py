@@ -10,7 +10,7 @@ from typing import Final, final
 from pdserve.client.connect import Tls
 from pdserve.config import RouterConfig
 from pdserve.core.hosts import join, local_host
-from pdserve.launch.crew import Crew, member, side_by_side
+from pdserve.launch.crew import REDIS, Crew, member, side_by_side
 from pdserve.launch.launcher_metrics import LauncherMetrics
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
@@ -21,6 +21,7 @@ from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, fixed_ports, gateway, processes, router_config
 
 GATEWAY: Final = "gateway"
+FIRST_TOKEN: Final = "first token"
 
 
 @final
@@ -37,6 +38,7 @@ class LocalCluster:
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
         self._metrics.start()
+        self._report.expect("starting", start_steps(self.spec, has_own_redis=self._redis is not None))
         if self._redis is not None:
             await self._crew.start_redis(self._redis)
         else:
@@ -59,9 +61,11 @@ class LocalCluster:
     async def stop(self, *, is_graceful: bool) -> None:
         """Stops the gateway and the router first, so that no new work comes, then the workers together, Redis last."""
         await self._crew.release()
-        await self._crew.stop([GATEWAY], is_graceful=is_graceful)
-        await self._crew.stop(["router"], is_graceful=is_graceful)
-        await self._crew.stop(self.spec.worker_ids, is_graceful=is_graceful)
+        stages = ([GATEWAY], ["router"], self.spec.worker_ids)
+        if is_graceful:
+            self._crew.expect_stop(stages)
+        for names in stages:
+            await self._crew.stop(names, is_graceful=is_graceful)
         await self._crew.stop_redis()
         self._metrics.close()
         for folder in (self._certificates, None if self._redis is None else self._redis.folder):
@@ -89,11 +93,19 @@ def with_ports(spec: ClusterSpec, *, are_workers_here: bool = True) -> tuple[Clu
     return filled, own
 
 
+def start_steps(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
+    """What must end before the cluster is ready, by the names of the report."""
+    redis = [REDIS] if has_own_redis else []
+    http = [GATEWAY] if gateway(spec, "") is not None else []
+    return [*redis, *spec.worker_ids, "router", FIRST_TOKEN, *http]
+
+
 async def ask_first(spec: ClusterSpec, address: str, report: LauncherReport) -> None:
     """Tests the cluster with a real answer."""
     config = router_config(spec, ())
     address = _own_address(spec, address)
     began_s = time.monotonic()
+    report.begins(FIRST_TOKEN)
     workers = spec.prefill + spec.decode
     await first_answer(
         address,
@@ -103,7 +115,7 @@ async def ask_first(spec: ClusterSpec, address: str, report: LauncherReport) -> 
         tls=tls_to(config),
         insecure=config.insecure,
     )
-    report.phase("first token", time.monotonic() - began_s)
+    report.phase(FIRST_TOKEN, time.monotonic() - began_s)
 
 
 async def start_gateway(crew: Crew, spec: ClusterSpec, address: str) -> None:

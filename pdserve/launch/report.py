@@ -11,15 +11,19 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final, final
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.progress import PhaseProgress, bar_line, log_text, phase_of
 from pdserve.engine.memory_plan import MemoryPlan, plan_from_json
+from pdserve.launch.start_progress import ClusterProgress
+from pdserve.progress import LINE_EVERY_S, StatusLine, first_s
 from pdserve.telemetry.logs import json_line
 
 _WIDTH: Final = 10
+_MOST_PARTS: Final = 16  # phases of one worker's start
 _MEMORY: Final = re.compile(r"(?:^| )memory (\{.*\})$")
 _PARTS: Final = {  # parts of a memory plan, with their column names
     "usable": "usable",
@@ -42,6 +46,10 @@ class LauncherReport:
         self._files: dict[str, LogFile] = {}
         self._phases: list[tuple[str, float]] = []
         self._plans: dict[str, MemoryPlan] = {}
+        self._parts: dict[str, dict[str, float]] = {}  # seconds of each phase of a worker's start, by process
+        self._status = StatusLine()
+        self._progress: ClusterProgress | None = None
+        self._next_s = 0.0
         if log_dir is not None:
             with _a_folder(log_dir):
                 log_dir.mkdir(parents=True, exist_ok=True)
@@ -50,20 +58,23 @@ class LauncherReport:
         """A message of the launcher about `name`."""
         if self._is_json:
             words = {"about": name, "elapsed_s": round(self.elapsed_s, 3), "message": text}
-            _err(json_line("launcher", json.dumps(words)))
+            self._err(json_line("launcher", json.dumps(words)))
         elif not self._is_quiet:
-            _err(f"{self.elapsed_s:7.2f} s  {name:<{_WIDTH}} {text}")
+            self._err(f"{self.elapsed_s:7.2f} s  {name:<{_WIDTH}} {text}")
 
     def relay(self, name: str) -> Callable[[str], None]:
         """Forwards the lines of process `name` to its file if there is a log folder, otherwise to stderr.
 
-        The line with its memory plan is shown in the start-up table.
+        The line with its memory plan is shown in the start-up table, and lines of progress in the status line.
         """
         write = self._writer(name)
 
         def take(line: str) -> None:
-            plan = memory_of(line)
-            if plan is None:
+            phase = phase_of(line)
+            plan = memory_of(line) if phase is None else None
+            if phase is not None:
+                self._phase_of(name, phase)
+            elif plan is None:
                 write(line)
             else:
                 self.memory(name, plan)
@@ -75,17 +86,66 @@ class LauncherReport:
 
     def _writer(self, name: str) -> Callable[[str], None]:
         if self._log_dir is None and self._is_json:
-            return lambda line: _err(json_line(name, line))
+            return lambda line: self._err(json_line(name, line))
         if self._log_dir is None:
-            return lambda line: _err(f"{name:<{_WIDTH}} | {line}")
+            return lambda line: self._err(f"{name:<{_WIDTH}} | {line}")
         if name not in self._files:
             with _a_folder(self._log_dir):
                 file = (self._log_dir / f"{name}.log").open("ab", buffering=0)
             self._files[name] = LogFile(file, lambda why: self.say(name, f"its log loses lines: {why}"))
         return self._files[name].write
 
+    # -- progress ------------------------------------------------------------------------------------------------
+
+    def expect(self, what: str, names: Sequence[str], limit_s: float | None = None) -> None:
+        """From now on, `tick` shows how many of `names` have ended."""
+        now_s = time.monotonic()
+        self._progress = ClusterProgress(what, names, now_s, limit_s)
+        self._next_s = now_s + first_s(is_terminal=self._status.is_terminal and not self._is_json)
+
+    def begins(self, name: str) -> None:
+        if self._progress is not None:
+            self._progress.begins(name)
+
+    def ends(self, name: str) -> None:
+        if self._progress is not None:
+            self._progress.ends(name)
+
     def phase(self, name: str, took_s: float) -> None:
+        """A step of the start that has ended."""
         self._phases.append((name, took_s))
+        self.ends(name)
+
+    def tick(self) -> None:
+        """Draws the status line of a terminal, or writes a line every few seconds."""
+        progress, now_s = self._progress, time.monotonic()
+        if progress is None or progress.is_over or self._is_quiet or now_s < self._next_s:
+            return
+        words = progress.what, progress.share, progress.time_text(now_s), progress.detail(now_s)
+        if self._status.is_terminal and not self._is_json:
+            self._status.draw(bar_line(*words, self._status.columns))
+        else:
+            self._next_s = now_s + LINE_EVERY_S
+            self.say("launcher", log_text(*words))
+
+    def settled(self) -> None:
+        """Ends the status line."""
+        self._progress = None
+        self._status.clear()
+
+    def _phase_of(self, name: str, one: PhaseProgress) -> None:
+        parts = self._parts.setdefault(name, {})
+        if one.phase in parts or len(parts) < _MOST_PARTS:
+            parts[one.phase] = one.seconds
+        if self._progress is not None:
+            self._progress.phase(name, one, time.monotonic())
+
+    # -- the end of the start ------------------------------------------------------------------------------------
+
+    def _err(self, text: str) -> None:
+        self._status.line(text)
+        if self._status.is_terminal:
+            self.tick()
 
     @property
     def elapsed_s(self) -> float:
@@ -100,13 +160,17 @@ class LauncherReport:
         lines = [f"start took {self.elapsed_s:.1f} s:"]
         for name, took_s in self._phases:
             lines.append(f"  {name:<14} {took_s:6.2f} s  {'█' * max(1, round(24 * took_s / longest_s))}")
-        _err("\n".join([*lines, *memory_table(self._plans)]))
+            parts = self._parts.get(name, {})
+            lines += [f"    {part:<12} {part_s:6.2f} s" for part, part_s in parts.items()]
+        self._err("\n".join([*lines, *memory_table(self._plans)]))
 
     def ready(self, line: str) -> None:
+        self.settled()
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
     def close(self) -> None:
+        self.settled()
         for file in self._files.values():
             file.close()
 
@@ -165,9 +229,3 @@ def _a_folder(log_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError("log_dir", log_dir, f"a folder that can be written to ({error.strerror})") from None
-
-
-def _err(text: str) -> None:
-    with contextlib.suppress(OSError):
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()

@@ -24,6 +24,7 @@ from pdserve.owned_folder import sweep
 from pdserve.telemetry.logs import JSON, log_format
 
 INTERRUPTED: Final = 130
+TICK_S: Final = 0.25  # between two draws of the status line
 
 
 class ServedCluster(Protocol):
@@ -50,6 +51,7 @@ async def serve(asked: Asked) -> int:
         for warning in await asyncio.to_thread(capacity_warnings, asked.spec):
             report.say("launcher", warning)
     cluster = _cluster(asked, report)
+    ticking = asyncio.create_task(_tick(report))
     is_graceful = False
     try:
         address = await _unless_set(stop, cluster)
@@ -70,7 +72,14 @@ async def serve(asked: Asked) -> int:
         return 0
     finally:
         await _stop(cluster, hurry, is_graceful=is_graceful)
+        ticking.cancel()
         report.close()
+
+
+async def _tick(report: LauncherReport) -> None:
+    while True:
+        await asyncio.sleep(TICK_S)
+        report.tick()
 
 
 def ready_line(spec: ClusterSpec, address: str, missing: Sequence[str]) -> str:

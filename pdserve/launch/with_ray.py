@@ -16,7 +16,7 @@ from typing import Any, Final, final
 from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
 from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.crew import Crew, Member, member
-from pdserve.launch.local import GATEWAY, ask_first, start_gateway, with_ports
+from pdserve.launch.local import GATEWAY, ask_first, start_gateway, start_steps, with_ports
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
 from pdserve.launch.report import LauncherReport, memory_of
@@ -50,6 +50,7 @@ class RayCluster:
 
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
+        self._report.expect("starting", ray_start_steps(self.spec, has_own_redis=self._redis is not None))
         if self._redis is not None:
             await self._crew.start_redis(self._redis)
         else:
@@ -72,9 +73,11 @@ class RayCluster:
         """Stops the gateway and the router first, so that no new work comes, then the workers, Ray if it is ours, and
         Redis last."""
         await self._crew.release()
-        await self._crew.stop([GATEWAY], is_graceful=is_graceful)
-        await self._crew.stop(["router"], is_graceful=is_graceful)
-        await self._crew.stop([DRIVER], is_graceful=is_graceful)
+        stages = ([GATEWAY], ["router"], [DRIVER])
+        if is_graceful:
+            self._crew.expect_stop(stages)
+        for names in stages:
+            await self._crew.stop(names, is_graceful=is_graceful)
         await self._crew.stop_redis()
         for folder in (self._certificates, None if self._redis is None else self._redis.folder):
             if folder is not None:
@@ -96,6 +99,13 @@ class RayCluster:
             self._report.say(name, text)
         else:
             self._report.phase(name, float(phase.group(1)))
+
+
+def ray_start_steps(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
+    """As `start_steps`, with the steps of the driver in place of the workers."""
+    steps = [name for name in start_steps(spec, has_own_redis=has_own_redis) if name not in spec.worker_ids]
+    begin = 1 if has_own_redis else 0
+    return [*steps[:begin], "ray_init", "placement", "workers", DRIVER, *steps[begin:]]
 
 
 def _driver_env(spec: ClusterSpec) -> dict[str, str]:

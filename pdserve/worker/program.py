@@ -23,6 +23,7 @@ from pdserve.core.hashing import hash_seed
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.interface import Engine, OnLayer, PlainOuts, RowOut
+from pdserve.progress import PhaseReport
 from pdserve.telemetry import metric_names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.worker import calibrate
@@ -54,9 +55,14 @@ class RoleProgram(ABC):
         seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
         self.limits = SequenceLimits(vocab_size=spec.vocab_size, max_context_tokens=max_context_tokens, hash_seed=seed)
         self.end_rule = EndRule(eos_token_ids=frozenset(spec.eos_token_ids), max_context_tokens=max_context_tokens)
+        calibration = PhaseReport(config.worker_id, "calibration", "parts")
+        calibration(0, 3)
         calibrate.draw_one_token(engine)
+        calibration(1, 3)
         self.cost = calibrate.expected_cost(engine, context.role, config)
+        calibration(2, 3)
         calibrate.warm_up(engine, self.cost, max_batch_tokens=config.max_batch_tokens)
+        calibration(3, 3)
         self.traces = AttemptTraces(self.context)
         self._isolation = Isolation(engine, partial(free_row, self.blocks))
         self._in_flight: StepsInFlight | None = None  # for a role with asynchronous scheduling

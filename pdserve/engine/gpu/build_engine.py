@@ -21,8 +21,8 @@ from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.measure_memory import MeasureGraphs, Meter
 from pdserve.engine.memory_plan import graph_bytes
 from pdserve.engine.model import Decoder
-from pdserve.engine.progress import counting_line
 from pdserve.engine.torch_engine import TorchEngine
+from pdserve.progress import PhaseReport
 
 _MEASURED: Final = 2  # captures from which the memory of all is estimated
 
@@ -68,10 +68,10 @@ def with_graphs(
     """Captures the decode step for every bucket up to `most_rows`, with a progress line; and for every bucket of
     tokens, if rows may have up to `most_drafts` drafts."""
     decode, most_tokens = _static(eager, model, most_rows, most_drafts)
-    replays = GraphReplays(decode, buckets_for(most_rows), counting_line(worker_id, "capturing decode graphs"))
+    replays = GraphReplays(decode, buckets_for(most_rows), PhaseReport(worker_id, "decode graphs", "graphs"))
     verify = None
     if decode.most_queries > 1:
-        line = counting_line(worker_id, "capturing graphs for drafts")
+        line = PhaseReport(worker_id, "draft graphs", "graphs")
         verify = GraphReplays(decode, buckets_for(most_tokens), line, decode.most_queries)
     return GraphEngine(eager, decode, replays, verify)
 

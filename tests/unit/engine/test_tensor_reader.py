@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import InternalError, ModelError
-from pdserve.engine.progress import LoadingLine
 from pdserve.engine.safetensors_file import StoredTensor
 from pdserve.engine.scratch import LoadScratch
 from pdserve.engine.tensor_reader import TensorReader
@@ -89,19 +87,3 @@ def test_scratch_is_used_again_and_a_far_too_large_one_is_given_back() -> None:
     assert scratch._bytes is not None
     assert scratch._bytes.numel() == 20 * MIB
     assert scratch.take(0).numel() == 0
-
-
-def test_a_long_load_shows_a_line_and_a_short_one_none() -> None:
-    stream, now_s = io.StringIO(), [0.0]
-    line = LoadingLine("w0", stream, lambda: now_s[0])
-    for step in range(1, 101):
-        now_s[0] = step / 20
-        line(step * 10**7, 10**9)
-    lines = stream.getvalue().split("\r")
-    assert 30 <= len(lines) <= 51  # ten in a second, after the first one
-    assert lines[-1] == f"w0 [{'#' * 24}] 1.00 of 1.00 GB, 0.20 GB/s\n"
-    stream = io.StringIO()
-    short = LoadingLine("w0", stream, lambda: 0.5)
-    short(1, 2)
-    short(2, 2)
-    assert not stream.getvalue()

@@ -73,6 +73,9 @@ class Left:
     def __init__(self) -> None:
         self.tries = 0
 
+    def isatty(self) -> bool:
+        return False
+
     def write(self, text: str) -> int:
         self.tries += 1
         raise BrokenPipeError

@@ -1,0 +1,132 @@
+"""What the launcher shows while a cluster starts and drains."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+import pdserve.progress
+from pdserve.core.progress import PhaseProgress, phase_line
+from pdserve.launch.local import start_steps
+from pdserve.launch.report import LauncherReport
+from pdserve.launch.spec import ClusterSpec
+from pdserve.launch.start_progress import ClusterProgress
+from pdserve.launch.with_ray import ray_start_steps
+
+
+def weights(done: float, seconds: float) -> PhaseProgress:
+    return PhaseProgress(phase="weights", done=done, total=4e9, unit="bytes", seconds=seconds)
+
+
+def test_what_has_ended_counts_and_what_runs_is_named() -> None:
+    progress = ClusterProgress("starting", ["redis", "p0", "d0", "router"], 0.0)
+    assert (progress.share, progress.detail(0.0)) == (0.0, "0 of 4")
+    for name in ("redis", "p0", "d0"):
+        progress.begins(name)
+    progress.ends("redis")
+    progress.phase("d0", weights(1e9, 2.0), 10.0)
+    assert progress.detail(10.0) == "1 of 4; p0; d0 weights 1.00 of 4.00 GB, 6 s left"
+    assert (progress.share, progress.time_text(10.0)) == (0.25, "10 s so far")
+    progress.phase("d0", weights(4e9, 8.0), 16.0)
+    assert progress.detail(16.0) == "1 of 4; p0; d0", "its phase is over"
+    for name in ("p0", "d0", "router", "unknown"):
+        progress.ends(name)
+    assert progress.is_over
+    assert progress.share == 1.0
+
+
+def test_many_processes_are_counted() -> None:
+    progress = ClusterProgress("starting", [f"d{number}" for number in range(9)], 0.0)
+    for number in range(9):
+        progress.begins(f"d{number}")
+    assert progress.detail(0.0) == "0 of 9; d0; d1; d2; d3; 5 more"
+
+
+def test_a_drain_has_a_limit() -> None:
+    progress = ClusterProgress("draining", ["router"], 5.0, limit_s=30.0)
+    assert progress.time_text(15.0) == "at most 20 s left"
+    assert progress.time_text(99.0) == "at most 0 s left"
+
+
+def test_the_steps_of_a_start_end_with_the_gateway() -> None:
+    spec = ClusterSpec(model="toy", prefill=1, decode=2, http=8000)
+    workers = ["p0", "d0", "d1"]
+    assert start_steps(spec, has_own_redis=True) == ["redis", *workers, "router", "first token", "gateway"]
+    steps = ray_start_steps(spec, has_own_redis=False)
+    assert steps[:3] == ["ray_init", "placement", "workers"]
+    assert steps[-3:] == ["router", "first token", "gateway"]
+
+
+def test_the_table_has_the_phases_of_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    report = LauncherReport()
+    take = report.relay("d0")
+    for one in (
+        weights(1e9, 0.5),
+        weights(4e9, 2.0),
+        PhaseProgress(phase="kernels", done=1, total=1, unit="", seconds=3),
+    ):
+        take(phase_line(one))
+    take("a log line")
+    report.phase("d0", 9.0)
+    report.table()
+    err = capsys.readouterr().err
+    assert "d0         | a log line" in err
+    assert "progress {" not in err
+    assert [line.split()[:2] for line in err.splitlines()[2:5]] == [
+        ["d0", "9.00"],
+        ["weights", "2.00"],
+        ["kernels", "3.00"],
+    ]
+
+
+def test_a_worker_cannot_fill_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    report = LauncherReport()
+    take = report.relay("d0")
+    for number in range(100):
+        take(phase_line(PhaseProgress(phase=f"phase {number}", done=1, total=1, unit="", seconds=1.0)))
+    report.phase("d0", 9.0)
+    report.table()
+    assert len(capsys.readouterr().err.splitlines()) == 2 + 16
+
+
+def test_a_log_gets_a_line_and_no_control_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pdserve.progress, "LINE_EVERY_S", 0.0)  # until the first line
+    report = LauncherReport()
+    report.tick()
+    report.expect("starting", ["p0", "d0"])
+    report.begins("p0")
+    report.tick()
+    report.tick()  # within five seconds
+    report.settled()
+    report.tick()
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r" +\d+\.\d+ s  launcher   starting: 0%, \d s so far, 0 of 2; p0", line)
+
+
+def test_a_terminal_keeps_log_lines_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(pdserve.progress, "PATIENCE_S", 0.0)
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        report = LauncherReport()
+        report.expect("starting", ["p0", "d0"])
+        report.begins("p0")
+        report.tick()
+        report.relay("p0")("a log line")
+        report.close()
+        stream.write("<end>")
+        stream.flush()
+        shown = b""
+        while not shown.endswith(b"<end>"):
+            shown += os.read(master, 65536)
+    os.close(master)
+    first, line, again, last = re.split(r"\r\x1b\[K|\r(?!\n)", shown.decode())[1:]
+    assert first.startswith("[........................]   0%  starting")
+    assert line == "p0         | a log line\r\n"
+    assert again == first
+    assert last == "<end>", "the status line is gone"
