@@ -1,6 +1,7 @@
 """Our engine beside transformers, and beside vLLM where its environment's python is given: in turns, in one run.
 
-    python -m benchmarks.engine --model FOLDER [--peer-python PYTHON] [--dtypes float32,int8,int8/int8] [--out DIR]
+    python -m benchmarks.engine --model FOLDER [--dtypes float32,bfloat16,int8,int8/int8] [--out DIR]
+        [--peer-python PYTHON] [--peer-dtypes float32,bfloat16]
 
 Decode: prompts of 32 tokens, two steps to warm up, then --steps measured ones; a turn counts with the median of its
 steps. Prefill: one prompt in one step, to its first token. Greedy everywhere, end of sequence ignored, the same
@@ -30,14 +31,14 @@ from typing import Final
 from benchmarks.engine.plot import draw
 from benchmarks.engine.report import Memory, limits_line, median_rate, peer_table, points_of, speed_table, table
 from benchmarks.engine.turns import PROMPT_TOKENS, WARM_STEPS, PeerEngine, PeerFailed, Point, Turn, take_turns
-from benchmarks.engine.work import EngineWork, decode_work, prefill_work
+from benchmarks.engine.work import WEIGHT_BYTES, EngineWork, decode_work, prefill_work
 from pdserve.core.errors import PdserveError
 from pdserve.engine.config import ModelConfig, read_config
 
 ROOT: Final = Path(__file__).parents[2]
 ROOM_TOKENS: Final = 128  # vLLM's block on a CPU: the KV of each sequence is rounded up to it
 PEERS: Final = "benchmarks.engine.peers"
-TRANSFORMERS, VLLM = "transformers float32", "vllm float32"
+TRANSFORMERS: Final = "transformers float32"
 
 
 def main() -> int:
@@ -62,7 +63,7 @@ def main() -> int:
             _say(f"{done[0].point.label}: round {done[0].round + 1} of {flags.rounds}; about {left_s:.0f} s left")
         memory = {peer.name: _memory(peer) for peer in peers}
         check = _check_generate(peers, turns, flags.steps)
-    others = [name for name in (TRANSFORMERS, VLLM) if name in memory]
+    others = [name for name in memory if not name.startswith("pdserve ")]
     report = "\n\n".join(
         [
             f"{flags.model.resolve().name}, {flags.threads} threads, {platform.processor() or platform.machine()}, "
@@ -85,6 +86,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--dtypes", default="float32", help="our engine's: weights, or weights/KV; comma-separated")
     parser.add_argument("--peer-python", type=Path, help="python of an environment with vllm; not measured without")
+    parser.add_argument("--peer-dtypes", default="float32,bfloat16", help="vllm's, comma-separated")
     parser.add_argument("--batches", type=_numbers, default=[1, 4, 8, 16, 32])
     parser.add_argument("--prompts", type=_numbers, default=[128, 512, 2048], help="tokens of the prefills")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
@@ -126,11 +128,13 @@ def _commands(
         commands[f"pdserve {kind}"] = [*ours, "ours", folder, weights, kv, threads, str(kv_tokens)], {}
     commands[TRANSFORMERS] = [*ours, "transformers", folder, threads], {}
     if flags.peer_python:
-        kv_bytes = (kv_tokens + ROOM_TOKENS) * model.num_layers * 2 * model.num_kv_heads * model.head_dim * 4
         prompts_tokens = max(room, batch * PROMPT_TOKENS)
-        shape = [str(size) for size in (kv_bytes, batch, min(room, model.max_context_tokens), prompts_tokens)]
-        command = [str(flags.peer_python), "-m", "benchmarks.engine.vllm_peer", folder, "float32", *shape]
-        commands[VLLM] = command, _vllm_environment(flags.peer_python, flags.threads)
+        env = _vllm_environment(flags.peer_python, flags.threads)
+        for dtype in flags.peer_dtypes.split(","):
+            values = (kv_tokens + ROOM_TOKENS) * model.num_layers * 2 * model.num_kv_heads * model.head_dim
+            sizes = (values * WEIGHT_BYTES[dtype], batch, min(room, model.max_context_tokens), prompts_tokens)
+            command = [str(flags.peer_python), "-m", "benchmarks.engine.vllm_peer", folder, dtype, *map(str, sizes)]
+            commands[f"vllm {dtype}"] = command, env
     policy = {"OMP_WAIT_POLICY": flags.wait_policy} if flags.wait_policy else {}
     return {name: (command, {**env, **policy}) for name, (command, env) in commands.items()}
 
