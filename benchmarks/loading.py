@@ -136,7 +136,7 @@ def load_once(folder: Path, dtype: str, threads: int) -> None:
     before = memory("VmRSS")
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     device = torch.device("cpu")
-    precision = choose_precision(dtype, device)
+    precision = choose_precision(dtype, device, config.dtype)
     weights = load_weights(config, checkpoint, device, precision.compute, rounding=precision.rounding)
     load_s = time.perf_counter() - began_s
     cpu_s = time.process_time() - began_cpu_s

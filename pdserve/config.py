@@ -58,7 +58,8 @@ class WorkerConfig(TlsSettings):
     )
     device: str = setting("device of the model; auto takes CUDA if a GPU is there", "auto", choices=DEVICES)
     dtype: str = setting(
-        "dtype of weights and products: auto (float32 on a CPU, bfloat16 on CUDA), float32, bfloat16, "
+        "dtype of weights and products: auto (bfloat16 on CUDA, and on a CPU with bfloat16 instructions "
+        "if the checkpoint is bfloat16; otherwise float32), float32, bfloat16, "
         "int8 (int8 weights, on a CPU) or fp8 (on CUDA)",
         "auto",
         choices=DTYPES,

@@ -121,7 +121,9 @@ def open_rank(
     folder = Path(config.model)
     model_config = read_config(folder)
     device = device or choose_device(config.device, shard.rank)
-    precision = choose_precision(config.dtype, device)
+    precision = choose_precision(config.dtype, device, model_config.dtype)
+    if config.dtype == "auto" and device.type == "cpu" and precision.name == "bfloat16":
+        log.info("the checkpoint is bfloat16, and this CPU multiplies bfloat16: --dtype float32 computes exactly")
     use_device(device)
     if device.type == "cuda":
         meter = meter or CudaMeter(device)
@@ -301,7 +303,7 @@ def shared_bytes(config: WorkerConfig) -> int:
 
 def _model_and_precision(config: WorkerConfig) -> tuple[ModelConfig, Precision]:
     model = read_config(Path(config.model))
-    return model, choose_precision(config.dtype, choose_device(config.device))
+    return model, choose_precision(config.dtype, choose_device(config.device), model.dtype)
 
 
 def make_spec(

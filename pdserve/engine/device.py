@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine.linear import Rounding
+from pdserve.engine.linear import Rounding, multiplies_bfloat16
 
 
 def use_device(device: torch.device) -> None:
@@ -41,10 +41,11 @@ class Precision:
     kv: torch.dtype  # of the KV pool, unless --kv-dtype gives another
 
 
-def choose_precision(dtype: str, device: torch.device) -> Precision:
-    """`dtype` as in --dtype. Raises ConfigError if the device cannot compute it.
+def choose_precision(dtype: str, device: torch.device, stored: str = "") -> Precision:
+    """`dtype` as in --dtype, `stored` the checkpoint's. Raises ConfigError if the device cannot compute it.
 
-    auto is bfloat16 on CUDA and float32 on a CPU. A CPU computes everything but products in float32.
+    auto is bfloat16 on CUDA, and on a CPU with bfloat16 instructions if the checkpoint is bfloat16; otherwise float32.
+    A CPU computes everything but products in float32.
     """
     is_cpu = device.type == "cpu"
     if dtype == "int8" and not is_cpu:
@@ -52,7 +53,8 @@ def choose_precision(dtype: str, device: torch.device) -> Precision:
     if dtype == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
         raise ConfigError("dtype", dtype, "int8 on a CPU; fp8 products need CUDA of compute capability 8.9")
     if dtype == "auto":
-        dtype = "float32" if is_cpu else "bfloat16"
+        is_chosen = not is_cpu or (stored == "bfloat16" and has_fast_bfloat16())
+        dtype = "bfloat16" if is_chosen else "float32"
     if dtype == "float32":
         return Precision(dtype, torch.float32, "none", torch.float32)
     if dtype == "int8":
@@ -60,3 +62,9 @@ def choose_precision(dtype: str, device: torch.device) -> Precision:
     if is_cpu:
         return Precision(dtype, torch.float32, "bfloat16", torch.bfloat16)
     return Precision(dtype, torch.bfloat16, "fp8" if dtype == "fp8" else "none", torch.bfloat16)
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 faster than float32 on this CPU."""
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return has_instructions and multiplies_bfloat16()

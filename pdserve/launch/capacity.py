@@ -104,7 +104,8 @@ def block_bytes(config: WorkerConfig, model: ModelConfig) -> int:
 
 
 def weight_bytes(config: WorkerConfig, stored: Checkpoint) -> int:
-    """Bytes per weight on a CPU: one for int8; four for float32 and auto, which widen the stored weights."""
+    """Bytes per weight on a CPU: one for int8; four for float32, and for auto, which may
+    widen the stored weights."""
     kept = {"int8": 1, "bfloat16": 2}.get(config.dtype, 4)
     sizes = ((one.num_bytes, _ITEM_BYTES.get(one.dtype, 1)) for one in stored.tensors.values())
     return sum(num_bytes // item_bytes * kept for num_bytes, item_bytes in sizes)

@@ -49,7 +49,7 @@ def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> N
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One colocated decode worker without speculative decoding."""
     config = tmp_path_factory.mktemp("plain") / "plain.toml"
-    config.write_text('[decode_worker]\nspeculation = "off"\n')
+    config.write_text('[decode_worker]\nspeculation = "off"\n[worker]\ndtype = "float32"\n')
     with Cluster(*COLOCATED, "--config", str(config)) as cluster:
         yield cluster
 
@@ -64,7 +64,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Itera
     """Two decode workers with memory for a third of the requests."""
     config = tmp_path_factory.mktemp("narrow") / "narrow.toml"
     decode = f"[decode_worker]\nkv_blocks = 24\nmetrics_port = {metrics_port}\n"
-    config.write_text(f"{decode}[worker]\nmax_context_tokens = 256\n")
+    config.write_text(f'{decode}[worker]\ndtype = "float32"\nmax_context_tokens = 256\n')
     with Cluster("--decode", "2", "--config", str(config)) as cluster:
         yield cluster
 
@@ -73,7 +73,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Itera
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One decode worker with memory for a few requests at a time."""
     config = tmp_path_factory.mktemp("crowded") / "crowded.toml"
-    config.write_text("[decode_worker]\nkv_blocks = 24\n[worker]\nmax_context_tokens = 256\n")
+    config.write_text('[decode_worker]\nkv_blocks = 24\n[worker]\ndtype = "float32"\nmax_context_tokens = 256\n')
     with Cluster("--config", str(config)) as cluster:
         yield cluster
 

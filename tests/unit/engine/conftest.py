@@ -215,7 +215,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def open_engine() -> Callable[..., Engine]:
     def get(folder: Path | str, **settings: Any) -> Engine:
-        settings = {"kv_blocks": 400, "device": "cpu"} | settings
+        settings = {"kv_blocks": 400, "device": "cpu", "dtype": "float32"} | settings  # auto depends on the processor
         return load_engine(WorkerConfig(model=str(folder), worker_id="w", **settings), Role.DECODE)
 
     return get

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from pdserve.engine import device
 from pdserve.engine.device import choose_precision
 from pdserve.engine.interface import Engine, Row
 from tests.oracle import Oracle
@@ -81,4 +82,15 @@ def test_a_cpu_computes_in_float32_between_products() -> None:
     cpu = torch.device("cpu")
     assert choose_precision("bfloat16", cpu).compute == torch.float32
     assert choose_precision("bfloat16", torch.device("cuda")).compute == torch.bfloat16
-    assert choose_precision("auto", cpu).name == "float32"
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_auto_is_bfloat16_where_the_checkpoint_and_the_cpu_have_it(
+    is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "has_fast_bfloat16", lambda: is_fast)
+    cpu = torch.device("cpu")
+    assert choose_precision("auto", cpu, "bfloat16").name == ("bfloat16" if is_fast else "float32")
+    assert choose_precision("auto", cpu, "float32").name == "float32"
+    assert choose_precision("auto", cpu, "float16").name == "float32"
+    assert choose_precision("auto", torch.device("cuda"), "float32").name == "bfloat16"

@@ -46,6 +46,7 @@ def config(role: Role, **changes: Any) -> WorkerConfig:
         heartbeat_s=0.05,
         transport="tcp",
         kv_check="step",
+        dtype="float32",  # auto may be bfloat16, by the processor
         cluster_secret=TEXT,
     )
     return dataclasses.replace(base, **changes)
