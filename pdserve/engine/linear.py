@@ -32,11 +32,14 @@ from pdserve.engine.kernels import jit
 from pdserve.engine.ops import quantise
 from pdserve.engine.rounding import LEAST_SCALE, LEVELS, ZERO_POINT
 
+Product = Callable[[Tensor, Tensor], Tensor]  # of rounded inputs and their scales
 Rounding = Literal["none", "bfloat16", "int8", "fp8"]  # of a product's weights and inputs
 
 _LEAST_ROWS: Final = 4  # with packed weights, oneDNN is faster for four rows than for one, two or three
 _HINT_ROWS: Final = 32  # oneDNN chooses the same layout for 4 to 32 rows
-_MOST_PANEL_ROWS: Final = 32  # with more rows, oneDNN is as fast as kernels.panels
+# With more rows, oneDNN is as fast as kernels.packed_gemm; with AMX, which that does not use, it is so earlier.
+_MOST_PANEL_ROWS: Final = {"none": 32, "bfloat16": 32, "int8": 16}  # by rounding
+_MOST_BEFORE_AMX: Final = 8
 _ROUNDED_AT_ONCE: Final = 2**20  # weights at a time: as many as fit into the cache
 _FIXED_ROWS: Final = 64  # number of rows of a product that would otherwise depend on it
 _TRIED_ROWS: Final = (1, 2, 3, 5, 8, 17, 33)
@@ -112,7 +115,7 @@ class PackedLinear:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         num_tokens = x_TK.shape[0]
-        if self._panels is not None and num_tokens <= _MOST_PANEL_ROWS:
+        if self._panels is not None and num_tokens <= _MOST_PANEL_ROWS["none"]:
             out_TN = self._panels(x_TK)
             return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
         if num_tokens >= _LEAST_ROWS:
@@ -126,7 +129,19 @@ def _panels(packed: Tensor, weight_NK: Tensor) -> Callable[[Tensor], Tensor] | N
         return None
     from pdserve.engine.kernels.packed_gemm import make_panels
 
-    return make_panels(packed, *weight_NK.shape)
+    return make_panels(packed, weight_NK.shape[0], weight_NK.shape[1], weight_NK.dtype)
+
+
+def _most_panel_rows(rounding: Rounding) -> int:
+    return _MOST_BEFORE_AMX if torch.cpu._is_amx_tile_supported() else _MOST_PANEL_ROWS[rounding]
+
+
+def _int8_panels(packed: Tensor, rounded_NK: Tensor, scale_N: Tensor, product: Product) -> Product | None:
+    if not jit.is_available():
+        return None
+    from pdserve.engine.kernels.packed_gemm import make_int8_panels
+
+    return make_int8_panels(packed, rounded_NK, scale_N, ZERO_POINT, product)
 
 
 def _product(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -143,14 +158,20 @@ class Bf16Linear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         self._bias_N = None if bias_N is None else bias_N.bfloat16()
         self._is_packed = multiplies_bfloat16()
+        self._panels: Callable[[Tensor], Tensor] | None = None
+        self._most_rows = _most_panel_rows("bfloat16")
         if self._is_packed:
-            weight_NK = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _HINT_ROWS)
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _HINT_ROWS)
+            self._panels = None if bias_N is not None else _panels(packed, weight_NK)
+            weight_NK = packed
         self._weight = weight_NK
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return self.product(x_TK.bfloat16())
 
     def product(self, x_TK: Tensor) -> Tensor:
+        if self._panels is not None and x_TK.shape[0] <= self._most_rows:
+            return self._panels(x_TK)
         if self._is_packed:
             return _product(x_TK, self._weight, self._bias_N)
         return F.linear(x_TK, self._weight, self._bias_N)
@@ -180,15 +201,21 @@ class Int8Linear:
         self._scale_N = scale_N
         self._zero_N = torch.zeros(scale_N.shape, dtype=torch.int64)
         self._bias_N = bias_N
+        self._most_rows = _most_panel_rows("int8")
+        self._panels = _int8_panels(self._packed, rounded_NK, scale_N, self._whole)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return self.product(*quantise(x_TK))
 
     def product(self, quantised_TK: Tensor, scale_T1: Tensor) -> Tensor:
         """Of the results of `ops.quantise`."""
-        out_TN = _int8_product(quantised_TK, ZERO_POINT, self._packed, self._scale_N, self._zero_N)
-        out_TN.mul_(scale_T1)
+        product = self._whole if quantised_TK.shape[0] > self._most_rows else self._panels or self._whole
+        out_TN = product(quantised_TK, scale_T1)
         return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
+
+    def _whole(self, quantised_TK: Tensor, scale_T1: Tensor) -> Tensor:
+        """oneDNN's product, for any number of rows, without the bias."""
+        return _int8_product(quantised_TK, ZERO_POINT, self._packed, self._scale_N, self._zero_N).mul_(scale_T1)
 
 
 def _int8_product(x_TK: Tensor, zero_point: int, packed: Tensor, scale_N: Tensor, zero_N: Tensor) -> Tensor:

@@ -1,70 +1,103 @@
 """The product of few rows with packed weights, at memory bandwidth.
 
-oneDNN stores a float32 matrix in panels of 64 outputs, [N / 64, K, 64], and multiplies few rows with it at two thirds
-of the rate at which the weights can be read, because it waits for memory and then computes. Here a block of weights is
-multiplied with all rows while the next block is prefetched. An output is added in oneDNN's order, by fused multiply-add
-over k, with partial sums of `chunk` inputs. The bits are therefore equal, and a row may use either product.
-`find_chunk` tests this before the kernel is used for a weight.
+oneDNN stores a matrix in panels of 64 outputs, [N / 64, K / V, 64, V], with V = 1 in float32, 2 in bfloat16 and 4 in
+int8: the V inputs that one instruction multiplies and adds. It multiplies few rows with them at two thirds of the rate
+at which the weights can be read, because it waits for memory and then computes; and a call through torch costs 20 us.
+Here a block of weights is multiplied with all rows while the next block is prefetched.
+
+An output is added in oneDNN's order: by fused instructions over k, with partial sums of `chunk` inputs. The bits are
+therefore equal, and a row may use either product. `find_chunk` tests this before the kernel is used for a weight.
+
+numba caches machine code by the time stamp of this file, and bfloat16.py and task.py are inlined here. A change there
+must also change this file; otherwise cached kernels stay in use. Revision of the inlined parts: 1.
 """
 
 # Shapes: M rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final, final
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from llvmlite import binding, ir
+from numba import carray, types
+from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from pdserve.engine.kernels import jit, openmp
+from pdserve.engine.kernels import jit
+from pdserve.engine.kernels.bfloat16 import narrow
+from pdserve.engine.kernels.task import BFLOAT16, FLOAT32, INT32, TaskKernel, pointer, take
+
+binding.initialize_native_asmparser()  # for the instructions that have no stable name in LLVM
 
 PANEL: Final = 64  # outputs
 
+_FLOAT32, _BFLOAT16, _INT8 = range(3)
+_KINDS: Final = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.int8: _INT8}  # of the weights
+_FEATURES: Final = ("+avx512f", "+avx512bf16", "+avx512vnni")  # by kind
+_FUSED: Final = ("", "vdpbf16ps $3, $2, $0", "vpdpbusd $3, $2, $0")  # sums, inputs, weights
 _LANES = 16
 _VECTORS = PANEL // _LANES
 _GROUP = 6  # rows at a time: with four vectors of a panel each, they fill the registers
-_BLOCK = 64  # inputs: their weights are 16 KiB, half of the L1 cache
+_BLOCK = 64  # steps of 4 bytes of the inputs: their weights are 16 KiB, half of the L1 cache
 _LINE = 64
-_INPUT_BYTES = PANEL * 4  # of a panel's weights for one input
+_INPUT_BYTES = PANEL * 4  # of a panel's weights for one step
 _CHUNKS: Final = (4096, 2048, 1024, 512, 256, 128)
 _TRIED_ROWS: Final = (5, 33)
-_FIELDS: Final = 8
 
 
 @intrinsic
 def _multiply(
-    _context: Any, rows: Any, w: Any, x: Any, x_stride: Any, sums: Any, count: Any, is_first: Any, ahead: Any, step: Any
+    _context: Any,
+    kind: Any,
+    rows: Any,
+    w: Any,
+    x: Any,
+    x_stride: Any,
+    sums: Any,
+    count: Any,
+    is_first: Any,
+    ahead: Any,
+    step: Any,
 ) -> Any:
-    """sums[r, 0:64] += x[r, k] * w[k, 0:64] for k = 0 .. count - 1, in order; `rows` is a literal.
+    """sums[r, 0:64] += x[r, k] * w[k, 0:64] for k = 0 .. count - 1, in order; `kind` and `rows` are literals.
 
-    All arguments but counts and flags are addresses. The sums begin at 0 if `is_first`. Two cache lines are prefetched
-    with each k, from `ahead` on, `step` bytes further each time; any address is harmless.
+    An x[r, k] has 4 bytes: V inputs, which are multiplied with V weights of each output. Sums are float32, or int32 if
+    the weights are int8. All arguments but counts and flags are addresses. The sums begin at 0 if `is_first`. Two cache
+    lines are prefetched with each k, from `ahead` on, `step` bytes further each time; any address is harmless.
     """
-    if not isinstance(rows, types.IntegerLiteral):
+    if not isinstance(rows, types.IntegerLiteral) or not isinstance(kind, types.IntegerLiteral):
         return None
-    num_rows = rows.literal_value
+    num_rows, fused = rows.literal_value, _FUSED[kind.literal_value]
+    is_float = kind.literal_value == _FLOAT32
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        single, long, word, byte = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(8)
-        vector = ir.VectorType(single, _LANES)
-        _, w, x, x_stride, sums, count, is_first, ahead, step = args
-        w, x, sums = (builder.inttoptr(one, single.as_pointer()) for one in (w, x, sums))
+        long, word, byte = ir.IntType(64), ir.IntType(32), ir.IntType(8)
+        sum_type = word if kind.literal_value == _INT8 else ir.FloatType()
+        in_type = ir.FloatType() if is_float else word
+        vector, in_vector = ir.VectorType(sum_type, _LANES), ir.VectorType(in_type, _LANES)
+        _, _, w, x, x_stride, sums, count, is_first, ahead, step = args
+        w, x = (builder.inttoptr(one, in_type.as_pointer()) for one in (w, x))
+        sums = builder.inttoptr(sums, sum_type.as_pointer())
         fma = builder.module.declare_intrinsic(
             f"llvm.fma.v{_LANES}f32", fnty=ir.FunctionType(vector, [vector, vector, vector])
         )
+        asm = ir.InlineAsm(ir.FunctionType(vector, [vector, in_vector, in_vector]), fused, "=v,0,v,v")
+
+        def add(held: Any, inputs: Any, weights: Any) -> Any:
+            return (
+                builder.call(fma, [inputs, weights, held]) if is_float else builder.call(asm, [held, inputs, weights])
+            )
+
         fetch = builder.module.declare_intrinsic(
             "llvm.prefetch.p0", fnty=ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])
         )
 
-        def place(base: Any, row: int, part: int) -> Any:
-            return builder.bitcast(builder.gep(base, [long(row * PANEL + part * _LANES)]), vector.as_pointer())
+        def place(base: Any, row: int, part: int, of: Any = vector) -> Any:
+            return builder.bitcast(builder.gep(base, [long(row * PANEL + part * _LANES)]), of.as_pointer())
 
         def load(pointer: Any) -> Any:
             value = builder.load(pointer)
@@ -72,7 +105,10 @@ def _multiply(
             return value
 
         tiles = [(row, part) for row in range(num_rows) for part in range(_VECTORS)]
-        zero, begins = ir.Constant(vector, [0.0] * _LANES), builder.icmp_signed("!=", is_first, long(0))
+        zero, begins = (
+            ir.Constant(vector, [0 if sum_type is word else 0.0] * _LANES),
+            builder.icmp_signed("!=", is_first, long(0)),
+        )
         starts = [builder.select(begins, zero, load(place(sums, *tile))) for tile in tiles]
         entry = builder.block
         loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
@@ -87,16 +123,14 @@ def _multiply(
         for offset in (0, _LINE):
             builder.call(fetch, [builder.gep(line, [long(offset)]), word(0), word(2), word(1)])
         w_k = builder.gep(w, [builder.mul(k, long(PANEL))])
-        weights = [load(place(w_k, 0, part)) for part in range(_VECTORS)]
-        undefined = ir.Constant(vector, ir.Undefined)
+        weights = [load(place(w_k, 0, part, in_vector)) for part in range(_VECTORS)]
+        undefined = ir.Constant(in_vector, ir.Undefined)
         lanes = ir.Constant(ir.VectorType(word, _LANES), [0] * _LANES)
         added = []
         for row in range(num_rows):
             one = builder.load(builder.gep(x, [builder.add(builder.mul(x_stride, long(row)), k)]))
             every = builder.shuffle_vector(builder.insert_element(undefined, one, word(0)), undefined, lanes)
-            added += [
-                builder.call(fma, [every, weights[part], held[row * _VECTORS + part]]) for part in range(_VECTORS)
-            ]
+            added += [add(held[row * _VECTORS + part], every, weights[part]) for part in range(_VECTORS)]
         following = builder.add(k, long(1))
         k.add_incoming(following, loop)
         for value, new in zip(held, added, strict=True):
@@ -107,133 +141,199 @@ def _multiply(
             builder.store(new, place(sums, *tile)).align = 4
         return context.get_dummy_value()
 
-    return types.none(rows, *([types.int64] * 8)), generate
+    return types.none(kind, rows, *([types.int64] * 8)), generate
 
 
-@intrinsic
-def _take(_context: Any, counter: Any) -> Any:
-    """Atomically increments the number at `counter` and returns the old value, so each thread gets another number."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", args[0], ir.IntType(64)(1), "monotonic")
-
-    return types.int64(counter), generate
-
-
-@intrinsic
-def _floats(_context: Any, address: Any) -> Any:
-    pointer = types.CPointer(types.float32)
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(pointer))
-
-    return pointer(types.int64), generate
-
-
-@njit(error_model="numpy", inline="never")
 def _group(
-    rows: int, w: int, x: int, x_stride: int, sums: int, count: int, is_first: int, ahead: int, step: int
-) -> None:
-    if rows == 1:
-        _multiply(1, w, x, x_stride, sums, count, is_first, ahead, step)
-    elif rows == 2:
-        _multiply(2, w, x, x_stride, sums, count, is_first, ahead, step)
-    elif rows == 3:
-        _multiply(3, w, x, x_stride, sums, count, is_first, ahead, step)
-    elif rows == 4:
-        _multiply(4, w, x, x_stride, sums, count, is_first, ahead, step)
-    elif rows == 5:
-        _multiply(5, w, x, x_stride, sums, count, is_first, ahead, step)
-    else:
-        _multiply(6, w, x, x_stride, sums, count, is_first, ahead, step)
+    kind: Any, rows: Any, w: Any, x: Any, x_stride: Any, sums: Any, count: Any, is_first: Any, ahead: Any, step: Any
+) -> Any:
+    """`_multiply` for 1 to 6 rows; `kind` is a literal. For kernels."""
+    raise NotImplementedError
 
 
-def _panels(task: Any) -> None:
-    """Takes panels until none is left. `task` is a counter, followed by the values of `Panels.__call__`."""
-    w, x, out_at, M = task[1], task[2], task[3], task[4]
-    K, N, chunk = task[5], task[6], task[7]
-    out = carray(_floats(out_at), (M, N))
-    sums = np.empty((M, PANEL), np.float32)
-    sums_at = np.int64(sums.ctypes.data)
-    num_groups = (M + _GROUP - 1) // _GROUP
-    # The first groups prefetch a block's lines, four for each input: two each with two groups, one each with four.
-    step = np.int64(_LINE if num_groups > 3 else 2 * _LINE)
-    while True:
-        panel = _take(task)
-        if panel >= N // PANEL:
-            return
-        for first in range(0, K, chunk):
-            end = min(first + chunk, K)
-            for k in range(first, end, _BLOCK):
-                block, count = w + (panel * K + k) * _INPUT_BYTES, min(_BLOCK, end - k)
-                for group in range(num_groups):
-                    row = group * M // num_groups
-                    rows = (group + 1) * M // num_groups - row
-                    ahead = block + (_BLOCK * _INPUT_BYTES + group * _BLOCK * step)
-                    if num_groups == 1 or group * step >= _INPUT_BYTES:
-                        ahead = block  # these are in the cache already
-                    x_at, sum_at = x + (row * K + k) * 4, sums_at + row * _INPUT_BYTES
-                    _group(rows, block, x_at, K, sum_at, count, np.int64(k == first), ahead, step)
-            target = out[:, panel * PANEL : (panel + 1) * PANEL]
-            for row in range(M):
-                for n in range(PANEL):
-                    target[row, n] = sums[row, n] if first == 0 else target[row, n] + sums[row, n]
+@overload(_group, prefer_literal=True)
+def _group_of(
+    kind: Any, rows: Any, w: Any, x: Any, x_stride: Any, sums: Any, count: Any, is_first: Any, ahead: Any, step: Any
+) -> Any:
+    if not isinstance(kind, types.IntegerLiteral):
+        return None
+    KIND = kind.literal_value
+
+    def implementation(
+        kind: Any, rows: Any, w: Any, x: Any, x_stride: Any, sums: Any, count: Any, is_first: Any, ahead: Any, step: Any
+    ) -> Any:
+        if rows == 1:
+            _multiply(KIND, 1, w, x, x_stride, sums, count, is_first, ahead, step)
+        elif rows == 2:
+            _multiply(KIND, 2, w, x, x_stride, sums, count, is_first, ahead, step)
+        elif rows == 3:
+            _multiply(KIND, 3, w, x, x_stride, sums, count, is_first, ahead, step)
+        elif rows == 4:
+            _multiply(KIND, 4, w, x, x_stride, sums, count, is_first, ahead, step)
+        elif rows == 5:
+            _multiply(KIND, 5, w, x, x_stride, sums, count, is_first, ahead, step)
+        else:
+            _multiply(KIND, 6, w, x, x_stride, sums, count, is_first, ahead, step)
+
+    return implementation
 
 
 @cache
-def _kernel() -> Callable[[int], None]:
-    compiled = jit.c_function(types.void(types.CPointer(types.int64)), _panels)
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
+def _kernel(kind: int) -> TaskKernel:
+    """multiply_panels(N / 64, work, w, x, out, M, K / V, chunk / V, x_scale, w_scale, correction): addresses, numbers
+    of elements, and for int8 the addresses of the scales and of what is subtracted from each output's sum."""
+    IS_INT8, IS_BFLOAT16, KIND = kind == _INT8, kind == _BFLOAT16, kind
+    SUMS, OUT = INT32 if kind == _INT8 else FLOAT32, BFLOAT16 if kind == _BFLOAT16 else FLOAT32
+
+    def multiply_panels(task: Any) -> None:
+        w, x, M, K, chunk = task[3], task[4], task[6], task[7], task[8]
+        N = task[2] * PANEL
+        out = carray(pointer(task[5], OUT), (M, N))
+        x_scale, w_scale = carray(pointer(task[9], FLOAT32), (M,)), carray(pointer(task[10], FLOAT32), (N,))
+        correction = carray(pointer(task[11], INT32), (N,))
+        memory, totals = np.empty((M, PANEL), np.float32), np.empty((M, PANEL), np.float32)
+        sums_at = np.int64(memory.ctypes.data)
+        sums = carray(pointer(sums_at, SUMS), (M, PANEL))
+        num_groups = (M + _GROUP - 1) // _GROUP
+        # The first groups prefetch a block's lines, four for each step: two each with two groups, one each with four.
+        step = np.int64(_LINE if num_groups > 3 else 2 * _LINE)
+        while True:
+            panel = take(task, 0)
+            if panel >= task[2]:
+                return
+            for first in range(0, K, chunk):
+                end = min(first + chunk, K)
+                for k in range(first, end, _BLOCK):
+                    block, count = w + (panel * K + k) * _INPUT_BYTES, min(_BLOCK, end - k)
+                    for group in range(num_groups):
+                        row = group * M // num_groups
+                        rows = (group + 1) * M // num_groups - row
+                        ahead = block + (_BLOCK * _INPUT_BYTES + group * _BLOCK * step)
+                        if num_groups == 1 or group * step >= _INPUT_BYTES:
+                            ahead = block  # these are in the cache already
+                        x_at, sum_at = x + (row * K + k) * 4, sums_at + row * _INPUT_BYTES
+                        _group(KIND, rows, block, x_at, K, sum_at, count, np.int64(k == first), ahead, step)
+                if not IS_INT8:
+                    for row in range(M):
+                        for n in range(PANEL):
+                            totals[row, n] = sums[row, n] if first == 0 else totals[row, n] + sums[row, n]
+            first_n = panel * PANEL
+            if IS_INT8:  # scaled in two loops over the rows: in one, fast math would multiply the scales first
+                for row in range(M):
+                    for n in range(PANEL):
+                        whole = np.float32(sums[row, n] - correction[first_n + n])
+                        totals[row, n] = whole * w_scale[first_n + n]
+            for row in range(M):
+                target = out[row, first_n : first_n + PANEL]
+                if IS_INT8:
+                    for n in range(PANEL):
+                        target[n] = totals[row, n] * x_scale[row]
+                elif IS_BFLOAT16:
+                    for n in range(PANEL):
+                        target[n] = narrow(totals[row, n])
+                else:
+                    for n in range(PANEL):
+                        target[n] = totals[row, n]
+
+    return TaskKernel(multiply_panels, least=0)
 
 
 @final
 class Panels:
     """Packed weights in oneDNN's layout; `packed` owns the memory."""
 
-    def __init__(self, packed: Tensor, num_outputs: int, num_inputs: int, chunk: int) -> None:
-        self._packed = packed
-        self._address = torch.ops.mkldnn.data_ptr(packed)
-        self._sizes = (num_inputs, num_outputs, chunk)
+    def __init__(
+        self,
+        packed: Tensor,
+        num_outputs: int,
+        num_inputs: int,
+        dtype: torch.dtype,
+        chunk: int,
+        w_scale_N: Tensor | None = None,
+        correction_N: Tensor | None = None,
+    ) -> None:
+        """`dtype` of the weights. int8 needs their scales, and the int32 that is subtracted from each output's sum."""
+        step = _STEP_INPUTS[dtype]
+        self._out_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        self._kept = packed, w_scale_N, correction_N
+        self._weights = torch.ops.mkldnn.data_ptr(packed)
+        self._num_outputs, self._num_panels = num_outputs, num_outputs // PANEL
+        self._sizes = num_inputs // step, max(chunk // step, 1)
+        self._scales = tuple(0 if one is None else one.data_ptr() for one in (w_scale_N, correction_N))
+        self._kernel = _kernel(_KINDS[dtype])
 
-    def __call__(self, x_MK: Tensor) -> Tensor:
-        """[M, N], for any number of rows; faster than oneDNN for few."""
+    def __call__(self, x_MK: Tensor, x_scale_M1: Tensor | None = None) -> Tensor:
+        """[M, N], for any number of rows; faster than oneDNN for few. x is float32 or bfloat16, as the weights, or
+        uint8 with its scales."""
         x_MK = x_MK.contiguous()
         num_rows = x_MK.shape[0]
-        out_MN = x_MK.new_empty(num_rows, self._sizes[1])
-        task = (ctypes.c_int64 * _FIELDS)(0, self._address, x_MK.data_ptr(), out_MN.data_ptr(), num_rows, *self._sizes)
-        openmp.run(_kernel(), ctypes.addressof(task))
+        out_MN = torch.empty((num_rows, self._num_outputs), dtype=self._out_dtype)
+        x_scale = 0 if x_scale_M1 is None else x_scale_M1.data_ptr()
+        addresses = self._weights, x_MK.data_ptr(), out_MN.data_ptr()
+        self._kernel(self._num_panels, 1, *addresses, num_rows, *self._sizes, x_scale, *self._scales)
         return out_MN
 
 
-def is_supported() -> bool:
-    """Whether vector registers are wide enough on this CPU and in numba's target."""
-    return torch.cpu._is_avx512_supported() and "+avx512f" in jit.target()[1].split(",")
+_STEP_INPUTS: Final = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # V
 
 
-def make_panels(packed: Tensor, num_outputs: int, num_inputs: int) -> Panels | None:
-    """None if oneDNN packs or adds differently on this machine, or if there are too few registers for the kernel."""
-    is_whole = num_outputs % PANEL == 0 and torch.ops.mkldnn._nbytes(packed) == 4 * num_outputs * num_inputs
-    if not is_whole or not is_supported():
+def is_supported(dtype: torch.dtype = torch.float32) -> bool:
+    """Whether this CPU and numba's target have the instructions for weights of that dtype."""
+    features = jit.target()[1].split(",")
+    return torch.cpu._is_avx512_supported() and {_FEATURES[0], _FEATURES[_KINDS[dtype]]} <= set(features)
+
+
+def make_panels(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Panels | None:
+    """For float32 and bfloat16. None if oneDNN packs or adds differently on this machine, or if the CPU lacks the
+    kernel's instructions."""
+    num_bytes = dtype.itemsize * num_outputs * num_inputs
+    is_whole = num_outputs % PANEL == num_inputs % _STEP_INPUTS[dtype] == 0
+    if not is_whole or torch.ops.mkldnn._nbytes(packed) != num_bytes or not is_supported(dtype):
         return None
-    shape = (num_outputs, num_inputs)
+    shape = (num_outputs, num_inputs, dtype)
     if shape not in _chunk_of:
         _chunk_of[shape] = _find_chunk(packed, *shape)
     chunk = _chunk_of[shape]
-    return None if chunk is None else Panels(packed, num_outputs, num_inputs, chunk)
+    return None if chunk is None else Panels(packed, num_outputs, num_inputs, dtype, chunk)
 
 
-_chunk_of: Final[dict[tuple[int, int], int | None]] = {}  # by outputs and inputs: oneDNN chooses by the shape
+_chunk_of: Final[dict[tuple[int, int, torch.dtype], int | None]] = {}  # oneDNN chooses by the shape
 
 
-def _find_chunk(packed: Tensor, num_outputs: int, num_inputs: int) -> int | None:
+def _find_chunk(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int | None:
     """The number of inputs in oneDNN's partial sums: the one that gives the same bits, for few rows and for more."""
     for chunk in _CHUNKS:
-        if chunk < 2 * num_inputs and all(_agree(packed, num_outputs, num_inputs, chunk, rows) for rows in _TRIED_ROWS):
+        if chunk < 2 * num_inputs and all(
+            _agree(packed, num_outputs, num_inputs, dtype, chunk, rows) for rows in _TRIED_ROWS
+        ):
             return chunk
     return None
 
 
-def _agree(packed: Tensor, num_outputs: int, num_inputs: int, chunk: int, num_rows: int) -> bool:
-    x_MK = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(num_rows))
+def _agree(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype, chunk: int, num_rows: int) -> bool:
+    x_MK = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
     expected: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, packed, None, "none", [], "")
-    return torch.equal(Panels(packed, num_outputs, num_inputs, chunk)(x_MK), expected)
+    return torch.equal(Panels(packed, num_outputs, num_inputs, dtype, chunk)(x_MK), expected)
+
+
+def make_int8_panels(
+    packed: Tensor, rounded_NK: Tensor, w_scale_N: Tensor, zero_point: int, product: Callable[[Tensor, Tensor], Tensor]
+) -> Panels | None:
+    """For int8 weights that oneDNN has packed. None if they are not in panels, or if the CPU lacks the instructions.
+
+    `product(x_MK, scale_M1)` is oneDNN's, which the kernel must equal. Inputs are uint8 around `zero_point`.
+    """
+    num_outputs, num_inputs = rounded_NK.shape
+    num_bytes = (num_inputs + torch.int32.itemsize) * num_outputs  # oneDNN's own correction follows the weights
+    is_whole = num_outputs % PANEL == num_inputs % _STEP_INPUTS[torch.int8] == 0
+    if not is_whole or torch.ops.mkldnn._nbytes(packed) != num_bytes or not is_supported(torch.int8):
+        return None
+    correction_N = (rounded_NK.sum(dim=1, dtype=torch.int32) * zero_point).to(torch.int32)
+    panels = Panels(packed, num_outputs, num_inputs, torch.int8, num_inputs, w_scale_N, correction_N)
+    generator = torch.Generator().manual_seed(num_inputs)
+    for num_rows in _TRIED_ROWS:
+        x_MK = torch.randint(1, 256, (num_rows, num_inputs), generator=generator).to(torch.uint8)
+        scale_M1 = torch.rand(num_rows, 1, generator=generator)
+        if not torch.equal(panels(x_MK, scale_M1), product(x_MK, scale_M1)):
+            return None
+    return panels
