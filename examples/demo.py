@@ -1,8 +1,8 @@
 """`make demo`: a whole cluster on this machine, real completions, and where each request's time went.
 
-One router, one prefill worker and one decode worker serve the bundled model. A short prompt stays on the decode
-worker; longer ones are read by the prefill worker, and their KV cache travels, unless the router predicts that the
-decode worker is quicker, as it may be on a busy machine. Each timeline ends with the path that the request took.
+One router, one prefill worker and one decode worker serve the bundled model. The decode worker computes a short prompt
+itself. The prefill worker computes longer ones and transfers their KV cache, unless the router predicts that the decode
+worker would be faster, which can happen on a busy machine. The line under each timeline says where the request ran.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def main() -> int:
     with Running.start("--prefill", "1", "--decode", "1", on_line=show_start) as cluster:
         print(dim(f"  {cluster.ready_line}"))
         with Client(cluster.target) as client:
-            one(client, 1, "a short prompt: the decode worker reads it itself", SHORT)
-            longest = one(client, 2, "a longer prompt: mostly worth a prefill worker; its KV cache travels", READ_LINES)
-            both(client, "two at once, batched on the same workers", FIND_FILES, PARSE_HEADER)
-            show_reasons(client, longest)
+            run_one(client, 1, "a short prompt: the decode worker computes it itself", SHORT)
+            longer = run_one(client, 2, "a longer prompt: usually prefilled on the prefill worker", READ_LINES)
+            run_together(client, "two at once, batched on the same workers", FIND_FILES, PARSE_HEADER)
+            show_reasons(client, longer)
             show_topology(client)
         print(dim("  draining"))
         status = cluster.stop()
@@ -71,7 +71,7 @@ def main() -> int:
     return status
 
 
-def one(client: Client, number: int, title: str, prompt: str) -> Completion:
+def run_one(client: Client, number: int, title: str, prompt: str) -> Completion:
     print(f"\n{bold(f'{number} · {title}')}")
     for line in prompt.split("\n"):
         print(f"{dim('│')} {cyan(line)}")
@@ -82,22 +82,22 @@ def one(client: Client, number: int, title: str, prompt: str) -> Completion:
     return stream.completion
 
 
-def both(client: Client, title: str, *prompts: str) -> None:
+def run_together(client: Client, title: str, *prompts: str) -> None:
     print(f"\n{bold(f'3, 4 · {title}')}")
-    talks = [Talk(client, f"{number}", prompt) for number, prompt in enumerate(prompts, start=3)]
-    for talk in talks:
-        talk.start()
-    for talk in talks:
-        talk.join()
-    for talk in talks:
-        if talk.error is not None:
-            raise talk.error
-        assert talk.completion is not None
-        print(f"\n{bold(talk.name)}\n{timeline(talk.completion)}")
+    streams = [StreamThread(client, f"{number}", prompt) for number, prompt in enumerate(prompts, start=3)]
+    for stream in streams:
+        stream.start()
+    for stream in streams:
+        stream.join()
+    for stream in streams:
+        if stream.error is not None:
+            raise stream.error
+        assert stream.completion is not None
+        print(f"\n{bold(stream.name)}\n{timeline(stream.completion)}")
 
 
-class Talk(threading.Thread):
-    """One stream beside others; prints whole lines, as soon as each is complete."""
+class StreamThread(threading.Thread):
+    """Streams one answer in a thread of its own, and prints each line once it is complete."""
 
     def __init__(self, client: Client, number: str, prompt: str) -> None:
         super().__init__(name=number, daemon=True)
@@ -131,7 +131,7 @@ class Bar:
 
 
 def timeline(done: Completion) -> str:
-    """A bar for each phase, end to end: together they are the whole time of the request."""
+    """A bar for each phase. The bars follow each other, and together they cover the whole time of the request."""
     times = done.timings
     bars: list[Bar] = []
     begin_s = 0.0
@@ -140,11 +140,11 @@ def timeline(done: Completion) -> str:
         begin_s += took_s
     lines = [f"  {bar.name:<14}{milliseconds(bar.took_s)}  {draw(bar, times.total_s)}" for bar in bars]
     where = f"{times.prefill_worker} → {times.decode_worker}" if times.path == "remote" else times.decode_worker
-    moved = f", {times.transfer_bytes / 1024:.0f} KiB of KV moved" if times.transfer_bytes else ""
+    moved = f", {times.transfer_bytes / 1024:.0f} KiB of KV transferred" if times.transfer_bytes else ""
     if times.transfer_saved_bytes:
-        moved += f", {times.transfer_saved_bytes / 1024:.0f} KiB were there"
+        moved += f", {times.transfer_saved_bytes / 1024:.0f} KiB already cached"
     if times.transfer_exposed_s:
-        moved += f", all of it {times.transfer_exposed_s * 1e3:.1f} ms after the prompt was read"
+        moved += f", complete {times.transfer_exposed_s * 1e3:.1f} ms after the prefill"
     rate = f"{1 / times.tpot_s:.0f} tokens/s" if times.tpot_s > 0 else "one token"
     lines.append(
         dim(
@@ -164,13 +164,15 @@ def draw(bar: Bar, total_s: float) -> str:
 
 def show_reasons(client: Client, done: Completion) -> None:
     explained = client.explain(done.request_id)
-    print(f"\n{bold('why request 2 went where it went')}: {explained.decision}, {explained.reason}")
-    for one in explained.candidates:
-        where = f"{one.prefill_worker} → {one.decode_worker}" if one.prefill_worker else f"{one.decode_worker} alone"
-        chosen = "  ← chosen" if one.is_chosen else ""
+    print(f"\n{bold('why request 2 was placed there')}: {explained.decision}, {explained.reason}")
+    for candidate in explained.candidates:
+        where = f"{candidate.decode_worker} alone"
+        if candidate.prefill_worker:
+            where = f"{candidate.prefill_worker} → {candidate.decode_worker}"
+        chosen = "  ← chosen" if candidate.is_chosen else ""
         print(
-            f"  {where:<10} predicted first token {milliseconds(one.predicted_ttft_s)}, "
-            f"then {milliseconds(one.predicted_tpot_s)} each{chosen}"
+            f"  {where:<10} predicted TTFT {milliseconds(candidate.predicted_ttft_s)}, "
+            f"TPOT {milliseconds(candidate.predicted_tpot_s)}{chosen}"
         )
 
 
@@ -181,17 +183,17 @@ def show_topology(client: Client) -> None:
         for worker in topology.workers
     )
     print(f"\n{bold('topology')}: {topology.router_id} → {workers}")
-    print(f"{bold('next')}: pdserve up --http 8000, then open http://127.0.0.1:8000/ui to watch requests move")
+    print(f"{bold('next')}: pdserve up --http 8000, then open http://127.0.0.1:8000/ui to watch the cluster")
 
 
 def show_start(line: str) -> None:
-    """The launcher's own lines of the output of `pdserve up`, without the workers' logs."""
+    """Prints the launcher's own lines from the output of `pdserve up`, and drops the workers' logs."""
     if LAUNCHER.match(line) and any(word in line for word in (" listens on ", " still ", " again ")):
         say(dim(line))
 
 
 def say(line: str) -> None:
-    """One write, so that two threads do not write into each other's lines."""
+    """Prints with one write, so lines of two threads do not mix."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
