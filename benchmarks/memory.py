@@ -29,7 +29,7 @@ from benchmarks.memory_samples import MemorySample, Slope, rises, sample, slope
 from pdserve import AsyncClient
 from pdserve.launch.running import Running
 
-MOST_BYTES_PER_REQUEST: Final = 50.0
+MAX_BYTES_PER_REQUEST: Final = 50.0
 SHORTEST, LONGEST = 4, 80  # prompt tokens: below and above what decode workers prefer to compute themselves
 MAX_TOKENS: Final = 4
 BURST: Final = 64  # clients at a time
@@ -52,7 +52,7 @@ class Verdict:
 
     @property
     def is_met(self) -> bool:
-        return self.slope.bytes_per_request < MOST_BYTES_PER_REQUEST and not self.rising
+        return self.slope.bytes_per_request < MAX_BYTES_PER_REQUEST and not self.rising
 
 
 def judge(samples: Mapping[str, Sequence[MemorySample]]) -> list[Verdict]:

@@ -134,58 +134,60 @@ class _Guide:
         self._policy, self._links, self._senders = cluster.policy, cluster.fleet.link, senders
 
     def __call__(
-        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+        self, request: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
         if self._senders is None:
-            decision = self._policy(ask, prefills, decodes, now_s)
+            decision = self._policy(request, prefills, decodes, now_s)
         else:
-            decision = self._recorded(ask, prefills, decodes, self._senders)
+            decision = self._recorded(request, prefills, decodes, self._senders)
         for decode in decodes:
             if decode.worker_id == decision.decode_worker:
                 senders = [view for view in prefills if view.worker_id == decision.prefill_worker]
-                predicted = self._price(ask, senders, decode, now_s)
+                predicted = self._price(request, senders, decode, now_s)
                 if predicted is not None:
-                    self.predicted[ask.request_id] = predicted
+                    self.predicted[request.request_id] = predicted
         return decision
 
     def _recorded(
-        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], senders: Senders
+        self, request: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], senders: Senders
     ) -> Decision:
-        reservation = self.reservations.get(ask.request_id)
+        reservation = self.reservations.get(request.request_id)
         if reservation is None:
             return _LATER
         if reservation.is_local:
             choice, sender = Choice.LOCAL, ""
         else:  # a request without a grant reached no prefill worker and has no answer, so any will do
             choice = Choice.REMOTE
-            sender = senders.get((ask.request_id, reservation.attempt)) or (prefills[0].worker_id if prefills else "")
+            sender = senders.get((request.request_id, reservation.attempt)) or (
+                prefills[0].worker_id if prefills else ""
+            )
         usable = {"", *(view.worker_id for view in (*prefills, *decodes))}
         if not {reservation.worker_id, sender} <= usable or (choice is Choice.REMOTE and not sender):
             return _LATER
         return Decision(choice=choice, prefill_worker=sender, decode_worker=reservation.worker_id)
 
     def _price(
-        self, ask: PolicyInput, senders: list[WorkerView], decode: WorkerView, now_s: float
+        self, request: PolicyInput, senders: list[WorkerView], decode: WorkerView, now_s: float
     ) -> PredictedParts | None:
         """`senders`: the prefill worker, or none. None where the model sees no room for it."""
-        cached = ask.cached_tokens
-        receivers, local_workers = rank_decodes(ask, cached, [decode], now_s, tandem_step_s)
+        cached = request.cached_tokens
+        receivers, local_workers = rank_decodes(request, cached, [decode], now_s, tandem_step_s)
         if senders:
-            options = remote_options(ask, cached, senders, receivers, now_s, self._links)
+            options = remote_options(request, cached, senders, receivers, now_s, self._links)
         else:
-            options = local_options(ask, cached, local_workers, now_s, math.inf, is_only=False)
+            options = local_options(request, cached, local_workers, now_s, math.inf, is_only=False)
         if not options:
             return None
         option, step_s, parts = options[0], receivers[0][2], None
         for prefill in senders:
-            held = ask.cached_on(prefill)
+            held = request.cached_on(prefill)
             parts = Parts(
                 grant_s=decode.rest_of_step_s(now_s) + decode.grants.typical_s,
                 queue_s=prefill.queue_s(now_s),
-                prefill_s=prefill.prefill_s(ask.num_tokens - held, held),
+                prefill_s=prefill.prefill_s(request.num_tokens - held, held),
                 reply_s=prefill.replies.typical_s,
             )
-        gaps = max(ask.expected_tokens - 1.0, 1.0)
+        gaps = max(request.expected_tokens - 1.0, 1.0)
         first_gap_s = step_s + (option.tpot_s - step_s) * gaps
         return PredictedParts(
             ttft_s=option.ttft_s, tpot_s=option.tpot_s, first_gap_s=first_gap_s, step_s=step_s, parts=parts

@@ -22,7 +22,7 @@ from pdserve.core.memory_price import held_share
 from pdserve.core.prompt_order import Pending, divide, due_at_s
 from pdserve.core.step_rule import Allowance
 
-MOST_WAITS_IN_A_ROW: Final = 16  # of prompts for slack: rows that join have none
+MAX_CONSECUTIVE_WAITS: Final = 16  # of prompts for slack: rows that join have none
 
 
 @final
@@ -55,7 +55,7 @@ class Planner:
             allowance = step_allowance(decoding, now_s, decode_s) if sequences.num_with_tpot else Allowance(None)
             held = held_share(context_tokens, rows, sequences.blocks.num_blocks, sequences.block_size)
             wanted = sum(each.remaining for each in prompts)
-            self._waits_for_slack = self._num_waits < MOST_WAITS_IN_A_ROW and self._chunks.is_worth_waiting(
+            self._waits_for_slack = self._num_waits < MAX_CONSECUTIVE_WAITS and self._chunks.is_worth_waiting(
                 allowance, rows=rows, context_tokens=context_tokens, wanted=wanted, held_share=held
             )
             if not self._waits_for_slack:

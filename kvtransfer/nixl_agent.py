@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 CALL_S: Final = 20.0  # making an agent takes half a second, registering large pools longer
 READ_S: Final = 10.0  # time limit for one chunk
 PACE_S: Final = 0.0002  # between two polls
-MOST_READERS: Final = 64  # each has the staging of a connection
+MAX_READERS: Final = 64  # each has the staging of a connection
 
 MakeLibrary = Callable[[str], Any]  # by the agent's name
 Runs = Sequence[tuple[int, int]]  # (address, bytes)
@@ -205,8 +205,8 @@ class Agent:
             self._try(lambda: self._library.remove_remote_agent(reader.remote))
 
     def _join(self, metadata: bytes, num_bytes: int) -> NixlReader:
-        if sum(self._users.values()) >= MOST_READERS:
-            raise TransferFailed(f"{MOST_READERS} connections are reading, the maximum")
+        if sum(self._users.values()) >= MAX_READERS:
+            raise TransferFailed(f"{MAX_READERS} connections are reading, the maximum")
         remote = self._library.add_remote_agent(metadata)
         memory = self._spare[num_bytes].pop() if self._spare[num_bytes] else self._new_staging(num_bytes)
         self._users[remote] += 1

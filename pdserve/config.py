@@ -27,7 +27,7 @@ KV_CHECKS: Final = ("off", "step")
 SPECULATIONS: Final = ("auto", "ngram", "off")
 AHEADS: Final = ("auto", "on", "off")
 RANK_POOLS: Final = ("auto", "own")
-MOST_DRAFTS: Final = 15  # attention computes rows of this many drafts and their own token at once
+MAX_DRAFTS: Final = 15  # attention computes rows of this many drafts and their own token at once
 
 TOKEN_ENV: Final = "PDSERVE_TOKEN"
 RAY_TOKEN_ENV: Final = "RAY_AUTH_TOKEN"  # Ray's own
@@ -131,7 +131,7 @@ class WorkerConfig(TlsSettings):
         "auto",
         choices=AHEADS,
     )
-    max_drafts: int = setting("maximum number of draft tokens of one sequence in one step", 8, within=(1, MOST_DRAFTS))
+    max_drafts: int = setting("maximum number of draft tokens of one sequence in one step", 8, within=(1, MAX_DRAFTS))
     kv_wire: str = setting(
         "dtype of float KV during a transfer: exact, int8 (the error is at most 1/254 of the largest value of a head), "
         "or auto (int8 if the link is slow)",

@@ -42,11 +42,11 @@ from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
 from prefill_worker.batching import PrefillBatching
 from prefill_worker.prefill_sequence import PrefillStep
-from prefill_worker.pushing import DEVICE_MESSAGE_S, MESSAGE_S, MOST_GROUPS, PushRule
+from prefill_worker.pushing import DEVICE_MESSAGE_S, MAX_GROUPS, MESSAGE_S, PushRule
 
 log = logging.getLogger(__name__)
 
-NO_DIVISOR: Final = f"the layers cannot be divided into 2 to {MOST_GROUPS} equal groups"
+NO_DIVISOR: Final = f"the layers cannot be divided into 2 to {MAX_GROUPS} equal groups"
 
 
 @final

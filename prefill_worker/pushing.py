@@ -27,13 +27,13 @@ MESSAGE_S: Final = 1e-4  # cost of one more part at both ends; benchmarks/overla
 DEVICE_MESSAGE_S: Final = 5e-4  # between GPUs: launches, events and messages of both ends; estimated, not measured
 MARGIN: Final = 0.1  # of the exposed time of sending at the end: a smaller gain would not be noticeable
 STEP_SHARE: Final = 0.02  # of the compute time: steps vary by as much, and a thread beside the engine can cost as much
-MOST_GROUPS: Final = 8
+MAX_GROUPS: Final = 8
 # one of this many prompts that would be sent at the end is sent early, to measure the slowdown again
 REVISIT: Final = 32
-MOST_FAILED: Final = 2  # failed transfers in layer groups in a row on a link, after which its blocks are sent whole
+MAX_FAILED: Final = 2  # failed transfers in layer groups in a row on a link, after which its blocks are sent whole
 # prompts that are then sent whole before groups are tried again; doubled by each further failure
 WHOLE_PROMPTS: Final = 32
-MOST_WHOLE_PROMPTS: Final = 1024
+MAX_WHOLE_PROMPTS: Final = 1024
 MAX_LINKS: Final = 256
 
 
@@ -87,7 +87,7 @@ class PushRule:
         self._chunk = max_batch_tokens
         self._choice = choice
         self._message_s = message_s
-        self.groups = [one for one in range(2, min(num_layers, MOST_GROUPS) + 1) if num_layers % one == 0]
+        self.groups = [one for one in range(2, min(num_layers, MAX_GROUPS) + 1) if num_layers % one == 0]
         cost = cost.sane()
         self._step = Fit(
             (cost.prefill_base_s, cost.prefill_per_token_s, cost.prefill_per_token_context_s, 0.0),
@@ -203,9 +203,9 @@ class PushRule:
         if len(self._failures) > MAX_LINKS:
             self._failures.popitem(last=False)
         failures.in_a_row += 1
-        if failures.in_a_row >= MOST_FAILED:
-            doublings = min(failures.in_a_row - MOST_FAILED, 10)
-            failures.num_whole = min(WHOLE_PROMPTS << doublings, MOST_WHOLE_PROMPTS)
+        if failures.in_a_row >= MAX_FAILED:
+            doublings = min(failures.in_a_row - MAX_FAILED, 10)
+            failures.num_whole = min(WHOLE_PROMPTS << doublings, MAX_WHOLE_PROMPTS)
 
     def _must_leave_whole(self, receiver: str) -> bool:
         """Counts a prompt for which layer groups are not used."""

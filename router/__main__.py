@@ -9,7 +9,7 @@ from pdserve.program import Host, run
 
 
 def make(config: RouterConfig) -> Host:
-    # imported here, because flags are parsed without the packages of the extra `server`
+    # Imported here, because `--help` must work without the packages of the extra `server`.
     from router.program import make_router
 
     return make_router(config)

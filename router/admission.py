@@ -31,10 +31,10 @@ from router.tokenizing import TokenizerThreads
 
 MAX_REQUEST_ID_CHARS: Final = 128
 DEFAULT_MAX_TOKENS: Final = 256
-QUICK_TOKENS: Final = 4096  # hashed at once
-MAX_SCORES: Final = 2**19  # logprobs of a prompt, all its positions together: 6 MB on the wire
-QUICK_WORDS: Final = 16  # tokenised at once
-MAX_BYTES_OF: Final = 8192  # tokens in one GetTokenBytes
+QUICK_TOKENS: Final = 4096  # a shorter prompt is hashed on the event loop, a longer one in a thread
+MAX_PROMPT_LOGPROBS: Final = 2**19  # over all positions of a prompt: 6 MB on the wire
+QUICK_WORDS: Final = 16  # fewer bad words are tokenized on the event loop
+MAX_TOKENS_PER_CALL: Final = 8192  # in one GetTokenBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +52,11 @@ class Prepared(RequestAttributes):
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     num_answers: int  # answers for the client
-    samplings: tuple[Sampling, ...]  # of the answers that are sampled for them
+    samplings: tuple[Sampling, ...]  # one for each sampled answer; with best_of, more than num_answers
     slo: Slo
     deadline_s: float
     tenant: str
-    cache_salt: bytes  # of its block hashes, on all workers
+    cache_salt: bytes  # salt of the prompt's block hashes
     block_hashes: tuple[bytes, ...]
     is_chat: bool
 
@@ -71,8 +71,8 @@ class Admission:
         grammars: GrammarCheck | None = None,
         secret: ClusterSecret | None = None,
     ) -> None:
-        """The caller closes `grammars`; without it no grammar is admitted. `secret` makes the salts of block hashes;
-        without it no request has one."""
+        """The caller closes `grammars`. Without `grammars`, requests with a grammar are rejected. The salts of block
+        hashes are derived from `secret`; without it, hashes have no salt."""
         self._secret = secret
         self._grammars = GrammarCheck(None) if grammars is None else grammars
         self.tokenizer = tokenizer
@@ -91,7 +91,7 @@ class Admission:
         client: ClientKey = ANONYMOUS,
         tenant: Tenant = DEFAULT_TENANT,
     ) -> Prepared:
-        """Raises InvalidRequest, naming the field and its limit; Overloaded if too many wait for a thread."""
+        """Raises InvalidRequest with the field and its limit, and Overloaded if too many requests wait for a thread."""
         limits = self.limits
         request_id = _request_id(request)
         attributes = convert.attributes_from_proto(request)
@@ -146,8 +146,8 @@ class Admission:
 
     def token_bytes(self, request: inference_pb2.GetTokenBytesRequest) -> list[bytes]:
         ids = request.token_ids
-        if len(ids) > MAX_BYTES_OF:
-            raise InvalidRequest("token_ids", f"{len(ids)} tokens", f"at most {MAX_BYTES_OF} tokens")
+        if len(ids) > MAX_TOKENS_PER_CALL:
+            raise InvalidRequest("token_ids", f"{len(ids)} tokens", f"at most {MAX_TOKENS_PER_CALL} tokens")
         return [self.tokenizer.token_bytes(token_id) for token_id in ids]
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class Admission:
 
 
 def least_tokens(request: inference_pb2.GenerateRequest) -> int:
-    """What the request will take from its tenant's quota at least, before its prompt was tokenized."""
+    """The least number of tokens that the request will use of its tenant's quota, before its prompt is tokenized."""
     sampling = request.sampling
     output = min(sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS, RESERVED_TOKENS)
     return max(len(request.token_ids.ids), 1) + output
@@ -188,8 +188,8 @@ def least_tokens(request: inference_pb2.GenerateRequest) -> int:
 
 def _check_scores(sampling: Sampling, num_tokens: int) -> None:
     """All logprobs of a prompt are stored and sent together, so their number is limited."""
-    if sampling.prompt_logprobs is not None and num_tokens * (1 + sampling.prompt_logprobs) > MAX_SCORES:
-        most = MAX_SCORES // (1 + sampling.prompt_logprobs)
+    if sampling.prompt_logprobs is not None and num_tokens * (1 + sampling.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+        most = MAX_PROMPT_LOGPROBS // (1 + sampling.prompt_logprobs)
         raise InvalidRequest(
             "prompt_logprobs",
             f"{sampling.prompt_logprobs} for a prompt of {num_tokens} tokens",

@@ -1,5 +1,6 @@
-"""One request's answer for its client: converts token ids to text, checks stop strings, and gives slow readers larger
-pieces. No I/O; the writer to the client waits for `changed` and takes the pending messages.
+"""The answer to one request: converts token ids to text, checks stop strings, and merges pieces for slow readers.
+
+No I/O: the task that writes to the client waits for `changed` and takes the pending messages.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from pdserve.wire import convert
 from pdserve.wire.results import TIMINGS, USAGE
 from router.commands import FinishRequest
 
-MAX_PENDING_TOKENS: Final = 8192  # a reader this far behind counts as gone
-MAX_DELTA_TOKENS: Final = 256  # in one message: a slow reader gets larger pieces, up to this limit
+MAX_PENDING_TOKENS: Final = 8192  # a client that is further behind is treated as disconnected
+MAX_DELTA_TOKENS: Final = 256  # in one message, when pieces for a slow reader are merged
 
 
 @final
 class Answer:
-    """Fed by the runtime, drained by the call's handler; both on the event loop."""
+    """The runtime adds tokens, and the call's handler drains messages. Both run on the event loop."""
 
     def __init__(
         self,
@@ -40,15 +41,15 @@ class Answer:
         shows_logprobs: bool = True,
         model: str = "",
     ) -> None:
-        """`changed` is shared among the answers of one call. Without `shows_logprobs`, logprobs are only used for
-        ranking."""
+        """The answers of one call share `changed`. Without `shows_logprobs`, logprobs are used for ranking only, and
+        not sent."""
         self.changed = asyncio.Event() if changed is None else changed
         self.error: PdserveError | None = None
-        self.is_over = False  # its last message is pending or was taken, or `error` is set
-        self.usage: Usage | None = None  # with its last message
+        self.is_over = False  # the last message is pending or was taken, or `error` is set
+        self.usage: Usage | None = None  # set with the last message
         self.num_tokens = 0
         self.model = model
-        self.ended_s: float | None = None  # time of its end by the runtime's clock
+        self.ended_s: float | None = None  # when the answer ended, by the runtime's clock
         self._started: inference_pb2.Started | None = inference_pb2.Started(
             request_id=request_id, prompt_tokens=num_prompt_tokens, model=model
         )
@@ -57,7 +58,8 @@ class Answer:
         self._stops = StopMatcher(sampling.stop, is_stop_included=sampling.include_stop_in_output)
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
         self._end_ids = ends
-        # The end of a document applies despite ignore_eos and min_tokens (pdserve/core/attempt.py).
+        # The end of a structured document ends the answer even with ignore_eos or before min_tokens
+        # (pdserve/core/attempt.py).
         self._document_end_ids = frozenset() if sampling.grammar is None else frozenset(eos_token_ids)
         self._max_pending_tokens = max_pending_tokens
         self._logprob_sum = 0.0
@@ -72,14 +74,14 @@ class Answer:
         self._finished: inference_pb2.Finished | None = None
 
     def score(self, scores: inference_pb2.PromptLogprobs) -> None:
-        """More of the prompt's logprobs. A new attempt sends them from the beginning; they are the same."""
+        """Adds logprobs of the prompt. A new attempt sends equal logprobs again, from the first position."""
         if scores.first_position == 1:
             self._scores.clear()
         if self._started is not None and scores.first_position == 1 + self._num_scored():
             self._scores.append(scores)
 
     def take(self, tokens: Iterable[TokenOut]) -> int | None:
-        """Adds tokens. Returns the number of output tokens if one of these completed a stop string."""
+        """Adds tokens. If one of them completes a stop string, returns the number of output tokens up to there."""
         if self.is_over or self._stop is not None:
             return None
         if self.num_tokens == 0 and self._num_scored() < self._num_to_score:
@@ -95,7 +97,7 @@ class Answer:
         return None if self._stop is None else self.num_tokens
 
     def finish(self, end: FinishRequest) -> None:
-        """The answer is complete: releases the held back text, followed by the last message."""
+        """Ends the answer: releases the text that was held back for stop strings, then the last message."""
         if self.is_over:
             return
         if self._stop is None:
@@ -135,7 +137,7 @@ class Answer:
         return messages
 
     def drain(self) -> list[inference_pb2.GenerateResponse]:
-        """Everything that may be sent now, in as few messages as possible. Nothing before the first token."""
+        """Takes everything that may be sent now, in as few messages as possible. Empty before the first token."""
         self.changed.clear()
         messages = self.opening() if self._deltas or self._finished is not None else []
         messages += [inference_pb2.GenerateResponse(delta=delta) for delta in self._deltas]

@@ -1,4 +1,4 @@
-"""Handles worker messages about a request's present attempt: grant, first token, KV, tokens, end. Pure.
+"""Handles workers' messages about a request's current attempt: grant, first token, KV, tokens, end. Pure.
 
 Every message names its attempt. A message of an older attempt, of a forgotten request, or from a worker that is not
 part of the attempt is late: it is counted and ignored. The streams of the two workers are not ordered relative to each
@@ -33,10 +33,10 @@ from router.lifecycle import IN_BATCH, NEEDS_SENDER, Move, SenderEnd
 from router.request import Placement, Request
 from router.transitions import Cause, Expire, Fail, Finish, Lose, Step
 
-FIRST_REFUSAL_S: Final = 0.01  # after which a declined request is placed again; doubles each time
+FIRST_REFUSAL_S: Final = 0.01  # backoff before a declined request is placed again; doubles each time
 LONGEST_REFUSAL_S: Final = 0.5
 GRAMMAR_FIELDS: Final = frozenset(kind.value for kind in GrammarKind)
-LONGEST_CLOSED_S: Final = 5.0  # upper limit of the time for which a worker gets no requests after it declined
+LONGEST_CLOSED_S: Final = 5.0  # a worker that declined gets no requests for at most this time
 
 
 def on_granted(cluster: ClusterState, event: Granted) -> Sequence[Command]:
@@ -79,7 +79,7 @@ def on_refused(cluster: ClusterState, event: Refused) -> Sequence[Command]:
         view.closed_until_s = max(view.closed_until_s, cluster.now_s + closed_s)
     found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if request is not None:
-        # Even if the attempt is not the present one, the worker has reported that it holds nothing.
+        # Also true for an older attempt: the worker has reported that it holds no memory for it.
         cluster.drop_booking(request, event.worker_id, event.attempt)
         cluster.forget_if_free(request)
     if found is None:
@@ -107,7 +107,7 @@ def on_first_token(cluster: ClusterState, event: FirstToken) -> Sequence[Step]:
     if not cluster.move(request, Move.FIRST_TOKEN):
         return ()
     view = cluster.fleet.workers[placement.prefill_worker]
-    if view.totals.prefills == 1:  # otherwise it may have waited for other requests' computation
+    if view.totals.prefills == 1:  # otherwise the time may include the prefill of other requests
         view.replies.observe(cluster.now_s - request.granted_s - event.queue_s - event.prefill_s)
     view.computed(view.bookings[request.request_id, request.attempt], cluster.now_s)
     view.arrived(view.bookings[request.request_id, request.attempt])
@@ -181,7 +181,7 @@ def on_attempt_failed(cluster: ClusterState, event: AttemptFailed) -> Sequence[S
 
 
 def _invalid_field(message: str) -> tuple[str, str]:
-    """Workers' messages about a grammar begin with the name of its field."""
+    """The field that a worker's message about a grammar names at its beginning."""
     field, separator, rest = message.partition(": ")
     return (field, rest) if separator and field in GRAMMAR_FIELDS else ("request", message)
 
@@ -197,7 +197,7 @@ def on_released(cluster: ClusterState, event: Released) -> Sequence[Step]:
     if is_present and placement is not None:
         is_sender = event.worker_id == placement.prefill_worker
         if not is_sender or request.stage in NEEDS_SENDER[SenderEnd.RELEASED]:
-            # It freed memory that the attempt still needs, without a reason.
+            # The worker freed memory that the attempt still needs, and gave no reason.
             return (Lose(request, Cause.INTERNAL, culprit=event.worker_id, message="released too early"),)
     cluster.forget_if_free(request)
     return ()
@@ -256,7 +256,8 @@ def _joined(cluster: ClusterState, request: Request, placement: Placement) -> No
 
 
 def _present(cluster: ClusterState, worker_id: str, request_id: str, attempt: int) -> tuple[Request, Placement] | None:
-    """The request and its placement if the message belongs to its present attempt; otherwise the message is late."""
+    """The request and its placement if the message belongs to the current attempt. Otherwise counts a late message and
+    returns None."""
     request = cluster.requests.get(request_id)
     if (
         request is None
@@ -272,7 +273,7 @@ def _present(cluster: ClusterState, worker_id: str, request_id: str, attempt: in
 
 
 def _wrong_sender(cluster: ClusterState, request: Request, move: Move) -> None:
-    """A message that only the other worker, or an attempt on the other path, may send."""
+    """Counts a message that only the other worker of the attempt, or an attempt on the other path, may send."""
     cluster.counters["wrong_sender"] += 1
     request.remember(f"{move.value} from the wrong side")
 

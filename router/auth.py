@@ -1,9 +1,9 @@
-"""Authorises calls, before their messages are read. Every method of the router has a row; others are rejected.
+"""Authorises calls before their messages are read. Every method of the router has a row in a table; a method without a
+row is rejected.
 
-Without a configured token and without a key file the port is on the loopback (RouterConfig ensures that), and every
-caller is allowed. The token belongs to the operator, and is valid for every method. With a key file, each key belongs
-to a tenant, and is valid for the methods that serve requests. The token is compared in constant time, and keys are
-found by their hash.
+Without a token and a key file, every caller is allowed; RouterConfig ensures that the port is then a loopback port. The
+token belongs to the operator, and is valid for every method. With a key file, each key belongs to a tenant, and is
+valid for the methods that serve requests. The token is compared in constant time, and keys are found by their hash.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ POLICY: Final[Mapping[str, Access]] = {
     "/pdserve.v1.ClusterService/GetWorkerLog": Access.OPERATOR,
 }
 _SCHEME: Final = "bearer "
-# Without a default, so that a handler whose call nobody has authorised fails.
+# It has no default, so a handler fails if its call was not authorised.
 _authorise: ContextVar[Callable[[], Tenant]] = ContextVar("pdserve_authorise")
 
 
 def current_tenant() -> Tenant:
-    """The tenant whose call this task answers, by the present key file: a client may send its message long after its
-    call began. Raises Unauthenticated if its key was removed meanwhile."""
+    """The tenant whose call this task answers, by the current key file: a client may send its message long after its
+    call began. Raises Unauthenticated if the key was removed in the meantime."""
     return _authorise.get()()
 
 
 def authorised(method: str, metadata: Any, token: str, keys: KeyFile | None) -> Tenant:
-    """The tenant of a call that is allowed. Raises UnknownMethod, Unauthenticated and PermissionDenied."""
+    """The tenant of an allowed call. Raises UnknownMethod, Unauthenticated or PermissionDenied."""
     access = POLICY.get(method)
     if access is None:
         raise unknown_method(method)
@@ -84,8 +84,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg
         keys: Callable[[], KeyFile | None] = lambda: None,
         on_rejected: Callable[[PdserveError], None] = lambda error: None,
     ) -> None:
-        """`keys` returns the present key file. `on_rejected` is called once for each call that is rejected, to count
-        it."""
+        """`keys` returns the current key file. `on_rejected` is called once for each rejected call."""
         self._token = token
         self._keys = keys
         self._on_rejected = on_rejected
@@ -109,5 +108,5 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg
         async def refuse(requests: Any, context: Any) -> None:
             await status.abort(context, error)
 
-        # Suits every kind of call, because it reads nothing.
+        # One handler for every kind of call, because it reads no message.
         return grpc.stream_stream_rpc_method_handler(refuse)

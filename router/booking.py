@@ -10,24 +10,24 @@ from dataclasses import dataclass
 class Booking:
     """The memory and work of one attempt of one request on one worker.
 
-    It begins when the placement is decided, so that the next decision takes it into account. It ends when the worker
-    reports Released or Refused, or is lost. If the worker was never told of the attempt (`is_sent`), it ends when the
-    attempt does.
+    It begins with the decision, so that the next decision takes it into account. It ends when the worker reports
+    Released or Refused, or is lost. If the attempt was never sent to the worker (`is_sent`), the booking ends with the
+    attempt.
     """
 
     request_id: str
     attempt: int
-    tokens: int  # whose KV is, or will be, on this worker
+    tokens: int  # tokens whose KV is, or will be, on this worker
     blocks: int
     prefill_tokens: int = 0  # still to be computed on this worker
     prefill_s: float = 0.0  # predicted time to compute them
     tpot_s: float | None = None  # TPOT target; None if the attempt has no row in a decode batch here
     itl_s: float | None = None  # ITL target, as in Slo
-    prompt_tokens: int = 0  # of `tokens`
-    first_token_s: float | None = None  # when the client got the first token; None until it decodes here
+    prompt_tokens: int = 0  # the part of `tokens` that is prompt
+    first_token_s: float | None = None  # when the client got the first token; None until the sequence decodes here
     is_sent: bool = False
-    is_arriving: bool = True  # the worker has not begun to compute it (decode: it is not in the batch yet)
-    is_landing: bool = False  # its KV comes from a prefill worker and has not arrived yet
+    is_arriving: bool = True  # the worker has not begun to compute the request (decode: it is not in the batch yet)
+    is_landing: bool = False  # the KV comes from a prefill worker and has not arrived yet
     is_cancelled: bool = False
 
 
@@ -36,13 +36,13 @@ class Totals:
     """Sums over a worker's bookings."""
 
     blocks: int = 0
-    tokens: int = 0  # of the bookings with a row
+    tokens: int = 0  # tokens of the bookings with a row
     rows: int = 0  # in the decode batch, now or later
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     prefills: int = 0
     arriving: int = 0
-    landing_tokens: int = 0  # of bookings with `is_landing`
+    landing_tokens: int = 0  # tokens of the bookings with `is_landing`
 
     def check(self, bookings: Collection[Booking]) -> None:
         rows = [one for one in bookings if one.tpot_s is not None]

@@ -1,8 +1,8 @@
 """The salt of a request's block hashes: requests with different salts never share a cached prefix. Pure.
 
-It depends on the tenant, which the server knows, and on the salt that the request itself may have. Without either it is
-empty. It is keyed with the cluster's secret, so that block hashes in Redis or in a recording cannot be compared with
-those of a guessed prompt. All routers of a cluster compute the same salt.
+The salt is derived from the tenant and from the salt that the request itself may have. Without either, it is empty. The
+cluster's secret is the key of the derivation, so block hashes in Redis or in a recording cannot be compared with the
+hashes of a guessed prompt. All routers of a cluster compute the same salt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_SALT_CHARS: Final = 256
 
 
 def cache_salt(secret: ClusterSecret | None, tenant: str, given: str | None) -> bytes:
-    """32 bytes; empty for a request without a salt of the default tenant. Raises InvalidRequest."""
+    """32 bytes, or empty for a request of the default tenant without a salt. Raises InvalidRequest."""
     if given is not None and not 1 <= len(given) <= MAX_SALT_CHARS:
         raise InvalidRequest("cache_salt", f"{len(given)} characters", f"1 to {MAX_SALT_CHARS} characters")
     if not tenant and given is None:

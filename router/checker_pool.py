@@ -54,7 +54,7 @@ class CheckerPool:
     def _dispatch(self) -> None:
         while self._idle and (taken := self._queue.take(time.monotonic())) is not None:
             question, client = taken
-            if question.answer.done():  # no caller waits any more
+            if question.answer.done():  # the caller no longer waits
                 continue
             task = asyncio.create_task(self._serve(self._idle.pop(), question, client), name="grammar")
             self._serving.add(task)

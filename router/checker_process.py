@@ -18,7 +18,7 @@ from pdserve.core.errors import InternalError, InvalidRequest, Overloaded
 from pdserve.core.grammar import Grammar
 from router.model import ModelFacts
 
-HANGING: Final = 2.0  # times the limit of a child; after that the process itself does not respond
+HANGING: Final = 2.0  # multiple of a child's time limit after which the process itself is assumed to hang
 START_S: Final = 60.0  # to load a vocabulary, on a busy machine
 
 log = logging.getLogger(__name__)
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True, slots=True)
 class CheckerReply:
-    rejected: str | None  # why
-    ended: int | None  # status of the child: minus the number of the signal that ended it, or its exit status
+    rejected: str | None  # the reason, if the grammar was rejected
+    ended: int | None  # how the child ended: minus the number of the signal, or its exit status
 
 
 @final
@@ -83,7 +83,7 @@ class CheckerProcess:
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,  # a panic message could contain the grammar
-            env={**os.environ, "RUST_BACKTRACE": "0"},  # writing one takes longer than failing
+            env={**os.environ, "RUST_BACKTRACE": "0"},  # writing a backtrace takes longer than the failed check
         )
         try:
             async with asyncio.timeout(START_S):
@@ -109,7 +109,7 @@ class CheckerProcess:
 
 
 async def _exchange(process: Process, message: dict[str, Any]) -> dict[str, Any] | None:
-    """The answer; None if the process has ended."""
+    """Sends a grammar and reads the answer; None if the process has ended."""
     assert process.stdin is not None
     try:
         process.stdin.write(json.dumps(message).encode() + b"\n")

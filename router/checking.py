@@ -15,20 +15,22 @@ def check(cluster: ClusterState) -> None:
     assert not cluster.parked & set(queued), "a request is queued and in backoff"
     bound = [request_id for view in cluster.fleet.workers.values() for request_id in view.queue]
     assert len(bound) == cluster.num_bound, "bound requests are miscounted"
-    assert len(bound) == len(set(bound)), "a request is in two lines"
-    assert not set(bound) & (cluster.parked | set(queued)), "a request is in a line and elsewhere"
+    assert len(bound) == len(set(bound)), "a request is in the queues of two workers"
+    assert not set(bound) & (cluster.parked | set(queued)), "a request is in a worker's queue and elsewhere"
     for view in cluster.fleet.workers.values():
         for request_id in view.queue:
-            assert cluster.requests[request_id].bound_to == view.worker_id, f"{request_id} is in another's line"
+            assert cluster.requests[request_id].bound_to == view.worker_id, (
+                f"{request_id} is in the queue of another worker"
+            )
     waiting = cluster.parked | set(queued) | set(bound)
     assert waiting <= cluster.requests.keys(), "a forgotten request is queued"
-    assert cluster.ended <= cluster.requests.keys(), "a forgotten request is among the ended"
+    assert cluster.ended <= cluster.requests.keys(), "a forgotten request is among the ended ones"
     for request_id, request in cluster.requests.items():
         assert request.request_id == request_id
         assert (request.stage is Stage.QUEUED) is (request_id in waiting), f"{request_id}: {request.stage} and queue"
         assert (request.stage in ENDED) is (request_id in cluster.ended), f"{request_id}: {request.stage} and ended"
         assert request.stage is not Stage.FORGOTTEN, f"{request_id} is forgotten and remembered"
-        assert not request.bound_to or request_id in bound, f"{request_id} is bound and in no line"
+        assert not request.bound_to or request_id in bound, f"{request_id} is bound and in no worker's queue"
         if request.stage in ENDED:
             assert request.bookings, f"{request_id} has ended and has no bookings, but is not forgotten"
         if request.stage in WITH_WORKERS:
@@ -44,7 +46,7 @@ def check(cluster: ClusterState) -> None:
             for worker_id, attempt in request.bookings:
                 booking = cluster.booking(worker_id, request_id, attempt)
                 assert booking is not None, f"{request_id}: no booking on the worker"
-                assert booking.is_cancelled, f"{request_id} is queued, and {worker_id} was not told to let go of it"
+                assert booking.is_cancelled, f"{request_id} is queued, and {worker_id} was not asked to free it"
         for worker_id, attempt in request.bookings:
             assert cluster.booking(worker_id, request_id, attempt) is not None, (
                 f"{request_id}: no booking on the worker"

@@ -23,7 +23,7 @@ from router.snapshot import WorkerFacts
 from router.watching import Watching
 from router.worker_logs import WorkerLogs
 
-# `given` fields of the dataclass are not sent, or are sent in another form, in `ignored` fields of the message.
+# `given`: dataclass fields that are not sent, or are sent in another form. `ignored`: message fields filled by hand.
 _WORKER: Final = Codec(
     WorkerFacts,
     cluster_pb2.WorkerView,
@@ -76,12 +76,12 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:
         await self._require(request.worker_id, context)
-        self._runtime.hand(DrainRequested(worker_id=request.worker_id))
+        self._runtime.submit(DrainRequested(worker_id=request.worker_id))
         return cluster_pb2.DrainResponse()
 
     async def Undrain(self, request: cluster_pb2.UndrainRequest, context: Any) -> cluster_pb2.UndrainResponse:
         await self._require(request.worker_id, context)
-        self._runtime.hand(UndrainRequested(worker_id=request.worker_id))
+        self._runtime.submit(UndrainRequested(worker_id=request.worker_id))
         return cluster_pb2.UndrainResponse()
 
     async def Watch(self, request: cluster_pb2.WatchRequest, context: Any) -> AsyncIterator[cluster_pb2.WatchResponse]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pdserve.core.alarms import Alarms
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.protocol import Cancel
-from router.asking import entry_of
 from router.booking import Booking
 from router.commands import Command, Outcome
 from router.explaining import Explanations
@@ -25,6 +24,7 @@ from router.live_log import LiveLog
 from router.policy import make_policy
 from router.policy.interface import Decision
 from router.policy.rules import rules_on
+from router.policy_input import entry_of
 from router.queue import Queue
 from router.request import Request
 from router.settings import RouterSettings
@@ -37,7 +37,7 @@ class Timers:
 
     deadlines: Alarms[str] = field(default_factory=Alarms)  # deadlines of requests that have not ended
     backoffs: Alarms[str] = field(default_factory=Alarms)  # ends of backoffs of parked requests
-    releases: Alarms[str] = field(default_factory=Alarms)  # time limits of ended requests; needs no wake-up of its own
+    releases: Alarms[str] = field(default_factory=Alarms)  # time limits for Released; they need no wake-up of their own
     retry_at_s: float | None = None  # when the head of the queue should be considered again
     silence_at_s: float | None = None  # when to check for silent workers
     wake_at_s: float | None = None  # the WakeAt that was requested
@@ -54,7 +54,7 @@ class ClusterState:
         # QUEUED requests, except those bound to a worker or in backoff
         self.queue = Queue(is_ageing="ageing" in self.rules)
         self.num_bound = 0  # QUEUED requests that wait for one prefill worker
-        self.parked: set[str] = set()  # QUEUED requests in backoff
+        self.parked: set[str] = set()  # QUEUED requests in a backoff
         self.ended: set[str] = set()  # ended requests that wait for Released
         self.counters: Counter[str] = Counter()
         self.utilization = Utilization()
@@ -75,8 +75,8 @@ class ClusterState:
     # -- the lifecycle -------------------------------------------------------------------------------------------
 
     def move(self, request: Request, move: Move) -> bool:
-        """Moves the request through the table. An illegal move raises if strict; otherwise it is counted and returns
-        False."""
+        """Applies a move of the lifecycle table. An illegal move raises if `is_strict`; otherwise it is counted, and
+        the result is False."""
         after = MOVES.get((request.stage, move))
         if after is None:
             if self.settings.is_strict:
@@ -102,7 +102,7 @@ class ClusterState:
         self.queue.add(entry_of(request, self.fleet, self.lengths, self.rules, self.now_s))
 
     def park(self, request: Request, until_s: float) -> None:
-        """Not considered before `until_s`."""
+        """Puts the request into a backoff: it is not considered before `until_s`."""
         self.dequeue(request)
         request.not_before_s = until_s
         self.parked.add(request.request_id)
@@ -118,7 +118,7 @@ class ClusterState:
         self.timers.backoffs.clear(request.request_id)
 
     def bind(self, request: Request, worker_id: str) -> None:
-        """From now on it waits for one prefill worker."""
+        """From now on the request waits for this prefill worker only."""
         self.dequeue(request)
         view = self.fleet.workers[worker_id]
         uncached = request.uncached_on(view)
@@ -131,7 +131,7 @@ class ClusterState:
         return self.num_bound > 0 and len(self.fleet.workers[worker_id].queue) > 0
 
     def unbind_all(self, view: WorkerView) -> None:
-        """Requests that waited for this worker may be placed anywhere again."""
+        """Returns the requests that waited for this worker to the common queue."""
         for request_id in list(view.queue):
             request = self.requests[request_id]
             self.dequeue(request)
@@ -160,14 +160,14 @@ class ClusterState:
     # -- charges of tenants --------------------------------------------------------------------------------
 
     def charge(self, request: Request) -> None:
-        """It is placed: charges its tenant the predicted work."""
+        """Charges the tenant of a placed request the predicted work."""
         unloaded = request.unloaded
         request.charged_s = unloaded.work_s if unloaded is not None else 0.0
         if "fairness" in self.rules:
             self.queue.fairness.charge(request.facts.tenant, request.charged_s)
 
     def settle(self, request: Request) -> None:
-        """It has ended: corrects its tenant's charge to the actual length of the answer."""
+        """Corrects the tenant's charge to the actual length of an ended answer."""
         where = self.fleet.workers.get(request.last_path.decode_worker) if request.last_path is not None else None
         if where is None or request.unloaded is None:
             return
@@ -176,7 +176,7 @@ class ClusterState:
         self._recharge(request, request.unloaded.ttft_s + answer_s)
 
     def refund(self, request: Request) -> None:
-        """The attempt is lost, so its tenant is not charged for it."""
+        """Refunds the charge of a lost attempt."""
         self._recharge(request, 0.0)
 
     def _recharge(self, request: Request, work_s: float) -> None:
@@ -191,7 +191,7 @@ class ClusterState:
         return None if view is None else view.bookings.get((request_id, attempt))
 
     def drop_booking(self, request: Request, worker_id: str, attempt: int) -> bool:
-        """The worker holds nothing of the attempt any more. False: it held nothing before."""
+        """Ends the booking: the worker holds no memory for the attempt any more. False: there was no booking."""
         if (worker_id, attempt) not in request.bookings:
             return False
         request.bookings.discard((worker_id, attempt))
@@ -203,8 +203,8 @@ class ClusterState:
         return True
 
     def cancel_attempt(self, request: Request) -> list[Command]:
-        """The commands that make every worker of the present attempt free it. Bookings that were never sent just
-        end."""
+        """Returns the commands that make every worker of the current attempt free its memory. A booking that was never
+        sent to its worker just ends."""
         commands: list[Command] = []
         for worker_id, attempt in sorted(request.bookings):
             booking = self.booking(worker_id, request.request_id, attempt)
@@ -218,7 +218,7 @@ class ClusterState:
         return commands
 
     def requeue(self, request: Request, wait_s: float) -> list[Command]:
-        """Puts the request back into the queue (the stage is QUEUED already), without memory on workers."""
+        """Puts a request whose stage is QUEUED again back into the queue."""
         commands = self.cancel_attempt(request)
         self.refund(request)
         request.placement = None
@@ -234,7 +234,7 @@ class ClusterState:
             del self.requests[request.request_id]
 
     def forget_overdue(self) -> None:
-        """Bounds the router's memory if workers never send Released."""
+        """Forgets ended requests whose workers never send Released, to bound the router's memory."""
         while (request_id := self.timers.releases.pop_due(self.now_s)) is not None:
             request = self.requests[request_id]
             for worker_id, attempt in sorted(request.bookings):
@@ -243,7 +243,7 @@ class ClusterState:
             self.forget_if_free(request)
 
     def frees_itself(self, request: Request, worker_id: str) -> None:
-        """The worker has ended the present attempt and will send Released without a command."""
+        """Notes that the worker has ended the current attempt and will send Released without a command."""
         booking = self.booking(worker_id, request.request_id, request.attempt)
         if booking is not None and not booking.is_cancelled:
             self._is_ending(booking, worker_id)

@@ -1,8 +1,8 @@
-"""Converts frozen dataclasses to JSON values and back by their type hints. Pure.
+"""Converts frozen dataclasses to JSON values and back, by their type hints. Pure.
 
-The same rule for every event, command and setting, so that a new field needs no code here. Fields with their default
-value are left out. Supports what those dataclasses use: str, int, float, bool, None, bytes, enums, nested dataclasses,
-homogeneous, fixed and named tuples, string-keyed mappings, optionals of these, and unions of scalars.
+One rule covers every event, command and setting, so a new field needs no code here. Fields with their default value
+are omitted. Supported types: str, int, float, bool, None, bytes, enums, nested dataclasses, tuples (homogeneous, fixed
+and named), mappings with string keys, optionals of these, and unions of scalars.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 Decoder: TypeAlias = Callable[[Any], Any]
 
-_EXACT: Final = frozenset({int, str, bool})  # types that JSON tells apart
+_EXACT: Final = frozenset({int, str, bool})  # types that JSON distinguishes
 
 
 def encode(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The commands of a router: every output of RouterState.handle. Pure data.
 
-Commands of one call are carried out in the given order. The runtime drops a command to a worker whose stream is gone; a
-WorkerLost event follows and corrects the state. All are frozen and survive `router.replay.encode` and back.
+The commands of one call are carried out in order. The runtime drops a command for a worker whose stream has ended; a
+WorkerLost event follows and corrects the state. All are frozen, and `router.replay` can encode and decode them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Outcome(Enum):
 
 
 class FailKind(Enum):
-    """The error of pdserve.core.errors for the client."""
+    """Which error of pdserve.core.errors the client receives."""
 
     OVERLOADED = "overloaded"
     NO_WORKERS = "no_workers"
@@ -48,7 +48,7 @@ class EmitTokens:
     """Tokens for the client; contiguous over all attempts of a request."""
 
     request_id: str
-    first_index: int  # of tokens[0] among the request's output tokens
+    first_index: int  # position of tokens[0] among the request's output tokens
     tokens: tuple[TokenOut, ...]
 
 
@@ -73,9 +73,9 @@ class FailRequest:
     message: str
     outcome: Outcome
     retry_after_s: float | None = None
-    role: str = ""  # missing role, with NO_WORKERS
-    stage: str = ""  # where the request was, with DEADLINE
-    field: str = ""  # of the request, with INVALID
+    role: str = ""  # NO_WORKERS: the missing role
+    stage: str = ""  # DEADLINE: the request's stage
+    field: str = ""  # INVALID: the request's field
     timings: Timings | None = None
     slices: tuple[Slice, ...] = ()
 
@@ -104,7 +104,7 @@ class FailRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndCancelled:
-    """The client has disconnected; only metrics and traces need the end."""
+    """The request ends without a message, because the client has disconnected. For metrics and traces."""
 
     request_id: str
     num_output_tokens: int
@@ -117,7 +117,7 @@ class EndCancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WakeAt:
-    """Send TimePassed at `at_s` (same clock as now_s). The newest WakeAt replaces older ones."""
+    """Asks for a TimePassed event at `at_s`, by the clock of now_s. It replaces all earlier WakeAt commands."""
 
     at_s: float
 

@@ -1,4 +1,4 @@
-"""Counts the accepted connections of a port of this process, which gRPC does not report."""
+"""Counts the open connections of a port of this process. gRPC does not report them."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def _is_connected(number: int, port: int) -> bool:
         with socket.socket(fileno=os.dup(number)) as one:
             is_inet = one.family in (socket.AF_INET, socket.AF_INET6)
             return is_inet and one.getsockname()[1] == port and bool(one.getpeername())
-    except OSError:  # closed in the meantime, or a listening socket
+    except OSError:  # the descriptor was closed in the meantime, or is a listening socket
         return False

@@ -1,8 +1,8 @@
 """The events of a router: every input of RouterState.handle. Pure data.
 
-The messages of workers are those of pdserve/core/protocol.py; what else can happen is here. The simulator makes the
-same ones. All survive `router.replay.encode` and back. None contains prompt text or prompt token ids, so a recording of
-a live router can be shared. It does contain the output tokens.
+Workers' messages are defined in pdserve/core/protocol.py, all other events here. The simulator creates the same events.
+`router.replay` can encode and decode all of them. No event contains prompt text or prompt token ids, so a recording of
+a live router reveals no prompts. It does contain the output tokens.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pdserve.core.types import RequestAttributes, Role, Sampling, Slo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestArrived(RequestAttributes):
-    """A validated, tokenised request, after the prefix index was asked.
+    """A validated and tokenized request, after the lookup in the prefix index.
 
-    `request_id` is unique among the requests that this router still knows. `sampling` is complete (seed
-    included). The runtime keeps the prompt itself and adds it to Reserve and Prefill when it sends them.
+    `request_id` is unique among the requests that this router still knows. `sampling` always has a seed. The runtime
+    keeps the prompt itself, and adds it to Reserve and Prefill when it sends them.
     """
 
     request_id: str
     num_prompt_tokens: int
     sampling: Sampling
     slo: Slo
-    spent_s: float = 0.0  # since the call arrived: tokenising, index lookup; part of the TTFT
-    lookup_s: float = 0.0  # the part for the index lookup
-    deadline_s: float | None = None  # time that remains at arrival; None: none
+    spent_s: float = 0.0  # time since the call arrived (tokenizing, index lookup); part of the TTFT
+    lookup_s: float = 0.0  # the part of `spent_s` for the index lookup
+    deadline_s: float | None = None  # remaining time at arrival; None: no deadline
     tenant: str = ""
     block_hashes: tuple[bytes, ...] = ()  # hashes of the prompt's full blocks
     cached_blocks: Mapping[str, int] = field(default_factory=dict)  # worker id -> leading prompt blocks it may hold
@@ -39,7 +39,7 @@ class RequestArrived(RequestAttributes):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLeft:
-    """The client closed its stream or cancelled. Nothing more is sent to it."""
+    """The client closed its stream or cancelled. It receives no further messages."""
 
     request_id: str
 
@@ -48,8 +48,8 @@ class ClientLeft:
 class StopMatched:
     """The runtime found a stop string in the text.
 
-    `num_output_tokens` is the number of output tokens that belong to the answer (the one that completed the stop
-    string included); tokens after it are not counted as used.
+    `num_output_tokens` is the number of output tokens that belong to the answer, including the one that completed the
+    stop string. Later tokens are not counted in the usage.
     """
 
     request_id: str
@@ -61,7 +61,7 @@ class StopMatched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConnected:
-    """Both sides have exchanged hellos. A known worker comes back empty: its old attempts are lost."""
+    """Router and worker have exchanged hellos. If the router knew the worker before, its old attempts are lost."""
 
     worker_id: str
     incarnation: str
@@ -79,7 +79,7 @@ class WorkerConnected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost:
-    """The stream to the worker ended. The worker has cancelled everything of this router, or is dead."""
+    """The stream to the worker ended. The worker has cancelled all requests of this router, or is dead."""
 
     worker_id: str
     reason: str = ""
@@ -87,7 +87,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerForgotten:
-    """The runtime no longer connects: the worker has left the registry for good."""
+    """The worker has left the registry, so the runtime no longer connects to it."""
 
     worker_id: str
 
@@ -111,12 +111,12 @@ class UndrainRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterClosing:
-    """The router takes no new requests; known ones go on."""
+    """The router accepts no new requests, and finishes those that it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
-    """The answer to WakeAt. Has no effect at other times."""
+    """The time of a WakeAt has come. Has no effect at other times."""
 
 
 ClientEvent = RequestArrived | ClientLeft | StopMatched

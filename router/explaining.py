@@ -1,7 +1,7 @@
 """Explanations of recent placements, in bounded memory. Pure.
 
-An explanation contains the last decision that placed or rejected a request, with its predictions. When the request
-ends, `ended` adds the measured TTFT and TPOT. For a running request, `live` adds those measured so far.
+An explanation has the last decision that placed or rejected a request, with its predictions. `ended` adds the measured
+TTFT and TPOT when the request ends. For a running request, `live` adds the values measured so far.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.commands import Outcome
 from router.policy.interface import Candidate, Choice, Decision
 from router.request import Request
 
-MOST_CANDIDATES: Final = 8  # candidates kept of one decision, including the chosen one
+MAX_CANDIDATES: Final = 8  # kept for one decision, including the chosen one
 LONGEST_REASON: Final = 256  # characters
 NEVER_PLACED: Final = "no worker was needed"
 
@@ -32,7 +32,7 @@ class DecisionRecord:
     priority: int = 0
     prompt_tokens: int = 0
     attempt: int = 0  # number of the attempt that the decision started; 0: none
-    is_resumed: bool = False  # the client already had tokens, so predicted and measured TTFT are not comparable
+    is_resumed: bool = False  # the client already had tokens, so the predicted and the measured TTFT are not comparable
     stage: str = ""  # empty after the request has ended
     outcome: Outcome | None = None  # None until the request ends
     ended_because: str = ""  # if the answer is incomplete
@@ -48,7 +48,7 @@ class Explanations:
         self._kept: OrderedDict[str, DecisionRecord] = OrderedDict()
 
     def note(self, request: Request, decision: Decision, now_s: float) -> None:
-        """A later decision about the same request replaces the one before."""
+        """Stores a decision. It replaces an earlier one about the same request."""
         if not self._capacity:
             return
         self._kept[request.request_id] = _explanation(request, _cut(decision), now_s)
@@ -59,8 +59,8 @@ class Explanations:
     def ended(
         self, request: Request, outcome: Outcome, now_s: float, *, why: str = "", retry_after_s: float | None = None
     ) -> None:
-        """`why`: the reason for an incomplete answer. If the policy made no decision about the request, it also becomes
-        the reason of the decision."""
+        """`why` is the reason for an incomplete answer. If the policy made no decision about the request, `why` is also
+        stored as the reason of the decision."""
         if request.request_id not in self._kept:
             choice = Choice.REJECT if outcome is Outcome.REJECTED else Choice.WAIT
             self.note(request, Decision(choice=choice, reason=why or NEVER_PLACED), now_s)
@@ -125,10 +125,10 @@ def is_chosen(candidate: Candidate, decision: Decision) -> bool:
 def _cut(decision: Decision) -> Decision:
     """Limits the size of an explanation."""
     shown = decision.candidates
-    if len(shown) > MOST_CANDIDATES:
+    if len(shown) > MAX_CANDIDATES:
         chosen = [one for one in shown if is_chosen(one, decision)]
         others = [one for one in shown if not is_chosen(one, decision)]
-        shown = tuple([*chosen, *others][:MOST_CANDIDATES])
+        shown = tuple([*chosen, *others][:MAX_CANDIDATES])
     reason = _shortened(decision.reason)
     if shown is decision.candidates and reason is decision.reason:
         return decision

@@ -1,10 +1,10 @@
 """Chooses the grammar that is checked next, fairly among hosts, then among the clients of a host. Pure: no clock.
 
-An account of each host and of each client records the checkers' seconds that it has used, which decay with a half-life
-of HALF_LIFE_S. A client's next check is expected to take as long as its last ones; for an unknown client, as long as
-those of all clients. The host with the least sum of used and expected time comes first, in it the client with the
-least, and of that client's grammars the shortest. So a client with slow grammars waits behind all others, and many
-connections from one host count as one host.
+Each host and each client has an account of the checker time that it has used. Used time decays with a half-life of
+HALF_LIFE_S. A client's next check is expected to take as long as its last ones; for an unknown client, as long as those
+of all clients. The queue takes the host with the least sum of used and expected time, then its client with the least
+sum, then that client's shortest grammar. So a client with slow grammars waits behind all others, and many connections
+from one host count as one host.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ ANONYMOUS: Final = ClientKey("", "")
 
 
 def client_of(peer: str, tenant: str = "") -> ClientKey:
-    """The host of gRPC's name for a peer, such as `ipv4:127.0.0.1:4321`. Addresses of one IPv6 network (/64) count as
-    one host. A tenant counts as one host and one client wherever it calls from, because its calls may come through a
-    gateway that serves other tenants too."""
+    """The client of a call, by gRPC's name for the peer, such as `ipv4:127.0.0.1:4321`. Addresses of one IPv6 network
+    (/64) count as one host. A tenant counts as one host and one client, because its calls may come through a gateway
+    that also serves other tenants."""
     if tenant:
         return ClientKey(f"tenant {tenant}", f"tenant {tenant}")
     kind, _, rest = peer.partition(":")
@@ -97,7 +97,7 @@ class FairQueue(Generic[Item]):
         self._of.update(("client " + client.name, "host " + client.host))
 
     def take(self, now_s: float) -> tuple[Item, ClientKey] | None:
-        """The next one; None if none waits."""
+        """Removes and returns the next grammar; None if the queue is empty."""
         if not self._waiting:
             return None
 
@@ -126,7 +126,7 @@ class FairQueue(Generic[Item]):
         self._all.add(seconds, now_s)
         for name in ("client " + client.name, "host " + client.host):
             self._accounts.setdefault(name, _Account()).add(seconds, now_s)
-        if len(self._accounts) > MAX_ACCOUNTS:  # the smallest say least
+        if len(self._accounts) > MAX_ACCOUNTS:  # drops those with the least used time
             kept = sorted(self._accounts.items(), key=lambda one: -one[1].at(now_s))[: MAX_ACCOUNTS // 2]
             self._accounts = dict(kept)
 

@@ -13,7 +13,7 @@ from typing import Final, final
 
 QUANTUM_REQUESTS: Final = 2.0  # a quantum is the work of this many mean requests
 MAX_IDLE: Final = 1024  # number of stored idle tenants, those that are furthest ahead
-GAIN: Final = 0.02  # of each new request in the mean
+GAIN: Final = 0.02  # weight of each new request in the mean
 
 
 @final
@@ -32,7 +32,7 @@ class Fairness:
         return len(self._served_s)
 
     def served_s(self, tenant: str) -> float:
-        """GPU-seconds, from an arbitrary zero that all tenants share."""
+        """GPU-seconds that the tenant has received, relative to a zero that all tenants share."""
         return self._served_s.get(tenant, self._level)
 
     @property
@@ -40,22 +40,22 @@ class Fairness:
         return QUANTUM_REQUESTS * self._mean_s
 
     def is_ahead(self, tenant: str, other: str) -> bool:
-        """`tenant` yields to `other` while both wait."""
+        """Whether `tenant` yields to `other` while both wait."""
         return self.served_s(tenant) > self.served_s(other) + self.quantum_s
 
     def in_turn(self, tenants: Iterable[str]) -> list[str]:
-        """Those of `tenants` that need not yield to another of them."""
+        """The tenants among `tenants` that yield to no other of them."""
         served = [(self.served_s(one), one) for one in tenants]
         limit_s = min(served)[0] + self.quantum_s
         return [one for seconds, one in served if seconds <= limit_s]
 
     def joins(self, tenant: str) -> None:
-        """One more of its requests waits."""
+        """One more request of the tenant waits."""
         self._served_s[tenant] = max(self.served_s(tenant), self._level)
         self._waiting[tenant] += 1
 
     def leaves(self, tenant: str) -> None:
-        """One of its requests waits no longer."""
+        """One request of the tenant no longer waits."""
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
@@ -63,7 +63,7 @@ class Fairness:
             self._forget()
 
     def charge(self, tenant: str, work_s: float) -> None:
-        """One of its requests was placed."""
+        """One request of the tenant was placed."""
         before_s = self.served_s(tenant)
         self._served_s[tenant] = before_s + work_s
         self._charged += 1
@@ -90,6 +90,6 @@ class Fairness:
         self._served_s = {one: served[one] for one in waiting} | {one: seconds for seconds, one in kept}
 
     def check(self) -> None:
-        assert all(count > 0 for count in self._waiting.values()), "a tenant waits with nothing"
+        assert all(count > 0 for count in self._waiting.values()), "a tenant without requests is waiting"
         assert all(self._served_s[one] >= self._level for one in self._waiting), "a waiting tenant has credit"
         assert len(self._served_s) <= len(self._waiting) + MAX_IDLE, "tenants are not bounded"

@@ -19,7 +19,7 @@ class Fleet:
         self.workers: dict[str, WorkerView] = {}
         self.has_known_decode = False
         self._usable: tuple[list[WorkerView], list[WorkerView]] | None = None  # cached until something changes
-        self._usable_until_s = 0.0  # when the first of them exceeds the silence limit, unless it sends a message before
+        self._usable_until_s = 0.0  # when the first of them would exceed the silence limit
         self._links: OrderedDict[tuple[str, str], LinkModel] = OrderedDict()
         self._any_link = LinkModel()  # model of an unmeasured pair
 
@@ -42,12 +42,12 @@ class Fleet:
         return view if view is not None and view.is_connected else None
 
     def is_usable(self, view: WorkerView, now_s: float) -> bool:
-        """Whether the worker may get new requests."""
+        """Whether the worker may receive new requests."""
         return view.is_connected and view.heard_s > now_s - self.silence_s and not view.is_draining
 
     def usable(self, now_s: float) -> tuple[list[WorkerView], list[WorkerView]]:
-        """The prefill workers and the decode workers that may get new requests. The lists are cached, so callers must
-        not change them."""
+        """The prefill workers and the decode workers that may receive new requests. The lists are cached, so callers
+        must not change them."""
         kept = self._usable
         if kept is None or now_s >= self._usable_until_s:
             able = [view for view in self.workers.values() if self.is_usable(view, now_s)]
@@ -93,7 +93,7 @@ class Fleet:
         self._links.move_to_end(pair)
 
     def excuse_silence(self, gap_s: float) -> None:
-        """The router itself was suspended for `gap_s`, so this time does not count as silence of the workers."""
+        """Does not count `gap_s`, in which the router itself was suspended, as silence of the workers."""
         self.changed()
         for view in self.workers.values():
             view.heard_s += gap_s

@@ -1,9 +1,10 @@
 """Predicts when waiting work will start, treating the workers' free time as divisible. Pure.
 
-Work is measured in prefill seconds of the fastest worker. A prefill worker supplies capacity from when it is free, at
-its speed. So does a decode worker, with the time that its requests' targets leave. This is optimistic: a request that
-is late by it is late in any case. The share of it that the router has used lately is measured (Utilization). It
-includes what the model does not know: full decode workers, other routers, and paths that the policy does not take.
+Work is measured in prefill seconds of the fastest worker. A prefill worker supplies capacity at its own speed, from the
+time when it is free. A decode worker supplies the time that its requests' targets leave. This prediction is optimistic:
+a request that it shows as late will be late in any case. Utilization measures which share of the predicted capacity the
+router has used lately. That share includes effects outside the model: full decode workers, other routers, and paths
+that the policy does not take.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from router.view import WorkerView
 PRIOR_REQUESTS: Final = 8.0  # prior at full utilization, in mean requests
 MEMORY: Final = 0.99  # forgetting factor per request
 SLOWEST: Final = 0.05  # lower limit of the utilization
-FASTEST: Final = 4.0  # upper limit: short prompts share batches, and the reading of the weights
+FASTEST: Final = 4.0  # upper limit: short prompts share batches, so the weights are read once for all
 HORIZON: Final = 2.0  # TTFT targets over which demand is measured; shorter peaks can wait
-FEWEST: Final = 256  # minimum number of requests over which demand is measured
+MIN_REQUESTS: Final = 256  # over which demand is measured
 SHORTEST_S: Final = 1e-6  # resolution of prefill times
 SIZES: Final = 4  # size classes per factor of two
 BINS: Final = 128  # time bins of the horizon; requests within one bin are aggregated
@@ -30,7 +31,7 @@ INTERVAL_GAIN: Final = 0.2  # weight of each new interval in the error of the pr
 
 @final
 class Capacity:
-    """The capacity at one time; times are relative to it."""
+    """The capacity at one moment; all times are relative to that moment."""
 
     __slots__ = ("_openings", "_whole", "rate")
 
@@ -41,14 +42,14 @@ class Capacity:
         self._whole = sum(free_in_s * rate for free_in_s, rate in self._openings)
 
     def done_by(self, in_s: float) -> float:
-        """Work that can be done within `in_s`."""
+        """Prefill seconds of work that can be done within `in_s`."""
         openings = self._openings
         if openings and in_s >= openings[-1][0]:
             return self.rate * in_s - self._whole
         return sum(rate * (in_s - free_in_s) for free_in_s, rate in openings if in_s > free_in_s)
 
     def start_in_s(self, work_s: float) -> float:
-        """When work that waits behind `work_s` starts; infinite without workers."""
+        """Seconds until a request behind `work_s` of other work starts; infinite without workers."""
         rate = done_s = at_s = 0.0
         for free_in_s, more in self._openings:
             if rate > 0.0 and done_s + rate * (free_in_s - at_s) >= work_s:
@@ -58,7 +59,7 @@ class Capacity:
         return at_s + (work_s - done_s) / rate if rate > 0.0 else math.inf
 
     def done_in_s(self, start_s: float, own_s: float) -> float:
-        """When a request is done that can start at `start_s` and takes `own_s` on the fastest worker.
+        """Seconds until a request ends that can start at `start_s` and takes `own_s` on the fastest worker.
 
         The work ahead is divisible, but a request runs on one worker: a slow free worker may finish it later than a
         fast busy one.
@@ -76,7 +77,7 @@ class Capacity:
 def capacity(
     prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float, share: float, *, with_local: bool
 ) -> Capacity:
-    """The capacity of these workers, times `share`. `with_local`: decode workers prefill even if there are prefill
+    """The capacity of these workers, times `share`. With `with_local`, decode workers count even if there are prefill
     workers."""
     rated = [(view.batch_s / view.hello.max_batch_tokens, view) for view in prefills]
     if with_local or not prefills:
@@ -103,13 +104,13 @@ class DrainError:
     __slots__ = ("_contended_s", "_offered_s", "_predicted", "_square", "_used_s")
 
     def __init__(self) -> None:
-        self._contended_s = self._offered_s = self._used_s = 0.0  # of the current interval
-        self._predicted = 0.0  # predicted share of the offered work at the begin of the interval; 0: no prediction yet
+        self._contended_s = self._offered_s = self._used_s = 0.0  # in the current interval
+        self._predicted = 0.0  # share predicted at the start of the interval; 0: no prediction yet
         self._square = 0.0  # moving mean of the squared relative errors; 0 at first
 
     @property
     def relative(self) -> float:
-        """Root mean square."""
+        """Root mean square of the relative errors."""
         return math.sqrt(self._square)
 
     def offered(self, work_s: float, for_s: float) -> None:
@@ -120,7 +121,7 @@ class DrainError:
         self._used_s += work_s
 
     def end_interval(self, share: float, target_s: float) -> None:
-        """Ends the interval if it has lasted for `target_s`. `share`: the prediction for the next one."""
+        """Ends the interval if it has lasted for `target_s`. `share` is the prediction for the next one."""
         if not 0.0 < target_s <= self._contended_s:
             return
         predicted_s = self._predicted * self._offered_s
@@ -133,8 +134,10 @@ class DrainError:
 
 @final
 class Utilization:
-    """The share of the predicted capacity that the router has used lately while requests waited: the observed drain
-    rate of the queue over the predicted one. It is above 1 if batches of several prompts take less than their sum.
+    """The share of the predicted capacity that the router has used lately while requests waited.
+
+    This is the observed drain rate of the queue over the predicted one. It is above 1 if a batch of several prompts
+    takes less time than the prompts one by one.
 
     The error of single steps says little about this ratio: it is a mean over many requests, and its standard error
     follows from their variation. `variation` is the deviation of single intervals from this mean.
@@ -158,7 +161,7 @@ class Utilization:
         self.variation = DrainError()
         self.standstill_s = 0.0  # time since the last placement, while requests waited
         self._offered_s = self._used_s = self._mean_s = 0.0
-        self._open_s = 0.0  # offered since the last request that was placed
+        self._open_s = 0.0  # work offered since the last placement
         self._products = (0.0, 0.0, 0.0)  # sums of used^2, used * offered and offered^2, per request
         self._prior = PRIOR_REQUESTS  # prior at full utilization in mean requests, forgotten as requests are measured
         self._rate = 0.0
@@ -173,7 +176,7 @@ class Utilization:
 
     @property
     def error(self) -> float:
-        """Relative standard error of `share`; 1 before anything was measured."""
+        """Relative standard error of `share`; 1 before the first measurement."""
         prior_s = self._prior * self._mean_s
         used_s = self._used_s + prior_s
         if used_s <= 0.0:
@@ -185,7 +188,7 @@ class Utilization:
         return min(math.sqrt(max(squares, 0.0) + prior_s * prior_s) / used_s, 1.0)
 
     def offers(self, rate: float, now_s: float, target_s: float = 0.0) -> None:
-        """From now on, `rate` is the work per second at full utilization. `target_s`: mean TTFT target."""
+        """Sets the work per second at full utilization, from now on, and the mean TTFT target."""
         self._pass(now_s)
         self._rate = rate
         self.variation.end_interval(self.share, target_s)
@@ -201,10 +204,11 @@ class Utilization:
             self._offered_s = MEMORY * self._offered_s + offered_s
             self._prior *= MEMORY
             own = (prefill_s * prefill_s, prefill_s * offered_s, offered_s * offered_s)
-            self._products = tuple(MEMORY * MEMORY * held + one for held, one in zip(self._products, own, strict=True))  # type: ignore[assignment]
+            decay = MEMORY * MEMORY
+            self._products = tuple(decay * old + new for old, new in zip(self._products, own, strict=True))  # type: ignore[assignment]
 
     def contended(self, is_contended: bool, now_s: float) -> None:
-        """From now on, whether requests wait."""
+        """Sets whether requests wait, from now on."""
         self._pass(now_s)
         self._is_contended = is_contended
 
@@ -217,24 +221,26 @@ class Utilization:
         self._since_s = now_s
 
 
-class Came(NamedTuple):
-    """Requests that came within one bin of time."""
+class ArrivalBin(NamedTuple):
+    """Requests that arrived within one time bin."""
 
     at_s: float
     requests: int
     work_s: float
-    squares: float  # of their works
-    by_size: dict[int, float]  # size class -> the sum of their works
+    squares: float  # sum of the squares of their work
+    by_size: dict[int, float]  # size class -> sum of their work
 
 
 @final
 class RecentDemand:
-    """The arriving work that could be on time, over the last HORIZON TTFT targets and at least FEWEST requests."""
+    """The arriving work that an unloaded cluster would serve on time.
+
+    It is measured over the last HORIZON TTFT targets, and at least MIN_REQUESTS requests."""
 
     __slots__ = ("_bins", "_by_size", "_count", "_horizon_s", "_squares", "_work_s")
 
     def __init__(self) -> None:
-        self._bins: deque[Came] = deque()
+        self._bins: deque[ArrivalBin] = deque()
         self._count, self._work_s, self._squares = 0, 0.0, 0.0
         self._horizon_s = 0.0  # HORIZON mean TTFT targets
         self._by_size: dict[int, float] = {}  # as in the bins
@@ -245,7 +251,7 @@ class RecentDemand:
         self._add(1, prefill_s, prefill_s * prefill_s)
         bins = self._bins
         if not bins or now_s - bins[-1].at_s >= self._horizon_s / BINS:
-            bins.append(Came(now_s, 0, 0.0, 0.0, {}))
+            bins.append(ArrivalBin(now_s, 0, 0.0, 0.0, {}))
         last = bins[-1]
         bins[-1] = last._replace(
             requests=last.requests + 1,
@@ -255,14 +261,14 @@ class RecentDemand:
         size = _size_class(prefill_s)
         for by_size in (last.by_size, self._by_size):
             by_size[size] = by_size.get(size, 0.0) + prefill_s
-        while self._count - bins[0].requests >= FEWEST and now_s - bins[0].at_s > self._horizon_s:
+        while self._count - bins[0].requests >= MIN_REQUESTS and now_s - bins[0].at_s > self._horizon_s:
             gone = bins.popleft()
             self._add(-gone.requests, -gone.work_s, -gone.squares)
             for size, work_s in gone.by_size.items():
                 self._by_size[size] = max(self._by_size[size] - work_s, 0.0)
 
     def rate(self, now_s: float) -> float:
-        """Prefill seconds per second. The first bin only marks the begin of the span; its work is not included."""
+        """Prefill seconds per second. The first bin marks the start of the span, and its work is not included."""
         if not self._bins:
             return 0.0
         first = self._bins[0]
@@ -278,7 +284,7 @@ class RecentDemand:
 
     @property
     def error(self) -> float:
-        """Relative standard error of the rate for independent arrivals; 1 for a single request."""
+        """Relative standard error of the rate, for independent arrivals; 1 for a single request."""
         return min(math.sqrt(max(self._squares, 0.0)) / self._work_s, 1.0) if self._work_s > 0.0 else 1.0
 
     @property
@@ -298,8 +304,8 @@ class RecentDemand:
         return work_s / span_s, min(math.sqrt(max(squares, 0.0)) / work_s, 1.0)
 
     def size_within(self, share: float) -> float:
-        """Prefill seconds of the longest requests that can be served if only this share of all work can be done and
-        shorter requests are preferred; infinite if all can be served."""
+        """Prefill seconds of the longest request that is served if the workers can do only this share of all work, and
+        shorter requests are served first. Infinite if all requests can be served."""
         left_s = share * self._work_s
         for size in sorted(self._by_size):
             left_s -= self._by_size[size]

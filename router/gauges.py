@@ -1,4 +1,4 @@
-"""Sets the router's gauges once a second, and counters that other parts keep as totals."""
+"""Sets the router's gauges once a second, and the counters whose totals other modules keep."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ Every grammar first gets QUICK_CPU_S of one process. Grammars that take longer g
 limit of pdserve/structured/checker.py. So a fast grammar never waits for slow ones, and the queues are fair among
 clients (router/fair_queue.py). The event loop never blocks, and requests without a grammar do not wait.
 
-Failures that the grammar did not cause raise Overloaded and are not cached: no answer within CHECK_S (the CPU limit is
-reached earlier unless the machine is too busy), a killed process, or too many waiting grammars.
+Failures that the grammar did not cause raise Overloaded and are not cached: a killed process, too many waiting
+grammars, or no answer within CHECK_S. A slow grammar reaches its CPU limit before CHECK_S, unless the machine is too
+busy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from router.model import ModelFacts
 CHECK_S: Final = 2.0
 QUICK_CPU_S: Final = 0.05
 SLOW_CPU_S: Final = 0.5  # twice the limit of an admitted grammar (pdserve/structured/checker.py)
-MAX_CHECKERS: Final = 4  # each process holds a vocabulary
+MAX_CHECKERS: Final = 4  # each process has a copy of the vocabulary
 MAX_REMEMBERED: Final = 4096
 LATE: Final = -signal.SIGALRM  # as in pdserve/structured/checker.py, which a router does not import
 TOO_LONG: Final = "it takes too long to compile"
@@ -38,7 +39,7 @@ EXPECTED: Final = "a grammar that compiles and can be met"
 @final
 class GrammarCheck:
     def __init__(self, model: Path | None, check_s: float = CHECK_S) -> None:
-        """`model` is its folder; None if it has none, and every grammar is then rejected."""
+        """`model` is the model's folder. If it is None, every grammar is rejected."""
         self._check_s = check_s
         self.pools: tuple[CheckerPool, ...] = ()
         if model is not None:
@@ -51,9 +52,9 @@ class GrammarCheck:
         self._asked: dict[bytes, asyncio.Task[str | None]] = {}
 
     async def check(self, grammar: Grammar, model: ModelFacts, client: ClientKey = ANONYMOUS) -> None:
-        """Raises InvalidRequest with the reason; Overloaded if too many wait."""
+        """Raises InvalidRequest with the reason, and Overloaded if too many grammars wait."""
         if not self.pools:
-            raise InvalidRequest(grammar.field, "a grammar", "none: this model follows no grammar")
+            raise InvalidRequest(grammar.field, "a grammar", "no grammar: this model does not support them")
         key = hashlib.sha256(f"{grammar.kind.value}:{grammar.text}".encode()).digest()
         if key in self._reasons:
             self._reasons.move_to_end(key)

@@ -24,7 +24,7 @@ _MASK: Final = 2**64 - 1
 
 
 def counts(request: inference_pb2.GenerateRequest, sampling: Sampling) -> tuple[int, int]:
-    """How many answers are returned, and how many are sampled."""
+    """The number of returned answers, and the number of sampled ones."""
     n = request.n if request.HasField("n") else 1
     best_of = request.best_of if request.HasField("best_of") else n
     if not 1 <= n <= MAX_ANSWERS:
@@ -33,12 +33,13 @@ def counts(request: inference_pb2.GenerateRequest, sampling: Sampling) -> tuple[
         raise InvalidRequest("best_of", best_of, f"between n ({n}) and {MAX_ANSWERS}")
     if best_of > 1 and sampling.is_greedy:
         field = "n" if n > 1 else "best_of"
-        raise InvalidRequest(field, max(n, best_of), "1 where temperature is 0: every answer would be the same")
+        raise InvalidRequest(field, max(n, best_of), "1 with temperature 0, where every answer would be the same")
     return n, best_of
 
 
 def samplings(sampling: Sampling, n: int, best_of: int) -> list[Sampling]:
-    """One for each sampled answer. The prompt is scored once; ranking needs the sampled tokens' logprobs."""
+    """One Sampling for each sampled answer. Only the first one scores the prompt. Ranking needs the logprobs of the
+    sampled tokens."""
     if best_of > n and sampling.logprobs is None:
         sampling = dataclasses.replace(sampling, logprobs=0)
     others = [
@@ -50,14 +51,15 @@ def samplings(sampling: Sampling, n: int, best_of: int) -> list[Sampling]:
 
 @final
 class Group:
-    """Has the interface of one Answer. The answers share `changed`."""
+    """Several answers with the interface of one Answer. They share `changed`."""
 
     def __init__(self, answers: Sequence[Answer], changed: asyncio.Event, *, num_kept: int) -> None:
-        """If fewer are kept than sampled: those with the largest mean logprob, best first, after all have ended."""
+        """If fewer answers are kept than sampled, those with the largest mean logprob are sent, best first, after all
+        have ended."""
         self.changed = changed
         self.answers = tuple(answers)
         self._num_kept = num_kept
-        self._is_told = False  # the total was sent
+        self._is_total_sent = False
 
     @property
     def error(self) -> PdserveError | None:
@@ -77,7 +79,7 @@ class Group:
             kept = sorted(kept, key=lambda one: one.mean_logprob, reverse=True)[: self._num_kept]
         messages = self.answers[0].opening()
         for sibling in self.answers[1:]:
-            sibling.opening()  # has been said
+            sibling.opening()  # dropped: the first answer has sent it
         for index, answer in enumerate(kept):
             for message in answer.drain():
                 if message.HasField("delta"):
@@ -85,8 +87,8 @@ class Group:
                 elif message.HasField("finished"):
                     message.finished.index = index
                 messages.append(message)
-        if self.is_over and not self._is_told and self.error is None:
-            self._is_told = True
+        if self.is_over and not self._is_total_sent and self.error is None:
+            self._is_total_sent = True
             messages[-1].finished.total_usage.CopyFrom(USAGE.encode(self._total()))
         return messages
 
@@ -96,7 +98,7 @@ class Group:
 
 
 def _sibling_seed(seed: int, index: int) -> int:
-    """splitmix64 (Steele, Lea, Flood 2014), `index` steps from `seed`, so that answers have different seeds."""
+    """The seed of answer `index`: splitmix64 (Steele, Lea, Flood 2014), `index` steps from `seed`."""
     value = (seed + index * _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,4 @@
-"""InferenceService, the public API. Streams answers, and detects a disconnected client at every stage.
+"""InferenceService, the public API. Streams answers, and detects at every stage that a client has disconnected.
 
 No header is sent before the first token or the error, so that a rejected call stays retryable (gRPC A6).
 """
@@ -37,9 +37,9 @@ from router.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-WRITE_S: Final = 30.0  # a reader that takes nothing for this long counts as gone
+WRITE_S: Final = 30.0  # a client that reads nothing for this long is treated as disconnected
 MAX_HELD_BYTES: Final = 256 * 2**20
-MAX_TWINS: Final = 16  # requests with one id at a time
+MAX_SAME_ID: Final = 16  # concurrent requests with the same id
 
 
 @final
@@ -77,14 +77,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             span.fail(error.reason)
             status.end(context, error)
         except (asyncio.CancelledError, grpc.aio.InternalError):
-            # The client has disconnected. gRPC cancels the handler or fails its write; the status is not read.
+            # The client has disconnected: gRPC cancels the handler or fails its write. Nobody reads the status.
             self._measure.disconnected()
             raise asyncio.CancelledError from None
-        except Exception as error:  # for any error the caller gets a status, and the log the traceback
+        except Exception as error:  # on any error, the caller receives a status, and the log has the traceback
             log.exception("a request crashed")
             span.fail(type(error).__name__)
             self._measure.error(InternalError.reason)
-            status.end(context, InternalError("the router failed; its log says why"))
+            status.end(context, InternalError("the router failed; see its log"))
 
     async def GetModel(self, request: inference_pb2.GetModelRequest, context: Any) -> inference_pb2.GetModelResponse:
         model = self._model()
@@ -98,7 +98,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             has_chat_template=self._admission.chat_template is not None,
             tool_format=self._admission.tool_format,
             reasoning_format=self._admission.reasoning_format,
-            # The prompt has at least one token of the context.
+            # The prompt takes at least one token of the context.
             max_new_tokens=min(self._admission.limits.max_new_tokens, model.max_context_tokens - 1),
         )
 
@@ -139,7 +139,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     @contextmanager
     def _claim(self, least_tokens: int = 0) -> Iterator[CallClaim]:
-        """The quotas of this call's tenant, taken before anything is spent on the call. Raises QuotaExceeded."""
+        """Claims the tenant's quotas for this call, before any work for it. Raises QuotaExceeded."""
         tenant = current_tenant()
         try:
             claim = self._quotas.open(tenant, time.monotonic(), least_tokens=least_tokens)
@@ -167,7 +167,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._measure.prepared(span, prepared_s - arrived_s)
         max_tokens = [one.max_tokens for one in prepared.samplings]
         claim.admit(len(prepared.prompt_ids), max_tokens, prepared_s)
-        # A prompt that is scored is computed completely, without prefix caches.
+        # A prompt with prompt_logprobs is computed completely, so prefix caches are not used.
         is_scored = prepared.sampling.prompt_logprobs is not None
         cached = await self._cached_blocks(() if is_scored else prepared.block_hashes, span)
         lookup_s = time.monotonic() - prepared_s
@@ -194,7 +194,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         arrived_s: float,
         lookup_s: float,
     ) -> None:
-        """All answers or none: nothing is sent before each was admitted, and the first error ends all."""
+        """Sends nothing before every answer was admitted. The first error ends all of them."""
         changed = asyncio.Event()
         answers = [self._answer(prepared, index, model, changed) for index in range(len(prepared.samplings))]
         group = Group(answers, changed, num_kept=prepared.num_answers)
@@ -214,7 +214,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             changed.set()
             await self._stream(group, context)
         finally:
-            for request_id, answer in zip(begun, answers, strict=False):  # fewer have begun if one was rejected
+            for request_id, answer in zip(begun, answers, strict=False):  # `begun` is shorter if an answer was rejected
                 self._runtime.leave(request_id, answer)
             self._delivered(span, answers)
 
@@ -236,7 +236,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 prepared.prompt_ids, has_special_tokens=not sampling.skip_special_tokens
             ),
             model.eos_token_ids,
-            # Ranked answers wait for the last of them, not for a slow reader.
+            # Ranked answers are sent after the last one has ended, so there is no slow reader to wait for.
             max_pending_tokens=sampling.max_tokens if is_ranked else MAX_PENDING_TOKENS,
             changed=changed,
             shows_logprobs=prepared.sampling.logprobs is not None,
@@ -260,8 +260,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         spent_s: float,
         lookup_s: float,
     ) -> str:
-        """Passes answer number `index` to the state; returns its id."""
-        # A tenant cannot learn about or take the ids of another.
+        """Passes answer number `index` to the state, and returns the id of its request."""
+        # A tenant can neither learn nor occupy the ids of another tenant.
         name = f"{prepared.tenant}/{prepared.request_id}" if prepared.tenant else prepared.request_id
         name = name if index == 0 else f"{name}#{index}"
         request_id, sampling = self._unused(name), prepared.samplings[index]
@@ -279,7 +279,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             num_prompt_tokens=len(prepared.prompt_ids),
             sampling=sampling,
             slo=prepared.slo,
-            # The time in which an answer was made to wait for the prompt's KV does not count against its target.
+            # The time in which this answer waited for the first answer's KV does not count against its TTFT target.
             spent_s=0.0 if index else spent_s,
             lookup_s=0.0 if index else lookup_s,
             deadline_s=max(prepared.deadline_s - spent_s, 0.0),
@@ -288,7 +288,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             cached_blocks=cached,
             **prepared.attributes(),
         )
-        # Of no attempt yet: the runtime adds number, output and deadline of each.
+        # The runtime adds the number, output and deadline of each attempt.
         attempt = Attempt(
             key=AttemptKey("", request_id, 0),
             prompt_ids=prepared.prompt_ids,
@@ -304,10 +304,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return request_id
 
     def _unused(self, name: str) -> str:
-        """`name`, or an id derived from it while a worker still holds memory for an earlier call with that name."""
+        """`name`, or an id derived from it if a worker still holds memory for an earlier call with that id."""
         if not self._runtime.knows(name):
             return name
-        for number in range(2, MAX_TWINS + 1):
+        for number in range(2, MAX_SAME_ID + 1):
             if not self._runtime.knows(f"{name}~{number}"):
                 return f"{name}~{number}"
         raise InvalidRequest("request_id", name, "an id that is not in use")
@@ -321,7 +321,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             async with asyncio.timeout(self._prefix_lookup_s):
                 cached = await self._lookup.lookup(hashes)
         except TimeoutError:
-            pass  # no answer means no prefix
+            pass  # without an answer, the request is placed as if no prefix were cached
         is_told = cached is not None and (bool(cached) or self._lookup.is_available)
         most = max(cached.values(), default=0) if cached is not None and is_told else None
         self._measure.looked_up(span, time.monotonic() - started_s, most)

@@ -17,7 +17,7 @@ from router.transitions import Reject, Steps
 
 
 def reject_newly_late(cluster: ClusterState) -> Iterator[Reject]:
-    """Requests whose latest time to start has passed are rejected, or served after those that can be on time."""
+    """Rejects requests whose latest time to start has passed, or puts them behind those that can be on time."""
     for request_id in cluster.queue.mark_newly_late(cluster.now_s):
         request = cluster.requests[request_id]
         unloaded, waited_s = request.unloaded, cluster.now_s - request.arrived_s
@@ -27,7 +27,7 @@ def reject_newly_late(cluster: ClusterState) -> Iterator[Reject]:
         is_hopeless = is_long(cluster, unloaded) and waited_s + least_s(unloaded.ttft_s, unloaded) > target_s
         late_start_s = present.start_in_s(cluster.queue.late_ahead_s(request_id))
         if is_hopeless or late_start_s > target_s or is_certain(cluster, unloaded, present):
-            # There may be room for it after the waiting requests were served.
+            # After the waiting requests were served, there may be room for it.
             work_s = sum(cluster.queue.entry(one).prefill_s for one in cluster.queue)
             message = f"has waited {waited_s:.3f} s, which leaves too little"
             rejection = reject_late(cluster, request, message, present.start_in_s(work_s))
@@ -36,8 +36,8 @@ def reject_newly_late(cluster: ClusterState) -> Iterator[Reject]:
 
 
 def delay_if_late(cluster: ClusterState, request: Request, decision: Decision) -> Steps[bool]:
-    """If the placement is predicted to miss the target, the request is rejected, or put behind requests that can meet
-    theirs. False: it starts. A request that was late before has waited for this placement and gets it."""
+    """Rejects a request that is predicted to miss its target with this placement, or puts it behind requests that can
+    meet theirs. False: the request starts. A request that was late before has waited for this placement, and starts."""
     unloaded, slo, queue = request.unloaded, request.facts.slo, cluster.queue
     if "least-slack" not in cluster.rules or unloaded is None or not decision.candidates or request.output:
         return False

@@ -1,7 +1,7 @@
-"""Expected lengths of answers: unknown at arrival, so a running mean is used. Pure.
+"""Expected lengths of answers. They are unknown at arrival, so a running mean is used. Pure.
 
 Requests are of one class if their `max_tokens` have the same number of binary digits, because requests with a limit of
-16 tokens and of 4,096 differ. A new class starts with the mean of all.
+16 tokens and of 4,096 differ. A new class starts with the mean over all classes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OutputLengths:
         return max(1.0, min(mean, max_tokens) - answered)
 
     def observe(self, max_tokens: int, tokens: int) -> None:
-        """An answer has ended after `tokens`."""
+        """Learns from an answer that has ended after `tokens`."""
         for key in (max_tokens.bit_length(), ALL):
             seen, mean = self._means.get(key, (0, 0.0))
             self._means[key] = (seen + 1, mean + max(GAIN, 1.0 / (seen + 1)) * (tokens - mean))

@@ -1,10 +1,10 @@
 """The state machine of a request in the router. Pure: no clock, sockets or randomness.
 
-MOVES is the specification: an event of a request that is not in it is illegal. docs/lifecycle.md is drawn from it by
-`python -m router.lifecycle_page`. This module defines the stages of a request. attempts.py, recovery.py and placing.py
-return transitions, and transitions.py carries them out.
+MOVES is the specification: an event that is not in it is illegal. `python -m router.lifecycle_page` draws
+docs/lifecycle.md from it. attempts.py, recovery.py and placing.py return transitions, and transitions.py carries them
+out.
 
-A message of an older attempt, or for a forgotten request, never reaches this table: it is late, and only counted.
+A message of an older attempt, or for a forgotten request, never reaches this table. It is late, and is only counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stage(Enum):
 class Move(Enum):
     """The events of a request."""
 
-    ARRIVED = "arrived"  # makes a new request; of one that is known it is illegal
+    ARRIVED = "arrived"  # creates a request; illegal for a known one
     PLACED_REMOTE = "placed remote"
     PLACED_LOCAL = "placed local"
     GRANTED = "granted"
@@ -69,19 +69,19 @@ MOVES: Final[dict[tuple[Stage, Move], Stage]] = {
     (Stage.RESERVING, Move.GRANTED): Stage.PREFILLING,
     (Stage.PREFILLING, Move.FIRST_TOKEN): Stage.MOVING,
     (Stage.MOVING, Move.COMMITTED): Stage.DECODING,
-    # The two workers' streams are not ordered against each other.
+    # Messages of the two workers may arrive in any order.
     (Stage.PREFILLING, Move.COMMITTED): Stage.LANDED,
     (Stage.LANDED, Move.FIRST_TOKEN): Stage.DECODING,
     (Stage.DECODING, Move.TOKENS): Stage.DECODING,
     (Stage.QUEUED, Move.PLACED_LOCAL): Stage.RESERVING_LOCAL,
     (Stage.RESERVING_LOCAL, Move.GRANTED): Stage.LOCAL,
     (Stage.LOCAL, Move.TOKENS): Stage.LOCAL,
-    # Either worker may decline; the other one's memory is then cancelled.
+    # Either worker may decline. The attempt is then cancelled on the other one.
     (Stage.RESERVING, Move.DECLINED): Stage.QUEUED,
     (Stage.PREFILLING, Move.DECLINED): Stage.QUEUED,
     (Stage.RESERVING_LOCAL, Move.DECLINED): Stage.QUEUED,
     (Stage.QUEUED, Move.REJECTED): Stage.REJECTED,
-    # Dead or silent worker, failed transfer, internal error of a worker: continues at the exact next token.
+    # A dead or silent worker, a failed transfer, or a worker's internal error. The request continues at the next token.
     **{(stage, Move.LOST): Stage.QUEUED for stage in WITH_WORKERS},
     # A stop string may be found in any stage, even if the request is queued again.
     **{(stage, Move.LAST_TOKEN): Stage.FINISHED for stage in LIVE},
@@ -93,7 +93,7 @@ MOVES: Final[dict[tuple[Stage, Move], Stage]] = {
 
 
 class SenderEnd(Enum):
-    """How a prefill worker can end its part in an attempt other than by sending all."""
+    """How a prefill worker's part in an attempt can end before it has sent all KV."""
 
     LOST = "lost or silent"
     FAILED = "attempt failed"
@@ -101,8 +101,8 @@ class SenderEnd(Enum):
     RELEASED = "released"
 
 
-#: The stages at which an attempt is lost with its prefill worker's part in it. At the others the attempt goes on: from
-#: LANDED on the receiver has verified the KV, whatever the sender saw, and from MOVING on the first token is there.
+#: The stages at which the attempt is lost if its prefill worker's part ends early. At the other stages it continues:
+#: from MOVING on, the first token has arrived, and from LANDED on, the receiver has verified the KV.
 NEEDS_SENDER: Final[dict[SenderEnd, frozenset[Stage]]] = {
     SenderEnd.LOST: frozenset({Stage.RESERVING, Stage.PREFILLING, Stage.MOVING, Stage.LANDED}),
     SenderEnd.FAILED: frozenset({Stage.RESERVING, Stage.PREFILLING, Stage.MOVING, Stage.LANDED}),
@@ -118,7 +118,7 @@ IN_BATCH: Final = frozenset({Stage.DECODING})
 
 
 class IllegalMove(Exception):
-    """A worker or the runtime violated the protocol; `story` lists the request's previous moves."""
+    """A worker or the runtime violated the protocol. `story` lists the request's previous moves."""
 
     def __init__(self, request_id: str, stage: Stage, move: Move, story: tuple[str, ...] = ()) -> None:
         super().__init__(f"request {request_id}: {move.value!r} while {stage.value}; before: {', '.join(story) or '-'}")

@@ -10,7 +10,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.v1 import worker_pb2
 
 MAX_LINKS: Final = 4096
-MAX_CHARS: Final = 1024  # of each text
+MAX_CHARS: Final = 1024  # in each text field
 
 
 @final

@@ -1,7 +1,7 @@
 """Frames of the live view: the router's state and the requests that ended since the frame before. Pure.
 
-A frame is bounded. Requests on workers come before those in the queue, and `omitted` counts those left out. The ended
-ones are kept for viewers that come later, and the totals count those that were dropped.
+The size of a frame is bounded. Requests on workers come before those in the queue, and `omitted` counts the requests
+that did not fit. Recently ended requests are kept for new viewers, and the totals also count the dropped ones.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from router.live_log import live_request
 from router.request import Request
 from router.view import WorkerView
 
-MOST_IN_PROGRESS: Final = 256  # of one frame
+MAX_IN_PROGRESS: Final = 256  # requests in one frame
 _TOTALS: Final = tuple(one.name for one in fields(LiveTotals))
 
 
-def live_frame(cluster: ClusterState, now_s: float, after: int, most: int = MOST_IN_PROGRESS) -> LiveFrame:
+def live_frame(cluster: ClusterState, now_s: float, after: int, most: int = MAX_IN_PROGRESS) -> LiveFrame:
     """The state at `now_s`: at most `most` requests in progress, and those that ended after the first `after` ones."""
     in_progress = list(islice(_in_progress(cluster), most))
     num_in_progress = len(cluster.requests) - len(cluster.ended)
@@ -45,7 +45,7 @@ def live_frame(cluster: ClusterState, now_s: float, after: int, most: int = MOST
 
 
 def _in_progress(cluster: ClusterState) -> Iterator[Request]:
-    """Those on workers first, each in the order of arrival."""
+    """Requests on workers first, then the others, each in order of arrival."""
     alive = [one for one in cluster.requests.values() if one.request_id not in cluster.ended]
     return chain(
         (one for one in alive if one.stage is not Stage.QUEUED), (one for one in alive if one.stage is Stage.QUEUED)

@@ -1,4 +1,4 @@
-"""The requests that ended last, as the live view shows them, and counts of all. Pure."""
+"""The latest ended requests, as the live view shows them, and counts of all ended requests. Pure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from router.commands import Outcome
 from router.explaining import DecisionRecord, is_chosen
 from router.request import Request
 
-MOST_ENDED: Final = 512  # kept, and so the most of one frame
+MAX_ENDED: Final = 512  # ended requests that are kept, and therefore the maximum in one frame
 ENDED: Final = "ended"
 
 
 @final
 class LiveLog:
-    """In bounded memory."""
+    """Keeps the latest MAX_ENDED requests."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.num_ended = 0
-        self._ended: deque[LiveRequest] = deque(maxlen=MOST_ENDED)
+        self._ended: deque[LiveRequest] = deque(maxlen=MAX_ENDED)
 
     def ended(self, request: Request, outcome: Outcome, record: DecisionRecord | None, now_s: float) -> None:
         row = live_request(request, record, request.timeline.slices, now_s, outcome)
@@ -34,7 +34,7 @@ class LiveLog:
         self._ended.append(row)
 
     def after(self, number: int) -> list[LiveRequest]:
-        """Those kept of the requests that ended after the first `number` ones."""
+        """The kept requests among those that ended after the first `number` ones."""
         return list(islice(self._ended, max(len(self._ended) - (self.num_ended - number), 0), None))
 
 
@@ -45,7 +45,7 @@ def live_request(
     ended_s: float | None = None,
     outcome: Outcome | None = None,
 ) -> LiveRequest:
-    """`record`: the last decision about it. `ended_s` and `outcome` are None while it is in progress."""
+    """`record` is the last decision about the request. `ended_s` and `outcome` are None while it is in progress."""
     facts, where = request.facts, request.placement or request.last_path
     decision = None if record is None else record.decision
     chosen = None if decision is None else next((one for one in decision.candidates if is_chosen(one, decision)), None)

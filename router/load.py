@@ -1,12 +1,12 @@
-"""The load of a decode worker in seconds: its steps, and the time of prompts that it prefills beside them. Pure.
+"""The load of a decode worker in seconds: its steps, and the prompts that it prefills in them. Pure.
 
 Computed from a WorkerView when a decision needs it, and cached until the worker's state changes. A decision then needs
 only a dozen multiplications per worker.
 
     step_s      one step with all running and all arriving requests (the tandem queue)
-    reading     a step prefills as many prompt tokens as pdserve.core.step_rule allows; such a token
-                takes `prefill_slowdown` times as long as on an idle worker, and running requests wait for the
-                share `decode_stall_share` of the prefill time
+    prefill     a step prefills as many prompt tokens as pdserve.core.step_rule allows; such a token takes
+                `prefill_slowdown` times as long as on an idle worker, and running requests wait for the share
+                `decode_stall_share` of the prefill time
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MID_PROMPT: Final = 4096  # assumed context in the cost of a prompt token, indep
 
 
 class Slack(NamedTuple):
-    """How long steps may take beside running requests that are ahead of their due times."""
+    """How much longer steps may take because running requests are ahead of their due times."""
 
     total_s: float  # beyond their TPOT targets, over all steps; at least 0
     longest_step_s: float  # the longest gap between two tokens
 
 
 NO_SLACK: Final = Slack(0.0, 0.0)
-TRUSTED_SAMPLES: Final = 16  # of a cost model, before its predictions and errors count
+TRUSTED_SAMPLES: Final = 16  # that a cost model must have before its errors are used
 
 
 @final
@@ -85,7 +85,7 @@ class DecodeLoad:
         # A target that the worker could not meet even for a single short sequence is ignored.
         self.alone_s = alone_s = base_s + row_s
         self.tightest_s = tightest_s = min([one for one in tpot_targets_s if one > alone_s], default=math.inf)
-        # A larger band would leave a noisy machine half empty.
+        # With a larger band, a machine with noisy step times would stay half empty.
         self.band = min(cost.decode_error, WIDEST_BAND) if cost.num_decode_samples >= TRUSTED_SAMPLES else 0.0
         self.sure = 1.0 + self.band
         # An empty worker counts as open whatever its report says, because the report may be old; the worker decides.
@@ -106,7 +106,7 @@ class DecodeLoad:
         self.decode_stall_share = max(0.0, 1.0 - step_s / reads_s) if rows and reads_s > 0.0 else 0.0
         self.batch_s = reads_s * max(1.0, most / chunk)  # time to prefill the maximum of one step
 
-    def reading_s(self, uncached: float, cached: float, slack: Slack = NO_SLACK) -> float:
+    def prefill_time_s(self, uncached: float, cached: float, slack: Slack = NO_SLACK) -> float:
         """Seconds from the first to the last step that prefills the prompt."""
         if uncached <= 0.0:
             return 0.0
@@ -120,9 +120,9 @@ class DecodeLoad:
         rows_s = self.row_s * self.rows + self.token_s * self.context
         return self._cost.prefill_s(uncached, cached, chunk) + rows_s * steps
 
-    def share_s(self, uncached: float, cached: float, slack: Slack = NO_SLACK) -> float:
-        """A prompt's share of the worker's prefill time. The last step of a prompt also contains tokens of the next
-        one, so each of many prompts takes its share of steps."""
+    def prefill_share_s(self, uncached: float, cached: float, slack: Slack = NO_SLACK) -> float:
+        """A prompt's share of the worker's prefill time. Its last step also contains tokens of the next prompt, so a
+        queue of prompts takes the sum of their shares."""
         if uncached <= 0.0:
             return 0.0
         chunk = float(self._chunk(cached + 0.5 * uncached))
@@ -167,7 +167,7 @@ class DecodeLoad:
         )
 
     def grew(self, tokens: int, blocks: int) -> None:
-        """Rows have grown by `tokens` in `blocks` more blocks. The cost of prefill is not updated."""
+        """Adds `tokens` in `blocks` new blocks to the running rows. Does not update the cost of prefill."""
         self.context += tokens
         self.step_s += self.token_s * tokens
         self.joined_s = self.step_s + self.row_s

@@ -1,4 +1,4 @@
-"""A router's metrics and spans about requests. Names are in metric_names.py and names.py of telemetry."""
+"""The router's metrics and spans of requests. Their names are in metric_names.py and names.py of pdserve/telemetry."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RequestFacts:
     operation: str  # names.CHAT or names.TEXT_COMPLETION
     model: str
     tenant: str = ""
-    is_sibling: bool = False  # a further answer to a prompt that was counted already
+    is_sibling: bool = False  # a further answer to a prompt that is already counted
 
 
 @final
@@ -43,7 +43,7 @@ class Measure:
         link_of: LinkOf = lambda prefill, decode: None,
         tenant_labels: int = 0,
     ) -> None:
-        """`link_of` returns the KV connection of two workers. `tenant_labels` tenants have metrics of their own."""
+        """`link_of` returns the KV connection of two workers. At most `tenant_labels` tenants have their own labels."""
         self.metrics, self.tracing, self._link_of = metrics, tracing, link_of
         self._labels = TenantLabels(tenant_labels)
         self._running_labels: set[str] = set()
@@ -65,11 +65,11 @@ class Measure:
         self.tracing.record(names.PHASE_SPANS[Phase.PREPARE], span.traceparent, seconds)
 
     def delivered(self, span: OpenSpan, seconds: float) -> None:
-        """From the end of the answer in the state to the writing of its last message."""
+        """Records the time from the end of the answer until its last message was written."""
         self.tracing.record(names.SPAN_DELIVER, span.traceparent, seconds)
 
     def looked_up(self, span: OpenSpan, seconds: float, most_blocks: int | None) -> None:
-        """`most_blocks` is the longest prefix found; None if the index gave no answer."""
+        """`most_blocks` is the length of the longest cached prefix; None if the index did not answer."""
         blocks = {} if most_blocks is None else {names.PREFIX_BLOCKS: most_blocks}
         self.tracing.record(names.PHASE_SPANS[Phase.PREFIX_LOOKUP], span.traceparent, seconds, blocks)
         outcome = "unavailable" if most_blocks is None else "hit" if most_blocks else "miss"
@@ -123,7 +123,7 @@ class Measure:
         self.metrics.add(metric_names.REQUEST_ERRORS, reason=reason)
 
     def rejected(self, error: PdserveError) -> None:
-        """A call that was rejected before its handler."""
+        """Counts a call that was rejected before its handler ran."""
         self.error(error.reason)
 
     def over_quota(self, tenant: str, quota: str) -> None:
@@ -163,10 +163,10 @@ class Measure:
         span.set(names.DECODE_WORKER, timings.decode_worker)
         if timings.path is not None:
             span.set(names.PATH, timings.path.value)
-        for name, value in self._way(timings).items():
+        for name, value in self._transport(timings).items():
             span.set(name, value)
 
-    def _way(self, timings: Timings) -> dict[str, str]:
+    def _transport(self, timings: Timings) -> dict[str, str]:
         """The transport of the KV; empty if there was no transfer, or the prefill worker has not reported it yet."""
         link = self._link_of(timings.prefill_worker, timings.decode_worker) if timings.transfer_bytes else None
         return {} if link is None else {names.TRANSFER_KIND: link.transport, names.TRANSFER_REASON: link.reason}
@@ -176,7 +176,7 @@ class Measure:
             self.metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, error_type=reason, **_labels(facts))
 
     def _trace(self, facts: RequestFacts, timings: Timings, slices: Sequence[Slice]) -> None:
-        """Records a span for each slice that no worker and no earlier part of the router has recorded."""
+        """Records a span for each slice that neither a worker nor an earlier part of the router has recorded."""
         if not self.tracing.is_on:
             return
         now_ns = time.time_ns()
@@ -186,7 +186,7 @@ class Measure:
             attributes: dict[str, int | float | str] = {names.ATTEMPT: one.attempt} if one.attempt else {}
             if one.phase is Phase.TRANSFER_WAIT:
                 attributes |= {names.TRANSFER_S: timings.transfer_s, names.TRANSFER_BUSY_S: timings.transfer_busy_s}
-                attributes |= self._way(timings)
+                attributes |= self._transport(timings)
             end_ns = now_ns - int((timings.total_s - one.begin_s - one.seconds) * 1e9)
             name = names.PHASE_SPANS[one.phase]
             self.tracing.record(name, facts.span.traceparent, one.seconds, attributes, end_ns)

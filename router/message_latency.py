@@ -24,6 +24,6 @@ class MessageLatency:
         self.typical_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Negative if the prediction of the preceding work was too long."""
+        """Adds a latency. It is negative if the worker's preceding work was predicted too long."""
         self._seen.append(seconds)
         self.typical_s = max(median(self._seen), 0.0)

@@ -1,4 +1,4 @@
-"""Facts of the cluster's model: reported by the first worker, and compared with all others."""
+"""Properties of the cluster's model, as the first worker reports them. All other workers must agree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.wire.protocol import FINGERPRINT
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     name: str
-    max_context_tokens: int  # of the largest decode worker; workers may differ, and each request goes where it fits
+    max_context_tokens: int  # of the largest decode worker; a request goes to a worker that is large enough
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     block_size: int

@@ -1,13 +1,13 @@
-"""Admission control: decides whether a waiting request may continue to wait. Pure.
+"""Admission control: decides whether a request may wait in the queue. Pure.
 
-A request is rejected only if serving it would cost others: if demand is over BUSY_SHARE of the capacity, and over what
-the other workers can do while one serves it. Otherwise a hopeless request is served late, behind those that can meet
-their target. What it leaves in the prefix caches serves the next turn of its session.
+A request is rejected only if serving it would cost others: if demand is above BUSY_SHARE of the capacity, and above
+what the other workers can serve while one worker serves this request. Otherwise a request that cannot meet its target
+is served late, behind those that can. The KV that it leaves in the prefix cache helps the next turn of its session.
 
-forecast.py predicts when a request starts, from what is ahead of it in the order of queue.py:
+forecast.py predicts when a request starts, from the work ahead of it in the order of queue.py:
 
-    start(r) = when the capacity has done what is ahead of r, at the observed drain rate
-    ttft(r)  = waited + its prefill on the worker that ends it first, which begins at start(r) or when it is free
+    start(r) = when the capacity has done the work ahead of r, at the observed drain rate
+    ttft(r)  = waited + prefill of r on the worker that would finish it first, from start(r) or when that is free
 
 While decode workers are full, nothing starts. This standstill is expected to last as long again as it has lasted so
 far.
@@ -30,18 +30,17 @@ errors make no request late. If demand is certainly below capacity, the queue wi
 rejected only if it misses its target even if the prediction is SIGMAS standard errors too long. In between, the margin
 decreases as overload becomes more likely, and a long request must leave a standard error to spare.
 
-A new request is also rejected if others wait and it is expected to displace more than one of them (_displaced): serving
-it would meet one target and miss several.
+A new request is also rejected if others wait and it is expected to displace more than one of them (_displaced):
+serving it would meet one target and make several requests miss theirs.
 
 A rejection is most useful at arrival. A request that was admitted and has become late is rejected only if demand is
 certainly above capacity, if it is long, or if the late requests before it take longer than its TTFT target. Otherwise
 it is served late.
 
-A request that makes an earlier one miss its target is rejected too: r harms q, which is behind it in its level, if q
-starts in time without r and not with it. Only requests of its own level count: a higher class is not rejected because
-of a lower one. This takes one pass over the waiting requests. Before a new request of a less served tenant, other
-tenants count only with the work that they may have before they yield (fairness.py); a request that must yield to it is
-not harmed.
+A new request r is rejected, too, if it would make an earlier request q miss its target: q goes behind r, and would
+start in time only without r. Only requests of the same level count, so no request is rejected because of a lower class.
+The check takes one pass over the waiting requests. If r's tenant is less served, other tenants count only with the work
+that they may receive before they yield (fairness.py), and requests that must yield to r are not harmed by it.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from router.queue import Entry, Queue
 from router.request import Request
 from router.transitions import Reject
 
-# times its own prefill that must fit; results are the same from 2.5 to 3 (docs/benchmarks/scheduling.md)
+# Multiple of its own prefill that must fit. Results are equal from 2.5 to 3 (docs/benchmarks/scheduling.md).
 ROOM: Final = 2.5
 QUARTERS: Final = (-1.15, -0.32, 0.32, 1.15)  # medians of a normal distribution's four quarters
 
@@ -73,12 +72,13 @@ class Ahead:
 
     work_s: float  # prefill seconds
     count: int  # requests
-    harmed: str = ""  # a later request that would start too late because of it
+    harmed: str = ""  # a request behind it that would start too late because of it
 
 
 def reject_before_placing(cluster: ClusterState, request: Request) -> Iterator[Reject]:
-    """A new request while others wait. A long request has the earliest latest start, so it would be placed before
-    `reject_or_queue` checks it. It is rejected here if it displaces more than one other request."""
+    """Rejects a new request, while others wait, if it would displace more than one of them. This check comes first,
+    because a long request is first in the queue (it must start the soonest), and would otherwise be placed before
+    `reject_or_queue` sees it."""
     unloaded = request.unloaded
     if not cluster.rules >= {"rejection", "shortest"} or unloaded is None or request.request_id not in cluster.queue:
         return
@@ -93,7 +93,7 @@ def reject_before_placing(cluster: ClusterState, request: Request) -> Iterator[R
 
 
 def reject_or_queue(cluster: ClusterState, request: Request) -> Iterator[Reject]:
-    """A new request that could not be placed immediately."""
+    """Rejects a new request that could not be placed immediately, or lets it wait."""
     unloaded = request.unloaded
     if "rejection" not in cluster.rules or unloaded is None or request.request_id not in cluster.queue:
         return
@@ -117,7 +117,7 @@ def reject_or_queue(cluster: ClusterState, request: Request) -> Iterator[Reject]
         message = f"demand exceeds capacity: prompts with a prefill of up to {longest_s:.3f} s are admitted"
         rejection = reject_late(cluster, request, message, predicted_s + (ROOM - 1.0) * own_s - slo.ttft_s)
     elif ahead.harmed and drain_error(cluster, unloaded) < 1.0:
-        message = f"{ahead.harmed} was admitted before and would miss its TTFT target"
+        message = f"{ahead.harmed} was admitted earlier and would miss its TTFT target"
         rejection = Reject(request, FailKind.OVERLOADED, message, clamped_retry_s(own_s))
     else:
         return
@@ -128,7 +128,7 @@ def reject_or_queue(cluster: ClusterState, request: Request) -> Iterator[Reject]
 def work_ahead(entry: Entry, queue: Queue, present: Capacity, now_s: float) -> Ahead:
     """The work ahead of the entry, and a later request that would become late because of it."""
     fairness = queue.fairness
-    before: defaultdict[str, float] = defaultdict(float)  # tenant -> prefill seconds that go before the entry
+    before: defaultdict[str, float] = defaultdict(float)  # tenant -> prefill seconds ahead of the entry
     behind, count = [], 0
     for one in queue.on_time(entry.level):
         if one < entry:
@@ -157,7 +157,7 @@ def work_ahead(entry: Entry, queue: Queue, present: Capacity, now_s: float) -> A
 
 
 def _others_wait(queue: Queue, entry: Entry) -> bool:
-    """Whether others of the entry's level wait that are on time."""
+    """Whether other requests of the entry's level wait that can still be on time."""
     return any(one is not entry for one in queue.on_time(entry.level))
 
 
@@ -165,26 +165,27 @@ def _displaced(cluster: ClusterState, unloaded: UnloadedEstimate, present: Capac
     """How many other requests are expected to miss their target if this one is served.
 
     If demand exceeds capacity, the requests up to some size can be served, and each second of this request displaces
-    one request of that size. `bearable` is the demand at which the queue reaches the target within the horizon. Demand
-    is uncertain, so the result is a mean over QUARTERS of its distribution. The probability that the queue fills up is
-    taken to be its fullness, because demand that has lasted for some time is expected to last as long again.
+    one request of that size. `sustainable` is the demand at which the queue just reaches the target within the
+    horizon. Demand is uncertain, so the result is a mean over QUARTERS of its distribution. The queue is assumed to
+    fill up with a probability equal to its fullness, because demand that has lasted for some time is expected to last
+    as long again.
     """
     demand = cluster.demand
     rate, error = demand.of_others(unloaded.ttft_s, cluster.now_s)
     error = rate * math.hypot(error, drain_error(cluster, unloaded))
     if demand.target_s <= 0.0 or present.rate <= 0.0:
         return 0.0
-    full = present.start_in_s(cluster.queue.on_time_s) / demand.target_s  # its own prefill is part of it
-    bearable = present.rate * max(1.0 + (1.0 - full) / HORIZON, 0.0)
+    full = present.start_in_s(cluster.queue.on_time_s) / demand.target_s  # includes its own prefill
+    sustainable = present.rate * max(1.0 + (1.0 - full) / HORIZON, 0.0)
     demands = [rate + sigmas * error for sigmas in QUARTERS]
-    sizes_s = [demand.size_within(bearable / each) for each in demands if each > bearable]
+    sizes_s = [demand.size_within(sustainable / each) for each in demands if each > sustainable]
     return min(full, 1.0) * sum(unloaded.ttft_s / size_s for size_s in sizes_s) / len(QUARTERS)
 
 
 def _benefit_of_doubt(cluster: ClusterState, unloaded: UnloadedEstimate, present: Capacity) -> float:
-    """By how many standard errors the prediction must miss the target for a rejection: SIGMAS if demand is certainly
-    below capacity, and fewer if that is less certain. Long requests, and all requests if demand is certainly above
-    capacity, must instead meet the target with one standard error to spare."""
+    """The number of standard errors by which the prediction must miss the target for a rejection: SIGMAS if demand is
+    certainly below capacity, and less if that is uncertain. For long requests, and for all requests if demand is
+    certainly above capacity, it can fall to -1: the target must then be met with one standard error to spare."""
     rate = cluster.demand.rate(cluster.now_s)
     error = rate * math.hypot(cluster.demand.error, drain_error(cluster, unloaded))
     if error <= 0.0:
@@ -205,7 +206,7 @@ def _error_s(cluster: ClusterState, unloaded: UnloadedEstimate, start_s: float, 
 
 
 def _standstill_s(cluster: ClusterState) -> float:
-    """How much longer nothing is expected to start because decode workers are full: as long as it has lasted so far."""
+    """The expected time until a request starts while decode workers are full: as long as nothing has started so far."""
     head = cluster.queue.first()
     is_decode_full = head is not None and cluster.requests[head].waits_for in (Obstacle.ROOM, Obstacle.DECODE)
     return cluster.utilization.standstill_s if is_decode_full else 0.0

@@ -1,4 +1,4 @@
-"""Measures overload: the predicted capacity, the demand, and how certain both are. Pure.
+"""Measures overload: the predicted capacity, the demand, and the errors of both. Pure.
 
 newcomers.py and late_requests.py use it to decide which requests are rejected.
 """
@@ -18,8 +18,8 @@ from router.request import Request
 from router.transitions import Reject
 
 BUSY_SHARE: Final = 0.5  # of the capacity: with less demand, a late request delays others only briefly
-LONG: Final = 1.05  # times the mean prefill; if all requests are alike, none is long
-UNSEEN_ERROR: Final = 0.1  # of the predicted drain rate, for effects outside the model: paths, memory, other routers
+LONG: Final = 1.05  # multiple of the mean prefill; if all requests are alike, none is long
+UNSEEN_ERROR: Final = 0.1  # error of the predicted drain rate for effects outside the model: memory, other routers
 SHORTEST_RETRY_S: Final = 0.05
 LONGEST_RETRY_S: Final = 30.0
 
@@ -40,7 +40,7 @@ def is_certain(cluster: ClusterState, unloaded: UnloadedEstimate, present: Capac
 
 
 def drain_error(cluster: ClusterState, unloaded: UnloadedEstimate) -> float:
-    """Relative error of the drain rate: as observed, or from the model's error."""
+    """Relative error of the drain rate: observed, or derived from the cost model's error."""
     observed = cluster.utilization.error
     if not unloaded.is_sure or unloaded.ttft_s <= 0.0:
         return observed
@@ -48,23 +48,23 @@ def drain_error(cluster: ClusterState, unloaded: UnloadedEstimate) -> float:
 
 
 def is_long(cluster: ClusterState, unloaded: UnloadedEstimate) -> bool:
-    """Whether it takes more than the mean request. Rejecting a shorter one after it has waited saves little."""
+    """Whether the request takes longer than the mean. Rejecting a shorter one after it has waited saves little."""
     return unloaded.ttft_s > LONG * cluster.demand.mean_s
 
 
 def least_s(predicted_s: float, unloaded: UnloadedEstimate) -> float:
-    """The shortest time that is consistent with a prediction of `predicted_s`, given the model's error band."""
+    """The least time that is consistent with a prediction of `predicted_s`, given the model's error band."""
     if unloaded.ttft_s <= 0.0:
         return predicted_s
     return predicted_s * max(1.0 - unloaded.band_s / unloaded.ttft_s, 0.0)
 
 
 def reject_late(cluster: ClusterState, request: Request, message: str, retry_after_s: float) -> Reject | None:
-    """Rejects a request that will be late. None: it may stay, because it costs no request that can be on time."""
+    """Rejects a request that will be late. None: it may stay, because it delays no request that can be on time."""
     if "rejection" not in cluster.rules or request.attempt:
         return None
     rate, demand = present_capacity(cluster).rate, cluster.demand
-    # Its worker cannot start other requests while it computes this one, although those have precedence.
+    # While its worker computes this request, it can start no others, although those go first.
     if demand.rate(cluster.now_s) * (1.0 - demand.error) <= max(BUSY_SHARE * rate, rate - 1.0):
         return None
     message = f"{message}, the target is {request.facts.slo.ttft_s:.3f} s"

@@ -1,4 +1,4 @@
-"""Places waiting requests, and lets others wait or rejects them. Pure.
+"""Places waiting requests, keeps them waiting, or rejects them. Pure.
 
 Late binding: requests stay in the queue until the policy finds workers that can start them now. The queue is considered
 after every event that may have made room, at most LOOKAHEAD requests deep. A policy that chooses the prefill worker
@@ -16,7 +16,6 @@ from typing import Final
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.protocol import Reserve
 from pdserve.core.types import FinishReason, Path, Role
-from router.asking import ask_of, large_enough
 from router.booking import Booking
 from router.cluster_state import ClusterState
 from router.commands import FailKind
@@ -26,16 +25,17 @@ from router.newcomers import reject_before_placing, reject_or_queue
 from router.overload import clamped_retry_s
 from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Choice, Decision, Obstacle
+from router.policy_input import large_enough, policy_input_of
 from router.request import Placement, Request
 from router.transitions import Fail, Finish, Reject, Step, Steps
 from router.view import WorkerView
 
-LOOKAHEAD: Final = 4  # requests waiting for a prefill worker that later ones may overtake on the local path
+LOOKAHEAD: Final = 4  # requests waiting for a prefill worker that a later one may overtake on the local path
 AWAY_S: Final = 0.25  # interval for checking whether disconnected workers are back
 
 
 def place(cluster: ClusterState, newcomer: Request | None) -> Iterator[Step]:
-    """Places what can be placed. `newcomer`: the request that has just arrived; it is placed, rejected or queued."""
+    """Places every request that can be placed. `newcomer` has just arrived, and is placed, rejected or queued."""
     if newcomer is not None:
         yield from reject_before_placing(cluster, newcomer)
     retry_at_s = cluster.timers.retry_at_s
@@ -85,7 +85,7 @@ def _place_waiting(cluster: ClusterState) -> Iterator[Step]:
 
 
 def _waits(cluster: ClusterState, request: Request, decision: Decision) -> None:
-    """The policy has decided that the request waits."""
+    """Notes that the policy lets the request wait."""
     request.asked_s = cluster.now_s
     request.waits_for = decision.obstacle
     request.ask_again_s = math.inf if decision.retry_in_s is None else cluster.now_s + decision.retry_in_s
@@ -94,8 +94,8 @@ def _waits(cluster: ClusterState, request: Request, decision: Decision) -> None:
 def _is_worth_asking(
     cluster: ClusterState, request: Request, prefills: list[WorkerView], decodes: list[WorkerView]
 ) -> bool:
-    """Whether an event that the request waits for has occurred. Most events make no room for most waiting requests, and
-    a decision is the most expensive operation of the router."""
+    """Whether an event has occurred for which the request waits. Most events make no room for most requests, and a
+    decision is the router's most expensive operation."""
     now_s, asked_s = cluster.now_s, request.asked_s
     if now_s >= request.ask_again_s or asked_s <= cluster.shrunk_s:
         return True
@@ -140,8 +140,8 @@ def _wait_for_another(prefills: list[WorkerView], decodes: list[WorkerView], now
 
 
 def _serve_worker_queues(cluster: ClusterState, prefills: list[WorkerView], decodes: list[WorkerView]) -> Steps[bool]:
-    """Asks the policy for the heads of the workers' queues, the earliest first, if their worker can start them. True:
-    one of them waits for a decode worker, and later requests must not take the room that it waits for."""
+    """Decides about the heads of the workers' queues, the earliest first, if their worker can start them. True: one of
+    them waits for a decode worker, so later requests must not take the room there."""
     if not cluster.num_bound:
         return False
     usable = {view.worker_id: view for view in prefills}
@@ -181,13 +181,13 @@ def _carry_out(
     *,
     is_decode_full: bool = False,
 ) -> Steps[bool]:
-    """False: the request still waits."""
+    """Carries out a decision. False: the request still waits."""
     was_bound_to = request.bound_to
     match decision.choice:
         case Choice.REMOTE | Choice.LOCAL:
             worker_id = decision.prefill_worker
             if worker_id and not was_bound_to and (is_decode_full or cluster.has_queue(worker_id)):
-                cluster.bind(request, worker_id)  # others wait for the worker already
+                cluster.bind(request, worker_id)  # other requests already wait for this worker
             elif is_decode_full:
                 return False
             elif not (yield from delay_if_late(cluster, request, decision)):
@@ -219,7 +219,7 @@ def _end_backoffs(cluster: ClusterState) -> None:
 
 
 def _wait_for_decode_workers(cluster: ClusterState) -> Iterator[Step]:
-    """Workers may reconnect; requests wait for them for a limited time."""
+    """Without a decode worker, requests wait for a limited time, because workers may reconnect."""
     if cluster.no_decode_since_s is None:
         cluster.no_decode_since_s = cluster.now_s
     grace_s = cluster.settings.workers_grace_s if cluster.fleet.has_known_decode else 0.0
@@ -235,7 +235,7 @@ def _wait_for_decode_workers(cluster: ClusterState) -> Iterator[Step]:
 
 
 def _wait_for_workers(cluster: ClusterState, request: Request) -> Iterator[Step]:
-    """Parks the request, because the workers that could take it are disconnected, possibly for long."""
+    """Parks a request for which all large enough workers are disconnected, possibly for long."""
     if cluster.now_s - request.queued_s >= cluster.settings.workers_grace_s:
         yield _no_workers(request)
     else:
@@ -252,7 +252,7 @@ def _no_workers(request: Request) -> Step:
 def _decide(
     cluster: ClusterState, request: Request, prefills: list[WorkerView], decodes: list[WorkerView]
 ) -> Steps[Decision | None]:
-    """None: the request has ended instead."""
+    """Asks the policy. None: the request has ended instead."""
     sampling = request.facts.sampling
     if len(request.output) >= sampling.max_tokens:
         yield Finish(request, FinishReason.LENGTH, cancel=False)
@@ -262,14 +262,18 @@ def _decide(
         everyone = [view for view in cluster.fleet.workers.values() if view.role is Role.DECODE]
         if large_enough(request, everyone, request.num_tokens + 1):
             return Decision(
-                choice=Choice.WAIT, reason="the workers that are large enough are away", obstacle=Obstacle.WORKERS
+                choice=Choice.WAIT,
+                reason="all workers that are large enough are disconnected",
+                obstacle=Obstacle.WORKERS,
             )
-        limit = max(view.most_tokens for view in everyone)
-        message = f"{request.num_tokens} tokens, no decode worker holds more than {limit}"
+        limit = max(view.max_tokens for view in everyone)
+        message = f"{request.num_tokens} tokens; no decode worker takes more than {limit}"
         yield Fail(request, FailKind.INVALID, message, field="prompt")
         return None
     able = large_enough(request, prefills, request.num_tokens)
-    return cluster.policy(ask_of(request, cluster.fleet, cluster.lengths, cluster.now_s), able, fitting, cluster.now_s)
+    return cluster.policy(
+        policy_input_of(request, cluster.fleet, cluster.lengths, cluster.now_s), able, fitting, cluster.now_s
+    )
 
 
 def _place(cluster: ClusterState, request: Request, decision: Decision) -> Iterator[Step]:
@@ -320,7 +324,7 @@ def _book(cluster: ClusterState, request: Request, view: WorkerView, *, has_row:
         tokens=tokens,
         blocks=view.blocks_for(tokens + 1 if has_row else tokens),
         prefill_tokens=uncached,
-        prefill_s=view.share_s(uncached, tokens - uncached, view.slack(cluster.now_s)) if computes else 0.0,
+        prefill_s=view.prefill_share_s(uncached, tokens - uncached, view.slack(cluster.now_s)) if computes else 0.0,
         tpot_s=request.facts.slo.tpot_s if has_row else None,
         itl_s=request.facts.slo.itl_s,
         prompt_tokens=request.facts.num_prompt_tokens,
@@ -341,7 +345,7 @@ def _retry_at(cluster: ClusterState, at_s: float) -> None:
 
 
 def _queue_newcomer(cluster: ClusterState, request: Request) -> Iterator[Step]:
-    """A new request that could not be placed immediately: it may wait, or is rejected now."""
+    """Queues or rejects a new request that could not be placed immediately."""
     if cluster.num_queued > cluster.settings.max_queue:
         message = f"the queue is full ({cluster.settings.max_queue} requests wait)"
         yield Reject(request, FailKind.OVERLOADED, message, _retry_after_s(cluster))

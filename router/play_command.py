@@ -11,7 +11,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.live import PERIOD_S
 
 if TYPE_CHECKING:
-    from router.play import Played
+    from router.play import Playback
 
 HELP = "show a recording in the live view: one HTML page with play, pause and scrub"
 
@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _played(path: Path, every_s: float) -> Played:
-    """With its progress by the size of the file."""
+def _played(path: Path, every_s: float) -> Playback:
+    """Plays the recording, and shows progress by the bytes read."""
     from pdserve.progress import ProgressLine
     from router.play import play
     from router.recorded_lines import RecordedLines

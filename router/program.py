@@ -31,7 +31,7 @@ class RouterHost:
     """start() once; then drain() or stop(); wait() returns when it has ended."""
 
     def __init__(self, config: RouterConfig, *, on_fatal: Callable[[], None] = end_process) -> None:
-        """Raises ModelError and ConfigError like RouterServer. `on_fatal` is called on a fatal error."""
+        """Raises ModelError and ConfigError, as RouterServer does. A fatal error calls `on_fatal`."""
         self._server = RouterServer(config, on_crash=self._crashed)
         self._drain_s = config.drain_s
         self._on_fatal = on_fatal
@@ -62,7 +62,7 @@ class RouterHost:
         return self._thread.is_alive() and self._server.is_healthy
 
     def drain(self) -> None:
-        """Finishes running requests, for at most drain_s, and stops. Returns immediately. Idempotent."""
+        """Lets running requests finish, for at most drain_s, then stops. Returns immediately. Idempotent."""
         threading.Thread(target=self._drain, name="drain", daemon=True).start()
 
     def stop(self) -> None:
@@ -90,7 +90,7 @@ class RouterHost:
         if self._thread.is_alive():
             try:
                 self._on_loop(closing, timeout_s)
-            except Exception:  # the process or actor continues to end
+            except Exception:  # the process or actor still ends
                 log.exception("the router did not stop cleanly")
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5.0)

@@ -15,7 +15,7 @@ from pdserve.v1 import inference_pb2
 from router.model import ModelFacts
 from router.tokenizing import TokenizerThreads
 
-QUICK_CHARS: Final = 256  # tokenized directly, because passing it to a thread takes longer
+QUICK_CHARS: Final = 256  # shorter texts are tokenized on the event loop: a thread would take longer
 MAX_CHARS_WITHOUT_MODEL: Final = 65_536  # limit of Tokenize before the first worker has reported its context length
 
 
@@ -27,7 +27,7 @@ class PromptReader:
         self._threads = threads
 
     async def read(self, request: inference_pb2.GenerateRequest, model: ModelFacts) -> tuple[int, ...]:
-        """Raises InvalidRequest, naming the field and its limit; Overloaded if too much waits for a thread."""
+        """Raises InvalidRequest with the field and its limit, and Overloaded if too many texts wait for a thread."""
         keep = _truncation(request, model)
         kind = request.WhichOneof("prompt")
         num_bytes = request.ByteSize()
@@ -44,14 +44,14 @@ class PromptReader:
             raise InvalidRequest("prompt", "nothing", "text, token_ids or chat")
         if not ids:
             raise InvalidRequest("prompt", "an empty prompt", "at least one token")
-        # Also checked for text: a tokenizer may have tokens for which the model has no row.
+        # Also checked for text: a tokenizer may have tokens that the model lacks.
         if max(ids) >= model.vocab_size:
             raise InvalidRequest(kind, f"token id {max(ids)}", f"ids below {model.vocab_size}")
         _check_tokens(len(ids), model)
         return tuple(ids)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None) -> list[int]:
-        """Tokenizes a text that might be a prompt by its size, without a limit of tokens."""
+        """Tokenizes a text. The limit is a prompt's number of characters, not of tokens."""
         max_chars = MAX_CHARS_WITHOUT_MODEL if model is None else _max_chars(self._tokenizer, model)
         kind = request.WhichOneof("prompt")
         if kind == "text":
@@ -86,7 +86,7 @@ class PromptReader:
 
         def work() -> list[int]:
             text = template.render(messages, tools)
-            # The template writes the special tokens itself.
+            # The template has written the special tokens.
             if keep is not None:
                 return self._tokenizer.encode_tail(text, keep, has_special_tokens=False)
             _check_chars(len(text), max_chars)  # checked here, because a template may omit content

@@ -2,18 +2,18 @@
 
     1. level     requests whose client already has tokens; then priority classes, the highest first
     2. on time   requests that can still meet their target, before those that cannot: otherwise one late request makes
-                 the next one late (under overload, order by deadline alone serves every request late)
+                 the next one late (under overload, an order by deadline alone makes every request late)
     3. tenant    a tenant that is ahead of the least served waiting tenant yields (fairness.py)
-    4. key       the least one: the latest time to start and meet the target, or the order of arrival
+    4. key       the smallest one: the latest time to start and meet the target, or the order of arrival
 
-Ageing: while late requests wait, LATE_SHARE of the placed work is set aside for the late request that came first, of
-any level and tenant. It is placed next once enough is set aside for it.
+Ageing: while late requests wait, LATE_SHARE of the placed work is credited to the late request that arrived first, of
+any level and tenant. That request is placed next when the credit covers its prefill.
 
-Bound on waiting. A waiting request becomes late at `late_at_s`, whatever the others. Let W be the prefill seconds of it
-and of all earlier requests that still wait then. It is first at the latest after others with W / LATE_SHARE prefill
-seconds were placed: each of their seconds sets LATE_SHARE aside, and only earlier requests use it up, each at most its
-own part of W. So requests with stricter targets, of higher classes or of less served tenants cannot make it wait
-forever.
+Bound on waiting. A waiting request becomes late at `late_at_s`, whatever the other requests are. Let W be its prefill
+seconds plus those of all earlier requests that still wait then. It is first at the latest when others with
+W / LATE_SHARE prefill seconds were placed: each of these seconds adds LATE_SHARE of credit, and only earlier requests
+use up credit, each at most its own part of W. So requests with stricter targets, of higher classes or of less served
+tenants cannot make it wait forever.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LATE_SHARE: Final = 0.05
 NEVER_S: Final = float("inf")
 ROUNDING_S: Final = 1e-9
 
-Level = tuple[int, int]  # (0 if its client already has tokens, else 1; less its priority)
+Level = tuple[int, int]  # (0 if the client already has tokens, else 1; minus the priority)
 
 
 class Entry(NamedTuple):
-    """The data of a waiting request that determine the order. Sorts by key, then by order of arrival."""
+    """What determines the position of a waiting request. Sorts by key, then by order of arrival."""
 
     key: float
     serial: int
@@ -50,7 +50,7 @@ class _Group:
     __slots__ = ("late", "on_time")
 
     def __init__(self) -> None:
-        self.on_time: dict[str, list[Entry]] = {}  # tenant -> sorted; no list is empty
+        self.on_time: dict[str, list[Entry]] = {}  # tenant -> sorted entries; no list is empty
         self.late: list[Entry] = []  # in order of arrival
 
 
@@ -63,7 +63,7 @@ class Queue:
         self._groups: dict[Level, _Group] = {}
         self._levels: list[Level] = []  # sorted
         self._due: list[tuple[float, int, str]] = []  # heap of late_at_s; may contain removed requests
-        self._set_aside_s = 0.0  # prefill seconds that late requests may have before others
+        self._late_credit_s = 0.0  # prefill seconds that late requests may take before others
         self.fairness = Fairness()
 
     def __len__(self) -> int:
@@ -138,29 +138,29 @@ class Queue:
             del self._groups[entry.level]
             self._levels.remove(entry.level)
         if not self._late:
-            self._set_aside_s = 0.0
+            self._late_credit_s = 0.0
         self.fairness.leaves(entry.tenant)
         return True
 
     def take(self, request_id: str) -> None:
-        """Removes it after it was placed, which counts for the ageing of late requests."""
+        """Removes a placed request. Its work counts for the ageing of late requests."""
         entry = self._entries.get(request_id)
         if entry is None:
             return
         if self._late:
             if self._oldest_late() is entry:
-                self._set_aside_s = max(self._set_aside_s - entry.prefill_s, 0.0)
+                self._late_credit_s = max(self._late_credit_s - entry.prefill_s, 0.0)
             else:
-                self._set_aside_s += LATE_SHARE * entry.prefill_s
+                self._late_credit_s += LATE_SHARE * entry.prefill_s
         self.remove(request_id)
 
     def late_ahead_s(self, request_id: str) -> float:
-        """Prefill seconds of the late requests that came before this one."""
+        """Prefill seconds of the late requests that arrived before this one."""
         serial, entries = self._entries[request_id].serial, self._entries
         return sum(entries[one].prefill_s for one in self._late if entries[one].serial < serial)
 
     def turn_late(self, request_id: str) -> None:
-        """Marks it as late: requests that can meet their target go first."""
+        """Marks the request as late, so requests that can meet their target go first."""
         if request_id in self._late:
             return
         entry = self._entries[request_id]
@@ -170,7 +170,7 @@ class Queue:
         self._late.add(request_id)
 
     def mark_newly_late(self, now_s: float) -> list[str]:
-        """Marks requests as late whose latest time to start has passed, and returns them."""
+        """Marks the requests whose latest time to start has passed as late, and returns them."""
         turned = []
         while self._due and self._due[0][0] <= now_s:
             _, serial, request_id = heapq.heappop(self._due)
@@ -185,9 +185,9 @@ class Queue:
 
     def first(self, passed: Collection[str] = ()) -> str | None:
         """The first request that is not in `passed`."""
-        if self._late and self._is_ageing and self._set_aside_s > 0.0:
+        if self._late and self._is_ageing and self._late_credit_s > 0.0:
             oldest = self._oldest_late()
-            if oldest.prefill_s <= self._set_aside_s + ROUNDING_S and oldest.request_id not in passed:
+            if oldest.prefill_s <= self._late_credit_s + ROUNDING_S and oldest.request_id not in passed:
                 return oldest.request_id
         for level in self._levels:
             group = self._groups[level]
@@ -223,12 +223,12 @@ class Queue:
                 assert entries == sorted(entries), "the queue is not in order"
                 assert all((one.level, one.tenant) == (level, tenant) for one in entries), "misplaced"
                 seen += [one.request_id for one in entries]
-            assert group.late == sorted(group.late, key=_serial), "the late ones are not in order of arrival"
-            assert {one.request_id for one in group.late} <= self._late, "not known to be late"
+            assert group.late == sorted(group.late, key=_serial), "late requests are not in order of arrival"
+            assert {one.request_id for one in group.late} <= self._late, "a late request is not marked as late"
             seen += [one.request_id for one in group.late]
         assert sorted(seen) == sorted(self._entries), "a request is lost, or queued twice"
-        assert self._late <= self._entries.keys(), "somebody who left is late"
-        assert self._late or not self._set_aside_s, "time is set aside for nobody"
+        assert self._late <= self._entries.keys(), "a removed request is marked as late"
+        assert self._late or not self._late_credit_s, "there is credit without a late request"
         self.fairness.check()
 
 

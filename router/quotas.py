@@ -1,12 +1,12 @@
 """The quotas of tenants: tokens per minute, and answers in progress. Pure. State is per router.
 
-A bucket holds at most the tokens of BURST_S seconds and fills evenly. A call is admitted if the bucket holds its prompt
-and RESERVED_TOKENS of output (or `max_tokens`, if that is less) of each answer; a call that needs more than the bucket
-can hold needs a full bucket. They are taken at once. Further output tokens are taken as they are generated, which may
-take the bucket below zero. Reserved tokens that an answer did not generate are returned at its end, and everything is
-returned for an answer that the cluster rejected or failed before its first token.
+A tenant's token bucket has room for the tokens of BURST_S seconds, and fills evenly. A call needs its prompt tokens
+and, for each answer, RESERVED_TOKENS of output (or `max_tokens`, if that is less). It is admitted if the bucket has as
+many tokens, or if the bucket is full. The tokens are taken from the bucket at once. Further output tokens are taken as
+they are generated, so the level may fall below zero. At the end of an answer, reserved tokens that it did not generate
+are returned. All tokens are returned for an answer that the cluster rejected or failed before its first token.
 
-An answer is in progress until no worker holds memory for it, so a client that cancels and calls again gains nothing.
+An answer is in progress until no worker holds memory for it. So a client gains nothing by cancelling and calling again.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from pdserve.core.errors import InvalidRequest, QuotaExceeded
 from pdserve.core.key_file import DEFAULT_TENANT, Tenant
 
 RESERVED_TOKENS: Final = 256
-# Short, because what a bucket holds comes at once, before other tenants (benchmarks/tenants.py). A call that is larger
-# than the bucket is admitted all the same, and paid for afterwards.
+# Short, because a tenant may use a full bucket at once and delay other tenants (benchmarks/tenants.py). A call that
+# needs more than a full bucket is admitted, and the tenant waits longer afterwards.
 BURST_S: Final = 5.0
-WEIGHT: Final = 0.2  # of the last answer in the mean duration
-FIRST_RETRY_S: Final = 1.0  # before an answer has ended
+WEIGHT: Final = 0.2  # weight of the last answer in the mean duration
+FIRST_RETRY_S: Final = 1.0  # retry time before the first answer has ended
 RETRY_S: Final = (0.05, 30.0)  # shortest and longest retry time for answers in progress
 
 
 @final
 class QuotaAccount:
-    """What one tenant uses now."""
+    """The current usage of one tenant."""
 
     __slots__ = ("at_s", "burst_s", "level", "mean_s", "running", "tenant")
 
     def __init__(self, tenant: Tenant, burst_s: float, now_s: float) -> None:
         self.tenant, self.burst_s = tenant, burst_s
-        self.running = 0  # answers
+        self.running = 0  # answers in progress
         self.level = self.most  # tokens in the bucket, at `at_s`
         self.at_s = now_s
         self.mean_s: float | None = None  # duration of an answer
@@ -52,7 +52,7 @@ class QuotaAccount:
         self.at_s = max(self.at_s, now_s)
 
     def change(self, tenant: Tenant, now_s: float) -> None:
-        """The key file has other limits now."""
+        """Applies the limits of a new key file."""
         if tenant == self.tenant:
             return
         self.refill(now_s)
@@ -61,7 +61,7 @@ class QuotaAccount:
         self.level = min(self.level, self.most) if had_limit else self.most
 
     def check_answers(self, count: int) -> None:
-        """Raises InvalidRequest if one call never may have so many."""
+        """Raises InvalidRequest if the quota never allows a call with so many answers."""
         name, most = self.tenant.name, self.tenant.max_concurrent
         if most is not None and count > most:
             raise InvalidRequest("n", f"{count} answers", f"at most {most}, the quota max_concurrent of tenant {name}")
@@ -76,7 +76,7 @@ class QuotaAccount:
         self.running += count
 
     def check_tokens(self, count: int, now_s: float) -> None:
-        """Raises QuotaExceeded if the bucket does not hold them."""
+        """Raises QuotaExceeded if the bucket has fewer tokens."""
         limit = self.tenant.tokens_per_minute
         if limit is None:
             return
@@ -97,14 +97,14 @@ class QuotaAccount:
 
     def freed(self, count: int, seconds: float | None) -> None:
         self.running -= count
-        assert self.running >= 0, f"tenant {self.tenant.name} has less than nothing in progress"
+        assert self.running >= 0, f"tenant {self.tenant.name} has a negative number of answers in progress"
         if seconds is not None:
             self.mean_s = seconds if self.mean_s is None else self.mean_s + WEIGHT * (seconds - self.mean_s)
 
 
 @final
 class AnswerClaim:
-    """The part of one answer in its tenant's quotas."""
+    """What one answer uses of its tenant's quotas."""
 
     __slots__ = ("_account", "_began_s", "_emitted", "_has_ended", "_has_slot", "_prompt", "_reserved")
 
@@ -124,7 +124,7 @@ class AnswerClaim:
         self._account.add(over - max(self._emitted, self._reserved))
 
     def end(self, *, is_free: bool) -> None:
-        """The answer is complete. `is_free`: nothing is charged if no token was generated. Idempotent."""
+        """Ends the answer. With `is_free`, nothing is charged if no token was generated. Idempotent."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -133,7 +133,7 @@ class AnswerClaim:
             self._account.add(self._prompt)
 
     def release(self, now_s: float) -> None:
-        """No worker holds memory for it. Idempotent."""
+        """Frees the answer's slot, when no worker holds memory for it. Idempotent."""
         if self._has_slot:
             self._has_slot = False
             self._account.freed(1, now_s - self._began_s)
@@ -141,13 +141,13 @@ class AnswerClaim:
 
 @final
 class CallClaim:
-    """The part of one call in its tenant's quotas, until its answers have begun."""
+    """What one call uses of its tenant's quotas, until its answers have begun."""
 
     __slots__ = ("_account", "_claims", "_num_taken", "_slots")
 
     def __init__(self, account: QuotaAccount) -> None:
         self._account = account
-        self._slots = 1  # held by the call itself
+        self._slots = 1  # one for the call itself
         self._claims: list[AnswerClaim] = []
         self._num_taken = 0
 
@@ -167,7 +167,7 @@ class CallClaim:
         ]
 
     def take(self) -> AnswerClaim:
-        """The claim of the next answer, which from now on is the caller's to end and release."""
+        """Returns the claim of the next answer. The caller must end and release it."""
         self._num_taken += 1
         return self._claims[self._num_taken - 1]
 
@@ -188,7 +188,7 @@ class Quotas:
         self._accounts: dict[str, QuotaAccount] = {}
 
     def open(self, tenant: Tenant, now_s: float, *, least_tokens: int = 1) -> CallClaim:
-        """A call has arrived of which nothing is known but that it needs `least_tokens`. Raises QuotaExceeded.
+        """Opens a claim for a call that needs at least `least_tokens`. Raises QuotaExceeded.
 
         The caller closes the claim.
         """
@@ -197,7 +197,7 @@ class Quotas:
             account = self._accounts[tenant.name] = QuotaAccount(tenant, self._burst_s, now_s)
         account.change(tenant, now_s)
         if least_tokens:
-            account.check_tokens(least_tokens, now_s)  # before anything is spent on the prompt
+            account.check_tokens(least_tokens, now_s)  # before any work on the prompt
         account.take_slots(1)
         return CallClaim(account)
 

@@ -11,7 +11,8 @@ from pdserve.core.errors import ConfigError
 
 @final
 class RecordedLines:
-    """Lines of a file, counted as they are read. Invalid text is reported as invalid JSON, with its line number."""
+    """The lines of a file, counted while they are read. Invalid UTF-8 is reported as invalid JSON, with its line
+    number."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

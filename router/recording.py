@@ -1,7 +1,7 @@
 """Writes a live router's events and commands to a file that router.replay reads.
 
-A recording contains no prompts, but counts, hashes, settings, worker messages and output tokens. It stops at its size
-limit or if the disk is full, and can then be replayed up to that point. Serving continues.
+A recording contains counts, hashes, settings, worker messages and output tokens, but no prompts. It stops at its size
+limit, or if the disk is full. The router continues to serve, and the recording can be replayed up to that point.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ OLD_SUFFIX: Final = ".old"
 @final
 class RecordFile:
     def __init__(self, path: str, settings: RouterSettings, max_bytes: int) -> None:
-        """Raises ConfigError if the file cannot be written. An older recording of that name gets OLD_SUFFIX, because it
-        may be that of a crashed run."""
+        """Raises ConfigError if the file cannot be written. An older recording of that name is kept with OLD_SUFFIX,
+        because it may be the recording of a crash."""
         self._path = Path(path)
         try:
             if self._path.is_file():
                 self._path.replace(self._path.with_name(self._path.name + OLD_SUFFIX))
-            # Sampled tokens are the answers of callers, so other users of this host cannot read a new file.
+            # The file contains callers' answers as tokens, so other users of this host may not read it.
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             self._file: TextIO = os.fdopen(descriptor, "w", encoding="utf-8")
         except OSError as error:
@@ -54,11 +54,11 @@ class RecordFile:
             self._attempt(self._file.flush)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # it was reported when it happened
+        with contextlib.suppress(OSError):  # the failed write was reported
             self._file.close()
 
     def _write(self, line: str) -> None:
-        """JSON escapes non-ASCII characters, so characters are bytes."""
+        """Writes ASCII only (JSON escapes all other characters), so the number of characters is the number of bytes."""
         self._bytes_left -= len(line) + 1
         if self._bytes_left < 0:
             self._stop("its size limit is reached")

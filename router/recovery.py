@@ -12,7 +12,7 @@ from router.lifecycle import ENDED, NEEDS_SENDER, UNANSWERED, SenderEnd
 from router.request import Request
 from router.transitions import Cause, Lose
 
-INNOCENT_TOKENS: Final = 8  # output tokens in one attempt
+INNOCENT_TOKENS: Final = 8  # an attempt with as many output tokens has made progress
 
 
 def on_worker_connected(cluster: ClusterState, event: WorkerConnected) -> Iterator[Lose]:
@@ -36,8 +36,8 @@ def on_worker_forgotten(cluster: ClusterState, event: WorkerForgotten) -> Iterat
 
 
 def on_silence(cluster: ClusterState) -> Iterator[Lose]:
-    """The attempts of workers that were silent for twice the limit are lost. Their streams still exist, so they receive
-    a Cancel, and their memory stays booked until they answer or their stream ends."""
+    """Loses the attempts on workers that were silent for twice the limit. Their streams still exist, so the router
+    sends a Cancel. The memory stays booked until the worker answers or its stream ends."""
     limit_s = 2.0 * cluster.settings.worker_silence_s
     for view in cluster.fleet.workers.values():
         if view.is_connected and cluster.now_s - view.heard_s >= limit_s:
@@ -72,9 +72,9 @@ def _worker_gone(cluster: ClusterState, worker_id: str) -> Iterator[Lose]:
 
 
 def _count_death(request: Request, *, is_planned: bool) -> None:
-    """Distinguishes a request that crashes its workers from one that was there by chance: an attempt that made progress
-    is not suspect, and neither is one for which the worker had only been asked to reserve. So the requests are not
-    blamed if a host with several workers dies."""
+    """Counts worker deaths that the request may have caused. An attempt that made progress is not suspect, nor is one
+    for which the worker was only asked to reserve memory. So requests are not blamed if a host with several workers
+    dies."""
     if len(request.output) - request.attempt_output >= INNOCENT_TOKENS:
         request.deaths = 0
     elif not is_planned and request.stage not in UNANSWERED:

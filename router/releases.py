@@ -1,4 +1,5 @@
-"""Answers of ended requests for which a worker may still hold memory. They are in progress until it does not. Pure."""
+"""Ended requests for which a worker may still hold memory. Their answers count as in progress until it is free.
+Pure."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ from router.quotas import AnswerClaim
 @final
 class PendingReleases:
     def __init__(self, knows: Callable[[str], bool]) -> None:
-        """`knows`: whether the state knows a request, which it does until no worker holds memory for it."""
+        """`knows(request_id)` is true until no worker holds memory for the request."""
         self._knows = knows
         self._claims: dict[str, AnswerClaim] = {}
 
     def ended(self, request_id: str, claim: AnswerClaim, now_s: float) -> None:
         """The request has ended."""
         former = self._claims.get(request_id)
-        if former is not None:  # the id was free again before this saw it
+        if former is not None:  # the id was reused before the release was noticed
             former.release(now_s)
         self._claims[request_id] = claim
         self._release((request_id,), now_s)
 
     def after(self, event: Event, now_s: float) -> None:
-        """The state has handled the event. A message about an attempt can free its own request only; time can free any,
-        because it ends the wait for workers that never answer."""
+        """Called after the state has handled an event. A message about an attempt can free only its own request. The
+        passing of time can free any request, because it ends the wait for workers that never answer."""
         if not self._claims:
             return
         key = getattr(event, "key", None)

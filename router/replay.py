@@ -1,8 +1,8 @@
 """Recordings of a router: its settings, and each event with the resulting commands. Pure.
 
-A recording is JSON lines. The first is {"settings": ...}; each of the others is
-{"now_s": t, "event": {"is": ..., ...}, "commands": [{"is": ..., ...}, ...]}. The runtime writes the lines;
-`replay` feeds the events to a fresh RouterState and compares.
+A recording consists of JSON lines. The first is {"settings": ...}, and each of the others is
+{"now_s": t, "event": {"is": ..., ...}, "commands": [{"is": ..., ...}, ...]}. The runtime writes the lines. `replay`
+feeds the events to a new RouterState, and compares the commands.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A step whose replay gave other commands than the recorded ones."""
+    """A step whose replay returned other commands than the recorded ones."""
 
-    number: int  # of the step; the first is 1
+    number: int  # number of the step; the first is 1
     step: Step
     replayed: tuple[Command, ...]
 
@@ -134,7 +134,7 @@ def read_settings(line: str) -> RouterSettings:
 
 
 def replay(lines: Iterable[str]) -> Iterator[Difference]:
-    """Feeds a recording to a new RouterState; yields the differences.
+    """Feeds a recording to a new RouterState, and yields the differences.
 
     Raises RecordingError on an invalid recording.
     """

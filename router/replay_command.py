@@ -1,7 +1,7 @@
-"""`pdserve replay FILE`: checks that this build decides like the recorded router.
+"""`pdserve replay FILE`: checks that this version decides like the recorded router.
 
-Feeds a recording (`pdserve up --record FILE`) to a fresh router, event by event, and compares the commands. Exit
-status 1 if any differ. To run the recorded requests on another cluster or policy: pdserve simulate --trace FILE.
+It feeds a recording (`pdserve up --record FILE`) to a new router, event by event, and compares the commands. The exit
+status is 1 if any differ. To run the recorded requests on another cluster or policy, use pdserve simulate --trace FILE.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ def run(args: argparse.Namespace) -> int:
         print(f"event {one.number} at {one.step.now_s:.6f} s: {one.step.event}")
         print(f"  recorded {list(one.step.commands)}")
         print(f"  replayed {list(one.replayed)}")
-    print(f"{events} events, {differing} answered otherwise")
+    print(f"{events} events, {differing} with other commands")
     return 1 if differing else 0

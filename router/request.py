@@ -58,33 +58,33 @@ class Request:
     stage: Stage = Stage.QUEUED
     story: list[str] = field(default_factory=list)
     output: list[int] = field(default_factory=list)  # token ids that the client has
-    #: Leading blocks that each worker may hold: the index's answer, and blocks of earlier attempts.
+    #: Leading blocks that each worker may have: from the index, and from earlier attempts.
     cached_blocks: dict[str, int] = field(default_factory=dict)
 
-    # The present attempt.
+    # The current attempt.
     attempt: int = 0
     placement: Placement | None = None
-    attempt_output: int = 0  # number of output tokens when it was placed
-    queued_s: float = 0.0  # since when it waits, while QUEUED
+    attempt_output: int = 0  # number of output tokens when the attempt was placed
+    queued_s: float = 0.0  # while QUEUED: since when the request waits
     placed_s: float = 0.0
     granted_s: float = 0.0
-    awaits_s: float = 0.0  # the remaining time of its decode worker's step when it was placed
+    awaits_s: float = 0.0  # remaining time of the decode worker's step when the attempt was placed
     half_step_s: float = 0.0  # half of that step's duration
-    not_before_s: float = 0.0  # backoff
+    not_before_s: float = 0.0  # end of the backoff
     unloaded: UnloadedEstimate | None = (
         None  # estimate for an unloaded cluster when it joined the queue; None: no worker
     )
     charged_s: float = 0.0  # GPU-seconds charged to its tenant
-    asked_s: float = -math.inf  # when the policy last let it wait; -inf: it was not asked yet
-    ask_again_s: float = 0.0  # when to ask again if nothing happens before
+    asked_s: float = -math.inf  # when the policy last let the request wait; -inf: never
+    ask_again_s: float = 0.0  # when to ask the policy again if no event makes room before
     waits_for: Obstacle = Obstacle.NONE
-    bound_to: str = ""  # the prefill worker for which it waits, while QUEUED
+    bound_to: str = ""  # while QUEUED: the prefill worker for which the request waits
 
     # Failures so far.
     num_tried: int = 0  # attempts that were not declined
     lost_attempts: int = 0
     refusals: int = 0  # since the last accepted attempt
-    deaths: int = 0  # number of workers that died while it was on them
+    deaths: int = 0  # number of workers that died while the request was on them
     avoid_workers: set[WorkerKey] = field(default_factory=set)
     avoid_pairs: set[tuple[WorkerKey, WorkerKey]] = field(default_factory=set)
     too_large_for: set[WorkerKey] = field(default_factory=set)
@@ -110,7 +110,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV an attempt placed now must compute or find."""
+        """Tokens of prompt and output so far; an attempt that is placed now needs the KV of all of them."""
         return self.facts.num_prompt_tokens + len(self.output)
 
     @property
@@ -118,12 +118,12 @@ class Request:
         return tuple(self.output)
 
     def uncached_on(self, view: WorkerView) -> int:
-        """Tokens that this worker would have to compute; at least one, because logits are needed."""
+        """Tokens that this worker must compute: at least one, because logits are needed."""
         cached = self.cached_blocks.get(view.worker_id, 0) * view.hello.block_size
         return max(self.num_tokens - cached, 1)
 
     def waited_s(self, now_s: float) -> float:
-        """Since its arrival, or since its first token if there is one."""
+        """Time since arrival, or since the first token if there is one."""
         return now_s - (self.arrived_s if self.first_token_s is None else self.first_token_s)
 
     def deadline_left_s(self, now_s: float) -> float | None:
@@ -146,12 +146,12 @@ class Request:
 
     @property
     def attempt_token_s(self) -> float | None:
-        """When the last token of the present attempt arrived; None: none has."""
+        """When the last token of the current attempt arrived; None before the first one."""
         return self.last_token_s if len(self.output) > self.attempt_output else None
 
     def add_reported(self, message: Granted | TransferEnded) -> None:
-        """Adds a worker's durations and bytes to those of the attempts before. They are the fields of Timings by the
-        same name, or by the name in _REPORTED_AS."""
+        """Adds a worker's durations and bytes to those of earlier attempts. _REPORTED_AS maps them to fields of Timings
+        with another name."""
         for name, timing in _REPORTED[type(message)]:
             value = getattr(message, name)
             if value:

@@ -1,4 +1,4 @@
-"""Carries out RouterState's decisions: passes events in one at a time, and commands to workers, clients and the clock.
+"""Runs a RouterState: passes events to it, one at a time, and its commands to workers, clients and the clock.
 
 Everything runs on one event loop. An event that occurs while commands are being carried out (such as a stop string in
 emitted tokens) waits until they are done.
@@ -54,7 +54,8 @@ class Runtime:
         on_crash: Callable[[BaseException], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`send` passes a message to a worker's stream; False means that there is none, and WorkerLost follows."""
+        """`send` passes a message to a worker's stream. It returns False if there is no stream; WorkerLost then
+        follows."""
         self.state = state
         self._measure = measure
         self._send = send
@@ -85,28 +86,29 @@ class Runtime:
         facts: RequestFacts,
         claim: AnswerClaim,
     ) -> None:
-        """From now on the answer receives the request's output until its last message, or until `leave`. The claim is
-        ended and released here."""
+        """Starts a request. The answer receives its output until the last message, or until `leave`. The runtime ends
+        and releases the claim."""
         assert not self.knows(arrival.request_id), arrival.request_id
         call = OpenCall(answer=answer, sequence=sequence, facts=facts, claim=claim)
         self._calls[arrival.request_id] = call
         self._no_calls.clear()
-        self.hand(arrival)
+        self.submit(arrival)
 
     def leave(self, request_id: str, answer: Answer) -> None:
-        """The client of `answer` has disconnected. Idempotent. No-op after the last message, because the id may then
-        belong to another call."""
+        """The client of `answer` has disconnected. Idempotent. Does nothing after the last message, because the id may
+        then belong to another call."""
         call = self._calls.get(request_id)
         if call is not None and call.answer is answer:
-            self.hand(ClientLeft(request_id=request_id))
+            self.submit(ClientLeft(request_id=request_id))
 
     def scored(self, message: worker_pb2.PromptScored) -> None:
-        """Bypasses the state, whose events are recorded, because a recording contains no prompt."""
+        """Passes prompt logprobs to the answer. They bypass the state, because a recording must not contain the
+        prompt."""
         call = self._calls.get(message.request_id)
         if call is not None:
             call.answer.score(message.scores)
 
-    def hand(self, event: Event) -> None:
+    def submit(self, event: Event) -> None:
         self._events.append(event)
         if self._is_handling:
             return
@@ -122,7 +124,7 @@ class Runtime:
             self._is_handling = False
 
     async def wait_until_idle(self) -> None:
-        """Until no client waits for anything."""
+        """Returns when no client waits for an answer."""
         await self._no_calls.wait()
 
     def close(self) -> None:
@@ -207,17 +209,17 @@ class Runtime:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._ring, at_s)
 
     def _ring(self, at_s: float) -> None:
-        # The loop may call slightly early, or the wait was clipped; the state would then find nothing due and request
-        # no further wake-up.
+        # The loop may call too early, or the wait was clipped. The state would then find nothing due, and would not
+        # request another wake-up.
         if self._clock() < at_s:
             self._wake_at(at_s)
         else:
             self._timer = None
-            self.hand(TimePassed())
+            self.submit(TimePassed())
 
 
 def _is_unplaced(timings: Timings | None) -> bool:
-    """No worker has accepted it."""
+    """Whether no worker has accepted the request yet."""
     return timings is None or timings.attempts == 0
 
 

@@ -61,8 +61,8 @@ log = logging.getLogger(__name__)
 INFERENCE: Final = "pdserve.v1.InferenceService"
 CLUSTER: Final = "pdserve.v1.ClusterService"
 STOP_GRACE_S: Final = 1.0
-GRACE_MARGIN_S: Final = 30.0  # for the last messages of a request that ran for as long as it may
-HANG_UP: Final = 4.0  # multiple of the silence limit; after two, a worker's requests have moved
+GRACE_MARGIN_S: Final = 30.0  # for the last messages of a request that has used all of its time
+HANG_UP: Final = 4.0  # multiple of the silence limit; after twice the limit, a worker's requests have moved
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -77,9 +77,9 @@ class RouterServer:
         metrics: Metrics | None = None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """`metrics` replaces those of config.metrics_port.
+        """`metrics` replaces the metrics of config.metrics_port.
 
-        Raises ModelError if the model's tokenizer cannot be read, and ConfigError on a setting that is wrong.
+        Raises ModelError if the model's tokenizer cannot be read, and ConfigError on an invalid setting.
         """
         self._config = config
         secret = ClusterSecret(config.cluster_secret)
@@ -120,7 +120,7 @@ class RouterServer:
         )
         self._workers = Workers(
             self._hello,
-            self._runtime.hand,
+            self._runtime.submit,
             identity=Identity.of(secret, "router", config.router_id, self._incarnation),
             model_name=model_name(config.model),
             index=self._index,
@@ -139,7 +139,7 @@ class RouterServer:
         self._readiness = asyncio.Event()
         self._is_closing = False
         self._has_crashed = False
-        self._farewell: asyncio.Task[None] | None = None  # referenced, because the loop does not keep it alive
+        self._farewell: asyncio.Task[None] | None = None  # a reference, because the loop does not keep tasks alive
         self.address = ""
         self._port = 0
 
@@ -179,17 +179,17 @@ class RouterServer:
         return self.address
 
     async def drain(self) -> None:
-        """Changes its health, finishes running requests for at most drain_s, then stops."""
+        """Reports itself as not serving, lets running requests finish for at most drain_s, then stops."""
         if self._is_closing:
             return
         self._is_closing = True
         await self._health.enter_graceful_shutdown()
-        self._runtime.hand(RouterClosing())
+        self._runtime.submit(RouterClosing())
         try:
             async with asyncio.timeout(self._config.drain_s):
                 await self._runtime.wait_until_idle()
         except TimeoutError:
-            log.warning("stopping with requests unfinished", extra={"requests": self._runtime.num_calls})
+            log.warning("stopping with unfinished requests", extra={"requests": self._runtime.num_calls})
         await self.stop()
 
     async def stop(self) -> None:
@@ -289,7 +289,7 @@ class RouterServer:
         self._readiness.set()
 
     async def _follow_readiness(self) -> None:
-        """Inference is served while a decode worker is attached."""
+        """Reports the inference service as serving while a decode worker is attached."""
         while True:
             await self._readiness.wait()
             self._readiness.clear()
@@ -326,7 +326,7 @@ def _server_options(config: RouterConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.max_message_bytes),
         *port_options(max_connections=config.max_connections, idle_s=config.connection_idle_s),
         *age_options(age_s=config.connection_age_s, grace_s=config.request_timeout_s + GRACE_MARGIN_S),
-        # Allows clients to ping while a long prompt is computed; otherwise they would be disconnected.
+        # Clients may ping while a long prompt is computed; otherwise gRPC would disconnect them.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),

@@ -1,5 +1,4 @@
-"""One worker's Attach stream: connects, exchanges hellos, reads and writes until the router ends, and reconnects after
-failures.
+"""The Attach stream to one worker: connects, exchanges hellos, reads and writes, and reconnects after failures.
 
 It makes no decisions. The end of a stream is reported immediately, whatever its cause.
 """
@@ -27,18 +26,18 @@ from pdserve.wire.tls_credentials import peer_channel_aio
 
 log = logging.getLogger(__name__)
 
-HELLO_S: Final = 10.0  # a worker listens only after it has loaded its model
+HELLO_S: Final = 10.0  # short, because a worker listens only after it has loaded its model
 FIRST_BACKOFF_S: Final = 0.1
 LAST_BACKOFF_S: Final = 2.0
-# A message is a few hundred bytes plus its prompt; a worker with this many waiting messages does not read any more.
+# A message has a few hundred bytes plus its prompt. A worker with this many waiting messages has stopped reading.
 MAX_UNSENT: Final = 8192
 SILENCE_S: Final = 20.0
 MAX_BATCH: Final = 64  # messages in one
-MAX_BATCH_BYTES: Final = 2**18  # so that a long prompt delays the other messages of its batch only briefly
+MAX_BATCH_BYTES: Final = 2**18  # small, so a long prompt delays the other messages of its batch only briefly
 MAX_MESSAGE_BYTES: Final = 64 * 2**20  # a snapshot of a large cache
 
 CHANNEL_OPTIONS: Final = (*channel_options(MAX_MESSAGE_BYTES), ("grpc.min_reconnect_backoff_ms", 1_000))
-# The errors of a worker of this cluster that rejects a proof, and of a foreign server without proofs.
+# Status of a worker that rejects the router's proof, and of a foreign server that knows no proofs.
 _UNPROVEN: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
 
 
@@ -56,7 +55,7 @@ class Listener(Protocol):
 
 @final
 class WorkerSession:
-    """`run` never returns by itself; cancel it, or `close`."""
+    """`run` returns only when it is cancelled or after `close`."""
 
     def __init__(
         self,
@@ -68,13 +67,13 @@ class WorkerSession:
         on_unproven: Callable[[str], None] = lambda reason: None,
         tls: ReloadingCertificates | None = None,
     ) -> None:
-        """If a worker sends nothing for `silence_s`, not even its load, the stream is closed and reconnected.
+        """If a worker sends nothing for `silence_s`, not even its load, the session closes the stream and reconnects.
 
-        No message is sent before the worker has proven that it knows the secret of `identity`. `on_unproven` is called
-        with the reason if it has not, or rejects the router's own proof.
+        It sends no message before the worker has proven that it knows the secret of `identity`. If the worker has not,
+        or rejects the router's proof, `on_unproven` is called with the reason.
         """
         self.endpoint = endpoint
-        self.worker_id = ""  # known once it was attached
+        self.worker_id = ""  # known after the hello
         self.incarnation = ""
         self.is_attached = False
         self._identity = identity
@@ -90,7 +89,7 @@ class WorkerSession:
         self._random = random.Random()
 
     def send(self, message: worker_pb2.AttachRequest) -> bool:
-        """Queues a message. False: there is no stream, or the worker does not read it."""
+        """Queues a message. False: there is no stream, or the worker has stopped reading."""
         if not self.is_attached:
             return False
         try:
@@ -102,7 +101,7 @@ class WorkerSession:
         return True
 
     def hang_up(self) -> None:
-        """Ends the stream, not the session, which reconnects."""
+        """Ends the stream. The session reconnects."""
         if self._call is not None:
             self._call.cancel()
 
@@ -166,8 +165,8 @@ class WorkerSession:
         return first.hello, ""
 
     def _watch(self) -> None:
-        """Closes the stream of a silent worker. After a network failure the worker's host may have dropped the
-        connection without this end being told, and reading would never end."""
+        """Closes the stream of a silent worker. After a network failure, the worker's host may have dropped the
+        connection without notice, and reading would never end."""
         loop = asyncio.get_running_loop()
         left_s = self._heard_s + self._silence_s - loop.time()
         if left_s > 0:
@@ -192,11 +191,11 @@ class WorkerSession:
             if _is_being_cancelled():
                 raise
             is_silent = loop.time() - self._heard_s >= self._silence_s
-            return f"nothing was heard of it for {self._silence_s:g} s" if is_silent else "the router hung up"
+            return f"the worker sent nothing for {self._silence_s:g} s" if is_silent else "the router closed the stream"
 
     async def _write(self, *, is_batching: bool) -> None:
-        """`is_batching`: the worker accepts several messages in one, which costs both sides less."""
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader is told of the end too
+        """Writes queued messages. `is_batching`: the worker accepts several in one, which costs both sides less."""
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader also sees the end
             while True:
                 message = await self._unsent.get()
                 if is_batching and not self._unsent.empty():

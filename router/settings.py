@@ -9,17 +9,17 @@ from pdserve.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """Everything that changes what a router decides, so that a recording needs nothing else."""
+    """Everything that influences a router's decisions. A recording needs no other settings."""
 
     policy: str = "goodput"
-    rules_off: tuple[str, ...] = ()  # of router.policy.rules, for the goodput policy
-    local_max_uncached_tokens: int = 16  # prompts up to this length preferably go to a decode worker completely
+    rules_off: tuple[str, ...] = ()  # names of router.policy.rules, for the goodput policy
+    local_max_uncached_tokens: int = 16  # a decode worker preferably computes prompts up to this length itself
     max_queue: int = 1024
-    max_attempts: int = 4  # maximum of lost attempts; declined ones are not counted
-    max_worker_deaths: int = 2  # a request that was on this many workers when they died fails
-    worker_silence_s: float = 5.0  # after this a worker gets no new requests; after twice this its attempts are moved
-    # How long requests wait for a decode worker to come back: longer than its watchdog takes to end a hung worker
-    # (WorkerConfig.stall_s) and its successor takes to load. Clients that cannot wait set a deadline.
+    max_attempts: int = 4  # attempts that may be lost before the request fails; declined ones do not count
+    max_worker_deaths: int = 2  # a request fails if it was on this many workers when they died
+    worker_silence_s: float = 5.0  # then a worker gets no new requests; after twice the time its attempts are moved
+    # How long requests wait for a decode worker to reconnect. Longer than the watchdog takes to end a hung worker
+    # (WorkerConfig.stall_s) plus the load time of its successor. Clients that cannot wait set a deadline.
     workers_grace_s: float = 60.0
     release_timeout_s: float = 120.0  # how long to wait for Released after the end of a request
     explain_capacity: int = 1024  # number of requests whose explanation is kept

@@ -23,7 +23,7 @@ class WorkerFacts:
     is_usable: bool  # may receive new work: connected, not draining, not silent
     silent_s: float
     report: Load
-    booked_requests: int  # of this router
+    booked_requests: int  # this router's requests on the worker
     booked_blocks: int
     cost: CostPrior
     prefill_error: float
@@ -35,7 +35,7 @@ class ClusterSnapshot:
     workers: tuple[WorkerFacts, ...]
     queued: int
     running: int
-    releasing: int  # ended requests that workers still hold memory for
+    releasing: int  # ended requests for which workers still hold memory
 
 
 def take_snapshot(cluster: ClusterState) -> ClusterSnapshot:

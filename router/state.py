@@ -1,20 +1,21 @@
 """The router's decisions: `RouterState.handle(event, now_s) -> list[Command]`. Pure.
 
-It uses no clock, socket, thread or randomness: equal events at equal times give equal commands, so a recorded router
-can be replayed (replay.py), and the simulator runs the same class. Modules:
+It uses no clock, socket, thread or randomness, so equal events at equal times give equal commands. A recording can be
+replayed (replay.py), and the simulator runs the same class. Modules:
 
     lifecycle.py      the legal events of each stage, and the next stages
     attempts.py       worker messages about an attempt
     recovery.py       workers that connect or are lost
-    transitions.py    what follows from the end of a request or of an attempt
+    transitions.py    ends of requests and of attempts, with all consequences
     queue.py          the order of waiting requests; fairness.py: fairness between tenants
-    placing.py        when the policy is asked, and how its decision is carried out
+    placing.py        when the policy is asked, and what its decision causes
     newcomers.py      which new requests are rejected, by the predicted start of forecast.py
     late_requests.py  which waiting requests are rejected or delayed because they are late
     explaining.py     explanations of placements
     live.py           frames of the live view
 
-An event is read in one pass: what is due, its handler, the transitions that it returns, placing.
+`handle` runs four parts in order: what is due by now, the event's handler, the transitions that it returns, and
+placing.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from router.events import (
 )
 from router.explaining import DecisionRecord
 from router.lifecycle import IllegalMove, Move, Stage
-from router.live import MOST_IN_PROGRESS, live_frame
+from router.live import MAX_IN_PROGRESS, live_frame
 from router.policy.interface import Decision
 from router.request import Request
 from router.settings import RouterSettings
@@ -104,11 +105,11 @@ class RouterState:
 
     @property
     def is_empty(self) -> bool:
-        """No request is known, not even one that waits for Released."""
+        """Whether no request is known, not even one that waits for Released."""
         return not self._cluster.requests
 
     def knows(self, request_id: str) -> bool:
-        """Also true while it only waits for Released, because its id must not be reused before."""
+        """Whether the id is in use. True until all workers sent Released, because the id must not be reused before."""
         return request_id in self._cluster.requests
 
     def stage_of(self, request_id: str) -> Stage | None:
@@ -116,12 +117,12 @@ class RouterState:
         return None if request is None else request.stage
 
     def cached_blocks(self, request_id: str) -> Mapping[str, int]:
-        """Worker id -> leading blocks of the request's tokens that it may hold; nothing of an unknown request."""
+        """Worker id -> number of leading blocks of the request that it may have; empty for an unknown request."""
         request = self._cluster.requests.get(request_id)
         return {} if request is None else dict(request.cached_blocks)
 
     def explain(self, request_id: str) -> DecisionRecord | None:
-        """Why a recent request was placed where it was; None if it is not among the last ones."""
+        """The explanation of a recent placement; None if it is no longer kept."""
         cluster = self._cluster
         request = cluster.requests.get(request_id)
         if request is None or request_id in cluster.ended:
@@ -136,7 +137,7 @@ class RouterState:
         """Requests that have ended since the start."""
         return self._cluster.live_log.num_ended
 
-    def live_frame(self, now_s: float, after: int, most: int = MOST_IN_PROGRESS) -> LiveFrame:
+    def live_frame(self, now_s: float, after: int, most: int = MAX_IN_PROGRESS) -> LiveFrame:
         """The state at `now_s`: at most `most` requests in progress, and those that ended after the first `after` ones,
         if they are still kept."""
         return live_frame(self._cluster, now_s, after, most)
@@ -148,14 +149,14 @@ class RouterState:
     # -- time ----------------------------------------------------------------------------------------------------
 
     def _due(self, now_s: float) -> Iterator[Step]:
-        """What has become due by `now_s`: silent workers, deadlines, releases and backoffs."""
+        """Handles what has become due by `now_s`: silent workers, deadlines, releases and backoffs."""
         cluster, timers = self._cluster, self._cluster.timers
         if not cluster.has_started:
             cluster.has_started = True
             cluster.now_s = cluster.last_placement_s = now_s
         gap_s = now_s - cluster.now_s
         if gap_s > self.settings.worker_silence_s:
-            # While workers are connected, alarms are at most half of this apart, so the router itself was suspended.
+            # While workers are connected, alarms are at most half of this apart, so this process was suspended.
             cluster.fleet.excuse_silence(gap_s)
         cluster.now_s = max(cluster.now_s, now_s)
         if _is_due(timers.wake_at_s, cluster.now_s):
@@ -171,12 +172,12 @@ class RouterState:
             cluster.is_placing_due = True
 
     def _set_alarm(self) -> Iterable[WakeAt]:
-        """Requests TimePassed at the earliest time at which something is due, unless it was requested already."""
+        """Requests TimePassed for the earliest due time, unless that was requested already."""
         cluster, timers = self._cluster, self._cluster.timers
         if timers.silence_at_s is None:
             limit_s = 2.0 * self.settings.worker_silence_s
             ends = [view.heard_s + limit_s for view in cluster.fleet.workers.values() if view.is_connected]
-            if ends:  # workers beyond the limit are abandoned; their late attempts are checked again
+            if ends:  # if all workers are beyond the limit, attempts that were placed late are checked again
                 ahead = [at_s for at_s in ends if at_s > cluster.now_s]
                 timers.silence_at_s = min(ahead, default=cluster.now_s + max(0.25 * limit_s, SHORTEST_WAKE_S))
         alarms = (timers.retry_at_s, timers.silence_at_s, timers.deadlines.next_at_s, timers.backoffs.next_at_s)
@@ -302,7 +303,7 @@ def _on_closing(cluster: ClusterState, event: RouterClosing) -> Iterable[Step]:
 
 
 def _on_time(cluster: ClusterState, event: TimePassed) -> Iterable[Step]:
-    """Everything that is due is done before and after every event. The alarm may be slightly early."""
+    """Nothing is left to do: `handle` runs everything that is due for every event. The alarm may be slightly early."""
     cluster.timers.wake_at_s = None
     return ()
 
@@ -311,7 +312,7 @@ Handler = Callable[[ClusterState, Any], Iterable[Step]]
 
 
 def _heard(handler: Handler) -> Handler:
-    """Any message of a worker ends its silence."""
+    """Notes that the worker is not silent. Any of its messages counts."""
 
     def hear(cluster: ClusterState, event: Any) -> Iterable[Step]:
         view = cluster.fleet.connected(event.worker_id)

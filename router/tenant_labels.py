@@ -1,4 +1,5 @@
-"""The values of the label `tenant` in metrics: a limited number, since each costs memory here and in Prometheus. Pure.
+"""The values of the label `tenant` in metrics. Their number is limited, because each costs memory here and in
+Prometheus. Pure.
 
 The first tenants to call get labels of their own, for as long as the router runs; later ones share `other`.
 """

@@ -1,4 +1,5 @@
-"""The router's tenants: the key file, read again when it changes. A file that is wrong leaves the old one in force."""
+"""The router's tenants: the key file, which is read again when it changes. If it is invalid, the old one stays
+valid."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ CHECK_EVERY_S: Final = 0.5
 @final
 class Tenants:
     def __init__(self, path: str) -> None:
-        """Without a path there is only the default tenant. Raises ConfigError if the file is wrong."""
+        """Without a path there is only the default tenant. Raises ConfigError if the file is invalid."""
         self._path = path
         self.quotas = Quotas()
         self.file: KeyFile | None = None
-        self._tried: FileVersion | None = None  # of the last file that was read, even if it was wrong
-        self._error = ""  # of the last attempt
+        self._tried: FileVersion | None = None  # version of the last file that was read, valid or not
+        self._error = ""  # error of the last read
         if path:
             data, self._tried = read_bytes(path)
             self.file = parse(data)
@@ -40,13 +41,13 @@ class Tenants:
         if version is not None and version == self._tried:
             return
         try:
-            # A file that cannot be read is tried again: the reason may be this process, such as too many open files.
+            # A file that cannot be opened is tried again: the reason may be this process, such as too many open files.
             data, self._tried = await asyncio.to_thread(read_bytes, self._path)
             file = await asyncio.to_thread(parse, data)
         except ConfigError as error:
             if error.message != self._error:
                 self._error = error.message
-                log.error("the key file is wrong, so the old one stays in force", extra={"why": error.message})
+                log.error("the key file is invalid; the old one stays valid", extra={"why": error.message})
             return
         self.file, self._error = file, ""
         self.quotas.forget_all_but(file.tenants)

@@ -1,8 +1,8 @@
 """Assigns each interval of a request's time to a phase of pdserve/core/phases.py. Pure.
 
-An interval ends when the request's stage changes. Worker reports divide it. The rest goes to one further phase:
-MESSAGES if the worker has reported all of its own work, otherwise the phase of the stage. So the phases always add up
-to the whole time.
+An interval ends when the request's stage changes. Workers' reports assign parts of it to phases. The rest is assigned
+to MESSAGES if the worker has reported all of its own work, and otherwise to the phase of the stage. So the phases
+always add up to the whole time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, final
 from pdserve.core.phases import Phase, Phases, Slice
 from router.lifecycle import Move, Stage
 
-MOST_SLICES: Final = 128  # beyond it, an interval is added to an earlier slice of its phase
+MAX_SLICES: Final = 128  # further intervals are added to an earlier slice of the same phase
 
 STANDS_FOR: Final[Mapping[Stage, Phase]] = {
     Stage.QUEUED: Phase.QUEUE,
@@ -28,7 +28,7 @@ STANDS_FOR: Final[Mapping[Stage, Phase]] = {
 }
 GOES_ON: Final = frozenset(
     {
-        (Stage.PREFILLING, Move.COMMITTED),  # the prompt's last chunk is assumed to be still computing
+        (Stage.PREFILLING, Move.COMMITTED),  # the last chunk is assumed to be still in computation
         (Stage.DECODING, Move.TOKENS),
         (Stage.LOCAL, Move.TOKENS),
     }
@@ -47,7 +47,7 @@ class Timeline:
         self.is_accounted = False  # the worker has reported all of its work in the open interval
 
     def report(self, phase: Phase, seconds: float) -> None:
-        """The worker spent `seconds` of the open interval in this phase."""
+        """Assigns `seconds` of the open interval to this phase, as a worker reported."""
         if 0.0 < seconds < math.inf:
             self._parts.append((phase, seconds))
 
@@ -60,7 +60,8 @@ class Timeline:
         self._add(rest, now_s, attempt, is_reported=is_rest_reported)
 
     def moved(self, stage: Stage, move: Move, now_s: float, attempt: int, last_token_s: float | None) -> None:
-        """The request leaves `stage` by `move`. `last_token_s`: of the present attempt's tokens; None: it has none."""
+        """The request leaves `stage` by `move`. `last_token_s` is when the current attempt's last token came, or
+        None."""
         if (stage, move) in GOES_ON or stage not in STANDS_FOR:
             return
         rest = STANDS_FOR[stage]
@@ -77,7 +78,7 @@ class Timeline:
         self.close(rest, now_s, attempt)
 
     def so_far(self, stage: Stage, last_token_s: float | None, now_s: float) -> tuple[Slice, ...]:
-        """The slices as if the open interval of a request in `stage` ended now. `last_token_s` as for `moved`."""
+        """The slices if the open interval of a request in `stage` ended now. `last_token_s` is as for `moved`."""
         copy = Timeline(self._arrived_s)
         copy._mark_s, copy._parts, copy._slices = self._mark_s, list(self._parts), list(self._slices)
         is_decoding = stage is Stage.LOCAL and last_token_s is not None
@@ -106,7 +107,7 @@ class Timeline:
             is_reported=is_reported,
         )
         self._mark_s = until_s
-        if len(self._slices) >= MOST_SLICES:
+        if len(self._slices) >= MAX_SLICES:
             for index, one in enumerate(self._slices):
                 if (one.phase, one.is_reported) == (phase, is_reported):
                     self._slices[index] = Slice(

@@ -1,8 +1,7 @@
-"""Runs tokenizers beside the event loop, in two queues, so that long texts do not delay short ones or take their
-places.
+"""Runs tokenizers in threads, in two queues: long texts neither delay short ones nor take their places.
 
 Each queue runs its texts in order of arrival, and limits how many wait. The queue of long texts also limits the bytes
-of waiting requests, because each is held in memory several times.
+of waiting requests, because memory holds several copies of each.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Final, Generic, TypeVar, final
 
 from pdserve.core.errors import Overloaded
 
-LONG_CHARS: Final = 16_384  # some milliseconds
-LONG_BYTES: Final = 2**17  # of a whole request, whatever its text
+LONG_CHARS: Final = 16_384  # takes some milliseconds
+LONG_BYTES: Final = 2**17  # size of the whole request
 MAX_WAITING: Final = 512  # texts in a lane
 MAX_WAITING_BYTES: Final = 16 * 2**20  # in the lane of long texts
 RETRY_S: Final = 0.5
@@ -30,7 +29,7 @@ class TokenizerThreads:
         self._long = _Lane("long", 1)
 
     async def run(self, num_chars: int, num_bytes: int, work: Callable[[], Result]) -> Result:
-        """Runs `work` on `num_chars` of text, of a request of `num_bytes`. Raises Overloaded if too much waits."""
+        """Runs `work` on a text of `num_chars`, for a request of `num_bytes`. Raises Overloaded if too many wait."""
         is_long = num_chars > LONG_CHARS or num_bytes > LONG_BYTES
         lane = self._long if is_long else self._short
         if is_long and lane.num_bytes and lane.num_bytes + num_bytes > MAX_WAITING_BYTES:
@@ -63,7 +62,7 @@ class _Lane:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, task)
         finally:
-            # If the caller disconnects, the queue keeps the task until its turn, but must not keep the text.
+            # If the caller disconnects, the queue keeps the task until its turn, but not the text.
             task.work = None
             self.num_waiting -= 1
             self.num_bytes -= num_bytes

@@ -1,8 +1,8 @@
 """Carries out the ends of requests and of their attempts. Pure.
 
-Handlers return what happened to a request, as one of the classes below. CARRY_OUT has the function that does all of
-what follows from it. The client gets exactly one last message. After it, a request only waits until no worker holds
-memory for it.
+Handlers return what happened to a request, as one of the classes below. CARRY_OUT maps each class to the function that
+carries out all consequences. The client gets exactly one last message. After that, the request only waits until no
+worker holds memory for it.
 
 A lost attempt is cancelled on every connected worker that holds memory of it. The next attempt recomputes the prompt
 and the output so far. The token at each position depends only on seed and position, so the stream continues without a
@@ -31,7 +31,7 @@ class Finish(NamedTuple):
 
     request: Request
     reason: FinishReason
-    cancel: bool  # the workers do not know it and must be told
+    cancel: bool  # workers must be sent a Cancel, because they do not know the end
     num_output_tokens: int | None = None  # tokens that count, if a stop string ended the answer
 
 
@@ -75,7 +75,7 @@ class Cause(Enum):
     TRANSFER = "the KV transfer failed"
     INTERNAL = "a worker failed"
     GAP = "tokens are missing"
-    PLAN = "the planned prefill worker left before it was asked"
+    PLAN = "the chosen prefill worker left before it received the prompt"
 
 
 FAILURES: Final = {
@@ -90,7 +90,7 @@ WORKER_LEFT: Final = (Cause.DEATH, Cause.SILENCE, Cause.PLAN)
 
 
 class Lose(NamedTuple):
-    """The present attempt is lost. Its `culprit`, or otherwise the pair, is avoided while there are others."""
+    """The current attempt is lost. From now on `culprit`, or else the pair, is avoided while there are others."""
 
     request: Request
     cause: Cause
@@ -99,9 +99,9 @@ class Lose(NamedTuple):
 
 
 Transition = Finish | Disconnect | Expire | Reject | Fail | Lose
-Step = Command | Transition  # what a handler wants done
+Step = Command | Transition  # what a handler returns to be carried out
 _Result = TypeVar("_Result")
-#: Steps of a function that goes on only after each of them was carried out, and returns a result.
+#: A generator of steps. Each is carried out before the generator continues; at its end it returns a result.
 Steps = Generator[Step, None, _Result]
 
 
@@ -192,8 +192,8 @@ def _lose(cluster: ClusterState, loss: Lose) -> list[Command]:
         return _give_up(cluster, Fail(request, FAILURES[cause], message))
     if not cluster.move(request, Move.LOST):
         return []
-    # A started answer should not pause, but a request that fails again without a lost worker would only repeat the
-    # failure.
+    # A started answer continues without a backoff. The exception is a repeated failure without a lost worker, which
+    # an immediate retry would only repeat.
     is_fresh = request.lost_attempts <= 1 or cause in WORKER_LEFT
     wait_s = 0.0 if is_fresh else backoff_s(FIRST_BACKOFF_S, LONGEST_BACKOFF_S, request.lost_attempts - 2)
     return cluster.requeue(request, wait_s)
@@ -254,7 +254,7 @@ def _end(
     return commands
 
 
-#: Does all of what follows from a transition, and returns the commands.
+#: For each transition, the function that carries it out and returns the commands.
 CARRY_OUT: Final[Mapping[type, Callable[[ClusterState, Any], list[Command]]]] = {
     Finish: _finish,
     Disconnect: _disconnect,

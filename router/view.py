@@ -1,7 +1,7 @@
-"""The router's view of one worker: its hello, its last report, and the placements since. Pure.
+"""The router's view of one worker: its hello, its last report, and the placements since that report. Pure.
 
-The worker decides about its capacity; the view only predicts it. A report may be as old as a heartbeat, and the
-router's own bookings are exact but exclude other routers. Both are combined: estimate = reported + (booked now - booked
+Only the worker decides about its capacity; the view predicts it. A report may be as old as a heartbeat. The router's
+own bookings are exact, but exclude other routers. So the view combines both: estimate = reported + (booked now - booked
 when the report came).
 """
 
@@ -22,7 +22,7 @@ from router.message_latency import MessageLatency
 from router.step_clock import StepClock
 from router.worker_queue import WorkerQueue
 
-# (decoding and arriving sequences; those of them before their first step; tokens of all; available blocks)
+# (decoding and arriving sequences; how many of them are arriving; tokens of all of them; available blocks)
 LoadEstimate = tuple[int, int, int, int]
 
 
@@ -32,6 +32,7 @@ class WorkerView:
     __slots__ = (
         "_at_report",
         "bookings",
+        "cached_load",
         "closed_until_s",
         "computed_s",
         "cost",
@@ -44,9 +45,8 @@ class WorkerView:
         "hello",
         "is_connected",
         "is_drain_requested",
-        "kept_load",
         "last_step_s",
-        "most_tokens",
+        "max_tokens",
         "queue",
         "replies",
         "report",
@@ -71,7 +71,7 @@ class WorkerView:
 
     def _start(self, now_s: float) -> None:
         hello = self.hello
-        self.most_tokens = min(hello.num_blocks * hello.block_size, hello.max_context_tokens)  # of one sequence
+        self.max_tokens = min(hello.num_blocks * hello.block_size, hello.max_context_tokens)  # of one sequence
         self.is_connected = True
         self.heard_s = now_s
         self.report = Load(worker_id=hello.worker_id, steps=0, free_blocks=hello.num_blocks)
@@ -79,13 +79,13 @@ class WorkerView:
         self.totals = Totals()
         self._at_report = Totals()
         self.tpot_targets_s: Counter[float] = Counter()  # TPOT target -> rows booked with it
-        self.kept_load: DecodeLoad | None = None  # cached `load`
-        self.free_at_s = now_s  # when its present prefills should be done
-        self.closed_until_s = now_s  # it declined; not asked before this time
-        self.freed_s = now_s  # when an event last may have made room here
+        self.cached_load: DecodeLoad | None = None  # cached `load`
+        self.free_at_s = now_s  # when its current prefills should be done
+        self.closed_until_s = now_s  # gets no requests before this time, because it declined one
+        self.freed_s = now_s  # when an event may last have made room here
         self.computed_s = now_s  # when a prompt was last finished or abandoned here
         self.step_clock = StepClock()
-        self.last_step_s = 0.0  # of the last batch that it reported
+        self.last_step_s = 0.0  # duration of the last reported batch
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class WorkerView:
 
     @property
     def is_drained(self) -> bool:
-        """By an operator."""
+        """Whether an operator drains the worker."""
         return self.is_drain_requested or self.report.is_drained
 
     def blocks_for(self, tokens: int) -> int:
@@ -112,7 +112,7 @@ class WorkerView:
     # -- estimates -------------------------------------------------------------------------------------------------
 
     def estimated_load(self) -> LoadEstimate:
-        """The worker's estimated present state, including other routers' requests."""
+        """The worker's estimated current state, including other routers' requests."""
         report, totals, then = self.report, self.totals, self._at_report
         rows, arriving, context = totals.rows, totals.arriving, totals.tokens
         others = report.running + report.waiting - then.rows
@@ -128,29 +128,30 @@ class WorkerView:
 
     @property
     def load(self) -> DecodeLoad:
-        """For a decode worker: its load in seconds."""
-        load = self.kept_load
+        """A decode worker's load in seconds."""
+        load = self.cached_load
         if load is None:
-            load = self.kept_load = DecodeLoad(
+            load = self.cached_load = DecodeLoad(
                 self.cost, self.hello, self.estimated_load(), self.tpot_targets_s, is_empty=not self.bookings
             )
         return load
 
-    def reading_s(self, uncached: int, cached: int, slack: Slack = NO_SLACK) -> float:
-        """`prefill_s`, or on a decode worker the time beside its running requests, which have `slack`."""
+    def prefill_time_s(self, uncached: int, cached: int, slack: Slack = NO_SLACK) -> float:
+        """`prefill_s`; on a decode worker, the time within the steps of its running requests, which have `slack`."""
         if self.hello.role is Role.DECODE and self.totals.rows:
-            return self.load.reading_s(uncached, cached, slack)
+            return self.load.prefill_time_s(uncached, cached, slack)
         return self.prefill_s(uncached, cached)
 
-    def share_s(self, uncached: int, cached: int, slack: Slack = NO_SLACK) -> float:
-        """The delay for the next request: `reading_s`, but a decode worker's last step is shared."""
+    def prefill_share_s(self, uncached: int, cached: int, slack: Slack = NO_SLACK) -> float:
+        """The delay for the next request. It is less than `prefill_time_s` on a decode worker, where both share a
+        step."""
         if self.hello.role is Role.DECODE and self.totals.rows:
-            return self.load.share_s(uncached, cached, slack)
+            return self.load.prefill_share_s(uncached, cached, slack)
         return self.prefill_s(uncached, cached)
 
     def slack(self, now_s: float) -> Slack:
-        """Of a decode worker's running requests, after the prompts that it prefills already. None is known if other
-        routers have requests there."""
+        """The slack of a decode worker's running requests after the prompts that it already prefills. It is unknown,
+        and assumed to be zero, if other routers have requests there."""
         totals = self.totals
         if not totals.rows or self.load.rows > totals.rows:
             return NO_SLACK
@@ -188,11 +189,11 @@ class WorkerView:
         reads_s = load.reads_s
         if totals.prefills == totals.rows:  # without decode rows, chunks are not limited
             reads_s = self.prefill_s(min(totals.prefill_tokens, self.hello.max_batch_tokens), 0)
-        # The last step of a prompt is shorter.
+        # The last step of a prompt may be shorter.
         return min(self.step_clock.remaining_s(at_s, reads_s), max(self.free_at_s - now_s, load.step_s))
 
     def timed(self, event: BatchTimed) -> bool:
-        """Learns from a finished batch. False: it is not a sample. `load` is updated with the next report."""
+        """Learns from a finished batch. False: it was no valid sample. `load` is updated with the next report."""
         self.last_step_s = event.step_s
         return self.cost.observe_batch(event)
 
@@ -203,13 +204,13 @@ class WorkerView:
 
     @property
     def prefills_ahead(self) -> int:
-        """Number of prompts to compute here before a new one: booked, in line, and of other routers."""
+        """Number of prompts to compute here before a new one: booked, queued, and of other routers."""
         others = self.report.waiting - self._at_report.prefills
         return self.totals.prefills + len(self.queue) + max(others, 0)
 
     @property
     def prefill_tokens_ahead(self) -> int:
-        """Prompt tokens to compute here before a new request's: booked, in line, and of other routers."""
+        """Prompt tokens to compute here before those of a new request: booked, queued, and of other routers."""
         others = self.report.pending_prefill_tokens - self._at_report.prefill_tokens
         return self.totals.prefill_tokens + self.queue.uncached_tokens + max(others, 0)
 
@@ -232,13 +233,13 @@ class WorkerView:
         key = (booking.request_id, booking.attempt)
         assert key not in self.bookings, key
         self.bookings[key] = booking
-        self.kept_load = None
+        self.cached_load = None
         totals = self.totals
         totals.blocks += booking.blocks
         totals.arriving += 1
         if booking.tpot_s is not None:
             if not totals.rows:
-                self.step_clock.ended(now_s)  # it begins as soon as it is told
+                self.step_clock.ended(now_s)  # an idle worker begins a step at once
             totals.rows += 1
             totals.tokens += booking.tokens
             self.tpot_targets_s[booking.tpot_s] += 1
@@ -252,19 +253,19 @@ class WorkerView:
             self.free_at_s = max(self.free_at_s, now_s) + booking.prefill_s
 
     def joined(self, booking: Booking, first_token_s: float) -> None:
-        """It decodes; its client got the first token at `first_token_s`."""
+        """The request decodes. Its client got the first token at `first_token_s`."""
         booking.first_token_s = first_token_s
         self.arrived(booking)
 
     def arrived(self, booking: Booking) -> None:
-        """It no longer waits in the worker's inbox: it is being computed, or has ended."""
+        """The request has left the worker's inbox: it is being computed, or has ended."""
         if booking.is_landing:
             booking.is_landing = False
             self.totals.landing_tokens -= booking.tokens
         if booking.is_arriving:
             booking.is_arriving = False
             self.totals.arriving -= 1
-            self.kept_load = None
+            self.cached_load = None
 
     def grew(self, booking: Booking, tokens: int) -> None:
         """A decode row has `tokens` more tokens."""
@@ -275,13 +276,13 @@ class WorkerView:
         fresh = blocks - booking.blocks
         self.totals.blocks += fresh
         booking.blocks = blocks
-        if self.kept_load is not None:
-            self.kept_load.grew(tokens, fresh)
+        if self.cached_load is not None:
+            self.cached_load.grew(tokens, fresh)
         if booking.tpot_s is not None:
             self.totals.tokens += tokens
 
     def computed(self, booking: Booking, now_s: float) -> None:
-        """Its prefill was finished or abandoned."""
+        """The prefill was finished or abandoned."""
         if booking.prefill_tokens:
             totals = self.totals
             totals.prefill_tokens -= booking.prefill_tokens
@@ -292,8 +293,8 @@ class WorkerView:
             self.freed_s = self.computed_s = now_s
 
     def left_batch(self, booking: Booking) -> None:
-        """It no longer has a row, but its blocks may still be held."""
-        self.kept_load = None
+        """The request no longer has a row, but may still hold blocks."""
+        self.cached_load = None
         if booking.tpot_s is not None:
             self.totals.rows -= 1
             self.totals.tokens -= booking.tokens
@@ -308,19 +309,19 @@ class WorkerView:
         self.left_batch(booking)
         self.arrived(booking)
         self.totals.blocks -= booking.blocks
-        self.kept_load = None
+        self.cached_load = None
         del self.bookings[booking.request_id, booking.attempt]
 
     # -- reports of the worker ------------------------------------------------------------------------------------
 
     def reported(self, report: Load, now_s: float) -> None:
         self.report = report
-        if report.is_drained:  # from now on the worker reports it, because another router may undo it
+        if report.is_drained:  # the report decides from now on, because another router may undo the drain
             self.is_drain_requested = False
         self.freed_s = now_s
-        self.kept_load = None
+        self.cached_load = None
         self._at_report = copy(self.totals)
-        # It is slower than predicted, or has other routers' work: use the pending tokens of the report.
+        # The worker is slower than predicted, or has other routers' work. Use the report's pending tokens.
         self.free_at_s = max(self.free_at_s, now_s + self._pending_s(report.pending_prefill_tokens))
 
     @property
@@ -328,14 +329,14 @@ class WorkerView:
         return self._pending_s(self.report.pending_prefill_tokens - self._at_report.prefill_tokens)
 
     def _pending_s(self, tokens: int) -> float:
-        """Time for prompt tokens whose division into prompts is unknown; they cost as much as the booked ones on
-        average."""
+        """Time for reported prompt tokens whose division into prompts is unknown. They are assumed to cost as much per
+        token as the booked ones."""
         if tokens <= 0:
             return 0.0
         totals = self.totals
         if totals.prefill_tokens:
             return tokens * totals.prefill_s / totals.prefill_tokens
-        return self.reading_s(tokens, 0)
+        return self.prefill_time_s(tokens, 0)
 
     def stepped(self, event: TokensArrived, now_s: float) -> None:
         """A step has ended. Only workers that report every step let the router predict when the next one ends."""
@@ -344,21 +345,22 @@ class WorkerView:
             self.step_clock.ended(now_s)
 
     def granted_after(self, wait_s: float, rest_of_step_s: float, half_step_s: float) -> None:
-        """The last two arguments are the values at the time of the request to the worker."""
+        """Learns from a grant. The last two arguments are the values when the worker was asked."""
         self.grant_wait_s += 0.1 * (wait_s - half_step_s - self.grant_wait_s)
         self.grants.observe(wait_s - rest_of_step_s)
 
     def lost(self) -> list[Booking]:
-        """The stream has ended, and the worker has lost everything. Returns the lost bookings."""
+        """The stream has ended, so the worker has no requests any more. Returns the lost bookings."""
         held = list(self.bookings.values())
         self.is_connected = False
         self.bookings, self.totals, self._at_report = {}, Totals(), Totals()
         self.tpot_targets_s = Counter()
-        self.kept_load = None
+        self.cached_load = None
         return held
 
     def came_back(self, hello: WorkerConnected, now_s: float) -> None:
-        """A new stream. A new incarnation starts from its own prior; the same incarnation keeps its learned costs."""
+        """The worker has connected again. A new incarnation starts from its own prior cost; the same one keeps its
+        learned cost."""
         if hello.incarnation != self.hello.incarnation:
             self.cost = CostModel(hello.cost)
             self.is_drain_requested = False
@@ -372,4 +374,4 @@ class WorkerView:
         self.totals.check(bookings.values())
         targets_s = Counter(one.tpot_s for one in bookings.values() if one.tpot_s is not None)
         assert self.tpot_targets_s == targets_s, "tpot_targets_s"
-        assert all(key == (one.request_id, one.attempt) for key, one in bookings.items()), "a booking has another key"
+        assert all(key == (one.request_id, one.attempt) for key, one in bookings.items()), "a booking has a wrong key"

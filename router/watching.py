@@ -1,4 +1,4 @@
-"""Sends frames of the live view. A viewer that reads slowly gets fewer frames, each with all requests that ended."""
+"""Sends frames of the live view. A slow viewer gets fewer frames, each with all requests that ended meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.state import RouterState
 
 SHORTEST_S: Final = 0.1
 LONGEST_S: Final = 60.0
-MOST_VIEWERS: Final = 8  # of one router, because each costs it some milliseconds a second
+MAX_VIEWERS: Final = 8  # for each router, because a viewer costs it some milliseconds per second
 
 
 @final
@@ -28,11 +28,12 @@ class Watching:
         self._closing = asyncio.Event()
 
     async def frames(self, period_s: float) -> AsyncGenerator[cluster_pb2.WatchResponse, None]:
-        """Until `close`. The first one contains the requests that ended last. Raises InvalidRequest and Overloaded."""
+        """Yields frames until `close`. The first one contains recently ended requests. Raises InvalidRequest and
+        Overloaded."""
         period_s = period_s or PERIOD_S
         check_duration("period_s", period_s, SHORTEST_S, LONGEST_S)
-        if self._num_viewers >= MOST_VIEWERS:
-            raise Overloaded(f"the router has {MOST_VIEWERS} viewers already", LONGEST_S)
+        if self._num_viewers >= MAX_VIEWERS:
+            raise Overloaded(f"the router already has {MAX_VIEWERS} viewers", LONGEST_S)
         self._num_viewers += 1
         try:
             num_seen = 0

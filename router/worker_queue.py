@@ -1,8 +1,8 @@
 """Requests that are bound to one prefill worker and wait until it can start them. Pure.
 
-The published baselines choose the prefill worker at arrival, so a request in a worker's line is load of that worker
-before it is booked there. The sums are computed when a request is bound. Requests in a line are not in the router's own
-queue, so requests for a busy worker do not block others.
+The published baselines choose the prefill worker at arrival, so a request in a worker's queue counts as its load before
+it is booked there. The sums are updated when a request is bound. These requests are not in the router's common queue,
+so requests for a busy worker do not block others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Waiting(NamedTuple):
 
 
 class WorkerQueue:
-    """First come, first served, within a priority class: iterates in that order."""
+    """First come, first served within a priority class. Iteration has that order."""
 
     __slots__ = ("_order", "_waiting", "prefill_s", "uncached_tokens")
 
@@ -46,12 +46,12 @@ class WorkerQueue:
             return False
         del self._order[bisect_left(self._order, (waiting.rank, request_id))]
         self.uncached_tokens -= waiting.uncached_tokens
-        # Avoids accumulating rounding errors.
+        # An empty queue has exact sums, so rounding errors do not accumulate.
         self.prefill_s = max(self.prefill_s - waiting.prefill_s, 0.0) if self._waiting else 0.0
         return True
 
     def first(self) -> tuple[Rank, str]:
-        """The first request; the line must not be empty."""
+        """The first request. The queue must not be empty."""
         return self._order[0]
 
     def __len__(self) -> int:
@@ -66,6 +66,6 @@ class WorkerQueue:
     def check(self) -> None:
         """Checks the sums."""
         waiting = self._waiting
-        assert self._order == sorted((one.rank, name) for name, one in waiting.items()), "the line is not in order"
-        assert self.uncached_tokens == sum(one.uncached_tokens for one in waiting.values()), "tokens in line"
-        assert abs(self.prefill_s - sum(one.prefill_s for one in waiting.values())) < 1e-6, "seconds in line"
+        assert self._order == sorted((one.rank, name) for name, one in waiting.items()), "the queue is not in order"
+        assert self.uncached_tokens == sum(one.uncached_tokens for one in waiting.values()), "queued tokens"
+        assert abs(self.prefill_s - sum(one.prefill_s for one in waiting.values())) < 1e-6, "queued seconds"

@@ -1,7 +1,7 @@
 """The router's streams to all workers: one session per endpoint, from a list and from the registry.
 
-Decides which workers belong to the cluster: a worker must serve the same model in the same form as the attached ones.
-Turns their messages into events for the runtime.
+It decides which workers belong to the cluster: a worker must serve the same model, in the same form, as the attached
+ones. It converts their messages to events for the runtime.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HELLO: Final = Codec(
 
 @final
 class Workers:
-    """Lives on one event loop. `on_event` is called in the order of each stream."""
+    """Used on one event loop. `on_event` is called in the order of each stream."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Workers:
         on_crash: Callable[[BaseException], None] = lambda error: None,
         tls: ReloadingCertificates | None = None,
     ) -> None:
-        """`model_name` is that of the router's own folder, whose tokenizer it uses. `index` receives KV events if
-        routers share no index. A stream that is silent for `silence_s` is ended. `on_scored` receives prompts' logprobs
-        before the first token's event. `on_change`: a worker connected or disconnected. `on_unproven`: a worker has not
-        proven that it knows the secret of `identity`, and received nothing. Workers are called in plain text without
-        `tls`."""
+        """`model_name` is the name of the router's own model folder, which has the tokenizer. `index` receives KV
+        events if routers share no index. A stream that is silent for `silence_s` is ended. `on_scored` receives prompt
+        logprobs before the event of the first token. `on_change` is called when a worker connects or disconnects.
+        `on_unproven` is called when a worker has not proven that it knows the secret of `identity`; such a worker
+        receives no messages. Without `tls`, connections are in plain text."""
         self._identity = identity
         self._model_name = model_name
         self._hello = hello
@@ -84,7 +84,7 @@ class Workers:
         self._registered: dict[str, str] = {}  # worker id -> endpoint
         self._departing: set[str] = set()  # workers that left the registry; forgotten once their streams have ended
         self._is_closing = False
-        self._contexts: dict[str, int] = {}  # longest sequence of each attached decode worker
+        self._contexts: dict[str, int] = {}  # maximum sequence length of each attached decode worker
         self.model: ModelFacts | None = None
         self.links = KvLinks()
         self.logs = WorkerLogs(self.send)
@@ -96,12 +96,12 @@ class Workers:
         return self._roles
 
     def dial(self, endpoints: Iterable[str]) -> None:
-        """Sets the workers that are known without a registry."""
+        """Sets the endpoints of workers that are known without a registry."""
         self._static = tuple(dict.fromkeys([*self._static, *endpoints]))
         self._reconcile()
 
     def register(self, endpoints: Mapping[str, str]) -> None:
-        """Sets the registry's whole content: worker id -> endpoint."""
+        """Replaces the registry's content: worker id -> endpoint."""
         self._departing |= self._registered.keys() - endpoints.keys()
         self._departing -= endpoints.keys()
         self._registered = dict(list(endpoints.items())[:MAX_WORKERS])
@@ -135,7 +135,7 @@ class Workers:
         block_bytes = fingerprint.block_bytes * fingerprint.shape.tp_degree
         event = _HELLO.decode(hello, endpoint=session.endpoint, block_bytes=block_bytes)
         former = self._attached.get(hello.worker_id)
-        if former is not None:  # its successor has connected before the end of its own stream
+        if former is not None:  # the new incarnation has connected before the stream of the old one ended
             self._lose(former, "another incarnation came")
             former.hang_up()
         if not self._attached:
@@ -170,7 +170,7 @@ class Workers:
             event = decode_response(session.worker_id, message)
         except InvalidRequest as error:
             self.num_invalid += 1
-            log.error("a worker sent nonsense", extra={"worker_id": session.worker_id, "why": error.message})
+            log.error("a worker sent an invalid message", extra={"worker_id": session.worker_id, "why": error.message})
             session.hang_up()
             return
         if event is not None:
@@ -203,14 +203,14 @@ class Workers:
         if former is not None and former.incarnation == hello.incarnation:
             return f"it is attached already, as {former.endpoint}"
         if hello.role not in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE):
-            return f"its role {hello.role} is none that this router knows"
+            return f"its role {hello.role} is unknown to this router"
         if hello.max_context_tokens < 2:
             return f"its context window is {hello.max_context_tokens} tokens, expected at least 2"
         for name in ("block_size", "vocab_size", "num_blocks", "max_batch", "max_batch_tokens", "inbox_depth"):
             if getattr(hello, name) < 1:
                 return f"its {name} is {getattr(hello, name)}, expected at least 1"
         if hello.model != self._model_name:
-            return f"it serves {hello.model!r}, this router reads text for {self._model_name!r}"
+            return f"it serves {hello.model!r}, this router tokenizes for {self._model_name!r}"
         try:
             facts = facts_of(hello)
         except ConfigError as error:
@@ -218,7 +218,8 @@ class Workers:
         return difference(self.model, facts) if self.model is not None and self._attached else None
 
     def _set_context(self) -> None:
-        """While no decode worker is attached, the last one's limit applies; clients get another error in that case."""
+        """Updates the context limit. While no decode worker is attached the last limit is kept; requests then fail for
+        another reason."""
         if self.model is not None and self._contexts:
             self.model = replace(self.model, max_context_tokens=max(self._contexts.values()))
 
@@ -254,7 +255,7 @@ class Workers:
         )
 
     def _reconcile(self) -> None:
-        """Ensures one session for each wanted endpoint, and no others."""
+        """Starts and ends sessions, so that there is exactly one for each wanted endpoint."""
         wanted = dict.fromkeys([*self._static, *self._registered.values()])
         for endpoint in [one for one in self._tasks if one not in wanted]:
             _, task = self._tasks.pop(endpoint)
@@ -276,15 +277,16 @@ class Workers:
                 self._tasks[endpoint] = (session, task)
 
     def _greeting(self, endpoint: str) -> worker_pb2.RouterHello:
-        """A worker keeps one stream per router id. If the id were the same for every endpoint, a worker that is listed
-        under two names would end its working stream for one that is then rejected."""
+        """The router's hello to an endpoint, with an id of its own. A worker keeps one stream per router id. With one
+        id for all endpoints, a worker that is listed under two names would end its working stream in favour of a second
+        one, which the router rejects."""
         hello = worker_pb2.RouterHello()
         hello.CopyFrom(self._hello())
         hello.router_id = f"{hello.router_id}@{endpoint}"
         return hello
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
-        """Sessions run until they are cancelled; any other end is an internal error."""
+        """Sessions run until they are cancelled. Any other end is an internal error."""
         if not task.cancelled():
             error = task.exception() or RuntimeError("a session returned")
             log.critical("the session of a worker crashed", exc_info=error)

@@ -77,7 +77,7 @@ class Front:
         self._calls[name] = SimulatedCall(row, names, claim)
         if request.cancel_after_s is not None:
             self._agenda.after(request.cancel_after_s, self._leave, name)
-        self.hand(
+        self.submit(
             events.RequestArrived(
                 request_id=name,
                 num_prompt_tokens=row.prompt_tokens,
@@ -91,7 +91,7 @@ class Front:
             )
         )
 
-    def hand(self, event: events.Event) -> None:
+    def submit(self, event: events.Event) -> None:
         done = self.state.handle(event, self._agenda.now_s)
         if self._on_step is not None:
             self._on_step(self._agenda.now_s, event, done)
@@ -114,7 +114,7 @@ class Front:
 
     def _leave(self, name: str) -> None:
         if name in self._calls:
-            self.hand(events.ClientLeft(request_id=name))
+            self.submit(events.ClientLeft(request_id=name))
 
     def _execute(self, command: commands.Command) -> None:
         match command:
@@ -150,7 +150,7 @@ class Front:
     def _ring(self, at_s: float) -> None:
         if self._wake_at_s == at_s:  # a newer one replaces it
             self._wake_at_s = None
-            self.hand(events.TimePassed())
+            self.submit(events.TimePassed())
 
     # -- to workers ----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from pdserve.plot.figure import CONTENT, Figure, Panel
 from simulator.goodput import HighestRate
 from simulator.time_charts import TimedRequests, frontier_panel
 
-MOST_LAYOUTS: Final = 60
+MAX_LAYOUTS: Final = 60
 DISAGGREGATED, COLOCATED = 0, 1  # colours
 _FAR: Final = 1.4  # tried rates beyond this multiple of the goodput are not shown
 
@@ -34,8 +34,8 @@ def plan_figure(layouts: Sequence[PlannedLayout], slo: Slo, *, title: str, capti
 
 def _rates(layouts: Sequence[PlannedLayout]) -> Panel:
     shown = layouts
-    if len(layouts) > MOST_LAYOUTS:
-        kept = {id(one) for one in sorted(layouts, key=lambda one: -one.found.rate_rps)[:MOST_LAYOUTS]}
+    if len(layouts) > MAX_LAYOUTS:
+        kept = {id(one) for one in sorted(layouts, key=lambda one: -one.found.rate_rps)[:MAX_LAYOUTS]}
         shown = [one for one in layouts if id(one) in kept]
     bars = [_bar(one) for one in shown]
     most = max((value for one in bars for value in (one.value, *one.held, *one.missed)), default=0.0)

@@ -38,7 +38,7 @@ _KINDS: Final = (
 )
 DEFAULT_HEARTBEAT_S: Final = 0.1  # if no worker reported twice
 DEFAULT_MESSAGE_S: Final = 2e-4  # if nothing was granted
-MOST_ERRORS: Final = 4096  # recent batches from which the variation around the cost is computed
+MAX_ERRORS: Final = 4096  # recent batches from which the variation around the cost is computed
 FEWEST_ERRORS: Final = 16
 SIGMA_OF_MEDIAN: Final = 1.4826  # standard deviation of a normal variable with a median distance of 1 from its mean
 
@@ -131,7 +131,7 @@ class _SeenCluster:
         self.workers: dict[str, _Worker] = {}
         self.slos: Counter[Slo] = Counter()
         self.quickest_grant_s = math.inf
-        self.errors: deque[float] = deque(maxlen=MOST_ERRORS)  # of batches, relative to the prediction
+        self.errors: deque[float] = deque(maxlen=MAX_ERRORS)  # of batches, relative to the prediction
         self._asked_s: dict[tuple[str, int], float] = {}  # attempt -> when the request to its decode worker was sent
         self._senders: dict[tuple[str, int], str] = {}  # attempt -> prefill worker, until its KV has arrived
         self._first_s: float | None = None  # arrivals

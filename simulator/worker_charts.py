@@ -13,9 +13,9 @@ from pdserve.plot.share_rows import ShareKind, ShareRow, share_legend, share_row
 from simulator.comparison import PolicyRun
 from simulator.model import RequestRow, WorkerRow
 
-MOST_WORKERS: Final = 24
-MOST_REQUESTS: Final = 80  # of a timeline of requests
-MOST_LANES: Final = 14  # of one worker
+MAX_WORKERS: Final = 24
+MAX_REQUESTS: Final = 80  # of a timeline of requests
+MAX_LANES: Final = 14  # of one worker
 ROUTER: Final = "router"  # where requests wait
 STEP_KINDS: Final = (
     ShareKind(name="prefill steps", colour=1, opacity=0.95),
@@ -35,7 +35,7 @@ def steps_panel(run: PolicyRun, *, is_folded: bool = False) -> Panel | None:
     workers = [one for one in run.result.workers if any(map(any, one.shares))]
     if not workers:
         return None
-    shown = workers[:MOST_WORKERS]
+    shown = workers[:MAX_WORKERS]
     span_s = max(_lasted_s(one) for one in shown)
     rows = [ShareRow(name=one.worker_id, width=one.shares_width_s, shares=one.shares) for one in shown]
     chart = share_rows(
@@ -65,7 +65,7 @@ def requests_panel(run: PolicyRun, *, is_folded: bool = False) -> Panel | None:
     chart = requests_gantt(rows, order, title=f"requests on each worker over time, {run.policy}")
     note = (
         f"Requests {rows[0].number} to {rows[-1].number}, from {begin_s:.3g} s to {end_s:.3g} s, each on the workers "
-        f"that served it. A worker shows at most {MOST_LANES} requests at once."
+        f"that served it. A worker shows at most {MAX_LANES} requests at once."
     )
     return Panel(
         title=f"Requests on the workers: {_about(run)}",
@@ -77,10 +77,10 @@ def requests_panel(run: PolicyRun, *, is_folded: bool = False) -> Panel | None:
 
 
 def window(rows: Sequence[RequestRow]) -> list[RequestRow]:
-    """At most MOST_REQUESTS requests in a row, in the middle of which is the first that missed a target."""
+    """At most MAX_REQUESTS requests in a row, in the middle of which is the first that missed a target."""
     first = next((number for number, row in enumerate(rows) if not row.has_met_slo), 0)
-    begin = max(0, min(first - MOST_REQUESTS // 2, len(rows) - MOST_REQUESTS))
-    return list(rows[begin : begin + MOST_REQUESTS])
+    begin = max(0, min(first - MAX_REQUESTS // 2, len(rows) - MAX_REQUESTS))
+    return list(rows[begin : begin + MAX_REQUESTS])
 
 
 def requests_gantt(rows: Sequence[RequestRow], order: Sequence[str], *, title: str) -> Drawing:
@@ -89,7 +89,7 @@ def requests_gantt(rows: Sequence[RequestRow], order: Sequence[str], *, title: s
     for row in rows:
         for worker, bars in _bars(row):
             spans.setdefault(worker, []).append((bars[0].begin, bars[-1].end, bars))
-    names = [name for name in (ROUTER, *order) if name in spans][: MOST_WORKERS + 1]
+    names = [name for name in (ROUTER, *order) if name in spans][: MAX_WORKERS + 1]
     drawn = [GanttRow(name=name, bars=_in_lanes(spans[name])) for name in names]
     ends = [one.end for row in drawn for one in row.bars]
     begin_s = min((one.begin for row in drawn for one in row.bars), default=0.0)
@@ -120,7 +120,7 @@ def _bars(row: RequestRow) -> Iterable[tuple[str, list[Bar]]]:
 
 def _in_lanes(spans: Iterable[tuple[float, float, list[Bar]]]) -> list[Bar]:
     ordered = sorted(spans, key=lambda one: one[:2])
-    lanes = place_in_lanes([(begin, end) for begin, end, _ in ordered], MOST_LANES)
+    lanes = place_in_lanes([(begin, end) for begin, end, _ in ordered], MAX_LANES)
     return [
         Bar(begin=one.begin, end=one.end, kind=one.kind, about=one.about, lane=lane)
         for (_, _, bars), lane in zip(ordered, lanes, strict=True)

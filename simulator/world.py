@@ -226,7 +226,7 @@ class World:
     def _tell(self, router: int, event: Event) -> None:
         if isinstance(event, WorkerLost) and router == 0:
             self._forget_cache(event.worker_id)
-        self.fronts[router].hand(event)
+        self.fronts[router].submit(event)
 
     def _lookup(self, hashes: tuple[bytes, ...]) -> dict[str, int]:
         return dict(self.index.lookup(hashes)) if hashes else {}

@@ -24,7 +24,7 @@ from pdserve.core.types import Sampling
 from pdserve.engine.sampling import Draw, sample
 
 TIE: Final = 1e-5  # of the standard deviation of the position's logits; float32 errs by up to 7e-6 of it
-MOST_TIES: Final = 0.01  # of the positions that are judged together
+MAX_TIES: Final = 0.01  # of the positions that are judged together
 _MOST_KNOWN: Final = 16
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # of transformers: tokens [1, T], logits [1, V] -> logits
@@ -47,7 +47,7 @@ class Verdict:
     ties: list[Position] = field(default_factory=list)
     wrong: list[Position] = field(default_factory=list)
 
-    def check(self, most_ties: float = MOST_TIES) -> None:
+    def check(self, most_ties: float = MAX_TIES) -> None:
         assert self.num_positions > 0, "no token was judged"
         assert not self.wrong, f"{len(self.wrong)} of {self.num_positions} tokens are wrong: {self.wrong[:5]}"
         limit = most_ties * self.num_positions
@@ -94,7 +94,7 @@ class Oracle:
         sampling: Sampling | Sequence[Sampling | None] | None = None,
         processors: Sequence[Processor] = (),
         tie: float = TIE,
-        most_ties: float = MOST_TIES,
+        most_ties: float = MAX_TIES,
     ) -> Verdict:
         """`sampling`: of all answers or one each, as our sampler reads it; greedy where it is None.
 

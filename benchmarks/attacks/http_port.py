@@ -28,7 +28,7 @@ NUM_SLOW: Final = 200
 NUM_HEADS: Final = 50
 NUM_BODIES: Final = 20
 BODY_BYTES: Final = 100 * 2**20
-MOST_GROWTH_BYTES: Final = 200 * 2**20
+MAX_GROWTH_BYTES: Final = 200 * 2**20
 LATE_S: Final = 10.0
 _REQUEST: Final = json.dumps({"prompt": "def fib(n):", "max_tokens": 12, "temperature": 0}).encode()
 
@@ -57,7 +57,7 @@ def attack(target: AttackTarget) -> AttackResult:
     rejected = sum(errors.values())
     if rejected != attempts:
         complaints.append(f"{attempts - rejected} connections were not closed")
-    if grown_bytes > MOST_GROWTH_BYTES:
+    if grown_bytes > MAX_GROWTH_BYTES:
         complaints.append(f"the gateway grew by {grown_bytes >> 20} MiB")
     took_ms = statistics.median(honest.took_s) * 1e3 if honest.took_s else 0.0
     return AttackResult(

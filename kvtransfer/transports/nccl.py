@@ -50,9 +50,9 @@ log = logging.getLogger(__name__)
 NCCL: Final = transfer_pb2.TRANSPORT_KIND_NCCL
 SLOT_BYTES: Final = 16 * 2**20  # of staging; each message costs launches and frames, whatever its size
 # slots of a pair at each end: 128 MiB keep a link of 200 GB/s busy for the 0.6 ms from packing to credit
-MOST_SLOTS: Final = 8
-LEAVE: Final = MOST_SLOTS  # a credit for it: the receiver has no room left for this pair
-MOST_PAIRS: Final = 32  # pairs of a process; each takes some 50 to 100 MB of device memory besides its staging
+MAX_SLOTS: Final = 8
+LEAVE: Final = MAX_SLOTS  # a credit for it: the receiver has no room left for this pair
+MAX_PAIRS: Final = 32  # pairs of a process; each takes some 50 to 100 MB of device memory besides its staging
 HANDSHAKE_S: Final = 60.0  # the first communicator takes seconds, because kernels are loaded
 MAX_VERSION_BYTES: Final = 32
 MAX_ID_BYTES: Final = 1024
@@ -221,7 +221,7 @@ class Nccl(OnDevice, TcpListener):
     packages = ("cupy",)
 
     def __init__(
-        self, device_of: DeviceOf | None = None, connector: DeviceConnector | None = None, most_pairs: int = MOST_PAIRS
+        self, device_of: DeviceOf | None = None, connector: DeviceConnector | None = None, most_pairs: int = MAX_PAIRS
     ) -> None:
         """`device_of` and `connector` replace CUDA and NCCL in tests."""
         super().__init__(device_of)
@@ -238,7 +238,7 @@ class Nccl(OnDevice, TcpListener):
         share: StagingShare | None = None
         try:
             device, connector, pair_slot = self._device(pool), self._connector(), self.pair_slots.take()
-            share = device.budget.take(slot_size(pool.block_bytes, SLOT_BYTES), MOST_SLOTS)
+            share = device.budget.take(slot_size(pool.block_bytes, SLOT_BYTES), MAX_SLOTS)
             unique_id = connector.new_id()
             hello = _HELLO.pack(_MAGIC, _padded(connector.version), pool.block_bytes, share.num_slots, len(unique_id))
             sock.settimeout(HANDSHAKE_S)
@@ -265,8 +265,8 @@ class Nccl(OnDevice, TcpListener):
         expected = link.source.block_bytes
         if magic != _MAGIC or block_bytes != expected or not 0 < size <= MAX_ID_BYTES:
             raise BadFrame(f"blocks of {block_bytes} bytes, expected {expected}")
-        if not 1 <= slots <= MOST_SLOTS:
-            raise BadFrame(f"{slots} slots of staging, expected 1 to {MOST_SLOTS}")
+        if not 1 <= slots <= MAX_SLOTS:
+            raise BadFrame(f"{slots} slots of staging, expected 1 to {MAX_SLOTS}")
         if theirs != connector.version:
             raise BadFrame(f"NCCL {theirs}, expected {connector.version}: both ranks must have the same")
         unique_id = receive_within(link, size, HANDSHAKE_S)

@@ -36,7 +36,7 @@ from pdserve.v1 import transfer_pb2
 TCP_STAGED: Final = transfer_pb2.TRANSPORT_KIND_TCP_STAGED
 SLOT_BYTES: Final = 8 * 2**20  # a launch and a wake take as long as these bytes at 16 GB/s
 _LOOK_S: Final = 0.1  # limit of a wait, because another event may have used the wake
-MOST_SLOTS: Final = 8  # slots of a connection on each side: 55 GB/s of PCIe for a millisecond, from launch to wake
+MAX_SLOTS: Final = 8  # slots of a connection on each side: 55 GB/s of PCIe for a millisecond, from launch to wake
 
 
 @final
@@ -173,5 +173,5 @@ class TcpStaged(OnDevice, TcpListener):
 
 def _slots_of(device: Device, block_bytes: int) -> StagingSlots:
     """The two sides may have different numbers of slots, because the socket decouples them."""
-    share = device.budget.take(slot_size(block_bytes, SLOT_BYTES), MOST_SLOTS)
+    share = device.budget.take(slot_size(block_bytes, SLOT_BYTES), MAX_SLOTS)
     return StagingSlots(device, block_bytes, share, is_pinned=True)

@@ -8,7 +8,7 @@ from typing import Final
 from pdserve.core.durations import DAY_S, backoff_s
 from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unavailable
 
-MOST_RETRIES: Final = 1000
+MAX_RETRIES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,8 @@ class Retries:
     longest_wait_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.limit <= MOST_RETRIES:
-            raise ConfigError("retries.limit", self.limit, f"between 0 and {MOST_RETRIES}")
+        if not 0 <= self.limit <= MAX_RETRIES:
+            raise ConfigError("retries.limit", self.limit, f"between 0 and {MAX_RETRIES}")
         for name in ("first_backoff_s", "longest_backoff_s", "longest_wait_s"):
             if not 0.0 <= getattr(self, name) <= DAY_S:
                 raise ConfigError(f"retries.{name}", getattr(self, name), f"between 0 and {DAY_S:g} seconds")

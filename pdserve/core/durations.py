@@ -14,7 +14,7 @@ from pdserve.core.errors import InvalidRequest
 
 DAY_S: Final = 86_400.0
 SHORTEST_SLO_S: Final = 1e-6  # lower bound of targets, which are divisors
-MOST_DOUBLINGS: Final = 64  # doublings of a backoff; a float overflows after 1,023
+MAX_DOUBLINGS: Final = 64  # doublings of a backoff; a float overflows after 1,023
 
 
 def check_duration(field: str, seconds: float, low: float = 0.0, high: float = DAY_S) -> None:
@@ -32,4 +32,4 @@ def clamped_s(wait_s: float, shortest_s: float = 0.0, longest_s: float = DAY_S) 
 
 def backoff_s(first_s: float, longest_s: float, doublings: int) -> float:
     """`first_s` doubled that many times, at most `longest_s`."""
-    return min(first_s * 2.0 ** min(doublings, MOST_DOUBLINGS), longest_s)
+    return min(first_s * 2.0 ** min(doublings, MAX_DOUBLINGS), longest_s)

@@ -19,7 +19,7 @@ from typing import Final
 from pdserve.core.fit import LONGEST_S, Fit
 from pdserve.core.protocol import BatchTimed
 
-MOST_WORK: Final = 1e15  # limit of tokens times context of a batch
+MAX_WORK: Final = 1e15  # limit of tokens times context of a batch
 TYPICAL_TRANSFER_BYTES: Final = 1e7
 # times the time of reading the weights: a longer step, rows and attention excluded, is limited by arithmetic
 HIDDEN_SHARE: Final = 1.25
@@ -141,7 +141,7 @@ class CostModel:
         if prefill_tokens <= 0:
             return self._decode.observe((1.0, rows, context_tokens), step_s) if rows > 0 else False
         base, per_token, per_token_context = self.prefill_coefficients
-        if rows < 0 or context_tokens < 0 or not 0.0 <= prefill_token_context <= MOST_WORK:
+        if rows < 0 or context_tokens < 0 or not 0.0 <= prefill_token_context <= MAX_WORK:
             return False
         weights_s, per_row, per_context_token = self.decode_coefficients
         rows_s = min(per_row * rows + per_context_token * context_tokens, LONGEST_S)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-MOST_LINES: Final = 200  # kept by a process, and sent in one answer
-MOST_CHARS: Final = 2000  # of one line
+MAX_LINES: Final = 200  # kept by a process, and sent in one answer
+MAX_CHARS: Final = 2000  # of one line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ FREE_SHARE: Final = 0.02  # of a step: what a chunk may add if the rows allow no
 BLIND_SHARE: Final = 4  # of the largest chunk, if no row has a target
 LEAST_CHUNK: Final = 16  # tokens; a waiting prompt must make progress
 FIXED_SHARE: Final = 0.2  # of a chunk's arithmetic: what a step with prompt tokens may cost in addition
-MOST_WAITS: Final = 8.0  # decode steps until there is slack for a chunk
+MAX_WAITS: Final = 8.0  # decode steps until there is slack for a chunk
 ROUNDING: Final = 1e-6  # tokens or seconds; what fits exactly is not prevented by rounding
 
 
@@ -75,7 +75,7 @@ def is_worth_waiting(
     room_s = longest.step_s - decode_s - fixed_s
     work_s = min(room_s, fixed_s / FIXED_SHARE, wanted * per_token_s, most * per_token_s)
     missing_s = (decode_s + fixed_s + work_s) / _share(cost) - allowance.step_s
-    return work_s > 0.0 and ROUNDING < missing_s <= MOST_WAITS * allowance.gain_s
+    return work_s > 0.0 and ROUNDING < missing_s <= MAX_WAITS * allowance.gain_s
 
 
 def _share(cost: CostModel) -> float:

@@ -164,7 +164,7 @@ def open_rank(
         spec = spec_of(num_blocks)
         pool = TorchPool(num_blocks=num_blocks, shape=shape, device=device, memory=memory, heads=heads)
         if is_triton(device) and config.block_size >= 8 and config.block_size & (config.block_size - 1) == 0:
-            from pdserve.engine.gpu.attention_plan import MOST_QUERIES as MOST_SHORT
+            from pdserve.engine.gpu.attention_plan import MOST_QUERIES as MAX_SHORT
             from pdserve.engine.gpu.prefill import use_fa3
             from pdserve.engine.gpu.triton_attention import takes_flash, triton_attention
 
@@ -176,7 +176,7 @@ def open_rank(
             make_attention = triton_attention(
                 pool, model.heads, model.dtype, spec.max_context_tokens, processors, most_positions
             )
-            return TorchEngine(spec, model, pool, grammars, make_attention, MOST_SHORT)
+            return TorchEngine(spec, model, pool, grammars, make_attention, MAX_SHORT)
         computed = torch.bfloat16 if precision.rounding == "bfloat16" else torch.float32
         kernel = compiled(pool, rank_model.num_heads, computed, config.worker_id) if is_paged else None
         most_short = 0 if kernel is None else sys.maxsize if config.deterministic else MOST_QUERIES

@@ -18,10 +18,10 @@ from pdserve.core.errors import ConfigError
 MIB: Final = 2**20
 GIB: Final = 2**30
 HOST_PARTS: Final = 8  # a worker's pool is this fraction of the free memory, because a laptop runs several workers
-MOST_HOST_BYTES: Final = 8 * GIB
-MOST_HOST_BLOCKS: Final = 65_536  # limit, because the allocator keeps an entry for each
+MAX_HOST_BYTES: Final = 8 * GIB
+MAX_HOST_BLOCKS: Final = 65_536  # limit, because the allocator keeps an entry for each
 UNKNOWN_HOST_BYTES: Final = 512 * MIB  # if the free memory is unknown
-MOST_RUNTIME_BYTES: Final = 2 * GIB  # limit for context, kernels and cuBLAS workspaces; more belongs to other processes
+MAX_RUNTIME_BYTES: Final = 2 * GIB  # limit for context, kernels and cuBLAS workspaces; more belongs to other processes
 _GB: Final = 1e9
 
 
@@ -86,14 +86,14 @@ def explicit_blocks(kv_blocks: int, kv_memory_bytes: int, unit: PoolUnit) -> int
 
 def host_blocks(free: int | None, weights: int, unit: PoolUnit) -> int:
     """Number of blocks of a host's pool. Raises ConfigError if there is no room for one."""
-    room = UNKNOWN_HOST_BYTES if free is None else min(max(free - weights, 0) // HOST_PARTS, MOST_HOST_BYTES)
+    room = UNKNOWN_HOST_BYTES if free is None else min(max(free - weights, 0) // HOST_PARTS, MAX_HOST_BYTES)
     if room < unit.block_bytes:
         raise ConfigError(
             "model",
             f"{weights / _GB:.2f} GB of weights and {room / _GB:.2f} GB for KV",
             f"more free memory, or a kv_memory_bytes of at least {unit.block_bytes}: one block of this model",
         )
-    return min(room // unit.block_bytes, MOST_HOST_BLOCKS)
+    return min(room // unit.block_bytes, MAX_HOST_BLOCKS)
 
 
 def device_blocks(use: DeviceUse, share: float, unit: PoolUnit) -> int:
@@ -142,7 +142,7 @@ def plain_plan(device: str, free: int | None, weights: int, num_blocks: int, uni
 def runtime_bytes(total: int, free: int, reserved: int) -> int:
     """Memory of this process outside its allocator. Memory of other processes on the device cannot be separated, so the
     number is bounded."""
-    return min(max(total - free - reserved, 0), MOST_RUNTIME_BYTES)
+    return min(max(total - free - reserved, 0), MAX_RUNTIME_BYTES)
 
 
 def graph_bytes(before: int, after: Sequence[int], num_graphs: int) -> int:

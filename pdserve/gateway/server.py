@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 START_S: Final = 60.0
 MEASURE_EVERY_S: Final = 1.0
 STOP_S: Final = 5.0
-MOST_BACKLOG: Final = 128
+MAX_BACKLOG: Final = 128
 
 
 @final
@@ -220,5 +220,5 @@ def _uvicorn_config(
         server_header=False,
         timeout_graceful_shutdown=max(1, round(config.drain_s)),
         # asyncio accepts so many at a time. Few, so that a connection among many is read before it counts as idle.
-        backlog=max(1, min(MOST_BACKLOG, config.max_connections // 4)),
+        backlog=max(1, min(MAX_BACKLOG, config.max_connections // 4)),
     )

@@ -7,7 +7,7 @@ from typing import final
 
 from pdserve.core.progress import PhaseProgress, Progress
 
-MOST_SHOWN = 4  # processes in one line
+MAX_SHOWN = 4  # processes in one line
 
 
 @final
@@ -56,8 +56,8 @@ class ClusterProgress:
     def detail(self, now_s: float) -> str:
         """What runs now, with the rest of a phase where it can be estimated."""
         running = [name for name, has_begun in self._open.items() if has_begun]
-        shown = [self._one(name, now_s) for name in running[:MOST_SHOWN]]
-        more = [f"{len(running) - MOST_SHOWN} more"] if len(running) > MOST_SHOWN else []
+        shown = [self._one(name, now_s) for name in running[:MAX_SHOWN]]
+        more = [f"{len(running) - MAX_SHOWN} more"] if len(running) > MAX_SHOWN else []
         return "; ".join([f"{self._total - len(self._open)} of {self._total}", *shown, *more])
 
     def _one(self, name: str, now_s: float) -> str:

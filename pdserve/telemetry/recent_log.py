@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from typing import final
 
-from pdserve.core.log_line import MOST_CHARS, MOST_LINES, LogLine
+from pdserve.core.log_line import MAX_CHARS, MAX_LINES, LogLine
 from pdserve.telemetry.logs import FieldFormatter
 
 
@@ -15,11 +15,11 @@ class RecentLog(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.setFormatter(FieldFormatter("%(name)s: %(message)s"))
-        self._lines: deque[LogLine] = deque(maxlen=MOST_LINES)
+        self._lines: deque[LogLine] = deque(maxlen=MAX_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = self.format(record)[:MOST_CHARS]
+            text = self.format(record)[:MAX_CHARS]
             self._lines.append(LogLine(at_unix_s=record.created, level=record.levelname, text=text))
         except Exception:  # as in logging's own handlers: a record that cannot be formatted stops nothing
             self.handleError(record)

@@ -18,8 +18,8 @@ from pdserve.top.sources import FrameSource
 
 WINDOW_S: Final = 10.0
 BAR_CHARS: Final = 24
-MOST_ROWS: Final = 200
-MOST_WORKERS_SHOWN: Final = 8  # further ones scroll
+MAX_ROWS: Final = 200
+MAX_WORKERS_SHOWN: Final = 8  # further ones scroll
 _COLORS: Final = {"P": "dark_orange", "T": "magenta", "D": "dodger_blue1", "x": "red", "!": "red"}
 _WORKERS: Final = ("worker", "role", "state", "run", "wait", "KV", "step")
 _REQUESTS: Final = ("request", "state", "placement", "tokens", "TTFT", f"last {WINDOW_S:.0f} s")
@@ -82,7 +82,7 @@ class TopApp(App[int]):
         for table, names in ((self._worker_table, _WORKERS), (self._request_table, _REQUESTS)):
             for name in names:
                 table.add_column(name, key=name)
-        self._worker_table.styles.max_height = MOST_WORKERS_SHOWN + 1
+        self._worker_table.styles.max_height = MAX_WORKERS_SHOWN + 1
         self._request_table.focus()
         self._draw()
         self.run_worker(self._follow(), exclusive=True)
@@ -111,7 +111,7 @@ class TopApp(App[int]):
             return
         self._static("tiles").update(Text("\n".join(text.tile_lines(tiles))))
         self._fill(self._worker_table, [(one.worker_id, text.worker_row(one)) for one in frame.workers])
-        shown = self._history.requests()[:MOST_ROWS]
+        shown = self._history.requests()[:MAX_ROWS]
         by_key = {f"{one.arrived_s} {one.request_id}": one for one in shown}  # later requests may use an id again
         self._ids = {key: one.request_id for key, one in by_key.items()}
         rows = [(key, text.request_row(one, frame.at_s, WINDOW_S, BAR_CHARS)) for key, one in by_key.items()]

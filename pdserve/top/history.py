@@ -12,8 +12,8 @@ from pdserve.core.percentiles import nearest_rank
 
 WINDOW_S: Final = 60.0  # of ended requests
 RATE_S: Final = 5.0  # of tokens and bytes
-MOST_ENDED: Final = 2000
-MOST_NOTES: Final = 50
+MAX_ENDED: Final = 2000
+MAX_NOTES: Final = 50
 FINISHED: Final = ("served", "late")
 
 
@@ -44,8 +44,8 @@ class Note:
 class History:
     def __init__(self) -> None:
         self.frame: LiveFrame | None = None
-        self.notes: deque[Note] = deque(maxlen=MOST_NOTES)
-        self._ended: deque[LiveRequest] = deque(maxlen=MOST_ENDED)
+        self.notes: deque[Note] = deque(maxlen=MAX_NOTES)
+        self._ended: deque[LiveRequest] = deque(maxlen=MAX_ENDED)
         self._counts: deque[tuple[float, int, int]] = deque()  # time, output tokens, bytes
         self._began_s: float | None = None
 

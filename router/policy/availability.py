@@ -12,13 +12,13 @@ SHORTEST_WAIT_S = 0.002
 LONGEST_WAIT_S = 0.25
 
 
-def is_prefill_open(view: WorkerView, ask: PolicyInput, now_s: float) -> bool:
-    """Late binding: it can start within about one batch, and its inbox and memory have room."""
-    return can_start(view, ask.num_tokens, now_s)
+def is_prefill_open(view: WorkerView, request: PolicyInput, now_s: float) -> bool:
+    """Whether the worker can start within about one batch, and has room in its inbox and memory (late binding)."""
+    return can_start(view, request.num_tokens, now_s)
 
 
 def can_start(view: WorkerView, num_tokens: int, now_s: float) -> bool:
-    """`is_prefill_open` for a prompt of `num_tokens`."""
+    """Like `is_prefill_open`, for a prompt of `num_tokens`."""
     return (
         view.closed_until_s <= now_s
         and view.totals.prefills < view.hello.inbox_depth
@@ -28,15 +28,15 @@ def can_start(view: WorkerView, num_tokens: int, now_s: float) -> bool:
 
 
 def opens_in_s(view: WorkerView, now_s: float) -> float:
-    """When to consider a prefill worker again if nothing happens before."""
+    """Seconds until a prefill worker should be considered again if no event makes room earlier."""
     wait_s = max(view.free_at_s - view.batch_s, view.closed_until_s) - now_s
-    # Long after its predicted time, an inbox place or memory is missing, which only a message of the worker changes.
+    # If it is not open long after its predicted time, inbox or memory are full. Only a message of the worker changes
+    # that.
     return clamped_wait_s(wait_s) if wait_s > -SHORTEST_WAIT_S else LONGEST_WAIT_S
 
 
-def is_decode_open(view: WorkerView, estimated_load: LoadEstimate, ask: PolicyInput, now_s: float) -> bool:
-    """Whether a row is free, there are blocks for the sequence and one more for every other one, and its inbox has
-    room.
+def is_decode_open(view: WorkerView, estimated_load: LoadEstimate, request: PolicyInput, now_s: float) -> bool:
+    """Whether the worker has a free row, room in its inbox, and blocks for this sequence and one more for every other.
 
     An empty worker counts as open whatever its report says, because the report may be old; the worker decides.
     """
@@ -47,15 +47,15 @@ def is_decode_open(view: WorkerView, estimated_load: LoadEstimate, ask: PolicyIn
     return not view.bookings or (
         rows < hello.max_batch
         and arriving < hello.inbox_depth
-        and blocks - rows >= -(-ask.num_tokens // hello.block_size)
+        and blocks - rows >= -(-request.num_tokens // hello.block_size)
     )
 
 
-def not_avoided(views: Sequence[WorkerView], ask: PolicyInput) -> Sequence[WorkerView]:
+def not_avoided(views: Sequence[WorkerView], request: PolicyInput) -> Sequence[WorkerView]:
     """The workers on which the request has not failed before; all of them if there are no others."""
-    if not ask.avoid_workers:
+    if not request.avoid_workers:
         return views
-    return [view for view in views if view.worker_id not in ask.avoid_workers] or views
+    return [view for view in views if view.worker_id not in request.avoid_workers] or views
 
 
 def wait_for_prefill(prefills: Sequence[WorkerView], now_s: float) -> Decision:

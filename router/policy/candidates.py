@@ -30,9 +30,9 @@ from router.policy.tuning import (
 )
 from router.view import WorkerView
 
-# Ranked decode workers with room: (share of the strictest TPOT target by which its step exceeds it, below 0 if the
-# target is met; place in the order of workers; its step with this request; view; load). Those that would prefill the
-# prompt: (whether a TPOT target would be missed; cost; then as above).
+# A ranked decode worker with room: (how far its step exceeds the strictest TPOT target, as a share of the target,
+# negative if it is met; position in the order of workers; its step with this request; view; load). For a worker that
+# would prefill the prompt: (whether a TPOT target would be missed; cost; then as above).
 Receiver = tuple[float, int, float, WorkerView, DecodeLoad]
 LocalWorker = tuple[bool, float, float, int, float, WorkerView, DecodeLoad]
 StepRule = Callable[[WorkerView, DecodeLoad, float, float], float]
@@ -46,7 +46,7 @@ class RankedDecodes(NamedTuple):
     """The best decode workers with room, in order."""
 
     receivers: list[Receiver]  # of KV from a prefill worker; at most DECODES_PAIRED
-    locals: list[LocalWorker]  # those that would prefill the prompt themselves; at most LOCALS_PRICED
+    locals: list[LocalWorker]  # workers for a local prefill; at most LOCALS_PRICED
 
 
 @final
@@ -58,15 +58,15 @@ class PlacementOption:
     tpot_s: float
     ttft_slack: float
     tpot_slack: float  # for the strictest TPOT target on the decode worker, including this request's
-    harms: bool  # a running request would miss its target because of it
-    cost: float  # cost in shares of targets: of its own TTFT and the next request's, of TPOTs on d
-    opens_in_s: float  # 0: it can start now
-    slack: float  # the smaller of both
+    harms: bool  # a running request would miss its target because of this placement
+    cost: float  # in shares of targets: TTFT of this request and the next one, TPOT on the decode worker
+    opens_in_s: float  # 0: the request can start now
+    slack: float  # the smaller one of TTFT and TPOT slack
 
 
 def tandem_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: float) -> float:
-    """One step after all arriving requests have arrived, when they and this one are half answered. Running requests are
-    assumed to be in the middle of their answers: the tokens that they will add leave with those that end."""
+    """A step after all arriving requests have arrived, when their answers and this one are half complete. Running
+    requests are assumed to be in the middle of their answers, so the tokens that they add equal those that leave."""
     return load.joined_s + load.token_s * (tokens + growth * (1 + load.arriving))
 
 
@@ -77,22 +77,25 @@ def reported_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: f
 
 
 def rank_decodes(
-    ask: PolicyInput,
+    request: PolicyInput,
     cached: Mapping[str, int],
     decodes: Sequence[WorkerView],
     now_s: float,
     step_of: StepRule,
 ) -> RankedDecodes:
-    """The best of the decode workers with a row and blocks for the whole expected answer: the emptiest receivers, and
-    the cheapest workers for a local prefill."""
-    tokens, own_s = float(ask.num_tokens), ask.slo.tpot_s  # all floats, because mixed arithmetic takes twice as long
-    if ask.is_resumed:
-        own_s = ask.answer_left_s / ask.expected_tokens
-    growth = 0.5 * ask.expected_tokens
-    room = tokens + ask.expected_tokens
-    per_second = 1.0 / ask.slo.ttft_s
+    """The best decode workers among those with a free row, and blocks for the whole expected answer: the emptiest
+    receivers, and the cheapest workers for a local prefill."""
+    tokens, own_s = (
+        float(request.num_tokens),
+        request.slo.tpot_s,
+    )  # all floats, because mixed arithmetic takes twice as long
+    if request.is_resumed:
+        own_s = request.answer_left_s / request.expected_tokens
+    growth = 0.5 * request.expected_tokens
+    room = tokens + request.expected_tokens
+    per_second = 1.0 / request.slo.ttft_s
     per_read = (1.0 + WORK_WEIGHT) * per_second
-    per_wait = 1.0 / _answer_s(ask)
+    per_wait = 1.0 / _answer_s(request)
     is_tandem = step_of is tandem_step_s
     half = tokens - 0.5 * tokens
     receivers: list[Receiver] = []
@@ -101,11 +104,11 @@ def rank_decodes(
     most_excess = last_cost = math.inf
     last_misses = True
     for order, view in enumerate(decodes):
-        load = view.kept_load or view.load
+        load = view.cached_load or view.load
         rows = load.rows
         if load.free_tokens < room + growth * rows or not load.is_open or view.closed_until_s > now_s:
             continue
-        if is_tandem:  # inlined, because this runs for every worker and request, and a call would cost more
+        if is_tandem:  # inlined, because this runs for every worker and request
             step_s = load.joined_s + load.token_s * (tokens + growth * (1 + load.arriving))
         else:
             step_s = step_of(view, load, tokens, growth)
@@ -136,16 +139,16 @@ def rank_decodes(
 
 
 def remote_options(
-    ask: PolicyInput,
+    request: PolicyInput,
     cached: Mapping[str, int],
     prefills: Sequence[WorkerView],
     receivers: Sequence[Receiver],
     now_s: float,
     links: Links,
 ) -> list[PlacementOption]:
-    """Pairs of the cheapest prefill workers, available or not, and `receivers`; the best pair first."""
-    tokens, answer_s = float(ask.num_tokens), _answer_s(ask)
-    # (cost of its own delay and the next request's, worker id, delay, seconds of compute, cached tokens, view)
+    """Pairs of one of the cheapest prefill workers, available or not, and one of `receivers`; the best pair first."""
+    tokens, answer_s = float(request.num_tokens), _answer_s(request)
+    # (cost of the delay for this request and the next one, worker id, delay, seconds of compute, cached tokens, view)
     starts: list[tuple[float, str, float, float, float, WorkerView]] = []
     last_s = math.inf  # workers with a higher cost are not among the best
     for view in prefills:
@@ -175,19 +178,19 @@ def remote_options(
         places.append((order, excess > 0.0, decode.worker_id, size, block_bytes, lacking, landing_bytes, where))
     pairs = []
     for cost_s, prefill_id, delay_s, work_s, held, prefill in starts:
-        opens_s = 0.0 if can_start(prefill, ask.num_tokens, now_s) else opens_in_s(prefill, now_s)
+        opens_s = 0.0 if can_start(prefill, request.num_tokens, now_s) else opens_in_s(prefill, now_s)
         read, chunk, sent_blocks = tokens - held, prefill.hello.max_batch_tokens, prefill.totals.blocks
         for order, misses, decode_id, size, block_bytes, lacking, landing_bytes, where in places:
-            if ask.avoid_pairs and (prefill_id, decode_id) in ask.avoid_pairs:
+            if request.avoid_pairs and (prefill_id, decode_id) in request.avoid_pairs:
                 continue
             link = links(prefill_id, decode_id)
             latency_s, per_byte_s = link.coefficients
             num_bytes = -(-lacking // size) * block_bytes
             if lacking <= read <= chunk:
-                late_s = latency_s + per_byte_s * num_bytes  # one part
+                late_s = latency_s + per_byte_s * num_bytes  # sent in one part
             else:
                 late_s = _parts_late_s(link, prefill, tokens, read, lacking, size, block_bytes, work_s)
-            # Earlier transfers share the link with it, and are hidden while prompts are computed.
+            # Earlier transfers use the link first. They are hidden while prompts are computed.
             before_bytes = sent_blocks * block_bytes
             if landing_bytes > before_bytes:
                 before_bytes = landing_bytes
@@ -200,11 +203,11 @@ def remote_options(
     best = pairs[:DECODES_PAIRED]
     if not any(pair[1] == 0.0 for pair in best):
         best += [pair for pair in pairs[DECODES_PAIRED:] if pair[1] == 0.0][:1]
-    return [_remote(ask, answer_s, *pair[1:]) for pair in best]
+    return [_remote(request, answer_s, *pair[1:]) for pair in best]
 
 
 def local_options(
-    ask: PolicyInput,
+    request: PolicyInput,
     cached: Mapping[str, int],
     local_workers: Sequence[LocalWorker],
     now_s: float,
@@ -214,12 +217,12 @@ def local_options(
 ) -> list[PlacementOption]:
     """The best local placements.
 
-    A decode worker's time is needed by later requests, so for prompts of more than `short` uncached tokens a local
-    placement must save WORTH_WAITING; shorter prompts are preferably local. `short` is infinite if no prefill worker is
-    free, and the cheaper placement is then taken. `is_only`: there are no prefill workers. Otherwise a worker is
-    suitable only if its steps leave time to prefill after everything on its way has arrived.
+    Later requests need the decode workers' time. So a local placement of more than `short` uncached tokens must save
+    WORTH_WAITING, and shorter prompts are preferably local. `short` is infinite if no prefill worker is free, and the
+    cheaper placement is then chosen. With `is_only` there are no prefill workers. Otherwise a worker is suitable only
+    if its steps leave time to prefill after all requests placed there have arrived.
     """
-    return [_local(ask, cached, now_s, *one[4:], short, is_only) for one in local_workers]
+    return [_local(request, cached, now_s, *one[4:], short, is_only) for one in local_workers]
 
 
 def _parts_late_s(
@@ -232,13 +235,13 @@ def _parts_late_s(
     block_bytes: float,
     work_s: float,
 ) -> float:
-    """How long after the first token the KV of a prompt of `tokens` arrives if it is sent in several parts as they are
-    computed (core/overlap.py). The prefill worker computes the last `read` tokens, the decode worker lacks the last
-    `lacking`.
+    """How long after the first token the KV of a prompt arrives, if it is sent in parts as they are computed
+    (pdserve/core/overlap.py). The prefill worker computes the last `read` of the prompt's `tokens`, and the decode
+    worker lacks the last `lacking`.
     """
     cost, chunk = prefill.cost, prefill.hello.max_batch_tokens
     last = read
-    chunks_s = last_s = work_s  # from the first part's readiness; blocks in p's cache are ready immediately
+    chunks_s = last_s = work_s  # from when the first part is ready; blocks in p's cache are ready at once
     if read > chunk:
         last = (read - 1.0) % chunk + 1.0
         last_s = cost.prefill_s(last, tokens - last)
@@ -256,7 +259,7 @@ def _parts_late_s(
 
 
 def _remote(
-    ask: PolicyInput,
+    request: PolicyInput,
     answer_s: float,
     opens_s: float,
     delay_s: float,
@@ -269,15 +272,15 @@ def _remote(
     rest_s: float,
 ) -> PlacementOption:
     ttft_s = delay_s + (rest_s + decode.grants.typical_s) + prefill.replies.typical_s
-    # Its KV arrives in the middle of a step, which it cannot join.
-    tpot_s = step_s + (late_s + 0.5 * step_s) / _steps(ask)
-    # The rest of a step is longer on fuller workers, and must not counteract packing.
-    cost = (ttft_s - rest_s + WORK_WEIGHT * work_s) / ask.slo.ttft_s + late_s / answer_s
-    return _option(ask, prefill, decode, load, ttft_s, tpot_s, step_s, cost, opens_s, prefill.cost.prefill_error)
+    # The KV arrives in the middle of a step, and the request joins the next one: half a step later on average.
+    tpot_s = step_s + (late_s + 0.5 * step_s) / _steps(request)
+    # The rest of a step is longer on fuller workers. It is not part of the cost, which should not prefer empty workers.
+    cost = (ttft_s - rest_s + WORK_WEIGHT * work_s) / request.slo.ttft_s + late_s / answer_s
+    return _option(request, prefill, decode, load, ttft_s, tpot_s, step_s, cost, opens_s, prefill.cost.prefill_error)
 
 
 def _local(
-    ask: PolicyInput,
+    request: PolicyInput,
     cached: Mapping[str, int],
     now_s: float,
     step_s: float,
@@ -286,40 +289,40 @@ def _local(
     short: float,
     is_only: bool,
 ) -> PlacementOption:
-    held = min(cached.get(decode.worker_id, 0), ask.num_tokens - 1)
+    held = min(cached.get(decode.worker_id, 0), request.num_tokens - 1)
     slack, queue_s = decode.slack(now_s), decode.queue_s(now_s)
-    read_s = decode.reading_s(ask.num_tokens - held, held, slack)
+    read_s = decode.prefill_time_s(request.num_tokens - held, held, slack)
     ttft_s = max(queue_s, decode.rest_of_step_s(now_s)) + read_s + decode.first_tokens.typical_s
-    # Running requests wait while prompts are prefilled, those in the queue and this one, and have slack for it.
-    waits_s = load.step_s + max(queue_s + read_s - slack.total_s, 0.0) * load.decode_stall_share / _steps(ask)
+    # Running requests wait while this prompt and those before it are prefilled, as far as that exceeds their slack.
+    waits_s = load.step_s + max(queue_s + read_s - slack.total_s, 0.0) * load.decode_stall_share / _steps(request)
     residents_s = max(step_s, min(waits_s, load.reads_s))
     if not is_only:
-        # Steps are filled up to TARGET_SHARE of the target. If decode rows fill them, only tiny chunks are left.
-        left_s = ask.slo.ttft_s - ask.waited_s - queue_s
-        alone_s = decode.prefill_s(ask.num_tokens - held, held)
+        # Steps may take TARGET_SHARE of the target. If decode rows take all of that, prompts get only tiny chunks.
+        left_s = request.slo.ttft_s - request.waited_s - queue_s
+        alone_s = decode.prefill_s(request.num_tokens - held, held)
         left = 1.0 - alone_s / left_s if alone_s < left_s else 0.0
         residents_s = max(residents_s, step_s / (TARGET_SHARE * left)) if left > 0.0 else math.inf
-    # The end of a prefill is known only roughly, so one prompt may wait behind it; otherwise some steps would prefill
-    # nothing.
+    # The end of a prefill is known only roughly. So one prompt may wait behind it; otherwise some steps would have no
+    # prompt to prefill.
     opens_s = 0.0 if queue_s <= load.batch_s or decode.totals.prefills <= 1 else queue_s - load.batch_s
-    cost = (ttft_s + WORK_WEIGHT * read_s) / ask.slo.ttft_s + read_s * load.decode_stall_share / _answer_s(ask)
+    cost = (ttft_s + WORK_WEIGHT * read_s) / request.slo.ttft_s + read_s * load.decode_stall_share / _answer_s(request)
     if short < math.inf:
-        cost += WORTH_WAITING if ask.num_tokens - held > short else -WORTH_WAITING
-    return _option(ask, None, decode, load, ttft_s, step_s, residents_s, cost, opens_s, decode.cost.step_error)
+        cost += WORTH_WAITING if request.num_tokens - held > short else -WORTH_WAITING
+    return _option(request, None, decode, load, ttft_s, step_s, residents_s, cost, opens_s, decode.cost.step_error)
 
 
-def _answer_s(ask: PolicyInput) -> float:
-    """The time of the whole answer at the TPOT target, relative to which delays are measured."""
-    return _steps(ask) * ask.slo.tpot_s
+def _answer_s(request: PolicyInput) -> float:
+    """The time of the whole answer at the TPOT target. Delays are measured as shares of it."""
+    return _steps(request) * request.slo.tpot_s
 
 
-def _steps(ask: PolicyInput) -> float:
+def _steps(request: PolicyInput) -> float:
     """Number of tokens that count for TPOT: all but the first."""
-    return ask.expected_tokens - 1.0 if ask.expected_tokens > 2.0 else 1.0
+    return request.expected_tokens - 1.0 if request.expected_tokens > 2.0 else 1.0
 
 
 def _option(
-    ask: PolicyInput,
+    request: PolicyInput,
     prefill: WorkerView | None,
     decode: WorkerView,
     load: DecodeLoad,
@@ -330,16 +333,18 @@ def _option(
     opens_in_s: float,
     error: float,
 ) -> PlacementOption:
-    slo, sure = ask.slo, load.sure
+    slo, sure = request.slo, load.sure
     own = 1.0 - tpot_s * sure / slo.tpot_s
     tightest_s = load.tightest_s
-    # Without running requests that can meet their target, no delay matters; inf / inf would be NaN.
+    # If no running request can meet its target, no delay matters. (inf / inf would be NaN.)
     theirs = 1.0 - residents_s * sure / tightest_s if tightest_s < math.inf else 1.0
     tpot_slack = own if own < theirs else theirs
-    ttft_slack = 1.0 - (ask.waited_s + ttft_s * (1.0 + (error if error < WIDEST_BAND else WIDEST_BAND))) / slo.ttft_s
-    if ask.is_resumed:
-        # It has met or missed its TTFT target already; the gap in its answer counts as time per token.
-        ttft_slack = own = (ask.answer_left_s - ttft_s - _steps(ask) * tpot_s * sure) / _answer_s(ask)
+    ttft_slack = (
+        1.0 - (request.waited_s + ttft_s * (1.0 + (error if error < WIDEST_BAND else WIDEST_BAND))) / slo.ttft_s
+    )
+    if request.is_resumed:
+        # Its TTFT is in the past. The gap in its answer counts as time per token.
+        ttft_slack = own = (request.answer_left_s - ttft_s - _steps(request) * tpot_s * sure) / _answer_s(request)
         tpot_slack = own if own < theirs else theirs
     slack = ttft_slack if ttft_slack < tpot_slack else tpot_slack
     harms = theirs < 0.0

@@ -22,20 +22,20 @@ from router.view import WorkerView
 PREFILL_LOAD_SCALE: Final = 1.0
 
 
-def prompt_cost(ask: PolicyInput, view: WorkerView, now_s: float) -> float:
-    """`adj`: blocks to compute there until this request's first token."""
+def prompt_cost(request: PolicyInput, view: WorkerView, now_s: float) -> float:
+    """`adj`: blocks that the worker must compute until this request's first token."""
     active = view.prefill_tokens_ahead / view.hello.block_size
-    overlap = ask.cached_on(view) // view.hello.block_size
-    return max(active + view.blocks_for(ask.num_tokens) - overlap, 0.0)
+    overlap = request.cached_on(view) // view.hello.block_size
+    return max(active + view.blocks_for(request.num_tokens) - overlap, 0.0)
 
 
-def decode_blocks(ask: PolicyInput, view: WorkerView, now_s: float) -> int:
+def decode_blocks(request: PolicyInput, view: WorkerView, now_s: float) -> int:
     """Blocks of the sequences that decode there or are arriving."""
     return view.blocks_for(view.estimated_load()[2])
 
 
-def cost(ask: PolicyInput, view: WorkerView, now_s: float) -> float:
-    return PREFILL_LOAD_SCALE * prompt_cost(ask, view, now_s) + decode_blocks(ask, view, now_s)
+def cost(request: PolicyInput, view: WorkerView, now_s: float) -> float:
+    return PREFILL_LOAD_SCALE * prompt_cost(request, view, now_s) + decode_blocks(request, view, now_s)
 
 
 def make_dynamo() -> TwoStage:

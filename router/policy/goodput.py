@@ -1,17 +1,17 @@
 """`goodput`: chooses the placement that meets the request's targets and costs other requests the least. Pure.
 
-    remote  ttft(p, d) = queue(p) + prefill of the tokens that p lacks + time of d to grant
+    remote  ttft(p, d) = queue(p) + prefill of the tokens that p lacks + time until d grants blocks
             tpot(d)    = one step with running and arriving requests, this one, and half of the new ones' answers,
                          + (part of the transfer that prefill does not hide + half a step to join) / answer
-    local   ttft(d)    = prompts before it on d + its own, in the chunks that running requests' targets allow
-            tpot(d)    = the step as above; running requests also wait while it is prefilled
+    local   ttft(d)    = prefill of earlier prompts on d and of this one, in chunks that running requests' targets allow
+            tpot(d)    = the step as above; running requests also wait while the prompt is prefilled
     slack              = min of (target - prediction - band) / target over its TTFT, its TPOT, d's strictest TPOT
 
-Among placements that meet all targets, the one with the lowest cost is taken. The prefill worker is the one with the
-least delay plus work: a second of work delays the next request by a second. The decode worker is the emptiest, and of
-similar ones the one with the cheapest transfer. If the best placement cannot start soon, or other requests
-would miss their targets because of it, the request waits in the router. A request that cannot meet its target is served
-late, where that makes no other request miss.
+The policy takes the placement with the lowest cost among those that meet all targets. It takes the prefill worker with
+the least delay plus work, because a second of work delays the next request by a second. It takes the emptiest decode
+worker, or among similar ones the one with the cheapest transfer. If the best placement cannot start soon, or would make
+other requests miss their targets, the request waits in the router. A request that cannot meet its target is served
+late, on a worker where no other request misses its target because of it.
 
 Each rule that can be switched off replaces one part by a simpler one in __init__.
 """
@@ -55,23 +55,23 @@ class Goodput:
         self._has_choice = "path-choice" not in off
 
     def __call__(
-        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+        self, request: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
-        able, cached = not_avoided(decodes, ask), self._cached(ask)
-        receivers, local_workers = rank_decodes(ask, cached, able, now_s, self._step_of)
+        able, cached = not_avoided(decodes, request), self._cached(request)
+        receivers, local_workers = rank_decodes(request, cached, able, now_s, self._step_of)
         if not receivers:
-            return _wait_for_room(ask, "no decode worker has a free row and free blocks for the answer")
+            return _wait_for_room(request, "no decode worker has a free row and free blocks for the answer")
         options = []
         if prefills:
-            options = remote_options(ask, cached, not_avoided(prefills, ask), receivers, now_s, self._links)
+            options = remote_options(request, cached, not_avoided(prefills, request), receivers, now_s, self._links)
         if self._has_choice or not options:
             is_prefill_open = any(option.opens_in_s == 0.0 for option in options)
             short = self._short if is_prefill_open else math.inf
-            options += local_options(ask, cached, local_workers, now_s, short, is_only=not prefills)
-        return _choose(ask, options)
+            options += local_options(request, cached, local_workers, now_s, short, is_only=not prefills)
+        return _choose(request, options)
 
 
-def _choose(ask: PolicyInput, options: list[PlacementOption]) -> Decision:
+def _choose(request: PolicyInput, options: list[PlacementOption]) -> Decision:
     feasible = [option for option in options if option.slack >= 0.0]
     if feasible:
         open_ones = [option for option in feasible if option.opens_in_s == 0.0]
@@ -84,8 +84,8 @@ def _choose(ask: PolicyInput, options: list[PlacementOption]) -> Decision:
     harmless = [option for option in options if not option.harms]
     is_late = all(option.ttft_slack < 0.0 for option in options)
     if not harmless or not is_late:
-        if ask.waited_s < PATIENCE * ask.slo.ttft_s and not (harmless and _is_hopeless_tpot(ask, harmless)):
-            return _wait_for_room(ask, "no decode worker can take it without a missed target")
+        if request.waited_s < PATIENCE * request.slo.ttft_s and not (harmless and _is_hopeless_tpot(request, harmless)):
+            return _wait_for_room(request, "no decode worker can take it without a missed target")
         harmless = harmless or options
     open_ones = [option for option in harmless if option.opens_in_s == 0.0]
     if not open_ones:
@@ -96,9 +96,9 @@ def _choose(ask: PolicyInput, options: list[PlacementOption]) -> Decision:
     return _go(options, chosen, "its targets cannot be met; it is served late, where it delays no other request")
 
 
-def _is_hopeless_tpot(ask: PolicyInput, options: list[PlacementOption]) -> bool:
+def _is_hopeless_tpot(request: PolicyInput, options: list[PlacementOption]) -> bool:
     """Whether no decode worker could meet its TPOT target even without other requests."""
-    return all(option.decode.load.alone_s >= ask.slo.tpot_s for option in options)
+    return all(option.decode.load.alone_s >= request.slo.tpot_s for option in options)
 
 
 def _go(options: list[PlacementOption], chosen: PlacementOption, reason: str) -> Decision:
@@ -115,7 +115,7 @@ def _go(options: list[PlacementOption], chosen: PlacementOption, reason: str) ->
 
 
 def _wait(options: list[PlacementOption], reason: str) -> Decision:
-    """`options`: the placements that it would choose if they were available."""
+    """The request waits. `options` are the placements that the policy would choose if they were available."""
     soonest_s = min(option.opens_in_s for option in options)
     return Decision(
         choice=Choice.WAIT,
@@ -125,9 +125,9 @@ def _wait(options: list[PlacementOption], reason: str) -> Decision:
     )
 
 
-def _wait_for_room(ask: PolicyInput, reason: str) -> Decision:
-    """Smaller requests may take the room that it waits for, for a limited time."""
-    is_urgent = ask.waited_s >= PATIENCE * ask.slo.ttft_s
+def _wait_for_room(request: PolicyInput, reason: str) -> Decision:
+    """The request waits for room. For a limited time, smaller requests may take that room."""
+    is_urgent = request.waited_s >= PATIENCE * request.slo.ttft_s
     return Decision(
         choice=Choice.WAIT,
         reason=reason,
@@ -148,9 +148,9 @@ def _candidate(option: PlacementOption) -> Candidate:
     )
 
 
-def _cache(ask: PolicyInput) -> Mapping[str, int]:
-    return ask.cached_tokens
+def _cache(request: PolicyInput) -> Mapping[str, int]:
+    return request.cached_tokens
 
 
-def _no_cache(ask: PolicyInput) -> Mapping[str, int]:
+def _no_cache(request: PolicyInput) -> Mapping[str, int]:
     return NOTHING_CACHED

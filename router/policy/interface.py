@@ -38,28 +38,28 @@ class Obstacle(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class PolicyInput:
-    """The request data for a policy. It is never changed, but not frozen, because creation would take three times as
+    """The request, as a policy sees it. It is never changed, but not frozen: creation would take three times as
     long."""
 
     request_id: str
     num_tokens: int  # tokens that need KV: prompt and output so far
     max_new_tokens: int
     slo: Slo
-    waited_s: float  # since arrival; for a resumed request, since its last token
+    waited_s: float  # time since arrival; for a resumed request, since its last token
     expected_tokens: float = 256.0  # expected remaining output tokens, from the mean of similar answers
     is_resumed: bool = False  # the client already has tokens
     answer_left_s: float = math.inf  # time that the rest of a resumed answer may take to meet its TPOT target
     deadline_left_s: float | None = None
     priority: int = 0
     tenant: str = ""
-    bound_to: str = ""  # the prefill worker that an earlier decision bound it to
+    bound_to: str = ""  # the prefill worker to which an earlier decision bound the request
     cached_tokens: Mapping[str, int] = field(default_factory=dict)  # worker id -> leading tokens it may hold
-    # It failed there before, so these are avoided while there are others.
+    # The request failed there before, so these are avoided while there are others.
     avoid_workers: frozenset[str] = frozenset()
     avoid_pairs: frozenset[tuple[str, str]] = frozenset()
 
     def cached_on(self, view: WorkerView) -> int:
-        """At least one token is always computed, so that there are logits."""
+        """Cached tokens on a worker, less one if that is the whole prompt, because logits are needed."""
         return min(self.cached_tokens.get(view.hello.worker_id, 0), self.num_tokens - 1)
 
 
@@ -68,10 +68,10 @@ class UnloadedEstimate:
     """What a request would get on an unloaded cluster, which is the best possible."""
 
     ttft_s: float  # from now, on the fastest worker
-    band_s: float  # the actual value is within this of `ttft_s`, if is_sure
-    is_sure: bool  # that worker has enough samples
+    band_s: float  # half-width of the error band of `ttft_s`, if is_sure
+    is_sure: bool  # that worker's cost model has enough samples
     tpot_s: float
-    work_s: float  # GPU-seconds that it uses: its prefill, and its share of the decode steps
+    work_s: float  # GPU-seconds that the request uses: its prefill, and its share of the decode steps
 
 
 class Candidate(NamedTuple):
@@ -82,7 +82,7 @@ class Candidate(NamedTuple):
     ttft_s: float  # from now
     tpot_s: float
     slack: float  # min over both targets of (target - prediction) / target, including the wait so far
-    is_feasible: bool  # every TPOT target there is met
+    is_feasible: bool  # every TPOT target on the decode worker is met
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +93,13 @@ class Decision:
     reason: str = ""
     candidates: tuple[Candidate, ...] = ()
     obstacle: Obstacle = Obstacle.NONE
-    bound_to: str = ""  # with WAIT for PREFILL: it waits for this prefill worker only, in its line
-    retry_in_s: float | None = None  # with WAIT: when to ask again; with REJECT: the retry time for the client
+    bound_to: str = ""  # WAIT for PREFILL: the request waits in this prefill worker's queue
+    retry_in_s: float | None = None  # WAIT: when to decide again; REJECT: the retry time for the client
 
 
 class Policy(Protocol):
     def __call__(
-        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+        self, request: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
-        """Chooses. `decodes` is not empty; `prefills` may be."""
+        """Decides about one request. `decodes` is not empty; `prefills` may be."""
         ...

@@ -1,4 +1,4 @@
-"""`lmetric`: Dynamo's alternative without a weight, adj * (decode_blocks + 1) (scheduling.md 1.2). Pure.
+"""`lmetric`: Dynamo's alternative cost without a weight, adj * (decode_blocks + 1) (scheduling.md 1.2). Pure.
 
 `adj` and `decode_blocks` are those of dynamo.py. A prefill worker has no decode blocks, and in the decode stage `adj`
 is the same everywhere, so with separate workers it chooses like `dynamo`. Without prefill workers it differs.
@@ -12,8 +12,8 @@ from router.policy.two_stage import TwoStage
 from router.view import WorkerView
 
 
-def product(ask: PolicyInput, view: WorkerView, now_s: float) -> float:
-    return prompt_cost(ask, view, now_s) * (decode_blocks(ask, view, now_s) + 1)
+def product(request: PolicyInput, view: WorkerView, now_s: float) -> float:
+    return prompt_cost(request, view, now_s) * (decode_blocks(request, view, now_s) + 1)
 
 
 def make_lmetric() -> TwoStage:

@@ -1,4 +1,4 @@
-"""The goodput policy's rules by name. Each can be switched off (`rules_off`), to measure its effect. Pure."""
+"""The goodput policy's rules, by name. `rules_off` switches rules off, to measure their effect. Pure."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Final
 from pdserve.core.errors import ConfigError
 
 RULES: Final[dict[str, str]] = {
-    "path-choice": "local where it costs less than remote; off: remote wherever there is a prefill worker",
-    "tandem": "TPOT includes arriving requests and their growth; off: only the running ones that the worker reports",
+    "path-choice": "a placement is local if that costs less than remote; off: remote if there is a prefill worker",
+    "tandem": "TPOT includes arriving requests and their growth; off: only running ones, as the worker reports them",
     "least-slack": "the request with the least time to spare goes first; off: order of arrival",
-    "ageing": "a share of the work is set aside for late requests in order of arrival; off: they wait for idle time",
+    "ageing": "a share of the work is reserved for late requests, in order of arrival; off: they wait for idle time",
     "fairness": "tenants share predicted GPU-seconds; off: tenants are ignored",
     "priority": "higher classes go first; off: all are one class",
-    "rejection": "requests that will miss their target under overload are rejected; off: none is",
-    "shortest": "under overload the longest prompts are rejected; off: those that happen not to fit",
-    "deadline-drop": "a request past its deadline is dropped before prefill and before decode; off: it is computed",
+    "rejection": "under overload, requests that will miss their target are rejected; off: no request is rejected",
+    "shortest": "under overload, the longest prompts are rejected; off: the prompts that happen not to fit",
+    "deadline-drop": "a request past its deadline is dropped before prefill or decode; off: it is computed",
     "transfer-price": "the part of the transfer that prefill does not hide counts; off: transfers cost nothing",
-    "prefix-value": "a cached prefix counts with the time that it saves; off: caches are ignored",
+    "prefix-value": "a cached prefix counts as the time that it saves; off: caches are ignored",
 }
 
 
-#: The rules of every other policy: published baselines are served in order of arrival, without rejections by the queue.
+#: The rules of every other policy. Published baselines serve in order of arrival, and the queue rejects no request.
 PLAIN: Final = frozenset({"priority", "deadline-drop"})
 #: The rules of least-ttft: the order of the queue without tenants and rejections.
 LEAST_TTFT: Final = PLAIN | {"least-slack", "ageing"}

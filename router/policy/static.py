@@ -23,17 +23,17 @@ class RoundRobin:
         self._last_prefill = ""
         self._last_decode = ""
         self._stages = TwoStage(
-            prefill=lambda ask, view, now_s: _turn(view, self._last_prefill),
-            decode=lambda ask, view, now_s: _turn(view, self._last_decode),
-            together=lambda ask, view, now_s: _turn(view, self._last_decode),
+            prefill=lambda request, view, now_s: _turn(view, self._last_prefill),
+            decode=lambda request, view, now_s: _turn(view, self._last_decode),
+            together=lambda request, view, now_s: _turn(view, self._last_decode),
             reason="next in turn",
         )
 
     def __call__(
-        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+        self, request: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
-        decision = self._stages(ask, prefills, decodes, now_s)
-        if not ask.bound_to:  # it was counted when it was bound
+        decision = self._stages(request, prefills, decodes, now_s)
+        if not request.bound_to:  # a bound request was counted when it was bound
             self._last_prefill = decision.prefill_worker or decision.bound_to or self._last_prefill
         if decision.choice is not Choice.WAIT:
             self._last_decode = decision.decode_worker
@@ -41,7 +41,7 @@ class RoundRobin:
 
 
 def _turn(view: WorkerView, last: str) -> bool:
-    """Workers after `last` first, then from the beginning; among equals the lowest id wins."""
+    """The rank of a worker: workers after `last` come first, then the others from the beginning."""
     return view.worker_id <= last
 
 
@@ -49,10 +49,10 @@ _COLOCATED: Final = TwoStage(prefill=sequences, decode=sequences, together=seque
 
 
 def colocated(
-    ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+    request: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
 ) -> Decision:
-    """Uses no prefill worker: the decode worker with the fewest sequences does everything, with the prompt in chunks
-    between or inside its decode steps. The baseline of scheduling.md 1.6, on the same engine as all others; its best
-    split has no prefill workers.
+    """Uses no prefill worker: the decode worker with the fewest sequences also computes the prompt, in chunks within
+    its decode steps. This is the baseline of scheduling.md 1.6, on the same engine as all others. It is best on a
+    cluster without prefill workers.
     """
-    return _COLOCATED(ask, (), decodes, now_s)
+    return _COLOCATED(request, (), decodes, now_s)

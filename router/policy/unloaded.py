@@ -1,4 +1,4 @@
-"""What a request would get on an unloaded cluster, which is used for the order of the queue and for admission. Pure."""
+"""Estimates what a request would get on an unloaded cluster, for the order of the queue and for admission. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.load import TRUSTED_SAMPLES
 from router.policy.interface import UnloadedEstimate
 from router.view import WorkerView
 
-SIGMAS: Final = 2.0  # of the cost model's recent errors: the limit of certainty
+SIGMAS: Final = 2.0  # standard errors that count as certain
 
 
 def unloaded_estimate(
@@ -21,10 +21,10 @@ def unloaded_estimate(
     prefills: Sequence[WorkerView],
     decodes: Sequence[WorkerView],
 ) -> UnloadedEstimate:
-    """The earliest first token of any of these workers without other requests, for a prompt of `tokens` of which each
-    worker holds `cached_tokens`, and an answer of `expected_tokens`.
+    """The earliest first token on any of these workers, without other requests, for a prompt of `tokens` and an answer
+    of `expected_tokens`. `cached_tokens` are the prompt tokens that each worker has cached.
 
-    It depends only on the caches and on the learned costs, so the result may be cached until the request is placed.
+    The result depends only on the caches and the learned costs, so it may be kept until the request is placed.
     """
     tokens = float(tokens)  # float like all other operands: mixed arithmetic takes twice as long
     # CostModel.decode_s and prefill_s are inlined, because this runs for every worker and request, and calls would cost
@@ -46,7 +46,7 @@ def unloaded_estimate(
             base_s, per_token_s, per_token_context_s = cost.prefill_coefficients
             attention_s = per_token_context_s * uncached * (cached + 0.5 * uncached)
             if attention_s + per_token_s * uncached > best_s:
-                continue  # its arithmetic alone takes longer
+                continue  # the arithmetic alone takes longer than the best so far
             weights_s, chunk = cost.decode_coefficients[0], view.hello.max_batch_tokens
             if uncached != split_tokens or chunk != split_chunk:
                 split_tokens, split_chunk = uncached, chunk

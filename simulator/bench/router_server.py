@@ -19,7 +19,7 @@ from simulator.bench.answer import BenchAnswer, BenchOutcome
 from simulator.bench.server import AskedSampling, ServerReply, most_chunks
 
 log = logging.getLogger(__name__)
-MOST_EXPLAINED: Final = 500  # requests of a turn; a router remembers the last 1,024
+MAX_EXPLAINED: Final = 500  # requests of a turn; a router remembers the last 1,024
 CHANNELS: Final = 4  # connections, because the streams of one share its flow control
 
 
@@ -94,7 +94,7 @@ class GrpcServer:
         asked = [one.request_id for one in answers if one.outcome is BenchOutcome.COMPLETED and one.request_id]
         found: dict[str, Explanation] = {}
         try:
-            for name in asked[-MOST_EXPLAINED:]:
+            for name in asked[-MAX_EXPLAINED:]:
                 with suppress(NotFound):
                     found[name] = await self._clients[0].explain(name)
         except PdserveError as error:  # the caller may not ask, or the router has gone

@@ -28,7 +28,7 @@ from simulator.reshape import Reshaped, rate_scaled
 from simulator.tables import render
 from simulator.world import simulate
 
-MOST_RECORDED_BYTES: Final = 2**30
+MAX_RECORDED_BYTES: Final = 2**30
 
 
 def carry_out(args: argparse.Namespace) -> None:
@@ -68,7 +68,7 @@ def _run(
         progress.update(row.arrival_s, f"{row.arrival_s:.0f} s of the trace")
         return True
 
-    file = RecordFile(record, config.router, MOST_RECORDED_BYTES) if record else None
+    file = RecordFile(record, config.router, MAX_RECORDED_BYTES) if record else None
     begin_s = time.monotonic()
     try:
         result = simulate(trace, config, on_ended, on_step=None if file is None else file.step)

@@ -22,7 +22,7 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.suite import toy_prompt
 
 MAX_TOKENS = 60
-MOST_TOGETHER = 640
+MAX_CONCURRENT = 640
 
 
 async def one_client(client: AsyncClient, number: int, answered: dict[str, int]) -> bool:
@@ -49,7 +49,9 @@ async def drive(cluster: Cluster, record: Path, num_events: int) -> dict[str, in
     number = bursts = rejected = 0
     size = 40
     async with AsyncClient(cluster.target, retries=Retries(limit=0)) as client:
-        while bursts < 4 or sum(1 for _ in record.open()) < num_events + 300 or (not rejected and size < MOST_TOGETHER):
+        while (
+            bursts < 4 or sum(1 for _ in record.open()) < num_events + 300 or (not rejected and size < MAX_CONCURRENT)
+        ):
             tasks = [asyncio.create_task(one_client(client, number + index, answered)) for index in range(size)]
             number += len(tasks)
             bursts += 1
@@ -58,7 +60,7 @@ async def drive(cluster: Cluster, record: Path, num_events: int) -> dict[str, in
                 cluster.kill("d1" if bursts == 2 else "p0")
             rejected += sum(await asyncio.gather(*tasks))
             if not rejected:
-                size = min(2 * size, MOST_TOGETHER)  # a fast machine serves a small burst without a queue
+                size = min(2 * size, MAX_CONCURRENT)  # a fast machine serves a small burst without a queue
     return answered
 
 
@@ -81,7 +83,7 @@ def test_the_events_of_a_running_cluster_replay_to_equal_commands(
         assert seen[kind], kind
     assert '"outcome":"rejected"' in record.read_text()
     assert main(["replay", str(record)]) == 0
-    assert capsys.readouterr().out == f"{seen.total()} events, 0 answered otherwise\n"
+    assert capsys.readouterr().out == f"{seen.total()} events, 0 with other commands\n"
 
     trace = FileTrace(record)
     found = list(trace)

@@ -31,7 +31,7 @@ PURE = [
     "pdserve.launch.spec",
     *(f"pdserve.plot.{path.stem}" for path in sorted((ROOT / "pdserve/plot").glob("[!_]*.py"))),
     "benchmarks.prediction_parts",
-    "router.asking",
+    "router.policy_input",
     "router.booking",
     "router.transitions",
     "router.forecast",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decode_worker.lifecycle import DecodeStage
-from decode_worker.planning import MOST_WAITS_IN_A_ROW
+from decode_worker.planning import MAX_CONSECUTIVE_WAITS
 from pdserve.core.attempt import FailureKind
 from pdserve.core.effects import (
     BlocksReserved,
@@ -249,7 +249,7 @@ def test_prompts_never_wait_long_for_slack(make_bench: Any, tpot_s: float) -> No
             waits.append(0)
         else:
             waits[-1] += 1
-    assert max(waits) <= MOST_WAITS_IN_A_ROW
+    assert max(waits) <= MAX_CONSECUTIVE_WAITS
 
 
 def test_a_step_has_no_more_rows_than_the_batch(make_bench: Any) -> None:

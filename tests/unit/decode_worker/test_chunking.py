@@ -104,7 +104,7 @@ def waits(allowance: Allowance, *, wanted: int = 1000, **changes: float) -> bool
         (NEEDED_S, 0.01, False),  # there is slack
         (NEEDED_S - 1e-3, 0.01, True),
         (NEEDED_S - 0.079, 0.01, True),
-        (NEEDED_S - 0.081, 0.01, False),  # it would take more than MOST_WAITS steps
+        (NEEDED_S - 0.081, 0.01, False),  # it would take more than MAX_WAITS steps
         (NEEDED_S - 1e-3, 0.0, False),  # the rows gain none
     ],
 )

@@ -9,10 +9,10 @@ import pytest
 from pdserve.core.errors import ConfigError
 from pdserve.engine.memory_plan import (
     GIB,
+    MAX_HOST_BLOCKS,
+    MAX_HOST_BYTES,
+    MAX_RUNTIME_BYTES,
     MIB,
-    MOST_HOST_BLOCKS,
-    MOST_HOST_BYTES,
-    MOST_RUNTIME_BYTES,
     UNKNOWN_HOST_BYTES,
     DeviceUse,
     PoolUnit,
@@ -59,9 +59,9 @@ def test_no_room_names_every_part() -> None:
 def test_a_host_pool_is_an_eighth_of_what_is_free() -> None:
     small = PoolUnit(block_bytes=MIB, block_size=16)
     assert host_blocks(9 * GIB, GIB, small) == 1024
-    assert host_blocks(4096 * GIB, 0, small) == MOST_HOST_BYTES // MIB
+    assert host_blocks(4096 * GIB, 0, small) == MAX_HOST_BYTES // MIB
     assert host_blocks(None, 0, small) == UNKNOWN_HOST_BYTES // MIB
-    assert host_blocks(9 * GIB, GIB, PoolUnit(block_bytes=64, block_size=16)) == MOST_HOST_BLOCKS
+    assert host_blocks(9 * GIB, GIB, PoolUnit(block_bytes=64, block_size=16)) == MAX_HOST_BLOCKS
     with pytest.raises(ConfigError, match="more free memory, or a kv_memory_bytes of at least 1048576"):
         host_blocks(GIB, GIB, small)
     with pytest.raises(ConfigError):
@@ -79,7 +79,7 @@ def test_explicit_settings_win() -> None:
 def test_what_the_driver_holds_has_a_bound() -> None:
     assert runtime_bytes(100, 60, 30) == 10
     assert runtime_bytes(100, 80, 30) == 0
-    assert runtime_bytes(80 * GIB, 20 * GIB, 16 * GIB) == MOST_RUNTIME_BYTES
+    assert runtime_bytes(80 * GIB, 20 * GIB, 16 * GIB) == MAX_RUNTIME_BYTES
 
 
 def test_all_graphs_cost_the_first_and_steps() -> None:

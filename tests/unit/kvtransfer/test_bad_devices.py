@@ -122,7 +122,7 @@ def test_a_slot_that_an_nccl_pair_does_not_have_ends_it(make_pair: MakePair) -> 
     raw = RawSender(pair)
     _, tag, received = expected(pair, (1,))
     raw.announce(tag)
-    frame = Frame(Kind.CHUNK, tag, 0, 1, nccl.MOST_SLOTS, 0, b"c" * 8)
+    frame = Frame(Kind.CHUNK, tag, 0, 1, nccl.MAX_SLOTS, 0, b"c" * 8)
     raw.send(frame.encode() + pack([0], tag.generation, 1))
     assert received.wait().error == "sender raw: protocol error: 1 blocks in slot 8 with 0 bytes behind the header"
     raw.close()

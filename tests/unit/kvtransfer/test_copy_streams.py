@@ -102,7 +102,7 @@ def test_connections_give_their_staging_back(
     pair.move(pair.grant((1, 2)), (3, 4))
     ends = [devices[id(pair.source)], devices[id(pair.target)]]
     module = {"nccl": nccl, "tcp_staged": tcp_staged}.get(transport)
-    size = 0 if module is None else module.MOST_SLOTS * slot_size(BLOCK_BYTES, module.SLOT_BYTES)
+    size = 0 if module is None else module.MAX_SLOTS * slot_size(BLOCK_BYTES, module.SLOT_BYTES)
     assert [device.budget.taken_bytes for device in ends] == [size, size]
     pair.sender.close()
     wait_for(lambda: not any(device.budget.taken_bytes for device in ends), "the staging of both ends")
@@ -125,7 +125,7 @@ def test_a_small_budget_leaves_one_slot(
     one = slot_size(BLOCK_BYTES, module.SLOT_BYTES)
     assert small.budget.taken_bytes == one
     [other] = [device for device in devices.values() if device is not small]
-    assert other.budget.taken_bytes == (one if transport == "nccl" else module.MOST_SLOTS * one)
+    assert other.budget.taken_bytes == (one if transport == "nccl" else module.MAX_SLOTS * one)
 
 
 def test_a_device_without_memory_for_the_next_slot_keeps_none(
@@ -158,7 +158,7 @@ def test_a_device_without_memory_for_the_next_slot_keeps_none(
 
 #: In one transfer of several the order is one that matters: threads decide which work waits together. The first that is
 #: found ends a test.
-MOST_TRIES = 200
+MAX_TRIES = 200
 
 
 class Shuffled:
@@ -272,7 +272,7 @@ def test_any_order_of_completion_is_right(
     assert plan.blocks_per_chunk(BLOCK_BYTES, 3 * BLOCK_BYTES) == 3
     shuffled(5)
     pair = make_pair(transport)
-    for seed in range(MOST_TRIES):
+    for seed in range(MAX_TRIES):
         assert moves(pair, seed) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
         if seed >= 11 and sum(device.num_overtakings for device in devices.values()) >= 10:
             break
@@ -307,7 +307,7 @@ def test_steps_of_a_slot_in_the_wrong_order_are_noticed(
     monkeypatch.setattr(ShuffledDevice, "keeps_order", False)
     shuffled(5)
     pair = make_pair("tcp_staged")
-    assert any(moves(pair, seed)[0] is ReceiveOutcome.FAILED for seed in range(MOST_TRIES))
+    assert any(moves(pair, seed)[0] is ReceiveOutcome.FAILED for seed in range(MAX_TRIES))
 
 
 def test_the_last_chunk_taken_may_be_sent_first(
@@ -321,4 +321,4 @@ def test_the_last_chunk_taken_may_be_sent_first(
     )
     shuffled(5)
     pair = make_pair("cuda_ipc")
-    assert any(moves(pair, seed)[0] is ReceiveOutcome.FAILED for seed in range(MOST_TRIES))
+    assert any(moves(pair, seed)[0] is ReceiveOutcome.FAILED for seed in range(MAX_TRIES))

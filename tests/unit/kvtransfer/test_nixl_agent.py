@@ -65,7 +65,7 @@ def test_staging_is_used_again_and_never_deregistered() -> None:
 
 
 def test_a_process_reads_for_a_limited_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "MOST_READERS", 1)
+    monkeypatch.setattr(nixl_agent, "MAX_READERS", 1)
     world = World()
     exporter, importer = nixl_agent.Agent(world.make), nixl_agent.Agent(world.make)
     pool = HostPool(4)

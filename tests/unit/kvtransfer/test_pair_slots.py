@@ -9,7 +9,7 @@ import pytest
 
 from kvtransfer.pair_slots import PairSlot, PairSlots
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
-from kvtransfer.transports.nccl import MOST_PAIRS, NCCL, Nccl
+from kvtransfer.transports.nccl import MAX_PAIRS, NCCL, Nccl
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import TransferFailed
 from tests.support.fake_device import FakeDevice
@@ -129,7 +129,7 @@ def test_a_pair_with_an_open_transfer_is_not_ended_for_another(
 
 
 def test_a_process_has_32_pair_slots_by_default() -> None:
-    assert Nccl().pair_slots.most == MOST_PAIRS == 32
+    assert Nccl().pair_slots.most == MAX_PAIRS == 32
 
 
 def test_where_every_pair_is_busy_the_transfer_fails_and_says_so(

@@ -14,7 +14,7 @@ from kvtransfer.host_device import HostDevice, digest_of, word_sum
 from kvtransfer.staging_budget import StagingBudget
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.registry import TRANSPORTS, kinds, name_of
-from kvtransfer.transports.tcp_staged import MOST_SLOTS, SLOT_BYTES, TCP_STAGED, TcpStaged
+from kvtransfer.transports.tcp_staged import MAX_SLOTS, SLOT_BYTES, TCP_STAGED, TcpStaged
 from pdserve.core.errors import ConfigError, InternalError, TransferFailed
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.gpu.extent import StridedExtent, checksum
@@ -62,7 +62,7 @@ def make_ends(devices: dict[int, FakeDevice]) -> Iterator[MakeEnds]:
 def test_a_pair_of_a_gpu_and_a_host_has_a_path(make_ends: MakeEnds, ends: tuple[str, str], transport: str) -> None:
     pair = make_ends(*ends, transport=transport)
     granted, sources = (40, 3, 4, 5, 63, 0), (9, 8, 7, 50, 51, 1)
-    for _ in range(2 * MOST_SLOTS):
+    for _ in range(2 * MAX_SLOTS):
         received, sent = pair.move(pair.grant(granted), sources)
         assert (received.outcome, received.error) == (ReceiveOutcome.VERIFIED, "")
         assert sent.outcome is SendOutcome.SENT

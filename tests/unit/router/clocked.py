@@ -108,11 +108,11 @@ class Clocked:
         self.machines[worker_id] = Machine(worker_id, role, num_blocks)
         facts = {"num_blocks": num_blocks, "max_context_tokens": 1_000_000, "max_batch_tokens": 100, "max_batch": 512}
         for router in range(len(self.routers)):
-            self.hand(router, hello(worker_id, role, cost=COST, inbox_depth=64, **facts))
+            self.submit(router, hello(worker_id, role, cost=COST, inbox_depth=64, **facts))
             for sample in range(SAMPLES if trust else 0):
                 factor = 1.0 + spread if sample % 2 else 1.0 - spread
                 for rows, tokens in ((0, 100), (8, 0)):
-                    self.hand(
+                    self.submit(
                         router,
                         BatchTimed(
                             worker_id=worker_id,
@@ -137,7 +137,7 @@ class Clocked:
                 running=len(machine.held) if machine.role is Role.DECODE else 0,
                 pending_prefill_tokens=waiting,
             )
-            self.hand(router, report)
+            self.submit(router, report)
         self.later(1.0, lambda: self._beat(worker_id))
 
     # -- time ----------------------------------------------------------------------------------------------------
@@ -162,11 +162,11 @@ class Clocked:
     def _arrive(self, router: int, request: RequestArrived) -> None:
         self.told[request.request_id] = Told(self.now_s)
         self.asked[request.request_id] = request
-        self.hand(router, request)
+        self.submit(router, request)
 
     # -- routers -------------------------------------------------------------------------------------------------
 
-    def hand(self, router: int, event: Event) -> None:
+    def submit(self, router: int, event: Event) -> None:
         for command in self.routers[router].handle(event, self.now_s):
             self.commands.append((self.now_s, router, command))
             self._execute(router, command)
@@ -174,7 +174,7 @@ class Clocked:
     def _execute(self, router: int, command: Command) -> None:
         match command:
             case WakeAt():
-                self.later(max(command.at_s - self.now_s, 0.0), lambda: self.hand(router, TimePassed()))
+                self.later(max(command.at_s - self.now_s, 0.0), lambda: self.submit(router, TimePassed()))
             case EmitTokens():
                 told = self.told[command.request_id]
                 assert told.word is None, "tokens after the last word"
@@ -207,13 +207,13 @@ class Clocked:
         request = self.asked[command.request_id]
         blocks = -(-(request.num_prompt_tokens + request.sampling.max_tokens) // BLOCK)
         if sum(machine.held.values()) + blocks > machine.num_blocks:
-            self.hand(router, Refused(key=command.key, reason=RefusalReason.NO_BLOCKS))
+            self.submit(router, Refused(key=command.key, reason=RefusalReason.NO_BLOCKS))
             return
         machine.held[key] = blocks
         machine.most_held = max(machine.most_held, sum(machine.held.values()))
         if command.is_local:
             self._queue(command.worker_id, key)
-        self.hand(router, Granted(key=command.key, grant=None if command.is_local else b"grant"))
+        self.submit(router, Granted(key=command.key, grant=None if command.is_local else b"grant"))
 
     def _queue(self, worker_id: str, key: Key) -> None:
         machine = self.machines[worker_id]
@@ -234,7 +234,7 @@ class Clocked:
             self._answer(worker_id, key, 0)
         else:
             is_last = self.asked[request_id].sampling.max_tokens == 1
-            self.hand(
+            self.submit(
                 router,
                 FirstToken(
                     key=AttemptKey(worker_id, request_id, attempt),
@@ -253,7 +253,7 @@ class Clocked:
                     busy_s=1e-4,
                     num_bytes=1_000_000,
                 )
-                self.hand(router, ended)
+                self.submit(router, ended)
             self._release(worker_id, key)
         self._compute(worker_id)
 
@@ -274,7 +274,7 @@ class Clocked:
             row = TokenRow(
                 key=AttemptKey(worker_id, request_id, attempt), output_index=answered, tokens=tokens, finish=finish
             )
-            self.hand(router, TokensArrived(worker_id=worker_id, rows=(row,)))
+            self.submit(router, TokensArrived(worker_id=worker_id, rows=(row,)))
             if is_last:
                 self._release(worker_id, key)
             else:
@@ -287,4 +287,4 @@ class Clocked:
 
     def _release(self, worker_id: str, key: Key) -> None:
         self.machines[worker_id].held.pop(key, None)
-        self.hand(key[0], Released(key=AttemptKey(worker_id, key[1], key[2])))
+        self.submit(key[0], Released(key=AttemptKey(worker_id, key[1], key[2])))

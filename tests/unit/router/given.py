@@ -38,7 +38,7 @@ class Given:
         self.state = RouterState(settings)
         self.now_s = 0.0
 
-    def hand(self, event: Event) -> list[Command]:
+    def submit(self, event: Event) -> list[Command]:
         commands = self.state.handle(event, self.now_s)
         self.state.check()
         return [one for one in commands if not isinstance(one, WakeAt)]
@@ -50,27 +50,27 @@ class Given:
             self.now_s = min(self.now_s + 1.0, now_s)
             for worker in self.state.snapshot().workers:
                 if worker.is_connected:
-                    commands += self.hand(Load(worker_id=worker.worker_id, steps=1, free_blocks=64))
-        return commands + self.hand(TimePassed())
+                    commands += self.submit(Load(worker_id=worker.worker_id, steps=1, free_blocks=64))
+        return commands + self.submit(TimePassed())
 
     def connect_prefill(self, worker_id: str, **facts: Any) -> list[Command]:
-        return self.hand(hello(worker_id, Role.PREFILL, **facts))
+        return self.submit(hello(worker_id, Role.PREFILL, **facts))
 
     def connect_decode(self, worker_id: str, **facts: Any) -> list[Command]:
-        return self.hand(hello(worker_id, Role.DECODE, **facts))
+        return self.submit(hello(worker_id, Role.DECODE, **facts))
 
     def lost(self, worker_id: str) -> list[Command]:
-        return self.hand(WorkerLost(worker_id=worker_id))
+        return self.submit(WorkerLost(worker_id=worker_id))
 
     def arrives(self, request_id: str = "a", **facts: Any) -> list[Command]:
-        return self.hand(arrival(request_id, **facts))
+        return self.submit(arrival(request_id, **facts))
 
     def granted(self, attempt: int = 1, worker_id: str = "d0", request_id: str = "a") -> list[Command]:
         held = grant(request_id, attempt, worker_id)
-        return self.hand(Granted(key=AttemptKey(worker_id, request_id, attempt), grant=held))
+        return self.submit(Granted(key=AttemptKey(worker_id, request_id, attempt), grant=held))
 
     def seated(self, attempt: int = 1, worker_id: str = "d0", request_id: str = "a") -> list[Command]:
-        return self.hand(Granted(key=AttemptKey(worker_id, request_id, attempt)))
+        return self.submit(Granted(key=AttemptKey(worker_id, request_id, attempt)))
 
     def refused(
         self,
@@ -80,7 +80,7 @@ class Given:
         retry_after_s: float = 0.1,
         request_id: str = "a",
     ) -> list[Command]:
-        return self.hand(
+        return self.submit(
             Refused(key=AttemptKey(worker_id, request_id, attempt), reason=reason, retry_after_s=retry_after_s)
         )
 
@@ -92,7 +92,7 @@ class Given:
         finish: FinishReason | None = None,
         request_id: str = "a",
     ) -> list[Command]:
-        return self.hand(
+        return self.submit(
             FirstToken(
                 key=AttemptKey(worker_id, request_id, attempt),
                 token=TokenOut(token_id=token_id),
@@ -106,7 +106,7 @@ class Given:
     def committed(
         self, is_committed: bool = True, attempt: int = 1, worker_id: str = "d0", request_id: str = "a"
     ) -> list[Command]:
-        return self.hand(
+        return self.submit(
             TransferEnded(
                 key=AttemptKey(worker_id, request_id, attempt),
                 is_committed=is_committed,
@@ -133,21 +133,21 @@ class Given:
             finish=finish,
             decode_s=0.7 if finish else 0.0,
         )
-        return self.hand(TokensArrived(worker_id=worker_id, rows=(row,)))
+        return self.submit(TokensArrived(worker_id=worker_id, rows=(row,)))
 
     def failed(
         self, worker_id: str, kind: FailureKind, attempt: int = 1, message: str = "broken", request_id: str = "a"
     ) -> list[Command]:
-        return self.hand(AttemptFailed(key=AttemptKey(worker_id, request_id, attempt), kind=kind, message=message))
+        return self.submit(AttemptFailed(key=AttemptKey(worker_id, request_id, attempt), kind=kind, message=message))
 
     def released(self, worker_id: str, attempt: int = 1, request_id: str = "a") -> list[Command]:
-        return self.hand(Released(key=AttemptKey(worker_id, request_id, attempt)))
+        return self.submit(Released(key=AttemptKey(worker_id, request_id, attempt)))
 
     def leaves(self, request_id: str = "a") -> list[Command]:
-        return self.hand(ClientLeft(request_id=request_id))
+        return self.submit(ClientLeft(request_id=request_id))
 
     def heard(self, worker_id: str) -> list[Command]:
-        return self.hand(Load(worker_id=worker_id, steps=1, free_blocks=64))
+        return self.submit(Load(worker_id=worker_id, steps=1, free_blocks=64))
 
     # -- up to a stage, on p0 and d0 -----------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ def test_a_lost_workers_queue_may_go_anywhere(how: str) -> None:
     given.arrives("a-0", prompt=300)
     given.arrives("b-0", prompt=300)
     given.arrives("c-0", prompt=300)
-    commands = given.lost("p0") if how == "lost" else given.hand(DrainRequested(worker_id="p0")) + given.heard("d0")
+    commands = given.lost("p0") if how == "lost" else given.submit(DrainRequested(worker_id="p0")) + given.heard("d0")
     assert "b-0" in placed(commands) or "a-0" in placed(commands)
     assert line(given, "p0") == []
     assert line(given, "p1")

@@ -173,7 +173,7 @@ def test_local_prices_are_those_of_the_docs(seed: int, is_only: bool, short: flo
         decode, load = option.decode, option.decode.load
         held = min(cached.get(decode.worker_id, 0), request.num_tokens - 1)
         uncached = request.num_tokens - held
-        read_s, queue_s = decode.reading_s(uncached, held), decode.queue_s(NOW_S)
+        read_s, queue_s = decode.prefill_time_s(uncached, held), decode.queue_s(NOW_S)
         ttft_s = max(queue_s, decode.rest_of_step_s(NOW_S)) + read_s + decode.first_tokens.typical_s
         assert option.ttft_s == pytest.approx(ttft_s)
         step_s = step_of(request, load)

@@ -123,7 +123,7 @@ def test_a_draining_worker_that_leaves_is_no_death(given: Given) -> None:
     given.prefilling()
     for attempt in (1, 2, 3):
         worker_id = f"d{attempt - 1}"
-        given.hand(DrainRequested(worker_id=worker_id))
+        given.submit(DrainRequested(worker_id=worker_id))
         assert only(given.lost(worker_id)[-1:]) == reserve(attempt + 1, f"d{attempt}")
         given.granted(attempt + 1, f"d{attempt}")
 
@@ -147,5 +147,5 @@ def test_a_silent_worker_is_routed_around_and_then_given_up(given: Given) -> Non
 def test_a_router_that_was_stopped_itself_blames_no_worker(given: Given) -> None:
     given.decoding()
     given.now_s += 3600.0
-    assert given.hand(TimePassed()) == []
+    assert given.submit(TimePassed()) == []
     assert given.tokens(1, [101]) == [emit(1, 101)]

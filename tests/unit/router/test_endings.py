@@ -24,13 +24,13 @@ from tests.unit.router.given import STAGES, Given
 def test_a_stop_string_ends_the_request_and_tells_the_workers(given: Given) -> None:
     given.decoding()
     given.tokens(1, [101, 102])
-    finished, *cancels = given.hand(StopMatched(request_id="a", num_output_tokens=2))
+    finished, *cancels = given.submit(StopMatched(request_id="a", num_output_tokens=2))
     assert isinstance(finished, FinishRequest)
     assert finished.reason is FinishReason.STOP
     assert finished.usage.completion_tokens == 2
     assert cancels == [cancel("d0"), cancel("p0")]
     assert given.tokens(3, [103]) == [], "late tokens are dropped"
-    assert given.hand(StopMatched(request_id="a", num_output_tokens=2)) == []
+    assert given.submit(StopMatched(request_id="a", num_output_tokens=2)) == []
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -64,7 +64,7 @@ def test_a_deadline_ends_the_request_wherever_it_is(given: Given, stage: Stage) 
     STAGES[stage](given)
     assert given.state.stage_of("a") is stage
     given.now_s = 2.0
-    failed, *cancels = given.hand(TimePassed())
+    failed, *cancels = given.submit(TimePassed())
     assert isinstance(failed, FailRequest)
     assert failed.outcome is Outcome.EXPIRED
     assert isinstance(failed.to_error(), DeadlineExceeded)
@@ -128,7 +128,7 @@ def test_a_full_queue_rejects_with_a_time_to_come_back() -> None:
 
 def test_a_closing_router_only_finishes_its_requests(given: Given) -> None:
     given.decoding()
-    given.hand(RouterClosing())
+    given.submit(RouterClosing())
     assert isinstance(failure(given.arrives("b")).to_error(), Unavailable)
     assert given.tokens(1, [101]) == [emit(1, 101)]
 
@@ -136,7 +136,7 @@ def test_a_closing_router_only_finishes_its_requests(given: Given) -> None:
 def test_a_drained_worker_only_finishes_its_requests(given: Given) -> None:
     given.connect_decode("d1")
     given.decoding()
-    assert given.hand(DrainRequested(worker_id="d0")) == [DrainWorker(worker_id="d0")]
+    assert given.submit(DrainRequested(worker_id="d0")) == [DrainWorker(worker_id="d0")]
     for name in ("b", "c"):
         one = given.arrives(name)[0]
         assert isinstance(one, Reserve)
@@ -145,25 +145,25 @@ def test_a_drained_worker_only_finishes_its_requests(given: Given) -> None:
 
 
 def test_an_undrained_worker_gets_new_work_again(given: Given) -> None:
-    given.hand(DrainRequested(worker_id="d0"))
-    given.hand(drained_report("d0"))
+    given.submit(DrainRequested(worker_id="d0"))
+    given.submit(drained_report("d0"))
     [d0] = [one for one in given.state.snapshot().workers if one.worker_id == "d0"]
     assert (d0.is_drained, d0.is_draining, d0.is_usable) == (True, True, False)
     assert reserved(given.arrives("waits")) == []
-    assert UndrainWorker(worker_id="d0") in given.hand(UndrainRequested(worker_id="d0"))
+    assert UndrainWorker(worker_id="d0") in given.submit(UndrainRequested(worker_id="d0"))
     assert reserved(given.heard("d0")) == ["d0"]
 
 
 def test_a_drain_is_the_workers_so_another_router_may_end_it(given: Given) -> None:
-    given.hand(DrainRequested(worker_id="d0"))
+    given.submit(DrainRequested(worker_id="d0"))
     given.heard("d0")  # said before the worker heard of the drain
     assert reserved(given.arrives("waits")) == []
-    given.hand(drained_report("d0"))
+    given.submit(drained_report("d0"))
     assert reserved(given.heard("d0")) == ["d0"]  # another router has undrained it
 
 
 def test_a_leaving_worker_is_not_called_drained(given: Given) -> None:
-    given.hand(Load(worker_id="d0", steps=1, free_blocks=64, is_draining=True))
+    given.submit(Load(worker_id="d0", steps=1, free_blocks=64, is_draining=True))
     [d0] = [one for one in given.state.snapshot().workers if one.worker_id == "d0"]
     assert (d0.is_drained, d0.is_draining) == (False, True)
 
@@ -179,7 +179,7 @@ def drained_report(worker_id: str) -> Load:
 def test_a_forgotten_worker_leaves_no_trace(given: Given) -> None:
     given.connect_decode("d1")
     given.decoding()
-    commands = given.hand(WorkerForgotten(worker_id="d0"))
+    commands = given.submit(WorkerForgotten(worker_id="d0"))
     assert commands[-1] == reserve(2, "d1", (100,))
     assert [worker.worker_id for worker in given.state.snapshot().workers] == ["d1", "p0"]
 

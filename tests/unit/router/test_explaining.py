@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.core.types import FinishReason, Slo
 from router.commands import FailRequest, Outcome
-from router.explaining import LONGEST_REASON, MOST_CANDIDATES, DecisionRecord, Explanations
+from router.explaining import LONGEST_REASON, MAX_CANDIDATES, DecisionRecord, Explanations
 from router.policy.interface import Candidate, Choice, Decision
 from router.request import Request
 from router.settings import RouterSettings
@@ -147,7 +147,7 @@ def test_one_explanation_is_bounded_and_keeps_the_chosen_candidate() -> None:
     kept.ended(request(), Outcome.FAILED, 3.0, why="y" * 10_000)
     one = kept.last("a")
     assert one is not None
-    assert len(one.decision.candidates) == MOST_CANDIDATES
+    assert len(one.decision.candidates) == MAX_CANDIDATES
     assert one.decision.candidates[0].prefill_worker == "p900"
     assert (len(one.decision.reason), len(one.ended_because)) == (LONGEST_REASON, LONGEST_REASON)
 
@@ -182,12 +182,12 @@ def test_a_placement_is_explained_and_its_outcome_added() -> None:
     assert given.state.explain("a") is None, "only the last ones are kept"
 
 
-@pytest.mark.parametrize(("num_candidates", "reason"), [(MOST_CANDIDATES + 1, "short"), (1, "x" * 300)])
+@pytest.mark.parametrize(("num_candidates", "reason"), [(MAX_CANDIDATES + 1, "short"), (1, "x" * 300)])
 def test_each_part_of_an_explanation_is_bounded_alone(num_candidates: int, reason: str) -> None:
     crowd = tuple(candidate(f"p{number}") for number in range(num_candidates))
     kept = Explanations(1)
     kept.note(request(), Decision(choice=Choice.REMOTE, reason=reason, candidates=crowd), 2.0)
     one = kept.last("a")
     assert one is not None
-    assert len(one.decision.candidates) == min(num_candidates, MOST_CANDIDATES)
+    assert len(one.decision.candidates) == min(num_candidates, MAX_CANDIDATES)
     assert one.decision.reason == (reason if len(reason) <= LONGEST_REASON else "x" * (LONGEST_REASON - 3) + "...")

@@ -43,7 +43,7 @@ def test_rejections_by_everybody_are_waited_out_and_do_not_spin(given: Given) ->
         if given.state.stage_of("a") is Stage.RESERVING:
             given.refused("d0", attempt)
         given.now_s += 0.01
-        if reserve(asked + 1, waited_s=given.now_s) in given.hand(TimePassed()):
+        if reserve(asked + 1, waited_s=given.now_s) in given.submit(TimePassed()):
             asked += 1
     assert 4 <= asked <= 21, "about one question per retry_after_s in two seconds"
 

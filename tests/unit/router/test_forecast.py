@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from router.forecast import (
     BINS,
     FASTEST,
-    FEWEST,
     HORIZON,
     INTERVAL_GAIN,
     MEMORY,
+    MIN_REQUESTS,
     PRIOR_REQUESTS,
     SLOWEST,
     Capacity,
@@ -210,7 +210,7 @@ def test_demand_is_remembered_in_bounded_memory(arrivals: list[tuple[float, floa
     for gap_s, work_s in arrivals:
         now_s += gap_s / 100
         demand.arrived(work_s, 1.0, now_s)
-        assert len(demand._bins) <= BINS + FEWEST + 2
+        assert len(demand._bins) <= BINS + MIN_REQUESTS + 2
         assert 0.0 <= demand.error <= 1.0
         assert demand.rate(now_s) >= 0.0
 
@@ -254,10 +254,10 @@ def test_the_error_is_of_the_sum_of_what_single_requests_were_off() -> None:
 def test_demand_is_that_of_the_last_requests() -> None:
     demand = RecentDemand()
     demand.arrived(100.0, 1.0, 0.0)
-    for second in range(1, FEWEST + 1):
+    for second in range(1, MIN_REQUESTS + 1):
         demand.arrived(2.0, 1.0, float(second))
     # The first is forgotten, and the one after it opens the span.
-    assert demand.rate(float(FEWEST)) == pytest.approx(2.0)
+    assert demand.rate(float(MIN_REQUESTS)) == pytest.approx(2.0)
 
 
 def test_requests_of_one_moment_are_remembered_together() -> None:
@@ -295,7 +295,7 @@ def test_shorter_requests_are_what_a_share_of_the_work_can_serve() -> None:
 def test_sizes_are_forgotten_with_their_requests() -> None:
     demand = RecentDemand()
     demand.arrived(5.0, 1.0, 0.0)
-    for second in range(1, 2 * FEWEST):
+    for second in range(1, 2 * MIN_REQUESTS):
         demand.arrived(0.1, 1.0, float(second))
     assert demand.size_within(0.999) == pytest.approx(0.1, rel=0.2)
 

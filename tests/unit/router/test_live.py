@@ -10,8 +10,8 @@ from pdserve.core.phases import Phase
 from pdserve.core.protocol import TokenRow, TokensArrived
 from pdserve.core.types import FinishReason, Slo, TokenOut
 from router.commands import Outcome
-from router.live import MOST_IN_PROGRESS
-from router.live_log import MOST_ENDED, LiveLog
+from router.live import MAX_IN_PROGRESS
+from router.live_log import MAX_ENDED, LiveLog
 from router.request import Request
 from router.settings import RouterSettings
 from tests.unit.router.given import Given
@@ -96,7 +96,7 @@ def test_a_local_request_decodes_from_its_first_token_on() -> None:
     assert phases(only(alone)) == {Phase.PREFILL.value: 0.25}
     key = AttemptKey("d0", "a", 1)
     row = TokenRow(key=key, output_index=0, tokens=(TokenOut(token_id=100),), queue_s=0.05, prefill_s=0.15)
-    alone.hand(TokensArrived(worker_id="d0", rows=(row,)))
+    alone.submit(TokensArrived(worker_id="d0", rows=(row,)))
     alone.now_s = 1.25
     shown = phases(only(alone))
     assert shown == {"prefill_queue": 0.05, "prefill": 0.15, "messages": 0.05, "decode": 1.0}
@@ -127,21 +127,21 @@ def test_a_frame_is_bounded_and_shows_requests_on_workers_first() -> None:
     given = Given(RouterSettings(policy="round-robin", is_strict=True))
     given.connect_prefill("p0")
     given.connect_decode("d0", max_batch=1)
-    for number in range(MOST_IN_PROGRESS + 5):
+    for number in range(MAX_IN_PROGRESS + 5):
         given.arrives(f"r{number}")
     shown = frame(given)
-    assert len(shown.requests) == MOST_IN_PROGRESS
+    assert len(shown.requests) == MAX_IN_PROGRESS
     assert shown.omitted == 5
-    assert shown.queued + shown.running == MOST_IN_PROGRESS + 5
+    assert shown.queued + shown.running == MAX_IN_PROGRESS + 5
     assert shown.requests[0].stage != "queued"
 
 
 def test_the_log_of_ended_requests_is_bounded_and_counts_all() -> None:
     log = LiveLog()
-    for number in range(MOST_ENDED + 3):
+    for number in range(MAX_ENDED + 3):
         one = Request(facts=arrival(f"r{number}"), arrived_s=1.0, deadline_at_s=None, serial=number)
         log.ended(one, Outcome.SERVED, None, 2.0)
     kept = [row.request_id for row in log.after(0)]
-    assert kept == [f"r{number}" for number in range(3, MOST_ENDED + 3)]
-    assert [row.request_id for row in log.after(MOST_ENDED + 1)] == [f"r{MOST_ENDED + 1}", f"r{MOST_ENDED + 2}"]
-    assert log.counts["served"] == log.num_ended == MOST_ENDED + 3
+    assert kept == [f"r{number}" for number in range(3, MAX_ENDED + 3)]
+    assert [row.request_id for row in log.after(MAX_ENDED + 1)] == [f"r{MAX_ENDED + 1}", f"r{MAX_ENDED + 2}"]
+    assert log.counts["served"] == log.num_ended == MAX_ENDED + 3

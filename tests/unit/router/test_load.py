@@ -62,7 +62,7 @@ def test_prefill_beside_running_rows_is_predicted_as_the_worker_does_it(rows: in
     actual_s, alone_s = read(view.cost, rows, 12_000, tpot_s, prompt, rows * 12_000 / 400_000)
     # Where decoding alone fills the promise, crumbs are read: long enough to look elsewhere is all that is asked.
     is_full = rows == 30 and tpot_s == 0.03
-    assert view.reading_s(prompt, 0) == pytest.approx(actual_s, rel=1.0 if is_full else 0.35)
+    assert view.prefill_time_s(prompt, 0) == pytest.approx(actual_s, rel=1.0 if is_full else 0.35)
     if rows and prompt > 4_000 and not is_full:
         assert view.load.decode_stall_share == pytest.approx(1.0 - alone_s / actual_s, abs=0.1)
 
@@ -98,9 +98,9 @@ def test_a_prompt_beside_rows_with_slack_is_predicted_as_the_worker_computes_it(
     assert slack.total_s == pytest.approx(slack_s)
     assert slack.longest_step_s == pytest.approx(LONGEST_GAP * 0.03)
     actual_s = read_with_slack(view, rows, 2_000, 0.03, prompt, slack_s)
-    assert view.reading_s(prompt, 0, slack) == pytest.approx(actual_s, rel=0.2)
-    assert view.reading_s(prompt, 0, slack) <= view.reading_s(prompt, 0)
-    assert view.share_s(prompt, 0, slack) <= view.share_s(prompt, 0)
+    assert view.prefill_time_s(prompt, 0, slack) == pytest.approx(actual_s, rel=0.2)
+    assert view.prefill_time_s(prompt, 0, slack) <= view.prefill_time_s(prompt, 0)
+    assert view.prefill_share_s(prompt, 0, slack) <= view.prefill_share_s(prompt, 0)
 
 
 def test_slack_is_that_of_the_row_that_is_least_ahead() -> None:
@@ -140,8 +140,8 @@ def test_prompts_share_steps_so_that_a_queue_is_shorter_than_its_prompts_each_al
             if not left[0]:
                 del left[0]
         seconds += view.cost.step_s(rows, context, tokens, work)
-    assert sum(view.share_s(one, 0) for one in prompts) == pytest.approx(seconds, rel=0.1)
-    assert sum(view.reading_s(one, 0) for one in prompts) > 1.15 * seconds
+    assert sum(view.prefill_share_s(one, 0) for one in prompts) == pytest.approx(seconds, rel=0.1)
+    assert sum(view.prefill_time_s(one, 0) for one in prompts) > 1.15 * seconds
 
 
 def test_an_impossible_target_limits_no_request() -> None:
@@ -206,7 +206,7 @@ def test_an_empty_worker_is_open_whatever_its_report_says() -> None:
 @pytest.mark.parametrize("uncached", [0.0, -3.0])
 def test_nothing_to_read_takes_no_time(uncached: float) -> None:
     load_ = decode(rows=3).load
-    assert (load_.reading_s(uncached, 100.0), load_.share_s(uncached, 100.0)) == (0.0, 0.0)
+    assert (load_.prefill_time_s(uncached, 100.0), load_.prefill_share_s(uncached, 100.0)) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("rows", [0, 6])
@@ -217,4 +217,4 @@ def test_the_share_of_a_prompt_is_the_sum_of_its_chunks(rows: int) -> None:
     cached = 100.0 + 0.5 * (4 * 2048 - prompt)  # so that its middle is where the chunk was asked for
     one_s = [load_._cost.prefill_s(chunk, cached + index * chunk) for index in range(3)]
     rows_s = load_.row_s * rows + load_.token_s * load_.context
-    assert load_.share_s(prompt, cached) == pytest.approx(sum(one_s) + 3 * rows_s)
+    assert load_.prefill_share_s(prompt, cached) == pytest.approx(sum(one_s) + 3 * rows_s)

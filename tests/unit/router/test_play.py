@@ -12,7 +12,7 @@ from pdserve.profiles import load_profile
 from router import replay
 from router.commands import Command
 from router.events import Event
-from router.play import MOST_ROWS, play
+from router.play import MAX_ROWS, play
 from router.settings import RouterSettings
 from simulator.cluster import make_workers
 from simulator.model import SimConfig, SimResult
@@ -55,7 +55,7 @@ def test_each_request_of_a_recording_is_shown_once(
     assert times == sorted(times)
     shown = ended(found.frames)
     assert len(shown) == len(result.requests) == found.frames[-1].totals.arrived
-    assert all(len([one for one in frame.requests if one.ended_s is None]) <= MOST_ROWS for frame in found.frames)
+    assert all(len([one for one in frame.requests if one.ended_s is None]) <= MAX_ROWS for frame in found.frames)
     explained = {one.request_id for one in found.explanations}
     assert explained == set(shown)
 

@@ -105,7 +105,7 @@ def test_a_request_is_served_if_every_target_is_missed() -> None:
     decision = least([view("p0")], [view("d0")], ask(slo=Slo(ttft_s=0.001, tpot_s=0.001)))
     assert place(decision) == (Choice.REMOTE, "p0", "d0")
     assert not any(one.is_feasible for one in decision.candidates)
-    assert "not kept" in decision.reason
+    assert "no decode worker meets" in decision.reason
 
 
 def test_what_is_on_its_way_counts_in_tpot() -> None:

@@ -42,9 +42,9 @@ def test_a_request_is_kept_back_until_the_prefill_worker_is_a_batch_from_done() 
     assert placed(given.arrives("a", prompt=300)) == ["a"]
     assert placed(given.arrives("b", prompt=300)) == []
     given.now_s = 0.19
-    assert placed(given.hand(TimePassed())) == []
+    assert placed(given.submit(TimePassed())) == []
     given.now_s = 0.21
-    assert placed(given.hand(TimePassed())) == ["b"]
+    assert placed(given.submit(TimePassed())) == ["b"]
 
 
 def test_the_alarm_is_set_for_the_time_when_a_prefill_worker_will_have_room() -> None:
@@ -78,9 +78,9 @@ def test_released_memory_lets_the_next_request_in() -> None:
 def test_a_load_report_lets_the_next_request_in() -> None:
     given = start("colocated", num_blocks=32)
     given.arrives("a", prompt=100)
-    given.hand(Load(worker_id="d0", steps=1, free_blocks=2, running=1, waiting=0))
+    given.submit(Load(worker_id="d0", steps=1, free_blocks=2, running=1, waiting=0))
     assert placed(given.arrives("b", prompt=100)) == []
-    assert placed(given.hand(Load(worker_id="d0", steps=2, free_blocks=20, running=1))) == ["b"]
+    assert placed(given.submit(Load(worker_id="d0", steps=2, free_blocks=20, running=1))) == ["b"]
 
 
 def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_memory() -> None:
@@ -172,12 +172,12 @@ def test_tokens_of_an_earlier_attempt_do_not_clear_a_request_that_kills_workers(
 def test_a_request_too_large_for_now_blocks_no_other() -> None:
     given = start("round-robin", num_blocks=8)
     given.connect_decode("big", num_blocks=64)
-    given.hand(DrainRequested(worker_id="big"))
+    given.submit(DrainRequested(worker_id="big"))
     assert placed(given.arrives("large", prompt=300)) == []
     assert placed(given.arrives("small", prompt=50)) == ["small"]
     given.lost("big")
     assert placed(given.at(5.0)) == []
-    back = given.hand(hello("big", Role.DECODE, generation=2))
+    back = given.submit(hello("big", Role.DECODE, generation=2))
     assert placed(back + given.at(5.5)) == ["large"]
 
 

@@ -342,7 +342,7 @@ def test_harm_to_an_admitted_request_is_a_reason_by_itself() -> None:
     told = world.told["tight"]
     assert told.ended_s == told.arrived_s, "at once, not when its time has passed"
     assert isinstance(told.word, FailRequest)
-    assert told.word.message == "waits was admitted before and would miss its TTFT target"
+    assert told.word.message == "waits was admitted earlier and would miss its TTFT target"
 
 
 def test_a_long_request_that_displaces_many_is_rejected() -> None:

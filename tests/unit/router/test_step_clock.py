@@ -10,7 +10,7 @@ from pdserve.core.protocol import TokenRow, TokensArrived
 from pdserve.core.types import Role, TokenOut
 from router.booking import Booking
 from router.settings import RouterSettings
-from router.step_clock import MOST_STEPS, StepClock
+from router.step_clock import MAX_STEPS, StepClock
 from router.view import WorkerView
 from tests.unit.router.given import Given
 from tests.unit.router.router_events import hello
@@ -35,7 +35,7 @@ def test_the_rest_is_counted_from_the_last_end(since_s: float, remaining_s: floa
 def test_an_end_that_is_long_ago_says_nothing() -> None:
     phase = StepClock()
     phase.ended(7.0)
-    assert phase.remaining_s(7.0 + 1.01 * MOST_STEPS * STEP_S, STEP_S) == 0.5 * STEP_S
+    assert phase.remaining_s(7.0 + 1.01 * MAX_STEPS * STEP_S, STEP_S) == 0.5 * STEP_S
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from router.commands import EndCancelled, FailRequest, FinishRequest
 from router.events import ClientLeft, StopMatched
 from router.lifecycle import LIVE, Move, Stage
 from router.settings import RouterSettings
-from router.timeline import MOST_SLICES, STANDS_FOR, Timeline
+from router.timeline import MAX_SLICES, STANDS_FOR, Timeline
 from tests.unit.router.given import Given
 
 Make = Callable[[], Given]
@@ -54,14 +54,14 @@ def first_token(given: Given, *, queue_s: float, prefill_s: float, finish: Finis
     event = FirstToken(
         key=AttemptKey("p0", "a", 1), token=TokenOut(token_id=100), queue_s=queue_s, prefill_s=prefill_s, finish=finish
     )
-    return list(given.hand(event))
+    return list(given.submit(event))
 
 
 def row(given: Given, index: int, *, attempt: int = 1, worker_id: str = "d0", **facts: object) -> list[object]:
     one = TokenRow(
         key=AttemptKey(worker_id, "a", attempt), output_index=index, tokens=(TokenOut(token_id=100 + index),), **facts
     )
-    return list(given.hand(TokensArrived(worker_id=worker_id, rows=(one,))))
+    return list(given.submit(TokensArrived(worker_id=worker_id, rows=(one,))))
 
 
 @pytest.fixture
@@ -178,14 +178,14 @@ def test_an_attempt_that_is_lost_while_it_prefills_is_lost_whole(remote: Given) 
     later(remote, 1.5)
     remote.lost("p0")
     later(remote, 0.5)
-    phases = adds_up(ended(list(remote.hand(ClientLeft(request_id="a")))))
+    phases = adds_up(ended(list(remote.submit(ClientLeft(request_id="a")))))
     assert (phases.lost_s, phases.prefill_s, phases.reserve_s) == (1.5, 0.0, 1.0)
 
 
 def test_a_prefill_worker_that_declines_has_cost_its_time(remote: Given) -> None:
     later(remote, 0.5)
     remote.refused("p0")
-    assert adds_up(ended(list(remote.hand(ClientLeft(request_id="a"))))).lost_s == 0.5
+    assert adds_up(ended(list(remote.submit(ClientLeft(request_id="a"))))).lost_s == 0.5
 
 
 def test_a_rejected_request_has_only_waited(given: Given) -> None:
@@ -211,7 +211,7 @@ def test_a_stop_string_leaves_the_rest_to_the_phase_it_was_in(remote: Given) -> 
     remote.committed()
     later(remote, 0.5)
     row(remote, 1, decode_queue_s=0.125)
-    finished = ended(list(remote.hand(StopMatched(request_id="a", num_output_tokens=2))))
+    finished = ended(list(remote.submit(StopMatched(request_id="a", num_output_tokens=2))))
     phases = adds_up(finished)
     assert (phases.transfer_wait_s, phases.decode_queue_s, phases.decode_s) == (0.25, 0.125, 0.375)
     # Its worker was not asked, so the span of its decoding is the router's to record.
@@ -238,11 +238,11 @@ def test_a_report_that_is_no_duration_is_not_counted(remote: Given, seconds: flo
 
 def test_slices_are_bounded_and_still_add_up() -> None:
     rng, timeline, now_s = random.Random(3), Timeline(5.0), 5.0
-    for attempt in range(3 * MOST_SLICES):
+    for attempt in range(3 * MAX_SLICES):
         now_s += rng.random()
         timeline.report(Phase.PREFILL, 0.25)
         timeline.moved(Stage.PREFILLING, Move.LOST, now_s, attempt, None)
-    assert len(timeline.slices) <= MOST_SLICES + len(Phase)
+    assert len(timeline.slices) <= MAX_SLICES + len(Phase)
     assert sum(one.seconds for one in timeline.slices) == pytest.approx(now_s - 5.0)
     assert timeline.phases.total_s == pytest.approx(now_s - 5.0)
 
@@ -253,10 +253,10 @@ def test_what_workers_report_adds_up_over_the_attempts(given: Given) -> None:
         given.connect_prefill(prefill)
     given.connect_decode("d0")
     given.arrives("a")
-    given.hand(Granted(key=AttemptKey("d0", "a", 1), grant=b"first", grant_s=0.25))
+    given.submit(Granted(key=AttemptKey("d0", "a", 1), grant=b"first", grant_s=0.25))
     given.committed(is_committed=False)
     later(given, 1.0)
-    given.hand(Granted(key=AttemptKey("d0", "a", 2), grant=b"second", grant_s=0.5))
+    given.submit(Granted(key=AttemptKey("d0", "a", 2), grant=b"second", grant_s=0.5))
     given.committed(attempt=2)
     given.first(100, attempt=2, worker_id="p1")
     end = ended(given.tokens(1, [101], finish=FinishReason.STOP, attempt=2))

@@ -50,14 +50,14 @@ class World:
 
     # -- the router's side ---------------------------------------------------------------------------------------
 
-    def hand(self, event: Event) -> list[Command]:
+    def submit(self, event: Event) -> list[Command]:
         commands = self.state.handle(event, self.now_s)
         self.log.append((self.now_s, event, tuple(commands)))
         self.state.check()
         for command in commands:
             self._execute(command)
         while self.own_events:
-            self.hand(self.own_events.popleft())
+            self.submit(self.own_events.popleft())
         return commands
 
     def _execute(self, command: Command) -> None:
@@ -90,7 +90,7 @@ class World:
         while self.wake_at_s is not None and self.wake_at_s <= until_s:
             self.now_s = self.wake_at_s
             self.wake_at_s = None
-            self.hand(TimePassed())
+            self.submit(TimePassed())
         self.now_s = until_s
 
     # -- clients -------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class World:
         most = request.sampling.max_tokens
         client = Client(request, min(length or most, most), stop_after=stop_after)
         self.clients[request.request_id] = client
-        self.hand(request)
+        self.submit(request)
         return client
 
     # -- workers -------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class World:
 
     def connect(self, worker: Worker) -> None:
         worker.is_connected = True
-        self.hand(hello(worker.worker_id, worker.role, worker.generation))
+        self.submit(hello(worker.worker_id, worker.role, worker.generation))
 
     def disconnect(self, worker: Worker, is_dead: bool) -> None:
         """Messages that were on their way are lost, both ways."""
@@ -121,7 +121,7 @@ class World:
         worker.is_connected = worker.is_frozen = worker.is_draining = False
         if is_dead:
             worker.generation += 1
-        self.hand(WorkerLost(worker_id=worker.worker_id, reason="gone"))
+        self.submit(WorkerLost(worker_id=worker.worker_id, reason="gone"))
 
     def take(self, worker: Worker) -> None:
         """The worker reads one message."""
@@ -320,7 +320,7 @@ class World:
 
     def deliver(self, worker: Worker) -> None:
         """The router reads one message of this worker."""
-        self.hand(worker.outbox.popleft())
+        self.submit(worker.outbox.popleft())
 
     def settle(self, limit_s: float = 300.0) -> None:
         """Runs without new faults until nothing happens any more and every client has its last word."""
@@ -394,6 +394,6 @@ class World:
             case "leave":
                 live = [name for name, client in self.clients.items() if client.last_word is None]
                 if live:
-                    self.hand(ClientLeft(request_id=rng.choice(live)))
+                    self.submit(ClientLeft(request_id=rng.choice(live)))
             case _:
                 pass

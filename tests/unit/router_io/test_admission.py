@@ -111,7 +111,7 @@ async def test_more_long_texts_than_may_wait_are_turned_away(
 async def test_a_prompt_with_too_many_logprobs_is_refused(
     gated: tuple[Admission, GatedTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "MAX_SCORES", 15)
+    monkeypatch.setattr(admission, "MAX_PROMPT_LOGPROBS", 15)
     sampling = inference_pb2.SamplingParams(prompt_logprobs=2)
     assert (await gated[0].prepare(request("hello", sampling=sampling), MODEL, None)).sampling.prompt_logprobs == 2
     with pytest.raises(InvalidRequest) as caught:

@@ -111,7 +111,7 @@ async def test_a_router_whose_state_failed_says_so_and_ends(connect: Connect, de
     crashes: list[BaseException] = []
     front.server._on_crash = crashes.append
     with pytest.raises(KeyError):
-        front.server.runtime.hand("no event at all")  # type: ignore[arg-type]
+        front.server.runtime.submit("no event at all")  # type: ignore[arg-type]
     assert [type(one) for one in crashes] == [KeyError]
     assert not front.server.is_healthy
 

@@ -222,7 +222,7 @@ async def test_a_crowd_with_one_grammar_asks_once_and_one_with_many_is_turned_aw
 
 
 async def test_a_model_that_follows_no_grammar_refuses_each() -> None:
-    assert "follows no grammar" in await refusal(GrammarCheck(None), GOOD)
+    assert "does not support them" in await refusal(GrammarCheck(None), GOOD)
     for folder, ends in ((FOLDER, ()), (FOLDER.parent, (0,))):
         check = GrammarCheck(folder)
         model = ModelFacts(

@@ -50,8 +50,8 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
     ("n", "between 1 and 16", {"n": 17}),
     ("best_of", "between n (2) and 16", {"n": 2, "best_of": 1}),
     ("best_of", "between n (1) and 16", {"best_of": 17}),
-    ("n", "1 where temperature is 0", {"n": 2, "sampling": inference_pb2.SamplingParams(temperature=0.0)}),
-    ("best_of", "1 where temperature is 0", {"best_of": 2, "sampling": inference_pb2.SamplingParams(temperature=0.0)}),
+    ("n", "1 with temperature 0", {"n": 2, "sampling": inference_pb2.SamplingParams(temperature=0.0)}),
+    ("best_of", "1 with temperature 0", {"best_of": 2, "sampling": inference_pb2.SamplingParams(temperature=0.0)}),
     ("slo.ttft_s", "86400 seconds", {"slo": inference_pb2.Slo(ttft_s=math.nan)}),
     ("slo.tpot_s", "86400 seconds", {"slo": inference_pb2.Slo(tpot_s=-1.0)}),
     *(

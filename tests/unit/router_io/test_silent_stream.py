@@ -66,7 +66,7 @@ async def listen(worker: Worker, silence_s: float, is_enough: Any) -> Ears:
 async def test_a_silent_stream_is_ended_and_dialled_anew() -> None:
     worker = Worker(beat_s=None)
     ears = await listen(worker, 0.2, lambda ears: worker.streams >= 3)
-    assert set(ears.reasons[:2]) == {"nothing was heard of it for 0.2 s"}
+    assert set(ears.reasons[:2]) == {"the worker sent nothing for 0.2 s"}
 
 
 async def test_a_worker_that_tells_its_load_is_left_alone() -> None:

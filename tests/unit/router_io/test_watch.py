@@ -10,7 +10,7 @@ import pytest
 from pdserve import AsyncClient
 from pdserve.core.errors import InvalidRequest, Overloaded, Unauthenticated
 from pdserve.core.live import LiveRequest
-from router.watching import MOST_VIEWERS
+from router.watching import MAX_VIEWERS
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program
 
@@ -47,7 +47,7 @@ async def test_200_requests_are_shown_with_the_numbers_that_their_clients_get(
 async def test_viewers_are_limited_and_leave_when_they_close(connect: Connect, decode: Program) -> None:
     front = await connect(decode)
     async with AsyncExitStack() as stack:
-        for _ in range(MOST_VIEWERS):
+        for _ in range(MAX_VIEWERS):
             viewer = await stack.enter_async_context(aclosing(front.client.watch(0.1)))
             await anext(viewer)
         with pytest.raises(Overloaded, match="viewers"):

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.core.errors import NotFound, Unavailable
-from pdserve.core.log_line import MOST_LINES
+from pdserve.core.log_line import MAX_LINES
 from pdserve.v1 import worker_pb2
 from router import worker_logs
 from router.worker_logs import WorkerLogs
 from tests.unit.router_io.conftest import Connect
 from tests.unit.router_io.processes import Program
 
-LINES = [worker_pb2.LogLine(at_unix_s=number, level="INFO", text=f"line {number}") for number in range(MOST_LINES + 1)]
+LINES = [worker_pb2.LogLine(at_unix_s=number, level="INFO", text=f"line {number}") for number in range(MAX_LINES + 1)]
 
 
 async def test_a_real_worker_sends_its_last_lines(connect: Connect, decode: Program) -> None:

@@ -19,12 +19,12 @@ from simulator.frontier import frontier, staircase
 from simulator.goodput import HighestRate, Probe
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimConfig
-from simulator.plan_figure import MOST_LAYOUTS, PlannedLayout, plan_figure
+from simulator.plan_figure import MAX_LAYOUTS, PlannedLayout, plan_figure
 from simulator.reshape import Reshaped, first, rate_scaled
 from simulator.step_shares import DECODE, FIRST_WIDTH_S, MIXED, MOST, PREFILL, StepShares
 from simulator.synthetic import chat
 from simulator.time_charts import TimedRequests, frontier_panel, prediction_panel
-from simulator.worker_charts import MOST_REQUESTS, requests_gantt, window
+from simulator.worker_charts import MAX_REQUESTS, requests_gantt, window
 from simulator.world import simulate
 from tests.unit.simulator.test_report import SLO, run
 
@@ -166,8 +166,8 @@ def test_a_request_is_shown_on_each_worker_that_served_it() -> None:
 def test_the_timeline_is_around_the_first_miss() -> None:
     rows = [row(number, float(number), outcome="late" if number == 500 else "served") for number in range(1000)]
     shown = window(rows)
-    assert len(shown) == MOST_REQUESTS
-    assert shown[MOST_REQUESTS // 2].number == 500
+    assert len(shown) == MAX_REQUESTS
+    assert shown[MAX_REQUESTS // 2].number == 500
     assert window(rows[:10]) == rows[:10]
     assert window([]) == []
 
@@ -200,5 +200,5 @@ def test_a_plan_shows_goodput_bounds_and_the_frontier_of_the_best() -> None:
 def test_a_plan_of_many_layouts_shows_the_best() -> None:
     layouts = [PlannedLayout(name=str(one), found=held(1.0 + one), is_colocated=False) for one in range(200)]
     rates = plan_figure(layouts, SLO, title="Plan", caption=[]).panels[0]
-    assert len(list(ET.fromstring(rates.drawings[0].inline).iter("rect"))) == MOST_LAYOUTS
+    assert len(list(ET.fromstring(rates.drawings[0].inline).iter("rect"))) == MAX_LAYOUTS
     assert "The best 60 of 200" in rates.note

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pdserve.core.log_line import MOST_CHARS, MOST_LINES
+from pdserve.core.log_line import MAX_CHARS, MAX_LINES
 from pdserve.telemetry.recent_log import RecentLog
 
 
@@ -21,12 +21,12 @@ def test_a_line_has_the_time_level_and_fields_of_its_record() -> None:
 
 def test_the_last_lines_are_kept_and_long_ones_are_cut() -> None:
     log = RecentLog()
-    for number in range(MOST_LINES + 5):
-        log.handle(record(f"{number} " + "long" * MOST_CHARS))
+    for number in range(MAX_LINES + 5):
+        log.handle(record(f"{number} " + "long" * MAX_CHARS))
     lines = log.lines()
-    assert len(lines) == MOST_LINES
+    assert len(lines) == MAX_LINES
     assert lines[0].text.startswith("x: 5 ")
-    assert {len(one.text) for one in lines} == {MOST_CHARS}
+    assert {len(one.text) for one in lines} == {MAX_CHARS}
 
 
 def test_a_record_that_cannot_be_formatted_is_left_out() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.top.history import MOST_ENDED, WINDOW_S, History, percentile
+from pdserve.top.history import MAX_ENDED, WINDOW_S, History, percentile
 from tests.unit.top.given import ended, frame, request, worker
 
 
@@ -48,10 +48,10 @@ def test_requests_in_progress_come_first_and_then_the_last_ended() -> None:
 
 def test_memory_is_bounded() -> None:
     history = History()
-    for number in range(MOST_ENDED + 50):
+    for number in range(MAX_ENDED + 50):
         history.ingest(frame(1.0 + number * 1e-3, ended(str(number), 1.0)))
-    assert len(history.requests()) == MOST_ENDED
-    assert len(history._counts) < MOST_ENDED * 2
+    assert len(history.requests()) == MAX_ENDED
+    assert len(history._counts) < MAX_ENDED * 2
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from pdserve.engine.sharding import Shard
 
 SIZE = 2
 BLOCK_SIZE = 16
-MOST_ROWS = 3
+MAX_ROWS = 3
 TIMEOUT_S = 60.0
 
 
@@ -45,7 +45,7 @@ def open_graph_rank(folder: Path, rank: int, store: Any) -> tuple[Ranks, Any, Gr
         kv_blocks=64,
         block_size=BLOCK_SIZE,
         max_context_tokens=128,
-        max_batch=MOST_ROWS,
+        max_batch=MAX_ROWS,
         max_batch_tokens=64,
         threads=1,
     )
@@ -53,12 +53,12 @@ def open_graph_rank(folder: Path, rank: int, store: Any) -> tuple[Ranks, Any, Gr
     decode = StaticDecode(
         eager.model,
         eager.pool,
-        most_rows=MOST_ROWS,
+        most_rows=MAX_ROWS,
         max_context_tokens=eager.spec.max_context_tokens,
         vocab_size=eager.spec.vocab_size,
         num_processors=4,
     )
-    return ranks, eager, GraphEngine(eager, decode, EagerReplays(decode, buckets_for(MOST_ROWS)))
+    return ranks, eager, GraphEngine(eager, decode, EagerReplays(decode, buckets_for(MAX_ROWS)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pdserve.engine.gpu.flights import DoneFlight, GraphFlight
 from pdserve.engine.interface import NEW_ROW, PENDING, ContinuedRows, Engine, Flight, Row
 from tests.support.slow import slow_except
 from tests.unit.engine.conftest import GREEDY, Request
-from tests.unit.engine.gpu.conftest import MOST_ROWS
+from tests.unit.engine.gpu.conftest import MAX_ROWS
 
 SEEDED = Sampling(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, seed=2**64 - 3, max_tokens=8)
 PENALISED = Sampling(temperature=0.0, repetition_penalty=1.3, max_tokens=5)
@@ -51,8 +51,8 @@ def test_an_async_step_uses_tokens_not_yet_read(make_pair: Callable[..., Any]) -
     """Rows leave and change places between the steps; each launch comes before the wait for the one before."""
     eager, graph = make_pair("llama")
     rng = random.Random(1)
-    prompts = [[3 + (7 * i + j) % 380 for j in range(4 + 3 * i)] for i in range(MOST_ROWS)]
-    blocks = [[10 * i, 10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(MOST_ROWS)]
+    prompts = [[3 + (7 * i + j) % 380 for j in range(4 + 3 * i)] for i in range(MAX_ROWS)]
+    blocks = [[10 * i, 10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(MAX_ROWS)]
     expected, texts = [], []
     for prompt, table in zip(prompts, blocks, strict=True):
         text = [*prompt, prefill(eager, prompt, table)]
@@ -70,7 +70,7 @@ def test_an_async_step_uses_tokens_not_yet_read(make_pair: Callable[..., Any]) -
     flights: list[tuple[Flight, list[int]]] = []
     for step in range(7):
         # Of two rows one leaves in the middle; a row that has left does not come back.
-        chosen = rng.sample(order or range(MOST_ROWS), MOST_ROWS if step < 3 else 2)
+        chosen = rng.sample(order or range(MAX_ROWS), MAX_ROWS if step < 3 else 2)
         rows = [
             Row(
                 tokens=(PENDING,) if flight is not None else texts[which][-1:],
@@ -216,9 +216,9 @@ def test_more_rows_than_the_largest_bucket_go_the_eager_way(make_pair: Callable[
     _, graph = make_pair("llama")
     rows = [
         Row(tokens=[7 + i], start=0, blocks=[i], sample=GREEDY, history=[7 + i], prompt_len=1)
-        for i in range(MOST_ROWS + 1)
+        for i in range(MAX_ROWS + 1)
     ]
-    assert len(graph.step(rows)) == MOST_ROWS + 1
+    assert len(graph.step(rows)) == MAX_ROWS + 1
     assert graph.step([]) == []
     with pytest.raises(InternalError, match="follows"):
         graph.launch([Row(tokens=(PENDING,), start=1, blocks=[0], sample=GREEDY, follows=0)], None)

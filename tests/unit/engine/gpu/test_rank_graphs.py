@@ -22,7 +22,7 @@ from pdserve.engine.parallel import ParallelFlight, ParallelGraphEngine
 from pdserve.engine.ranks import make_store
 from tests.oracle import Oracle
 from tests.unit.engine.conftest import GREEDY
-from tests.unit.engine.gpu.graph_rank import MOST_ROWS, SIZE, TIMEOUT_S, open_graph_rank
+from tests.unit.engine.gpu.graph_rank import MAX_ROWS, SIZE, TIMEOUT_S, open_graph_rank
 from tests.unit.engine.gpu.test_graph_engine import requests
 
 pytestmark = pytest.mark.gpu_checks
@@ -90,18 +90,18 @@ def test_two_ranks_sample_the_tokens_of_one(
     oracle.assert_exact([one.prompt for one in made], tokens, sampling=[one.sampling for one in made])
 
     rng, samplings = random.Random(1), [BAD_WORDS, SEEDED, PENALISED]
-    prompts = [[3 + (7 * index + at) % 380 for at in range(4 + 3 * index)] for index in range(MOST_ROWS)]
-    blocks = [[4 * index + 20 + at for at in range(4)] for index in range(MOST_ROWS)]
+    prompts = [[3 + (7 * index + at) % 380 for at in range(4 + 3 * index)] for index in range(MAX_ROWS)]
+    blocks = [[4 * index + 20 + at for at in range(4)] for index in range(MAX_ROWS)]
     texts = []
     for prompt, table, sampling in zip(prompts, blocks, samplings, strict=True):
         row = Row(tokens=prompt, start=0, blocks=table, sample=sampling, history=prompt, prompt_len=len(prompt))
         texts.append([*prompt, engine.step([row])[0].sampled[0].token_id])
     flight: Flight | None = None
     flights: list[tuple[Flight, list[int]]] = []
-    order = list(range(MOST_ROWS))
+    order = list(range(MAX_ROWS))
     num_late = 0
     for step in range(STEPS):
-        chosen = rng.sample(order, MOST_ROWS if step < STEPS - 2 else 2)
+        chosen = rng.sample(order, MAX_ROWS if step < STEPS - 2 else 2)
         rows = [
             Row(
                 tokens=(PENDING,) if flight is not None else texts[which][-1:],

@@ -28,7 +28,7 @@ from tests.gpu.strict_capture import Captures, ForbiddenInCapture, strict_captur
 
 pytestmark = pytest.mark.gpu_checks
 
-MOST_ROWS = 2
+MAX_ROWS = 2
 
 
 def config(folder: Path, **settings: Any) -> WorkerConfig:
@@ -59,13 +59,13 @@ def test_decode_graphs_are_captured(
     with strict_capture() as captures:
         eager = open_torch_engine(config(folder, kv_dtype=kv_dtype))
         meter = Growing()
-        sets = [MOST_ROWS] + ([verified_tokens(MOST_ROWS, 4)] if most_drafts else [])
+        sets = [MAX_ROWS] + ([verified_tokens(MAX_ROWS, 4)] if most_drafts else [])
         num_graphs = sum(len(buckets_for(most)) for most in sets)
-        taken = measure_graphs(eager, meter, most_rows=MOST_ROWS, most_drafts=most_drafts)  # type: ignore[arg-type]
+        taken = measure_graphs(eager, meter, most_rows=MAX_ROWS, most_drafts=most_drafts)  # type: ignore[arg-type]
         assert captures.num_graphs == 2 * len(sets)
         assert taken == num_graphs + 2 * sets[-1] * 384 * 4  # a byte for each capture, and counts for penalties
         captures.num_graphs = 0
-        with_graphs(eager, eager.model, MOST_ROWS, "w", most_drafts)
+        with_graphs(eager, eager.model, MAX_ROWS, "w", most_drafts)
         assert captures.num_graphs == num_graphs
 
 
@@ -110,13 +110,13 @@ def test_ranks_capture_the_same_sums_in_the_same_order(
             ranks._tensors = group
             settings = config(folder, tensor_parallel=2)
             eager = open_rank(with_device_defaults(settings, Role.DECODE, is_gpu=True), None, ranks.shard, ranks)
-            with_graphs(eager, eager.model, MOST_ROWS, "w")
-            assert captures.num_graphs == len(buckets_for(MOST_ROWS))
+            with_graphs(eager, eager.model, MAX_ROWS, "w")
+            assert captures.num_graphs == len(buckets_for(MAX_ROWS))
             asked.append(group.asked)
     assert asked[0] == asked[1]
     captured = [name for name, _, is_captured in asked[0] if is_captured]
     layers = ["allreduce"] * 4  # two layers of attention and mlp
-    assert captured == ["broadcast", "allreduce", *layers, "allgather"] * len(buckets_for(MOST_ROWS))
+    assert captured == ["broadcast", "allreduce", *layers, "allgather"] * len(buckets_for(MAX_ROWS))
 
 
 def forbidden(act: Callable[[Tensor], object], kind: str) -> None:

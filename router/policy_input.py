@@ -16,7 +16,7 @@ from router.view import WorkerView
 NEEDS_ESTIMATE: Final = frozenset({"least-slack", "ageing", "fairness", "rejection"})
 
 
-def ask_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float) -> PolicyInput:
+def policy_input_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float) -> PolicyInput:
     facts, present = request.facts, fleet.key
     num_answered = len(request.output)
     expected_tokens = lengths.expected(facts.sampling.max_tokens, num_answered)
@@ -48,7 +48,7 @@ def ask_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float)
 def large_enough(request: Request, views: list[WorkerView], tokens: int) -> list[WorkerView]:
     if request.too_large_for:
         views = [view for view in views if (view.worker_id, view.incarnation) not in request.too_large_for]
-    return [view for view in views if tokens <= view.most_tokens]
+    return [view for view in views if tokens <= view.max_tokens]
 
 
 def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: frozenset[str], now_s: float) -> Entry:

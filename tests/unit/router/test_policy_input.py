@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pdserve.core.types import Role, Slo
-from router.asking import ask_of, entry_of, large_enough
 from router.fleet import Fleet
 from router.lengths import OutputLengths
+from router.policy_input import entry_of, large_enough, policy_input_of
 from router.request import Request
 from router.settings import RouterSettings
 from router.state import RouterState
@@ -37,21 +37,21 @@ def fleet() -> Fleet:
 
 def test_a_policy_gets_what_is_left_of_the_request(fleet: Fleet) -> None:
     one = request(prompt=100, max_tokens=8)
-    fresh = ask_of(one, fleet, OutputLengths(), NOW_S)
+    fresh = policy_input_of(one, fleet, OutputLengths(), NOW_S)
     assert (fresh.num_tokens, fresh.max_new_tokens, fresh.expected_tokens, fresh.is_resumed) == (100, 8, 8.0, False)
     assert (fresh.waited_s, fresh.deadline_left_s, fresh.priority, fresh.tenant) == (1.0, 4.0, 3, "blue")
     one.output = [10, 11, 12]
-    begun = ask_of(one, fleet, OutputLengths(), NOW_S)
+    begun = policy_input_of(one, fleet, OutputLengths(), NOW_S)
     assert (begun.num_tokens, begun.max_new_tokens, begun.expected_tokens, begun.is_resumed) == (103, 5, 5.0, True)
 
 
 def test_a_resumed_request_is_judged_by_the_gap_in_its_answer(fleet: Fleet) -> None:
     one = request(prompt=100, max_tokens=8)
     one.output, one.first_token_s, one.last_token_s = [10, 11, 12], 4.2, 4.6
-    told = ask_of(one, fleet, OutputLengths(), NOW_S)
+    told = policy_input_of(one, fleet, OutputLengths(), NOW_S)
     assert told.waited_s == pytest.approx(NOW_S - 4.6), "its TTFT is over"
     assert told.answer_left_s == pytest.approx(7 * 0.1 - (NOW_S - 4.2)), "of 8 tokens at 0.1 s each"
-    assert ask_of(request(), fleet, OutputLengths(), NOW_S).answer_left_s == math.inf
+    assert policy_input_of(request(), fleet, OutputLengths(), NOW_S).answer_left_s == math.inf
 
 
 def test_of_resumed_requests_the_one_whose_next_token_is_due_first_goes_first(fleet: Fleet) -> None:
@@ -67,7 +67,7 @@ def test_of_resumed_requests_the_one_whose_next_token_is_due_first_goes_first(fl
 def test_cached_blocks_count_in_tokens_of_workers_that_are_known(fleet: Fleet) -> None:
     one = request()
     one.cached_blocks = {"p0": 3, "d1": 2, "gone": 9}
-    assert ask_of(one, fleet, OutputLengths(), NOW_S).cached_tokens == {"p0": 3 * BLOCK, "d1": 2 * BLOCK}
+    assert policy_input_of(one, fleet, OutputLengths(), NOW_S).cached_tokens == {"p0": 3 * BLOCK, "d1": 2 * BLOCK}
 
 
 def test_only_failed_incarnations_are_avoided(fleet: Fleet) -> None:
@@ -79,14 +79,14 @@ def test_only_failed_incarnations_are_avoided(fleet: Fleet) -> None:
         (("p1", "p1.1"), ("d0", "d0.1")),  # p1 was restarted since
         (("p0", "p0.1"), ("d1", "d1.1")),  # d1 was restarted since
     }
-    told = ask_of(one, fleet, OutputLengths(), NOW_S)
+    told = policy_input_of(one, fleet, OutputLengths(), NOW_S)
     assert told.avoid_workers == {"d0"}
     assert told.avoid_pairs == {("p0", "d0"), ("p1", "d0")}
 
 
 def test_a_worker_that_is_too_small_or_said_so_is_left_out(fleet: Fleet) -> None:
     one, views = request(), [fleet.workers["d0"], fleet.workers["d1"]]
-    most = views[0].most_tokens
+    most = views[0].max_tokens
     assert large_enough(one, views, most) == views
     assert large_enough(one, views, most + 1) == []
     one.too_large_for = {("d0", "d0.1"), ("d1", "d1.1")}
