@@ -7,6 +7,7 @@ spins beside torch's.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import struct
 import time
@@ -25,6 +26,7 @@ except ImportError:  # a machine whose engine runs on CUDA
 # Reductions may be reordered into vector lanes. NaN and infinity are preserved.
 _FAST_MATH: Final = {"nsz", "arcp", "contract", "afn", "reassoc"}
 _COMPILE_S: Final = 60.0  # a process that compiles for longer is not waited for
+_SOURCES: Final = Path(__file__).parent
 
 
 def is_available() -> bool:
@@ -40,17 +42,6 @@ def target() -> tuple[str, str]:
 
     _, name, features = cpu_target.target_context.codegen().magic_tuple()
     return name, features
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as machine code, cached on disk if a folder is writable; the function itself without numba."""
-    if numba is None:
-        return function
-    options = {"fastmath": _FAST_MATH, "error_model": "numpy", "boundscheck": False, "nogil": True}
-    try:
-        return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
-    except RuntimeError:  # no writable folder: compiled at each start
-        return numba.njit(**options)(function)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -96,8 +87,30 @@ def _cold_lock(folder: Path, name: str) -> int | None:
         return None
 
 
+def name_for_cache(function: Callable[..., Any], name: str) -> None:
+    """Gives `function` a file name in numba's cache that stands for one machine code only.
+
+    numba numbers the kernels of one function, such as those for several dtypes, in an index that processes update
+    without a lock. If two processes compile at the same time, one kernel's number may lead to the code of another. With
+    `name` and the revision in the file name, each index has one kernel, so all processes write the same code.
+    """
+    function.__qualname__ = f"{name}-{_revision()}"
+
+
+@cache
+def _revision() -> str:
+    """A digest of what machine code depends on: the sources, which are inlined in each other, numba and the CPU.
+
+    numba itself looks only at the time stamp of the file that defines a kernel.
+    """
+    digest = hashlib.blake2b(repr((numba.__version__, target())).encode(), digest_size=6)
+    for source in (*sorted(_SOURCES.glob("*.py")), _SOURCES.parent / "rounding.py"):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
 def c_function(signature: Any, function: Callable[..., Any]) -> Any:
-    """`function` as numba's C callback, cached on disk if possible. Requires numba."""
+    """`function` as numba's C callback, cached on disk if possible. Requires numba and `name_for_cache`."""
     options = {"fastmath": _FAST_MATH, "error_model": "numpy", "boundscheck": False}
     try:
         return numba.cfunc(signature, cache=True, **options)(function)

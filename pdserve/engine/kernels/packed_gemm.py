@@ -7,9 +7,6 @@ Here a block of weights is multiplied with all rows while the next block is pref
 
 An output is added in oneDNN's order: by fused instructions over k, with partial sums of `chunk` inputs. The bits are
 therefore equal, and a row may use either product. `find_chunk` tests this before the kernel is used for a weight.
-
-numba caches machine code by the time stamp of this file, and bfloat16.py and task.py are inlined here. A change there
-must also change this file; otherwise cached kernels stay in use. Revision of the inlined parts: 1.
 """
 
 # Shapes: M rows, K inputs, N outputs.
@@ -37,6 +34,7 @@ PANEL: Final = 64  # outputs
 
 _FLOAT32, _BFLOAT16, _INT8 = range(3)
 _KINDS: Final = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.int8: _INT8}  # of the weights
+_NAMES: Final = ("float32", "bfloat16", "int8")  # by kind
 _FEATURES: Final = ("+avx512f", "+avx512bf16", "+avx512vnni")  # by kind
 _FUSED: Final = ("", "vdpbf16ps $3, $2, $0", "vpdpbusd $3, $2, $0")  # sums, inputs, weights
 _LANES = 16
@@ -235,7 +233,7 @@ def _kernel(kind: int) -> TaskKernel:
                     for n in range(PANEL):
                         target[n] = totals[row, n]
 
-    return TaskKernel(multiply_panels, least=0)
+    return TaskKernel(multiply_panels, f"multiply-{_NAMES[kind]}", least=0)
 
 
 @final

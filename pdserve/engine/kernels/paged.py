@@ -3,10 +3,6 @@
 One kernel serves any number of queries per row: decode rows, rows with drafts, prefill chunks. A query's result depends
 only on its own numbers and position: its tiles are its visible blocks in order, and its arithmetic is the same loop for
 any number of queries. So a position gives the same bits alone or in a chunk, in any batch, with any number of threads.
-
-numba caches machine code by the time stamp of this file, and functions of bfloat16.py, exponential.py, rows.py and
-task.py are inlined here. A change there must also change this file; otherwise cached kernels stay in use. Revision of
-the inlined parts: 1.
 """
 
 # Shapes: H query heads, K kv heads, G = H / K, D head dim, C tokens per block, Q queries of a task, R = Q * G.
@@ -14,6 +10,7 @@ the inlined parts: 1.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -53,6 +50,7 @@ def _prefetch(_context: Any, array: Any, index: Any) -> Any:
     return types.none(array, index), generate
 
 
+@cache
 def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
     """The kernel for one shape and dtype of the pool (float32, bfloat16 or int8).
 
@@ -230,7 +228,7 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
                 for d in range(U(D)):
                     out[target + d] = sums[source + d] * share
 
-    return TaskKernel(attend, least=LEAST_WORK)
+    return TaskKernel(attend, f"attend-{stored}-{D}-{C}", least=LEAST_WORK)
 
 
 def scratch_floats(head_dim: int, block_size: int, num_heads: int) -> int:

@@ -1,15 +1,13 @@
 """Rotates queries and keys and stores keys and values in their blocks, in one pass over a step's tokens.
 
 Equals rope.rotate and pool.write up to the rounding of fused products. Each token is computed independently.
-
-numba caches machine code by the time stamp of this file, and functions of bfloat16.py, rows.py and task.py are inlined
-here. A change there must also change this file; otherwise cached kernels stay in use. Revision of the inlined parts: 1.
 """
 
 # Shapes: T tokens, H query heads, K kv heads, D head dim, C tokens per block.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +23,7 @@ LEAST_WORK: Final = 1 << 16  # elements of the queries below which a second thre
 _INT8_MAX, _STEP, _LEAST = np.float32(127), np.float32(1 / 127), np.float32(2**-120)
 
 
+@cache
 def make_place(head_dim: int, block_size: int, stored: str, computed: str) -> TaskKernel:
     """The kernel for one shape, dtype of the pool (float32, bfloat16 or int8) and of q, k and v (float32 or bfloat16).
 
@@ -98,4 +97,4 @@ def make_place(head_dim: int, block_size: int, stored: str, computed: str) -> Ta
                         for d in range(U(D)):
                             data[target + d] = row[d]
 
-    return TaskKernel(place, least=LEAST_WORK)
+    return TaskKernel(place, f"place-{computed}-{stored}-{D}-{C}", least=LEAST_WORK)

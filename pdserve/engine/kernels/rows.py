@@ -2,9 +2,6 @@
 
 A kernel reads float32 or bfloat16, computes in float32, and stores float32, bfloat16, or integers around 128 with a
 scale for the row. Each row is computed independently, always in the same order.
-
-numba caches machine code by the time stamp of this file, and exponential.py, bfloat16.py and task.py are inlined here.
-A change there must also change this file; otherwise cached kernels stay in use. Revision of the inlined parts: 1.
 """
 
 from __future__ import annotations
@@ -148,7 +145,7 @@ def _norm(x_kind: str, delta_kind: str, out_kind: str) -> TaskKernel:
                 held[i] = widen(source[i]) * factor * weight[i]
             store(held, out, scale, row)
 
-    return TaskKernel(norm_rows, least=_LEAST_WORK)
+    return TaskKernel(norm_rows, f"norm-{x_kind}-{delta_kind or 'none'}-{out_kind}", least=_LEAST_WORK)
 
 
 @inlined
@@ -186,7 +183,7 @@ def _gate(name: str, in_kind: str, out_kind: str) -> TaskKernel:
                     held[i] = _gelu(widen(gate[i])) * widen(up[i])
             store(held, out, scale, row)
 
-    return TaskKernel(gate_rows, least=_LEAST_WORK)
+    return TaskKernel(gate_rows, f"gate-{name}-{in_kind}-{out_kind}", least=_LEAST_WORK)
 
 
 @cache
@@ -208,7 +205,7 @@ def _rounded(in_kind: str, out_kind: str) -> TaskKernel:
                 held[i] = widen(source[i])
             store(held, out, scale, row)
 
-    return TaskKernel(round_rows, least=_LEAST_WORK)
+    return TaskKernel(round_rows, f"round-{in_kind}-{out_kind}", least=_LEAST_WORK)
 
 
 @cache
@@ -232,4 +229,4 @@ def _argmax() -> TaskKernel:
                     out[row] = i
                     break
 
-    return TaskKernel(find_largest, least=_LEAST_WORK)
+    return TaskKernel(find_largest, "argmax", least=_LEAST_WORK)

@@ -13,6 +13,7 @@ among threads through a counter, so an item's bits do not depend on the division
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any, Final, final
 
@@ -27,14 +28,18 @@ FLOAT32, BFLOAT16, UINT8, INT8, INT32, INT64 = range(6)  # for `pointer`; bfloat
 KINDS: Final = {"float32": FLOAT32, "bfloat16": BFLOAT16, "uint8": UINT8, "int8": INT8}
 ANY: Final = 1 << 40  # the size of an array whose size a kernel does not need
 
+_compiling: Final = threading.Lock()  # engines of one process share kernels
 _TYPES: Final = (types.float32, types.uint16, types.uint8, types.int8, types.int32, types.int64)
 
 
 @final
 class TaskKernel:
-    def __init__(self, function: Callable[[Any], None], *, least: int) -> None:
-        """`function(task)` takes items until none is left. A call whose work is below `least` uses one thread."""
-        self._function, self._least = function, least
+    def __init__(self, function: Callable[[Any], None], name: str, *, least: int) -> None:
+        """`function(task)` takes items until none is left. A call whose work is below `least` uses one thread.
+
+        `name` differs for each kernel: `function` may be compiled several times, for several shapes or dtypes.
+        """
+        self._function, self._name, self._least = function, name, least
         self._compiled: Callable[[int], None] | None = None
         self._keep: Any = None
 
@@ -47,9 +52,12 @@ class TaskKernel:
             openmp.run(kernel, ctypes.addressof(task))
 
     def _compile(self) -> Callable[[int], None]:
-        with jit.compiling_alone(self._function):
-            self._keep = jit.c_function(types.void(types.CPointer(types.int64)), self._function)
-        self._compiled = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._keep.address)
+        with _compiling:
+            if self._compiled is None:
+                jit.name_for_cache(self._function, self._name)
+                with jit.compiling_alone(self._function):
+                    self._keep = jit.c_function(types.void(types.CPointer(types.int64)), self._function)
+                self._compiled = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._keep.address)
         return self._compiled
 
 

@@ -55,15 +55,41 @@ def test_nothing_is_locked_where_nothing_can_be_stored(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_numba_says_where_it_stores_a_kernel() -> None:
-    """A kernel that has been compiled is found again by the name that the lock looks for."""
+def test_each_kernel_has_its_own_file() -> None:
+    """numba would number the kernels of one function in a shared index, which processes overwrite."""
     pytest.importorskip("numba")
     import torch
 
     from pdserve.engine.kernels import rows
 
-    x = torch.ones(1, 8)
-    rows.rounded(x, torch.empty_like(x), x)
-    stored = jit.cache_folder(rows._rounded("float32", "float32")._function)
-    assert stored is not None
-    assert list(stored.glob("*round_rows-*.nbi"))
+    kernels = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(1, 8, dtype=dtype)
+        rows.rounded(x, torch.empty(1, 8), x)
+        kernels.append(rows._rounded(str(dtype).removeprefix("torch."), "float32"))
+    for kernel in kernels:
+        stored = jit.cache_folder(kernel._function)
+        assert stored is not None
+        name = kernel._function.__qualname__
+        assert len(list(stored.glob(f"*{name}-*.nbi"))) == 1
+        assert len(list(stored.glob(f"*{name}-*.nbc"))) == 1
+
+
+def test_other_sources_and_processors_have_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+
+    def revision() -> str:
+        jit._revision.cache_clear()
+        return jit._revision()
+
+    try:
+        mine = revision()
+        assert revision() == mine
+        monkeypatch.setattr(jit, "target", lambda: ("another", "+avx2"))
+        of_another_cpu = revision()
+        monkeypatch.setattr(jit, "_SOURCES", tmp_path / "kernels")
+        (tmp_path / "rounding.py").write_text("LEVELS = 127")
+        assert len({mine, of_another_cpu, revision()}) == 3
+    finally:
+        monkeypatch.undo()
+        jit._revision.cache_clear()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from numba import njit
 from torch import Tensor
 
 from pdserve.engine import ops
-from pdserve.engine.kernels import jit
 from pdserve.engine.kernels.bfloat16 import narrow, widen, words
 from pdserve.engine.rounded_ops import ROUNDED
 
@@ -131,13 +131,13 @@ def test_bfloat16_rounds_as_torch_does() -> None:
     assert back[~kept].isnan().all()
 
 
-@jit.compiled
+@njit
 def copy_narrowed(source: Any, target: Any) -> None:
     for i in range(source.size):
         target[i] = narrow(source[i])
 
 
-@jit.compiled
+@njit
 def copy_widened(source: Any, target: Any) -> None:
     for i in range(source.size):
         target[i] = widen(source[i])
