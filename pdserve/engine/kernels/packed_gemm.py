@@ -181,7 +181,7 @@ def _kernel(kind: int) -> TaskKernel:
     """multiply_panels(N / 64, work, w, x, out, M, K / V, chunk / V, x_scale, w_scale, correction): addresses, numbers
     of elements, and for int8 the addresses of the scales and of what is subtracted from each output's sum."""
     IS_INT8, IS_BFLOAT16, KIND = kind == _INT8, kind == _BFLOAT16, kind
-    SUMS, OUT = INT32 if kind == _INT8 else FLOAT32, BFLOAT16 if kind == _BFLOAT16 else FLOAT32
+    SUM, OUT = np.int32 if kind == _INT8 else np.float32, BFLOAT16 if kind == _BFLOAT16 else FLOAT32
 
     def multiply_panels(task: Any) -> None:
         w, x, M, K, chunk = task[3], task[4], task[6], task[7], task[8]
@@ -189,9 +189,8 @@ def _kernel(kind: int) -> TaskKernel:
         out = carray(pointer(task[5], OUT), (M, N))
         x_scale, w_scale = carray(pointer(task[9], FLOAT32), (M,)), carray(pointer(task[10], FLOAT32), (N,))
         correction = carray(pointer(task[11], INT32), (N,))
-        memory, totals = np.empty((M, PANEL), np.float32), np.empty((M, PANEL), np.float32)
-        sums_at = np.int64(memory.ctypes.data)
-        sums = carray(pointer(sums_at, SUMS), (M, PANEL))
+        sums, totals = np.empty((M, PANEL), SUM), np.empty((M, PANEL), np.float32)
+        sums_at = np.int64(sums.ctypes.data)  # numba frees an array after its last use by name, here in the loop
         num_groups = (M + _GROUP - 1) // _GROUP
         # The first groups prefetch a block's lines, four for each step: two each with two groups, one each with four.
         step = np.int64(_LINE if num_groups > 3 else 2 * _LINE)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ from numba import njit
 from torch import Tensor
 
 from pdserve.engine import ops
+from pdserve.engine.kernels import packed_gemm
 from pdserve.engine.kernels.bfloat16 import narrow, widen, words
 from pdserve.engine.rounded_ops import ROUNDED
 
@@ -152,3 +156,34 @@ def test_argmax_is_the_first_of_the_largest(size: int) -> None:
     assert ops.argmax(x) == x.argmax(dim=-1).tolist()
     x[3, 0] = torch.nan
     assert size == 1 or ops.argmax(x)[3] > 0
+
+
+# Other threads allocate blocks of the size of the kernel's own memory, and write to them, from the same heap.
+ALLOCATING = """
+import threading, time, torch
+from pdserve.engine.linear import PackedLinear, _product
+ended = threading.Event()
+def allocate():
+    while not ended.is_set():
+        [b"?" * num_bytes for num_bytes in (8159, 8176, 8192, 8208, 8256) * 50]
+linear, x = PackedLinear(torch.randn(4096, 512), None), torch.randn(32, 512)
+expected = _product(x, linear._packed, None)
+assert linear._panels is not None
+threads = [threading.Thread(target=allocate) for _ in range(2)]
+[thread.start() for thread in threads]
+until_s = time.monotonic() + 1.0
+equal = []
+while time.monotonic() < until_s:
+    equal.append(torch.equal(linear(x), expected))
+ended.set()
+print(all(equal))
+"""
+
+
+@pytest.mark.skipif(not packed_gemm.is_supported(), reason="this CPU has no AVX-512")
+def test_product_keeps_its_memory_while_others_allocate() -> None:
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ALLOCATING], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
