@@ -30,7 +30,7 @@ from torch import Tensor
 from pdserve.engine.fp8 import make_fp8_linear
 from pdserve.engine.kernels import jit
 from pdserve.engine.ops import quantise
-from pdserve.engine.rounding import LEAST_SCALE, LEVELS, ZERO_POINT
+from pdserve.engine.rounding import BFLOAT16_TRIAL, LEAST_SCALE, LEVELS, ZERO_POINT
 
 Product = Callable[[Tensor, Tensor], Tensor]  # of rounded inputs and their scales
 Rounding = Literal["none", "bfloat16", "int8", "fp8"]  # of a product's weights and inputs
@@ -273,17 +273,24 @@ def make_invariant(linear: Linear, num_inputs: int) -> Linear:
     """`linear` if a row's bits do not depend on the number of rows; otherwise a product that always multiplies 64 rows.
 
     On the CPUs that we have seen, oneDNN's packed and int8 products add in the same order for any number of rows. This
-    is not guaranteed, so it is tested on numbers whose sums round at every step.
+    is not guaranteed, so it is tested on numbers whose sums round at every step, once for each shape.
     """
-    generator = torch.Generator().manual_seed(0)
-    x_TK = torch.randn(2 * _FIXED_ROWS, num_inputs, generator=generator)
-    whole = linear(x_TK)
-    is_invariant = all(
-        torch.equal(linear(x_TK[first : first + num_rows].contiguous()), whole[first : first + num_rows])
-        for num_rows in _TRIED_ROWS
-        for first in (0, 7)
-    )
-    return linear if is_invariant else FixedRowsLinear(linear)
+    few_TK = torch.randn(_FIXED_ROWS, num_inputs, generator=torch.Generator().manual_seed(0))
+    few_TN = linear(few_TK)
+    key = type(linear), num_inputs, few_TN.shape[1]
+    if key not in _is_invariant:
+        num_rows = _FIXED_ROWS
+        if few_TN.dtype == torch.bfloat16:
+            num_rows = max(num_rows, -(-BFLOAT16_TRIAL // few_TN.shape[1]))
+        x_TK = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(1))
+        whole_TN = linear(x_TK)
+        _is_invariant[key] = all(
+            torch.equal(torch.cat([linear(part) for part in x_TK.split(rows)]), whole_TN) for rows in _TRIED_ROWS
+        )
+    return linear if _is_invariant[key] else FixedRowsLinear(linear)
+
+
+_is_invariant: Final[dict[tuple[type[Linear], int, int], bool]] = {}  # oneDNN chooses its algorithm by the shape
 
 
 @final

@@ -27,6 +27,7 @@ from torch import Tensor
 from pdserve.engine.kernels import jit
 from pdserve.engine.kernels.bfloat16 import narrow
 from pdserve.engine.kernels.task import BFLOAT16, FLOAT32, INT32, TaskKernel, pointer, take
+from pdserve.engine.rounding import BFLOAT16_TRIAL
 
 binding.initialize_native_asmparser()  # for the instructions that have no stable name in LLVM
 
@@ -299,9 +300,10 @@ _chunk_of: Final[dict[tuple[int, int, torch.dtype], int | None]] = {}  # oneDNN 
 
 def _find_chunk(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int | None:
     """The number of inputs in oneDNN's partial sums: the one that gives the same bits, for few rows and for more."""
+    tried = (*_TRIED_ROWS, -(-BFLOAT16_TRIAL // num_outputs)) if dtype == torch.bfloat16 else _TRIED_ROWS
     for chunk in _CHUNKS:
         if chunk < 2 * num_inputs and all(
-            _agree(packed, num_outputs, num_inputs, dtype, chunk, rows) for rows in _TRIED_ROWS
+            _agree(packed, num_outputs, num_inputs, dtype, chunk, rows) for rows in tried
         ):
             return chunk
     return None

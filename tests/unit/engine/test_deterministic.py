@@ -87,14 +87,16 @@ def test_requests_in_any_order_have_the_same_bits(
     assert len(seen_logits) > 5 * count
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_bundled_model_alone_and_in_a_batch(
+    dtype: str,
     open_engine: Callable[..., Engine],
     serve: Callable[..., list[list[int]]],
     request_of: Any,
     make_prompt: Callable[..., list[int]],
     seen_logits: Logits,
 ) -> None:
-    engine = open_engine(BUNDLED, deterministic=True, kv_blocks=600)
+    engine = open_engine(BUNDLED, dtype=dtype, deterministic=True, kv_blocks=600)
     together = serve(engine, requests_of(request_of, make_prompt, 12, 16), chunk=50, seed=1)
     alone = [serve(engine, [one], chunk=300, seed=2)[0] for one in requests_of(request_of, make_prompt, 12, 16)]
     assert together == alone

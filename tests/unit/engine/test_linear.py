@@ -22,6 +22,7 @@ from pdserve.engine.linear import (
     round_weights,
     weight_levels,
 )
+from pdserve.engine.rounding import BFLOAT16_TRIAL
 from tests import isa
 
 SHAPES = [(64, 64), (768, 1280), (70, 129), (2048, 96), (33, 1)]
@@ -48,7 +49,7 @@ WEIGHTS: dict[Rounding, torch.dtype] = {"none": torch.float32, "bfloat16": torch
 
 @pytest.mark.parametrize("rounding", WEIGHTS)
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(768, 1280), (2048, 128), (320, 64), (96, 192)])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(768, 1280), (2048, 128), (704, 256), (320, 64), (96, 192)])
 def test_few_rows_get_the_bits_of_onednn(
     num_inputs: int, num_outputs: int, num_threads: int, rounding: Rounding
 ) -> None:
@@ -63,8 +64,10 @@ def test_few_rows_get_the_bits_of_onednn(
         # oneDNN pads int8 inputs to 64. With AMX it may pack or add in another way; the kernel is then not used.
         is_other = torch.cpu._is_amx_tile_supported() or (rounding == "int8" and num_inputs % 64)
         assert linear._panels is not None or is_other  # type: ignore[attr-defined]
-        x = torch.randn(40, num_inputs)
+        num_rows = BFLOAT16_TRIAL // num_outputs if rounding == "bfloat16" else 40
+        x = torch.randn(num_rows, num_inputs)
         whole = linear(x)  # more rows than the kernel takes
+        assert torch.equal(torch.cat([linear(part) for part in x.split(32)]), whole)
         for rows in (1, 2, 5, 6, 7, 13, 16, 19, 32):
             assert torch.equal(linear(x[:rows]), whole[:rows])
             assert torch.equal(linear(x[3 : 3 + rows]), whole[3 : 3 + rows])
