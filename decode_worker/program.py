@@ -28,13 +28,12 @@ from pdserve.core.attempt import AttemptKey, FailureKind
 from pdserve.core.errors import PdserveError
 from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.latency import CostModel
-from pdserve.core.phases import Phase
 from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
 from pdserve.engine.rejected_joins import rejected_joins
-from pdserve.telemetry import metric_names, names
+from pdserve.telemetry import metric_names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
 from pdserve.wire.protocol import FINGERPRINT
@@ -289,18 +288,6 @@ class DecodeProgram(RoleProgram):
                 metrics.add(metric_names.PREEMPTED, row.preemptions)
             if row.prefill_s > 0.0:
                 metrics.add(metric_names.REUSED_TOKENS, row.cached_tokens)
-            if self.context.tracing.is_on:
-                self._trace(row)
-
-    def _trace(self, row: pr.TokenRow) -> None:
-        """Records a span for each duration that the row reports. The last span ends now."""
-        key, since_s = row.key, row.preempted_s if row.finish is None else 0.0
-        cached = {names.CACHED_TOKENS: row.cached_tokens}
-        self.traces.record(Phase.PREFILL_QUEUE, key, row.queue_s, ended_ago_s=row.prefill_s)
-        self.traces.record(Phase.PREFILL, key, row.prefill_s, cached)
-        self.traces.record(Phase.DECODE_QUEUE, key, row.decode_queue_s, ended_ago_s=row.decode_s)
-        self.traces.record(Phase.DECODE, key, row.decode_s, ended_ago_s=since_s)
-        self.traces.record(Phase.PREEMPTED, key, row.preempted_s)
 
     def _attempt_released(self, effect: pr.Released) -> None:
         self._receives.pop(effect.key, None)

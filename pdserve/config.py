@@ -169,7 +169,6 @@ class WorkerConfig(TlsSettings):
     )
     drain_s: float = setting("time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S))
     metrics_port: int = setting("port for Prometheus metrics; 0 serves none", 0, within=PORTS)
-    otlp: str = setting("OTLP gRPC endpoint for traces (HOST:PORT); no traces when empty", "")
     is_prefix_cache_on: bool = setting("keep KV blocks of finished requests as a prefix cache", True)
     profile: str = setting(
         "profile with the expected step times: a bundled profile's name or a file; measured at start when empty", ""
@@ -254,6 +253,12 @@ class RouterConfig(CallerTlsSettings):
     metrics_port: int = setting("port for Prometheus metrics; 0 serves none", 0, within=PORTS)
     metrics_host: str = setting("address that the metrics port listens on; that of `host` when empty", "")
     otlp: str = setting("OTLP gRPC endpoint for traces (HOST:PORT); no traces when empty", "")
+    trace_share: float = setting(
+        "share of traces to keep of requests that met their targets; those of slow, rejected and failed requests, and "
+        "those that the caller has sampled, are always kept",
+        1.0,
+        within=(0.0, 1.0),
+    )
     record: str = setting("file for a recording of all events and commands, without prompts; none when empty", "")
     record_mib: int = setting(
         "maximum size of the recording; the router then stops recording and continues to serve", 1024, within=(1, 2**20)

@@ -27,14 +27,13 @@ from pdserve.core.hashing import chain_key
 from pdserve.core.kv_shape import is_same_bytes
 from pdserve.core.latency import CostModel
 from pdserve.core.overlap import hidden_share
-from pdserve.core.phases import Phase
 from pdserve.core.prompt_order import PromptOrder
 from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, OnLayer
 from pdserve.engine.load import load_engine
 from pdserve.engine.rejected_joins import rejected_joins
-from pdserve.telemetry import metric_names, names
+from pdserve.telemetry import metric_names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.protocol import FINGERPRINT
 from pdserve.worker.context import ProgramContext
@@ -219,11 +218,8 @@ class PrefillProgram(RoleProgram):
         self.outbox.report(pr.TransferEnded(key=key, is_committed=True, exposed_s=sent.exposed_s))
 
     def _first_sampled(self, effect: pr.FirstToken) -> None:
-        key = effect.key
         self.outbox.report(effect)
         self.context.metrics.add(metric_names.REUSED_TOKENS, effect.cached_tokens)
-        self.traces.record(Phase.PREFILL_QUEUE, key, effect.queue_s, ended_ago_s=effect.prefill_s)
-        self.traces.record(Phase.PREFILL, key, effect.prefill_s, {names.CACHED_TOKENS: effect.cached_tokens})
 
     def _attempt_released(self, effect: pr.Released) -> None:
         self._grants.pop(effect.key, None)

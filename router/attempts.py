@@ -103,7 +103,7 @@ def on_first_token(cluster: ClusterState, event: FirstToken) -> Sequence[Step]:
     if event.worker_id != placement.prefill_worker:
         _wrong_sender(cluster, request, Move.FIRST_TOKEN)
         return ()
-    _account_prefill(request, event)
+    _account_prefill(request, event, placement.prefill_worker)
     if not cluster.move(request, Move.FIRST_TOKEN):
         return ()
     view = cluster.fleet.workers[placement.prefill_worker]
@@ -228,10 +228,10 @@ def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> Sequence[St
         view.computed(booking, cluster.now_s)
         view.joined(booking, request.first_token_s or cluster.now_s)
         cluster.is_placing_due = True
-        _account_prefill(request, row)
+        _account_prefill(request, row, worker_id)
         request.timeline.close(Phase.MESSAGES, cluster.now_s, request.attempt)
         _prefilled(request, worker_id, view.hello.block_size, row)
-    _account_decode(request, row)
+    _account_decode(request, row, worker_id)
     steps: list[Step] = []
     if tokens:
         view.grew(booking, len(tokens))
@@ -278,16 +278,16 @@ def _wrong_sender(cluster: ClusterState, request: Request, move: Move) -> None:
     request.remember(f"{move.value} from the wrong side")
 
 
-def _account_prefill(request: Request, durations: FirstToken | TokenRow) -> None:
-    request.timeline.report(Phase.PREFILL_QUEUE, durations.queue_s)
-    request.timeline.report(Phase.PREFILL, durations.prefill_s)
+def _account_prefill(request: Request, durations: FirstToken | TokenRow, worker_id: str) -> None:
+    request.timeline.report(Phase.PREFILL_QUEUE, durations.queue_s, worker_id)
+    request.timeline.report(Phase.PREFILL, durations.prefill_s, worker_id)
     request.timeline.is_accounted = True
 
 
-def _account_decode(request: Request, row: TokenRow) -> None:
-    request.timeline.report(Phase.DECODE_QUEUE, row.decode_queue_s)
-    request.timeline.report(Phase.DECODE, row.decode_s)
-    request.timeline.report(Phase.PREEMPTED, row.preempted_s)
+def _account_decode(request: Request, row: TokenRow, worker_id: str) -> None:
+    request.timeline.report(Phase.DECODE_QUEUE, row.decode_queue_s, worker_id)
+    request.timeline.report(Phase.DECODE, row.decode_s, worker_id)
+    request.timeline.report(Phase.PREEMPTED, row.preempted_s, worker_id)
     request.preemptions += row.preemptions
 
 

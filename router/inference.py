@@ -6,10 +6,10 @@ No header is sent before the first token or the error, so that a rejected call s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Final, final
 
 import grpc.aio
@@ -18,8 +18,7 @@ from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.errors import Cancelled, InternalError, InvalidRequest, NoWorkers, PdserveError, QuotaExceeded
 from pdserve.core.held_bytes import HeldBytes
 from pdserve.prefix.lookup import PrefixLookup
-from pdserve.telemetry import names
-from pdserve.telemetry.interceptors import current_span
+from pdserve.telemetry import names, propagate
 from pdserve.telemetry.tracing import OpenSpan
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
@@ -68,23 +67,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._write_s = write_s
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        span = current_span()
-        try:
-            with self._claim(least_tokens(request)) as claim, self._held.hold(request.ByteSize()):
-                await self._generate(request, context, span, claim)
-        except PdserveError as error:
-            self._measure.error(error.reason)
-            span.fail(error.reason)
-            status.end(context, error)
-        except (asyncio.CancelledError, grpc.aio.InternalError):
-            # The client has disconnected: gRPC cancels the handler or fails its write. Nobody reads the status.
-            self._measure.disconnected()
-            raise asyncio.CancelledError from None
-        except Exception as error:  # on any error, the caller receives a status, and the log has the traceback
-            log.exception("a request crashed")
-            span.fail(type(error).__name__)
-            self._measure.error(InternalError.reason)
-            status.end(context, InternalError("the router failed; see its log"))
+        model = self._model()
+        traceparent = propagate.extract(context.invocation_metadata())
+        with self._measure.call_span(request, "" if model is None else model.name, traceparent) as span:
+            try:
+                with self._claim(least_tokens(request)) as claim, self._held.hold(request.ByteSize()):
+                    await self._generate(request, context, span, claim)
+                self._measure.answered(span)
+            except PdserveError as error:
+                self._measure.failed_call(span, error)
+                status.end(context, error)
+            except (asyncio.CancelledError, grpc.aio.InternalError):
+                # The client has disconnected: gRPC cancels the handler or fails its write. Nobody reads the status.
+                self._measure.disconnected(span)
+                raise asyncio.CancelledError from None
+            except Exception:  # on any error, the caller receives a status, and the log has the traceback
+                log.exception("a request crashed", extra={"trace_id": span.trace_id})
+                failure = InternalError("the router failed; see its log")
+                self._measure.failed_call(span, failure)
+                status.end(context, failure)
 
     async def GetModel(self, request: inference_pb2.GetModelRequest, context: Any) -> inference_pb2.GetModelResponse:
         model = self._model()
@@ -137,7 +138,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     # ------------------------------------------------------------------------------------------------------------
 
-    @contextmanager
+    @contextlib.contextmanager
     def _claim(self, least_tokens: int = 0) -> Iterator[CallClaim]:
         """Claims the tenant's quotas for this call, before any work for it. Raises QuotaExceeded."""
         tenant = current_tenant()
@@ -154,17 +155,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _generate(
         self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan, claim: CallClaim
     ) -> None:
-        arrived_s, tenant = time.monotonic(), current_tenant()
-        model = self._model()
+        model, tenant = self._model(), current_tenant()
         if model is None:
             raise NoWorkers("decode")
-        try:
-            prepared = await self._admission.prepare(
-                request, model, context.time_remaining(), client_of(context.peer(), tenant.name), tenant
-            )
-        finally:
-            prepared_s = time.monotonic()
-            self._measure.prepared(span, prepared_s - arrived_s)
+        prepared = await self._admission.prepare(
+            request, model, context.time_remaining(), client_of(context.peer(), tenant.name), tenant
+        )
+        prepared_s = time.monotonic()
         max_tokens = [one.max_tokens for one in prepared.samplings]
         claim.admit(len(prepared.prompt_ids), max_tokens, prepared_s)
         # A prompt with prompt_logprobs is computed completely, so prefix caches are not used.
@@ -173,15 +170,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         lookup_s = time.monotonic() - prepared_s
         if len(prepared.samplings) == 1:
             answer = self._answer(prepared, 0, model)
-            spent_s = prepared_s - arrived_s + lookup_s
-            request_id = self._begin(prepared, 0, cached, answer, span, claim, spent_s=spent_s, lookup_s=lookup_s)
+            request_id = self._begin(prepared, 0, cached, answer, span, claim, lookup_s)
             try:
                 await self._stream(answer, context)
             finally:
                 self._runtime.leave(request_id, answer)
                 self._delivered(span, [answer])
         else:
-            await self._generate_many(prepared, model, cached, context, span, claim, arrived_s, lookup_s)
+            await self._generate_many(prepared, model, cached, context, span, claim, lookup_s)
 
     async def _generate_many(
         self,
@@ -191,7 +187,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: Any,
         span: OpenSpan,
         claim: CallClaim,
-        arrived_s: float,
         lookup_s: float,
     ) -> None:
         """Sends nothing before every answer was admitted. The first error ends all of them."""
@@ -201,10 +196,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         begun: list[str] = []
         try:
             for index, answer in enumerate(answers):
-                spent_s = time.monotonic() - arrived_s
-                request_id = self._begin(
-                    prepared, index, cached, answer, span, claim, spent_s=spent_s, lookup_s=lookup_s
-                )
+                request_id = self._begin(prepared, index, cached, answer, span, claim, lookup_s)
                 begun.append(request_id)
                 if index == 0 and prepared.block_hashes:
                     await is_shared(answer)
@@ -221,7 +213,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _delivered(self, span: OpenSpan, answers: Sequence[Answer]) -> None:
         ended = [answer.ended_s for answer in answers if answer.ended_s is not None]
         if ended:
-            self._measure.delivered(span, time.monotonic() - max(ended))
+            self._measure.delivered(span, max(ended))
 
     def _answer(
         self, prepared: Prepared, index: int, model: ModelFacts, changed: asyncio.Event | None = None
@@ -256,38 +248,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         answer: Answer,
         span: OpenSpan,
         claim: CallClaim,
-        *,
-        spent_s: float,
         lookup_s: float,
     ) -> str:
-        """Passes answer number `index` to the state, and returns the id of its request."""
+        """Passes answer number `index` to the state, and returns the id of its request. `lookup_s`: that the prefix
+        lookup just before has taken."""
         # A tenant can neither learn nor occupy the ids of another tenant.
         name = f"{prepared.tenant}/{prepared.request_id}" if prepared.tenant else prepared.request_id
         name = name if index == 0 else f"{name}#{index}"
         request_id, sampling = self._unused(name), prepared.samplings[index]
-        facts = RequestFacts(
-            span=span.without_attributes() if index else span,
-            slo=prepared.slo,
-            operation=names.CHAT if prepared.is_chat else names.TEXT_COMPLETION,
-            model=answer.model,
-            tenant=prepared.tenant,
-            is_sibling=index > 0,
-        )
-        self._measure.arrived(facts, request_id, len(prepared.prompt_ids), sampling.max_tokens)
-        arrival = RequestArrived(
-            request_id=request_id,
-            num_prompt_tokens=len(prepared.prompt_ids),
-            sampling=sampling,
-            slo=prepared.slo,
-            # The time in which this answer waited for the first answer's KV does not count against its TTFT target.
-            spent_s=0.0 if index else spent_s,
-            lookup_s=0.0 if index else lookup_s,
-            deadline_s=max(prepared.deadline_s - spent_s, 0.0),
-            tenant=prepared.tenant,
-            block_hashes=prepared.block_hashes,
-            cached_blocks=cached,
-            **prepared.attributes(),
-        )
         # The runtime adds the number, output and deadline of each attempt.
         attempt = Attempt(
             key=AttemptKey("", request_id, 0),
@@ -300,7 +268,33 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         sequence = SEQUENCE.encode(attempt)
         sequence.traceparent, sequence.cache_salt = span.traceparent, prepared.cache_salt
-        self._runtime.begin(arrival, answer, sequence, facts, claim.take())
+        now_s = time.monotonic()
+        spent_s = now_s - span.started_s
+        # The time in which a further answer waited for the first answer's KV does not count against its TTFT target.
+        arrival = RequestArrived(
+            request_id=request_id,
+            num_prompt_tokens=len(prepared.prompt_ids),
+            sampling=sampling,
+            slo=prepared.slo,
+            spent_s=0.0 if index else spent_s,
+            lookup_s=0.0 if index else lookup_s,
+            deadline_s=max(prepared.deadline_s - spent_s, 0.0),
+            tenant=prepared.tenant,
+            block_hashes=prepared.block_hashes,
+            cached_blocks=cached,
+            **prepared.attributes(),
+        )
+        facts = RequestFacts(
+            span=span,
+            arrived_s=now_s if index else span.started_s,
+            slo=prepared.slo,
+            operation=names.CHAT if prepared.is_chat else names.TEXT_COMPLETION,
+            model=answer.model,
+            tenant=prepared.tenant,
+            is_sibling=index > 0,
+        )
+        self._measure.arrived(facts, arrival)
+        self._runtime.begin(arrival, answer, sequence, facts, claim.take(), now_s)
         return request_id
 
     def _unused(self, name: str) -> str:
@@ -315,7 +309,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _cached_blocks(self, hashes: Sequence[bytes], span: OpenSpan) -> Mapping[str, int]:
         if not hashes:
             return {}
-        started_s = time.monotonic()
+        began_s = time.monotonic()
         cached: Mapping[str, int] | None = None
         try:
             async with asyncio.timeout(self._prefix_lookup_s):
@@ -324,7 +318,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             pass  # without an answer, the request is placed as if no prefix were cached
         is_told = cached is not None and (bool(cached) or self._lookup.is_available)
         most = max(cached.values(), default=0) if cached is not None and is_told else None
-        self._measure.looked_up(span, time.monotonic() - started_s, most)
+        self._measure.looked_up(span, time.monotonic() - began_s, most)
         return cached or {}
 
     async def _stream(self, answer: Answer | Group, context: Any) -> None:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from pdserve.core.errors import Cancelled, PdserveError
 from pdserve.core.phases import Phase, Slice
 from pdserve.core.results import Timings
-from pdserve.core.types import Slo
+from pdserve.core.types import Role, Slo
 from pdserve.telemetry import metric_names, names
 from pdserve.telemetry.metrics import Metrics
-from pdserve.telemetry.tracing import OpenSpan, Tracing
+from pdserve.telemetry.request_attributes import operation_of, request_attributes
+from pdserve.telemetry.tail_sampling import is_notable
+from pdserve.telemetry.tracing import OpenSpan, Service, Tracing
 from pdserve.v1 import worker_pb2
+from pdserve.wire import status
 from router.commands import EndCancelled, FailRequest, FinishRequest, Outcome
+from router.events import RequestArrived
 from router.tenant_labels import TenantLabels
 
 LinkOf = Callable[[str, str], worker_pb2.KvLink | None]  # prefill worker, decode worker
+RoleOf = Callable[[str], Role | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +33,7 @@ class RequestFacts:
     """Facts of a request besides its end."""
 
     span: OpenSpan
+    arrived_s: float  # by the monotonic clock
     slo: Slo
     operation: str  # names.CHAT or names.TEXT_COMPLETION
     model: str
@@ -41,37 +48,70 @@ class Measure:
         metrics: Metrics,
         tracing: Tracing,
         link_of: LinkOf = lambda prefill, decode: None,
+        role_of: RoleOf = lambda worker_id: None,
         tenant_labels: int = 0,
     ) -> None:
         """`link_of` returns the KV connection of two workers. At most `tenant_labels` tenants have their own labels."""
-        self.metrics, self.tracing, self._link_of = metrics, tracing, link_of
+        self.metrics, self.tracing, self._link_of, self._role_of = metrics, tracing, link_of, role_of
         self._labels = TenantLabels(tenant_labels)
+        self._server: Mapping[str, str | int] = {}
         self._running_labels: set[str] = set()
 
-    def arrived(self, facts: RequestFacts, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        facts.span.set(names.REQUEST_ID, request_id)
-        facts.span.set(names.OPERATION, facts.operation)
-        facts.span.set(names.PROVIDER, names.PROVIDER_NAME)
-        facts.span.set(names.REQUEST_MODEL, facts.model)
-        facts.span.set(names.RESPONSE_MODEL, facts.model)
-        facts.span.set(names.INPUT_TOKENS, num_prompt_tokens)
-        facts.span.set(names.REQUEST_MAX_TOKENS, max_tokens)
-        if facts.tenant:
-            facts.span.set(names.TENANT, facts.tenant)
-        facts.span.set(names.SLO_TTFT_S, facts.slo.ttft_s)
-        facts.span.set(names.SLO_TPOT_S, facts.slo.tpot_s)
+    def listens_at(self, host: str, port: int) -> None:
+        self._server = {names.SERVER_ADDRESS: host, names.SERVER_PORT: port}
 
-    def prepared(self, span: OpenSpan, seconds: float) -> None:
-        self.tracing.record(names.PHASE_SPANS[Phase.PREPARE], span.traceparent, seconds)
+    @contextmanager
+    def call_span(self, request: Any, model: str, traceparent: str) -> Iterator[OpenSpan]:
+        """The span of a Generate call; `model` is empty while there is none."""
+        name = names.call_name(operation_of(request), model)
+        with self.tracing.span(names.SPAN_REQUEST, name, traceparent) as span:
+            if span.is_recording:
+                span.set({**request_attributes(request), **self._server})
+            yield span
 
-    def delivered(self, span: OpenSpan, seconds: float) -> None:
-        """Records the time from the end of the answer until its last message was written."""
-        self.tracing.record(names.SPAN_DELIVER, span.traceparent, seconds)
+    def arrived(self, facts: RequestFacts, arrival: RequestArrived) -> None:
+        """The request has been validated and is about to enter the state."""
+        if facts.is_sibling:
+            return
+        facts.span.set(
+            {
+                names.REQUEST_ID: arrival.request_id,
+                names.RESPONSE_ID: arrival.request_id,
+                names.REQUEST_MODEL: facts.model,
+                names.RESPONSE_MODEL: facts.model,
+                names.INPUT_TOKENS: arrival.num_prompt_tokens,
+                names.REQUEST_MAX_TOKENS: arrival.sampling.max_tokens,
+                names.SLO_TTFT_S: facts.slo.ttft_s,
+                names.SLO_TPOT_S: facts.slo.tpot_s,
+                **{names.REQUEST_ATTRIBUTES[name]: value for name, value in arrival.attributes().items() if value},
+                **({names.TENANT: facts.tenant} if facts.tenant else {}),
+            }
+        )
+
+    def answered(self, span: OpenSpan) -> None:
+        """The call has ended, and its client has everything."""
+        span.set({names.RPC_STATUS: "OK"})
+
+    def failed_call(self, span: OpenSpan, error: PdserveError) -> None:
+        self.error(error.reason)
+        span.set({names.RPC_STATUS: status.code_of(error).name})
+        span.fail(error.reason)
+        if not span.parts:  # it was not admitted to the state, which divides the time of requests
+            span.add(names.PHASE_SPANS[Phase.PREPARE], span.started_s, time.monotonic())
+
+    def disconnected(self, span: OpenSpan) -> None:
+        self.metrics.add(metric_names.CLIENT_DISCONNECTS)
+        span.set({names.RPC_STATUS: "CANCELLED"})
+
+    def delivered(self, span: OpenSpan, answered_s: float) -> None:
+        """The last message was written. `answered_s`: when the answer ended in the state."""
+        span.ended_s = time.monotonic()
+        span.add(names.SPAN_DELIVER, answered_s, span.ended_s)
 
     def looked_up(self, span: OpenSpan, seconds: float, most_blocks: int | None) -> None:
         """`most_blocks` is the length of the longest cached prefix; None if the index did not answer."""
-        blocks = {} if most_blocks is None else {names.PREFIX_BLOCKS: most_blocks}
-        self.tracing.record(names.PHASE_SPANS[Phase.PREFIX_LOOKUP], span.traceparent, seconds, blocks)
+        if most_blocks is not None:
+            span.set({names.PREFIX_BLOCKS: most_blocks})
         outcome = "unavailable" if most_blocks is None else "hit" if most_blocks else "miss"
         self.metrics.add(metric_names.PREFIX_LOOKUPS, outcome=outcome)
         self.metrics.observe(metric_names.PREFIX_LOOKUP_TIME, seconds)
@@ -86,23 +126,30 @@ class Measure:
         self.metrics.add(metric_names.TENANT_TOKENS, num_tokens, tenant=self._labels.of(facts.tenant), kind="output")
 
     def finished(self, facts: RequestFacts, end: FinishRequest) -> None:
-        timings, metrics = end.timings, self.metrics
+        timings, metrics, span = end.timings, self.metrics, facts.span
         self._ended(facts, end.outcome, timings, end.slices)
-        facts.span.set(names.RESPONSE_FINISH_REASONS, end.reason.value)
-        facts.span.set(names.OUTPUT_TOKENS, end.usage.completion_tokens)
-        facts.span.set(names.CACHED_TOKENS, end.usage.cached_prompt_tokens)
+        if span.is_recording:
+            reasons, tokens = span.attributes.get(names.RESPONSE_FINISH_REASONS, []), end.usage.completion_tokens
+            span.set(
+                {
+                    names.RESPONSE_FINISH_REASONS: [*reasons, end.reason.value],
+                    names.OUTPUT_TOKENS: span.attributes.get(names.OUTPUT_TOKENS, 0) + tokens,
+                }
+            )
+            if not facts.is_sibling:
+                span.set({names.CACHED_TOKENS: end.usage.cached_prompt_tokens})
         if not metrics.is_on:
             return
-        path = timings.path.value if timings.path is not None else ""
-        metrics.observe(metric_names.TTFT, timings.ttft_s, path=path)
+        path, trace_id = timings.path.value if timings.path is not None else "", span.exemplar
+        metrics.observe(metric_names.TTFT, timings.ttft_s, trace_id=trace_id, path=path)
         tenant = self._labels.of(facts.tenant)
-        metrics.observe(metric_names.TENANT_TTFT, timings.ttft_s, tenant=tenant)
+        metrics.observe(metric_names.TENANT_TTFT, timings.ttft_s, trace_id=trace_id, tenant=tenant)
         labels = _labels(facts)
-        metrics.observe(metric_names.GEN_AI_TTFT, timings.ttft_s, **labels)
-        metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, error_type="", **labels)
+        metrics.observe(metric_names.GEN_AI_TTFT, timings.ttft_s, trace_id=trace_id, **labels)
+        metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, trace_id=trace_id, error_type="", **labels)
         if end.usage.completion_tokens > 1:
-            metrics.observe(metric_names.TPOT, timings.tpot_s, path=path)
-            metrics.observe(metric_names.GEN_AI_TPOT, timings.tpot_s, **labels)
+            metrics.observe(metric_names.TPOT, timings.tpot_s, trace_id=trace_id, path=path)
+            metrics.observe(metric_names.GEN_AI_TPOT, timings.tpot_s, trace_id=trace_id, **labels)
         metrics.add(metric_names.SLO_KEPT, kept=_kept(timings, facts.slo))
         if facts.is_sibling:
             return
@@ -111,13 +158,15 @@ class Measure:
         metrics.add(metric_names.CACHED_PROMPT_TOKENS, end.usage.cached_prompt_tokens)
 
     def failed(self, facts: RequestFacts, end: FailRequest) -> None:
+        facts.span.fail(end.to_error().reason)
         self._ended(facts, end.outcome, end.timings, end.slices)
         self._failed_after(facts, end.timings, end.to_error().reason)
 
     def cancelled(self, facts: RequestFacts, end: EndCancelled) -> None:
         self._ended(facts, Outcome.CANCELLED, end.timings, end.slices)
         self._failed_after(facts, end.timings, Cancelled.reason)
-        facts.span.set(names.OUTPUT_TOKENS, end.num_output_tokens)
+        if not facts.is_sibling:
+            facts.span.set({names.OUTPUT_TOKENS: end.num_output_tokens})
 
     def error(self, reason: str) -> None:
         self.metrics.add(metric_names.REQUEST_ERRORS, reason=reason)
@@ -128,9 +177,6 @@ class Measure:
 
     def over_quota(self, tenant: str, quota: str) -> None:
         self.metrics.add(metric_names.TENANT_QUOTA_REJECTIONS, tenant=self._labels.of(tenant), quota=quota)
-
-    def disconnected(self) -> None:
-        self.metrics.add(metric_names.CLIENT_DISCONNECTS)
 
     def population(self, queued: int, running: int) -> None:
         self.metrics.set(metric_names.QUEUED, queued)
@@ -150,46 +196,61 @@ class Measure:
         self.metrics.add(metric_names.TENANT_REQUESTS, tenant=self._labels.of(facts.tenant), outcome=outcome.value)
         if timings is None:
             return
-        self._trace(facts, timings, slices)
+        if facts.span.is_recording:
+            self._trace(facts, timings, slices)
         if timings.attempts:
-            self.metrics.observe(metric_names.QUEUE_TIME, timings.phases.queue_s)
-        span = facts.span
-        span.set(names.TTFT_S, timings.ttft_s)
-        span.set(names.TPOT_S, timings.tpot_s)
-        span.set(names.QUEUE_S, timings.phases.queue_s)
-        span.set(names.ATTEMPT, timings.attempts)
-        span.set(names.TRANSFER_BYTES, timings.transfer_bytes)
-        span.set(names.PREFILL_WORKER, timings.prefill_worker)
-        span.set(names.DECODE_WORKER, timings.decode_worker)
-        if timings.path is not None:
-            span.set(names.PATH, timings.path.value)
-        for name, value in self._transport(timings).items():
-            span.set(name, value)
+            trace_id = facts.span.exemplar
+            self.metrics.observe(metric_names.QUEUE_TIME, timings.phases.queue_s, trace_id=trace_id)
+
+    def _failed_after(self, facts: RequestFacts, timings: Timings | None, reason: str) -> None:
+        if timings is not None and self.metrics.is_on:
+            trace_id = facts.span.exemplar
+            self.metrics.observe(
+                metric_names.GEN_AI_DURATION, timings.total_s, trace_id=trace_id, error_type=reason, **_labels(facts)
+            )
+
+    def _trace(self, facts: RequestFacts, timings: Timings, slices: Sequence[Slice]) -> None:
+        """The request's own attributes, and a span for each slice of its time."""
+        span, transport = facts.span, self._transport(timings)
+        if is_notable(timings, facts.slo):
+            span.keep()
+        if not facts.is_sibling:
+            span.set(
+                {
+                    names.TTFT_S: timings.ttft_s,
+                    names.TPOT_S: timings.tpot_s,
+                    names.QUEUE_S: timings.phases.queue_s,
+                    names.ATTEMPT: timings.attempts,
+                    names.TRANSFER_BYTES: timings.transfer_bytes,
+                    names.PREFILL_WORKER: timings.prefill_worker,
+                    names.DECODE_WORKER: timings.decode_worker,
+                    **({} if timings.path is None else {names.PATH: timings.path.value}),
+                    **transport,
+                }
+            )
+        for one in slices:
+            attributes: dict[str, int | float | str] = {names.ATTEMPT: one.attempt} if one.attempt else {}
+            if one.phase is Phase.TRANSFER_WAIT:
+                attributes |= {names.TRANSFER_S: timings.transfer_s, names.TRANSFER_BUSY_S: timings.transfer_busy_s}
+                attributes |= transport
+            if one.worker_id:
+                attributes[names.WORKER_ID] = one.worker_id
+            begin_s = facts.arrived_s + one.begin_s
+            span.add(
+                names.PHASE_SPANS[one.phase], begin_s, begin_s + one.seconds, attributes, self._service(one.worker_id)
+            )
 
     def _transport(self, timings: Timings) -> dict[str, str]:
         """The transport of the KV; empty if there was no transfer, or the prefill worker has not reported it yet."""
         link = self._link_of(timings.prefill_worker, timings.decode_worker) if timings.transfer_bytes else None
         return {} if link is None else {names.TRANSFER_KIND: link.transport, names.TRANSFER_REASON: link.reason}
 
-    def _failed_after(self, facts: RequestFacts, timings: Timings | None, reason: str) -> None:
-        if timings is not None and self.metrics.is_on:
-            self.metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, error_type=reason, **_labels(facts))
-
-    def _trace(self, facts: RequestFacts, timings: Timings, slices: Sequence[Slice]) -> None:
-        """Records a span for each slice that neither a worker nor an earlier part of the router has recorded."""
-        if not self.tracing.is_on:
-            return
-        now_ns = time.time_ns()
-        for one in slices:
-            if one.is_reported:
-                continue
-            attributes: dict[str, int | float | str] = {names.ATTEMPT: one.attempt} if one.attempt else {}
-            if one.phase is Phase.TRANSFER_WAIT:
-                attributes |= {names.TRANSFER_S: timings.transfer_s, names.TRANSFER_BUSY_S: timings.transfer_busy_s}
-                attributes |= self._transport(timings)
-            end_ns = now_ns - int((timings.total_s - one.begin_s - one.seconds) * 1e9)
-            name = names.PHASE_SPANS[one.phase]
-            self.tracing.record(name, facts.span.traceparent, one.seconds, attributes, end_ns)
+    def _service(self, worker_id: str) -> Service | None:
+        """The worker, as backends show it; None for the router."""
+        if not worker_id:
+            return None
+        role = self._role_of(worker_id)
+        return Service("pdserve-worker" if role is None else f"pdserve-{role.value}", worker_id)
 
 
 def _labels(facts: RequestFacts) -> dict[str, str]:

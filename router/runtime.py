@@ -18,7 +18,7 @@ from pdserve.core.durations import clamped_s
 from pdserve.core.protocol import Admit, Cancel, DrainWorker, Prefill, Reserve, UndrainWorker
 from pdserve.core.results import Timings
 from pdserve.core.types import Path
-from pdserve.telemetry import metric_names, propagate
+from pdserve.telemetry import metric_names
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import encode_request
 from router.answer import Answer
@@ -64,8 +64,9 @@ class Runtime:
         self._clock = clock
         self._calls: dict[str, OpenCall] = {}
         self._releases = PendingReleases(state.knows)
-        self._events: deque[Event] = deque()
+        self._events: deque[tuple[Event, float | None]] = deque()
         self._is_handling = False
+        self._now_s = 0.0  # of the event that is handled
         self._timer: asyncio.TimerHandle | None = None
         self._no_calls = asyncio.Event()
         self._no_calls.set()
@@ -85,14 +86,15 @@ class Runtime:
         sequence: worker_pb2.Sequence,
         facts: RequestFacts,
         claim: AnswerClaim,
+        now_s: float | None = None,
     ) -> None:
         """Starts a request. The answer receives its output until the last message, or until `leave`. The runtime ends
-        and releases the claim."""
+        and releases the claim. `now_s`: the time up to which `arrival.spent_s` counts."""
         assert not self.knows(arrival.request_id), arrival.request_id
         call = OpenCall(answer=answer, sequence=sequence, facts=facts, claim=claim)
         self._calls[arrival.request_id] = call
         self._no_calls.clear()
-        self.submit(arrival)
+        self.submit(arrival, now_s)
 
     def leave(self, request_id: str, answer: Answer) -> None:
         """The client of `answer` has disconnected. Idempotent. Does nothing after the last message, because the id may
@@ -108,14 +110,15 @@ class Runtime:
         if call is not None:
             call.answer.score(message.scores)
 
-    def submit(self, event: Event) -> None:
-        self._events.append(event)
+    def submit(self, event: Event, now_s: float | None = None) -> None:
+        """`now_s`: the present, if the caller has just read the clock."""
+        self._events.append((event, now_s))
         if self._is_handling:
             return
         self._is_handling = True
         try:
             while self._events:
-                self._handle(self._events.popleft())
+                self._handle(*self._events.popleft())
         except Exception as error:  # the state may be inconsistent, so this process must end
             log.critical("the router's state failed", exc_info=error)
             self._on_crash(error)
@@ -134,8 +137,8 @@ class Runtime:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
-        now_s = self._clock()
+    def _handle(self, event: Event, now_s: float | None) -> None:
+        now_s = self._now_s = self._clock() if now_s is None else now_s
         commands = self.state.handle(event, now_s)
         metrics = self._measure.metrics
         if metrics.is_on:
@@ -191,13 +194,13 @@ class Runtime:
         call.claim.emitted(len(command.tokens))
         matched = call.answer.take(command.tokens)
         if matched is not None:
-            self._events.append(StopMatched(request_id=command.request_id, num_output_tokens=matched))
+            self._events.append((StopMatched(request_id=command.request_id, num_output_tokens=matched), None))
 
     def _end(self, request_id: str) -> OpenCall | None:
         call = self._calls.pop(request_id, None)
         if call is not None:
-            call.answer.ended_s = self._clock()
-            self._releases.ended(request_id, call.claim, self._clock())
+            call.answer.ended_s = self._now_s
+            self._releases.ended(request_id, call.claim, self._now_s)
         if not self._calls:
             self._no_calls.set()
         return call
@@ -225,9 +228,8 @@ def _is_unplaced(timings: Timings | None) -> bool:
 
 def _log_end(command: FinishRequest | FailRequest | EndCancelled, call: OpenCall) -> None:
     extra: dict[str, object] = {"request_id": command.request_id}
-    context = propagate.parse(call.facts.span.traceparent)
-    if context is not None:
-        extra["trace_id"] = f"{context.trace_id:032x}"
+    if call.facts.span.trace_id:
+        extra["trace_id"] = call.facts.span.trace_id
     extra["outcome"] = "cancelled" if isinstance(command, EndCancelled) else command.outcome.value
     if command.timings is not None:
         extra |= {"ttft_s": command.timings.ttft_s, "total_s": command.timings.total_s}

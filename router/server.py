@@ -24,10 +24,9 @@ from pdserve.listening import bind_error
 from pdserve.model_source import TOY_MODELS, model_name
 from pdserve.prefix.index import PrefixIndex
 from pdserve.prefix.lookup import MemoryLookup, PrefixLookup
-from pdserve.telemetry import metric_names, names
-from pdserve.telemetry.interceptors import TracingServerInterceptor
+from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
-from pdserve.telemetry.tracing import make_tracing
+from pdserve.telemetry.tracing import Service, make_tracing
 from pdserve.text.chat import ChatTemplate, load_chat_template
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import certificates_of
@@ -103,11 +102,11 @@ class RouterServer:
         self._admission = Admission(
             load_tokenizer(config.model), _chat_template(config.model), limits, self._grammars, secret
         )
-        self._tracing = make_tracing("pdserve-router", config.otlp, {"service.instance.id": config.router_id})
+        self._tracing = make_tracing(Service("pdserve-router", config.router_id), config.otlp, share=config.trace_share)
         self._metrics = metrics or make_metrics(
             "router", config.metrics_port, config.metrics_host or config.host, self._tls
         )
-        self._measure = Measure(self._metrics, self._tracing, self._link_of, config.tenant_labels)
+        self._measure = Measure(self._metrics, self._tracing, self._link_of, state.role_of, config.tenant_labels)
         self._record = RecordFile(config.record, self._settings, config.record_mib * 2**20) if config.record else None
         self._index = None if config.redis else PrefixIndex()
         self._incarnation = secrets.token_hex(8)
@@ -158,7 +157,6 @@ class RouterServer:
             interceptors=(
                 RequestCheck(status.abort, self._measure.rejected),
                 AuthInterceptor(config.token, lambda: self._tenants.file, self._measure.rejected),
-                TracingServerInterceptor(self._tracing, {f"/{INFERENCE}/Generate": names.SPAN_REQUEST}),
             ),
             options=_server_options(config),
         )
@@ -168,6 +166,7 @@ class RouterServer:
         await self._health.set(CLUSTER, _SERVING)
         await self._server.start()
         self.address, self._port = join(config.host, port), port
+        self._measure.listens_at(config.host, port)
         if config.redis:
             await self._follow_redis()
         self._spawn(self._tenants.watch(), "tenants")

@@ -39,7 +39,7 @@ from pdserve.core.protocol import (
     TransferEnded,
     UndrainWorker,
 )
-from pdserve.core.types import FinishReason
+from pdserve.core.types import FinishReason, Role
 from router import attempts, placing, recovery
 from router.checking import check
 from router.cluster_state import ClusterState
@@ -107,6 +107,11 @@ class RouterState:
     def is_empty(self) -> bool:
         """Whether no request is known, not even one that waits for Released."""
         return not self._cluster.requests
+
+    def role_of(self, worker_id: str) -> Role | None:
+        """None if it has never attached, or was forgotten."""
+        view = self._cluster.fleet.workers.get(worker_id)
+        return None if view is None else view.role
 
     def knows(self, request_id: str) -> bool:
         """Whether the id is in use. True until all workers sent Released, because the id must not be reused before."""
@@ -225,8 +230,8 @@ def _on_arrived(cluster: ClusterState, event: RequestArrived) -> Iterable[Step]:
         cached_blocks=dict(event.cached_blocks),
     )
     looked_up_s = min(max(event.lookup_s, 0.0), event.spent_s)
-    request.timeline.close(Phase.PREPARE, cluster.now_s - looked_up_s, 0, is_rest_reported=True)
-    request.timeline.close(Phase.PREFIX_LOOKUP, cluster.now_s, 0, is_rest_reported=True)
+    request.timeline.close(Phase.PREPARE, cluster.now_s - looked_up_s, 0)
+    request.timeline.close(Phase.PREFIX_LOOKUP, cluster.now_s, 0)
     cluster.requests[event.request_id] = request
     cluster.enqueue(request)
     cluster.note_demand(request)

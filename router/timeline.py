@@ -43,21 +43,21 @@ class Timeline:
         self._arrived_s = self._mark_s = arrived_s
         self._seconds: dict[Phase, float] = {}
         self._slices: list[Slice] = []
-        self._parts: list[tuple[Phase, float]] = []
+        self._parts: list[tuple[Phase, float, str]] = []
         self.is_accounted = False  # the worker has reported all of its work in the open interval
 
-    def report(self, phase: Phase, seconds: float) -> None:
-        """Assigns `seconds` of the open interval to this phase, as a worker reported."""
+    def report(self, phase: Phase, seconds: float, worker_id: str) -> None:
+        """Assigns `seconds` of the open interval to this phase, as the worker reported."""
         if 0.0 < seconds < math.inf:
-            self._parts.append((phase, seconds))
+            self._parts.append((phase, seconds, worker_id))
 
-    def close(self, rest: Phase, now_s: float, attempt: int, *, is_rest_reported: bool = False) -> None:
+    def close(self, rest: Phase, now_s: float, attempt: int) -> None:
         """Ends the open interval. Reports that exceed it are clipped, because two clocks never agree exactly."""
-        for phase, seconds in self._parts:
-            self._add(phase, min(self._mark_s + seconds, now_s), attempt, is_reported=True)
+        for phase, seconds, worker_id in self._parts:
+            self._add(phase, min(self._mark_s + seconds, now_s), attempt, worker_id)
         self._parts.clear()
         self.is_accounted = False
-        self._add(rest, now_s, attempt, is_reported=is_rest_reported)
+        self._add(rest, now_s, attempt)
 
     def moved(self, stage: Stage, move: Move, now_s: float, attempt: int, last_token_s: float | None) -> None:
         """The request leaves `stage` by `move`. `last_token_s` is when the current attempt's last token came, or
@@ -94,7 +94,7 @@ class Timeline:
     def slices(self) -> tuple[Slice, ...]:
         return tuple(self._slices)
 
-    def _add(self, phase: Phase, until_s: float, attempt: int, *, is_reported: bool) -> None:
+    def _add(self, phase: Phase, until_s: float, attempt: int, worker_id: str = "") -> None:
         seconds = until_s - self._mark_s
         if seconds <= 0.0:
             return
@@ -104,18 +104,18 @@ class Timeline:
             attempt=attempt,
             begin_s=self._mark_s - self._arrived_s,
             seconds=seconds,
-            is_reported=is_reported,
+            worker_id=worker_id,
         )
         self._mark_s = until_s
         if len(self._slices) >= MAX_SLICES:
             for index, one in enumerate(self._slices):
-                if (one.phase, one.is_reported) == (phase, is_reported):
+                if (one.phase, one.worker_id) == (phase, worker_id):
                     self._slices[index] = Slice(
                         phase=phase,
                         attempt=one.attempt,
                         begin_s=one.begin_s,
                         seconds=one.seconds + seconds,
-                        is_reported=is_reported,
+                        worker_id=worker_id,
                     )
                     return
         self._slices.append(slice_)

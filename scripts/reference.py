@@ -267,15 +267,20 @@ def metrics_page() -> str:
         lines += table(("name", "type", "labels", "unit", "meaning"), map(metric_row, specs))
     lines += ["", "### Buckets", "Upper bounds of the buckets of each histogram, in its unit.", ""]
     lines += table(("histogram", "bounds"), bucket_rows())
-    lines += ["", "## Spans", "Spans are sent to the OTLP endpoint that the setting `otlp` names.", ""]
+    lines += [
+        "",
+        "## Spans",
+        "The router sends spans to the OTLP endpoint of the setting `otlp`.",
+        "",
+    ]
     lines += table(
-        ("name", "process", "kind", "parent", "meaning", "attributes"),
+        ("name", "work of", "kind", "parent", "meaning", "attributes"),
         (
             (
                 code(span.name),
-                span.by,
+                span.service,
                 span.kind,
-                code(span.parent) if span.parent else "",
+                f"of the {span.parent}" if span.parent else "",
                 span.help,
                 ", ".join(map(code, span.attributes)),
             )

@@ -1,23 +1,30 @@
-"""Converts the messages of one Generate call to pieces and, at the end, a completion; records the call's span. No I/O.
+"""Converts the messages of one Generate call to pieces and, at the end, a completion; records its span and metrics. No
+I/O.
 
 There is one span per call, including retries, and none unless the caller's program uses OpenTelemetry.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from pdserve.client import results
 from pdserve.client.results import Completion, Piece, TokenLogprob
 from pdserve.core.errors import InternalError, PdserveError
 from pdserve.telemetry import names
-from pdserve.telemetry.propagate import AttributeValue, ClientSpan
+from pdserve.telemetry.client_call import ClientCall
+from pdserve.telemetry.request_attributes import request_attributes
 from pdserve.v1 import inference_pb2
 
 
 class AnswerBuilder:
     """One call's answer so far. An attempt that failed before its first token leaves nothing here."""
 
-    def __init__(self, request: inference_pb2.GenerateRequest) -> None:
-        self._span = ClientSpan(_attributes(request))
+    def __init__(
+        self, request: inference_pb2.GenerateRequest, server: tuple[str, int | None], *, is_stream: bool
+    ) -> None:
+        """`server`: the router's host and port."""
+        self._call = ClientCall(_attributes(request, server), is_stream=is_stream)
         self.request_id = request.request_id
         self.prompt_tokens: int | None = None
         self._num_answers = request.n if request.HasField("n") else 1
@@ -30,7 +37,7 @@ class AnswerBuilder:
 
     @property
     def traceparent(self) -> str | None:
-        return self._span.traceparent
+        return self._call.traceparent
 
     @property
     def has_begun(self) -> bool:
@@ -43,11 +50,11 @@ class AnswerBuilder:
         if event == "started":
             self.request_id = message.started.request_id
             self.prompt_tokens = message.started.prompt_tokens
-            for name in (names.REQUEST_MODEL, names.RESPONSE_MODEL):
-                self._span.set(name, message.started.model)
+            self._call.answered_by(message.started.model)
         elif event == "delta" and (message.delta.text or message.delta.token_ids):
             piece = results.PIECE.decode(message.delta)
             self._pieces.append(piece)
+            self._call.took_chunk()
             return piece
         elif event == "prompt_logprobs":
             self._scored(message.prompt_logprobs)
@@ -80,18 +87,23 @@ class AnswerBuilder:
             error = InternalError("the server closed the stream without a finish reason")
             self.fail(error)
             raise error
-        self._span.set(names.RESPONSE_ID, done.request_id)
-        self._span.set(names.INPUT_TOKENS, done.usage.prompt_tokens)
-        self._span.set(names.OUTPUT_TOKENS, done.usage.completion_tokens)
-        self._span.end()
+        self._call.set(
+            {
+                names.RESPONSE_ID: done.request_id,
+                names.RESPONSE_FINISH_REASONS: [one.finish_reason.value for one in done.choices],
+                names.INPUT_TOKENS: done.usage.prompt_tokens,
+                names.OUTPUT_TOKENS: done.usage.completion_tokens,
+                names.CACHED_TOKENS: done.usage.cached_prompt_tokens,
+            }
+        )
+        self._call.end()
 
     def fail(self, error: PdserveError) -> None:
-        self._span.fail(error.reason, error.message)
-        self._span.end()
+        self._call.fail(error.reason, error.message)
 
     def drop(self) -> None:
         """The caller has stopped reading, which is not a failure."""
-        self._span.end()
+        self._call.end()
 
     @property
     def completion(self) -> Completion:
@@ -100,14 +112,13 @@ class AnswerBuilder:
         return self._completion
 
 
-def _attributes(request: inference_pb2.GenerateRequest) -> dict[str, AttributeValue]:
-    is_chat = request.WhichOneof("prompt") == "chat"
-    found: dict[str, AttributeValue] = {
-        names.OPERATION: names.CHAT if is_chat else names.TEXT_COMPLETION,
-        names.PROVIDER: names.PROVIDER_NAME,
-    }
-    if request.sampling.HasField("max_tokens"):
-        found[names.REQUEST_MAX_TOKENS] = request.sampling.max_tokens
+def _attributes(request: inference_pb2.GenerateRequest, server: tuple[str, int | None]) -> dict[str, Any]:
+    host, port = server
+    found = {**request_attributes(request), names.SERVER_ADDRESS: host}
+    if port is not None:
+        found[names.SERVER_PORT] = port
     if request.HasField("request_id"):
         found[names.REQUEST_ID] = request.request_id
+    if request.HasField("session_id"):
+        found[names.CONVERSATION_ID] = request.session_id
     return found

@@ -104,7 +104,7 @@ class BaseClient:
     ) -> tuple[Callable[[float], Any], AnswerBuilder, Attempts]:
         """The arguments of a stream. Raises TypeError and InvalidRequest on invalid arguments."""
         request = generate_request(prompt, options, call)
-        answer = AnswerBuilder(request)
+        answer = AnswerBuilder(request, self._target.server, is_stream=call == "stream")
         metadata = self._target.metadata(answer.traceparent or options.get("traceparent"))
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
 

@@ -66,6 +66,15 @@ class Target:
     connect_s: float
     is_insecure: bool = False  # the token may be sent in plain text
 
+    @property
+    def server(self) -> tuple[str, int | None]:
+        """Host and port, or the path of a socket without a port."""
+        if self.address.startswith("unix:"):
+            return self.address.removeprefix("unix:"), None
+        address = _without_scheme(self.address)
+        host, separator, port = address.rpartition(":")
+        return (host.strip("[]"), int(port)) if separator and port.isdecimal() else (address, None)
+
     def with_token(self, token: str | None) -> Target:
         """Raises ConfigError if the token would be readable on the way."""
         if not (token is None or self.tls is not None or self.is_insecure or is_loopback(self.address)):
@@ -129,10 +138,15 @@ def is_loopback(address: str) -> bool:
     """True if the target is on this host. A name other than localhost may resolve to any host."""
     if address.startswith("unix:"):
         return True
-    for scheme in ("dns:///", "dns:", "ipv4:", "ipv6:"):
-        address = address.removeprefix(scheme)
+    address = _without_scheme(address)
     host = address.rsplit(":", 1)[0] if address.count(":") == 1 or address.startswith("[") else address
     return is_loopback_host(host)
+
+
+def _without_scheme(address: str) -> str:
+    for scheme in ("dns:///", "dns:", "ipv4:", "ipv6:"):
+        address = address.removeprefix(scheme)
+    return address
 
 
 def _content(name: str, path: TlsPath | None) -> bytes | None:

@@ -100,4 +100,4 @@ class Slice:
     attempt: int  # 0: before the first
     begin_s: float
     seconds: float
-    is_reported: bool  # measured by the worker, which records its own span
+    worker_id: str = ""  # that measured it; empty: the router

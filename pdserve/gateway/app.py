@@ -34,6 +34,7 @@ from pdserve.gateway.sdk_call import SdkCall, chat_call, text_call
 from pdserve.gateway.ui.page import page
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
+from pdserve.telemetry.propagate import HEADER, trace_id_of
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class Gateway:
         except PdserveError as error:
             status = await self._fail(sent, error, is_unread=has_body and not received.is_complete)
         except Exception:  # the caller gets an answer, and the log the traceback
-            log.exception("a request crashed")
+            log.exception("a request crashed", extra={"trace_id": trace_id_of(given.get(HEADER, ""))})
             failure = InternalError("the gateway failed; its log says why")
             status = await self._fail(sent, failure, is_unread=has_body and not received.is_complete)
         finally:

@@ -30,7 +30,7 @@ from pdserve.launch.spec import ClusterSpec, Process, gateway, processes
 from pdserve.model_source import TOY_MODELS, find_model, is_on_hub
 
 FAULTS: Final = "kvtransfer.faults"  # loaded by name, because pdserve imports no package above it
-_OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load", "otlp")
+_OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

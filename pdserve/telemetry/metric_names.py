@@ -18,7 +18,7 @@ from pdserve.telemetry.names import CHAT, PROVIDER_NAME, TEXT_COMPLETION, Proces
 MetricKind = Literal["counter", "gauge", "histogram"]
 LabelValues = tuple[str, ...] | str  # all values, or a description of an open set
 
-# Prescribed by the GenAI conventions for the two server histograms.
+# Prescribed by the GenAI conventions.
 GEN_AI_TTFT_BUCKETS: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
@@ -26,6 +26,7 @@ GEN_AI_TPOT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4
 GEN_AI_DURATION_BUCKETS: Final = (
     0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
 )  # fmt: skip
+GEN_AI_TOKEN_BUCKETS: Final = tuple(float(4**power) for power in range(14))
 # Finer, because the prescribed ones start at 10 ms per token and end at 10 s to the first: about 20 % a step
 # where SLOs lie.
 TTFT_BUCKETS: Final = (

@@ -2,8 +2,8 @@
 
 Metrics are in metric_names.py.
 
-Names of the OpenTelemetry GenAI conventions are used where they exist. Those are in development and have
-left the main repository after 1.41; SCHEMA_URL pins the last release that holds them.
+Names of the OpenTelemetry GenAI conventions are used where they exist. They are in development: SCHEMA_URL is the last
+release of the common conventions that contains them, and a test compares them with the package of that release.
 docs/reference/metrics.md is generated from both tables (`make reference`).
 Standard library and pdserve.core only: reading a name loads no exporter.
 """
@@ -33,18 +33,33 @@ def _attribute(name: str, help_text: str) -> str:
 
 OPERATION: Final = _attribute("gen_ai.operation.name", "`chat` or `text_completion`")
 PROVIDER: Final = _attribute("gen_ai.provider.name", "always `pdserve`")
+CONVERSATION_ID: Final = _attribute("gen_ai.conversation.id", "session id of the request, if it has one")
+OUTPUT_TYPE: Final = _attribute("gen_ai.output.type", "`json` or `text`; only with structured output")
 REQUEST_MODEL: Final = _attribute("gen_ai.request.model", "name of the model")
-RESPONSE_MODEL: Final = _attribute("gen_ai.response.model", "name of the model; a cluster serves only one")
+REQUEST_CHOICE_COUNT: Final = _attribute("gen_ai.request.choice.count", "number of answers, if it is not 1")
+REQUEST_FREQUENCY_PENALTY: Final = _attribute("gen_ai.request.frequency_penalty", "frequency penalty, if given")
 REQUEST_MAX_TOKENS: Final = _attribute("gen_ai.request.max_tokens", "maximum number of tokens to generate")
-RESPONSE_ID: Final = _attribute("gen_ai.response.id", "request id in the response")
+REQUEST_PRESENCE_PENALTY: Final = _attribute("gen_ai.request.presence_penalty", "presence penalty, if given")
+REQUEST_SEED: Final = _attribute("gen_ai.request.seed", "seed, if given and below 2^63")
+REQUEST_STREAM: Final = _attribute("gen_ai.request.stream", "`true` if the caller reads a stream")
+REQUEST_TEMPERATURE: Final = _attribute("gen_ai.request.temperature", "temperature, if given")
+REQUEST_TOP_K: Final = _attribute("gen_ai.request.top_k", "top-k, if given")
+REQUEST_TOP_P: Final = _attribute("gen_ai.request.top_p", "top-p, if given")
 RESPONSE_FINISH_REASONS: Final = _attribute(
-    "gen_ai.response.finish_reasons", "why generation ended: `stop` or `length`"
+    "gen_ai.response.finish_reasons", "why each answer ended: `stop` or `length`"
 )
-INPUT_TOKENS: Final = _attribute("gen_ai.usage.input_tokens", "number of prompt tokens")
-OUTPUT_TOKENS: Final = _attribute("gen_ai.usage.output_tokens", "number of generated tokens")
+RESPONSE_ID: Final = _attribute("gen_ai.response.id", "request id in the response")
+RESPONSE_MODEL: Final = _attribute("gen_ai.response.model", "name of the model; a cluster serves only one")
+RESPONSE_TTFC_S: Final = _attribute(
+    "gen_ai.response.time_to_first_chunk", "time from the call to the first piece of a stream, in seconds"
+)
 CACHED_TOKENS: Final = _attribute(
     "gen_ai.usage.cache_read.input_tokens", "number of prompt tokens whose KV came from a prefix cache"
 )
+INPUT_TOKENS: Final = _attribute("gen_ai.usage.input_tokens", "number of prompt tokens")
+OUTPUT_TOKENS: Final = _attribute("gen_ai.usage.output_tokens", "number of generated tokens of all answers")
+SERVER_ADDRESS: Final = _attribute("server.address", "host of the router, as the process knows it")
+SERVER_PORT: Final = _attribute("server.port", "port of the router")
 # A span that carries it is marked as failed.
 ERROR_TYPE: Final = _attribute("error.type", "reason of the error; set only on failed spans")
 RPC_STATUS: Final = _attribute("rpc.response.status_code", "name of the gRPC status code")
@@ -52,17 +67,16 @@ RPC_STATUS: Final = _attribute("rpc.response.status_code", "name of the gRPC sta
 REQUEST_ID: Final = _attribute("pdserve.request.id", "request id")
 TENANT: Final = _attribute("pdserve.tenant", "tenant of the request, if it has one")
 ATTEMPT: Final = _attribute(
-    "pdserve.attempt", "attempt that the span belongs to, from 1; on `pdserve.request` the number of attempts"
+    "pdserve.attempt", "attempt that the span belongs to, from 1; on the request's span the number of attempts"
 )
 PATH: Final = _attribute(
     "pdserve.path", "`remote` (a prefill worker computed the prompt) or `local` (the decode worker did)"
 )
-WORKER_ID: Final = _attribute("pdserve.worker.id", "name of the worker that recorded the span")
-WORKER_ROLE: Final = _attribute("pdserve.worker.role", "role of that worker: `prefill` or `decode`")
-#: By the field of RequestAttributes; on spans of workers, if the client has set it.
+WORKER_ID: Final = _attribute("pdserve.worker.id", "name of the worker that did the work")
+#: By the field of RequestAttributes; on a request's span, if the client has set it.
 REQUEST_ATTRIBUTES: Final[Mapping[str, str]] = {
     "priority": _attribute("pdserve.priority", "priority of the request, if it is not 0"),
-    "session_id": _attribute("session.id", "session id of the request, if it has one"),
+    "session_id": CONVERSATION_ID,
 }
 PREFILL_WORKER: Final = _attribute("pdserve.prefill_worker.id", "name of the last attempt's prefill worker")
 DECODE_WORKER: Final = _attribute("pdserve.decode_worker.id", "name of the last attempt's decode worker")
@@ -83,9 +97,6 @@ PREFIX_BLOCKS: Final = _attribute(
     "pdserve.prefix.blocks", "largest number of the prompt's leading KV blocks that one worker holds"
 )
 
-# Lists by the conventions; one answer per request makes them lists of one.
-LISTS: Final = frozenset({RESPONSE_FINISH_REASONS})
-
 PROVIDER_NAME: Final = "pdserve"  # value of PROVIDER
 CHAT: Final = "chat"
 TEXT_COMPLETION: Final = "text_completion"
@@ -95,76 +106,78 @@ TEXT_COMPLETION: Final = "text_completion"
 SpanKind = Literal["client", "server", "internal"]
 
 
+#: The conventions' name of a call to a model. Without a known model, it is only the operation.
+CALL_NAME: Final = f"{{{OPERATION}}} {{{REQUEST_MODEL}}}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanSpec:
     name: str
-    by: Process
+    service: Process  # process that did the work
     kind: SpanKind
-    parent: str | None  # name of the span above it
+    parent: str | None  # key of the span above it
     help: str
     attributes: tuple[str, ...]  # those that it may have
 
 
-SPAN_CLIENT: Final = "pdserve.client"
-SPAN_REQUEST: Final = "pdserve.request"
+#: Keys of SPANS.
+SPAN_CLIENT: Final = "client"
+SPAN_REQUEST: Final = "request"
 SPAN_DELIVER: Final = "pdserve.deliver"
 PHASE_SPANS: Final[dict[Phase, str]] = {phase: f"pdserve.{phase.value}" for phase in Phase}
 
-
-def _span(
-    name: str, by: Process, kind: SpanKind, parent: str | None, help_text: str, attributes: tuple[str, ...]
-) -> tuple[str, SpanSpec]:
-    return name, SpanSpec(name=name, by=by, kind=kind, parent=parent, help=help_text, attributes=attributes)
-
-
-_BY_WORKER: Final = (REQUEST_ID, ATTEMPT, WORKER_ID, WORKER_ROLE, *REQUEST_ATTRIBUTES.values())
-_TRANSPORT: Final = (TRANSFER_KIND, TRANSFER_REASON)
 _OF_CALL: Final = (
-    OPERATION, PROVIDER, REQUEST_MODEL, RESPONSE_MODEL, REQUEST_MAX_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS, REQUEST_ID,
-    ERROR_TYPE,
+    OPERATION, PROVIDER, CONVERSATION_ID, OUTPUT_TYPE, REQUEST_MODEL, REQUEST_CHOICE_COUNT, REQUEST_FREQUENCY_PENALTY,
+    REQUEST_MAX_TOKENS, REQUEST_PRESENCE_PENALTY, REQUEST_SEED, REQUEST_TEMPERATURE, REQUEST_TOP_K, REQUEST_TOP_P,
+    RESPONSE_FINISH_REASONS, RESPONSE_ID, RESPONSE_MODEL, CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS, SERVER_ADDRESS,
+    SERVER_PORT, ERROR_TYPE, REQUEST_ID,
 )  # fmt: skip
+_TRANSPORT: Final = (TRANSFER_KIND, TRANSFER_REASON)
 _OF_REQUEST: Final = (
-    *_OF_CALL, RPC_STATUS, RESPONSE_FINISH_REASONS, CACHED_TOKENS, TENANT, ATTEMPT, PATH, PREFILL_WORKER, DECODE_WORKER,
-    TTFT_S, TPOT_S, QUEUE_S, SLO_TTFT_S, SLO_TPOT_S, TRANSFER_BYTES, *_TRANSPORT,
+    *_OF_CALL, RPC_STATUS, REQUEST_ATTRIBUTES["priority"], TENANT, ATTEMPT, PATH, PREFILL_WORKER, DECODE_WORKER,
+    PREFIX_BLOCKS, TTFT_S, TPOT_S, QUEUE_S, SLO_TTFT_S, SLO_TPOT_S, TRANSFER_BYTES, *_TRANSPORT,
 )  # fmt: skip
-_OF_PHASE: Final[Mapping[Phase, tuple[str, ...]]] = {
-    Phase.PREPARE: (),
-    Phase.PREFIX_LOOKUP: (PREFIX_BLOCKS,),
-    Phase.PREFILL: (*_BY_WORKER, CACHED_TOKENS),
-    Phase.TRANSFER_WAIT: (ATTEMPT, TRANSFER_S, TRANSFER_BUSY_S, *_TRANSPORT),
+
+
+def _of_phase(phase: Phase) -> tuple[str, ...]:
+    if phase is Phase.TRANSFER_WAIT:
+        return ATTEMPT, TRANSFER_S, TRANSFER_BUSY_S, *_TRANSPORT
+    return (ATTEMPT, WORKER_ID) if MEASURED_BY[phase] == "worker" else (ATTEMPT,)
+
+
+def _internal(name: str, service: Process, help_text: str, attributes: tuple[str, ...]) -> SpanSpec:
+    return SpanSpec(
+        name=name, service=service, kind="internal", parent=SPAN_REQUEST, help=help_text, attributes=attributes
+    )
+
+
+SPANS: Final[dict[str, SpanSpec]] = {
+    SPAN_CLIENT: SpanSpec(
+        name=CALL_NAME,
+        service="client",
+        kind="client",
+        parent=None,
+        help="one call of the SDK, including retries",
+        attributes=(*_OF_CALL, REQUEST_STREAM, RESPONSE_TTFC_S),
+    ),
+    SPAN_REQUEST: SpanSpec(
+        name=CALL_NAME,
+        service="router",
+        kind="server",
+        parent=SPAN_CLIENT,
+        help="one Generate call, from arrival to its last message",
+        attributes=_OF_REQUEST,
+    ),
+    **{
+        name: _internal(name, MEASURED_BY[phase], MEANING[phase], _of_phase(phase))
+        for phase, name in PHASE_SPANS.items()
+    },
+    SPAN_DELIVER: _internal(
+        SPAN_DELIVER, "router", "write the last messages to the client after the end of the response", ()
+    ),
 }
 
-SPANS: Final[dict[str, SpanSpec]] = dict(
-    (
-        _span(
-            SPAN_CLIENT, "client", "client", None, "one call of the SDK, including retries", (*_OF_CALL, RESPONSE_ID)
-        ),
-        _span(
-            SPAN_REQUEST,
-            "router",
-            "server",
-            SPAN_CLIENT,
-            "one Generate call, from arrival to its last message",
-            _OF_REQUEST,
-        ),
-        *(
-            _span(
-                name,
-                MEASURED_BY[phase],
-                "internal",
-                SPAN_REQUEST,
-                MEANING[phase],
-                _OF_PHASE.get(phase, _BY_WORKER if MEASURED_BY[phase] == "worker" else (ATTEMPT,)),
-            )
-            for phase, name in PHASE_SPANS.items()
-        ),
-        _span(
-            SPAN_DELIVER,
-            "router",
-            "internal",
-            SPAN_REQUEST,
-            "write the last messages to the client after the end of the response",
-            (),
-        ),
-    )
-)
+
+def call_name(operation: str, model: str) -> str:
+    """CALL_NAME of one call; `model` is empty if it is not known."""
+    return f"{operation} {model}" if model else operation

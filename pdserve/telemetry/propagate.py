@@ -1,4 +1,4 @@
-"""W3C trace context in and out of gRPC metadata, and the SDK's own span. Standard library only.
+"""W3C trace context in and out of gRPC metadata. Standard library only.
 
 The SDK must not require OpenTelemetry, so this module only checks whether the user's program has already imported it.
 If not, a call has no trace context, and the check costs two dictionary look-ups.
@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Self
-
-from pdserve.telemetry import names
+from typing import Any, Final
 
 HEADER: Final = "traceparent"
 AttributeValue = str | int | float | bool
@@ -41,6 +38,11 @@ def parse(traceparent: str | None) -> TraceContext | None:
     return context if context.trace_id and context.span_id else None
 
 
+def trace_id_of(traceparent: str) -> str:
+    """32 hex digits; empty if the header is absent or malformed."""
+    return "" if parse(traceparent) is None else traceparent[3:35]
+
+
 def render(context: TraceContext) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{'01' if context.is_sampled else '00'}"
 
@@ -63,62 +65,13 @@ def inject(
     return (*pairs, (HEADER, traceparent))
 
 
-def as_otel(attributes: Mapping[str, AttributeValue]) -> dict[str, Any]:
-    return {key: [value] if key in names.LISTS else value for key, value in attributes.items()}
-
-
 def current_traceparent() -> str | None:
     """The traceparent of the active span of the user's program; None if there is none."""
     otel = sys.modules.get("opentelemetry.trace")
-    return None if otel is None else _traceparent_of(otel.get_current_span())
+    return None if otel is None else traceparent_of(otel.get_current_span())
 
 
-class ClientSpan:
-    """The span of one call of the SDK. Does nothing if the user's program does not use OpenTelemetry.
-
-    Never made the current context, because a stream's generator may be closed in another one.
-    """
-
-    __slots__ = ("_otel", "_span", "traceparent")
-
-    def __init__(self, attributes: Mapping[str, AttributeValue] = {}) -> None:
-        self._otel: Any = sys.modules.get("opentelemetry.trace")
-        self._span: Any = None
-        self.traceparent: str | None = None
-        if self._otel is not None:
-            tracer = self._otel.get_tracer(names.SCOPE, schema_url=names.SCHEMA_URL)
-            kind = self._otel.SpanKind.CLIENT
-            self._span = tracer.start_span(names.SPAN_CLIENT, kind=kind, attributes=as_otel(attributes))
-            self.traceparent = _traceparent_of(self._span)
-
-    def set(self, key: str, value: AttributeValue) -> None:
-        if self._span is not None:
-            self._span.set_attributes(as_otel({key: value}))
-
-    def fail(self, error_type: str, message: str = "") -> None:
-        if self._span is not None:
-            self._span.set_attribute(names.ERROR_TYPE, error_type)
-            self._span.set_status(self._otel.StatusCode.ERROR, message)
-
-    def end(self) -> None:
-        """Idempotent."""
-        span, self._span = self._span, None
-        if span is not None:
-            span.end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # A closed generator means that the caller has stopped reading, which is not a failure.
-        if error is not None and not isinstance(error, GeneratorExit):
-            self.fail(str(getattr(error, "reason", type(error).__name__)))
-        self.end()
-
-
-def _traceparent_of(span: Any) -> str | None:
+def traceparent_of(span: Any) -> str | None:
     context = span.get_span_context()
     if not context.is_valid:
         return None

@@ -1,7 +1,8 @@
-"""Spans of this process, sent over OTLP. Without an endpoint it does nothing and imports nothing.
+"""The spans of a router's calls, sent over OTLP. Without an endpoint it does nothing and imports nothing.
 
-The process that did the work measures a span's duration by its monotonic clock; only the end comes from the wall clock.
-So no duration mixes the clocks of two hosts.
+A call's spans are collected until the call ends. Only then is it known whether the trace is worth keeping (tail
+sampling), so they are sent together or dropped together. All times come from the monotonic clock of this process, and
+the wall clock is read once, at the beginning of the call.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Self, final
+from typing import Any, Final, NamedTuple, Self, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.telemetry import names
-from pdserve.telemetry.propagate import AttributeValue, TraceContext, as_otel, parse, render
+from pdserve.telemetry.propagate import AttributeValue, TraceContext, parse, render
+from pdserve.telemetry.tail_sampling import is_in_share
 
 log = logging.getLogger(__name__)
 
@@ -25,91 +27,115 @@ EXPORT_TIMEOUT_S: Final = 5.0
 EXPORT_INTERVAL_S: Final = 0.5
 EXPORT_BATCH: Final = 512
 QUEUE_SPANS: Final = 8192  # more spans are dropped, so that requests never wait for a collector
+MAX_SERVICES: Final = 256  # whose OpenTelemetry resources are kept
 _NONE: Final[Mapping[str, AttributeValue]] = {}
 
 
+class Service(NamedTuple):
+    """The process that did the work of a span, as backends show it."""
+
+    name: str
+    instance: str
+
+
+class Part(NamedTuple):
+    """A finished span below a call's span. Times are those of the monotonic clock."""
+
+    name: str
+    begin_s: float
+    end_s: float
+    attributes: Mapping[str, AttributeValue]
+    service: Service | None  # None: this process
+
+
 class OpenSpan:
-    """A running span. `traceparent` is the parent for its children and for other processes."""
+    """The span of a running call, and the finished ones below it.
 
-    __slots__ = ("_span", "traceparent")
+    `traceparent` is the parent for other processes. `is_kept` becomes True if the trace turns out to be worth keeping.
+    """
 
-    def __init__(self, span: Any, traceparent: str) -> None:
-        self._span = span
+    __slots__ = ("attributes", "ended_s", "is_kept", "is_recording", "parts", "started_s", "traceparent")
+
+    def __init__(self, traceparent: str = "", *, is_recording: bool = False, is_kept: bool = False) -> None:
         self.traceparent = traceparent
+        self.is_recording, self.is_kept = is_recording, is_kept
+        self.started_s = time.monotonic()
+        self.ended_s: float | None = None  # None: when its block ends
+        self.attributes: dict[str, Any] = {}
+        self.parts: list[Part] = []
 
-    def without_attributes(self) -> Self:
-        """For work under the same span that must not overwrite its attributes."""
-        return type(self)(None, self.traceparent)
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits; empty if the call has no trace."""
+        return self.traceparent[3:35]
 
-    def set(self, key: str, value: AttributeValue) -> None:
-        if self._span is not None:
-            self._span.set_attributes(as_otel({key: value}))
+    @property
+    def exemplar(self) -> str:
+        """The trace id, if the trace will be found in a backend."""
+        return self.trace_id if self.is_kept else ""
+
+    def set(self, attributes: Mapping[str, AttributeValue | list[str]]) -> None:
+        if self.is_recording:
+            self.attributes.update(attributes)
+
+    def keep(self) -> None:
+        self.is_kept = self.is_recording
 
     def fail(self, error_type: str) -> None:
         """Marks the span as failed; `error_type` is a PdserveError's reason or an exception's name."""
-        self.set(names.ERROR_TYPE, error_type)
-        if self._span is not None:
-            self._span.set_status(_error_status())
+        self.set({names.ERROR_TYPE: error_type})
+        self.keep()
+
+    def add(
+        self,
+        name: str,
+        begin_s: float,
+        end_s: float,
+        attributes: Mapping[str, AttributeValue] = _NONE,
+        service: Service | None = None,
+    ) -> None:
+        """A finished span below this one."""
+        if self.is_recording:
+            self.parts.append(Part(name, begin_s, end_s, attributes, service))
 
 
 @final
 class Tracing:
-    """Records the spans of a process. Thread-safe; never blocks on the network."""
+    """Exports spans. Never blocks on the network."""
 
-    __slots__ = ("_exporter", "_provider", "_tracer")
-
-    def __init__(self, tracer: Any = None, provider: Any = None, exporter: Any = None) -> None:
-        self._tracer, self._provider, self._exporter = tracer, provider, exporter
+    def __init__(self, service: Service, exporter: Any = None, processor: Any = None, share: float = 1.0) -> None:
+        self._service, self._exporter, self._processor, self._share = service, exporter, processor, share
+        self._tracer_of = functools.lru_cache(MAX_SERVICES)(self._make_tracer)
 
     @classmethod
     def off(cls) -> Self:
-        return cls()
+        return cls(Service("", ""))
 
     @property
     def is_on(self) -> bool:
-        return self._tracer is not None
-
-    def record(
-        self,
-        name: str,
-        traceparent: str,
-        duration_s: float,
-        attributes: Mapping[str, AttributeValue] = _NONE,
-        end_unix_ns: int | None = None,
-    ) -> None:
-        """Records a finished span under `traceparent`, which ended at `end_unix_ns` (None: now).
-
-        Without a sampled parent it is dropped, because a worker's span alone explains no request.
-        """
-        tracer = self._tracer
-        if tracer is None:
-            return
-        parent = parse(traceparent)
-        if parent is None or not parent.is_sampled:
-            return
-        end_ns = time.time_ns() if end_unix_ns is None else end_unix_ns
-        span = _start(tracer, name, parent, attributes, end_ns - int(max(0.0, duration_s) * 1e9))
-        if names.ERROR_TYPE in attributes:
-            span.set_status(_error_status())
-        span.end(end_ns)
+        return self._processor is not None
 
     @contextmanager
-    def span(
-        self, name: str, traceparent: str = "", attributes: Mapping[str, AttributeValue] = _NONE
-    ) -> Iterator[OpenSpan]:
+    def span(self, key: str, name: str, traceparent: str = "") -> Iterator[OpenSpan]:
         """A span over the block, under `traceparent` or a new root; an exception marks it as failed.
 
-        Never made the current context, because the block may be a generator that is closed in another one. If tracing
-        is off, the caller's traceparent is passed through.
+        `key` is that of names.SPANS. If tracing is off, or the caller has not sampled its trace, the caller's
+        traceparent is passed through.
         """
-        tracer = self._tracer
-        if tracer is None:
-            yield OpenSpan(None, traceparent)
+        parent = parse(traceparent)
+        if not self.is_on or (parent is not None and not parent.is_sampled):
+            yield OpenSpan(traceparent)
             return
-        started_ns, started_s = time.time_ns(), time.monotonic()
-        span = _start(tracer, name, parse(traceparent), attributes, started_ns)
+        began_ns = time.time_ns()
+        span = self._tracer_of(self._service).start_span(
+            name, context=_context(parent), kind=_kind(key), start_time=began_ns
+        )
         context = span.get_span_context()
-        opened = OpenSpan(span, render(TraceContext(context.trace_id, context.span_id, context.trace_flags.sampled)))
+        opened = OpenSpan(
+            render(TraceContext(context.trace_id, context.span_id, is_sampled=True)),
+            is_recording=True,
+            is_kept=parent is not None or is_in_share(context.trace_id, self._share),
+        )
         try:
             yield opened
         except GeneratorExit:  # the reader has stopped, which is not a failure
@@ -118,45 +144,70 @@ class Tracing:
             opened.fail(str(getattr(error, "reason", type(error).__name__)))
             raise
         finally:
-            span.end(started_ns + int((time.monotonic() - started_s) * 1e9))
+            self._end(span, opened, began_ns)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Sends queued spans, for at most `timeout_s`. Idempotent."""
-        provider, exporter = self._provider, self._exporter
-        self._tracer = self._provider = self._exporter = None
-        if provider is None:
+        processor, exporter = self._processor, self._exporter
+        self._processor = self._exporter = None
+        if processor is None:
             return
         # The SDK's flush has no time limit, so it runs on a daemon thread for which this waits at most `timeout_s`.
-        flusher = threading.Thread(target=provider.shutdown, name="otlp-flush", daemon=True)
+        flusher = threading.Thread(target=processor.shutdown, name="otlp-flush", daemon=True)
         flusher.start()
         flusher.join(timeout_s)
         if flusher.is_alive():
             log.warning("spans were lost: the collector did not take them in time", extra={"timeout_s": timeout_s})
             exporter.shutdown()
 
+    def _end(self, span: Any, opened: OpenSpan, began_ns: int) -> None:
+        if not opened.is_kept or not self.is_on:
+            return  # a span of the SDK that never ends is never exported
+        ended_s = time.monotonic() if opened.ended_s is None else opened.ended_s
 
-def make_tracing(
-    service_name: str,
-    otlp_endpoint: str,
-    attributes: Mapping[str, AttributeValue] = _NONE,
-    *,
-    sample_ratio: float = 1.0,
-) -> Tracing:
+        def at_ns(at_s: float) -> int:
+            return began_ns + round((at_s - opened.started_s) * 1e9)
+
+        below = _otel().set_span_in_context(span, _empty_context())
+        for part in opened.parts:
+            self._tracer_of(part.service or self._service).start_span(
+                part.name,
+                context=below,
+                kind=_kind(part.name),
+                attributes=part.attributes,
+                start_time=at_ns(part.begin_s),
+            ).end(at_ns(part.end_s))
+        span.set_attributes(opened.attributes)
+        if names.ERROR_TYPE in opened.attributes:
+            span.set_status(_otel().StatusCode.ERROR)
+        span.end(at_ns(ended_s))
+
+    def _make_tracer(self, service: Service) -> Any:
+        sdk = importlib.import_module("opentelemetry.sdk.trace")
+        sampling = importlib.import_module("opentelemetry.sdk.trace.sampling")
+        resources = importlib.import_module("opentelemetry.sdk.resources")
+        attributes = {"service.name": service.name, "service.instance.id": service.instance}
+        provider = sdk.TracerProvider(
+            resource=resources.Resource.create(attributes, names.SCHEMA_URL),
+            sampler=sampling.ALWAYS_ON,  # is_kept decides
+            shutdown_on_exit=False,
+        )
+        provider.add_span_processor(self._processor)
+        return provider.get_tracer(names.SCOPE, schema_url=names.SCHEMA_URL)
+
+
+def make_tracing(service: Service, otlp_endpoint: str, *, share: float = 1.0) -> Tracing:
     """Tracing to an OTLP gRPC endpoint (HOST:PORT or http(s)://HOST:PORT); empty turns it off.
 
-    `attributes` describe the process. `sample_ratio` is the share of sampled traces among those that begin here; for
-    others the caller's choice applies.
+    `share` is the part of the traces that is kept of those that begin here and have no reason to be kept.
     """
     if not otlp_endpoint:
         return Tracing.off()
-    if not 0.0 <= sample_ratio <= 1.0:
-        raise ConfigError("sample_ratio", sample_ratio, "between 0 and 1")
+    if not 0.0 <= share <= 1.0:
+        raise ConfigError("trace_share", share, "between 0 and 1")
     try:
         exporters = importlib.import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
-        resources = importlib.import_module("opentelemetry.sdk.resources")
-        sampling = importlib.import_module("opentelemetry.sdk.trace.sampling")
         export = importlib.import_module("opentelemetry.sdk.trace.export")
-        sdk = importlib.import_module("opentelemetry.sdk.trace")
     except ImportError as error:
         log.warning("no traces: install pdserve[otel]", extra={"missing": error.name, "otlp": otlp_endpoint})
         return Tracing.off()
@@ -165,30 +216,13 @@ def make_tracing(
         insecure=not otlp_endpoint.startswith("https://"),
         timeout=EXPORT_TIMEOUT_S,
     )
-    provider = sdk.TracerProvider(
-        resource=resources.Resource.create({"service.name": service_name, **attributes}, names.SCHEMA_URL),
-        sampler=sampling.ParentBased(sampling.TraceIdRatioBased(sample_ratio)),
-        shutdown_on_exit=False,
+    processor = export.BatchSpanProcessor(
+        exporter,
+        max_queue_size=QUEUE_SPANS,
+        schedule_delay_millis=EXPORT_INTERVAL_S * 1e3,
+        max_export_batch_size=EXPORT_BATCH,
     )
-    provider.add_span_processor(
-        export.BatchSpanProcessor(
-            exporter,
-            max_queue_size=QUEUE_SPANS,
-            schedule_delay_millis=EXPORT_INTERVAL_S * 1e3,
-            max_export_batch_size=EXPORT_BATCH,
-        )
-    )
-    return Tracing(provider.get_tracer(names.SCOPE, schema_url=names.SCHEMA_URL), provider, exporter)
-
-
-def _start(
-    tracer: Any, name: str, parent: TraceContext | None, attributes: Mapping[str, AttributeValue], start_ns: int
-) -> Any:
-    spec = names.SPANS.get(name)
-    kind = _otel().SpanKind[spec.kind.upper()] if spec else _otel().SpanKind.INTERNAL
-    return tracer.start_span(
-        name, context=_context(parent), kind=kind, attributes=as_otel(attributes), start_time=start_ns
-    )
+    return Tracing(service, exporter, processor, share)
 
 
 @functools.cache
@@ -201,9 +235,9 @@ def _empty_context() -> Any:
     return importlib.import_module("opentelemetry.context").Context()
 
 
-def _error_status() -> Any:
-    otel = _otel()
-    return otel.Status(otel.StatusCode.ERROR)
+@functools.cache
+def _kind(key: str) -> Any:
+    return _otel().SpanKind[names.SPANS[key].kind.upper()]
 
 
 def _context(parent: TraceContext | None) -> Any:
@@ -212,6 +246,7 @@ def _context(parent: TraceContext | None) -> Any:
     if parent is None:
         return empty
     otel = _otel()
-    flags = otel.TraceFlags(otel.TraceFlags.SAMPLED if parent.is_sampled else otel.TraceFlags.DEFAULT)
-    remote = otel.SpanContext(parent.trace_id, parent.span_id, is_remote=True, trace_flags=flags)
+    remote = otel.SpanContext(
+        parent.trace_id, parent.span_id, is_remote=True, trace_flags=otel.TraceFlags(otel.TraceFlags.SAMPLED)
+    )
     return otel.set_span_in_context(otel.NonRecordingSpan(remote), empty)

@@ -149,6 +149,10 @@ def to_status(error: PdserveError) -> status_pb2.Status:
     return status
 
 
+def code_of(error: PdserveError) -> grpc.StatusCode:
+    return TABLE[_kind(error)].code
+
+
 def from_status(status: status_pb2.Status) -> PdserveError:
     """Restores the error of `to_status`; for a foreign status, the nearest error by its code."""
     info = error_details_pb2.ErrorInfo()

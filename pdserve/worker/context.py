@@ -10,7 +10,6 @@ from pdserve.config import WorkerConfig
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.types import Role
 from pdserve.telemetry.metrics import Metrics
-from pdserve.telemetry.tracing import Tracing
 from pdserve.tls.certificates import ReloadingCertificates
 
 
@@ -24,5 +23,4 @@ class ProgramContext:
     post: Callable[[Callable[[], None]], None]  # runs the call on the engine thread; from any thread, never blocks
     tls: ReloadingCertificates | None = None  # None: plain text
     now: Callable[[], float] = time.monotonic
-    tracing: Tracing = field(default_factory=Tracing.off)
     metrics: Metrics = field(default_factory=Metrics.off)

@@ -30,7 +30,6 @@ from pdserve.listening import ignore_poller_races
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.recent_log import RecentLog
-from pdserve.telemetry.tracing import Tracing, make_tracing
 from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire.peer_server import listen, make_peer_server, server_options
@@ -91,7 +90,7 @@ class WorkerHost:
         self._health = HealthService(SERVICE)
         self._servicer: WorkerServicer | None = None
         self._publisher: WorkerPublisher | None = None
-        self._tracing, self._metrics = Tracing.off(), Metrics.off()
+        self._metrics = Metrics.off()
         self._recent_log = RecentLog()
         self._has_ended = threading.Event()
         self._stop_lock = threading.Lock()
@@ -154,7 +153,6 @@ class WorkerHost:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop_thread.join(5.0)
             self._metrics.close()
-            self._tracing.close()
             logging.getLogger().removeHandler(self._recent_log)
             self._has_ended.set()
 
@@ -179,8 +177,6 @@ class WorkerHost:
 
     def _make_program(self) -> RoleProgram:
         config = self._config
-        attributes = {"service.instance.id": config.worker_id}
-        self._tracing = make_tracing(f"pdserve-{self._role.value}", config.otlp, attributes)
         self._metrics = make_metrics("worker", config.metrics_port, config.host, self._tls)
         context = ProgramContext(
             config=config,
@@ -190,7 +186,6 @@ class WorkerHost:
             secret=self._secret,
             tls=self._tls,
             post=self._engine.post,
-            tracing=self._tracing,
             metrics=self._metrics,
         )
         return self._build(context)

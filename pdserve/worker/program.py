@@ -27,7 +27,7 @@ from pdserve.progress import PhaseReport
 from pdserve.telemetry import metric_names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.worker import calibrate
-from pdserve.worker.attempt_traces import AttemptTraces
+from pdserve.worker.attempt_fields import AttemptFields
 from pdserve.worker.compute import Isolation, RowFailed, free_row
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.in_flight import Begun, StepsInFlight, make_steps_in_flight
@@ -63,7 +63,7 @@ class RoleProgram(ABC):
         calibration(2, 3)
         calibrate.warm_up(engine, self.cost, max_batch_tokens=config.max_batch_tokens)
         calibration(3, 3)
-        self.traces = AttemptTraces(self.context)
+        self.log_fields = AttemptFields()
         self._isolation = Isolation(engine, partial(free_row, self.blocks))
         self._in_flight: StepsInFlight | None = None  # for a role with asynchronous scheduling
         self._ledger = AttemptLedger()
@@ -277,7 +277,7 @@ class RoleProgram(ABC):
     def check(self) -> None:
         """Raises AssertionError unless all tables are consistent; for tests."""
         self.batching.check()
-        assert self.traces.keys == set(self.batching.live()), "traces differ from the attempts"
+        assert self.log_fields.keys == set(self.batching.live()), "log fields differ from the attempts"
 
     # -- for roles ----------------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class RoleProgram(ABC):
             self._failed(pr.AttemptFailed(key=key, kind=FailureKind.INVALID, message=error.message))
             self._released(pr.Released(key=key))
             return None
-        self.traces.add(attempt, message.traceparent)
+        self.log_fields.add(attempt, message.traceparent)
         return attempt
 
     # -- effects of both roles ----------------------------------------------------------------------------------
@@ -317,12 +317,12 @@ class RoleProgram(ABC):
         self.outbox.report(effect)
 
     def _failed(self, effect: pr.AttemptFailed) -> None:
-        extra = {"kind": effect.kind.value, **self.traces.log_fields(effect.key)}
+        extra = {"kind": effect.kind.value, **self.log_fields.of(effect.key)}
         log.log(logging.ERROR if effect.kind is FailureKind.INTERNAL else logging.INFO, "attempt failed", extra=extra)
         self.outbox.report(effect)
 
     def _transfer_lost(self, effect: fx.TransferLost) -> None:
-        extra = {"request_id": effect.key.request_id, "attempt": effect.key.attempt, "error": effect.error}
+        extra = {"error": effect.error, **self.log_fields.of(effect.key)}
         if effect.is_cancelled:
             log.debug("a KV transfer was cancelled", extra=extra)
         else:
@@ -335,7 +335,7 @@ class RoleProgram(ABC):
         self.outbox.report(effect)
 
     def _forget(self, key: AttemptKey) -> None:
-        self.traces.remove(key)
+        self.log_fields.remove(key)
         self._ledger.forget(key)
 
     # -- reports ------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ PURE = [
     "pdserve.gateway.sse",
     "pdserve.launch.keys",
     "pdserve.launch.spec",
+    "pdserve.telemetry.request_attributes",
+    "pdserve.telemetry.tail_sampling",
     *(f"pdserve.plot.{path.stem}" for path in sorted((ROOT / "pdserve/plot").glob("[!_]*.py"))),
     "benchmarks.prediction_parts",
     "router.policy_input",

@@ -18,9 +18,9 @@ WAIT_S = 10.0
 Play = Callable[[inference_pb2.GenerateRequest, grpc.ServicerContext], Iterator[inference_pb2.GenerateResponse]]
 
 
-def started(request_id: str = "r1", prompt_tokens: int = 3) -> inference_pb2.GenerateResponse:
+def started(request_id: str = "r1", prompt_tokens: int = 3, model: str = "") -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
-        started=inference_pb2.Started(request_id=request_id, prompt_tokens=prompt_tokens)
+        started=inference_pb2.Started(request_id=request_id, prompt_tokens=prompt_tokens, model=model)
     )
 
 

@@ -56,9 +56,9 @@ def test_a_word_that_is_no_toml_value_is_a_string(tmp_path: Path) -> None:
     assert worker_config(asked.spec, 0)[1].toy_step_s == 0.5
 
 
-def test_a_collector_reaches_workers_and_router(tmp_path: Path) -> None:
+def test_a_collector_reaches_the_router(tmp_path: Path) -> None:
     spec = read({"model": "toy", "otlp": "localhost:4317"}, folder=tmp_path).spec
-    assert spec.settings["router"]["otlp"] == spec.settings["worker"]["otlp"] == "localhost:4317"
+    assert spec.settings["router"]["otlp"] == "localhost:4317"
 
 
 def test_the_token_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from pdserve.text.tokenizer import load_tokenizer
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program, Start
 from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
+from tests.unit.telemetry.test_metrics import OPEN_METRICS, scrape
 
 BUNDLED = str(Path(pdserve.__file__).parent / "models" / "stdlib-5m")
 PROMPT = "a prompt of more than sixteen tokens, read by a prefill worker "
@@ -62,48 +64,98 @@ async def test_workers_are_found_in_the_registry_and_stay_when_redis_dies(
         assert one.text.encode() == bytes(answer(list(f"{PROMPT} {number}".encode()), 8))
 
 
-async def test_a_request_is_one_span_with_its_parts_below(
+async def test_the_spans_of_a_request_add_up_to_its_total(
     connect: Connect, decode: Program, prefill: Program, sink: OtlpSink
 ) -> None:
     front = await connect(decode, prefill, otlp=sink.endpoint)
-    done = await front.client.generate(PROMPT + "traced", max_tokens=4, temperature=0)
-    # Not TRANSFER_WAIT: it has no length where the KV was there before the first token.
-    phases = (Phase.PREPARE, Phase.PREFIX_LOOKUP, Phase.RESERVE)
-    parts = (*(names.PHASE_SPANS[one] for one in phases), names.SPAN_DELIVER)
-    await asyncio.to_thread(sink.wait_for, names.SPAN_REQUEST, *parts)
+    done = await front.client.generate(PROMPT + "traced", max_tokens=4, temperature=0, session_id="s", priority=-1)
+    await asyncio.to_thread(sink.wait_for, names.SPAN_REQUEST)
     [request] = sink.named(names.SPAN_REQUEST)
-    assert request.kind == "server"
+    model = (await front.client.model()).name
+    assert (request.name, request.kind, request.service) == (f"text_completion {model}", "server", "pdserve-router")
     assert not request.is_failed
     expected = {
+        names.OPERATION: "text_completion",
+        names.PROVIDER: "pdserve",
+        names.CONVERSATION_ID: "s",
+        names.REQUEST_MODEL: model,
+        names.REQUEST_MAX_TOKENS: 4,
+        names.REQUEST_TEMPERATURE: 0.0,
+        names.RESPONSE_MODEL: model,
+        names.RESPONSE_ID: done.request_id,
+        names.RESPONSE_FINISH_REASONS: ["length"],
+        names.INPUT_TOKENS: len(PROMPT) + 6,
+        names.OUTPUT_TOKENS: 4,
         names.REQUEST_ID: done.request_id,
+        names.REQUEST_ATTRIBUTES["priority"]: -1,
         names.PATH: "remote",
         names.PREFILL_WORKER: "p0",
         names.DECODE_WORKER: "d0",
-        names.INPUT_TOKENS: len(PROMPT) + 6,
-        names.OUTPUT_TOKENS: 4,
-        names.RESPONSE_FINISH_REASONS: ["length"],
         names.RPC_STATUS: "OK",
-        names.PROVIDER: "pdserve",
-        names.REQUEST_MODEL: (await front.client.model()).name,
-        names.RESPONSE_MODEL: (await front.client.model()).name,
     }
     assert {key: request.attributes.get(key) for key in expected} == expected
-    for part in parts:
-        [span] = sink.named(part)
-        assert (span.trace_id, span.parent_id) == (request.trace_id, request.span_id)
+    host, _, port = front.server.address.rpartition(":")
+    assert (request.attributes[names.SERVER_ADDRESS], request.attributes[names.SERVER_PORT]) == (host, int(port))
+    parts = sorted((one for one in sink.spans if one.parent_id == request.span_id), key=lambda one: one.start_ns)
+    assert {one.trace_id for one in parts} == {request.trace_id}
+    # One follows the other, without a gap: the phases, and the delivery of the last message.
+    edges = [request.start_ns, *(one.start_ns for one in parts[1:]), request.end_ns]
+    assert [(one.start_ns, one.end_ns) for one in parts] == list(pairwise(edges))
+    assert parts[-1].name == names.SPAN_DELIVER
+    assert sum(one.duration_s for one in parts[:-1]) == pytest.approx(done.timings.total_s, abs=1e-6)
+    for phase, span_name in names.PHASE_SPANS.items():
+        spent_s = sum(one.duration_s for one in parts if one.name == span_name)
+        assert spent_s == pytest.approx(getattr(done.timings.phases, f"{phase.value}_s"), abs=1e-6)
+    by_worker = {one.name: (one.service, one.instance) for one in parts if names.WORKER_ID in one.attributes}
+    assert by_worker["pdserve.prefill"] == ("pdserve-prefill", "p0")
+    assert by_worker["pdserve.decode"] == ("pdserve-decode", "d0")
+
+
+async def test_several_answers_are_one_trace(connect: Connect, decode: Program, sink: OtlpSink) -> None:
+    front = await connect(decode, otlp=sink.endpoint)
+    done = await front.client.generate("hello", n=2, max_tokens=3, ignore_eos=True)
+    await asyncio.to_thread(sink.wait_for, names.SPAN_REQUEST)
+    [request] = sink.named(names.SPAN_REQUEST)
+    assert request.attributes[names.RESPONSE_FINISH_REASONS] == ["length", "length"]
+    assert request.attributes[names.OUTPUT_TOKENS] == done.usage.completion_tokens == 6
+    assert request.attributes[names.REQUEST_CHOICE_COUNT] == 2
+    assert sum(one.name == "pdserve.decode" for one in sink.spans) >= 2
 
 
 async def test_a_failed_request_marks_its_span_with_the_reason(
     connect: Connect, decode: Program, sink: OtlpSink
 ) -> None:
-    front = await connect(decode, otlp=sink.endpoint)
+    front = await connect(decode, otlp=sink.endpoint, trace_share=0.0)
+    await front.client.generate("hello", max_tokens=1)
     with pytest.raises(InvalidRequest):
         await front.client.generate("hello", temperature=-1.0)
     await asyncio.to_thread(sink.wait_for, names.SPAN_REQUEST)
-    [request] = sink.named(names.SPAN_REQUEST)
+    [request] = sink.named(names.SPAN_REQUEST)  # that of the request that was served is not kept
     assert request.is_failed
     assert request.attributes[names.ERROR_TYPE] == "INVALID_REQUEST"
     assert request.attributes[names.RPC_STATUS] == "INVALID_ARGUMENT"
+    [prepare] = sink.named(names.PHASE_SPANS[Phase.PREPARE])
+    assert (prepare.parent_id, prepare.start_ns) == (request.span_id, request.start_ns)
+
+
+async def test_exemplars_link_histograms_to_traces(connect: Connect, decode: Program, sink: OtlpSink) -> None:
+    metrics = Metrics("router")
+    front = await connect(decode, otlp=sink.endpoint, metrics=metrics)
+    await front.client.generate("hello", max_tokens=4, temperature=0)
+    await asyncio.to_thread(sink.wait_for, names.SPAN_REQUEST)
+    [request] = sink.named(names.SPAN_REQUEST)
+    text = await asyncio.to_thread(scrape, metrics.serve(0), OPEN_METRICS)
+    metrics.close()
+    linked = {line.partition("_bucket")[0] for line in text.splitlines() if request.trace_id in line}
+    assert linked == {
+        "gen_ai_server_request_duration_seconds",
+        "gen_ai_server_time_per_output_token_seconds",
+        "gen_ai_server_time_to_first_token_seconds",
+        "pdserve_queue_seconds",
+        "pdserve_tenant_ttft_seconds",
+        "pdserve_tpot_seconds",
+        "pdserve_ttft_seconds",
+    }
 
 
 async def test_prometheus_gets_requests_errors_and_workers(connect: Connect, decode: Program) -> None:

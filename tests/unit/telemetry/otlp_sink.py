@@ -12,13 +12,14 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from pdserve.telemetry.names import SPANS
+from pdserve.telemetry.names import SPAN_CLIENT, SPAN_REQUEST, SPANS
 
 
 @dataclass(frozen=True, slots=True)
 class SeenSpan:
     name: str
     service: str
+    instance: str
     trace_id: str
     span_id: str
     parent_id: str  # empty for a root
@@ -28,6 +29,11 @@ class SeenSpan:
     is_failed: bool
     attributes: dict[str, Any]
     schema_url: str
+
+    @property
+    def key(self) -> str:
+        """Of names.SPANS: the spans of a call are named after its operation and model."""
+        return {"client": SPAN_CLIENT, "server": SPAN_REQUEST}.get(self.kind, self.name)
 
     @property
     def duration_s(self) -> float:
@@ -46,8 +52,8 @@ class OtlpSink:
         with self._changed:
             return list(self._spans)
 
-    def named(self, name: str) -> list[SeenSpan]:
-        return [span for span in self.spans if span.name == name]
+    def named(self, key: str) -> list[SeenSpan]:
+        return [span for span in self.spans if span.key == key]
 
     def wait(self, holds: Callable[[list[SeenSpan]], bool], deadline_s: float = 15.0) -> list[SeenSpan]:
         """The spans, as soon as they satisfy `holds`."""
@@ -59,12 +65,12 @@ class OtlpSink:
                 self._changed.wait(left_s)
             return list(self._spans)
 
-    def wait_for(self, *names: str, deadline_s: float = 15.0) -> list[SeenSpan]:
-        """The spans, as soon as one of each name is among them."""
-        return self.wait(lambda spans: set(names) <= {span.name for span in spans}, deadline_s)
+    def wait_for(self, *keys: str, deadline_s: float = 15.0) -> list[SeenSpan]:
+        """The spans, as soon as one of each key is among them."""
+        return self.wait(lambda spans: set(keys) <= {span.key for span in spans}, deadline_s)
 
     def trees(self) -> list[dict[str, Any]]:
-        """One nested dictionary per root: {"name": ..., "service": ..., "children": [...]}, children by start."""
+        """One nested dictionary per root: {"key": ..., "service": ..., "children": [...]}, children by start."""
         spans = self.spans
         known = {span.span_id for span in spans}
         return [_tree(span, spans) for span in spans if span.parent_id not in known]
@@ -77,17 +83,18 @@ class OtlpSink:
 
 def _tree(span: SeenSpan, spans: list[SeenSpan]) -> dict[str, Any]:
     children = sorted((one for one in spans if one.parent_id == span.span_id), key=lambda one: one.start_ns)
-    return {"name": span.name, "service": span.service, "children": [_tree(one, spans) for one in children]}
+    return {"key": span.key, "service": span.service, "children": [_tree(one, spans) for one in children]}
 
 
 def _seen(request: trace_service_pb2.ExportTraceServiceRequest) -> Iterator[SeenSpan]:
     for resource in request.resource_spans:
-        service = _attributes(resource.resource.attributes).get("service.name", "")
+        process = _attributes(resource.resource.attributes)
         for scope in resource.scope_spans:
             for span in scope.spans:
                 yield SeenSpan(
                     name=span.name,
-                    service=service,
+                    service=process.get("service.name", ""),
+                    instance=process.get("service.instance.id", ""),
                     trace_id=span.trace_id.hex(),
                     span_id=span.span_id.hex(),
                     parent_id=span.parent_span_id.hex(),
@@ -138,5 +145,5 @@ def running_sink() -> Iterator[OtlpSink]:
     finally:
         server.stop(grace=0.2).wait()
     for span in sink.spans:
-        if span.name in SPANS:
-            assert set(span.attributes) <= set(SPANS[span.name].attributes), span
+        if span.key in SPANS:
+            assert set(span.attributes) <= set(SPANS[span.key].attributes), span

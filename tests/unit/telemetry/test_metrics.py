@@ -13,6 +13,8 @@ from pdserve.core.errors import ConfigError
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"  # the format with exemplars
+
 
 def scrape(port: int, accept: str = "text/plain") -> str:
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
@@ -51,7 +53,7 @@ def test_what_was_counted_is_scraped(served) -> None:
 def test_a_bucket_leads_to_a_trace(served) -> None:
     metrics, port = served
     metrics.observe(metric_names.TTFT, 0.055, path="local", trace_id="ab" * 16)
-    assert f'trace_id="{"ab" * 16}"' in scrape(port, "application/openmetrics-text; version=1.0.0")
+    assert f'trace_id="{"ab" * 16}"' in scrape(port, OPEN_METRICS)
 
 
 def test_each_process_shows_its_own_metrics_only() -> None:

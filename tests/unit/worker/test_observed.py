@@ -1,4 +1,4 @@
-"""What others see of a worker from outside its streams: Redis, spans, metrics."""
+"""What others see of a worker from outside its streams: Redis, logs, metrics."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ import pytest
 
 from kvtransfer.stats import EVENTS
 from pdserve.core.hashing import block_hashes, chain_key
-from pdserve.core.phases import Phase
 from pdserve.core.types import Role
 from pdserve.engine.rejected_joins import count_rejected_join, rejected_joins
 from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.redis_index import RedisIndex
 from pdserve.prefix.registry import Registry
-from pdserve.telemetry import metric_names, names
+from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.worker.measure import WorkerMetrics
-from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
 
 PROMPT = list(range(10, 31))
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -32,12 +30,6 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 def redis() -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis.start(is_unix=True) as server:
         yield server
-
-
-@pytest.fixture
-def sink() -> Iterator[OtlpSink]:
-    with running_sink() as sink:
-        yield sink
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]], what: str, deadline_s: float = 10.0) -> None:
@@ -92,45 +84,25 @@ async def test_a_worker_starts_without_redis(start: Any, attach: Any, ask: Any, 
     assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
 
 
-async def test_each_worker_records_its_own_spans(start: Any, attach: Any, ask: Any, sink: OtlpSink) -> None:
-    p, d = start(Role.PREFILL, otlp=sink.endpoint), start(Role.DECODE, otlp=sink.endpoint)
-    router = await attach(p, d)
-    remote, local = ask("remote", PROMPT), ask("local", [99, *PROMPT])
-    for sequence, parent in ((remote, "b7ad6b7169203331"), (local, "b7ad6b7169203332")):
-        sequence.traceparent = f"00-{TRACE}-{parent}-01"
-    remote.priority, remote.session_id = -2, "conversation 7"
-    await router.remote(remote)
-    await router.local(local)
+async def test_log_records_about_an_attempt_name_its_trace(
+    start: Any, attach: Any, ask: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    d = start(Role.DECODE)
+    router = await attach(d)
+    sequence = ask("r", PROMPT, max_tokens=500)
+    sequence.traceparent = f"00-{TRACE}-b7ad6b7169203331-01"
+    sequence.priority, sequence.session_id = -2, "conversation 7"
+    asked = asyncio.create_task(router.local(sequence))
+    await eventually(lambda: has_begun(d), "the attempt")
+    await d.on_engine(lambda program: program.fail_all("broken"))
+    asked.cancel()
+    [record] = [one for one in caplog.records if one.message == "attempt failed"]
+    expected = {"request_id": "r", "trace_id": TRACE, "priority": -2, "session_id": "conversation 7"}
+    assert {name: vars(record).get(name) for name in expected} == expected
 
-    # A wait of no measurable length has no span.
-    working = {names.PHASE_SPANS[one] for one in (Phase.PREFILL, Phase.DECODE)}
 
-    def is_complete(spans: list[Any]) -> bool:
-        return sum(span.name in working for span in spans) >= 4
-
-    spans = await asyncio.to_thread(sink.wait, is_complete)
-    seen = {(span.name, span.attributes[names.WORKER_ID], span.parent_id) for span in spans if span.name in working}
-    assert seen == {
-        ("pdserve.prefill", "prefill-0", "b7ad6b7169203331"),
-        ("pdserve.decode", "decode-0", "b7ad6b7169203331"),
-        ("pdserve.prefill", "decode-0", "b7ad6b7169203332"),
-        ("pdserve.decode", "decode-0", "b7ad6b7169203332"),
-    }
-    assert {span.trace_id for span in spans} == {TRACE}
-    set_by_client = {"pdserve.priority": -2, "session.id": "conversation 7"}
-    for span in spans:
-        found = {name: span.attributes[name] for name in names.REQUEST_ATTRIBUTES.values() if name in span.attributes}
-        assert found == (set_by_client if span.attributes[names.REQUEST_ID] == "remote" else {})
-    first = router.all("first_token", "remote")[0]
-    told = {"prefill_queue": first.queue_s, "prefill": first.prefill_s, "decode_queue": 0.0, "decode": 0.0}
-    for row in router.rows("remote"):
-        told["decode_queue"] += row.decode_queue_s
-        told["decode"] += row.decode_s
-    spent = dict.fromkeys(told, 0.0)
-    for span in spans:
-        if span.parent_id == "b7ad6b7169203331":
-            spent[span.name.removeprefix("pdserve.")] += span.duration_s
-    assert spent == pytest.approx(told, abs=1e-6)  # a span for what the router was told, and for nothing else
+async def has_begun(worker: Any) -> bool:
+    return bool(await worker.on_engine(lambda program: program.batching.live()))
 
 
 async def test_a_worker_serves_its_metrics(start: Any, attach: Any, ask: Any, unused_tcp_port: int) -> None:
