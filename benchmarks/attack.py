@@ -38,7 +38,7 @@ REST_S: Final = 30.0
 # Answers must have the same bits whatever shares a step with them, to be compared at all; and none may be rejected
 # for its SLO targets on a busy machine.
 FLAGS: Final = (
-    *("--set", "worker.deterministic=true"),
+    *("--set", "worker.deterministic=on"),
     *("--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"),
     *("--set", "router.connection_idle_s=5"),  # so that a row sees idle connections end
 )

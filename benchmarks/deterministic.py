@@ -30,7 +30,7 @@ STEPS: Final = 8  # of a decode turn
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.deterministic", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", type=Path, default=MODEL, metavar="FOLDER")
-    parser.add_argument("--dtype", default="float32", help="float32 or int8")
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or int8")
     parser.add_argument("--batches", type=_numbers, default=[1, 8, 32])
     parser.add_argument("--prompts", type=_numbers, default=[128, 512, 2048])
     parser.add_argument("--rounds", type=int, default=7)
@@ -46,13 +46,13 @@ def main() -> None:
                 model=str(flags.model),
                 worker_id="bench",
                 dtype=flags.dtype,
-                deterministic=is_deterministic,
+                deterministic=setting,
                 threads=flags.threads,
                 block_size=BLOCK_SIZE,
                 kv_blocks=-(-num_tokens // BLOCK_SIZE),
             )
         )
-        for is_deterministic in (False, True)
+        for setting in ("off", "on")
     )
     print(
         f"{flags.model.resolve().name}, {flags.dtype}, {flags.threads} threads, {'wall' if flags.wall else 'CPU'} time"

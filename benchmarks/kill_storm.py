@@ -34,7 +34,7 @@ WORKERS: Final = ("p0", "p1", "d0", "d1")
 FLAGS: Final = (
     *("--prefill", "2", "--decode", "2"),
     # Deterministic mode: answers do not depend on the batch, so two runs can be compared.
-    *("--set", "worker.deterministic=true"),
+    *("--set", "worker.deterministic=on"),
     # A cluster without half of its workers is slow; no request is rejected for that.
     *("--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"),
 )

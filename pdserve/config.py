@@ -25,7 +25,7 @@ PUSHES: Final = ("auto", "end", "chunk", "layers")
 KV_WIRES: Final = ("exact", "auto", "int8")
 KV_CHECKS: Final = ("off", "step")
 SPECULATIONS: Final = ("auto", "ngram", "off")
-AHEADS: Final = ("auto", "on", "off")
+SWITCHES: Final = ("auto", "on", "off")
 RANK_POOLS: Final = ("auto", "own")
 MAX_DRAFTS: Final = 15  # attention computes rows of this many drafts and their own token at once
 
@@ -79,8 +79,10 @@ class WorkerConfig(TlsSettings):
         choices=RANK_POOLS,
     )
     cuda_graphs: bool = setting("capture decode steps as CUDA graphs and replay them", True)
-    deterministic: bool = setting(
-        "compute bitwise identical logits for any batch; only on a CPU with float32 or int8", False
+    deterministic: str = setting(
+        "compute bitwise identical logits for any batch and chunk, on a CPU: on, off, or auto (on with bfloat16)",
+        "auto",
+        choices=SWITCHES,
     )
     load: str = setting(
         "auto reads the weights from the folder; dummy generates random weights from config.json, for benchmarks",
@@ -129,7 +131,7 @@ class WorkerConfig(TlsSettings):
         "launch a decode step before the results of the last one are read, unless speculative decoding runs: on, off, "
         "or auto (on with a GPU)",
         "auto",
-        choices=AHEADS,
+        choices=SWITCHES,
     )
     max_drafts: int = setting("maximum number of draft tokens of one sequence in one step", 8, within=(1, MAX_DRAFTS))
     kv_wire: str = setting(

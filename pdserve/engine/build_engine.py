@@ -130,8 +130,10 @@ def open_rank(
     rank_model = rank_config(model_config, shard)
     # The CPU's kernel cannot read fp8, so such a pool is gathered, which is slower.
     is_paged = device.type == "cpu" and jit.is_available() and config.kv_dtype != "fp8"
-    if config.deterministic and not is_paged:
+    if config.deterministic == "on" and not is_paged:
         raise ConfigError("deterministic", "on", "off, or a CPU with numba and kv_dtype not fp8")
+    if config.deterministic == "auto" and is_paged and precision.rounding == "bfloat16":
+        config = replace(config, deterministic="on")
     choices = (f"integers to {weight_levels()}",) if precision.rounding == "int8" else ()
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
     name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
@@ -179,7 +181,7 @@ def open_rank(
             return TorchEngine(spec, model, pool, grammars, make_attention, MAX_SHORT)
         computed = torch.bfloat16 if precision.rounding == "bfloat16" else torch.float32
         kernel = compiled(pool, rank_model.num_heads, computed, config.worker_id) if is_paged else None
-        most_short = 0 if kernel is None else sys.maxsize if config.deterministic else MOST_QUERIES
+        most_short = 0 if kernel is None else sys.maxsize if config.deterministic == "on" else MOST_QUERIES
         return TorchEngine(
             spec,
             model,
@@ -249,7 +251,7 @@ def load(
     shard: Shard = WHOLE,
 ) -> Weights:
     """Loads the checkpoint, or generates weights for `--load dummy`."""
-    dtype, rounding, is_deterministic = precision.compute, precision.rounding, config.deterministic
+    dtype, rounding, is_deterministic = precision.compute, precision.rounding, config.deterministic == "on"
     if checkpoint is None:
         return dummy_weights(model, device, dtype, rounding=rounding, is_deterministic=is_deterministic, shard=shard)
     progress = progress or PhaseReport(config.worker_id, "weights", "bytes")

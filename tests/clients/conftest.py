@@ -14,7 +14,7 @@ from pdserve.launch.running import Running
 from tests.support.tooled_model import make_tooled_model
 
 PROGRAMS = Path(__file__).parent / "programs"
-SETS = ("worker.deterministic=true", "router.slo_ttft_s=120", "router.slo_tpot_s=20")
+SETS = ("worker.deterministic=on", "router.slo_ttft_s=120", "router.slo_tpot_s=20")
 
 
 @pytest.fixture(scope="session")

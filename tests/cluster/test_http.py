@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     model = str(make_tooled_model(tmp_path_factory.mktemp("models")))
-    with Cluster("--http", "0", "--model", model, "--set", "worker.deterministic=true") as cluster:
+    with Cluster("--http", "0", "--model", model, "--set", "worker.deterministic=on") as cluster:
         yield cluster
 
 

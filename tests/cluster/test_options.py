@@ -48,7 +48,7 @@ TOKENIZER = load_tokenizer(str(BUNDLED))
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Deterministic mode: answers do not depend on the batch on any processor, so they can be compared."""
-    exact = ("--set", "worker.deterministic=true", "--set", "worker.dtype=float32")
+    exact = ("--set", "worker.deterministic=on", "--set", "worker.dtype=float32")
     with Cluster("--model", str(BUNDLED), "--prefill", "1", "--decode", "2", *exact) as cluster:
         yield cluster
 

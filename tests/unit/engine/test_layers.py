@@ -57,7 +57,7 @@ def test_reported_layers_are_final(name: str, tiny: Tiny, open_engine: OpenEngin
         assert any(contents), "the layer was stored at all"
 
 
-@pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"deterministic": True}])
+@pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"deterministic": "on"}])
 def test_a_layer_callback_changes_no_bit(settings: dict[str, Any], tiny: Tiny, open_engine: OpenEngine) -> None:
     silent, listened = open_engine(tiny("llama"), **settings), open_engine(tiny("llama"), **settings)
     told: list[int] = []

@@ -75,7 +75,7 @@ def serve(
 @pytest.fixture(scope="session")
 def bundled() -> Iterator[Served]:
     """The bundled model, which has a chat template, in deterministic mode: equal requests have equal answers."""
-    with serve(model=str(BUNDLED), worker={"deterministic": True}) as served:
+    with serve(model=str(BUNDLED), worker={"deterministic": "on"}) as served:
         yield served
 
 
@@ -137,5 +137,5 @@ def is_idle(sdk: Client) -> bool:
 def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The bundled model with a chat template that shows tools."""
     folder = make_tooled_model(tmp_path_factory.mktemp("models"))
-    with serve(model=str(folder), worker={"deterministic": True}) as served:
+    with serve(model=str(folder), worker={"deterministic": "on"}) as served:
         yield served

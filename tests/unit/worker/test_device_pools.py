@@ -30,7 +30,7 @@ COMMON: Final[dict[str, Any]] = {
     "max_context_tokens": 256,
     "max_batch_tokens": 512,
     "is_prefix_cache_on": False,
-    "deterministic": True,
+    "deterministic": "on",
     "profile": "h100-sxm.llama-3.1-8b.bf16",
 }
 PATHS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", "tcp"])

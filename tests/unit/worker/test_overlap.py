@@ -20,7 +20,7 @@ COMMON: Final[dict[str, Any]] = {
     "block_size": 16,
     "max_context_tokens": 256,
     "is_prefix_cache_on": False,
-    "deterministic": True,  # blocks of two sizes, and prompts read in two ways, are compared
+    "deterministic": "on",  # blocks of two sizes, and prompts read in two ways, are compared
 }
 
 

@@ -95,7 +95,7 @@ async def test_a_real_engine_goes_on_from_converted_blocks_as_from_its_own(
         "max_context_tokens": 512,
         "kv_blocks": 32,
         "is_prefix_cache_on": False,
-        "deterministic": True,  # a float that rounds otherwise becomes another integer
+        "deterministic": "on",  # a float that rounds otherwise becomes another integer
         "profile": "h100-sxm.llama-3.1-8b.bf16",  # no worker measures itself first
     }
     p, d = start(Role.PREFILL, **{**common, **prefill}), start(Role.DECODE, **{**common, **decode})
@@ -132,7 +132,7 @@ async def test_float32_sent_to_an_int8_pool_is_what_its_engine_would_have_stored
         "max_context_tokens": 512,
         "kv_blocks": 32,
         "is_prefix_cache_on": False,
-        "deterministic": True,  # a float that rounds otherwise becomes another integer
+        "deterministic": "on",  # a float that rounds otherwise becomes another integer
         "profile": "h100-sxm.llama-3.1-8b.bf16",  # no worker measures itself first
     }
     p = start(Role.PREFILL, block_size=16, **common)
@@ -174,7 +174,7 @@ async def test_floats_travel_as_int8_where_the_operator_says_so(
         "block_size": 16,
         "kv_blocks": 32,
         "is_prefix_cache_on": False,
-        "deterministic": True,  # a float that rounds otherwise becomes another integer
+        "deterministic": "on",  # a float that rounds otherwise becomes another integer
         "profile": "h100-sxm.llama-3.1-8b.bf16",  # no worker measures itself first
         "transport": transport,
     }
