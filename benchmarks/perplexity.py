@@ -1,7 +1,7 @@
 """What rounded weights and KV cost: perplexity, and changed choices, of the bundled model on Python files outside its
 training set.
 
-    python -m benchmarks.perplexity [--kinds float32,bfloat16,int8] [--window 512] [--chunk 64] [--choices]
+    python -m benchmarks.perplexity [--kinds float32,bfloat16,int8,int4] [--window 512] [--chunk 64] [--choices]
 
 The text consists of the files that training held out (the model's card names them), from the running interpreter's
 standard library. Python 3.11.7 gives the 40,267 tokens of the card; another version has similar files. Each window of
@@ -56,7 +56,7 @@ WINDOWS_PER_STEP: Final = 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default="float32,bfloat16,int8")
+    parser.add_argument("--kinds", default="float32,bfloat16,int8,int4")
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0)

@@ -1,6 +1,6 @@
 """A decode step beside the sum of its matrix products, measured alone in the same process.
 
-    python -m benchmarks.step_products --model FOLDER [--dtypes float32,bfloat16,int8] [--batches 1,2,4,8,16,32]
+    python -m benchmarks.step_products --model FOLDER [--dtypes float32,bfloat16,int8,int4] [--batches 1,2,4,8,16,32]
 
 Each round measures one step and then all its products, on inputs that are rounded already: the same weights in the same
 order, so that both read them from memory. The ratio is that of the two medians. A prompt has 32 tokens; the KV that a
@@ -33,6 +33,7 @@ PROMPT_TOKENS: Final = 32
 WARM: Final = 4
 ROUND: Final[dict[str, Callable[[Tensor], tuple[Tensor, ...]]]] = {
     "int8": quantise,
+    "int4": quantise,
     "bfloat16": lambda x: (x.bfloat16(),),
 }
 
@@ -40,7 +41,7 @@ ROUND: Final[dict[str, Callable[[Tensor], tuple[Tensor, ...]]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--dtypes", default="float32,bfloat16,int8")
+    parser.add_argument("--dtypes", default="float32,bfloat16,int8,int4")
     parser.add_argument("--batches", default="1,2,4,8,16,32")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--threads", type=int, default=2)

@@ -17,7 +17,7 @@ from pdserve.core.setting import LARGEST_COUNT, PORTS, check_fields, setting
 from pdserve.core.tls_settings import CallerTlsSettings, TlsSettings, check_tls
 
 TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
-DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "fp8")
+DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "int4", "fp8")
 LOADS: Final = ("auto", "dummy")
 KV_DTYPES: Final = ("auto", "int8", "fp8")
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -58,9 +58,9 @@ class WorkerConfig(TlsSettings):
     )
     device: str = setting("device of the model; auto takes CUDA if a GPU is there", "auto", choices=DEVICES)
     dtype: str = setting(
-        "dtype of weights and products: auto (bfloat16 on CUDA, and on a CPU with bfloat16 instructions "
-        "if the checkpoint is bfloat16; otherwise float32), float32, bfloat16, "
-        "int8 (int8 weights, on a CPU) or fp8 (on CUDA)",
+        "dtype of weights and products: auto (bfloat16 on CUDA; on a CPU with the instructions bfloat16 or int4, "
+        "if the checkpoint is; otherwise float32), float32, bfloat16, "
+        "int8 or int4 (weights, on a CPU) or fp8 (on CUDA)",
         "auto",
         choices=DTYPES,
     )

@@ -1,6 +1,6 @@
 """Our engine beside transformers, and beside vLLM where its environment's python is given: in turns, in one run.
 
-    python -m benchmarks.engine --model FOLDER [--dtypes float32,bfloat16,int8,int8/int8] [--out DIR]
+    python -m benchmarks.engine --model FOLDER [--dtypes float32,bfloat16,int8,int4,int8/int8] [--out DIR]
         [--peer-python PYTHON] [--peer-dtypes float32,bfloat16]
 
 Decode: prompts of 32 tokens, two steps to warm up, then --steps measured ones; a turn counts with the median of its

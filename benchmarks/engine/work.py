@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdserve.engine.config import ModelConfig
 
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5 + 3 / 64}  # int4 with scales and zeros
 
 
 @dataclass(frozen=True, slots=True)

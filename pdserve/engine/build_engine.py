@@ -121,9 +121,12 @@ def open_rank(
     folder = Path(config.model)
     model_config = read_config(folder)
     device = device or choose_device(config.device, shard.rank)
-    precision = choose_precision(config.dtype, device, model_config.dtype)
-    if config.dtype == "auto" and device.type == "cpu" and precision.name == "bfloat16":
-        log.info("the checkpoint is bfloat16, and this CPU multiplies bfloat16: --dtype float32 computes exactly")
+    precision = choose_precision(config.dtype, device, model_config.stored)
+    if config.dtype == "auto" and device.type == "cpu" and precision.name != "float32":
+        log.info(
+            "this CPU multiplies the checkpoint's dtype: --dtype float32 computes exactly",
+            extra={"dtype": precision.name},
+        )
     use_device(device)
     if device.type == "cuda":
         meter = meter or CudaMeter(device)
@@ -134,7 +137,7 @@ def open_rank(
         raise ConfigError("deterministic", "on", "off, or a CPU with numba and kv_dtype not fp8")
     if config.deterministic == "auto" and is_paged and precision.rounding == "bfloat16":
         config = replace(config, deterministic="on")
-    choices = (f"integers to {weight_levels()}",) if precision.rounding == "int8" else ()
+    choices = (f"integers to {weight_levels()}",) if precision.rounding in ("int8", "int4") else ()
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
     name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
     shape = block_shape(config, rank_model if memory is None else model_config, precision)
@@ -305,7 +308,7 @@ def shared_bytes(config: WorkerConfig) -> int:
 
 def _model_and_precision(config: WorkerConfig) -> tuple[ModelConfig, Precision]:
     model = read_config(Path(config.model))
-    return model, choose_precision(config.dtype, choose_device(config.device), model.dtype)
+    return model, choose_precision(config.dtype, choose_device(config.device), model.stored)
 
 
 def make_spec(

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from pdserve.core.errors import InternalError, ModelError
 from pdserve.engine.linear import Linear, PlainLinear
+from pdserve.engine.packed_scheme import PER_WORD, PackedScheme
 from pdserve.engine.quantisation_config import Quantisation
 from pdserve.engine.safetensors_file import StoredTensor
 from pdserve.engine.sharding import WHOLE, Cut, Shard
-from pdserve.engine.tensor_slices import cut_scale, cut_tensor
+from pdserve.engine.tensor_slices import cut_packed, cut_scale, cut_tensor
 
 PLAIN_DTYPES: Final = ("F32", "BF16", "F16")
 
@@ -35,6 +36,7 @@ class Needs:
         self._shard = shard
         self._parts: dict[str, Callable[[StoredTensor], StoredTensor] | None] = {}  # None: not needed by this rank
         self.num_matrix_weights = 0  # products of this rank
+        self.num_packed_weights = 0  # those of them that are stored in 4 bits
         self.num_table_weights = 0  # lookup tables of this rank
         self._quantisation = quantisation
 
@@ -56,14 +58,22 @@ class Needs:
         spans = self._shard.outputs(parts, cut)
         for (module, num_outputs), outputs in zip(parts.items(), spans.values(), strict=True):
             scheme, shape = self._quantisation.scheme(module), (num_outputs, num_inputs)
-            if scheme is None:
+            if isinstance(scheme, PackedScheme):
+                _check_groups(module, scheme, num_inputs)
+                for part in scheme.tensors():
+                    name = f"{module}.{part.suffix}"
+                    self._note(name, scheme.shape(part, *shape), dtypes=part.dtypes)
+                    self._parts[name] = partial(cut_packed, part=part, outputs=outputs, inputs=inputs, shape=shape)
+                self.num_packed_weights += (outputs[1] - outputs[0]) * (inputs[1] - inputs[0])
+            elif scheme is None:
                 self._note(f"{module}.weight", shape)
+                self._parts[f"{module}.weight"] = partial(cut_tensor, rows=outputs, columns=inputs)
             else:
                 self._note(f"{module}.weight", shape, dtypes=(scheme.stored,))
                 scale = f"{module}.{scheme.scale_name}"
                 self._note(scale, *scheme.scale_shapes(*shape))
                 self._parts[scale] = partial(cut_scale, scheme=scheme, outputs=outputs, inputs=inputs, shape=shape)
-            self._parts[f"{module}.weight"] = partial(cut_tensor, rows=outputs, columns=inputs)
+                self._parts[f"{module}.weight"] = partial(cut_tensor, rows=outputs, columns=inputs)
             if has_bias:
                 self._note(f"{module}.bias", (num_outputs,))
                 self._parts[f"{module}.bias"] = partial(cut_tensor, rows=outputs) if self._shard.has_bias(cut) else None
@@ -105,6 +115,11 @@ class Needs:
             raise InternalError(f"two parameters are called {name}")
         self.tensors[name] = Need(shapes, dtypes)
         return torch.empty(shapes[0], device="meta")
+
+
+def _check_groups(module: str, scheme: PackedScheme, num_inputs: int) -> None:
+    if num_inputs % (scheme.group or PER_WORD):
+        raise ModelError(module, f"{num_inputs} inputs", f"a multiple of {scheme.group or PER_WORD}: whole groups")
 
 
 def _whole(tensor: StoredTensor) -> StoredTensor:

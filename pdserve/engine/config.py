@@ -54,6 +54,11 @@ class ModelConfig:
     dtype: str  # of the checkpoint
     quantisation: Quantisation = PLAIN  # quantisation of the stored matrices
 
+    @property
+    def stored(self) -> str:
+        """What `--dtype auto` goes by: int4, or the checkpoint's dtype."""
+        return "int4" if self.quantisation.is_4_bit else self.dtype
+
 
 def read_config(folder: Path) -> ModelConfig:
     """Raises ModelError, naming the field, if the model cannot be served exactly."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from pdserve.core.errors import ConfigError
+from pdserve.engine.int4 import has_kernel
 from pdserve.engine.linear import Rounding, multiplies_bfloat16
 
 
@@ -44,21 +46,26 @@ class Precision:
 def choose_precision(dtype: str, device: torch.device, stored: str = "") -> Precision:
     """`dtype` as in --dtype, `stored` the checkpoint's. Raises ConfigError if the device cannot compute it.
 
-    auto is bfloat16 on CUDA, and on a CPU with bfloat16 instructions if the checkpoint is bfloat16; otherwise float32.
+    auto is bfloat16 on CUDA. On a CPU with the instructions it is bfloat16 or int4, if the checkpoint is; otherwise
+    float32.
     A CPU computes everything but products in float32.
     """
     is_cpu = device.type == "cpu"
-    if dtype == "int8" and not is_cpu:
-        raise ConfigError("dtype", dtype, "float32 or bfloat16 on CUDA; int8 products are for CPUs")
+    if dtype in ("int8", "int4") and not is_cpu:
+        raise ConfigError("dtype", dtype, f"float32 or bfloat16 on CUDA; {dtype} products are for CPUs")
     if dtype == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
         raise ConfigError("dtype", dtype, "int8 on a CPU; fp8 products need CUDA of compute capability 8.9")
     if dtype == "auto":
-        is_chosen = not is_cpu or (stored == "bfloat16" and has_fast_bfloat16())
-        dtype = "bfloat16" if is_chosen else "float32"
+        if is_cpu and stored == "int4" and has_kernel():
+            dtype = "int4"
+        elif not is_cpu or (stored == "bfloat16" and has_fast_bfloat16()):
+            dtype = "bfloat16"
+        else:
+            dtype = "float32"
     if dtype == "float32":
         return Precision(dtype, torch.float32, "none", torch.float32)
-    if dtype == "int8":
-        return Precision(dtype, torch.float32, "int8", torch.float32)
+    if dtype in ("int8", "int4"):
+        return Precision(dtype, torch.float32, cast(Rounding, dtype), torch.float32)
     if is_cpu:
         return Precision(dtype, torch.float32, "bfloat16", torch.bfloat16)
     return Precision(dtype, torch.bfloat16, "fp8" if dtype == "fp8" else "none", torch.bfloat16)

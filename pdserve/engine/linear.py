@@ -6,6 +6,7 @@ packed   float32 on a CPU: oneDNN's blocked layout, made at load. 2 to 4 times a
 fp8      CUDA from compute capability 8.9 on: see fp8.py.
 bfloat16 a CPU: weights and activations rounded to bfloat16, sums in float32, results in bfloat16. Between the products
          activations stay in float32.
+int4     a CPU with VNNI: see int4.py.
 int8     a CPU with VNNI: weights rounded per output channel, activations per token, sums in int32.
 
         w[n, k] ~ q_w[n, k] * s_w[n]          s_w[n] = max_k |w[n, k]| / 127
@@ -28,12 +29,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine.fp8 import make_fp8_linear
+from pdserve.engine.int4 import make_int4_linear
 from pdserve.engine.kernels import jit
 from pdserve.engine.ops import quantise
 from pdserve.engine.rounding import BFLOAT16_TRIAL, LEAST_SCALE, LEVELS, ZERO_POINT
 
 Product = Callable[[Tensor, Tensor], Tensor]  # of rounded inputs and their scales
-Rounding = Literal["none", "bfloat16", "int8", "fp8"]  # of a product's weights and inputs
+Rounding = Literal["none", "bfloat16", "int8", "int4", "fp8"]  # of a product's weights and inputs
 
 _LEAST_ROWS: Final = 4  # with packed weights, oneDNN is faster for four rows than for one, two or three
 _HINT_ROWS: Final = 32  # oneDNN chooses the same layout for 4 to 32 rows
@@ -65,6 +67,8 @@ def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, rounding: Round
         return make_fp8_linear(weight_NK, bias_N) or PlainLinear(weight_NK.clone(), bias_N)
     if rounding == "bfloat16":
         return Bf16Linear(weight_NK.bfloat16(), bias_N)
+    if rounding == "int4":
+        return make_int4_linear(weight_NK, bias_N)
     if not is_repacked(weight_NK.device, weight_NK.dtype, rounding):
         return PlainLinear(weight_NK, bias_N)
     return Int8Linear(*round_weights(weight_NK), bias_N) if rounding == "int8" else PackedLinear(weight_NK, bias_N)
@@ -72,7 +76,7 @@ def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, rounding: Round
 
 def is_repacked(device: torch.device, dtype: torch.dtype, rounding: Rounding) -> bool:
     """Whether `make_linear` keeps another form of the weight, so that the weight's memory can be freed immediately."""
-    if rounding == "fp8":
+    if rounding in ("fp8", "int4"):
         return True
     if rounding == "bfloat16":
         return multiplies_bfloat16()

@@ -3,20 +3,23 @@ message."""
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
 
 from pdserve.core.errors import ConfigError
+from pdserve.engine import int4
 from pdserve.engine.checkpoint_spec import Needs
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.host_limits import free_bytes
 from pdserve.engine.linear import Rounding
 from pdserve.engine.parameters import build_weights
 from pdserve.engine.sharding import WHOLE, Shard
+from pdserve.engine.weights import rounding_beside
 
 _GB: Final = 1e9
-_ITEM_BYTES: Final = {"bfloat16": 2, "int8": 1, "fp8": 1}  # of a weight, by rounding
+_ITEM_BYTES: Final = {"bfloat16": 2, "int8": 1, "fp8": 1, "int4": int4.MOST_BYTES}  # of a weight, by rounding
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, rounding: Rounding, shard: Shard = WHOLE) -> int:
@@ -24,7 +27,10 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, rounding: Rounding,
     needs = Needs(config.quantisation, shard)
     build_weights(config, needs)
     item_bytes = _ITEM_BYTES.get(rounding, dtype.itemsize)
-    return needs.num_matrix_weights * item_bytes + needs.num_table_weights * dtype.itemsize
+    other_bytes = _ITEM_BYTES.get(rounding_beside(config.quantisation, rounding), item_bytes)
+    num_other = needs.num_matrix_weights - needs.num_packed_weights
+    in_matrices = math.ceil(needs.num_packed_weights * item_bytes + num_other * other_bytes)
+    return in_matrices + needs.num_table_weights * dtype.itemsize
 
 
 def check_fits(num_weight_bytes: int, num_kv_bytes: int, num_available_bytes: int | None) -> None:

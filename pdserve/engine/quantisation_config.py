@@ -1,7 +1,8 @@
 """Reads quantization_config of config.json: which matrices are stored rounded, and how. Pure.
 
-Rounded weights with one positive scale per group are supported. A recipe that also rounds activations with scales found
-at run time is served with unrounded activations, which is closer to the trained model.
+Weights of 8 bits with one positive scale per group are supported, and weights of 4 bits in groups of inputs. A recipe
+that also rounds activations with scales found at run time is served with unrounded activations, which is closer to the
+trained model.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from pdserve.core.errors import ModelError
+from pdserve.engine.packed_scheme import PER_WORD, PackedFormat, PackedScheme
 
 SUPPORTED: Final = (
-    "fp8 (e4m3 per tensor or block), fbgemm_fp8, or compressed-tensors with format float-quantized, "
-    "int-quantized or naive-quantized: 8 bits, symmetric, weights per tensor, channel, group or block"
+    "fp8 (e4m3 per tensor or block), fbgemm_fp8, gptq or awq (4 bits), or compressed-tensors with format "
+    "float-quantized, int-quantized or naive-quantized (8 bits, symmetric, weights per tensor, channel, group or "
+    "block) or pack-quantized (4 bits, weights per channel or group)"
 )
 _FIELD: Final = "quantization_config"
 _STORED: Final[Mapping[str, str]] = {"float": "F8_E4M3", "int": "I8"}
-_FORMATS: Final = ("float-quantized", "int-quantized", "naive-quantized")
+_FORMATS: Final = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_LEAST_GROUP: Final = 32  # inputs that share a scale of 4-bit weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +59,14 @@ class ModuleRule:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    groups: tuple[tuple[tuple[ModuleRule, ...], Scheme], ...]
+    groups: tuple[tuple[tuple[ModuleRule, ...], Scheme | PackedScheme], ...]
     ignored: tuple[ModuleRule, ...]
 
-    def scheme(self, module: str) -> Scheme | None:
+    @property
+    def is_4_bit(self) -> bool:
+        return any(isinstance(scheme, PackedScheme) for _, scheme in self.groups)
+
+    def scheme(self, module: str) -> Scheme | PackedScheme | None:
         """None: not quantised."""
         if any(rule.matches(module) for rule in self.ignored):
             return None
@@ -83,6 +91,10 @@ def read_quantisation(value: Any) -> Quantisation:
         return Quantisation((((ModuleRule("Linear"),), scheme),), (*rules, ModuleRule("lm_head")))
     if method == "compressed-tensors":
         return _compressed_tensors(value)
+    if method == "gptq":
+        return _gptq(value)
+    if method == "awq":
+        return _awq(value)
     raise ModelError(f"{_FIELD}.quant_method", method, SUPPORTED)
 
 
@@ -98,6 +110,45 @@ def _fp8(value: Mapping[str, Any]) -> Quantisation:
     return Quantisation((((ModuleRule("Linear"),), scheme),), (*ignored, ModuleRule("lm_head")))
 
 
+def _gptq(value: Mapping[str, Any]) -> Quantisation:
+    _choice(value, "bits", (4,))
+    _choice(value, "desc_act", (False, None))  # otherwise neighbouring inputs are in different groups
+    _choice(value, "checkpoint_format", ("gptq", "gptq_v2", None))
+    _choice(value, "dynamic", (None, {}))  # other settings for some modules
+    form: PackedFormat = "gptq_v2" if value.get("checkpoint_format") == "gptq_v2" else "gptq"
+    scheme = PackedScheme(form, _group(value.get("group_size"), f"{_FIELD}.group_size"))
+    inside = value.get("modules_in_block_to_quantize")
+    if inside is None:
+        rules: tuple[ModuleRule, ...] = (ModuleRule("Linear"),)
+    else:  # lists of modules that are quantised together
+        lists = inside if isinstance(inside, list) else [inside]
+        flat = [name for one in lists for name in (one if isinstance(one, list) else [one])]
+        rules = _rules({"modules_in_block_to_quantize": flat}, "modules_in_block_to_quantize")
+    if value.get("lm_head") is True:
+        return Quantisation((((*rules, ModuleRule("lm_head")), scheme),), ())
+    return Quantisation(((rules, scheme),), (ModuleRule("lm_head"),))
+
+
+def _awq(value: Mapping[str, Any]) -> Quantisation:
+    for name in ("bits", "w_bit") if "bits" in value or "w_bit" not in value else ("w_bit",):
+        if name == "bits" or name in value:
+            _choice(value, name, (4,))
+    _choice(value, "version", ("gemm", "GEMM", None))  # others order the integers differently
+    _choice(value, "zero_point", (True, None))
+    size = "q_group_size" if "q_group_size" in value else "group_size"
+    scheme = PackedScheme("awq", _group(value.get(size), f"{_FIELD}.{size}"))
+    ignored = (*_rules(value, "modules_to_not_convert"), ModuleRule("lm_head"))
+    return Quantisation((((ModuleRule("Linear"),), scheme),), ignored)
+
+
+def _group(size: Any, at: str) -> int | None:
+    if size == -1:
+        return None
+    if not isinstance(size, int) or isinstance(size, bool) or size < _LEAST_GROUP or size % PER_WORD:
+        raise ModelError(at, size, f"-1 (all inputs), or a multiple of {PER_WORD} from {_LEAST_GROUP} on")
+    return size
+
+
 def _compressed_tensors(value: Mapping[str, Any]) -> Quantisation:
     _choice(value, "quantization_status", ("compressed", "frozen", None))
     if value.get("kv_cache_scheme") is not None:
@@ -109,7 +160,7 @@ def _compressed_tensors(value: Mapping[str, Any]) -> Quantisation:
     groups = value.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ModelError(f"{_FIELD}.config_groups", groups, "an object of groups, each with targets and weights")
-    found = []
+    found: list[tuple[tuple[ModuleRule, ...], Scheme | PackedScheme]] = []
     for name, group in groups.items():
         at = f"{_FIELD}.config_groups.{name}"
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
@@ -119,7 +170,8 @@ def _compressed_tensors(value: Mapping[str, Any]) -> Quantisation:
             raise ModelError(f"{_FIELD}.format", form, SUPPORTED)
         _check_activations(group.get("input_activations"), f"{at}.input_activations")
         _check_activations(group.get("output_activations"), f"{at}.output_activations")
-        found.append((_rules(group, "targets"), _weights_scheme(group["weights"], f"{at}.weights")))
+        scheme_of = _packed_scheme if form == "pack-quantized" else _weights_scheme
+        found.append((_rules(group, "targets"), scheme_of(group["weights"], f"{at}.weights")))
     return Quantisation(tuple(found), _rules(value, "ignore"))
 
 
@@ -134,8 +186,7 @@ def _weights_scheme(weights: Mapping[str, Any], at: str) -> Scheme:
         raise ModelError(at, f"{kind} of {weights.get('num_bits')} bits", SUPPORTED)
     if weights.get("symmetric") is not True:
         raise ModelError(f"{at}.symmetric", weights.get("symmetric"), "true: zero points are not served")
-    if weights.get("actorder") not in (None, "static", "weight"):
-        raise ModelError(f"{at}.actorder", weights.get("actorder"), "null: groups of neighbouring inputs")
+    _check_order(weights, at)
     strategy, size = weights.get("strategy"), weights.get("group_size")
     block: tuple[int | None, int | None]
     if strategy == "tensor":
@@ -149,6 +200,24 @@ def _weights_scheme(weights: Mapping[str, Any], at: str) -> Scheme:
     else:
         raise ModelError(f"{at}.strategy", strategy, "tensor, channel, block, or group with a group_size")
     return Scheme("F8_E4M3" if kind == "float" else "I8", "weight_scale", block)
+
+
+def _packed_scheme(weights: Mapping[str, Any], at: str) -> PackedScheme:
+    if weights.get("type") != "int" or weights.get("num_bits") != 4:
+        raise ModelError(at, f"{weights.get('type')} of {weights.get('num_bits')} bits", SUPPORTED)
+    _check_order(weights, at)
+    strategy, is_symmetric = weights.get("strategy"), weights.get("symmetric")
+    if strategy not in ("channel", "group"):
+        raise ModelError(f"{at}.strategy", strategy, "channel or group")
+    if not isinstance(is_symmetric, bool):
+        raise ModelError(f"{at}.symmetric", is_symmetric, "true or false")
+    size = _group(weights.get("group_size"), f"{at}.group_size") if strategy == "group" else None
+    return PackedScheme("pack-quantized", size, has_zeros=not is_symmetric)
+
+
+def _check_order(weights: Mapping[str, Any], at: str) -> None:
+    if weights.get("actorder") not in (None, "static", "weight"):
+        raise ModelError(f"{at}.actorder", weights.get("actorder"), "null: groups of neighbouring inputs")
 
 
 def _block(value: Any, at: str) -> tuple[int, int]:
@@ -170,7 +239,8 @@ def _rules(value: Mapping[str, Any], name: str) -> tuple[ModuleRule, ...]:
     return tuple(ModuleRule(text) for text in texts)
 
 
-def _choice(value: Mapping[str, Any], name: str, choices: Sequence[str | None]) -> None:
+def _choice(value: Mapping[str, Any], name: str, choices: Sequence[Any]) -> None:
     seen = value.get(name)
     if seen not in choices:
-        raise ModelError(f"{_FIELD}.{name}", seen, " or ".join("none" if one is None else one for one in choices))
+        expected = " or ".join("none" if one is None else str(one) for one in choices)
+        raise ModelError(f"{_FIELD}.{name}", seen, expected)

@@ -18,7 +18,7 @@ from typing import Any, Final
 from pdserve.core.errors import ModelError
 
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the reference implementation
-ITEM_BYTES: Final[Mapping[str, int]] = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1}
+ITEM_BYTES: Final[Mapping[str, int]] = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}
 PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 _SAMPLES_PER_FILE: Final = 64

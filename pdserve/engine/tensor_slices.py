@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 
 from pdserve.core.errors import ModelError
+from pdserve.engine.packed_scheme import Axis, PackedTensor
 from pdserve.engine.quantisation_config import Scheme
 from pdserve.engine.safetensors_file import ITEM_BYTES, StoredTensor
 from pdserve.engine.sharding import Span
@@ -41,6 +42,19 @@ def cut_scale(
     if (rows, columns) == ((0, counts[0]), (0, counts[1])):
         return tensor
     return cut_tensor(tensor, rows, columns if len(tensor.shape) == 2 else None)
+
+
+def cut_packed(
+    tensor: StoredTensor, part: PackedTensor, outputs: Span, inputs: Span, shape: tuple[int, int]
+) -> StoredTensor:
+    """One of the tensors of a part of a 4-bit matrix [N, K] of `shape`. Raises ModelError if the part divides a group
+    or an int32."""
+
+    def span(axis: Axis) -> Span:
+        cut, total = (outputs, shape[0]) if axis.along == "outputs" else (inputs, shape[1])
+        return _blocks(tensor, cut, total, axis.count, axis.along)
+
+    return cut_tensor(tensor, span(part.rows), span(part.columns))
 
 
 def _blocks(tensor: StoredTensor, span: Span, total: int, size: int | None, what: str) -> Span:

@@ -15,6 +15,7 @@ from pdserve.core.errors import ModelError
 from pdserve.engine.checkpoint_spec import Needs
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.fused_experts import split_experts
+from pdserve.engine.int4 import Int4Linear
 from pdserve.engine.invariant import stable
 from pdserve.engine.linear import (
     Int8Linear,
@@ -27,6 +28,7 @@ from pdserve.engine.linear import (
     weight_levels,
 )
 from pdserve.engine.load_threads import load_threads
+from pdserve.engine.packed_scheme import PackedScheme
 from pdserve.engine.parameters import Weights, build_weights
 from pdserve.engine.quantisation_config import Quantisation, Scheme
 from pdserve.engine.rounding import LEVELS
@@ -34,6 +36,7 @@ from pdserve.engine.safetensors_file import Checkpoint, StoredTensor
 from pdserve.engine.scratch import LoadScratch
 from pdserve.engine.sharding import WHOLE, Cut, Shard
 from pdserve.engine.tensor_reader import TensorReader
+from pdserve.engine.unpack import dequantise_groups, unpack
 
 LoadProgress = Callable[[int, int], None]  # bytes read, bytes in all
 
@@ -43,6 +46,8 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
 _IGNORED_SUFFIX: Final = ".rotary_emb.inv_freq"  # old Llama checkpoints store what config.json already says
 
@@ -67,6 +72,11 @@ def load_weights(
             del stored[name]
     needs = Needs(config.quantisation, shard)
     build_weights(config, needs)
+    for name in stored.keys() - needs.tensors.keys():
+        module, _, suffix = name.rpartition(".")
+        scheme = config.quantisation.scheme(module)
+        if isinstance(scheme, PackedScheme) and suffix in scheme.unused:
+            del stored[name]
     needs.check(stored)
     parts = needs.cut(stored)
     with TensorReader(list(parts.values())) as reader, load_threads() as threads:
@@ -107,7 +117,8 @@ class CheckpointSource:
         self._device = device
         self._dtype = dtype
         self._progress = progress
-        self._rounding = rounding
+        self._rounding = rounding_beside(quantisation, rounding)
+        self._keeps_groups = rounding == "int4"
         self._scratches = _Scratches()
         self._counting = threading.Lock()
         self._num_read_bytes = 0
@@ -134,12 +145,17 @@ class CheckpointSource:
         schemes = {module: self._quantisation.scheme(module) for module in parts}
         if self._rounding == "int8" and all(_is_kept(scheme) for scheme in schemes.values()):
             return self._kept_matrix(parts, schemes, num_inputs, has_bias)
+        scheme = next(iter(schemes.values()))
+        if self._keeps_groups and isinstance(scheme, PackedScheme) and set(schemes.values()) == {scheme}:
+            return self._int4_matrix(parts, scheme, has_bias)
         rounding = rounding_for(self._rounding, is_head="lm_head" in parts)
         weight_NK = self._place(sum(parts.values()), num_inputs, rounding)
         biases = []
         for (module, scheme), part_NK in zip(schemes.items(), weight_NK.split(list(parts.values())), strict=True):
             if scheme is None:
                 self._read_into(f"{module}.weight", part_NK)
+            elif isinstance(scheme, PackedScheme):
+                dequantise_groups(unpack(scheme, module, self._read_raw), part_NK)
             else:
                 stored_NK = self._read_raw(f"{module}.weight").to(self._device)
                 dequantise(stored_NK, self._read_scale(f"{module}.{scheme.scale_name}"), scheme, part_NK)
@@ -157,19 +173,34 @@ class CheckpointSource:
         return make_linear(table_NK.float())
 
     def _kept_matrix(
-        self, parts: Mapping[str, int], schemes: Mapping[str, Scheme | None], num_inputs: int, has_bias: bool
+        self,
+        parts: Mapping[str, int],
+        schemes: Mapping[str, Scheme | PackedScheme | None],
+        num_inputs: int,
+        has_bias: bool,
     ) -> Linear:
         """The checkpoint's own integers and scales: rounding again would lose precision."""
         rounded_NK = self._scratches.wide.take_matrix(sum(parts.values()), num_inputs, torch.int8)
         scales, biases = [], []
         for (module, scheme), part_NK in zip(schemes.items(), rounded_NK.split(list(parts.values())), strict=True):
-            assert scheme is not None
+            assert isinstance(scheme, Scheme)
             self._read_into(f"{module}.weight", part_NK)
             scale = self._read_scale(f"{module}.{scheme.scale_name}")
             scales.append(scale.flatten().expand(part_NK.shape[0]))
             if has_bias:
                 biases.append(self._bias(module, part_NK.shape[0]))
         return Int8Linear(rounded_NK, torch.cat(scales), torch.cat(biases) if has_bias else None)
+
+    def _int4_matrix(self, parts: Mapping[str, int], scheme: PackedScheme, has_bias: bool) -> Linear:
+        """The same for the groups of a 4-bit checkpoint."""
+        groups = [unpack(scheme, module, self._read_raw) for module in parts]
+        biases = [self._bias(module, size) for module, size in parts.items()] if has_bias else []
+        return Int4Linear(
+            torch.cat([one.rounded_NK for one in groups]),
+            torch.cat([one.scale_NG for one in groups]),
+            torch.cat([one.zero_NG for one in groups]),
+            torch.cat(biases) if has_bias else None,
+        )
 
     def _place(self, num_rows: int, num_columns: int, rounding: Rounding) -> Tensor:
         """The place of a matrix before `make_linear`: new memory if that is its final form, otherwise
@@ -210,9 +241,17 @@ class CheckpointSource:
                 self._progress(self._num_read_bytes, self._num_bytes)
 
 
-def _is_kept(scheme: Scheme | None) -> bool:
+def rounding_beside(quantisation: Quantisation, rounding: Rounding) -> Rounding:
+    """Of the matrices that a checkpoint does not store in 4 bits, if `rounding` keeps those that it does: int8, because
+    the checkpoint's author found 4 bits too few for them."""
+    return "int8" if rounding == "int4" and quantisation.is_4_bit else rounding
+
+
+def _is_kept(scheme: Scheme | PackedScheme | None) -> bool:
     """Integers that Int8Linear can multiply unchanged: one scale per output, and no overflow."""
-    return scheme is not None and scheme.stored == "I8" and scheme.block[1] is None and weight_levels() == LEVELS
+    return (
+        isinstance(scheme, Scheme) and scheme.stored == "I8" and scheme.block[1] is None and weight_levels() == LEVELS
+    )
 
 
 def check_scale(name: str, scale: Tensor) -> None:

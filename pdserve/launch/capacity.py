@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,9 @@ from pdserve.model_source import TOY_MODELS
 
 _TOY_PROCESS_BYTES: Final = 60 * 2**20  # resident memory of interpreter and libraries after a start
 _PROCESS_BYTES: Final = 300 * 2**20
-_ITEM_BYTES: Final = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # bytes per stored weight; other dtypes take one byte
+# bytes per stored weight; other dtypes take one byte, and an int32 packs eight weights
+_ITEM_BYTES: Final = {"F64": 8.0, "F32": 4.0, "BF16": 2.0, "F16": 2.0, "I32": 0.5}
+_INT4_BYTES: Final = 0.6  # of a 4-bit weight, with its share of the scales
 _SCALE_BYTES: Final = 4
 
 
@@ -104,11 +107,20 @@ def block_bytes(config: WorkerConfig, model: ModelConfig) -> int:
 
 
 def weight_bytes(config: WorkerConfig, stored: Checkpoint) -> int:
-    """Bytes per weight on a CPU: one for int8; four for float32, and for auto, which may
-    widen the stored weights."""
-    kept = {"int8": 1, "bfloat16": 2}.get(config.dtype, 4)
-    sizes = ((one.num_bytes, _ITEM_BYTES.get(one.dtype, 1)) for one in stored.tensors.values())
-    return sum(num_bytes // item_bytes * kept for num_bytes, item_bytes in sizes)
+    """One byte per weight on a CPU for int8; four for float32, and for auto, which may widen the stored weights.
+
+    Both int4 and auto keep what is stored in 4 bits. int4 rounds the rest of such a checkpoint to int8.
+    """
+    is_4_bit = any(one.dtype == "I32" for one in stored.tensors.values())
+    int4 = 1.0 if is_4_bit else _INT4_BYTES
+    kept = {"int8": 1.0, "bfloat16": 2.0, "int4": int4}.get(config.dtype, 4.0)
+    packed = _INT4_BYTES if config.dtype in ("int4", "auto") else kept
+    return math.ceil(
+        sum(
+            one.num_bytes / _ITEM_BYTES.get(one.dtype, 1.0) * (packed if one.dtype == "I32" else kept)
+            for one in stored.tensors.values()
+        )
+    )
 
 
 def _num_fitting(footprints: Sequence[Footprint], free: int) -> int:

@@ -220,7 +220,7 @@ def test_a_quantised_matrix_in_a_wrong_form_is_named(
 
 REFUSED: list[tuple[str, str, Any]] = [
     ("quantization_config", "a list", []),
-    *(("quantization_config.quant_method", name, {"quant_method": name}) for name in ("awq", "gptq", "bitsandbytes")),
+    *(("quantization_config.quant_method", name, {"quant_method": name}) for name in ("hqq", "bitsandbytes")),
     ("quantization_config.quant_method", "mxfp4", {"quant_method": "mxfp4"}),
     ("quantization_config.quant_method", "None", {"bits": 4}),
     ("quantization_config.activation_scheme", "static", FP8 | {"activation_scheme": "static"}),
@@ -228,7 +228,7 @@ REFUSED: list[tuple[str, str, Any]] = [
     ("weight_block_size", "128", FP8 | {"weight_block_size": 128}),
     ("weight_block_size", "0", FP8 | {"weight_block_size": [0, 128]}),
     ("quantization_config.ignored_layers", "lm_head", FP8 | {"ignored_layers": "lm_head"}),
-    ("quantization_config.format", "pack-quantized", compressed("int", "channel") | {"format": "pack-quantized"}),
+    ("quantization_config.format", "marlin-24", compressed("int", "channel") | {"format": "marlin-24"}),
     ("quantization_config.config_groups", "None", compressed("int", "channel") | {"config_groups": None}),
     ("quantization_config.config_groups.a", "3", compressed("int", "channel") | {"config_groups": {"a": 3}}),
     ("quantization_config.kv_cache_scheme", "KV", compressed("int", "channel") | {"kv_cache_scheme": {"num_bits": 8}}),
