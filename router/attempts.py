@@ -275,7 +275,7 @@ def _present(cluster: ClusterState, worker_id: str, request_id: str, attempt: in
 def _wrong_sender(cluster: ClusterState, request: Request, move: Move) -> None:
     """Counts a message that only the other worker of the attempt, or an attempt on the other path, may send."""
     cluster.counters["wrong_sender"] += 1
-    request.remember(f"{move.value} from the wrong side")
+    request.remember(move, None)
 
 
 def _account_prefill(request: Request, durations: FirstToken | TokenRow, worker_id: str) -> None:

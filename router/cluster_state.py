@@ -80,11 +80,11 @@ class ClusterState:
         after = MOVES.get((request.stage, move))
         if after is None:
             if self.settings.is_strict:
-                raise IllegalMove(request.request_id, request.stage, move, tuple(request.story))
+                raise IllegalMove(request.request_id, request.stage, move, request.told())
             self.counters["illegal"] += 1
             return False
         request.timeline.moved(request.stage, move, self.now_s, request.attempt, request.attempt_token_s)
-        request.remember(f"{move.value} -> {after.value}")
+        request.remember(move, after)
         request.stage = after
         return True
 

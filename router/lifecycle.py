@@ -14,6 +14,8 @@ from typing import Final
 
 
 class Stage(Enum):
+    __hash__ = object.__hash__  # tables are read on every event, and Enum computes its hash in Python
+
     QUEUED = "queued"  # no worker has it: before its first attempt, or after a lost one
     RESERVING = "reserving"  # waits for the decode worker's grant
     PREFILLING = "prefilling"  # the prefill worker has it
@@ -34,6 +36,8 @@ class Stage(Enum):
 
 class Move(Enum):
     """The events of a request."""
+
+    __hash__ = object.__hash__
 
     ARRIVED = "arrived"  # creates a request; illegal for a known one
     PLACED_REMOTE = "placed remote"

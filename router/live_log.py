@@ -73,7 +73,7 @@ def live_request(
         slo_tpot_s=facts.slo.tpot_s,
         predicted_ttft_s=None if chosen is None else chosen.ttft_s,
         predicted_tpot_s=None if chosen is None else chosen.tpot_s,
-        transfer_bytes=request.reported["transfer_bytes"],
-        transfer_s=request.reported["transfer_s"],
+        transfer_bytes=request.reported.get("transfer_bytes", 0),
+        transfer_s=request.reported.get("transfer_s", 0.0),
         phases=tuple(LivePhase(phase=one.phase.value, begin_s=one.begin_s, seconds=one.seconds) for one in slices),
     )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Final
+from typing import Any, Final
 
 from pdserve.core.protocol import Granted, TransferEnded
 from pdserve.core.results import Timings, Usage
 from pdserve.core.types import Path
 from router.events import RequestArrived
-from router.lifecycle import Stage
+from router.lifecycle import Move, Stage
 from router.policy.interface import Obstacle, UnloadedEstimate
 from router.timeline import Timeline
 from router.view import WorkerView
@@ -34,9 +33,9 @@ WorkerKey = tuple[str, str]  # worker id and incarnation
 STORY_LENGTH: Final = 16  # moves kept for the message of an IllegalMove
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Placement:
-    """The workers of the present attempt."""
+    """The workers of the present attempt. Never changed; not frozen, for the same reason as PolicyInput."""
 
     path: Path
     decode_worker: str
@@ -56,7 +55,8 @@ class Request:
     deadline_at_s: float | None
     serial: int  # order of arrival
     stage: Stage = Stage.QUEUED
-    story: list[str] = field(default_factory=list)
+    #: Its last moves, with the stage after each; None: the wrong worker sent the message.
+    story: list[tuple[Move, Stage | None]] = field(default_factory=list)
     output: list[int] = field(default_factory=list)  # token ids that the client has
     #: Leading blocks that each worker may have: from the index, and from earlier attempts.
     cached_blocks: dict[str, int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Request:
     first_token_s: float | None = None
     last_token_s: float = 0.0
     timeline: Timeline = field(init=False)
-    reported: Counter[str] = field(default_factory=Counter)  # fields of Timings, as workers reported them
+    reported: dict[str, Any] = field(default_factory=dict)  # fields of Timings, as workers reported them
     preemptions: int = 0
     cached_tokens: int | None = None
 
@@ -155,7 +155,7 @@ class Request:
         for name, timing in _REPORTED[type(message)]:
             value = getattr(message, name)
             if value:
-                self.reported[timing] += value
+                self.reported[timing] = self.reported.get(timing, 0) + value
 
     def timings(self, now_s: float) -> Timings:
         """For an ended request, whose timeline is complete."""
@@ -170,10 +170,19 @@ class Request:
             decode_worker=where.decode_worker if where is not None else "",
             attempts=self.num_tried,
             preemptions=self.preemptions,
-            **self.reported,  # type: ignore[arg-type]  # a Counter of whole numbers and seconds
+            **self.reported,  # type: ignore[arg-type]  # whole numbers and seconds
         )
 
-    def remember(self, line: str) -> None:
-        self.story.append(line)
+    def remember(self, move: Move, after: Stage | None) -> None:
+        self.story.append((move, after))
         if len(self.story) > STORY_LENGTH:
             del self.story[0]
+
+    def told(self) -> tuple[str, ...]:
+        """The story in words."""
+        return tuple(
+            [
+                f"{move.value} from the wrong side" if after is None else f"{move.value} -> {after.value}"
+                for move, after in self.story
+            ]
+        )

@@ -14,6 +14,8 @@ from typing import Final, Literal
 
 
 class Phase(Enum):
+    __hash__ = object.__hash__  # the router looks phases up on every event, and Enum computes its hash in Python
+
     PREPARE = "prepare"
     PREFIX_LOOKUP = "prefix_lookup"
     QUEUE = "queue"
