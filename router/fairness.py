@@ -7,7 +7,6 @@ credit, and idle tenants that are not above it need not be stored.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Final, final
 
@@ -22,7 +21,7 @@ class Fairness:
 
     def __init__(self) -> None:
         self._served_s: dict[str, float] = {}
-        self._waiting: Counter[str] = Counter()  # tenant -> its requests that wait
+        self._waiting: dict[str, int] = {}  # tenant -> its requests that wait
         self._level = 0.0
         self._mean_s = 0.0
         self._charged = 0
@@ -52,7 +51,7 @@ class Fairness:
     def joins(self, tenant: str) -> None:
         """One more request of the tenant waits."""
         self._served_s[tenant] = max(self.served_s(tenant), self._level)
-        self._waiting[tenant] += 1
+        self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
 
     def leaves(self, tenant: str) -> None:
         """One request of the tenant no longer waits."""

@@ -19,6 +19,7 @@ class Fleet:
         self.workers: dict[str, WorkerView] = {}
         self.has_known_decode = False
         self._usable: tuple[list[WorkerView], list[WorkerView]] | None = None  # cached until something changes
+        self.fits_all = 0  # tokens of one sequence that every usable worker holds, as of the last call of `usable`
         self._usable_until_s = 0.0  # when the first of them would exceed the silence limit
         self._links: OrderedDict[tuple[str, str], LinkModel] = OrderedDict()
         self._any_link = LinkModel()  # model of an unmeasured pair
@@ -53,6 +54,7 @@ class Fleet:
             able = [view for view in self.workers.values() if self.is_usable(view, now_s)]
             prefills = [view for view in able if view.role is Role.PREFILL]
             kept = self._usable = prefills, [view for view in able if view.role is Role.DECODE]
+            self.fits_all = min([view.max_tokens for view in able], default=0)
             self._usable_until_s = min([view.heard_s for view in able], default=now_s) + self.silence_s
         return kept
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, NamedTuple, final
+from dataclasses import dataclass, field
+from typing import Final, final
 
 from router.view import WorkerView
 
@@ -221,14 +222,15 @@ class Utilization:
         self._since_s = now_s
 
 
-class ArrivalBin(NamedTuple):
+@dataclass(slots=True)
+class ArrivalBin:
     """Requests that arrived within one time bin."""
 
     at_s: float
-    requests: int
-    work_s: float
-    squares: float  # sum of the squares of their work
-    by_size: dict[int, float]  # size class -> sum of their work
+    requests: int = 0
+    work_s: float = 0.0
+    squares: float = 0.0  # sum of the squares of their work
+    by_size: dict[int, float] = field(default_factory=dict)  # size class -> sum of their work
 
 
 @final
@@ -251,13 +253,11 @@ class RecentDemand:
         self._add(1, prefill_s, prefill_s * prefill_s)
         bins = self._bins
         if not bins or now_s - bins[-1].at_s >= self._horizon_s / BINS:
-            bins.append(ArrivalBin(now_s, 0, 0.0, 0.0, {}))
+            bins.append(ArrivalBin(now_s))
         last = bins[-1]
-        bins[-1] = last._replace(
-            requests=last.requests + 1,
-            work_s=last.work_s + prefill_s,
-            squares=last.squares + prefill_s * prefill_s,
-        )
+        last.requests += 1
+        last.work_s += prefill_s
+        last.squares += prefill_s * prefill_s
         size = _size_class(prefill_s)
         for by_size in (last.by_size, self._by_size):
             by_size[size] = by_size.get(size, 0.0) + prefill_s

@@ -50,8 +50,9 @@ class DecodeLoad:
         "blocks",
         "context",
         "decode_stall_share",
+        "due",
         "free_tokens",
-        "is_open",
+        "growing",
         "joined_s",
         "per_token_context_s",
         "per_token_s",
@@ -84,16 +85,23 @@ class DecodeLoad:
         self.joined_s = step_s + row_s  # with one more row, without its context
         # A target that the worker could not meet even for a single short sequence is ignored.
         self.alone_s = alone_s = base_s + row_s
-        self.tightest_s = tightest_s = min([one for one in tpot_targets_s if one > alone_s], default=math.inf)
+        tightest_s = math.inf
+        for one in tpot_targets_s:
+            if alone_s < one < tightest_s:
+                tightest_s = one
+        self.tightest_s = tightest_s
         # With a larger band, a machine with noisy step times would stay half empty.
         self.band = min(cost.decode_error, WIDEST_BAND) if cost.num_decode_samples >= TRUSTED_SAMPLES else 0.0
         self.sure = 1.0 + self.band
-        # An empty worker counts as open whatever its report says, because the report may be old; the worker decides.
-        self.is_open = is_empty or (rows < hello.max_batch and arriving < hello.inbox_depth)
+        self.growing = 1.0 + arriving  # with one more row
         self.block_size = hello.block_size
-        self.free_tokens = math.inf if is_empty else (blocks - rows) * hello.block_size
+        # An empty worker counts as open whatever its report says, because the report may be old; the worker decides.
+        self.free_tokens = math.inf if is_empty else float((blocks - rows) * hello.block_size)
+        if not is_empty and (rows >= hello.max_batch or arriving >= hello.inbox_depth):
+            self.free_tokens = -math.inf
         self._cost, self._most = cost, hello.max_batch_tokens
         most = hello.max_batch_tokens
+        self.due: tuple[float, float] | None = None  # WorkerView.slack keeps what it depends on here
         self._limit = StepLimit(math.inf, most)
         token_at_mid_s = per_token_s + per_token_context_s * MID_PROMPT
         chunk = most
@@ -168,6 +176,7 @@ class DecodeLoad:
 
     def grew(self, tokens: int, blocks: int) -> None:
         """Adds `tokens` in `blocks` new blocks to the running rows. Does not update the cost of prefill."""
+        self.due = None
         self.context += tokens
         self.step_s += self.token_s * tokens
         self.joined_s = self.step_s + self.row_s

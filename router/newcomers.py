@@ -63,6 +63,7 @@ from router.transitions import Reject
 
 # Multiple of its own prefill that must fit. Results are equal from 2.5 to 3 (docs/benchmarks/scheduling.md).
 ROOM: Final = 2.5
+DISPLACING: Final = frozenset({"rejection", "shortest"})  # rules that reject a request for the sake of others
 QUARTERS: Final = (-1.15, -0.32, 0.32, 1.15)  # medians of a normal distribution's four quarters
 
 
@@ -80,7 +81,7 @@ def reject_before_placing(cluster: ClusterState, request: Request) -> Iterator[R
     because a long request is first in the queue (it must start the soonest), and would otherwise be placed before
     `reject_or_queue` sees it."""
     unloaded = request.unloaded
-    if not cluster.rules >= {"rejection", "shortest"} or unloaded is None or request.request_id not in cluster.queue:
+    if not cluster.rules >= DISPLACING or unloaded is None or request.request_id not in cluster.queue:
         return
     if not _others_wait(cluster.queue, cluster.queue.entry(request.request_id)):
         return

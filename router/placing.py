@@ -257,7 +257,8 @@ def _decide(
     if len(request.output) >= sampling.max_tokens:
         yield Finish(request, FinishReason.LENGTH, cancel=False)
         return None
-    fitting = large_enough(request, decodes, request.num_tokens + 1)
+    fits_all = cluster.fleet.fits_all
+    fitting = large_enough(request, decodes, request.num_tokens + 1, fits_all)
     if not fitting:
         everyone = [view for view in cluster.fleet.workers.values() if view.role is Role.DECODE]
         if large_enough(request, everyone, request.num_tokens + 1):
@@ -270,7 +271,7 @@ def _decide(
         message = f"{request.num_tokens} tokens; no decode worker takes more than {limit}"
         yield Fail(request, FailKind.INVALID, message, field="prompt")
         return None
-    able = large_enough(request, prefills, request.num_tokens)
+    able = large_enough(request, prefills, request.num_tokens, fits_all)
     return cluster.policy(
         policy_input_of(request, cluster.fleet, cluster.lengths, cluster.now_s), able, fitting, cluster.now_s
     )

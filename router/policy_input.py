@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
 
 from router.fleet import Fleet
 from router.lengths import OutputLengths
@@ -13,11 +13,12 @@ from router.queue import Entry
 from router.request import Request
 from router.view import WorkerView
 
+NOTHING: Final[frozenset[Any]] = frozenset()
 NEEDS_ESTIMATE: Final = frozenset({"least-slack", "ageing", "fairness", "rejection"})
 
 
 def policy_input_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float) -> PolicyInput:
-    facts, present = request.facts, fleet.key
+    facts = request.facts
     num_answered = len(request.output)
     expected_tokens = lengths.expected(facts.sampling.max_tokens, num_answered)
     return PolicyInput(
@@ -34,18 +35,15 @@ def policy_input_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_
         tenant=facts.tenant,
         bound_to=request.bound_to,
         cached_tokens=_cached_tokens(request, fleet),
-        avoid_workers=frozenset([key[0] for key in request.avoid_workers if present(key[0]) == key]),
-        avoid_pairs=frozenset(
-            [
-                (prefill[0], decode[0])
-                for prefill, decode in request.avoid_pairs
-                if present(prefill[0]) == prefill and present(decode[0]) == decode
-            ]
-        ),
+        avoid_workers=_avoid_workers(request, fleet) if request.avoid_workers else NOTHING,
+        avoid_pairs=_avoid_pairs(request, fleet) if request.avoid_pairs else NOTHING,
     )
 
 
-def large_enough(request: Request, views: list[WorkerView], tokens: int) -> list[WorkerView]:
+def large_enough(request: Request, views: list[WorkerView], tokens: int, fits_all: int = 0) -> list[WorkerView]:
+    """Those of `views` that hold `tokens` of the request; each of them holds `fits_all`."""
+    if tokens <= fits_all and not request.too_large_for:
+        return views
     if request.too_large_for:
         views = [view for view in views if (view.worker_id, view.incarnation) not in request.too_large_for]
     return [view for view in views if tokens <= view.max_tokens]
@@ -90,6 +88,21 @@ def _answer_left_s(request: Request, expected_tokens: float, now_s: float) -> fl
     if request.first_token_s is None:
         return math.inf
     return (len(request.output) + expected_tokens - 1.0) * request.facts.slo.tpot_s - (now_s - request.first_token_s)
+
+
+def _avoid_workers(request: Request, fleet: Fleet) -> frozenset[str]:
+    return frozenset([key[0] for key in request.avoid_workers if fleet.key(key[0]) == key])
+
+
+def _avoid_pairs(request: Request, fleet: Fleet) -> frozenset[tuple[str, str]]:
+    present = fleet.key
+    return frozenset(
+        [
+            (prefill[0], decode[0])
+            for prefill, decode in request.avoid_pairs
+            if present(prefill[0]) == prefill and present(decode[0]) == decode
+        ]
+    )
 
 
 def _cached_tokens(request: Request, fleet: Fleet) -> dict[str, int]:

@@ -153,23 +153,35 @@ class WorkerView:
         """The slack of a decode worker's running requests after the prompts that it already prefills. It is unknown,
         and assumed to be zero, if other routers have requests there."""
         totals = self.totals
-        if not totals.rows or self.load.rows > totals.rows:
+        if not totals.rows:
             return NO_SLACK
-        alone_s, step_s = self.load.alone_s, self.load.step_s
+        load = self.cached_load or self.load
+        if load.rows > totals.rows:
+            return NO_SLACK
+        if load.due is None:
+            load.due = self._due(load)
+        due_s, gap_s = load.due
+        if gap_s == math.inf:
+            return NO_SLACK
+        return Slack(max(due_s - max(self.free_at_s, now_s), 0.0), gap_s)
+
+    def _due(self, load: DecodeLoad) -> tuple[float, float]:
+        """When the first running request needs its next token, and the longest gap between two tokens of each;
+        infinite without requests that can meet their target."""
+        alone_s, step_s = load.alone_s, load.step_s
         least_s = gap_s = math.inf
         for one in self.bookings.values():
-            tpot_s, first_token_s = one.tpot_s, one.first_token_s
-            if tpot_s is None or first_token_s is None or tpot_s <= alone_s:
+            tpot_s, first_token_s, own_s = one.tpot_s, one.first_token_s, one.itl_s
+            if first_token_s is None or tpot_s is None or tpot_s <= alone_s:
                 continue
             due_s = first_token_s + (one.tokens - one.prompt_tokens) * DUE_SHARE * tpot_s
             if due_s < least_s:
                 least_s = due_s
-            own_s = LONGEST_GAP * max(tpot_s, step_s) if one.itl_s is None else one.itl_s
+            if own_s is None:
+                own_s = LONGEST_GAP * (tpot_s if tpot_s > step_s else step_s)
             if own_s < gap_s:
                 gap_s = own_s
-        if gap_s == math.inf:
-            return NO_SLACK
-        return Slack(max(least_s - max(self.free_at_s, now_s), 0.0), gap_s)
+        return least_s, gap_s
 
     @property
     def half_step_s(self) -> float:
@@ -183,7 +195,7 @@ class WorkerView:
         totals = self.totals
         if not totals.rows:
             return 0.0
-        load, at_s = self.load, now_s + 0.5 * self.grants.typical_s
+        load, at_s = self.cached_load or self.load, now_s + 0.5 * self.grants.typical_s
         if not totals.prefills:
             return self.step_clock.remaining_s(at_s, load.step_s)
         reads_s = load.reads_s
@@ -255,6 +267,8 @@ class WorkerView:
     def joined(self, booking: Booking, first_token_s: float) -> None:
         """The request decodes. Its client got the first token at `first_token_s`."""
         booking.first_token_s = first_token_s
+        if self.cached_load is not None:
+            self.cached_load.due = None
         self.arrived(booking)
 
     def arrived(self, booking: Booking) -> None:

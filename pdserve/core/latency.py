@@ -113,9 +113,11 @@ class CostModel:
         prefill_base, per_token, per_token_context = self.prefill_coefficients
         decode_base, per_row, per_context_token = self.decode_coefficients
         left_s = step_s - per_row * rows - per_context_token * context_tokens
+        context_s = per_token_context * cached
         # A maximum is within the limit if both of its arguments are.
-        beside_weights = _length(left_s - decode_base, 0.0, per_token_context, cached)
-        return min(beside_weights, _length(left_s - prefill_base, per_token, per_token_context, cached))
+        beside_weights = _length(left_s - decode_base, context_s, per_token_context)
+        alone = _length(left_s - prefill_base, per_token + context_s, per_token_context)
+        return alone if alone < beside_weights else beside_weights
 
     def observe_batch(self, batch: BatchTimed) -> bool:
         """`observe` with the fields of a report."""
@@ -177,7 +179,8 @@ class CostModel:
     @property
     def step_error(self) -> float:
         """For a mixed step: the larger of both."""
-        return max(self._prefill.error, self._decode.error)
+        prefill, decode = self._prefill.error, self._decode.error
+        return prefill if prefill > decode else decode
 
     @property
     def num_prefill_samples(self) -> int:
@@ -229,10 +232,9 @@ class LinkModel:
         return self._fit.num_samples
 
 
-def _length(left_s: float, per_token_s: float, per_token_context_s: float, cached: float) -> float:
-    """The largest u with per_token * u + per_token_context * u * (cached + u / 2) <= left."""
+def _length(left_s: float, linear_s: float, per_token_context_s: float) -> float:
+    """The largest u with linear * u + per_token_context * u * u / 2 <= left."""
     if left_s <= 0.0:
         return 0.0
-    linear_s = per_token_s + per_token_context_s * cached
     divisor_s = linear_s + math.sqrt(linear_s * linear_s + 2.0 * per_token_context_s * left_s)
     return 2.0 * left_s / divisor_s if divisor_s > 0.0 else math.inf

@@ -47,7 +47,8 @@ def step_limit(
     target_s = allowed_s * _share(cost)
     weights_s = cost.decode_coefficients[0]
     worth_s = longest_step_s(weights_s, held_share) + decode_s - weights_s
-    return StepLimit(max(free_s, min(target_s, worth_s)), min(least, most))
+    step_s = target_s if target_s < worth_s else worth_s
+    return StepLimit(free_s if free_s > step_s else step_s, least if least < most else most)
 
 
 class Allowance(NamedTuple):
@@ -80,7 +81,9 @@ def is_worth_waiting(
 
 def _share(cost: CostModel) -> float:
     """The share of the allowed time that a step may take by the cost model."""
-    return min(TARGET_SHARE, 1.0 / (1.0 + min(cost.step_error, WIDEST_BAND)))
+    error = cost.step_error
+    share = 1.0 / (1.0 + (error if error < WIDEST_BAND else WIDEST_BAND))
+    return share if share < TARGET_SHARE else TARGET_SHARE
 
 
 def chunk_tokens(
@@ -90,4 +93,5 @@ def chunk_tokens(
     tokens = cost.chunk_tokens(limit.step_s, rows, context_tokens, cached) + ROUNDING
     if tokens >= most:
         return most
-    return max(limit.least_tokens, int(tokens))
+    length = int(tokens)
+    return length if length > limit.least_tokens else limit.least_tokens

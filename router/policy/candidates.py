@@ -67,7 +67,7 @@ class PlacementOption:
 def tandem_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: float) -> float:
     """A step after all arriving requests have arrived, when their answers and this one are half complete. Running
     requests are assumed to be in the middle of their answers, so the tokens that they add equal those that leave."""
-    return load.joined_s + load.token_s * (tokens + growth * (1 + load.arriving))
+    return load.joined_s + load.token_s * (tokens + growth * load.growing)
 
 
 def reported_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: float) -> float:
@@ -95,7 +95,7 @@ def rank_decodes(
     room = tokens + request.expected_tokens
     per_second = 1.0 / request.slo.ttft_s
     per_read = (1.0 + WORK_WEIGHT) * per_second
-    per_wait = 1.0 / _answer_s(request)
+    per_wait = 1.0 / (_steps(request) * request.slo.tpot_s)
     is_tandem = step_of is tandem_step_s
     half = tokens - 0.5 * tokens
     receivers: list[Receiver] = []
@@ -105,15 +105,14 @@ def rank_decodes(
     last_misses = True
     for order, view in enumerate(decodes):
         load = view.cached_load or view.load
-        rows = load.rows
-        if load.free_tokens < room + growth * rows or not load.is_open or view.closed_until_s > now_s:
+        if load.free_tokens < room + growth * load.rows or view.closed_until_s > now_s:
             continue
         if is_tandem:  # inlined, because this runs for every worker and request
-            step_s = load.joined_s + load.token_s * (tokens + growth * (1 + load.arriving))
+            step_s = load.joined_s + load.token_s * (tokens + growth * load.growing)
         else:
             step_s = step_of(view, load, tokens, growth)
         limit_s = load.tightest_s
-        if load.alone_s < own_s < limit_s:
+        if own_s < limit_s and load.alone_s < own_s:
             limit_s = own_s
         excess = step_s * load.sure / limit_s - 1.0
         if excess < most_excess:
@@ -147,7 +146,7 @@ def remote_options(
     links: Links,
 ) -> list[PlacementOption]:
     """Pairs of one of the cheapest prefill workers, available or not, and one of `receivers`; the best pair first."""
-    tokens, answer_s = float(request.num_tokens), _answer_s(request)
+    tokens = float(request.num_tokens)
     # (cost of the delay for this request and the next one, worker id, delay, seconds of compute, cached tokens, view)
     starts: list[tuple[float, str, float, float, float, WorkerView]] = []
     last_s = math.inf  # workers with a higher cost are not among the best
@@ -173,19 +172,22 @@ def remote_options(
     for order, (excess, _, step_s, decode, load) in enumerate(receivers):
         size, block_bytes = decode.hello.block_size, float(decode.hello.block_bytes)
         lacking = max(1.0, tokens - cached.get(decode.worker_id, 0))
+        num_bytes = -(-lacking // size) * block_bytes
         landing_bytes = decode.totals.landing_tokens // size * block_bytes
         where = decode, load, step_s, decode.rest_of_step_s(now_s)
-        places.append((order, excess > 0.0, decode.worker_id, size, block_bytes, lacking, landing_bytes, where))
+        places.append(
+            (order, excess > 0.0, decode.worker_id, size, block_bytes, lacking, num_bytes, landing_bytes, where)
+        )
     pairs = []
+    avoid_pairs = request.avoid_pairs
     for cost_s, prefill_id, delay_s, work_s, held, prefill in starts:
         opens_s = 0.0 if can_start(prefill, request.num_tokens, now_s) else opens_in_s(prefill, now_s)
         read, chunk, sent_blocks = tokens - held, prefill.hello.max_batch_tokens, prefill.totals.blocks
-        for order, misses, decode_id, size, block_bytes, lacking, landing_bytes, where in places:
-            if request.avoid_pairs and (prefill_id, decode_id) in request.avoid_pairs:
+        for order, misses, decode_id, size, block_bytes, lacking, num_bytes, landing_bytes, where in places:
+            if avoid_pairs and (prefill_id, decode_id) in avoid_pairs:
                 continue
             link = links(prefill_id, decode_id)
             latency_s, per_byte_s = link.coefficients
-            num_bytes = -(-lacking // size) * block_bytes
             if lacking <= read <= chunk:
                 late_s = latency_s + per_byte_s * num_bytes  # sent in one part
             else:
@@ -203,7 +205,8 @@ def remote_options(
     best = pairs[:DECODES_PAIRED]
     if not any(pair[1] == 0.0 for pair in best):
         best += [pair for pair in pairs[DECODES_PAIRED:] if pair[1] == 0.0][:1]
-    return [_remote(request, answer_s, *pair[1:]) for pair in best]
+    steps = _steps(request)
+    return [_remote(request, steps, *pair[1:]) for pair in best]
 
 
 def local_options(
@@ -222,7 +225,8 @@ def local_options(
     cheaper placement is then chosen. With `is_only` there are no prefill workers. Otherwise a worker is suitable only
     if its steps leave time to prefill after all requests placed there have arrived.
     """
-    return [_local(request, cached, now_s, *one[4:], short, is_only) for one in local_workers]
+    steps = _steps(request)
+    return [_local(request, steps, cached, now_s, *one[4:], short, is_only) for one in local_workers]
 
 
 def _parts_late_s(
@@ -260,7 +264,7 @@ def _parts_late_s(
 
 def _remote(
     request: PolicyInput,
-    answer_s: float,
+    steps: float,
     opens_s: float,
     delay_s: float,
     work_s: float,
@@ -273,14 +277,17 @@ def _remote(
 ) -> PlacementOption:
     ttft_s = delay_s + (rest_s + decode.grants.typical_s) + prefill.replies.typical_s
     # The KV arrives in the middle of a step, and the request joins the next one: half a step later on average.
-    tpot_s = step_s + (late_s + 0.5 * step_s) / _steps(request)
+    tpot_s = step_s + (late_s + 0.5 * step_s) / steps
     # The rest of a step is longer on fuller workers. It is not part of the cost, which should not prefer empty workers.
-    cost = (ttft_s - rest_s + WORK_WEIGHT * work_s) / request.slo.ttft_s + late_s / answer_s
-    return _option(request, prefill, decode, load, ttft_s, tpot_s, step_s, cost, opens_s, prefill.cost.prefill_error)
+    cost = (ttft_s - rest_s + WORK_WEIGHT * work_s) / request.slo.ttft_s + late_s / (steps * request.slo.tpot_s)
+    return _option(
+        request, steps, prefill, decode, load, ttft_s, tpot_s, step_s, cost, opens_s, prefill.cost.prefill_error
+    )
 
 
 def _local(
     request: PolicyInput,
+    steps: float,
     cached: Mapping[str, int],
     now_s: float,
     step_s: float,
@@ -289,31 +296,30 @@ def _local(
     short: float,
     is_only: bool,
 ) -> PlacementOption:
-    held = min(cached.get(decode.worker_id, 0), request.num_tokens - 1)
-    slack, queue_s = decode.slack(now_s), decode.queue_s(now_s)
-    read_s = decode.prefill_time_s(request.num_tokens - held, held, slack)
+    slo, held = request.slo, min(cached.get(decode.worker_id, 0), request.num_tokens - 1)
+    uncached = request.num_tokens - held
+    slack, queue_s, stall_share = decode.slack(now_s), decode.queue_s(now_s), load.decode_stall_share
+    read_s = decode.prefill_time_s(uncached, held, slack)
     ttft_s = max(queue_s, decode.rest_of_step_s(now_s)) + read_s + decode.first_tokens.typical_s
     # Running requests wait while this prompt and those before it are prefilled, as far as that exceeds their slack.
-    waits_s = load.step_s + max(queue_s + read_s - slack.total_s, 0.0) * load.decode_stall_share / _steps(request)
+    late_s = queue_s + read_s - slack.total_s
+    waits_s = load.step_s + late_s * stall_share / steps if late_s > 0.0 else load.step_s
     residents_s = max(step_s, min(waits_s, load.reads_s))
     if not is_only:
         # Steps may take TARGET_SHARE of the target. If decode rows take all of that, prompts get only tiny chunks.
-        left_s = request.slo.ttft_s - request.waited_s - queue_s
-        alone_s = decode.prefill_s(request.num_tokens - held, held)
+        left_s = slo.ttft_s - request.waited_s - queue_s
+        alone_s = decode.prefill_s(uncached, held)
         left = 1.0 - alone_s / left_s if alone_s < left_s else 0.0
         residents_s = max(residents_s, step_s / (TARGET_SHARE * left)) if left > 0.0 else math.inf
     # The end of a prefill is known only roughly. So one prompt may wait behind it; otherwise some steps would have no
     # prompt to prefill.
     opens_s = 0.0 if queue_s <= load.batch_s or decode.totals.prefills <= 1 else queue_s - load.batch_s
-    cost = (ttft_s + WORK_WEIGHT * read_s) / request.slo.ttft_s + read_s * load.decode_stall_share / _answer_s(request)
+    cost = (ttft_s + WORK_WEIGHT * read_s) / slo.ttft_s + read_s * stall_share / (steps * slo.tpot_s)
     if short < math.inf:
-        cost += WORTH_WAITING if request.num_tokens - held > short else -WORTH_WAITING
-    return _option(request, None, decode, load, ttft_s, step_s, residents_s, cost, opens_s, decode.cost.step_error)
-
-
-def _answer_s(request: PolicyInput) -> float:
-    """The time of the whole answer at the TPOT target. Delays are measured as shares of it."""
-    return _steps(request) * request.slo.tpot_s
+        cost += WORTH_WAITING if uncached > short else -WORTH_WAITING
+    return _option(
+        request, steps, None, decode, load, ttft_s, step_s, residents_s, cost, opens_s, decode.cost.step_error
+    )
 
 
 def _steps(request: PolicyInput) -> float:
@@ -323,6 +329,7 @@ def _steps(request: PolicyInput) -> float:
 
 def _option(
     request: PolicyInput,
+    steps: float,
     prefill: WorkerView | None,
     decode: WorkerView,
     load: DecodeLoad,
@@ -333,9 +340,8 @@ def _option(
     opens_in_s: float,
     error: float,
 ) -> PlacementOption:
-    slo, sure = request.slo, load.sure
+    slo, sure, tightest_s = request.slo, load.sure, load.tightest_s
     own = 1.0 - tpot_s * sure / slo.tpot_s
-    tightest_s = load.tightest_s
     # If no running request can meet its target, no delay matters. (inf / inf would be NaN.)
     theirs = 1.0 - residents_s * sure / tightest_s if tightest_s < math.inf else 1.0
     tpot_slack = own if own < theirs else theirs
@@ -344,7 +350,7 @@ def _option(
     )
     if request.is_resumed:
         # Its TTFT is in the past. The gap in its answer counts as time per token.
-        ttft_slack = own = (request.answer_left_s - ttft_s - _steps(request) * tpot_s * sure) / _answer_s(request)
+        ttft_slack = own = (request.answer_left_s - ttft_s - steps * tpot_s * sure) / (steps * slo.tpot_s)
         tpot_slack = own if own < theirs else theirs
     slack = ttft_slack if ttft_slack < tpot_slack else tpot_slack
     harms = theirs < 0.0

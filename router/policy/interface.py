@@ -63,9 +63,9 @@ class PolicyInput:
         return min(self.cached_tokens.get(view.hello.worker_id, 0), self.num_tokens - 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class UnloadedEstimate:
-    """What a request would get on an unloaded cluster, which is the best possible."""
+    """What a request would get on an unloaded cluster, which is the best possible. Never changed, as PolicyInput."""
 
     ttft_s: float  # from now, on the fastest worker
     band_s: float  # half-width of the error band of `ttft_s`, if is_sure
@@ -85,8 +85,10 @@ class Candidate(NamedTuple):
     is_feasible: bool  # every TPOT target on the decode worker is met
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Decision:
+    """Never changed, as PolicyInput."""
+
     choice: Choice
     prefill_worker: str = ""
     decode_worker: str = ""

@@ -29,25 +29,25 @@ def unloaded_estimate(
     tokens = float(tokens)  # float like all other operands: mixed arithmetic takes twice as long
     # CostModel.decode_s and prefill_s are inlined, because this runs for every worker and request, and calls would cost
     # more than the arithmetic.
-    tpot_s = LONGEST_S
-    for view in decodes:
-        weights_s, row_s, token_s = view.cost.decode_coefficients
-        alone_s = weights_s + row_s + token_s * tokens
-        if alone_s < tpot_s:
-            tpot_s = alone_s
-    best_s, best = math.inf, None
+    tpot_s, best_s, best, half = LONGEST_S, math.inf, None, 0.5 * tokens
     split_tokens = split_chunk = chunks = rest = 0.0  # the last two are computed from the first two
     for views in (prefills, decodes):
         for view in views:
-            uncached, cached, cost = tokens, 0.0, view.cost
+            uncached, context, cost = tokens, half, view.cost
+            weights_s, row_s, token_s = cost.decode_coefficients
+            if views is decodes:
+                alone_s = weights_s + row_s + token_s * tokens
+                if alone_s < tpot_s:
+                    tpot_s = alone_s
             if view.worker_id in cached_tokens:
                 cached = min(float(cached_tokens[view.worker_id]), tokens - 1.0)
                 uncached = tokens - cached
+                context = cached + 0.5 * uncached
             base_s, per_token_s, per_token_context_s = cost.prefill_coefficients
-            attention_s = per_token_context_s * uncached * (cached + 0.5 * uncached)
-            if attention_s + per_token_s * uncached > best_s:
-                continue  # the arithmetic alone takes longer than the best so far
-            weights_s, chunk = cost.decode_coefficients[0], view.hello.max_batch_tokens
+            attention_s = per_token_context_s * uncached * context
+            if attention_s + (base_s + per_token_s * uncached) >= best_s:
+                continue  # in one chunk it would take longer than the best so far
+            chunk = view.hello.max_batch_tokens
             if uncached != split_tokens or chunk != split_chunk:
                 split_tokens, split_chunk = uncached, chunk
                 chunks, rest = divmod(uncached, chunk)
