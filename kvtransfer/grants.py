@@ -11,6 +11,7 @@ from pdserve.core.grant import Fingerprint, Grant, TransferKey
 from pdserve.core.kv_shape import KvShape, check_convertible
 from pdserve.engine.interface import EngineSpec
 from pdserve.v1 import transfer_pb2
+from pdserve.wire.codec import Codec, Special
 from pdserve.wire.convert import blocks_from_extents, extents_from_blocks
 from pdserve.wire.protocol import FINGERPRINT
 
@@ -18,6 +19,15 @@ PROTOCOL: Final = 2  # of the transfer; raised when frames, stamps or checksums 
 MAX_TRANSFER_ID_CHARS: Final = 256
 MAX_RANKS: Final = 64  # of one worker
 MAX_ENDPOINT_CHARS: Final = 256
+_GRANT: Final = Codec(
+    Grant,
+    transfer_pb2.Grant,
+    nested=(FINGERPRINT,),
+    special={"blocks": Special(extents_from_blocks, blocks_from_extents)},
+    renamed={"blocks": "extents"},
+    given=("key",),
+    ignored=("transfer_id", "attempt", "generation", "num_blocks"),
+)
 
 
 def shape_of(spec: EngineSpec) -> KvShape:
@@ -68,20 +78,11 @@ def decode_grant(data: bytes) -> Grant:
 
 
 def grant_to_proto(grant: Grant) -> transfer_pb2.Grant:
-    return transfer_pb2.Grant(
-        transfer_id=grant.key.transfer_id,
-        attempt=grant.key.attempt,
-        generation=grant.key.generation,
-        endpoint=grant.endpoint,
-        worker_id=grant.worker_id,
-        incarnation=grant.incarnation,
-        fingerprint=FINGERPRINT.encode(grant.fingerprint),
-        extents=extents_from_blocks(grant.blocks),
-        num_cached_blocks=grant.num_cached_blocks,
-        num_blocks=len(grant.blocks),
-        hash_seed=grant.hash_seed,
-        rank_endpoints=grant.rank_endpoints,
-    )
+    message = _GRANT.encode(grant)
+    key = grant.key
+    message.transfer_id, message.attempt, message.generation = key.transfer_id, key.attempt, key.generation
+    message.num_blocks = len(grant.blocks)
+    return message
 
 
 def grant_from_proto(message: transfer_pb2.Grant) -> Grant:
@@ -89,25 +90,15 @@ def grant_from_proto(message: transfer_pb2.Grant) -> Grant:
     if not 1 <= len(message.transfer_id) <= MAX_TRANSFER_ID_CHARS:
         seen = f"{len(message.transfer_id)} characters"
         raise InvalidRequest("grant.transfer_id", seen, f"1 to {MAX_TRANSFER_ID_CHARS} characters")
-    blocks = blocks_from_extents(message.extents)
-    if len(blocks) != message.num_blocks:
-        raise InvalidRequest("grant.extents", f"{len(blocks)} blocks", f"num_blocks = {message.num_blocks}")
     if len(message.rank_endpoints) >= MAX_RANKS:
         raise InvalidRequest("grant.rank_endpoints", len(message.rank_endpoints), f"fewer than {MAX_RANKS}")
     if any(not 1 <= len(one) <= MAX_ENDPOINT_CHARS for one in message.rank_endpoints):
         raise InvalidRequest("grant.rank_endpoints", "another length", f"1 to {MAX_ENDPOINT_CHARS} characters each")
+    key = TransferKey(transfer_id=message.transfer_id, attempt=message.attempt, generation=message.generation)
     try:
-        fingerprint = FINGERPRINT.decode(message.fingerprint)
+        grant = _GRANT.decode(message, key=key)
     except ConfigError as error:
         raise InvalidRequest(f"grant.fingerprint.{error.field}", error.seen, error.expected) from error
-    return Grant(
-        key=TransferKey(transfer_id=message.transfer_id, attempt=message.attempt, generation=message.generation),
-        endpoint=message.endpoint,
-        worker_id=message.worker_id,
-        incarnation=message.incarnation,
-        fingerprint=fingerprint,
-        blocks=blocks,
-        num_cached_blocks=message.num_cached_blocks,
-        hash_seed=message.hash_seed,
-        rank_endpoints=tuple(message.rank_endpoints),
-    )
+    if len(grant.blocks) != message.num_blocks:
+        raise InvalidRequest("grant.extents", f"{len(grant.blocks)} blocks", f"num_blocks = {message.num_blocks}")
+    return grant

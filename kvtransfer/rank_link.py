@@ -16,12 +16,12 @@ import grpc
 
 from kvtransfer.commands import OnSent
 from kvtransfer.rank_messages import (
+    KEY,
+    RECEIVED,
+    SENT,
     expect_order,
     give_up_order,
-    key_from_proto,
     push_order,
-    read_received,
-    read_sent,
     read_stats,
     start_order,
 )
@@ -192,11 +192,11 @@ class RemoteReceiver(_RemoteEndpoint):
     def _report(self, report: rank_pb2.FollowResponse) -> None:
         if report.WhichOneof("report") == "expected":
             with self._lock:
-                _, on_open = self._owners.get(key_from_proto(report.expected.key), (None, None))
+                _, on_open = self._owners.get(KEY.decode(report.expected.key), (None, None))
             if on_open is not None:
                 on_open()
             return
-        end = read_received(report.ended)
+        end = RECEIVED.decode(report.ended)
         with self._lock:
             keeps = end.outcome is ReceiveOutcome.QUARANTINED
             found = self._owners.get(end.key) if keeps else self._owners.pop(end.key, None)
@@ -245,7 +245,7 @@ class RemoteSender(_RemoteEndpoint):
         self._link.order(push_order(key, blocks, self._stamps, is_last, groups))
 
     def _report(self, report: rank_pb2.FollowResponse) -> None:
-        end = read_sent(report.ended)
+        end = SENT.decode(report.ended)
         with self._lock:
             on_end = self._owners.pop(end.key, None)
         if on_end is not None:

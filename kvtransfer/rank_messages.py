@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from operator import attrgetter
+from typing import Final
 
 from kvtransfer.grants import grant_from_proto, grant_to_proto
 from kvtransfer.stats import TransferStats
@@ -12,16 +14,29 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.stamps import BlockStamps
 from pdserve.v1 import rank_pb2
+from pdserve.wire.codec import Codec, Special
 
 _STATS = frozenset(one.name for one in fields(TransferStats))
 
 
-def key_to_proto(key: TransferKey) -> rank_pb2.RankTransferKey:
-    return rank_pb2.RankTransferKey(transfer_id=key.transfer_id, attempt=key.attempt, generation=key.generation)
-
-
-def key_from_proto(message: rank_pb2.RankTransferKey) -> TransferKey:
-    return TransferKey(transfer_id=message.transfer_id, attempt=message.attempt, generation=message.generation)
+KEY: Final = Codec(TransferKey, rank_pb2.RankTransferKey)
+_TEXT: Final = Codec(Text, rank_pb2.SequenceText)
+RECEIVED: Final = Codec(
+    Received,
+    rank_pb2.RankTransferEnded,
+    nested=(KEY,),
+    special={"outcome": Special(attrgetter("value"), ReceiveOutcome)},
+    ignored=("early_bytes", "exposed_s", "wire_dtype"),
+    is_lenient=True,
+)
+SENT: Final = Codec(
+    Sent,
+    rank_pb2.RankTransferEnded,
+    nested=(KEY,),
+    special={"outcome": Special(attrgetter("value"), SendOutcome)},
+    renamed={"send_s": "transfer_s"},
+    is_lenient=True,
+)
 
 
 def expect_order(
@@ -39,7 +54,7 @@ def expect_order(
 
 
 def start_order(grant: Grant, deadline_s: float | None, text: Text | None, groups: int) -> rank_pb2.FollowRequest:
-    sequence = None if text is None else rank_pb2.SequenceText(**asdict(text))
+    sequence = None if text is None else _TEXT.encode(text)
     order = rank_pb2.StartTransfer(grant=grant_to_proto(grant), deadline_s=deadline_s, groups=groups, text=sequence)
     return rank_pb2.FollowRequest(start=order)
 
@@ -51,7 +66,7 @@ def push_order(
     sources = [source for _, source in blocks]
     return rank_pb2.FollowRequest(
         push=rank_pb2.PushBlocks(
-            key=key_to_proto(key),
+            key=KEY.encode(key),
             indices=[index for index, _ in blocks],
             blocks=sources,
             epochs=stamps.epochs(sources),
@@ -64,7 +79,7 @@ def push_order(
 
 
 def give_up_order(key: TransferKey, error: str = "") -> rank_pb2.FollowRequest:
-    return rank_pb2.FollowRequest(give_up=rank_pb2.GiveUpTransfer(key=key_to_proto(key), error=error))
+    return rank_pb2.FollowRequest(give_up=rank_pb2.GiveUpTransfer(key=KEY.encode(key), error=error))
 
 
 def read_expect(order: rank_pb2.ExpectTransfer, num_blocks: int) -> tuple[Grant, tuple[int, ...] | None]:
@@ -79,9 +94,7 @@ def read_expect(order: rank_pb2.ExpectTransfer, num_blocks: int) -> tuple[Grant,
 
 
 def read_text(order: rank_pb2.StartTransfer) -> Text | None:
-    if not order.HasField("text"):
-        return None
-    return Text(num_tokens=order.text.num_tokens, own=tuple(order.text.own), theirs=tuple(order.text.theirs))
+    return _TEXT.decode(order.text) if order.HasField("text") else None
 
 
 def read_push(order: rank_pb2.PushBlocks, num_blocks: int) -> tuple[list[tuple[int, int]], range | None]:
@@ -100,47 +113,8 @@ def check_blocks(field: str, blocks: Sequence[int], num_blocks: int) -> None:
 
 
 def ended_report(end: Received | Sent, stats: TransferStats) -> rank_pb2.FollowResponse:
-    ended = rank_pb2.RankTransferEnded(
-        key=key_to_proto(end.key),
-        outcome=end.outcome.value,
-        num_bytes=end.num_bytes,
-        busy_s=end.busy_s,
-        error=end.error,
-        fault=end.fault,
-    )
-    if isinstance(end, Sent):
-        ended.transfer_s, ended.exposed_s = end.send_s, end.exposed_s
-        ended.early_bytes, ended.wire_dtype = end.early_bytes, end.wire_dtype
-    else:
-        ended.transfer_s = end.transfer_s
+    ended = SENT.encode(end) if isinstance(end, Sent) else RECEIVED.encode(end)
     return rank_pb2.FollowResponse(ended=ended, stats=asdict(stats))
-
-
-def read_received(message: rank_pb2.RankTransferEnded) -> Received:
-    return Received(
-        key=key_from_proto(message.key),
-        outcome=ReceiveOutcome(message.outcome),
-        num_bytes=message.num_bytes,
-        transfer_s=message.transfer_s,
-        busy_s=message.busy_s,
-        error=message.error,
-        fault=message.fault,
-    )
-
-
-def read_sent(message: rank_pb2.RankTransferEnded) -> Sent:
-    return Sent(
-        key=key_from_proto(message.key),
-        outcome=SendOutcome(message.outcome),
-        num_bytes=message.num_bytes,
-        send_s=message.transfer_s,
-        busy_s=message.busy_s,
-        exposed_s=message.exposed_s,
-        early_bytes=message.early_bytes,
-        error=message.error,
-        fault=message.fault,
-        wire_dtype=message.wire_dtype,
-    )
 
 
 def read_stats(report: rank_pb2.FollowResponse) -> TransferStats:

@@ -28,9 +28,8 @@ from kvtransfer.fault_injector import FaultInjector, make_fault_injector
 from kvtransfer.grants import fingerprint_of, grant_from_proto
 from kvtransfer.rank_link import MAX_MESSAGE_BYTES
 from kvtransfer.rank_messages import (
+    KEY,
     ended_report,
-    key_from_proto,
-    key_to_proto,
     read_expect,
     read_push,
     read_text,
@@ -115,7 +114,7 @@ class Endpoint:
             case "push" if self._sender is not None:
                 self._push(self._sender, order.push)
             case "give_up" if (end := self.receiver or self._sender) is not None:
-                key, error = key_from_proto(order.give_up.key), order.give_up.error
+                key, error = KEY.decode(order.give_up.key), order.give_up.error
                 if error:
                     end.fail(key, error)
                 else:
@@ -143,7 +142,7 @@ class Endpoint:
             )
             self._ended(Received(key=key, outcome=ReceiveOutcome.FAILED, error=error.message))
             return
-        expected = rank_pb2.TransferExpected(key=key_to_proto(grant.key))
+        expected = rank_pb2.TransferExpected(key=KEY.encode(grant.key))
         self.report(rank_pb2.FollowResponse(expected=expected))
 
     def _start(self, sender: ShapedSender, order: rank_pb2.StartTransfer) -> None:
@@ -155,7 +154,7 @@ class Endpoint:
             self._ended(Sent(key=grant.key, outcome=SendOutcome.FAILED, error=error.message))
 
     def _push(self, sender: ShapedSender, order: rank_pb2.PushBlocks) -> None:
-        key = key_from_proto(order.key)
+        key = KEY.decode(order.key)
         blocks, groups = read_push(order, self._pool.num_blocks)
         if self._stamps.epochs(order.blocks) != tuple(order.epochs):
             sender.fail(key, _REASSIGNED)
