@@ -9,7 +9,7 @@ from pdserve.program import Host, run
 
 
 def make(config: WorkerConfig) -> Host:
-    # imported here, because flags are parsed without the packages of the extra `server`
+    # Imported here, because `--help` must work without the packages of the extra `server`.
     from decode_worker.program import make_host
 
     return make_host(config)

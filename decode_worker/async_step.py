@@ -8,8 +8,8 @@ The forward pass needs only that token. Sampling may need its value: a grammar o
 reports those rows (`Flight.unsampled`). They are sampled after the previous step was read (`Step.known_rows`), while
 the device computes the forward pass.
 
-A text may end with a token that has not been read yet. Its row in the next step is then computed in vain, and its
-result is ignored. The row still writes KV, so the blocks of an ended sequence are freed only after that step.
+A text may end with a token that has not been read yet. The next step then computes a row for it whose result is
+ignored. That row still writes KV, so the blocks of an ended sequence are freed only after that step.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def step_after(
     block_size: int,
     max_batch: int,
 ) -> DecodeStep | None:
-    """The step after the running `step`; None if it must wait for the results of `step`.
+    """The step after the running `step`; None if its plan must wait for the results of `step`.
 
-    It waits while a sequence prefills, and if memory is short, because preemption is decided on known tokens.
+    It must wait while a sequence prefills, and while memory is short, because preemption needs the sampled tokens.
     """
     if step.prefilling or step.drafts is not None or len(running) > max_batch:
         return None
@@ -56,7 +56,7 @@ def step_after(
         if is_new:
             starts[index] -= 1
         elif starts[index] + 1 >= sequence.ends_at:
-            leaving.add(index)  # the token of the running step is its last
+            leaving.add(index)  # the running step samples the last token of this sequence
             continue
         if starts[index] == len(sequence.blocks) * block_size:
             short.append(sequence)
@@ -96,7 +96,7 @@ class DeferredFree:
 
     def __init__(self, blocks: BlockAllocator) -> None:
         self._blocks = blocks
-        self._launched: list[tuple[DecodeStep, list[list[int]]]] = []  # the oldest first
+        self._launched: list[tuple[DecodeStep, list[list[int]]]] = []  # oldest first
 
     @property
     def held(self) -> list[list[int]]:
@@ -106,7 +106,7 @@ class DeferredFree:
         self._launched.append((step, []))
 
     def ended(self, step: DecodeStep) -> None:
-        """The step no longer writes. A step that was never launched holds no blocks."""
+        """Frees the blocks that waited for this step, which no longer writes."""
         for index, (one, lists) in enumerate(self._launched):
             if one is step:
                 del self._launched[index]
@@ -115,7 +115,7 @@ class DeferredFree:
                 return
 
     def release(self, sequence: DecodeSequence) -> None:
-        """Frees the sequence's blocks, or holds them until the last launched step that has a row of it."""
+        """Frees the sequence's blocks now, or after the last launched step with a row of the sequence."""
         for step, lists in reversed(self._launched):
             if any(one is sequence for one, _ in step.shares()):
                 lists.append(sequence.blocks)

@@ -2,9 +2,9 @@
 
 planning.py chooses the work of a step, step_results.py applies its results, and sequence_table.py manages blocks.
 
-lifecycle.py has the stages of an attempt. A remote one is RECEIVING until its KV is verified and its first token is
-known. When memory is exhausted, the youngest is preempted. One that is abandoned while its blocks may be written is
-ENDING until the receiver reports the end.
+lifecycle.py has the stages of an attempt. A remote attempt is RECEIVING until its KV is verified and its first token is
+known. When memory is exhausted, the youngest sequence is preempted. An attempt that is abandoned while a transfer may
+still write to its blocks is ENDING until the receiver reports the end of the transfer.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class DecodeBatching:
     # -- begin and end of attempts -----------------------------------------------------------------------------
 
     def offer(self, attempt: Attempt, *, is_local: bool, now_s: float) -> list[DecodeEffect]:
-        """Reserves blocks, or a place in the queue, for a new attempt. Otherwise returns Refused with the reason."""
+        """Reserves blocks or a place in the queue for a new attempt, or returns Refused with the reason."""
         reason = self._refusal(attempt, is_local, now_s)
         if reason is not None:
             return [Refused(key=attempt.key, reason=reason)]
@@ -177,9 +177,9 @@ class DecodeBatching:
         return [committed, *self._join(sequence)]
 
     def lost(self, key: AttemptKey, error: str, *, is_cancelled: bool = False) -> list[DecodeEffect]:
-        """The KV will not arrive, and nothing writes to the blocks any more. The transfer failed or was aborted.
+        """The transfer failed or was aborted, and nothing writes to the blocks any more.
 
-        `is_cancelled`: the sender abandoned the transfer, because nothing needs it any more.
+        `is_cancelled`: the sender abandoned the transfer because it is no longer needed.
         """
         sequence = self._by_key.get(key)
         if sequence is None or sequence.has_received or sequence.is_local:
@@ -223,12 +223,12 @@ class DecodeBatching:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> tuple[DecodeStep, list[DecodeEffect]]:
-        """The next step; apply the effects first. No rows: nothing can be computed now."""
+        """The next step. The caller must apply the effects first. Without rows, there is nothing to compute now."""
         effects = self.expire(now_s)
         return self._planner.plan(now_s), effects
 
     def apply(self, step: DecodeStep, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
-        """Applies the results of a step. Sequences that have ended in the meantime are skipped."""
+        """Applies the results of a step. Skips sequences that have ended in the meantime."""
         self.sequences.deferred_free.ended(step)
         return self._results.apply(step, outs, now_s)
 
@@ -239,25 +239,24 @@ class DecodeBatching:
         return self._planner.plan_after(step)
 
     def launched(self, step: DecodeStep) -> None:
-        """The step was launched: until `apply` or `dropped` is called for it, it may write into the blocks of its
-        rows."""
+        """The step was launched. It may write to the blocks of its rows until `apply` or `dropped` is called for it."""
         self.sequences.deferred_free.launched(step)
 
     def dropped(self, step: DecodeStep) -> None:
-        """A launched step has ended and its results are discarded; its positions will be computed again."""
+        """A launched step has ended, and its results are discarded. Its positions will be computed again."""
         self._planner.dropped()
         self.sequences.deferred_free.ended(step)
 
     # -- many steps at once: for the simulator, which computes the time of steps in closed form ---------------------
 
     def run_length(self, step: DecodeStep) -> int:
-        """How many steps of exactly these rows may follow each other, this one included; 0: the step also prefills or
+        """How many steps with exactly these rows may follow each other, including this one; 0 if the step prefills or
         has drafts."""
         return self._planner.run_length(step)
 
     def apply_run(self, step: DecodeStep, count: int, token: TokenOut, now_s: float) -> list[DecodeEffect]:
-        """Does what `count` times `plan` and `apply` would do for the decode rows, if each samples `token` each time.
-        Returns only effects other than one more token. `count` is 1 or at most `run_length`."""
+        """Equals `count` calls of `plan` and `apply` for the decode rows, each of which samples `token` every time.
+        Returns only effects other than a further token. `count` is 1 or at most `run_length`."""
         return self._results.apply_run(step, count, token, now_s)
 
     def check(self) -> None:
@@ -279,7 +278,7 @@ class DecodeBatching:
         return None
 
     def _join(self, sequence: DecodeSequence) -> list[DecodeEffect]:
-        """Begins to decode once the KV and the first token have both arrived."""
+        """Lets the sequence decode, once its KV and its first token have arrived."""
         if not sequence.has_received or sequence.first_token is None:
             return []
         sequence.tokens.append(sequence.first_token)
@@ -287,7 +286,11 @@ class DecodeBatching:
             sequence.attempt.sampling, sequence.first_token, sequence.num_output, len(sequence.tokens)
         )
         if ended is not None:
-            return self.fail(sequence.key, FailureKind.INVALID, "first_token_id: it ends the text; nothing may follow")
+            return self.fail(
+                sequence.key,
+                FailureKind.INVALID,
+                "first_token_id: this token ends the text, so nothing can be decoded after it",
+            )
         self.sequences.join(sequence)
         return []
 

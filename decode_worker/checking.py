@@ -1,7 +1,7 @@
 """The debug mode kv_check: checks that each block of a row has the content hash of the row's text. Pure.
 
-A different stamp means that the block was reassigned, or filled for another text. It is checked after each step and
-before its tokens are used, so that no token that was sampled from such a block is sent.
+Another hash means that the block was reassigned, or filled for another text. Blocks are checked after each step, before
+its tokens are used, so no token that was sampled from a wrong block is sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdserve.core.stamps import BlockStamps, content_hash64
 
 @dataclass(frozen=True, slots=True)
 class WrongBlock:
-    index: int  # in the sequence's blocks
+    index: int  # position among the sequence's blocks
     error: str
 
 
@@ -25,21 +25,21 @@ class KvCheck:
         self._stamps = stamps
 
     def record_epochs(self, sequence: DecodeSequence) -> None:
-        """Call it when blocks have been allocated to the sequence."""
+        """Must be called after blocks were allocated to the sequence."""
         sequence.epochs = self._stamps.epochs(sequence.blocks)
 
     def find(self, sequence: DecodeSequence, block_size: int) -> WrongBlock | None:
-        """The first block that was reassigned, or whose content hash is not that of the sequence's tokens."""
+        """The first block that was reassigned, or whose content hash does not match the sequence's tokens."""
         blocks, held = sequence.blocks, sequence.epochs
         sequence.epochs = epochs = self._stamps.epochs(blocks)
         if epochs[: len(held)] != held:
             index = next(index for index, epoch in enumerate(held) if epoch != epochs[index])
-            return WrongBlock(index, f"block {blocks[index]} was reassigned while it was held")
+            return WrongBlock(index, f"block {blocks[index]} was reassigned while a sequence used it")
         full = sequence.computed // block_size
         expected = tuple(map(content_hash64, sequence.hashes[:full]))
         attempt = sequence.attempt
         if sequence.has_received and sequence.computed == attempt.num_tokens and sequence.preemptions == 0:
-            # with the partly filled one
+            # Includes the partly filled last block.
             expected = attempt.content_hashes(sequence.hashes, attempt.token_ids, block_size)
         content_hashes = self._stamps.content_hashes(blocks[: len(expected)])
         if content_hashes == expected:

@@ -11,7 +11,7 @@ from pdserve.core.step_rule import LEAST_CHUNK, Allowance, chunk_tokens, is_wort
 
 @final
 class ChunkRule:
-    """Chunks of `least` to `most` tokens; `cost` learns from each step."""
+    """Chooses chunks of `least` to `most` tokens. `cost` learns from each step."""
 
     def __init__(self, cost: CostModel, *, most: int, least: int = LEAST_CHUNK) -> None:
         self.cost = cost
@@ -21,7 +21,7 @@ class ChunkRule:
     def tokens(
         self, *, rows: int, context_tokens: int, allowed_s: float | None, cached: int, held_share: float = 0.0
     ) -> int:
-        """Prompt tokens of a step of `rows` decode rows over `context_tokens`; see pdserve.core.step_rule."""
+        """Prompt tokens of a step with `rows` decode rows over `context_tokens`; see pdserve.core.step_rule."""
         if rows == 0:
             return self._most
         limit = step_limit(

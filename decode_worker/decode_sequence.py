@@ -1,4 +1,4 @@
-"""One attempt on a decode worker: its stage, its blocks, its row of a step. Pure."""
+"""The state of one attempt on a decode worker: its stage, its blocks, its row in a step. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pdserve.engine.interface import Row
 @dataclass(slots=True, kw_only=True, eq=False)
 class DecodeSequence:
     attempt: Attempt
-    key: AttemptKey  # the attempt's
+    key: AttemptKey
     prompt_len: int
-    ends_at: int  # maximum length of its text, prompt and output
+    ends_at: int  # maximum length of the text, prompt and output together
     order: int  # order of arrival; the largest is the youngest
     is_local: bool
     stage: DecodeStage
@@ -25,19 +25,19 @@ class DecodeSequence:
     hashes: list[bytes]  # content hashes of the leading full blocks, computed as needed
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # leading positions whose KV is in `blocks`
-    cached: int = 0  # of these, how many the prefix cache had at its last start
+    cached: int = 0  # how many of these the prefix cache had when the sequence last started
     first_token: int | None = None  # sampled by the prefill worker
     has_received: bool = False
     preemptions: int = 0
-    unreported_preemptions: int = 0  # since the last row that told their number
+    unreported_preemptions: int = 0  # since the last row that reported preemptions
     started_s: float | None = None  # when computation first began
     ready_s: float = 0.0  # remote: when KV and first token had both arrived
-    first_token_at_s: float = 0.0  # of the whole answer; once it decodes
+    first_token_at_s: float = 0.0  # time of the answer's first token; valid once the sequence decodes
     decoding_since_s: float | None = (
         None  # start of the decode time that is not reported yet; None before the first token
     )
     preempted_at_s: float | None = None  # set from a preemption until the next token
-    #: Below this length, the next token fills no block, is not the last one by length, and has nothing else to report.
+    #: Below this length, the next token neither fills a block nor reaches the maximum length, and reports nothing else.
     plain_until: int = 0
     epochs: tuple[int, ...] = ()  # epochs of `blocks` when they were allocated, if kv_check is on
     proposer: NgramProposer | None = None  # if the worker speculates
@@ -53,7 +53,8 @@ class DecodeSequence:
 
     @property
     def is_scored(self) -> bool:
-        """It also needs the prompt's logprobs, so it prefills from the beginning: a cache holds no logprobs."""
+        """Whether prompt logprobs are needed. The prompt is then computed completely, because a cache has no
+        logprobs."""
         return self.is_local and self.num_output == 0 and self.attempt.num_top_of_prompt is not None
 
     def move(self, move: DecodeMove) -> None:
@@ -61,12 +62,12 @@ class DecodeSequence:
         self.stage = MOVES[self.stage, move]
 
     def began_output(self, now_s: float) -> None:
-        """The attempt's first token was sampled at `now_s`. Due times of an interrupted answer go on from before."""
+        """The attempt's first token was sampled at `now_s`. Due times of an interrupted answer continue as before."""
         self.first_token_at_s = self.attempt.begun_at_s if self.attempt.output_ids else now_s
 
     def row(self, count: int, block_size: int, drafts: Sequence[int] = ()) -> Row:
-        """Its next `count` positions. The row samples if no more remain, and may then have drafts."""
-        if count == 1 == self.remaining:  # the usual case, without copies
+        """A row with the next `count` positions. It samples if none remain after it, and may then have drafts."""
+        if count == 1 == self.remaining:  # the most frequent case, without copies
             return Row(
                 tokens=self.tokens[-1:],
                 start=self.computed,

@@ -1,4 +1,4 @@
-"""Chooses the drafts of decode rows: repetitions in their text, as far as they pay, fit into memory and are allowed.
+"""Chooses the drafts of decode rows: n-grams from their own text, if they pay, fit into memory and are allowed.
 Pure."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Drafter:
     def draft(
         self, decoding: list[DecodeSequence], context_tokens: int, tpot_s: float | None
     ) -> list[list[int]] | None:
-        """Drafts for each decode row, with blocks for them; None if they do not pay."""
+        """The drafts of each decode row, with allocated blocks; None if drafts do not pay."""
         least = self._rule.least_probability(len(decoding))
         drafts: list[list[int]] = []
         probabilities: list[list[float]] = []
@@ -41,7 +41,7 @@ class Drafter:
         return drafts if any(drafts) else None
 
     def _cut(self, sequence: DecodeSequence, draft: list[int]) -> list[int]:
-        """Without drafts after the end of the text."""
+        """Cuts drafts after a token that ends the text."""
         sampling = sequence.attempt.sampling
         room = min(
             sampling.max_tokens - sequence.num_output - 1, self._end_rule.max_context_tokens - len(sequence.tokens) - 1

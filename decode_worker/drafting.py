@@ -1,9 +1,9 @@
-"""How many drafts each row of a step gets: the number that maximises the step's tokens per second, often none. Pure.
+"""Decides how many drafts each row of a step gets: as many as maximise the step's tokens per second, often none. Pure.
 
-A step of B rows with D drafts gives B tokens and the accepted drafts. Its time is measured: steps of similar size share
-a price, which is a constant without drafts and a line over D / B with drafts, both in units of a plain step's predicted
-time. Only their ratio matters, so both forget quickly, and while drafts pay, an occasional plain step keeps them
-comparable.
+A step of B rows with D drafts yields B tokens and the accepted drafts. Its time is measured. Steps of similar size
+share a price: a constant without drafts, and a linear function of D / B with drafts, both relative to the predicted
+time of a plain step. Only their ratio matters, so both forget quickly. While drafts pay, an occasional plain step keeps
+both prices up to date.
 
 Drafts are added in the order of their probability while the rate grows, and only if the best rate is better than a
 plain step's by a margin. All rows wait for the step, so it must also meet their strictest TPOT target.
@@ -17,19 +17,19 @@ from typing import Final, final
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostPrior
 
-SLACK_SHARE: Final = 0.8  # of the TPOT target, because a plain step must follow one whose drafts were rejected
-MARGIN: Final = 1.05  # of the plain rate: margin for errors of prices and probabilities
+SLACK_SHARE: Final = 0.8  # longest step, as a share of the TPOT target: all drafts may be rejected
+MARGIN: Final = 1.05  # required gain over plain steps, because prices and probabilities have errors
 LEAST_PROBABILITY: Final = 0.02
 REFERENCE_STEPS: Final = 24  # after this many consecutive steps with drafts, one step is plain
 FIRST_PROBE_STEPS: Final = 32  # plain steps with promising drafts, after which the price of drafts is measured again
 LAST_PROBE_STEPS: Final = 1024
 PROBE_GAIN: Final = 0.5  # expected accepted drafts per row that count as promising
-DECAY: Final = 0.95  # weight of a measurement, per newer one
-FIRST_DRAFTS: Final = 4.0  # drafts per row at which the prior counts like a measurement, as it does at none
-# weight of the present base and slope, in measurements: keeps both stable if all measurements are similar
+DECAY: Final = 0.95  # each new measurement multiplies the weight of older ones by this
+FIRST_DRAFTS: Final = 4.0  # the prior counts as one measurement without drafts, and one with this many per row
+# Weight of the current base and slope, in measurements. It keeps both stable if all measurements are similar.
 PRESENT_WEIGHT: Final = (0.1, 1.0)
-OUTLIER: Final = 3.0  # times the expected time; a longer measurement is clipped to it
-SURPRISE: Final = 0.6  # of the expected time; no disturbance makes a step that fast, so older measurements are wrong
+OUTLIER: Final = 3.0  # measurements are clipped to this multiple of the expected time
+SURPRISE: Final = 0.6  # a step faster than this share of the expected time means that older measurements are wrong
 
 
 @final
@@ -87,7 +87,7 @@ class Price:
         self.base = max(0.0, (m - self.per_draft * wd) / w)
 
     def _believe(self, base: float, per_draft: float) -> None:
-        """Restarts from a line, as if two points of it had been measured."""
+        """Restarts from a linear function, as if two points of it had been measured."""
         self.base, self.per_draft = base, per_draft
         guess = base + per_draft * FIRST_DRAFTS
         self._weights = (2.0, FIRST_DRAFTS, FIRST_DRAFTS**2)
@@ -96,7 +96,7 @@ class Price:
 
 @final
 class DraftRule:
-    """At most `most` drafts per row and `most_together` per step; `prior` is the worker's first cost model."""
+    """Allows at most `most` drafts per row and `most_together` per step. `prior` is the worker's initial cost model."""
 
     def __init__(self, prior: CostPrior, *, most: int, most_together: int) -> None:
         self.most = most
@@ -106,7 +106,7 @@ class DraftRule:
         self._num_speculated = 0  # consecutive steps with drafts
 
     def least_probability(self, rows: int) -> float:
-        """A draft of lower probability costs more than it gains, even if the first one of the step is cheap."""
+        """The probability below which a draft costs more than it gains, even if it is the first one of the step."""
         price = self._price(rows)
         per_draft = min(price.per_draft, price.first_per_draft)  # a price that is too high must be measured again
         return max(LEAST_PROBABILITY, per_draft / max(price.plain, 1e-9))
@@ -114,7 +114,8 @@ class DraftRule:
     def counts(
         self, probabilities: Sequence[Sequence[float]], *, context_tokens: int, tpot_s: float | None
     ) -> list[int] | None:
-        """Number of drafts per row; None: a plain step. `probabilities`: that its first 1, 2, ... drafts are right.
+        """Number of drafts per row; None for a plain step. `probabilities` are those that the first 1, 2, ... drafts
+        are all right.
 
         `tpot_s` is the strictest TPOT target of the rows.
         """
@@ -149,7 +150,7 @@ class DraftRule:
         return counts
 
     def observe(self, account: StepAccount, step_s: float) -> None:
-        """A step without prompts took `step_s`."""
+        """Learns that a step without prompts took `step_s`."""
         rows = account.decode_rows
         price, units = self._price(rows), step_s / self._unit_s(rows, account.context_tokens)
         if account.draft_tokens == 0:

@@ -1,7 +1,7 @@
 """The state machine of an attempt on a decode worker. Pure.
 
-MOVES is the specification: an event that is not in it for a stage is a defect of this worker. DecodeSequence.move reads
-it, and docs/reference/lifecycles.md is drawn from it.
+MOVES is the specification. An event that it does not allow at a stage is a defect of this worker. DecodeSequence.move
+applies it, and docs/reference/lifecycles.md is drawn from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class DecodeStage(Enum):
     RECEIVING = "receiving"  # blocks are held; the KV or the first token has not arrived
     WAITING = "waiting"  # will prefill its tokens; has no blocks
     RUNNING = "running"  # steps compute its tokens
-    ENDING = "ending"  # abandoned, but its blocks may still be written
+    ENDING = "ending"  # abandoned, but a transfer may still write to its blocks
     RELEASED = "released"  # holds nothing
 
 

@@ -22,7 +22,7 @@ from pdserve.core.memory_price import held_share
 from pdserve.core.prompt_order import Pending, divide, due_at_s
 from pdserve.core.step_rule import Allowance
 
-MAX_CONSECUTIVE_WAITS: Final = 16  # of prompts for slack: rows that join have none
+MAX_CONSECUTIVE_WAITS: Final = 16  # steps in which prompts wait for slack; new rows have none, so waits must be bounded
 
 
 @final
@@ -34,13 +34,13 @@ class Planner:
         self._drafter = drafter
         self._is_short = False  # memory was exhausted in the last plan, so no sequence could start
         self._waits_for_slack = False  # prompts wait for a longer step than the rows allow now
-        self._num_waits = 0  # such steps in a row
+        self._num_waits = 0  # consecutive steps in which prompts waited for slack
         self._num_steps = 0
         self._last: DecodeStep | None = None  # the newest step, if it had only plain decode rows
         self.is_starved = False  # there is no memory for the oldest waiting sequence
 
     def plan(self, now_s: float) -> DecodeStep:
-        """The next step. No rows: nothing can be computed now."""
+        """The next step. Without rows, there is nothing to compute now."""
         sequences = self._sequences
         decoding, self._is_short = self._grow(now_s)
         starts = [sequence.computed for sequence in decoding]
@@ -99,7 +99,7 @@ class Planner:
         return step
 
     def plan_after(self, step: DecodeStep) -> DecodeStep | None:
-        """The step after the running `step`, before its tokens are known; None if it must wait for them."""
+        """The step after the running `step`, before the tokens of `step` are known; None if it must wait for them."""
         sequences = self._sequences
         if self._drafter is not None or self._is_short or sequences.waiting or self._waits_for_slack:
             return None
@@ -124,11 +124,11 @@ class Planner:
         return self._num_steps
 
     def run_length(self, step: DecodeStep) -> int:
-        """How many steps of exactly these rows may follow each other, this one included; 0: the step also prefills or
+        """How many steps with exactly these rows may follow each other, including this one; 0 if the step prefills or
         has drafts.
 
-        Until the first of them ends or fills a block, so that a run affects other sequences only in its last step. No
-        sequence may join or leave in the meantime (`num_changes`), and no sampled token may end a text by itself.
+        The run ends when the first row ends or fills a block, so it affects other sequences only in its last step. No
+        sequence may join or leave in the meantime (`num_changes`), and no sampled token may be one that ends a text.
         """
         decoding, size = step.decoding, self._sequences.block_size
         if step.prefilling or step.drafts is not None or self._is_short or self._waits_for_slack:
@@ -138,25 +138,25 @@ class Planner:
         longest = size
         for each in decoding:
             if each.decoding_since_s is None or each.preempted_at_s is not None:
-                return 0  # the next token has other effects
+                return 0  # the next token causes other effects
             left = min(size - each.computed % size, each.ends_at - len(each.tokens))
             if left < longest:
                 longest = left
         return longest if decoding else 0
 
     def _grow(self, now_s: float) -> tuple[list[DecodeSequence], bool]:
-        """The sequences that decode in this step, each with a block for its next position; and whether memory was
+        """The sequences that decode in this step, each with a block for its next position, and whether memory was
         exhausted."""
         decoding: list[DecodeSequence] = []
         is_short = False
         sequences, size = self._sequences, self._sequences.block_size
-        for sequence in sequences.running[: self._max_batch]:  # the oldest first, which is the last to be preempted
+        for sequence in sequences.running[: self._max_batch]:  # oldest first; the youngest is preempted first
             if len(sequence.tokens) - sequence.computed != 1 or sequence.stage is not DecodeStage.RUNNING:
                 continue
             while sequence.computed == len(sequence.blocks) * size and not sequences.grow(sequence):
                 is_short = True
                 if len(sequences.running) == 1:
-                    break  # transfers have the rest of the memory and end soon, so this sequence waits and keeps its KV
+                    break  # transfers hold the other blocks and will end soon, so this sequence waits and keeps its KV
                 youngest = sequences.running[-1]
                 sequences.preempt(youngest, now_s)
                 if youngest is sequence:
@@ -168,7 +168,7 @@ class Planner:
     def _divide(
         self, prompts: list[DecodeSequence], now_s: float, budget: int, decode_s: float
     ) -> list[tuple[DecodeSequence, int]]:
-        """The sequences to prefill; waiting ones are started if there is memory."""
+        """The sequences to prefill. Starts waiting sequences if there is memory."""
         sequences = self._sequences
         self.is_starved = self._is_short and bool(sequences.waiting)
 
@@ -178,7 +178,7 @@ class Planner:
             if self.is_starved or len(sequences.running) >= self._max_batch:
                 return False
             if not sequences.take_blocks(sequence):
-                self.is_starved = True  # smaller sequences do not overtake
+                self.is_starved = True  # smaller sequences must not overtake it
                 return False
             sequences.start(sequence, now_s)
             return True

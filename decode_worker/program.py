@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 class PendingReceive:
     key: TransferKey
     deadline_at_s: float | None
-    reserved_s: float  # when Reserve arrived
+    reserved_s: float  # arrival of Reserve
 
 
 @final
@@ -105,7 +105,7 @@ class DecodeProgram(RoleProgram):
         }
 
     def act(self, effects: Iterable[Any]) -> None:
-        """Prompt scores are sent first, then the sampled tokens of this call in one message per router, then the rest.
+        """Sends prompt scores first, then the sampled tokens in one message per router, then all other messages.
 
         So a request's Released is never sent before its last tokens.
         """
@@ -126,7 +126,7 @@ class DecodeProgram(RoleProgram):
             case "admit":
                 self._admit(session, message.admit)
             case _:
-                self.counts["message for another role"] += 1
+                self.counts["message for the other role"] += 1
 
     def fingerprint(self) -> transfer_pb2.Fingerprint:
         return FINGERPRINT.encode(self._fingerprint)
@@ -205,7 +205,7 @@ class DecodeProgram(RoleProgram):
                 error = received.error or received.outcome.value
                 self.act(self._batching.lost(key, error, is_cancelled=received.is_cancelled))
             case ReceiveOutcome.QUARANTINED:
-                self.counts["quarantined transfer"] += 1  # the blocks stay held until DRAINED follows
+                self.counts["quarantined transfer"] += 1  # the blocks stay reserved until DRAINED follows
 
     # -- effects ------------------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class DecodeProgram(RoleProgram):
 
     def _kv_mistaken(self, effect: fx.KvMistaken) -> None:
         self.context.metrics.add(metric_names.KV_MISTAKEN)
-        log.error("a KV block has wrong content; its tokens are computed again", extra={"error": effect.error})
+        log.error("a KV block has wrong content; the text is computed again", extra={"error": effect.error})
 
     def _send_tokens(self, rows: list[pr.TokenRow], plain: Iterable[fx.PlainSampled]) -> None:
         for session, response in responses_by_router(rows, plain).items():

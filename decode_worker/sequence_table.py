@@ -1,4 +1,4 @@
-"""The sequences on a decode worker, their groups and their blocks. Every change keeps them consistent. Pure."""
+"""The sequences on a decode worker, by stage, with their blocks. Every change keeps the tables consistent. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SequenceTable:
         self._run(sequence, DecodeMove.STARTED)
 
     def join(self, sequence: DecodeSequence) -> None:
-        """The KV of the sequence has arrived: it decodes from the next step on."""
+        """The KV of the sequence has arrived, so it decodes from the next step on."""
         self._run(sequence, DecodeMove.JOINED)
 
     def _run(self, sequence: DecodeSequence, move: DecodeMove) -> None:
@@ -98,7 +98,7 @@ class SequenceTable:
         shared = [] if sequence.is_scored else sequence.hashes[: shareable_blocks(num_tokens, size)]
         matched = self.blocks.match(shared)
         missing = blocks_for(num_tokens, size) - len(matched)
-        # Leaves one block for each running sequence to grow; otherwise the new one only causes preemptions.
+        # Leaves a free block for each running sequence. Otherwise the new one would only cause preemptions.
         fresh = self.blocks.allocate(missing) if missing + len(self.running) <= self.blocks.num_available else None
         if fresh is None:
             self.blocks.release(matched)
@@ -117,14 +117,15 @@ class SequenceTable:
         return fresh is not None
 
     def room_for(self, sequence: DecodeSequence, count: int) -> int:
-        """How many of `count` drafts have blocks, allocated only from those that no sequence needs in the next step."""
+        """Allocates blocks for drafts, and returns for how many of `count` there is room. Takes no block that a
+        sequence needs in the next step."""
         while sequence.computed + 1 + count > len(sequence.blocks) * self.block_size:
             if self.blocks.num_available <= len(self.running) or not self.grow(sequence):
                 return len(sequence.blocks) * self.block_size - sequence.computed - 1
         return count
 
     def receive(self, sequence: DecodeSequence) -> None:
-        """The granted blocks have verified KV of all of the sequence's tokens."""
+        """The granted blocks have the verified KV of all of the sequence's tokens."""
         sequence.has_received = True
         sequence.computed = len(sequence.tokens)
         granted = sequence.blocks[sequence.cached // self.block_size :]
@@ -138,7 +139,7 @@ class SequenceTable:
         return names[sequence.cached // self.block_size :]
 
     def advance(self, sequence: DecodeSequence, count: int) -> None:
-        """`count` more positions of its text are computed."""
+        """`count` further positions of the text are computed."""
         full = sequence.computed // self.block_size
         sequence.computed += count
         if sequence.computed // self.block_size > full:

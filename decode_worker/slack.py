@@ -1,9 +1,9 @@
 """How long a step may take so that its decode rows still meet their TPOT targets. Pure.
 
-TPOT is a mean over an answer. A sequence therefore has a due time for each token: its n-th token after the first is due
-n times the TPOT target after the first. A sequence that is ahead of its due times has slack, and may take part in one
-long step. So may a sequence that can make up for it, because steps without prompt tokens are shorter than its target.
-A sequence that is further behind must on average be faster than its target until its end.
+TPOT is a mean over an answer, so each token has a due time: the n-th token after the first is due n TPOT targets after
+the first. A sequence that is ahead of its due times has slack for one long step. So has a sequence that can catch up
+afterwards, because steps without prompt tokens are shorter than its target. A sequence that is further behind must be
+faster than its target, on average, until its end.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final
 from decode_worker.decode_sequence import DecodeSequence
 from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP, Allowance
 
-HORIZON: Final = 8  # tokens within which a sequence must be on time again: more make its answer depend on later load
-PACE: Final = 1.5  # decode steps for each of these tokens: other prompts also need chunks
+HORIZON: Final = 8  # tokens in which a sequence must catch up; with more, its answer would depend on later load
+PACE: Final = 1.5  # assumed time of each of these tokens, in decode steps, because other prompts also need chunks
 
 
 def step_allowance(decoding: Sequence[DecodeSequence], now_s: float, decode_s: float) -> Allowance:
@@ -35,7 +35,7 @@ def step_allowance(decoding: Sequence[DecodeSequence], now_s: float, decode_s: f
         longest_gap_s = min(longest_gap_s, own_s)
         token_s, num_output = DUE_SHARE * tpot_s, each.num_output
         left = max(each.ends_at - len(each.tokens), 1)
-        slack_s = each.first_token_at_s + num_output * token_s - now_s  # until its next token is due
+        slack_s = each.first_token_at_s + num_output * token_s - now_s  # time until the next token is due
         spare_s = token_s - PACE * decode_s
         if spare_s > 0.0:
             slack_s += (min(left, HORIZON) - 1) * spare_s
@@ -43,7 +43,8 @@ def step_allowance(decoding: Sequence[DecodeSequence], now_s: float, decode_s: f
             own_s = min(own_s, slack_s)
             gain_s = min(gain_s, token_s - decode_s)
         else:
-            mean_s = (each.first_token_at_s + (num_output - 1 + left) * tpot_s - now_s) / left  # until its end
+            # Per token, until the end.
+            mean_s = (each.first_token_at_s + (num_output - 1 + left) * tpot_s - now_s) / left
             if mean_s >= decode_s:
                 own_s = min(own_s, token_s, mean_s)
                 gain_s = min(gain_s, token_s - decode_s)

@@ -1,13 +1,13 @@
-"""N-gram speculation: predicts that a sequence continues as after an earlier occurrence of its last tokens. Pure.
+"""N-gram speculation: predicts that a text continues as it did after an earlier occurrence of its last tokens. Pure.
 
-The match is the longest run of at least two tokens that ends the text and also occurs earlier. Of equally long runs,
-the latest is used. While the text continues like the match, the match grows by each token. Otherwise an index is
-searched for earlier places of the last two tokens. It has one entry per token, and a search visits at most MAX_PLACES
-entries, so the cost of a step does not depend on the length of the text.
+The match is the longest run of at least two tokens at the end of the text that also occurs earlier. Among equally long
+runs, the latest occurrence is used. While the text continues like the match, the match grows with each token. Otherwise
+an index is searched for earlier occurrences of the last two tokens. It has one entry per token, and a search visits at
+most MAX_PLACES entries, so the cost of a step does not depend on the length of the text.
 
-Each sampled token shows whether the prediction was right, even if the prediction was not used as a draft. So acceptance
-rates are measured before any draft is computed, and no step is spent on drafts in text without repetition. Each
-sequence has its own rates, because other sequences predict nothing about it. They begin low.
+Each sampled token shows whether the prediction was right, even if it was not used as a draft. So acceptance rates are
+measured before any draft is computed, and text without repetition costs no drafts. Each sequence has its own rates,
+because other sequences say nothing about it. Initial rates are low.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from typing import Final, final
 
 MIN_MATCH: Final = 2
-MAX_PLACES: Final = 32  # places considered, the latest first
-MAX_COMPARED: Final = 16  # tokens compared at a place; a match may become longer as the text continues like it
+MAX_PLACES: Final = 32  # earlier occurrences considered, latest first
+MAX_COMPARED: Final = 16  # tokens compared at an occurrence; a match may grow longer later
 LAST_CLASS_LENGTH: Final = 19  # longer matches have the class of this length
 
 # Longer matches are more likely to continue. Match lengths are grouped into classes; a class has one acceptance rate.
 _CLASS_OF: Final = tuple(sum(length > last for last in (2, 3, 4, 6, 10, 18)) for length in range(LAST_CLASS_LENGTH + 1))
-# initial acceptance rate of each class; it has the weight of INITIAL_WEIGHT tries
+# Initial acceptance rate of each class, with the weight of INITIAL_WEIGHT predictions.
 _INITIAL_RATES: Final = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 INITIAL_WEIGHT: Final = 3.0
-DECAY: Final = 0.9  # forgetting factor per try, so that about ten tries count
+DECAY: Final = 0.9  # forgetting factor per prediction, so about ten of them count
 
 
 @final
@@ -63,10 +63,10 @@ class NgramProposer:
         self._latest: dict[int, int] = {}  # two tokens -> the latest place after them
         self._before: list[int] = [0, 0]  # place -> the previous place after the same two tokens; 0: none
         self.source = 0  # position of the predicted next token; 0 without a match
-        self.length = 0  # of the match, in tokens
+        self.length = 0  # length of the match in tokens
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Adds the tokens since the last call."""
+        """Adds the tokens since the last call to the index."""
         latest, before = self._latest, self._before
         is_first = len(before) == 2
         for place in range(len(before), len(tokens) + 1):
@@ -76,7 +76,7 @@ class NgramProposer:
             before.append(earlier)
             latest[pair] = place
             if is_first and place < len(tokens):
-                continue  # a prompt is not written by the model, so it does not change the acceptance rates
+                continue  # the model did not write the prompt, so it does not change the acceptance rates
             if self.source:
                 is_right = tokens[self.source] == newest
                 self._rates.record(self.length, is_right=is_right)
@@ -89,7 +89,7 @@ class NgramProposer:
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """Predicts the next `count` tokens; [] without a match.
 
-        If fewer tokens follow the earlier occurrence, they are repeated.
+        If fewer tokens follow the earlier occurrence, the prediction repeats them.
         """
         if not self.source:
             return []
@@ -99,7 +99,7 @@ class NgramProposer:
         return [tokens[self.source + index % period] for index in range(count)]
 
     def accept_probabilities(self, count: int, least: float) -> list[float]:
-        """The probabilities that the first 1, 2, ... predictions are all right.
+        """The probabilities that the first 1, 2, ... predicted tokens are all right.
 
         The list has at most `count` entries and ends before the first one below `least`.
         """
@@ -114,7 +114,7 @@ class NgramProposer:
         return probabilities
 
     def _look_up(self, tokens: Sequence[int], end: int, place: int) -> None:
-        """The longest match of the text up to `end` among the latest places of its last two tokens."""
+        """Finds the longest match for the text up to `end`, among the latest occurrences of its last two tokens."""
         self.source = self.length = 0
         for _ in range(MAX_PLACES):
             if not place:

@@ -1,6 +1,6 @@
-"""The work of one decode step; the engine's rows are created on demand. Pure.
+"""The work of one decode step. The engine's rows are created on demand. Pure.
 
-The simulator never creates rows: it has no engine, and rows of a long prompt copy its tokens.
+The simulator has no engine and never creates rows. This saves time, because the rows of a long prompt copy its tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Continuation:
     """How the rows of a plain decode step continue the rows of step number `before` (see ContinuedRows)."""
 
     before: int
-    places: Sequence[int]  # for each of `decoding`
-    starts: Sequence[int]  # the position that each of `decoding` computes
+    places: Sequence[int]  # for each sequence of `decoding`, its row in the earlier step
+    starts: Sequence[int]  # the position that each sequence of `decoding` computes
     is_async: bool
 
 
 @final
 class KnownRows(Mapping[int, Row]):
-    """Rows by number, built on access: an engine that keeps the cursors of their grammars needs none."""
+    """Rows by number, built on access. An engine that keeps grammar states of the rows accesses none."""
 
     def __init__(self, rows: dict[int, DecodeSequence], block_size: int) -> None:
         self._rows, self._block_size = rows, block_size
@@ -49,10 +49,11 @@ class KnownRows(Mapping[int, Row]):
 
 @dataclass(kw_only=True)  # no slots, because of cached_property
 class DecodeStep:
-    """`decoding` compute one position each, and their drafts. `prefilling` compute a number of prompt positions."""
+    """Each sequence of `decoding` computes one position and its drafts. Each of `prefilling` computes prompt
+    positions."""
 
     decoding: list[DecodeSequence]
-    drafts: list[list[int]] | None  # one list for each of `decoding`
+    drafts: list[list[int]] | None  # one list for each sequence of `decoding`
     prefilling: list[tuple[DecodeSequence, int]]
     account: StepAccount
     block_size: int
@@ -69,7 +70,7 @@ class DecodeStep:
         return bool(self.decoding) and not self.prefilling and self.drafts is None
 
     def shares(self) -> Iterator[tuple[DecodeSequence, int]]:
-        """Each sequence and the number of its computed positions, without drafts; in the order of `rows`."""
+        """Each sequence with the number of its computed positions, without drafts, in the order of `rows`."""
         for sequence in self.decoding:
             yield sequence, 1
         yield from self.prefilling
@@ -79,7 +80,7 @@ class DecodeStep:
         return [sequence.key for sequence, _ in self.shares()]
 
     def rows_again(self) -> list[Row | None]:
-        """The rows after all earlier tokens are known, to be computed again; None for ended sequences."""
+        """The rows, built again after all earlier tokens are known; None for ended sequences."""
         again: list[Row | None] = []
         for sequence, count in self.shares():
             is_here = sequence.stage is DecodeStage.RUNNING and bool(sequence.blocks)
@@ -87,8 +88,8 @@ class DecodeStep:
         return again
 
     def known_rows(self, indexes: Iterable[int]) -> KnownRows:
-        """Those of `decoding` at `indexes`, in an asynchronous step after the previous one was read: their histories
-        contain the tokens that were pending. Ended sequences are missing."""
+        """The rows of `decoding` at `indexes`, in an asynchronous step, built after the previous step was read. Their
+        histories contain the tokens that were pending. Ended sequences are missing."""
         assert self.continuation is not None
         starts, known = self.continuation.starts, dict[int, DecodeSequence]()
         for index in indexes:
@@ -100,7 +101,7 @@ class DecodeStep:
 
     @cached_property
     def rows(self) -> Sequence[Row]:
-        """The engine's rows, as of the first access, which must come before any change."""
+        """The engine's rows. They are built at the first access, which must come before any change of the sequences."""
         size = self.block_size
         if self.continuation is not None:
             continuation = self.continuation
@@ -134,10 +135,10 @@ class DecodeStep:
 
 
 def places_in(step: DecodeStep | None, decoding: Sequence[DecodeSequence]) -> Sequence[int]:
-    """For each of `decoding`, its place among the decode rows of `step`, or NEW_ROW."""
+    """For each sequence of `decoding`, its position among the decode rows of `step`, or NEW_ROW."""
     if step is None:
         return [NEW_ROW] * len(decoding)
-    if decoding == step.decoding:  # the usual case in a steady batch
+    if decoding == step.decoding:  # the most frequent case
         return range(len(decoding))
     place_of = {sequence: place for place, sequence in enumerate(step.decoding)}
     return [place_of.get(sequence, NEW_ROW) for sequence in decoding]

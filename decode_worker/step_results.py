@@ -26,14 +26,14 @@ class StepResults:
         self._end_rule = end_rule
         self._check = check
         self._ended_s = 0.0  # end of the last step, as passed to `apply`
-        self._begun_s = 0.0  # end of the step before it, when the last step began
+        self._begun_s = 0.0  # end of the step before it, which is the start of the last step
 
     def apply(self, step: DecodeStep, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         self._ended_at(now_s)
         effects: list[DecodeEffect] = []
         shares: Iterable[tuple[DecodeSequence, int]] = step.shares()
         if isinstance(outs, PlainOuts) and not step.prefilling and self._check is None:
-            sampled, outs, shares = self._draw_plain(step.decoding, outs.token_ids)
+            sampled, outs, shares = self._append_plain(step.decoding, outs.token_ids)
             if sampled.keys:
                 effects.append(sampled)
         for (sequence, count), out in zip(shares, outs, strict=True):
@@ -47,13 +47,13 @@ class StepResults:
             self._sequences.advance(sequence, count)
             if out.scored:
                 effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
-            if len(out.sampled) == 1:  # nearly every row
-                self._draw(sequence, out.sampled[0], now_s, effects)
+            if len(out.sampled) == 1:  # true for nearly every row
+                self._append(sequence, out.sampled[0], now_s, effects)
                 continue
             for index, token in enumerate(out.sampled):
-                if index > 0:  # the previous token was an accepted draft, so its KV exists
+                if index > 0:  # the previous token was an accepted draft, so its KV is computed
                     self._sequences.advance(sequence, 1)
-                self._draw(sequence, token, now_s, effects)
+                self._append(sequence, token, now_s, effects)
                 if key not in self._sequences.by_key:
                     break
         return effects
@@ -72,7 +72,7 @@ class StepResults:
                 continue
             tokens += sampled[1:]
             self._sequences.advance(sequence, count)
-            self._draw(sequence, token, now_s, effects)
+            self._append(sequence, token, now_s, effects)
         return effects
 
     def _discard_wrong(self, sequence: DecodeSequence, wrong: WrongBlock, now_s: float) -> DecodeEffect:
@@ -81,11 +81,11 @@ class StepResults:
         self._sequences.preempt(sequence, now_s)
         return KvMistaken(key=sequence.key, error=wrong.error)
 
-    def _draw_plain(
+    def _append_plain(
         self, decoding: Sequence[DecodeSequence], token_ids: Sequence[int]
     ) -> tuple[PlainSampled, list[RowOut], list[tuple[DecodeSequence, int]]]:
-        """Adds the tokens of rows that merely continue, the usual case. Returns the outputs and sequences of the other
-        rows, for `apply`."""
+        """Adds the tokens of rows that continue without further effects, which are most rows. Returns the outputs and
+        sequences of the other rows, for `apply`."""
         continuing: list[DecodeSequence] = []
         plain_ids: list[int] = []
         outs: list[RowOut] = []
@@ -108,8 +108,8 @@ class StepResults:
         )
         return sampled, outs, shares
 
-    def _draw(self, sequence: DecodeSequence, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
-        """Adds the effects of the token."""
+    def _append(self, sequence: DecodeSequence, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
+        """Adds the token and returns its effects."""
         attempt, tokens = sequence.attempt, sequence.tokens
         tokens.append(token.token_id)
         num_tokens = len(tokens)
@@ -142,8 +142,8 @@ class StepResults:
             self._begun_s, self._ended_s = self._ended_s, now_s
 
     def _begun(self, sequence: DecodeSequence, sampled: TokenRow, now_s: float) -> TokenRow:
-        """Adds to the attempt's first row how long it waited, and how long its prompt took."""
-        if not sequence.is_local:  # it joined for the step that has just ended
+        """Adds the waiting time and the time of the prompt to the attempt's first row."""
+        if not sequence.is_local:  # a remote attempt joined the step that has just ended
             sequence.decoding_since_s = max(sequence.ready_s, self._begun_s)
             return replace(sampled, decode_queue_s=sequence.decoding_since_s - sequence.ready_s)
         assert sequence.started_s is not None

@@ -1,4 +1,4 @@
-"""The token rows of one call: joined by attempt, and as one message for each router. No I/O."""
+"""Joins the token rows of one call by attempt, and puts them into one message for each router. No I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdserve.worker import messages
 
 
 def join_rows(rows: Iterable[TokenRow]) -> list[TokenRow]:
-    """One row for each attempt: accepted drafts give several tokens in one step."""
+    """Joins the rows of each attempt. With accepted drafts, a step yields several tokens."""
     joined: list[TokenRow] = []
     for row in rows:
         last = joined[-1] if joined else None

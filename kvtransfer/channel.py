@@ -26,7 +26,7 @@ from kvtransfer.tls_socket import MAX_HELD_BYTES, accepted
 from pdserve.core.durations import clamped_s
 from pdserve.tls.reasons import tls_failure
 
-MAX_OUTBOX: Final = 16_384  # small frames that wait to be sent; more means that the peer does not read
+MAX_OUTBOX: Final = 16_384  # small frames that may wait to be sent; more means that the peer has stopped reading
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000))
 
 
@@ -101,8 +101,8 @@ class Channel:
         tune(sock)
         self.socket = sock
         self.waker = waker or Waker()
-        self._clock = clock  # of the heartbeat
-        self.is_readable = False  # as of the last wait
+        self._clock = clock  # for the heartbeat
+        self.is_readable = False  # result of the last wait
         self.meanwhile: Callable[[], None] = lambda: None  # called whenever `fill` has waited
         self._owner = 0
         self._outbox: deque[bytes] = deque()
@@ -115,7 +115,7 @@ class Channel:
         self._wakes_at = 1
         self._heartbeat: Heartbeat | None = None
         self._beat = b""
-        self._num_pending = 0  # bytes that had arrived and did not end the last wait
+        self._num_pending = 0  # bytes that had arrived but were too few to end the last wait
 
     def secure(self, context: ssl.SSLContext, left_s: Callable[[], float]) -> None:
         """The receiver's TLS handshake, before anything else. Raises Gone if it fails or takes longer than `left_s`."""
@@ -140,7 +140,8 @@ class Channel:
             self.waker.set()
 
     def watch(self, heartbeat: Heartbeat, beat: bytes) -> None:
-        """From now on, waits send `beat` whenever it is due, and raise Silent if the peer is silent."""
+        """From now on, waits send the frame `beat` whenever a heartbeat is due, and raise Silent if the peer is
+        silent."""
         self._heartbeat, self._beat = heartbeat, beat
 
     @property
@@ -161,7 +162,7 @@ class Channel:
         return bool(self._unsent or self._outbox)
 
     def flush(self) -> None:
-        """Sends queued small frames as far as the socket takes them."""
+        """Sends queued small frames until the socket is full."""
         while self.has_unsent:
             if not self._unsent:
                 self._unsent = b"".join(self._outbox.popleft() for _ in range(min(len(self._outbox), 64)))
@@ -176,8 +177,8 @@ class Channel:
             self._unsent = self._unsent[sent:]
 
     def wait(self, timeout_s: float | None = None, *, is_writing: bool = False) -> bool:
-        """Waits for bytes to read, for room to write (if requested or if frames are queued), or for a wake. False:
-        timed out."""
+        """Waits for bytes to read, for room to write (if requested or if frames are queued), or for a wake. False: the
+        time is up."""
         heartbeat = self._heartbeat
         if heartbeat is None:
             return self._wait(timeout_s, is_writing)
@@ -229,13 +230,13 @@ class Channel:
 
     @property
     def _has_decrypted(self) -> bool:
-        """Whether received bytes are no longer in the kernel's buffer, which is all that poll knows of."""
+        """Whether TLS holds received bytes outside the kernel's buffer, where `poll` does not see them."""
         return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
 
     def wake_at(self, num_bytes: int) -> None:
-        """Later waits treat the socket as readable only if at least this many bytes have arrived, or at its end.
-        `num_bytes` must not exceed the bytes that will arrive."""
-        if isinstance(self.socket, ssl.SSLSocket):  # a part of them may have left the kernel's buffer already
+        """Later waits end only when at least `num_bytes` have arrived, or at the end of the stream. At least as many
+        bytes must be on their way."""
+        if isinstance(self.socket, ssl.SSLSocket):  # some of the bytes may have left the kernel's buffer already
             num_bytes = max(1, num_bytes - MAX_HELD_BYTES)
         if num_bytes != self._wakes_at:
             self._wakes_at = num_bytes

@@ -1,4 +1,4 @@
-"""What `pdserve doctor` checks of KV transfers on this host."""
+"""The checks of `pdserve doctor` for KV transfers on this host."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SHARED_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enab
 
 
 def shared_memory() -> Iterator[CheckResult]:
-    # imported here, because `doctor` runs without the packages of the extra `server`
+    # Imported here, because `doctor` also runs without the packages of the extra `server`.
     from kvtransfer.transports.shm import Shm
 
     if why_not := Shm().why_not():
-        yield CheckResult("warn", "shm", why_not, "KV is sent by tcp between workers of this host, too")
+        yield CheckResult("warn", "shm", why_not, "workers of this host send KV over tcp")
         return
     try:
         setting = _SHARED_HUGE_PAGES.read_text()
@@ -30,7 +30,7 @@ def shared_memory() -> Iterator[CheckResult]:
 
 
 def pairs() -> Iterator[CheckResult]:
-    """Tests each transport between two workers of this host, and says which one they would use."""
+    """Tests each transport between two workers of this host, and reports which one they would use."""
     try:
         from kvtransfer.pair_probe import AUTO, probe
     except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@ from kvtransfer.transport import Sent
 from pdserve.core.grant import Grant, TransferKey
 
 OnSent = Callable[[Sent], None]
-# called with source blocks of a transfer that are no longer read
+# Called with the source blocks of a transfer that are no longer read.
 OnRead = Callable[[TransferKey, Sequence[int]], None]
 
 
@@ -31,7 +31,7 @@ class Push:
     blocks: tuple[tuple[int, int], ...]
     epochs: tuple[int, ...]  # epochs of the source blocks when they were pushed
     is_last: bool
-    groups: range | None  # of layers; None: all
+    groups: range | None  # groups of layers; None: all
     after: Fence | None = None  # device work that may still write the blocks
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-#: The number of chunks that a cuda_ipc connection has in flight. More streams would share the same links: docs/gpu.md.
+#: The number of chunks in flight on a cuda_ipc connection. More streams would share the same links (docs/gpu.md).
 DEFAULT_STREAMS: Final = 4
 DEFAULT_STAGING_BYTES: Final = 2**30
 
@@ -43,14 +43,14 @@ class StreamLoads:
             return tuple(self._bytes)
 
     def begin(self, num_bytes: int, behind: int | None = None) -> int:
-        """The stream for this many bytes: that of the work before them, if there is any."""
+        """The stream for this many bytes: the stream of the work before them, if there is any."""
         with self._lock:
             index = least_loaded(self._bytes) if behind is None else behind
             self._bytes[index] += num_bytes
             return index
 
     def end(self, index: int, num_bytes: int) -> None:
-        """The bytes were copied, or will not be. Call it once for each `begin`."""
+        """The copy has ended or was not started. Must be called once for each `begin`."""
         with self._lock:
             assert self._bytes[index] >= num_bytes
             self._bytes[index] -= num_bytes

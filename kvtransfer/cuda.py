@@ -67,9 +67,9 @@ class CudaDevice:
         return CudaBlocks(self._pool.tensor)
 
     def staging(self, num_blocks: int) -> CudaBlocks:
-        """The caller closes it when no work on the device uses it. The memory is then reused, and never returned to the
-        driver, because cuMemFree waits for all work of the device. Raises TransferFailed if the device has no memory
-        left.
+        """Staging, which the caller closes when no work on the device uses it. Its memory is then reused. It is never
+        returned to the driver, because cuMemFree waits for all work of the device. Raises TransferFailed if the device
+        has no memory left.
         """
         block_bytes = self._pool.block_bytes
         size = num_blocks * block_bytes
@@ -93,7 +93,7 @@ class CudaDevice:
         try:
             offset, num_blocks, block_bytes, _ = _EXPORT.unpack(exported[: _EXPORT.size])
         except struct.error as error:
-            raise TransferFailed(f"{len(exported)} bytes are no pool on a device") from error
+            raise TransferFailed(f"{len(exported)} bytes do not describe a pool on a device") from error
         with driver().current(self._index):
             base = driver().open(exported[_EXPORT.size :])
         return CudaBlocks(tensor_at(base + offset, self.device, num_blocks, block_bytes), partial(self._close, base))
@@ -101,7 +101,7 @@ class CudaDevice:
     def fence(self) -> torch.cuda.Event:
         with torch.cuda.device(self.device):
             event = torch.cuda.Event()
-            event.record(torch.cuda.default_stream(self.device))  # the engine's
+            event.record(torch.cuda.default_stream(self.device))  # the engine's stream
             return event
 
     def copy(
@@ -156,7 +156,7 @@ class CudaDevice:
             return self._watched(index, num_bytes, None, wake)
 
     def watched(self, wake: Wake, stream: Any, limit_s: float) -> CudaCopying:
-        """The work queued so far on a stream that is not one of the device's copy streams."""
+        """Watches the work queued so far on a stream that is not one of the device's copy streams."""
         event = torch.cuda.Event()
         event.record(stream)
         copying = CudaCopying(event, None, limit_s)
@@ -164,7 +164,7 @@ class CudaDevice:
         return copying
 
     def has_drained(self, stream: Any, limit_s: float) -> bool:
-        """Waits until everything queued on the stream has ended. False: timed out."""
+        """Waits until all work queued on the stream has ended. False: the time is up."""
         return has_passed(self._recorded(stream), limit_s)
 
     def drain(self) -> None:

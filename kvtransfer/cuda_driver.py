@@ -119,7 +119,7 @@ class Driver:
 
 @cache
 def driver() -> Driver:
-    """The process's. Raises TransferFailed."""
+    """The driver of this process. Raises TransferFailed."""
     return Driver()
 
 

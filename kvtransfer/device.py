@@ -75,7 +75,7 @@ class Device(Protocol):
         ...
 
     def export(self) -> bytes:
-        """What another process on this host needs to open the pool."""
+        """The bytes with which another process on this host can open the pool."""
         ...
 
     def open(self, exported: bytes) -> Blocks:
@@ -83,7 +83,7 @@ class Device(Protocol):
         ...
 
     def fence(self) -> Fence:
-        """The present point of the engine's stream. Any thread may call it."""
+        """The current point of the engine's stream. Any thread may call it."""
         ...
 
     def copy(

@@ -70,7 +70,7 @@ class DataConnection:
     socket: socket.socket
     path: SendPath
     transport: str
-    reason: str  # for this transport
+    reason: str  # why this transport was chosen
     checksum: checksum.Checksum
     chunk_bytes: int
 

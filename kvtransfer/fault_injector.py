@@ -34,7 +34,7 @@ from kvtransfer.transports.shm import ShmSend
 log = logging.getLogger(__name__)
 
 _HEADER_SHARE: Final = 0.1  # share of changed bytes that are in a header
-_STALE: Final = 1 << 62  # added to a generation, it gives one that was never granted
+_STALE: Final = 1 << 62  # added to a generation, this gives a generation that was never granted
 _FRAMES_KNOWN: Final = 1024  # transfers whose frames are counted
 # The time counts from the actual stop, which on a busy machine may be later than the planned end of the stop.
 _WAKE: Final = (
@@ -88,7 +88,7 @@ class FaultInjector:
             wake = _WAKE.format(pid=os.getpid(), for_s=fault.for_s)
             subprocess.Popen(["/bin/sh", "-c", wake], start_new_session=True, stdin=subprocess.DEVNULL)
         os.kill(os.getpid(), signal.SIGSTOP if fault.kind is FaultKind.STOP else signal.SIGKILL)
-        # a thread may continue for a moment before the signal reaches it
+        # A thread may continue for a moment before the signal reaches it.
         while time.monotonic() < began_s + fault.for_s:
             time.sleep(0.002)
         self.pauses[-1] = (began_s, time.monotonic())
@@ -186,7 +186,7 @@ class _Pump(threading.Thread):
             case FaultKind.DROP if frame.kind is Kind.CREDIT:
                 self._target.sendall(message)  # a credit cannot be lost without its connection
             case FaultKind.DROP if frame.kind is Kind.CHUNK and (self._has_slots or fault.at < 0.5):
-                # It arrives as a frame of an unknown grant. The transfer loses it like a dropped frame, but the slot is
+                # It arrives as a frame of an unknown grant. For the transfer it is a dropped frame, but the slot is
                 # returned.
                 stale = frame.tag._replace(generation=frame.tag.generation | _STALE)
                 self._target.sendall(dataclasses.replace(frame, tag=stale).encode() + message[HEADER_BYTES:])

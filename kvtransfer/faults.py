@@ -1,7 +1,7 @@
 """A seeded plan of the faults of transfers, for tests of a whole cluster. Pure.
 
-A plan gives each transfer at most one fault, which depends only on the seed and the transfer's tag. The same seed and
-transfers therefore give the same faults, whatever the threads do. `kvtransfer.fault_injector` injects them.
+A plan assigns at most one fault to each transfer. The fault depends only on the seed and the transfer's tag, so a run
+can be repeated, whatever the order of the threads is. `kvtransfer.fault_injector` injects the faults.
 """
 
 from __future__ import annotations

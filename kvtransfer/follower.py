@@ -1,4 +1,4 @@
-"""A tensor-parallel rank with a separate pool: computes as the leader orders, and transfers its heads of KV blocks.
+"""A tensor-parallel rank with a separate pool: carries out the leader's steps, and transfers its heads of KV blocks.
 
 python -m kvtransfer.follower RANK PORT own [FLAG ...]      started by pdserve.engine.parallel
 """

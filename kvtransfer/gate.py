@@ -143,7 +143,7 @@ class Gate:
         if checksum is None:
             seen = [transfer_pb2.ChecksumKind.Name(k) for k in request.checksums if k in CHECKSUM_OF]
             expected = " or ".join(one.value for one in self._checksums)
-            raise ConfigError("checksums", ", ".join(seen) or "none that is known", expected)
+            raise ConfigError("checksums", ", ".join(seen) or "a known transport", expected)
         transport, reason = self._transport(request)
         name, incarnation, dtype = request.sender_id, request.sender_incarnation, request.wire_dtype
         return Peer(name, incarnation, transport, reason, checksum, theirs.shape, dtype)
@@ -158,7 +158,7 @@ class Gate:
             elif TRANSPORTS[kind].is_same_host and not is_same_host:
                 unusable.append(f"{name_of(kind)} needs one host")
             else:
-                plain = "the sender's first choice" if len(request.transports) > 1 else "the sender asks for no other"
+                plain = "the sender's first choice" if len(request.transports) > 1 else "the sender offers no other"
                 return int(kind), "; ".join(unusable) or plain
         offered = names_of(request.transports) or "none"
         local = [kind for kind in self._addresses if TRANSPORTS[kind].is_same_host]

@@ -15,7 +15,7 @@ from pdserve.wire.codec import Codec, Special
 from pdserve.wire.convert import blocks_from_extents, extents_from_blocks
 from pdserve.wire.protocol import FINGERPRINT
 
-PROTOCOL: Final = 2  # of the transfer; raised when frames, stamps or checksums change their meaning
+PROTOCOL: Final = 2  # version of the transfer protocol; incremented when frames, stamps or checksums change
 MAX_TRANSFER_ID_CHARS: Final = 256
 MAX_RANKS: Final = 64  # of one worker
 MAX_ENDPOINT_CHARS: Final = 256
@@ -44,7 +44,7 @@ def shape_of(spec: EngineSpec) -> KvShape:
 
 
 def check_movable(degree: int, num_ranks: int = 1) -> None:
-    """Raises ConfigError unless the pools of `num_ranks` ranks together hold whole blocks."""
+    """Raises ConfigError unless the pools of the `num_ranks` ranks together contain whole blocks."""
     if degree != num_ranks:
         expected = f"{num_ranks} for KV transfer: the other ranks have separate pools, and no KV endpoint"
         raise ConfigError("tensor_parallel", degree, expected)
@@ -69,7 +69,7 @@ def encode_grant(grant: Grant) -> bytes:
 
 
 def decode_grant(data: bytes) -> Grant:
-    """Raises InvalidRequest on a grant that no decode worker makes."""
+    """Raises InvalidRequest on an invalid grant."""
     try:
         message = transfer_pb2.Grant.FromString(data)
     except DecodeError as error:

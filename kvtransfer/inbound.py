@@ -69,7 +69,7 @@ class Hub(Protocol):
 
 
 class Inbound(threading.Thread):
-    """The thread. It is also the ReceiveLink of its transport."""
+    """The thread of one connection, and the ReceiveLink of its transport."""
 
     def __init__(self, hub: Hub, sock: socket.socket, number: int, transport: Transport) -> None:
         super().__init__(name=f"kv-inbound-{number}", daemon=True)
@@ -137,7 +137,7 @@ class Inbound(threading.Thread):
 
     @property
     def _link(self) -> ReceiveLink:
-        """What the transport uses: this connection, or the unpacker in front of it."""
+        """The link that the transport uses: this connection, or an unpacker in front of it."""
         return self if self._unpacker is None else self._unpacker
 
     def _authenticate(self) -> bool:
@@ -191,7 +191,7 @@ class Inbound(threading.Thread):
     def _serve(self) -> None:
         header = bytearray(HEADER_BYTES)
         assert self._path is not None
-        self.channel.meanwhile = self._path.poll  # so that writes are closed while the rest of a frame is late
+        self.channel.meanwhile = self._path.poll  # closes finished writes while the rest of a frame has not arrived
         while True:
             self.channel.fill(memoryview(header))
             frame = decode(header, self.chunk_bytes)

@@ -52,8 +52,8 @@ class IssuedCall:
             self._done.put((None, error))
 
     def answer(self, timeout_s: float) -> Any:
-        """What the function returned. Raises TransferFailed if it raised or takes too long. If it has not started by
-        then, it never will."""
+        """The result of the function. Raises TransferFailed if the function raised or takes too long. If it has not
+        started by then, it never will."""
         try:
             value, error = self._done.get(timeout=timeout_s)
         except queue.Empty:
@@ -110,7 +110,7 @@ class Issuer:
 
 
 def answer_of(function: Callable[[], Any], begin: Callable[[Callable[[], None]], object], timeout_s: float) -> Any:
-    """What `function` returns on the thread on which `begin` runs it. Raises TransferFailed."""
+    """The result of `function`, on the thread on which `begin` runs it. Raises TransferFailed."""
     call = IssuedCall(function)
     begin(call.run)
     return call.answer(timeout_s)

@@ -100,7 +100,7 @@ class _Joined(Generic[Rank, Member, Result]):
             self._end_part(action)
 
     def _repeat(self, key: TransferKey) -> None:
-        """Gives up again the parts that had not begun when another part failed."""
+        """Repeats the order to give up, for parts that had not begun when another part failed."""
         with self._lock:
             actions = self._table.given_up(key)
         self._act(actions)
@@ -121,7 +121,7 @@ class JoinedReceiver(_Joined[RankReceiver, int, Received]):
     """A Receiver. Members are ranks."""
 
     def __init__(self, ranks: Sequence[RankReceiver], rank_endpoints: Sequence[str], degree: int) -> None:
-        """`rank_endpoints`: of all ranks but the first. Raises ConfigError unless all `degree` ranks are there."""
+        """`rank_endpoints` are those of all ranks but the first. Raises ConfigError unless there are `degree` ranks."""
         check_movable(degree, len(ranks))
         super().__init__(ranks, JointTransfers(join_received))
         self.rank_endpoints = tuple(rank_endpoints)
@@ -176,7 +176,7 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
     """A Sender. Members are pairs of a rank of this worker and one of the receiving worker."""
 
     def __init__(self, ranks: Sequence[RankSender], shape: KvShape, *, is_on_host: bool) -> None:
-        """`shape` of any rank. Raises ConfigError unless all ranks are there."""
+        """`shape` is the shape of any rank. Raises ConfigError if a rank is missing."""
         check_movable(shape.tp_degree, len(ranks))
         super().__init__(ranks, JointTransfers(join_sent))
         self._shape, self._is_on_host = shape, is_on_host

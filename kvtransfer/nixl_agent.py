@@ -140,7 +140,8 @@ class Agent:
         self._calls.put(function)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns on the agent's thread. Raises TransferFailed if it raises or takes too long."""
+        """Runs `function` on the agent's thread, and returns its result. Raises TransferFailed if it raises or takes
+        too long."""
         done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -194,7 +195,8 @@ class Agent:
         self._look(in_progress, self._library.transfer)
 
     def retire(self, reader: NixlReader) -> None:
-        """Reuses its staging and removes its remote agent, when the library has reported the end of all its reads."""
+        """Frees the reader's staging and removes its remote agent, once the library has reported the end of all its
+        reads."""
         reader.is_closed = True
         if reader.num_in_progress:
             return

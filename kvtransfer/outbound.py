@@ -39,7 +39,7 @@ Command = Start | Push | Abort | Dialled
 
 
 class Outbound(threading.Thread):
-    """The thread. It is also the SendLink of its transport."""
+    """The thread of one connection, and the SendLink of its transport."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class Outbound(threading.Thread):
     def _live(self) -> None:
         now_s, heartbeat = self._clock(), self._heartbeat
         if self._table.is_stuck:
-            raise Gone("source blocks were still being read long after their transfer had ended")
+            raise Gone("source blocks were still being read long after the end of their transfer")
         assert heartbeat is not None, "it is connected"
         if heartbeat.is_silent(now_s):
             self.stats.silent += 1

@@ -13,8 +13,8 @@ from typing import Final, final
 
 from pdserve.core.errors import TransferFailed
 
-WAIT_S: Final = 3.0  # for a slot, over all pairs that are asked
-ANSWER_S: Final = 0.5  # for each pair that is asked: its connection and its communicator must end
+WAIT_S: Final = 3.0  # wait for a slot, over all pairs that are asked to close
+ANSWER_S: Final = 0.5  # wait for each of these pairs: its connection and its communicator must end
 
 
 @final
@@ -64,7 +64,7 @@ class PairSlots:
                 self._taken.append(pair_slot)
 
     def leave(self, pair_slot: PairSlot) -> None:
-        """May be called again."""
+        """Frees the slot. Idempotent."""
         with self._changed:
             if pair_slot in self._taken:
                 self._taken.remove(pair_slot)

@@ -190,7 +190,7 @@ class ReceiveTransfers:
         return True
 
     def review(self, tag: Tag, now_s: float) -> list[Action]:
-        """The actions after `claim` or `enter` refused."""
+        """The actions after `claim` or `enter` was refused."""
         transfer = self._open.get(tag)
         return [] if transfer is None else self._after(transfer, now_s)
 
@@ -320,7 +320,7 @@ class ReceiveTransfers:
         return True
 
     def _after(self, transfer: ReceiveTransfer, now_s: float) -> list[Action]:
-        """The actions after a change of state, each once."""
+        """The actions after a change of state. Each is returned once."""
         actions: list[Action] = []
         session = transfer.session
         is_verified, busy_s = session.state is State.VERIFIED, transfer.busy.total_s

@@ -90,7 +90,7 @@ class StreamReceiver:
         self._lock = threading.Lock()  # guards the table, the connections and the reports
         self._reports: Reports[Received] = Reports(self._lock)
         self._connections: dict[int, Inbound] = {}
-        self._ending: list[Inbound] = []  # they write no more, but their threads have not reported and closed yet
+        self._ending: list[Inbound] = []  # connections that write no more, but whose threads have not ended yet
         self._is_closed = False
         self._refusals = LogLimit()
         self._number = 0

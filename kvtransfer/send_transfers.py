@@ -49,7 +49,7 @@ class Retract:
 
 Action = ReportSent | Announce | Retract
 
-_OWN_FAULTS = (Event.ABORTED, Event.INCOMPLETE, Event.STALE)  # the receiver does not know of these by itself
+_OWN_FAULTS = (Event.ABORTED, Event.INCOMPLETE, Event.STALE)  # the receiver cannot detect these
 
 
 class StaleSource(Exception):
@@ -68,7 +68,7 @@ class SendTransfers:
     is_stuck: bool = False  # source blocks are being read long after the end: the connection must be closed
     _open: dict[Tag, SendTransfer] = field(default_factory=dict)
     _ready: deque[Tag] = field(default_factory=deque)
-    _unsaid: list[Retract] = field(default_factory=list)  # abandoned before the pair was connected
+    _unsent: list[Retract] = field(default_factory=list)  # for transfers abandoned before the pair was connected
 
     @property
     def keys(self) -> list[TransferKey]:
@@ -76,7 +76,7 @@ class SendTransfers:
 
     @property
     def needs_link(self) -> bool:
-        return not self.is_linked and (bool(self._unsaid) or any(one.grant.blocks for one in self._open.values()))
+        return not self.is_linked and (bool(self._unsent) or any(one.grant.blocks for one in self._open.values()))
 
     @property
     def next_alarm_s(self) -> float | None:
@@ -130,7 +130,7 @@ class SendTransfers:
         last push that leaves a gap.
 
         `unacknowledged_bytes`: bytes written to this connection that have not reached the receiver's host. `epochs`: of
-        the blocks when they were pushed; None: the present ones. `groups`: groups of layers; None: all. `after` is
+        the blocks when they were pushed; None: the current ones. `groups`: groups of layers; None: all. `after` is
         passed to the transport that reads the blocks on a device.
         """
         transfer = self._open.get(tag_of(key))
@@ -142,7 +142,7 @@ class SendTransfers:
         pushed = self.stamps.epochs([source for _, source in blocks]) if epochs is None else epochs
         for (index, _), epoch in zip(blocks, pushed, strict=True):
             if groups is None or groups.start == 0:
-                transfer.epochs[index] = epoch  # if it is sent in parts, as of the push of the first part
+                transfer.epochs[index] = epoch  # for a block in parts, the epoch when the first part was pushed
         if is_last:
             transfer.last_pushed_at_s = now_s
             transfer.early_bytes = max(0, transfer.num_bytes - unacknowledged_bytes)
@@ -167,8 +167,8 @@ class SendTransfers:
     def linked(self) -> list[Action]:
         """The pair is connected."""
         self.is_linked = True
-        actions: list[Action] = [*self._unsaid]
-        self._unsaid.clear()
+        actions: list[Action] = [*self._unsent]
+        self._unsent.clear()
         for transfer in list(self._open.values()):
             actions += self._announce(transfer)
         return actions
@@ -271,7 +271,7 @@ class SendTransfers:
     def cut(self, error: str, now_s: float) -> list[Action]:
         """The connection has ended, and no source block is read for it any more."""
         self.is_linked = False
-        self._unsaid.clear()
+        self._unsent.clear()
         actions: list[Action] = []
         for transfer in list(self._open.values()):
             transfer.is_announced = False
@@ -329,7 +329,7 @@ class SendTransfers:
             transfer.is_announced = False
             actions.append(Retract(transfer.tag, session.error, session.is_cancelled))
         elif session.fault in _OWN_FAULTS and not self.is_linked and session.has_ended and transfer.grant.blocks:
-            self._unsaid.append(Retract(transfer.tag, session.error, session.is_cancelled))
+            self._unsent.append(Retract(transfer.tag, session.error, session.is_cancelled))
         if session.has_ended and self._open.pop(transfer.tag, None) is not None:
             count_end(self.stats, session)
             if session.state is State.VERIFIED:

@@ -13,15 +13,15 @@ from typing import Any, Final, cast, final
 from pdserve.tls.certificates import ReloadingCertificates
 
 RECORD_BYTES: Final = 16 * 1024
-READ_BYTES: Final = 2**20  # in one call, so that the caller can look at its deadlines
-#: The most bytes of a connection that OpenSSL may hold outside the kernel's buffer.
+READ_BYTES: Final = 2**20  # maximum in one call, because the caller must check deadlines between calls
+#: The maximum bytes of a connection that OpenSSL may hold outside the kernel's buffer.
 MAX_HELD_BYTES: Final = 2 * RECORD_BYTES
 
 
 @final
 class TlsSocket(ssl.SSLSocket):
-    """Raises BlockingIOError where a plain socket does. A write that was refused must be repeated with the same bytes,
-    or with more behind them."""
+    """Raises BlockingIOError where a plain socket would. A write that raised it must be repeated with the same bytes,
+    followed by more or not."""
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         try:
@@ -56,7 +56,7 @@ class TlsSocket(ssl.SSLSocket):
             raise BlockingIOError from None
 
     def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:  # type: ignore[override]
-        """Writes records until the kernel takes no more. Small buffers share a record."""
+        """Writes records until the kernel's buffer is full. Small buffers share a record."""
         total = 0
         for record in _records(buffers):
             try:
@@ -79,7 +79,7 @@ def secured(sock: socket.socket, tls: ReloadingCertificates, host: str) -> TlsSo
 
 
 def accepted(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
-    """The receiver's side. The handshake is still to be done."""
+    """The receiver's side, before the handshake."""
     context.sslsocket_class = TlsSocket
     return cast(TlsSocket, context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 

@@ -27,7 +27,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """What a sender needs to convert a sequence to another shape: its length, and the content hashes of its blocks.
+    """The data for converting a sequence to another shape: its length, and the content hashes of its blocks.
 
     `own`: of the sender's blocks, from the first that contains a token to send. `theirs`: of the granted blocks
     (`Attempt.content_hashes`).
@@ -103,7 +103,7 @@ class Receiver(Protocol):
 
     @property
     def rank_endpoints(self) -> tuple[str, ...]:
-        """Of the worker's ranks 1, 2, .. (`Grant.rank_endpoints`)."""
+        """Endpoints of the worker's ranks 1, 2, .. (`Grant.rank_endpoints`)."""
         ...
 
     def expect(
@@ -156,7 +156,7 @@ class Sender(Protocol):
 
     @property
     def moved_bytes(self) -> int:
-        """Total payload sent so far. Used to measure what sending costs a step that runs at the same time."""
+        """Total payload sent so far. Used to measure how much sending slows down a concurrent step."""
         ...
 
     def start(

@@ -21,7 +21,7 @@ class WriteProgress(Enum):
 class Writer:
     def __init__(self) -> None:
         self._small: deque[bytes] = deque()
-        self._long: list[memoryview] = []  # waits for the frame that is being written
+        self._long: list[memoryview] = []  # the long frame; it waits for the frame that is being written
         self._current: list[memoryview] = []
         self._on_written: Callable[[], None] | None = None  # of the long frame, until it is written
 

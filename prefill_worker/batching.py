@@ -1,12 +1,12 @@
 """Chooses the prompt chunks of a step, and allocates and frees the memory of prompts. Pure: time is passed as `now_s`.
 
 A prompt waits in the inbox, is computed in chunks, and keeps its blocks until its KV has been sent. lifecycle.py has
-its stages, and pdserve/core/prompt_order.py decides which prompt comes first. The KV of a prompt whose first token is
-its last is not sent.
+its stages, and pdserve/core/prompt_order.py decides which prompt comes first. If the first token is also the last one,
+the KV is not sent.
 
 All blocks of a prompt are allocated when its computation starts, so memory cannot run out half-way. From then on a
-sender may read them, so they are freed only after `sent` was called. prefill_worker/pushing.py decides, when a prompt
-starts, when its finished blocks are passed to the sender.
+sender may read them, so they are freed only after `sent` was called. When a prompt starts, prefill_worker/pushing.py
+decides at which points its finished blocks are passed to the sender.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class PrefillBatching:
     ) -> list[PrefillEffect]:
         """Adds a new attempt to the inbox, or returns Refused with the reason.
 
-        The receiver's cached and granted blocks have `granted_size` tokens each. `may_divide`: it accepts blocks in
-        groups of layers.
+        The receiver's cached and granted blocks have `granted_size` tokens each. With `may_divide`, it accepts blocks
+        in groups of layers.
         """
         key, size = attempt.key, self._block_size
         needed = blocks_for(attempt.num_tokens, size)
@@ -121,11 +121,12 @@ class PrefillBatching:
         granted = blocks_for(attempt.num_tokens, granted_size)
         if receiver_cached_blocks + num_granted != granted:
             message = (
-                f"grant: {receiver_cached_blocks} cached and {num_granted} granted blocks, expected {granted} in all"
+                f"grant: {receiver_cached_blocks} cached and {num_granted} granted blocks, expected {granted} in total"
             )
             return [AttemptFailed(key=key, kind=FailureKind.TRANSFER, message=message), Released(key=key)]
         tokens = attempt.token_ids
-        skipped = receiver_cached_blocks * granted_size // size  # a block that the receiver has only in part is sent
+        # A block that the receiver has only in part is sent whole.
+        skipped = receiver_cached_blocks * granted_size // size
         hashes = attempt.extend_hashes([], tokens, size)
         prompt = PrefillSequence(
             attempt=attempt,
@@ -142,7 +143,7 @@ class PrefillBatching:
         return []
 
     def plan(self, now_s: float) -> tuple[PrefillStep, list[PrefillEffect]]:
-        """The next step; apply the effects first. No rows: nothing can be computed now."""
+        """The next step. The caller must apply the effects first. Without rows, there is nothing to compute now."""
         effects = self.expire(now_s)
         present = [*self._computing.values(), *self._waiting.values()]
         is_full = False  # no memory for the next prompt; smaller prompts must not overtake it
@@ -169,7 +170,7 @@ class PrefillBatching:
         return any(prompt.push.groups > 1 and count == prompt.remaining for prompt, count in step.shares)
 
     def stored(self, step: PrefillStep, num_layers: int, of: int) -> list[PrefillEffect]:
-        """Called while the step runs: its first `num_layers` of `of` layers are final. The last group waits for
+        """Called while the step runs: the first `num_layers` of `of` layers are final. The last group is sent by
         `apply`, which marks it as the last."""
         effects: list[PrefillEffect] = []
         for prompt, count in step.shares:
@@ -187,7 +188,7 @@ class PrefillBatching:
         return effects
 
     def apply(self, step: PrefillStep, outs: Sequence[RowOut], now_s: float) -> list[PrefillEffect]:
-        """Applies the results of a step. Prompts that have ended in the meantime are skipped."""
+        """Applies the results of a step. Skips prompts that have ended in the meantime."""
         effects: list[PrefillEffect] = []
         for (prompt, count), out in zip(step.shares, outs, strict=True):
             key = prompt.attempt.key
@@ -208,7 +209,7 @@ class PrefillBatching:
                 continue
             assert len(out.sampled) == 1, "the last chunk samples one token"
             first = self._first(prompt, out.sampled[0], now_s)
-            if first.finish is not None:  # the KV is not needed elsewhere
+            if first.finish is not None:  # no decode worker needs the KV
                 effects += [first, *self.cancel(key)]
                 continue
             effects += [*self._done(prompt), first]
@@ -239,9 +240,9 @@ class PrefillBatching:
     def sent(
         self, key: AttemptKey, *, is_whole: bool, error: str = "", is_cancelled: bool = False
     ) -> list[PrefillEffect]:
-        """The sender no longer reads blocks of the attempt, because all was sent or because it aborted.
+        """The sender no longer reads blocks of the attempt: it has sent all of them, or has aborted.
 
-        `is_cancelled`: the receiver abandoned the transfer, because it is no longer needed.
+        `is_cancelled`: the receiver abandoned the transfer because it is no longer needed.
         """
         prompt = self._prompts.get(key)
         if prompt is None or prompt.stage is PrefillStage.WAITING:
@@ -257,7 +258,7 @@ class PrefillBatching:
         effects: list[PrefillEffect] = []
         for group in (self._waiting, self._computing):
             for key in [key for key, prompt in group.items() if prompt.attempt.is_late(now_s)]:
-                effects += self.fail(key, FailureKind.DEADLINE, "the deadline passed before the prompt was read")
+                effects += self.fail(key, FailureKind.DEADLINE, "the deadline passed before the prompt was computed")
         return effects
 
     def check(self) -> None:
@@ -274,7 +275,7 @@ class PrefillBatching:
         return Pending(prompt, remaining_s, due_at_s(prompt.attempt, len(prompt.attempt.output_ids)))
 
     def _begun(self, prompt: PrefillSequence) -> list[PrefillEffect]:
-        """A prompt has started: its transfer begins, with the blocks of the prefix cache."""
+        """Begins the transfer of a prompt that has started, with its blocks in the prefix cache."""
         if not prompt.is_moved:
             return []
         start = SendStarted(key=prompt.attempt.key, plan=prompt.push.name, groups=prompt.push.groups)
@@ -282,7 +283,7 @@ class PrefillBatching:
 
     def _start(self, prompt: PrefillSequence, now_s: float) -> bool:
         size = self._block_size
-        # A prompt that is scored is computed completely, because a cache holds no logprobs.
+        # With prompt logprobs, a prompt is computed completely, because a cache has no logprobs.
         is_scored = prompt.attempt.num_top_of_prompt is not None
         matched = [] if is_scored else self.blocks.match(prompt.hashes[: shareable_blocks(len(prompt.tokens), size)])
         fresh = self.blocks.allocate(blocks_for(len(prompt.tokens), size) - len(matched))

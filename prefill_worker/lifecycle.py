@@ -1,7 +1,7 @@
 """The state machine of an attempt on a prefill worker. Pure.
 
-MOVES is the specification: an event that is not in it for a stage is a defect of this worker. PrefillSequence.move
-reads it, and docs/reference/lifecycles.md is drawn from it.
+MOVES is the specification. An event that it does not allow at a stage is a defect of this worker. PrefillSequence.move
+applies it, and docs/reference/lifecycles.md is drawn from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One prompt on a prefill worker: its stage, its blocks, its rows of a step. Pure."""
+"""The state of one prompt on a prefill worker: its stage, its blocks, its rows in a step. Pure."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class PrefillSequence:
 
     attempt: Attempt
     receiver: str  # the decode worker
-    may_divide: bool  # whether it accepts blocks in groups of layers
-    is_moved: bool  # False: its first token is its last, so its KV is not needed elsewhere
-    receiver_cached_blocks: int  # leading blocks that it has completely, in this worker's block size
+    may_divide: bool  # whether the receiver accepts blocks in groups of layers
+    is_moved: bool  # False: the first token is the last one, so no decode worker needs the KV
+    receiver_cached_blocks: int  # leading blocks that the receiver has completely, in this worker's block size
     stage: PrefillStage = PrefillStage.WAITING
     tokens: tuple[int, ...]
     hashes: list[bytes]
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # leading positions whose KV is in `blocks`
-    cached: int = 0  # the part of them that was found in the prefix cache
+    cached: int = 0  # how many of these were found in the prefix cache
     push: PushPlan = BY_CHUNK
     pushed: int = 0  # leading blocks that were passed to the sender, or that the receiver has
     pushed_groups: int = 0  # number of layers of the following blocks that were passed to the sender
@@ -41,11 +41,11 @@ class PrefillSequence:
         return len(self.tokens) - self.computed
 
     def content_hashes(self, block_size: int) -> tuple[int, ...]:
-        """The content hashes of its blocks."""
+        """The content hashes of the prompt's blocks."""
         return self.attempt.content_hashes(self.hashes, self.tokens, block_size)
 
     def row(self, count: int, block_size: int) -> Row:
-        """Its next `count` positions. The row samples if no more remain."""
+        """A row with the next `count` positions. It samples if none remain after it."""
         end = self.computed + count
         is_last = end == len(self.tokens)
         attempt = self.attempt
@@ -63,7 +63,7 @@ class PrefillSequence:
 
 @dataclass(kw_only=True)  # no slots, because of cached_property
 class PrefillStep:
-    """The prompt tokens to compute for each prompt; the engine's rows are created on demand."""
+    """The tokens to compute for each prompt. The engine's rows are created on demand."""
 
     shares: list[tuple[PrefillSequence, int]]
     account: StepAccount
@@ -79,5 +79,5 @@ class PrefillStep:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The rows as of the first access, which must come before any change."""
+        """The engine's rows. They are built at the first access, which must come before any change of the sequences."""
         return [prompt.row(count, self.block_size) for prompt, count in self.shares]

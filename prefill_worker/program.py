@@ -1,5 +1,5 @@
-"""The prefill program: computes prompts, samples their first token, and pushes their KV to the granting decode
-worker."""
+"""The prefill program: computes prompts, samples their first token, and pushes their KV to the decode worker that
+granted blocks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PrefillProgram(RoleProgram):
         super().__init__(context, engine, stamps)
         config = self.context.config
         self._sender = sender
-        self._moved_bytes = 0  # when the last step ended
+        self._moved_bytes = 0  # total at the end of the last step
         self._shape = shape_of(engine.spec)
         # Adds the deadline by this process's clock, and the data that a receiver of another shape requires.
         self._grants: dict[AttemptKey, tuple[Grant, float | None, Text | None]] = {}
@@ -103,7 +103,7 @@ class PrefillProgram(RoleProgram):
 
     def take(self, session: int, message: worker_pb2.AttachRequest) -> None:
         if message.WhichOneof("message") != "prefill":
-            self.counts["message for another role"] += 1
+            self.counts["message for the other role"] += 1
             return
         attempt = self.begin(session, message.prefill.sequence)
         if attempt is None:
@@ -115,7 +115,7 @@ class PrefillProgram(RoleProgram):
             self.act([pr.AttemptFailed(key=key, kind=FailureKind.INVALID, message=error.message), pr.Released(key=key)])
             return
         if any(grant.key == other.key for other, *_ in self._grants.values()):
-            why = "grant: another attempt writes to it already"
+            why = "grant: another attempt already writes to it"
             self.act([pr.AttemptFailed(key=key, kind=FailureKind.TRANSFER, message=why), pr.Released(key=key)])
             return
         theirs = grant.fingerprint.shape
@@ -206,7 +206,7 @@ class PrefillProgram(RoleProgram):
     def _measure_sent(self, key: AttemptKey, grant: Grant, sent: Sent) -> None:
         if not sent.num_bytes:
             return
-        # A transfer in one piece measures the link including all overheads before and after the bytes.
+        # A transfer in one piece measures the link, including all overheads before and after the bytes.
         took_s = sent.busy_s if sent.early_bytes else sent.exposed_s
         self._batching.pushing.sent(grant.worker_id, sent.num_bytes, took_s)
         metrics = self.context.metrics
@@ -244,8 +244,8 @@ def text_of(attempt: Attempt, block_size: int, grant: Grant, their_key: bytes) -
 
 
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> PrefillProgram:
-    """Runs on the engine thread. Raises ModelError, and ConfigError, also if blocks cannot be sent by layers as
-    configured."""
+    """Runs on the engine thread. Raises ModelError, and ConfigError, for instance if `push` asks for groups of layers
+    and blocks cannot be divided."""
     config = context.config
     engine = load(config, context.role)
     check_movable(engine.spec.tp_degree, 1 + len(getattr(engine, "rank_addresses", ())))

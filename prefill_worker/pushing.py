@@ -1,14 +1,14 @@
-"""Chooses when a prompt's KV is sent: by chunks as they are computed, the last chunk by groups of layers, or all at the
-end. Pure.
+"""Chooses when a prompt's KV is sent: by chunks as they are computed, the last chunk by groups of layers, or all KV at
+the end. Pure.
 
-KV that is sent early arrives early, at a cost: each part is one more message and, if a transfer shares cores or memory
-bandwidth with the engine, each byte sent during a step makes that step longer. Plans are compared by seconds until the
-receiver has everything, from the measured link and steps:
+KV that is sent early arrives early, but at a cost. Each part is a further message. If a transfer shares cores or memory
+bandwidth with the engine, each byte sent during a step makes that step longer. Plans are compared by the predicted time
+until the receiver has all KV:
 
     price(plan) = exposed_s(plan) + stolen_s per byte * bytes hidden + MESSAGE_S * messages
 
-The cheapest plan is chosen. KV is sent early only if that saves MARGIN of the transfer cost, and more than compute
-times vary.
+The cheapest plan is chosen. KV is sent early only if that saves MARGIN of the transfer cost, and more than the usual
+variation of compute times.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pdserve.core.fit import Fit
 from pdserve.core.latency import TYPICAL_TRANSFER_BYTES, CostPrior, LinkModel
 from pdserve.core.overlap import grouped_s
 
-MESSAGE_S: Final = 1e-4  # cost of one more part at both ends; benchmarks/overlap/ measures it
+MESSAGE_S: Final = 1e-4  # cost of a further part at both ends; benchmarks/overlap/ measures it
 DEVICE_MESSAGE_S: Final = 5e-4  # between GPUs: launches, events and messages of both ends; estimated, not measured
-MARGIN: Final = 0.1  # of the exposed time of sending at the end: a smaller gain would not be noticeable
-STEP_SHARE: Final = 0.02  # of the compute time: steps vary by as much, and a thread beside the engine can cost as much
+MARGIN: Final = 0.1  # required gain, as a share of the exposed time of sending at the end
+STEP_SHARE: Final = 0.02  # required gain, as a share of the compute time, which varies by as much
 MAX_GROUPS: Final = 8
-# one of this many prompts that would be sent at the end is sent early, to measure the slowdown again
+# One in this many prompts that would be sent at the end is sent early, to measure the slowdown again.
 REVISIT: Final = 32
-MAX_FAILED: Final = 2  # failed transfers in layer groups in a row on a link, after which its blocks are sent whole
-# prompts that are then sent whole before groups are tried again; doubled by each further failure
+MAX_FAILED: Final = 2  # consecutive failed transfers in layer groups, after which a link's blocks are sent whole
+# Prompts that are then sent whole before groups are tried again. Each further failure doubles the number.
 WHOLE_PROMPTS: Final = 32
 MAX_WHOLE_PROMPTS: Final = 1024
 MAX_LINKS: Final = 256
@@ -55,7 +55,7 @@ BY_CHUNK: Final = PushPlan(is_early=True)
 
 @dataclass(slots=True)
 class _Failures:
-    """Failures of one link's transfers in layer groups."""
+    """Failed transfers in layer groups on one link."""
 
     in_a_row: int = 0
     num_whole: int = 0  # prompts that are sent whole before groups are tried again
@@ -63,7 +63,7 @@ class _Failures:
 
 @final
 class PushRule:
-    """The choice of one prefill worker; learns from each step and each finished transfer.
+    """Chooses plans for one prefill worker, and learns from each step and each finished transfer.
 
     If transfers in layer groups fail repeatedly on a link, groups are not used there for some time, because failed
     transfers give no measurement to learn from.
@@ -80,8 +80,8 @@ class PushRule:
         choice: str = "auto",
         message_s: float = MESSAGE_S,
     ) -> None:
-        """`choice`: as in WorkerConfig.push; values other than auto are for measurements. `message_s`: cost of a
-        message."""
+        """`choice` is as in WorkerConfig.push; values other than auto are for measurements. `message_s` is the cost of
+        a message."""
         self._block_size = block_size
         self._block_bytes = block_bytes
         self._chunk = max_batch_tokens
@@ -96,7 +96,7 @@ class PushRule:
         self._links: OrderedDict[str, LinkModel] = OrderedDict()
         self._any_link = LinkModel()  # the assumption for an unmeasured link
         self.num_withheld = 0  # prompts that were sent whole because groups had failed
-        self._failures: OrderedDict[str, _Failures] = OrderedDict()  # by link whose last transfer in groups failed
+        self._failures: OrderedDict[str, _Failures] = OrderedDict()  # links whose last transfer in groups failed
         self._num_late = 0
 
     @property
@@ -112,7 +112,8 @@ class PushRule:
     ) -> PushPlan:
         """The plan for a prompt whose first `cached` tokens are in the cache.
 
-        `receiver_cached_blocks` leading blocks need not be sent; `may_divide`: it accepts blocks in groups of layers.
+        The receiver already has `receiver_cached_blocks` leading blocks. With `may_divide`, it accepts blocks in
+        groups of layers.
         """
         if self._choice == "end":
             return AT_END
@@ -136,14 +137,14 @@ class PushRule:
     def prices(
         self, receiver: str, *, cached: int, num_tokens: int, receiver_cached_blocks: int
     ) -> dict[PushPlan, float]:
-        """Seconds, in addition to the compute time, until the receiver has everything: for sending at the end, and for
-        each early plan."""
+        """Seconds until the receiver has all KV, in addition to the compute time: for sending at the end, and for each
+        early plan."""
         return self._weigh(receiver, cached, num_tokens, receiver_cached_blocks, self.stolen_s, self._message_s)
 
     def exposed(
         self, receiver: str, *, cached: int, num_tokens: int, receiver_cached_blocks: int
     ) -> dict[PushPlan, float]:
-        """Only the part between the first token and the arrival of the KV."""
+        """The part of a plan's time between the first token and the arrival of the KV."""
         return self._weigh(receiver, cached, num_tokens, receiver_cached_blocks, 0.0, 0.0)
 
     def _weigh(
@@ -161,7 +162,7 @@ class PushRule:
         total = sum(num_bytes for _, num_bytes in parts)
         last_ready_s, last_bytes = parts[-1]
         computing_s = last_ready_s - parts[-2][0] if len(parts) > 1 else last_ready_s
-        behind = 0.0  # seconds that the link is still busy with earlier chunks when the last one is computed
+        behind = 0.0  # seconds for which the link still sends earlier chunks when the last one is computed
         waiting = total
         for ready_s, num_bytes in parts[:-1]:
             behind = max(behind, waiting / bandwidth - (last_ready_s - ready_s))
@@ -176,12 +177,12 @@ class PushRule:
         return weights
 
     def stepped(self, account: StepAccount, step_s: float, moved_bytes: int) -> None:
-        """A step took `step_s`, and this many bytes of KV were sent during it."""
+        """Learns from a step that took `step_s`, during which so many bytes of KV were sent."""
         if account.prefill_tokens:
             self._step.observe((1.0, account.prefill_tokens, account.prefill_token_context, moved_bytes), step_s)
 
     def sent(self, receiver: str, exposed_bytes: int, exposed_s: float) -> None:
-        """A transfer took `exposed_s` for the bytes that remained when its prompt was computed."""
+        """Learns that a transfer took `exposed_s` for the bytes that remained when its prompt was computed."""
         link = self._links.get(receiver)
         if link is None:
             link = self._links[receiver] = LinkModel(self._any_link.latency_s, self._any_link.bandwidth_bytes_s)
@@ -192,7 +193,7 @@ class PushRule:
         self._any_link.observe(exposed_bytes, exposed_s)
 
     def ended(self, receiver: str, push: PushPlan, *, is_whole: bool) -> None:
-        """A transfer was sent (`is_whole`) or failed. Not called for cancelled transfers."""
+        """Learns that a transfer was completed (`is_whole`) or failed. Not called for cancelled transfers."""
         if push.groups == 1:
             return
         if is_whole:
@@ -208,7 +209,7 @@ class PushRule:
             failures.num_whole = min(WHOLE_PROMPTS << doublings, MAX_WHOLE_PROMPTS)
 
     def _must_leave_whole(self, receiver: str) -> bool:
-        """Counts a prompt for which layer groups are not used."""
+        """Whether layer groups must not be used for this prompt. Counts such prompts."""
         failures = self._failures.get(receiver)
         if failures is None or not failures.num_whole:
             return False

@@ -1,4 +1,4 @@
-"""The prefill side for decode workers of another shape: converts blocks into a staging pool, and sends them from there.
+"""The prefill side for decode workers of another shape: converts blocks in a staging pool, and sends them from there.
 
 One Reshaper serves all receivers of one shape. Its thread fills staging blocks in the receivers' format, and a plain
 sender sends them like blocks of the engine, so transports, checksums and stamps need no changes. A staging block is
@@ -93,7 +93,7 @@ class Reshaper:
         self._transfers: dict[TransferKey, ReshapedTransfer] = {}
         self._turns: deque[ReshapedTransfer] = deque()  # transfers that may have blocks to pack
         self._is_closed = False
-        self._own = TransferStats()  # in addition to what the plain sender counts
+        self._own = TransferStats()  # counts in addition to the plain sender's
         self._inner = make_stream(staging, self._staging_stamps, self._read, dtype)
         self._thread = threading.Thread(target=self._run, name="kv-reshaper", daemon=True)
         self._thread.start()

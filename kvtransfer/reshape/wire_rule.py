@@ -10,7 +10,7 @@ from typing import Final, final
 # the bottleneck.
 CONVERTED_BYTES_S: Final = 1.0e9
 LEAST_BYTES: Final = 1 << 20  # smaller transfers do not measure a link's bandwidth
-REVISIT: Final = 64  # one transfer in so many is exact, to measure whether the link is still slow
+REVISIT: Final = 64  # one in this many transfers is exact, to measure whether the link is still slow
 MAX_PAIRS: Final = 256
 _WEIGHT: Final = 0.3  # weight of the newest transfer
 
@@ -34,7 +34,7 @@ class WireRule:
         return self._num_quantised % REVISIT != 0
 
     def sent(self, receiver: str, num_bytes: int, busy_s: float) -> None:
-        """An exact transfer was busy for `busy_s`."""
+        """Learns that an exact transfer was busy for `busy_s`."""
         if num_bytes < LEAST_BYTES or busy_s <= 0.0:
             return
         seen = num_bytes / busy_s

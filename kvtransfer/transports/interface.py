@@ -32,7 +32,7 @@ from pdserve.engine.interface import KvPool
 
 
 class SendLink(Protocol):
-    """What a path needs from its connection on the prefill side."""
+    """The interface of a connection on the prefill side, for its path."""
 
     pool: KvPool
     memory: memoryview  # the pool's, read-only
@@ -113,7 +113,7 @@ class SendPath(Protocol):
 
 
 class ReceiveLink(Protocol):
-    """What a path needs from its connection on the decode side."""
+    """The interface of a connection on the decode side, for its path."""
 
     pool: KvPool
     memory: memoryview  # the pool's
@@ -122,7 +122,7 @@ class ReceiveLink(Protocol):
     source: PartLayout  # layout of the sender's blocks, for paths that read them in the sender's pool
     target: PartLayout  # of this pool's blocks
     channel: Channel
-    checksum: Checksum  # that the pair has agreed on
+    checksum: Checksum  # the one on which both sides agreed
 
     def digest(self, views: Iterable[memoryview]) -> bytes: ...
 
@@ -176,7 +176,7 @@ class Transport(Protocol):
     divides_blocks: bool  # can send blocks in groups of layers
 
     def why_not(self, *, is_on_host: bool = True) -> str:
-        """What this system lacks for it, for a pool on such a device; empty if it can be used."""
+        """What this system lacks for the transport, for a pool on such a device; empty if it can be used."""
         ...
 
     def listen(self, host: str) -> socket.socket: ...

@@ -47,7 +47,7 @@ class OnDevice:
         """
         device = self._device(pool, limits)
         source, scratch = device.pool(), device.staging(2)
-        last: Copying | None = None  # one after the other, because all use the same scratch
+        last: Copying | None = None  # copies run one after the other, because they share scratch memory
         try:
             last = device.copy(source, [0], None, (), wake_nobody, None, last)
             last = device.copy(source, [0], scratch, [0], wake_nobody, None, last)
@@ -62,7 +62,7 @@ class OnDevice:
             scratch.close()
 
     def fence(self, pool: KvPool) -> Fence:
-        """The present point of the engine's stream."""
+        """The current point of the engine's stream."""
         return self._device(pool).fence()
 
     def _device(self, pool: KvPool, limits: CopyLimits | None = None) -> Device:

@@ -19,7 +19,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.engine.gpu.extent import StridedExtent
 from pdserve.engine.interface import KvPool
 
-#: The preferred first.
+#: In order of preference.
 _IN_ORDER: Final[tuple[Transport, ...]] = (CudaIpc(), Nccl(), Shm(), Tcp(), Nixl(), TcpStaged())
 TRANSPORTS: Final[dict[int, Transport]] = {one.kind: one for one in _IN_ORDER}
 NAMES: Final = ("auto", *(one.name for one in _IN_ORDER if one.name != TcpStaged.name))  # values of a setting

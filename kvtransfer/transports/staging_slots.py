@@ -19,7 +19,7 @@ class StagingSlots:
     """Each slot is a separate allocation, so that connections with other numbers of slots can reuse it."""
 
     def __init__(self, device: Device, block_bytes: int, share: StagingShare, *, is_pinned: bool = False) -> None:
-        """Takes the share over. Raises TransferFailed if the device or the host has no memory left."""
+        """Closes `share` with the slots. Raises TransferFailed if the device or the host has no memory left."""
         self.num_bytes, self._share = share.slot_bytes, share
         self._blocks = share.slot_bytes // block_bytes
         self._slots: list[Blocks] = []

@@ -35,7 +35,7 @@ from pdserve.v1 import transfer_pb2
 
 TCP_STAGED: Final = transfer_pb2.TRANSPORT_KIND_TCP_STAGED
 SLOT_BYTES: Final = 8 * 2**20  # a launch and a wake take as long as these bytes at 16 GB/s
-_LOOK_S: Final = 0.1  # limit of a wait, because another event may have used the wake
+_CHECK_S: Final = 0.1  # limit of a wait, because another event may have consumed the wake
 MAX_SLOTS: Final = 8  # slots of a connection on each side: 55 GB/s of PCIe for a millisecond, from launch to wake
 
 
@@ -117,7 +117,7 @@ class TcpStagedReceive:
             return
         link, slots, device = self._link, self._slots, self._device
         while not self._free:
-            link.channel.waker.wait(_LOOK_S)  # it is set when a scatter ends
+            link.channel.waker.wait(_CHECK_S)  # it is set when a scatter ends
             self.poll()
         slot = self._free.popleft()
         link.channel.fill(slots.view(slot, frame.length), WAKE_BYTES)

@@ -1,1 +1,1 @@
-"""Pure centre shared by all rooms: standard library only, no clock, socket, thread or randomness."""
+"""Types and rules that all packages share. Pure: standard library only, no clock, socket, thread or randomness."""

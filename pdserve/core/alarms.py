@@ -1,7 +1,7 @@
 """Times at which something is due, one per key. Pure: time is passed as `now_s`.
 
-Memory is bounded by the keys that have an alarm, not by the alarms that were ever set: an alarm that was cleared or
-moved leaves the heap when it reaches its head, or when more than half of the heap is stale.
+Memory is in proportion to the keys with an alarm, not to all alarms that were ever set: a cleared or moved alarm leaves
+the heap when it reaches the head, or when more than half of the heap is stale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Alarms(Generic[Key]):
     __slots__ = ("_at", "_heap", "_number")
 
     def __init__(self) -> None:
-        self._at: dict[Key, tuple[float, int]] = {}  # when, and the number of the entry that says so
+        self._at: dict[Key, tuple[float, int]] = {}  # due time, and the number of the heap entry
         self._heap: list[tuple[float, int, Key]] = []
         self._number = 0
 
@@ -42,7 +42,7 @@ class Alarms(Generic[Key]):
         self._drop_stale()
 
     def clear(self, key: Key) -> None:
-        """No-op if it has none."""
+        """Removes the key's alarm, if it has one."""
         if self._at.pop(key, None) is not None:
             self._drop_stale()
 
@@ -51,8 +51,8 @@ class Alarms(Generic[Key]):
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now_s: float) -> Key | None:
-        """The key whose alarm was due first, in the order of `set` among equals; its alarm is cleared. None: none is
-        due."""
+        """Removes the alarm that was due first, and returns its key. Equal times are in the order of `set`. None if no
+        alarm is due."""
         if not self._heap or self._heap[0][0] > now_s:
             return None
         key = heapq.heappop(self._heap)[2]

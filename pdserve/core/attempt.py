@@ -36,7 +36,7 @@ class AttemptKey(NamedTuple):
 
 
 class RefusalReason(Enum):
-    """Why a worker declines an attempt; it then holds nothing for it."""
+    """Why a worker declines an attempt. It then holds no memory for it."""
 
     INBOX_FULL = "inbox_full"
     NO_BLOCKS = "no_blocks"
@@ -51,7 +51,7 @@ class FailureKind(Enum):
     DEADLINE = "deadline"
     INTERNAL = "internal"
     INVALID = "invalid"  # the request itself is wrong
-    TRANSFER = "transfer"  # the granted blocks are gone; a new grant may work
+    TRANSFER = "transfer"  # the granted blocks were freed; a new grant may work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Attempt(RequestAttributes):
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...] = ()  # output tokens that the client already has
     sampling: Sampling
-    chain_key: bytes = b""  # of the prefix cache's hash chain
+    chain_key: bytes = b""  # key of the prefix cache's hash chain
     arrived_s: float = 0.0
     deadline_at_s: float | None = None  # on the clock of `now_s`
     ttft_s: float | None = None  # TTFT target
@@ -77,7 +77,7 @@ class Attempt(RequestAttributes):
 
     @property
     def num_tokens(self) -> int:
-        """Positions whose KV is needed before the next token can be sampled."""
+        """Tokens of prompt and output, whose KV is needed before the next token can be sampled."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
@@ -93,12 +93,12 @@ class Attempt(RequestAttributes):
         return () if self.num_top_of_prompt is None else self.prompt_ids[first + 1 : end + 1]
 
     def extend_hashes(self, known: list[bytes], token_ids: Sequence[int], block_size: int) -> list[bytes]:
-        """`known` and the hashes of the following full blocks of `token_ids`; equal hashes mean equal KV."""
+        """`known`, followed by the hashes of the further full blocks of `token_ids`. Equal hashes mean equal KV."""
         return extend_hashes(known, token_ids, block_size, self.chain_key)
 
     def content_hashes(self, hashes: Sequence[bytes], token_ids: Sequence[int], block_size: int) -> tuple[int, ...]:
-        """The content hashes of the blocks of `token_ids` as in stamps, including the last, partly filled one; `hashes`
-        as above."""
+        """The content hashes, as in stamps, of all blocks of `token_ids`, including a partly filled last one. `hashes`
+        are the chain hashes of the full blocks."""
         full = tuple(map(content_hash64, hashes[: len(token_ids) // block_size]))
         tail = tail_hash(hashes, token_ids, block_size, self.chain_key)
         return full if tail is None else (*full, content_hash64(tail))
@@ -118,7 +118,7 @@ def shareable_blocks(num_tokens: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRule:
-    """When a text ends, for the worker that samples its tokens. The router checks stop strings."""
+    """Decides when a text ends, on the worker that samples its tokens. The router checks stop strings."""
 
     eos_token_ids: frozenset[int]
     max_context_tokens: int
@@ -130,20 +130,20 @@ class EndRule:
         return token_id in sampling.stop_token_ids
 
     def end_ids(self, sampling: Sampling) -> frozenset[int]:
-        """Every token with which `finish` may end a text of this sampling."""
+        """Every token with which `finish` may end a text with this sampling."""
         stops = sampling.stop_token_ids
         return self.eos_token_ids.union(stops) if stops else self.eos_token_ids
 
     def ends_with_next(self, sampling: Sampling, num_output: int, num_tokens: int) -> bool:
-        """Whether the next token is the last one in any case, after `num_output` output tokens, `num_tokens` in all.
+        """Whether the next token is certainly the last one, after `num_output` output tokens and `num_tokens` in total.
 
         The KV of such a text is not needed for decoding.
         """
         return num_output + 1 >= sampling.max_tokens or num_tokens + 1 >= self.max_context_tokens
 
     def finish(self, sampling: Sampling, token_id: int, num_output: int, num_tokens: int) -> FinishReason | None:
-        """Call it after `token_id` was sampled as output token number `num_output`, token number `num_tokens` of
-        all."""
+        """The reason why the text ends with `token_id`, which is output token number `num_output`, and number
+        `num_tokens` of all. None if it continues."""
         if sampling.grammar is not None and token_id in self.eos_token_ids:
             return FinishReason.STOP  # the grammar allows no further token, so min_tokens and ignore_eos do not apply
         if self.is_end(sampling, token_id) and num_output > sampling.min_tokens:
@@ -155,9 +155,9 @@ class EndRule:
 
 @final
 class AttemptLedger:
-    """The newest attempt of each held request, to distinguish late messages from new work.
+    """The newest attempt of each request, to distinguish late messages from new work.
 
-    A request of which nothing is held is forgotten: its router may then use the name again, from attempt 1 on.
+    A request for which no memory is held is forgotten. Its router may then use the name again, from attempt 1 on.
     """
 
     def __init__(self, capacity: int = 8192) -> None:
@@ -181,7 +181,7 @@ class AttemptLedger:
         return True
 
     def forget(self, key: AttemptKey) -> None:
-        """Forgets the attempt, unless a newer one of the same request is held."""
+        """Forgets the attempt, unless there is a newer one of the same request."""
         if self.newest(key) == key:
             del self._newest[key.router, key.request_id]
 

@@ -1,7 +1,8 @@
 """Allocates KV blocks, and keeps finished blocks for later prompts with the same prefix. Pure: no clock, no randomness.
 
-A block is exactly one of: free; cached (held by no sequence, but found by its hash); referenced (held by one or more
-sequences, with or without a hash). When there are no free blocks, the least recently used cached blocks are evicted.
+A block is in exactly one state: free; cached (no sequence uses it, but its hash finds it); or referenced (one or more
+sequences use it, with or without a hash). When there are no free blocks, the least recently used cached blocks are
+evicted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class BlockAllocator:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks in the order of eviction
-        self._stored: dict[bytes, None] = {}  # a dict for its order
+        self._stored: dict[bytes, None] = {}  # a dict, because it keeps the order
         self._removed: dict[bytes, None] = {}
         self._sequence = 0
 
@@ -67,7 +68,8 @@ class BlockAllocator:
         return self.num_blocks - self.num_available
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, contiguous where possible; None (and no change) without as many."""
+        """`count` blocks with one reference each, contiguous where possible. None, without a change, if there are
+        fewer."""
         if count > self.num_available:
             return None
         for _ in range(count - len(self._free)):
@@ -81,7 +83,7 @@ class BlockAllocator:
         return blocks
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix of `hashes`, with one more reference each."""
+        """The blocks of the longest cached prefix of `hashes`. Adds a reference to each."""
         blocks: list[int] = []
         for one in hashes:
             block = self._block_of.get(one)
@@ -97,13 +99,13 @@ class BlockAllocator:
         """Adds a referenced block with final contents to the prefix cache.
 
         False if it was not added: the cache is off, or another block has the same tokens. Such a duplicate is not
-        shared, and becomes free when its holders release it.
+        shared, and becomes free when its users release it.
         """
-        assert self._references[block] > 0, f"block {block} is published by nobody who holds it"
+        assert self._references[block] > 0, f"block {block} is published without a reference"
         if not self._is_cache_on or self._block_of.get(block_hash, block) != block:
             return False
         known = self._hash_of.get(block)
-        assert known in (None, block_hash), f"block {block} already stands for other tokens"
+        assert known in (None, block_hash), f"block {block} is already published for other tokens"
         if known is None:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
@@ -120,7 +122,7 @@ class BlockAllocator:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Releases one reference of each block; `blocks` in prompt order."""
-        # Reversed so that a shared prefix is evicted last: without it the following blocks cannot be found.
+        # Reversed, so that a shared prefix is evicted last: without it, the blocks after it cannot be found.
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is released more often than taken"
             self._references[block] -= 1
@@ -131,8 +133,8 @@ class BlockAllocator:
                     self._free.add(block)
 
     def take_changes(self) -> CacheChange | None:
-        """Changes since the last call, numbered; None if there are none. Changes that cancel each other are left
-        out."""
+        """The changes since the last call, with a sequence number; None if there are none. Changes that cancel each
+        other are omitted."""
         if not self._stored and not self._removed:
             return None
         self._sequence += 1
@@ -145,8 +147,8 @@ class BlockAllocator:
         return CacheChange(sequence=self._sequence, stored=tuple(self._block_of), is_snapshot=True)
 
     def check(self, holders: Iterable[Sequence[int]] | None = None) -> None:
-        """Raises AssertionError unless the tables are consistent; with `holders`, unless exactly they hold the
-        references."""
+        """Raises AssertionError unless the tables are consistent and, if `holders` is given, unless the references are
+        exactly those of the holders."""
         for block, count in enumerate(self._references):
             assert count >= 0, f"block {block} has {count} references"
         free = {block for first, length in self._free.runs() for block in range(first, first + length)}

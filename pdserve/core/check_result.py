@@ -10,7 +10,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """`advice` says how to repair it."""
+    """`advice` tells the user how to repair a failed check."""
 
     level: Level
     name: str

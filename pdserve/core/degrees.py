@@ -1,9 +1,10 @@
-"""Profiles of one kind of GPU at several tensor-parallel degrees: listed ones, and derived ones, marked. Pure.
+"""Profiles of one kind of GPU at several tensor-parallel degrees: listed ones, and derived ones, which are marked.
+Pure.
 
-A profile that lists costs per degree is used as it stands. If a listed degree lacks its KV capacity, the capacity is
-derived from two degrees that have one: n GPUs of memory g hold n * g - weights bytes of KV, a line in n.
+Costs that a profile lists for a degree are used unchanged. If a listed degree lacks its KV capacity, that is derived
+from two degrees that have one: n GPUs of memory g have n * g - weights bytes for KV, which is linear in n.
 
-If a profile has only the costs of one GPU, and `model_shape` beside them, other degrees are derived, on request only:
+If a profile has only the costs of one GPU, and a `model_shape`, other degrees can be derived on request:
 
     cost(n)     = cost(1) / n + all_reduces
     all_reduces = 2 * layers * 2 * (n - 1) * (latency + tokens * hidden * 2 bytes / n / bandwidth)
@@ -31,7 +32,7 @@ DERIVED_CAPACITY: Final = "KV capacity"
 
 
 def profiles_by_degree(data: Mapping[str, Any], wanted: Sequence[int] = ()) -> dict[int, Profile]:
-    """The profile at each of the `wanted` degrees; none wanted: at all degrees with listed costs.
+    """The profile at each of the `wanted` degrees. If `wanted` is empty: at all degrees with listed costs.
 
     Raises ConfigError on a degree that is neither listed nor can be derived.
     """

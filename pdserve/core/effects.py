@@ -1,8 +1,8 @@
 """The decisions of a worker's batching, as data. Pure.
 
-Messages to routers are defined in pdserve/core/protocol.py; all other effects are here. The program turns each effect
-into a message or a transfer call; a simulator turns the same into future events. After anything but Refused, exactly
-one Released ends an attempt.
+Messages to routers are defined in pdserve/core/protocol.py, all other effects here. The worker's program turns each
+effect into a message or a transfer call, and the simulator turns it into future events. An attempt ends with Refused,
+or with exactly one Released.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdserve.core.types import TokenOut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferLost:
-    """The attempt is over because its KV cannot arrive; its memory follows in Released.
+    """The attempt is over because its KV cannot arrive. Released follows when its memory is free.
 
     `is_cancelled`: the other worker abandoned the transfer because its attempt has ended. This is not a failure.
     """
@@ -30,7 +30,7 @@ class TransferLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferCancelled:
-    """The attempt was abandoned before its KV was needed, and its transfer has ended; for statistics."""
+    """The attempt was abandoned before its KV was needed, and its transfer has ended. For statistics only."""
 
     key: AttemptKey
 
@@ -49,7 +49,8 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendStarted:
-    """Computation begins; the pair may connect in the meantime. Blocks will come in up to `groups` groups of layers."""
+    """Computation begins, and the two workers may connect meanwhile. Blocks will be sent in up to `groups` groups of
+    layers."""
 
     key: AttemptKey
     plan: str  # end, chunk or layers, for metrics
@@ -60,8 +61,8 @@ class SendStarted:
 class BlocksDone:
     """(grant index, source block) of blocks whose contents are final.
 
-    Of each block, the layer groups first_group .. end_group - 1 of `groups` equal ones; earlier groups were pushed
-    before.
+    Layers are divided into `groups` equal groups. The contents are final in groups first_group .. end_group - 1;
+    earlier groups were pushed before.
     """
 
     key: AttemptKey
@@ -74,7 +75,7 @@ class BlocksDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendAborted:
-    """Stop reading the source blocks; they stay reserved until the sender reports that it has stopped."""
+    """The sender must stop reading the source blocks. They stay reserved until it reports that it has stopped."""
 
     key: AttemptKey
 
@@ -84,7 +85,8 @@ class SendAborted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksReserved:
-    """Blocks are reserved for KV that a prefill worker will send; in prompt order, after `num_cached_blocks` others."""
+    """Blocks are reserved for KV from a prefill worker. They are in prompt order, after `num_cached_blocks` cached
+    ones."""
 
     key: AttemptKey
     blocks: tuple[int, ...]
@@ -93,7 +95,7 @@ class BlocksReserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveAborted:
-    """Writing must end; the blocks stay reserved until the receiver reports that it has ended."""
+    """The receiver must stop writing. The blocks stay reserved until it reports that it has stopped."""
 
     key: AttemptKey
 
@@ -101,15 +103,16 @@ class ReceiveAborted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCommitted:
     key: AttemptKey
-    transfer_s: float  # first byte to verification
-    busy_s: float  # the part of it with chunks in transfer
+    transfer_s: float  # from the first byte to verification
+    busy_s: float  # the part of transfer_s with chunks under way
     num_bytes: int
-    num_cached_blocks: int  # leading blocks that were cached, so not sent
+    num_cached_blocks: int  # leading blocks that were cached, and therefore not sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMistaken:
-    """A block did not match the attempt's text. Tokens that were sampled from it are dropped, and it is recomputed."""
+    """A block did not match the attempt's text. Tokens that were sampled from it are dropped, and the text is
+    recomputed."""
 
     key: AttemptKey
     error: str
@@ -117,7 +120,7 @@ class KvMistaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainSampled:
-    """One token each of sequences that continue and have nothing else to report. The lists have equal lengths."""
+    """One token for each sequence that continues and reports nothing else. The lists have equal lengths."""
 
     keys: list[AttemptKey]
     output_indexes: list[int]
@@ -154,16 +157,16 @@ DecodeEffect = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAccount:
-    """The work of a step, in terms of the cost model."""
+    """The work of a step, in the features of the cost model."""
 
     decode_rows: int = 0
-    context_tokens: int = 0  # of the decode rows
+    context_tokens: int = 0  # total context of the decode rows
     prefill_tokens: int = 0
     prefill_token_context: float = 0.0  # sum over prefill rows of tokens * (cached + tokens / 2)
     draft_tokens: int = 0  # drafts in addition to the decode rows' own tokens
 
     def timed(self, step_s: float, worker_id: str = "") -> BatchTimed:
-        """The report of a step that took `step_s`."""
+        """The report of this step, which took `step_s`."""
         return BatchTimed(
             worker_id=worker_id,
             rows=self.decode_rows,

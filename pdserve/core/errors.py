@@ -1,10 +1,10 @@
 """Every error that pdserve raises on purpose. Pure: standard library only.
 
     PdserveError
-    ├── InvalidRequest        a field of the request is wrong; retrying the same cannot succeed
+    ├── InvalidRequest        a field of the request is wrong; a retry cannot succeed
     ├── NotFound              no such request, worker or model
     │   └── UnknownMethod     the server does not implement the method that was called
-    ├── ConfigError           a setting of this installation is wrong
+    ├── ConfigError           a setting is wrong
     │   └── ModelError        the model folder cannot be served
     ├── Overloaded            no placement meets the targets now; retry after retry_after_s
     │   └── QuotaExceeded     the tenant has used up one of its quotas
@@ -29,7 +29,7 @@ from pdserve.core.urls import hide_password
 
 
 class PdserveError(Exception):
-    """Base of the tree. `reason` is stable and fit for a metric label."""
+    """Base of the tree. `reason` never changes, so it can be a metric label."""
 
     reason = "INTERNAL"
 
@@ -38,8 +38,7 @@ class PdserveError(Exception):
         return str(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Passes the error on unchanged, with message and fields: a process that works for another may fail with any of
-        these."""
+        """Pickles the error with its message and fields, because a helper process may fail with any of these errors."""
         return _rebuilt, (type(self), self.args), self.__dict__
 
 
@@ -99,7 +98,7 @@ class ModelError(ConfigError):
 
 
 class Overloaded(PdserveError):
-    """Capacity exists but is contended; retrying after `retry_after_s` may succeed."""
+    """There is not enough capacity now. A retry after `retry_after_s` may succeed."""
 
     reason = "OVERLOADED"
 
@@ -119,7 +118,7 @@ class QuotaExceeded(Overloaded):
 
 
 class Unavailable(PdserveError):
-    """No process can do the work now; `retry_after_s` is None if no time is known."""
+    """No process can do the work now. `retry_after_s` is None if the time of recovery is unknown."""
 
     reason = "UNAVAILABLE"
 
@@ -132,7 +131,7 @@ class NoWorkers(Unavailable):
     reason = "NO_WORKERS"
 
     def __init__(self, role: str, retry_after_s: float | None = 1.0) -> None:
-        super().__init__(f"no {role} worker is there to answer", retry_after_s)
+        super().__init__(f"no {role} worker is available", retry_after_s)
         self.role = role
 
 
@@ -157,7 +156,7 @@ class PermissionDenied(PdserveError):
 
 
 class TransferFailed(PdserveError):
-    """KV could not be moved between two workers."""
+    """KV could not be transferred between two workers."""
 
     reason = "TRANSFER_FAILED"
 

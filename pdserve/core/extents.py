@@ -1,6 +1,6 @@
 """Free block numbers kept as runs, so that an allocation is contiguous where memory allows. Pure.
 
-A transfer needs one descriptor per run, hence best fit: the smallest run that holds the whole request, else the
+A transfer needs one descriptor per run, so allocation uses best fit: the smallest run that is large enough, or else the
 largest runs first.
 """
 
@@ -46,7 +46,7 @@ class FreeRuns:
         return taken
 
     def add(self, block: int) -> None:
-        """Adds a block that is not in the set, joining its neighbours' runs."""
+        """Adds a block that is not in the set, and joins it with adjacent runs."""
         first, length = block, 1
         before = self._first_until.get(block)
         if before is not None:

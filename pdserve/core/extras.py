@@ -1,4 +1,4 @@
-"""Packages beyond the base dependencies: the extra of pyproject.toml with each, and how to install it. Pure."""
+"""Optional packages: which extra of pyproject.toml contains each, and how to install it. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from pdserve.core.errors import ConfigError
 
-#: Extra by the module that is imported.
+#: Imported module -> extra.
 EXTRAS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("torch", "numpy", "numba", "llguidance", "safetensors", "tokenizers", "jinja2", "huggingface_hub"), "server"
@@ -24,7 +24,7 @@ EXTRAS: Final[Mapping[str, str]] = {
 
 
 def command(extra: str = "") -> str:
-    """The command that installs pdserve with that extra, or with its base dependencies only, from a checkout."""
+    """The command that installs pdserve from a checkout with an extra, or without one."""
     return f"pip install -c constraints.txt '.[{extra}]'" if extra else "pip install -c constraints.txt ."
 
 
@@ -33,7 +33,7 @@ def advice(extra: str) -> str:
 
 
 def missing(error: ModuleNotFoundError) -> ConfigError | None:
-    """The error for a missing package of an extra; None if the module belongs to none."""
+    """The error for a missing package of an extra; None if no extra contains the module."""
     package = (error.name or "").partition(".")[0]
     extra = EXTRAS.get(package)
     if extra is None:

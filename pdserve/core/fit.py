@@ -1,13 +1,13 @@
 """A linear model of a duration, fitted online by recursive least squares with forgetting. Pure.
 
-Errors are ratios, so that long and short batches have equal weight. Samples are clipped to CLIP_SIGMAS around the
-prediction: a single stall has little effect, and with a stall in every tenth batch, coefficients and band stay near
-those of the other nine. Errors are log ratios, so twice the time has the same weight as half the time: batches are late
-by much and early by little, and the model predicts their median, not their mean. CHANGE_STREAK consecutive samples
-beyond CHANGE_SIGMAS on one side mean that the machine has changed: their common factor scales all coefficients at once,
-and learning restarts from there. For this test an error above WIDEST_BAND counts as WIDEST_BAND: a larger one means
-that the coefficients are wrong, as they are when other processes have stopped using the machine. Predictions are finite
-and never negative, for any samples.
+- Errors are log ratios, so long and short batches have equal weight, and so do twice and half of the predicted time.
+  Batches are late by much and early by little, so the model predicts their median, not their mean.
+- Samples are clipped to CLIP_SIGMAS around the prediction, so a single stall has little effect. With a stall in every
+  tenth batch, coefficients and error stay near those of the other nine.
+- CHANGE_STREAK consecutive samples beyond CHANGE_SIGMAS on one side mean that the machine has changed. Their common
+  factor scales all coefficients at once, and learning restarts. For this test the error counts as at most WIDEST_BAND:
+  a larger error means that the coefficients are wrong, for instance after other processes have stopped.
+- Predictions are finite and never negative, for any samples.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CLIPPED_SHARE: Final = 0.92  # share of a normal variable's variance that remain
 BAND_GAIN: Final = 0.05
 CHANGE_SIGMAS: Final = 3.0
 CHANGE_STREAK: Final = 5
-SMALLEST_ERROR: Final = 0.02  # relative; a band never shrinks below it
-FIRST_ERROR: Final = 0.5  # relative; before any sample
+SMALLEST_ERROR: Final = 0.02  # lower bound of the relative error
+FIRST_ERROR: Final = 0.5  # relative error before the first sample
 WIDEST_ERROR: Final = 2.0
-WIDEST_BAND: Final = 0.25  # relative; machines are not noisier than that
+WIDEST_BAND: Final = 0.25  # upper bound of the relative error of a machine with right coefficients
 FORGETTING: Final = 0.99
 NOISE: Final = 0.1  # assumed relative standard deviation of a typical sample
 PRIOR_SPREAD: Final = 2.0  # assumed error of a coefficient's prior, relative to a typical batch
@@ -38,7 +38,7 @@ SHORTEST_S: Final = 1e-3  # lower bound of a typical batch, so that a prior of z
 class Fit:
     """Non-negative linear model of a duration; `scales` are typical feature values, for conditioning.
 
-    Works on features divided by their scale and on targets divided by the prediction.
+    It works on features divided by their scale, and on durations divided by the prediction.
     """
 
     __slots__ = (
@@ -72,7 +72,7 @@ class Fit:
     def observe(self, features: Sequence[float], seconds: float, known_s: float = 0.0) -> bool:
         """Corrects the coefficients. False: the sample is invalid (not finite, not positive) and was dropped.
 
-        `known_s` of the `seconds` is predicted by other models; errors stay relative to the whole.
+        Other models predict `known_s` of the `seconds`. Errors stay relative to the whole.
         """
         usable = math.isfinite(seconds) and NO_TIME_S < seconds <= LONGEST_S
         if not usable or not all(math.isfinite(f) and 0.0 <= f <= 1e15 for f in features) or not any(features):
@@ -90,7 +90,7 @@ class Fit:
         self._correct(x, believed - known_s / predicted - explained)
         shown = _clip(ratio, CLIP_SIGMAS * self.error)
         # The first residuals come from a model that is still learning, and FIRST_ERROR is only an assumption. The n-th
-        # sample has weight n, so both count little when the band is used.
+        # sample has weight n, so both count little by the time the error is used.
         gain = max(BAND_GAIN, 2.0 / (self._recent + 3))
         variance = (1.0 - gain) * self.error**2 + gain * shown**2 / CLIPPED_SHARE
         self.error = min(max(math.sqrt(variance), SMALLEST_ERROR), WIDEST_ERROR)
@@ -101,9 +101,9 @@ class Fit:
         return True
 
     def _relearn(self) -> None:
-        """Makes the present coefficients the prior."""
+        """Makes the current coefficients the prior."""
         typical = max(sum(self._theta), SHORTEST_S)
-        # The error of each coefficient may be its own size, or a share of a typical batch.
+        # The assumed error of each coefficient is its own size, or a share of a typical batch.
         self._widest = [max(PRIOR_SPREAD * theta, 0.2 * typical) ** 2 for theta in self._theta]
         size = len(self._theta)
         self._covariance = [[self._widest[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
@@ -143,8 +143,8 @@ class Fit:
         gain = [one / denominator for one in px]
         theta = [old + step * residual for old, step in zip(self._theta, gain, strict=True)]
         if min(theta) < 0.0:
-            # Correlated coefficients move in opposite directions. If one has reached zero, the other would continue
-            # alone, away from the sample. So they are treated as independent and all move in the same direction.
+            # Correlated coefficients move in opposite directions. If one reaches zero, the other would continue alone,
+            # away from the sample. So they are treated as independent, and all move in the same direction.
             covariance = [[covariance[i][i] if i == j else 0.0 for j in range(size)] for i in range(size)]
             px = [covariance[i][i] * x[i] for i in range(size)]
             denominator = noise + sum(x[i] * px[i] for i in range(size))

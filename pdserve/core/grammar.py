@@ -46,7 +46,7 @@ class Grammar:
 
     @property
     def field(self) -> str:
-        """Of the request, for messages."""
+        """The name of the request's field, for messages."""
         return self.kind.value
 
     def choices(self) -> list[str]:

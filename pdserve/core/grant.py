@@ -12,7 +12,7 @@ from pdserve.core.kv_shape import KvShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferKey:
-    """Names one attempt to transfer one sequence's KV. Late messages carry an old key. They are counted and ignored."""
+    """Names one attempt to transfer one sequence's KV. A late message has an old key, and is counted and ignored."""
 
     transfer_id: str
     attempt: int
@@ -21,7 +21,7 @@ class TransferKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Identifies a worker's KV. Two workers that exchange blocks must agree in everything but the shape."""
+    """Identifies a worker's KV. Two workers that exchange blocks must agree in every field except the shape."""
 
     protocol: int
     model: str
@@ -37,8 +37,8 @@ class Fingerprint:
 class Grant:
     """Blocks that a decode worker has reserved for a transfer.
 
-    `blocks` are the receiver's block numbers in prompt order, after `num_cached_blocks` blocks of its prefix cache;
-    both count blocks of the receiver's size.
+    `blocks` are the receiver's block numbers in prompt order, after `num_cached_blocks` blocks that its prefix cache
+    already has. Both count blocks of the receiver's size.
     """
 
     key: TransferKey
@@ -48,5 +48,5 @@ class Grant:
     fingerprint: Fingerprint
     blocks: tuple[int, ...]
     num_cached_blocks: int
-    hash_seed: bytes = b""  # of the receiver's names of blocks
-    rank_endpoints: tuple[str, ...] = ()  # as `endpoint`, of the worker's ranks 1, 2, ..; each has the blocks' heads
+    hash_seed: bytes = b""  # seed of the receiver's content hashes
+    rank_endpoints: tuple[str, ...] = ()  # endpoints of the worker's ranks 1, 2, ..; each rank stores its own heads

@@ -1,7 +1,7 @@
 """Identity of KV blocks: a chain of keyed BLAKE2b-128 over (parent, token ids). Pure.
 
-Two blocks have the same hash when they hold the KV of the same tokens after the same prefix, under the same
-tenant salt and the same model. The key is secret to the server, so one tenant cannot probe another's prefixes.
+Two blocks have the same hash if they contain the KV of the same tokens after the same prefix, with the same tenant salt
+and the same model. Only the server knows the key, so one tenant cannot probe another's prefixes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ HASH_BYTES: Final = 16
 KEY_BYTES: Final = 32
 _ROOT: Final = bytes(HASH_BYTES)  # parent of the first block
 _UINT32: Final = "I"
-if array(_UINT32).itemsize != 4:  # pragma: no cover - no platform that we run on
-    raise ImportError("array('I') is not 4 bytes wide here")
+if array(_UINT32).itemsize != 4:  # pragma: no cover - true on no supported platform
+    raise ImportError("array('I') does not have items of 4 bytes on this platform")
 
 
 def hash_seed(model_hash: str, dtype: str, layout: str, block_size: int) -> bytes:
@@ -28,21 +28,21 @@ def hash_seed(model_hash: str, dtype: str, layout: str, block_size: int) -> byte
 
 
 def chain_key(salt: bytes, hash_seed: bytes) -> bytes:
-    """Key of one tenant's chain on one model: 32 bytes. An empty salt is the shared tenant's."""
+    """Key of one tenant's chain on one model: 32 bytes. The default tenant has an empty salt."""
     digest = blake2b(digest_size=KEY_BYTES, person=b"pdserve.chain")
-    digest.update(len(salt).to_bytes(8, "little"))  # so that (salt, seed) is unambiguous
+    digest.update(len(salt).to_bytes(8, "little"))  # makes (salt, seed) unambiguous
     digest.update(salt)
     digest.update(hash_seed)
     return digest.digest()
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, key: bytes) -> list[bytes]:
-    """Hashes of the full blocks of `token_ids`, 16 bytes each; a partial last block has none."""
+    """Hashes of the full blocks of `token_ids`, 16 bytes each. A partial last block has none."""
     return extend_hashes([], token_ids, block_size, key)
 
 
 def extend_hashes(known: list[bytes], token_ids: Sequence[int], block_size: int, key: bytes) -> list[bytes]:
-    """`known` (hashes of the first blocks of `token_ids`) and the hashes of the following full blocks."""
+    """`known` (the hashes of the first blocks of `token_ids`), followed by the hashes of the further full blocks."""
     first, full = len(known), len(token_ids) // block_size
     if full <= first:
         return known[:full]

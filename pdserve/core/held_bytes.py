@@ -1,4 +1,4 @@
-"""Limits the bytes of the requests being served, because a server holds each until its answer has ended. Pure."""
+"""Limits the bytes of the requests being served, because a server keeps each until its answer has ended. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HeldBytes:
 
     @contextmanager
     def hold(self, num_bytes: int) -> Iterator[None]:
-        """Raises Overloaded if that exceeds the limit together with the held bytes. A single request always fits."""
+        """Adds a request. Raises Overloaded if the sum would exceed the limit. A single request always fits."""
         limit = self._limit if num_bytes <= SMALL_BYTES else int(LARGE_SHARE * self._limit)
         if self.num_bytes and self.num_bytes + num_bytes > limit:
             raise Overloaded(f"requests of {self.num_bytes} bytes are being served, of {limit} at most", RETRY_S)

@@ -1,4 +1,4 @@
-"""Which addresses only this host can reach. Pure."""
+"""Decides which addresses only this host can reach. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ANY: Final = ("", "0.0.0.0", "::")
 
 
 def is_loopback_host(host: str) -> bool:
-    """A name other than localhost may resolve to any host."""
+    """Whether only this host can reach `host`. False for a name other than localhost, which may resolve to any host."""
     host = host.strip("[]")
     if host == "localhost":
         return True

@@ -1,6 +1,6 @@
 """The JSON encoder for the output of all commands. Pure.
 
-RFC 8259 has no NaN and no Infinity, and most readers reject them. A float that is not finite becomes null, like an
+RFC 8259 has no NaN and no Infinity, and most parsers reject them. So a float that is not finite becomes null, like an
 absent value.
 """
 

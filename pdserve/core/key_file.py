@@ -38,10 +38,10 @@ _TENANT_FIELDS: Final = ("keys", "slo", *_RANGES)
 class Tenant:
     """A group of callers that share quotas and a prefix cache. None: no limit."""
 
-    name: str = ""  # empty: the default tenant, of callers without a key file, or with the operator's token
+    name: str = ""  # empty: the default tenant, for callers with the operator's token, or if there is no key file
     tokens_per_minute: int | None = None
     max_concurrent: int | None = None  # answers in progress
-    slo: Slo | None = None  # targets of requests that set none; None: the router's
+    slo: Slo | None = None  # targets of requests that set none; None: the router's defaults
     max_priority: int | None = None
 
 
@@ -56,7 +56,7 @@ class KeyFile:
     keys: Mapping[bytes, Tenant] = field(default_factory=lambda: MappingProxyType({}))
 
     def tenant_of(self, key: str) -> Tenant | None:
-        """The tenant that the key belongs to; None if there is none."""
+        """The tenant to which the key belongs; None if it is unknown."""
         return self.keys.get(_digest(key)) if is_key(key) else None
 
 
@@ -71,7 +71,7 @@ def is_key(text: str) -> bool:
 
 
 def key_hash(key: str) -> str:
-    """As in the file: 64 hexadecimal digits."""
+    """The hash of a key, as in the file: 64 hexadecimal digits."""
     return _digest(key).hex()
 
 
@@ -81,7 +81,7 @@ def parse(text: str | bytes) -> KeyFile:
 
 
 def load(text: str | bytes) -> dict[str, Any]:
-    """The JSON object of a key file, whose fields were not checked. Raises ConfigError."""
+    """The JSON object of a key file. Its fields are not checked. Raises ConfigError."""
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError("key_file", f"{len(text)} bytes", f"at most {MAX_FILE_BYTES} bytes")
     try:
@@ -92,7 +92,7 @@ def load(text: str | bytes) -> dict[str, Any]:
 
 
 def read(found: Mapping[str, Any]) -> KeyFile:
-    """Checks every field. Raises ConfigError, naming it."""
+    """Checks every field. Raises ConfigError with the name of an invalid one."""
     _check_names("", found, ("slo_classes", "tenants"))
     classes = {
         name: _slo(f"slo_classes.{name[:64]}", given)
@@ -110,7 +110,7 @@ def read(found: Mapping[str, Any]) -> KeyFile:
         tenants[name] = tenant = _tenant(name, where, one, classes)
         for digest in _hashes(where, one.get("keys", [])):
             if digest in keys:
-                raise ConfigError(f"{where}.keys", f"{digest.hex()[:12]}… again", "each key once, of one tenant")
+                raise ConfigError(f"{where}.keys", f"{digest.hex()[:12]}… again", "each key once, for one tenant")
             keys[digest] = tenant
     if len(keys) > MAX_KEYS:
         raise ConfigError("tenants", f"{len(keys)} keys", f"at most {MAX_KEYS}")
@@ -159,7 +159,7 @@ def _hashes(where: str, given: Any) -> list[bytes]:
         at = f"{where}.keys[{index}]"
         _check_names(f"{at}.", _object(at, one), ("sha256", "created"))
         text = one.get("sha256")
-        # The value is not repeated: somebody may have written the key itself.
+        # The value is not in the message, because it may be the key itself.
         if not isinstance(text, str) or not _HASH.fullmatch(text):
             raise ConfigError(f"{at}.sha256", "another value", "64 hexadecimal digits; `pdserve keys new` makes them")
         if not isinstance(one.get("created", ""), str):
@@ -199,5 +199,5 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{repeated[:64]!r} is there twice")
+        raise ValueError(f"{repeated[:64]!r} twice")
     return found

@@ -1,9 +1,9 @@
-"""What the bytes of a KV block mean on each side, and which two sides can exchange blocks. Pure.
+"""The format of a worker's KV blocks, and which formats can be converted into each other. Pure.
 
-A pool is block-major: block b is one run of bytes that holds [layers, planes, tokens, heads, head_dim]; planes are
-keys, then values. An int8 or fp8 block holds, behind its values, one float32 scale for each (layer, plane, token,
-head). Two workers of one model may differ in block size, in the stored dtype and in their tensor-parallel degree;
-everything else must be equal.
+A pool is block-major: block b is one run of bytes with the values [layers, planes, tokens, heads, head_dim]. The planes
+are keys, then values. In an int8 or fp8 block, the values are followed by a float32 scale for each (layer, plane,
+token, head). Two workers of one model may differ in block size, in the stored dtype and in their tensor-parallel
+degree. All other properties must be equal.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Final
 from pdserve.core.errors import ConfigError
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "uint64": 8}  # bytes of one value
-SCALED: Final = ("int8", "float8_e4m3fn")  # stored relative to a scale of their token and head
+SCALED: Final = ("int8", "float8_e4m3fn")  # stored relative to a scale for each token and head
 SCALE_BYTES: Final = 4  # float32
 ALIGNMENT: Final = 64  # alignment of a scaled block's values and of its scales
-# limit of any number in a shape: numbers from the network are multiplied and determine sizes of memory
+# Limit of any number in a shape: sizes of memory are products of these numbers, which come from the network.
 MOST: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The meaning of a layout's name. Blocks of different families cannot be exchanged."""
+    """A named layout. Blocks of layouts of different families cannot be converted into each other."""
 
     family: str
     dtypes: tuple[str, ...]
@@ -40,9 +40,9 @@ LAYOUTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """How far a converted value may lie from x: relative * |x| + of_largest * (the largest |x| of its token and head).
+    """The maximum error of a converted value x: relative * |x| + of_largest * (the largest |x| of its token and head).
 
-    For finite values of normal size: a row whose largest |x| is below 2^-120 becomes zero.
+    It holds for finite values of normal size. A row whose largest |x| is below 2^-120 becomes zero.
     """
 
     relative: float = 0.0
@@ -50,8 +50,8 @@ class Loss:
 
 
 _ROUNDING: Final = 1 + 2**-12  # float32's own rounding during the conversion
-# By the stored dtype. bfloat16 keeps 8 significant bits. fp8 keeps 4, and has steps of 2^-9 below 2^-6, relative to a
-# row maximum of 448. int8 has steps of 1/127 of the row maximum. A scaled value is value * scale in float32.
+# By stored dtype. bfloat16 has 8 significant bits. fp8 has 4, with steps of 2^-9 below 2^-6, relative to a row maximum
+# of 448. int8 has steps of 1/127 of the row maximum. A scaled value is value * scale in float32.
 _INTO: Final = {
     "float32": Loss(),
     "bfloat16": Loss(relative=2**-8),
@@ -66,7 +66,7 @@ LOSSES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """The format of one block, or of the part of a block that is sent by itself."""
+    """The format of one block, or of a part of a block that is sent separately."""
 
     dtype: str
     planes: int
@@ -81,7 +81,7 @@ class BlockForm:
 
     @property
     def num_rows(self) -> int:
-        """Vectors of head_dim values."""
+        """Number of vectors of head_dim values."""
         return self.num_layers * self.planes * self.block_size * self.num_heads
 
     @property
@@ -90,7 +90,7 @@ class BlockForm:
 
     @property
     def scales_at(self) -> int:
-        """Where a scaled block's scales begin."""
+        """Offset of the scales in a scaled block."""
         return _round_up(self.value_bytes) if self.is_scaled else self.value_bytes
 
     @property
@@ -98,22 +98,22 @@ class BlockForm:
         return self.scales_at + (_round_up(self.num_rows * SCALE_BYTES) if self.is_scaled else 0)
 
     def narrowed(self, num_layers: int, num_heads: int) -> BlockForm:
-        """That many layers and heads of it."""
+        """The format of a part with so many layers and heads."""
         return replace(self, num_layers=num_layers, num_heads=num_heads)
 
     def stored_as(self, dtype: str) -> BlockForm:
-        """The same values in another dtype."""
+        """The format of the same values in another dtype."""
         return replace(self, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """The shape of one worker's pool. Raises ConfigError naming the invalid field."""
+    """The shape of one worker's pool. Raises ConfigError with the name of an invalid field."""
 
     layout: str
-    dtype: str  # of the stored keys and values
+    dtype: str  # dtype of the stored keys and values
     num_layers: int
-    num_kv_heads: int  # of the whole model; a rank holds a share
+    num_kv_heads: int  # of the whole model; each rank stores a share
     head_dim: int
     block_size: int
     tp_degree: int = 1
@@ -136,12 +136,12 @@ class KvShape:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same head: more than one where there are more ranks than kv heads."""
+        """Number of ranks that store the same head: more than one if there are more ranks than kv heads."""
         return max(1, self.tp_degree // self.num_kv_heads)
 
     @property
     def num_heads(self) -> int:
-        """Heads of this rank."""
+        """Number of heads of this rank."""
         return max(1, self.num_kv_heads // self.tp_degree)
 
     @property
@@ -166,27 +166,27 @@ class KvShape:
 
 
 def check_convertible(source: KvShape, target: KvShape) -> Loss:
-    """The error bound of the conversion. Raises ConfigError naming the first field that prevents it."""
+    """The error bound of the conversion. Raises ConfigError with the first field that prevents the conversion."""
     for name in ("num_layers", "num_kv_heads", "head_dim"):
         seen, expected = getattr(source, name), getattr(target, name)
         if seen != expected:
             raise _wrong(name, seen, f"{expected}, as on the receiving worker")
     if LAYOUTS[source.layout].family != LAYOUTS[target.layout].family:
-        raise _wrong("layout", source.layout, f"one that can become {target.layout}")
+        raise _wrong("layout", source.layout, f"a layout that can be converted to {target.layout}")
     return LOSSES[source.dtype, target.dtype]
 
 
 def wire_dtype(source: KvShape, target: KvShape, *, is_quantised: bool = False) -> str:
-    """The dtype that is sent: the narrower of both, from which the receiver makes its own without further loss.
+    """The dtype that is sent: the narrower one of both. The receiver converts it without further loss.
 
-    `is_quantised`: int8 if both sides store floats.
+    With `is_quantised`, it is int8 if both sides store floats.
     """
     narrower = min(source.dtype, target.dtype, key=lambda dtype: ITEM_BYTES[dtype])
     return "int8" if is_quantised and (narrower, "int8") in LOSSES and narrower not in SCALED else narrower
 
 
 def is_same_bytes(source: KvShape, target: KvShape) -> bool:
-    """Whether source blocks equal target blocks, so that no conversion is needed."""
+    """Whether source blocks and target blocks have the same bytes, so no conversion is needed."""
     return source.form == target.form and source.first_head == target.first_head
 
 

@@ -6,8 +6,8 @@
                               + per_row * rows + per_context_token * context + per_token_context * u * (cached + u / 2)
     transfer_s(bytes)       = latency + bytes / bandwidth
 
-Every step reads the weights once, which takes `decode_base`. A prompt chunk beside decode rows costs only its
-attention, as long as its own arithmetic takes less than that.
+Every step reads the weights once, which takes `decode_base`. As long as the arithmetic of a prompt chunk takes less
+than that, the chunk adds only its attention to a step with decode rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdserve.core.protocol import BatchTimed
 
 MAX_WORK: Final = 1e15  # limit of tokens times context of a batch
 TYPICAL_TRANSFER_BYTES: Final = 1e7
-# times the time of reading the weights: a longer step, rows and attention excluded, is limited by arithmetic
+# Multiple of the time for reading the weights. A longer step, rows and attention excluded, is limited by arithmetic.
 HIDDEN_SHARE: Final = 1.25
 
 
@@ -37,7 +37,7 @@ class CostPrior:
     decode_per_context_token_s: float = 1e-7
 
     def sane(self) -> CostPrior:
-        """A copy in which coefficients that are not finite or negative are replaced by defaults."""
+        """A copy with defaults in place of coefficients that are negative or not finite."""
         default = CostPrior()
         held = {one.name: getattr(self, one.name) for one in fields(self)}
         return CostPrior(
@@ -63,13 +63,14 @@ class CostModel:
             (prior.decode_base_s, prior.decode_per_row_s, prior.decode_per_context_token_s),
             (1.0, 16.0, 16.0 * 1024.0),
         )
-        #: (base, per token, per token and token of context) and (base, per row, per context token), to compare
-        #: many workers at once.
+        #: (base, per token, per token and token of context) and (base, per row, per context token), for callers that
+        #: compare many workers.
         self.prefill_coefficients: tuple[float, ...] = self._prefill.coefficients
         self.decode_coefficients: tuple[float, ...] = self._decode.coefficients
 
     def prefill_s(self, uncached: float, cached: float = 0.0, chunk_tokens: int = 0) -> float:
-        """Seconds of compute for `uncached` tokens after `cached` ones, in chunks; 0: in one."""
+        """Seconds of compute for `uncached` tokens after `cached` ones, in chunks of `chunk` tokens; 0: in one
+        chunk."""
         if uncached <= 0.0:
             return 0.0
         base, per_token, per_token_context = self.prefill_coefficients
@@ -132,7 +133,7 @@ class CostModel:
     def observe(
         self, *, rows: int, prefill_tokens: int, prefill_token_context: float, context_tokens: int, step_s: float
     ) -> bool:
-        """One finished batch. A mixed one corrects the side that limited it."""
+        """Learns from one finished batch. A mixed batch corrects the model of the side that limited it."""
         is_sample = self._learn(rows, prefill_tokens, prefill_token_context, context_tokens, step_s)
         self.prefill_coefficients, self.decode_coefficients = self._prefill.coefficients, self._decode.coefficients
         return is_sample
@@ -148,7 +149,7 @@ class CostModel:
         weights_s, per_row, per_context_token = self.decode_coefficients
         rows_s = min(per_row * rows + per_context_token * context_tokens, LONGEST_S)
         attention_s = min(per_token_context * prefill_token_context, LONGEST_S)
-        # A step that took longer than reading the weights was limited by arithmetic, despite any prediction.
+        # A step that took longer than reading the weights was limited by arithmetic, whatever was predicted.
         hides = base + per_token * prefill_tokens < weights_s
         if hides and step_s - rows_s - attention_s <= HIDDEN_SHARE * weights_s:
             return self._decode.observe((1.0, rows, context_tokens), step_s, known_s=attention_s)
@@ -156,7 +157,7 @@ class CostModel:
 
     @property
     def coefficients(self) -> CostPrior:
-        """The present coefficients, in the form of the prior."""
+        """The current coefficients, in the form of the prior."""
         prefill, decode = self._prefill.coefficients, self._decode.coefficients
         return CostPrior(
             prefill_base_s=prefill[0],
@@ -192,13 +193,13 @@ class CostModel:
 
 
 class LinkModel:
-    """Seconds that KV needs between one pair of workers, including the effect of other traffic."""
+    """Predicts the seconds of a KV transfer between two workers, including the effect of other traffic."""
 
     __slots__ = ("_fit", "coefficients")
 
     def __init__(self, latency_s: float = 1e-3, bandwidth_bytes_s: float = 1e9) -> None:
         self._fit = Fit((latency_s, 1.0 / max(bandwidth_bytes_s, 1.0)), (1.0, TYPICAL_TRANSFER_BYTES))
-        #: (latency, per byte), for callers that compare many pairs.
+        #: (latency, seconds per byte), for callers that compare many pairs.
         self.coefficients: tuple[float, ...] = self._fit.coefficients
 
     def transfer_s(self, num_bytes: float) -> float:
@@ -209,7 +210,7 @@ class LinkModel:
         return seconds if seconds < LONGEST_S else LONGEST_S
 
     def observe(self, num_bytes: float, busy_s: float) -> bool:
-        """One finished transfer, without the time in which it waited for KV. False: it is not a sample."""
+        """Learns from one finished transfer, without its waits for KV. False: it was no valid sample."""
         is_sample = self._fit.observe((1.0, num_bytes), busy_s) if num_bytes > 0.0 else False
         self.coefficients = self._fit.coefficients
         return is_sample

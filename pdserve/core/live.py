@@ -1,6 +1,6 @@
-"""What the live view shows of a router: one frame at a time, without the text of prompts and answers. Pure data.
+"""Frames of the live view of one router, without the text of prompts and answers. Pure data.
 
-Times without another origin are seconds of the router's own monotonic clock.
+Times are seconds of the router's monotonic clock, unless another origin is given.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from typing import Final
 
 from pdserve.core.types import Role
 
-PERIOD_S: Final = 0.25  # between two frames, unless a viewer asks for another
+PERIOD_S: Final = 0.25  # default time between two frames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivePhase:
-    phase: str  # of pdserve.core.phases
+    phase: str  # a name from pdserve.core.phases
     begin_s: float  # after the request's arrival
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRequest:
-    """A request that is in progress or has ended. The last phase of one in progress is still open."""
+    """A request that is in progress or has ended. While it is in progress, its last phase is open."""
 
     request_id: str
-    stage: str  # "ended" after the end
+    stage: str  # stage of the lifecycle, or "ended"
     tenant: str
     priority: int
     prompt_tokens: int
@@ -39,13 +39,13 @@ class LiveRequest:
     arrived_s: float
     ended_s: float | None
     outcome: str  # empty while it is in progress
-    why: str  # if it did not get its whole answer
-    retry_after_s: float | None  # of a rejection
+    why: str  # why the answer is incomplete
+    retry_after_s: float | None  # retry time of a rejected request
     ttft_s: float | None
     tpot_s: float | None  # over the tokens so far
     slo_ttft_s: float
     slo_tpot_s: float
-    predicted_ttft_s: float | None  # of the placement that was chosen, from the decision on
+    predicted_ttft_s: float | None  # of the chosen placement, counted from the decision
     predicted_tpot_s: float | None
     transfer_bytes: int
     transfer_s: float
@@ -59,19 +59,19 @@ class LiveWorker:
     endpoint: str
     is_connected: bool
     is_draining: bool
-    is_drained: bool  # by an operator
+    is_drained: bool  # an operator drains it
     running: int
     waiting: int
-    booked: int  # requests of this router
+    booked: int  # this router's requests on the worker
     num_blocks: int
     free_blocks: int
-    cached_blocks: int  # of the prefix cache, which no sequence uses
+    cached_blocks: int  # blocks of the prefix cache that no sequence uses
     context_tokens: int
     pending_prefill_tokens: int
     steps: int
-    step_s: float  # of the last step that it reported; 0: none
+    step_s: float  # duration of the last reported step; 0: none was reported
     silent_s: float
-    preemptions: int  # of sequences, for lack of KV blocks, since the worker's start
+    preemptions: int  # sequences preempted for lack of KV blocks, since the worker's start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class LiveFrame:
     at_s: float
     queued: int
     running: int
-    omitted: int  # requests in progress, beyond the most of one frame
+    omitted: int  # requests in progress that did not fit into the frame
     totals: LiveTotals
     workers: tuple[LiveWorker, ...]
     requests: tuple[LiveRequest, ...]  # in progress, and ended since the frame before

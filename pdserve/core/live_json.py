@@ -1,4 +1,4 @@
-"""A frame of the live view as JSON, as its page reads it. Pure."""
+"""Converts a frame of the live view to the JSON that the page reads. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pdserve.core.live import LiveFrame, LiveRequest, LiveWorker
 
-DIGITS: Final = 6  # of seconds: microseconds
+DIGITS: Final = 6  # decimals of seconds, that is, microseconds
 _WORKER: Final = tuple(one.name for one in fields(LiveWorker) if one.name != "role")
 _REQUEST: Final = tuple(one.name for one in fields(LiveRequest) if one.name != "phases")
 

@@ -1,4 +1,4 @@
-"""Limits how often an event that foreign processes can cause is logged. Pure."""
+"""Limits log lines about events that foreign processes can cause. Pure."""
 
 from __future__ import annotations
 

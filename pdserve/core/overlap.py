@@ -1,7 +1,7 @@
-"""How long after its first token a prompt's KV has arrived, in closed form. Pure.
+"""The time from a prompt's first token to the arrival of its KV, in closed form. Pure.
 
-KV becomes ready in parts, the last of them with the first token. Parts are sent in order, each when it is ready and the
-previous ones were sent:
+KV becomes ready in parts, the last part together with the first token. Parts are sent in order. A part is sent when it
+is ready and the part before it was sent:
 
     left_i  = max(left_(i-1), ready_i) + bytes_i / bandwidth
     exposed = latency + left_n - ready_n
@@ -19,9 +19,9 @@ from pdserve.core.latency import LinkModel
 
 
 def exposed_s(parts: Iterable[tuple[float, float]], link: LinkModel) -> float:
-    """Seconds from the last part's readiness to its arrival; 0 if nothing is sent.
+    """Seconds from when the last part is ready to when it has arrived; 0 if there are no parts.
 
-    `parts`: (seconds when it is ready, bytes) in order of readiness.
+    `parts`: (when the part is ready, in seconds; its bytes), in order of readiness.
     """
     latency_s, bandwidth = link.latency_s, link.bandwidth_bytes_s
     ready_s = left_s = total = 0.0
@@ -40,12 +40,11 @@ def chunked_exposed_s(
     chunks_s: float,
     last_s: float,
 ) -> float:
-    """The same for chunks of `chunk_bytes` each, except the last, in constant time.
+    """Like `exposed_s`, in constant time, for chunks of `chunk_bytes` each, except the last one.
 
-    `chunks_s` is the time from the first part's readiness to the last one's, `last_s` that from the last but one. The
-    result is exact if no chunk but the last takes less time than the one before it, as with growing context: the
-    waiting time is then a convex function of the part since which the link is busy, so its maximum is at one of the
-    ends.
+    `chunks_s` is the time from the first to the last chunk's readiness, and `last_s` from the last but one. The result
+    is exact if no chunk, except the last, takes less time than the one before it, as with growing context. The maximum
+    in the formula is then over a convex function of i, so it is at one of the ends.
     """
     latency_s, per_byte_s = link.coefficients
     waiting_s = per_byte_s * (last_bytes if last_bytes < num_bytes else num_bytes)
@@ -60,14 +59,14 @@ def chunked_exposed_s(
 
 
 def grouped_s(num_bytes: float, computing_s: float, groups: int, bandwidth: float) -> float:
-    """The exposed time of a single chunk, without latency, if it is sent in `groups` equal groups of layers as they are
+    """The exposed time, without latency, of a single chunk that is sent in `groups` equal groups of layers while it is
     computed."""
     later = 1.0 - 1.0 / groups
     return max(num_bytes / groups / bandwidth, num_bytes / bandwidth - computing_s * later)
 
 
 def hidden_share(busy_s: float, exposed_s: float) -> float:
-    """The share of a transfer's busy time that was before the last chunk was computed.
+    """The share of a transfer's busy time that prefill hid: it was before the end of the last chunk's computation.
 
     `exposed_s` includes the latency of the last message and the receiver's confirmation, so the share is a lower bound.
     """

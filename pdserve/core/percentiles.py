@@ -1,4 +1,4 @@
-"""Percentiles by nearest rank: values that occurred, never values between two of them."""
+"""Percentiles by nearest rank: always one of the values, never interpolated."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 
 def nearest_rank(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all do not exceed. `ordered` is sorted and not empty."""
-    # The margin keeps a product such as 0.07 * 100 = 7.000000000000001 from counting as more than seven values.
+    """The smallest value such that at least `share` of all values do not exceed it. `ordered` is sorted and not
+    empty."""
+    # With the margin, a product such as 0.07 * 100 = 7.000000000000001 counts as seven values, not eight.
     return ordered[min(max(math.ceil(share * len(ordered) - 1e-9) - 1, 0), len(ordered) - 1)]

@@ -1,8 +1,8 @@
 """The phases of a request: every moment between its arrival and its end belongs to exactly one. Pure.
 
-The router divides the time of a request into intervals, by its own clock. A worker reports how long its own work took,
-by its own clock, and that part of the interval is the worker's phase. The rest of the interval is MESSAGES. Clocks of
-two processes are never compared. router/timeline.py divides the time.
+router/timeline.py divides the time of a request into intervals, by the router's clock. A worker reports how long its
+own work took, by its own clock, and that part of the interval is assigned to the worker's phase. The rest of the
+interval is MESSAGES. Clocks of two processes are never compared.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Phases:
         return cls(**{f"{phase.value}_s": took_s for phase, took_s in seconds.items()})
 
     def shown(self) -> list[tuple[str, float]]:
-        """Name and seconds of every phase with non-zero time, in the order of a request."""
+        """Name and seconds of every phase that took time, in the order in which a request passes through them."""
         seconds = [(phase.value.replace("_", " "), float(getattr(self, f"{phase.value}_s"))) for phase in Phase]
         return [(name, took_s) for name, took_s in seconds if took_s > 0.0]
 
@@ -96,10 +96,10 @@ NO_PHASES: Final = Phases()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """One interval of one phase, in the order of time. `begin_s` counts from arrival."""
+    """One interval of one phase. `begin_s` counts from the request's arrival."""
 
     phase: Phase
-    attempt: int  # 0: before the first
+    attempt: int  # 0: before the first attempt
     begin_s: float
     seconds: float
     worker_id: str = ""  # that measured it; empty: the router

@@ -1,12 +1,12 @@
-"""Cost, memory and links of a kind of worker, known before it runs. Pure: parses a profile, but reads no file.
+"""Parses a profile: the cost, memory and links of a kind of worker, known before it runs. Pure: reads no file.
 
     {"name": ..., "prefill_s": {"base", "per_token", "per_token_context"},
      "decode_s": {"base", "per_row", "per_context_token"}, "kv_bytes_per_token", "kv_capacity_tokens",
      "link": {NAME: {"latency_s", "bytes_per_s"}}}
 
-A file with "tensor_parallel" holds one set of coefficients per degree, published in milliseconds as a + b * sum(L) + c
-* sum(L^2): one of them is named NAME:tp2. Its decode times have two pieces that meet at batch 95. The one for smaller
-batches is used, so steps of larger batches are predicted too short.
+A file with "tensor_parallel" has a set of coefficients for each degree, published in milliseconds as a + b * sum(L) + c
+* sum(L^2). NAME:tp2 selects one of them. Its decode times are piecewise, with a break at batch 95. The piece for
+smaller batches is used, so steps of larger batches are predicted too short.
 
 "model_shape": {"num_layers", "hidden_size", "num_kv_heads", "weights_bytes"} is optional: with it, costs of other
 tensor-parallel degrees can be derived (degrees.py).
@@ -28,7 +28,7 @@ DEGREES: Final = "tensor_parallel"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What the cost of tensor parallelism depends on. `weights_bytes`: of the whole model."""
+    """The values that determine the cost of tensor parallelism. `weights_bytes` is for the whole model."""
 
     num_layers: int
     hidden_size: int
@@ -46,7 +46,7 @@ class Profile:
     source: str = ""
     shape: ModelShape | None = None
     degree: int = 1  # GPUs per worker
-    derived: str = ""  # what was derived from another degree instead of measured; "": nothing
+    derived: str = ""  # the values that were derived from another degree instead of measured
 
 
 def degrees(data: Mapping[str, Any]) -> list[int]:
@@ -57,13 +57,13 @@ def degrees(data: Mapping[str, Any]) -> list[int]:
 
 
 def parse_profile(data: Mapping[str, Any], degree: int = 0) -> Profile:
-    """Raises ConfigError naming the field. `degree` selects the worker's tensor-parallel degree if the profile has
-    several."""
+    """Raises ConfigError with the name of an invalid field. If the profile has several tensor-parallel degrees,
+    `degree` selects one."""
     root = _Node("", data)
     if DEGREES in root.data:
         return _per_degree(root, degree)
     if degree:
-        raise ConfigError("profile", f"degree {degree}", "none: the profile is of one kind of worker")
+        raise ConfigError("profile", f"degree {degree}", "no degree, because the profile has only one")
     prefill, decode = root.node("prefill_s"), root.node("decode_s")
     return Profile(
         name=root.text("name"),

@@ -1,6 +1,6 @@
-"""How far a long task is, how long the rest may take, and both as one line of text. Pure.
+"""The progress of a long task, its remaining time, and both as one line of text. Pure.
 
-A worker reports its progress to the launcher in lines of its own, which this module writes and reads.
+A worker reports its progress to the launcher in lines of a separate format, which this module also writes and parses.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Final, final
 
 PROGRESS_ENV: Final = "PDSERVE_PROGRESS"  # set by the launcher: report progress as lines for it
-LEAST_COLUMNS: Final = 48  # of a line with a bar; narrower ones have the share only
+MIN_COLUMNS: Final = 48  # for a bar; narrower lines show only the share
 BAR: Final = 24
-_EARLY: Final = 0.02  # share of the work below which the rest cannot be estimated
+_EARLY: Final = 0.02  # share of the work below which the remaining time is not estimated
 _EARLY_S: Final = 0.5
 _MOST_NAME: Final = 40
 _ROUNDING_S: Final = 1e-6
@@ -23,7 +23,7 @@ _LINE: Final = re.compile(r"progress (\{.{1,400}\})\Z")
 
 @final
 class Progress:
-    """`total` None: unknown. Times are of one clock. The amount done never decreases."""
+    """`total` is None if unknown. All times are by one clock. The amount done never decreases."""
 
     def __init__(self, total: float | None, began_s: float) -> None:
         self.total, self.began_s = total, began_s
@@ -44,14 +44,14 @@ class Progress:
         return min(self.done / self.total, 1.0)
 
     def remaining_s(self, now_s: float) -> float | None:
-        """At the mean rate so far; None if too little is done for an estimate."""
+        """The remaining time at the mean rate so far; None if too little is done for an estimate."""
         share, spent_s = self.share, self._changed_s - self.began_s
         if share is None or share < _EARLY or spent_s < _EARLY_S:
             return None
         return max(spent_s * (1.0 / share - 1.0) - (now_s - self._changed_s), 0.0)
 
     def time_text(self, now_s: float) -> str:
-        """The rest, or the time so far where the rest is unknown."""
+        """The remaining time, or the time so far if the remaining time is unknown."""
         remaining_s = self.remaining_s(now_s)
         if remaining_s is not None:
             return f"{duration_text(remaining_s)} left"
@@ -59,10 +59,10 @@ class Progress:
 
 
 def bar_line(label: str, share: float | None, time_text: str, detail: str, columns: int) -> str:
-    """At most `columns` - 1 characters, because a full line would wrap."""
+    """A line of at most `columns` - 1 characters, because a full line would wrap."""
     if share is None:
         words = [label, time_text, detail]
-    elif columns < LEAST_COLUMNS:
+    elif columns < MIN_COLUMNS:
         words = [f"{share:4.0%}", time_text, label]
     else:
         full = round(BAR * share)
@@ -71,7 +71,7 @@ def bar_line(label: str, share: float | None, time_text: str, detail: str, colum
 
 
 def log_text(label: str, share: float | None, time_text: str, detail: str) -> str:
-    """For a log, which has no width."""
+    """A line for a log, without a limit of its width."""
     known = "" if share is None else f"{share:.0%}"
     return f"{label}: " + ", ".join(one for one in (known, time_text, detail) if one)
 
@@ -85,7 +85,7 @@ def duration_text(seconds: float) -> str:
 
 
 def _cut(text: str, columns: int) -> str:
-    """Without control characters, which would move the cursor."""
+    """Cuts a text to a width, without control characters, which would move the cursor."""
     plain = "".join(one if one.isprintable() else "?" for one in text)
     return plain if len(plain) <= columns else plain[: max(columns - 1, 0)] + "~"
 
@@ -121,7 +121,7 @@ def phase_line(one: PhaseProgress) -> str:
 
 
 def phase_of(line: str) -> PhaseProgress | None:
-    """None: the line is another one."""
+    """The phase that the line reports; None for any other line."""
     found = _LINE.match(line)
     if found is None:
         return None

@@ -1,12 +1,14 @@
-"""Which prompts a step computes first, and how many tokens it may have. Pure: time is passed as `now_s`.
+"""The order in which a step computes prompts, and how many tokens it may have. Pure: time is passed as `now_s`.
 
-An answer that was interrupted comes first: its client waits for the next token. It is computed again in the order of
-arrival. Prompts that can meet their TTFT target come next, and the shortest remaining work among them, which keeps the
-mean TTFT low. A prompt that would be late in this order moves forward; prompts that moved forward are ordered by due
-time, the order that meets all targets if any order does. A prompt that will be late in any order, or that has no
-target, waits for the others. The first such prompt gets a share of each step, so it is never starved.
+1. Interrupted answers come first, in order of arrival, because their clients wait for the next token.
+2. Prompts that can meet their TTFT target come next. The shortest remaining work goes first, which keeps the mean TTFT
+   low. A prompt that would be late in this order moves forward. Prompts that moved forward are ordered by due time:
+   that order meets all targets if any order does.
+3. Prompts that will be late in any order, or have no target, wait for the others. The first of them gets a share of
+each
+   step, so it never starves.
 
-A step is short relative to the strictest TTFT target, because a new prompt waits for its end.
+Steps are short relative to the strictest TTFT target, because a new prompt waits for the end of the current step.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostModel
 from pdserve.core.step_rule import LEAST_CHUNK
 
-STEP_SHARE: Final = 0.25  # of the strictest TTFT target: the longest step
-WEIGHTS: Final = 4.0  # times the time of reading the weights: shorter steps would spend too much time on it
-PER_LATE_TOKEN: Final = 8  # one in so many tokens of a step is for prompts that are late or have no target
+STEP_SHARE: Final = 0.25  # longest step, as a share of the strictest TTFT target
+WEIGHTS: Final = 4.0  # a step may always take this multiple of the time for reading the weights
+PER_LATE_TOKEN: Final = 8  # one in this many tokens of a step is for prompts that are late or have no target
 INTERRUPTED: Final = -math.inf
-RECENT: Final = 64  # prompts whose TTFT targets may arrive again
+RECENT: Final = 64  # recent prompts whose TTFT targets are expected again
 
 
 class Prompt(Protocol):
     @property
     def remaining(self) -> int:
-        """Tokens to compute."""
+        """Tokens that remain to be computed."""
 
 
 P = TypeVar("P", bound=Prompt)
@@ -40,22 +42,22 @@ P = TypeVar("P", bound=Prompt)
 
 @dataclass(frozen=True, slots=True)
 class Pending(Generic[P]):
-    """A prompt that is not completely computed."""
+    """A prompt that is not yet completely computed."""
 
     prompt: P
-    remaining_s: float  # compute time that remains, alone
-    due_at_s: float  # when its first token is due; infinite without a target, INTERRUPTED after its first token
+    remaining_s: float  # remaining compute time, without other prompts
+    due_at_s: float  # when the first token is due; infinite without a target, INTERRUPTED after the first token
 
 
 def due_at_s(attempt: Attempt, num_output: int) -> float:
-    """`due_at_s` of an attempt whose client has `num_output` tokens."""
+    """The due time of an attempt whose client has `num_output` tokens."""
     if num_output:
         return INTERRUPTED
     return math.inf if attempt.ttft_s is None else attempt.begun_at_s + attempt.ttft_s
 
 
 def order(pending: Sequence[Pending[P]], now_s: float) -> tuple[list[P], list[P]]:
-    """The prompts that can meet their target, in the order of service, and the others, in the given order.
+    """Two lists: the prompts that can meet their target, in the order of service, and the others, in the given order.
 
     `pending` is in the order of arrival.
     """
@@ -80,8 +82,8 @@ def order(pending: Sequence[Pending[P]], now_s: float) -> tuple[list[P], list[P]
 def divide(pending: Sequence[Pending[P]], now_s: float, budget: int, start: Callable[[P], bool]) -> list[tuple[P, int]]:
     """The prompts of a step of at most `budget` tokens, with the number of tokens for each.
 
-    `start` is called for each prompt before it gets tokens; False: it cannot be computed now. One in
-    PER_LATE_TOKEN tokens of the budget is kept for prompts that are late or have no target.
+    `start` is called for a prompt before it gets tokens, and returns False if the prompt cannot be computed now. One in
+    PER_LATE_TOKEN tokens of the budget is reserved for prompts that are late or have no target.
     """
     on_time, others = order(pending, now_s)
     kept = budget // PER_LATE_TOKEN if on_time and others else 0
@@ -100,7 +102,7 @@ def divide(pending: Sequence[Pending[P]], now_s: float, budget: int, start: Call
 
 
 def _first_late(urgent: Sequence[Pending[P]], waiting: Sequence[Pending[P]], now_s: float) -> Pending[P] | None:
-    """The first of `waiting` that will be late after `urgent` and those before it."""
+    """The first prompt of `waiting` that would be late after `urgent` and the prompts before it."""
     at_s = now_s + sum(one.remaining_s for one in urgent)
     for one in waiting:
         at_s += one.remaining_s
@@ -111,10 +113,10 @@ def _first_late(urgent: Sequence[Pending[P]], waiting: Sequence[Pending[P]], now
 
 @final
 class PromptOrder:
-    """The rule for one worker; `cost` learns from each step."""
+    """Applies the rule on one worker. `cost` learns from each step."""
 
     def __init__(self, cost: CostModel, *, most: int, least: int = LEAST_CHUNK) -> None:
-        """A step has `least` to `most` tokens."""
+        """A step may have `least` to `most` prompt tokens."""
         self.cost = cost
         self._least, self._most = min(least, most), most
         self._targets_s: deque[float] = deque(maxlen=RECENT)
@@ -125,7 +127,7 @@ class PromptOrder:
             self._targets_s.append(ttft_s)
 
     def step_tokens(self, cached: int) -> int:
-        """The most tokens of the next step, if `cached` tokens of its first prompt are computed already."""
+        """The maximum tokens of the next step, if `cached` tokens of its first prompt are already computed."""
         if not self._targets_s:
             return self._most
         longest_s = max(STEP_SHARE * min(self._targets_s), WEIGHTS * self.cost.decode_coefficients[0])
@@ -133,7 +135,7 @@ class PromptOrder:
         return self._most if tokens >= self._most else max(self._least, int(tokens))
 
     def remaining_s(self, tokens: int, computed: int) -> float:
-        """Compute time of `tokens` after the first `computed`."""
+        """Compute time of `tokens` after the first `computed` ones."""
         return self.cost.prefill_s(tokens, computed, self._most)
 
     def observe(self, account: StepAccount, step_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Proofs that the other side of a call or connection knows the cluster's secret. The secret is never sent. Pure.
+"""Proves to the other side of a call or connection that a process knows the cluster's secret, without sending it. Pure.
 
     caller                                              worker
     GetChallenge(target, nonce)               ------->  is `target` the address that I advertise?
@@ -7,9 +7,9 @@
                                               <-------  answer mac
     first message
 
-Every proof contains the address that the caller dialled, so a false worker cannot use it with a real one. The challenge
-is random per process, so a proof cannot be replayed to a later process on the same address. No clock is needed.
-Randomness comes from the caller. Reasons: docs/decisions/0007-cluster-secret.md.
+Every proof contains the address that the caller dialled, so a false worker cannot pass it on to a real one. Each
+process has a random challenge, so a proof cannot be replayed to a later process on the same address. No clock is
+needed. Callers of this module supply the random bytes. Reasons: docs/decisions/0007-cluster-secret.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NONCE_BYTES: Final = 16
 MAC_BYTES: Final = 32
 MAX_SEEN_NONCES: Final = 65_536  # nonces of proven calls; foreign processes cannot add to them
 
-# leader: leader of a worker's tensor-parallel ranks; rank: a rank that joins from another host
+# leader: the leader of a worker's tensor-parallel ranks. rank: a rank that joins from another host.
 Role = Literal["router", "worker", "leader", "rank"]
 
 
@@ -49,7 +49,7 @@ class ClusterSecret:
         self._key = text.encode()
 
     def mac(self, purpose: str, *parts: str | bytes) -> bytes:
-        """MAC_BYTES bytes; different lists of parts have different inputs."""
+        """The MAC of `parts`, MAC_BYTES long. Two different lists of parts never have the same MAC input."""
         digest = hmac.new(self._key, digestmod=hashlib.sha256)
         for part in ("pdserve.v1", purpose, *parts):
             data = part.encode() if isinstance(part, str) else part
@@ -66,7 +66,7 @@ class ClusterSecret:
 def canonical_address(address: str) -> str:
     """HOST:PORT in the form that proofs contain and callers must dial.
 
-    localhost may be two addresses with different listeners; it is read as the IPv4 address.
+    localhost can mean two addresses with different listeners, so it is replaced by the IPv4 address.
     """
     host, colon, port = address.lower().rpartition(":")
     return f"127.0.0.1{colon}{port}" if host == "localhost" else f"{host}{colon}{port}"
@@ -86,7 +86,7 @@ class CallProof:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process that calls workers."""
+    """The identity with which a process calls workers."""
 
     secret: ClusterSecret
     role: Role
@@ -106,7 +106,7 @@ class Introduction:
     """The caller's side of one call."""
 
     def __init__(self, identity: Identity, method: str, target: str, nonce: bytes) -> None:
-        """`method` as gRPC writes it, `target` a canonical address, `nonce` NONCE_BYTES random bytes."""
+        """`method` is gRPC's name of the method, `target` a canonical address, `nonce` NONCE_BYTES random bytes."""
         assert len(nonce) == NONCE_BYTES
         self.target, self.nonce = target, nonce
         self._identity, self._method = identity, method
@@ -139,7 +139,7 @@ class Introduction:
 
 @final
 class CallChecker:
-    """A worker's side. Lives on one event loop. `fresh` gives NONCE_BYTES random bytes."""
+    """The worker's side. Used on one event loop. `fresh` returns NONCE_BYTES random bytes."""
 
     def __init__(
         self, secret: ClusterSecret, target: str, fresh: Callable[[], bytes], max_nonces: int = MAX_SEEN_NONCES
@@ -158,9 +158,12 @@ class CallChecker:
         return self._challenge, self._secret.mac("greeting", self._target, self._challenge, nonce)
 
     def check(self, method: str, role: Role, proof: CallProof | None) -> bytes:
-        """The MAC that answers the call. Raises Unauthenticated unless a `role` of the cluster makes the call now."""
+        """The MAC that answers the call. Raises Unauthenticated unless the caller is a `role` of the cluster, and the
+        proof is for this call."""
         if proof is None:
-            raise Unauthenticated("the call has no proof of the cluster's secret; only the cluster's own processes may")
+            raise Unauthenticated(
+                "the call has no proof of the cluster's secret; only the cluster's own processes may call this method"
+            )
         call = (method, proof.role, proof.caller, proof.target, proof.challenge, proof.nonce)
         if len(proof.nonce) != NONCE_BYTES or not self._secret.matches(proof.mac, "call", *call):
             raise Unauthenticated(
@@ -168,16 +171,16 @@ class CallChecker:
             )
         self._check_target(proof.target)
         if proof.role != role:
-            raise Unauthenticated(f"the caller proves to be a {proof.role}; only a {role} may call {method}")
+            raise Unauthenticated(f"the caller is a {proof.role}; only a {role} may call {method}")
         if proof.challenge != self._challenge or proof.nonce in self._seen:
-            raise Unauthenticated("the proof of the cluster's secret is an old one; ask for a new challenge")
+            raise Unauthenticated("the proof of the cluster's secret is old; get a new challenge")
         self._remember(proof.nonce)
         return self._secret.mac("answer", method, proof.caller, self._target, proof.challenge, proof.nonce)
 
     def _check_target(self, target: str) -> None:
         if target != self._target:
             raise Unauthenticated(
-                f"the caller has dialled {target[:128]!r}, but this worker is {self._target!r}; dial it there, or "
+                f"the caller dialled {target[:128]!r}, but this worker's address is {self._target!r}; dial that, or "
                 "start it with --advertise"
             )
 
@@ -190,6 +193,6 @@ class CallChecker:
 
 def _not_proven(target: str) -> str:
     return (
-        f"{target} did not prove that it knows the cluster's secret; it is not of this cluster, or has another "
+        f"{target} did not prove that it knows the cluster's secret; it belongs to another cluster, or has another "
         "PDSERVE_CLUSTER_SECRET"
     )

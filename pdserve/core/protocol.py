@@ -21,14 +21,14 @@ RETRY_AFTER_S: Final = 0.05  # retry time after a worker declined: about the tim
 
 
 class _AboutAttempt:
-    """The parts of `key`, as a router reads them."""
+    """Properties for the parts of `key`."""
 
     __slots__ = ()
     key: AttemptKey
 
     @property
     def worker_id(self) -> str:
-        """Only on a router."""
+        """The worker's id. Valid only on a router."""
         return self.key.worker_id
 
     @property
@@ -45,21 +45,22 @@ class _AboutAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve(_AboutAttempt):
-    """To a decode worker: reserve blocks for KV that will arrive, or with `is_local` compute the prompt too.
+    """To a decode worker: reserve blocks for KV that will arrive, or, with `is_local`, also compute the prompt.
 
-    The encoded message contains the request's whole Sequence, which the router's runtime keeps and adds.
+    The encoded message contains the request's whole Sequence. The router's runtime stores and adds it.
     """
 
     key: AttemptKey
     is_local: bool
     output_token_ids: tuple[int, ...] = ()  # tokens that the client already has
-    deadline_s: float | None = None  # time that remains
-    waited_s: float = 0.0  # since the request arrived at the router, or since its first token if there is one
+    deadline_s: float | None = None  # remaining time
+    waited_s: float = 0.0  # time since the request arrived at the router, or since its first token if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill(_AboutAttempt):
-    """To a prefill worker: compute the sequence and push its KV to the grant. The runtime adds the Sequence."""
+    """To a prefill worker: compute the sequence, and push its KV to the granted blocks. The runtime adds the
+    Sequence."""
 
     key: AttemptKey
     grant: bytes
@@ -113,8 +114,8 @@ class Load:
     context_tokens: int = 0
     pending_prefill_tokens: int = 0
     is_draining: bool = False
-    is_drained: bool = False  # by an operator, who may undo it
-    preemptions: int = 0  # of sequences, for lack of KV blocks, since the worker's start
+    is_drained: bool = False  # an operator drains the worker, and may undo that
+    preemptions: int = 0  # sequences preempted for lack of KV blocks, since the worker's start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,25 +127,25 @@ class BatchTimed:
     rows: int  # decode rows
     prefill_tokens: int
     prefill_token_context: float  # sum over prefill rows of tokens * (cached + tokens / 2)
-    context_tokens: int  # of the decode rows
+    context_tokens: int  # total context of the decode rows
     step_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted(_AboutAttempt):
-    """The decode worker has reserved blocks, described by `grant`; for a local attempt there is none.
+    """The decode worker has reserved the blocks that `grant` describes. A local attempt has no grant.
 
     A grant is opaque to the router: an encoded Grant of transfer.proto that it passes to the prefill worker.
     """
 
     key: AttemptKey
     grant: bytes | None = None
-    grant_s: float = 0.0  # from Reserve's arrival to this message, on the worker's clock
+    grant_s: float = 0.0  # from Reserve's arrival to this message, by the worker's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(_AboutAttempt):
-    """The worker declined the attempt and holds nothing for it. Both roles may decline."""
+    """The worker declined the attempt, and holds no memory for it. Both roles may decline."""
 
     key: AttemptKey
     reason: RefusalReason
@@ -153,28 +154,28 @@ class Refused(_AboutAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken(_AboutAttempt):
-    """The prefill worker sampled the first token; durations are its own."""
+    """The prefill worker sampled the first token. Durations are by its own clock."""
 
     key: AttemptKey
     token: TokenOut
     queue_s: float = 0.0
     prefill_s: float = 0.0
     cached_tokens: int = 0
-    finish: FinishReason | None = None  # set when it is also the last
+    finish: FinishReason | None = None  # set if the first token is also the last one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEnded(_AboutAttempt):
-    """KV was verified and committed, or will not arrive. May come before FirstToken, because the streams differ.
+    """KV was verified and committed, or will not arrive. May come before FirstToken, which another stream carries.
 
-    From the prefill worker, committed means that everything is acknowledged; `exposed_s` is the part that prefill did
-    not hide.
+    In a prefill worker's message, committed means that the receiver has acknowledged all KV, and `exposed_s` is the
+    part of the transfer that prefill did not hide.
     """
 
     key: AttemptKey
     is_committed: bool
     transfer_s: float = 0.0  # from the first byte to the commit, on the receiver's clock
-    busy_s: float = 0.0  # of transfer_s, with chunks in flight
+    busy_s: float = 0.0  # the part of transfer_s with chunks under way
     exposed_s: float = 0.0  # from the end of the prefill to the receiver's acknowledgement
     num_bytes: int = 0
     saved_bytes: int = 0  # bytes of KV that the decode worker had already
@@ -184,25 +185,25 @@ class TransferEnded(_AboutAttempt):
 # Not frozen, because that would double the time of creation.
 @dataclass(slots=True, kw_only=True)
 class TokenRow(_AboutAttempt):
-    """Tokens of one attempt from one step. Durations and counts are 0 unless this row reports them."""
+    """Tokens of one attempt from one step. A duration or count is 0 if this row does not report it."""
 
     key: AttemptKey
-    output_index: int  # of tokens[0] among the request's output tokens
+    output_index: int  # position of tokens[0] among the request's output tokens
     tokens: tuple[TokenOut, ...]
     finish: FinishReason | None = None
-    decode_s: float = 0.0  # decoding since the last report: with the last row, and after a preemption
-    # with a remote attempt's first row: from arrival of KV and first token to the next step
+    decode_s: float = 0.0  # decoding since the last report; reported with the last row, and after a preemption
+    # With a remote attempt's first row: the time from the arrival of KV and first token to the next step.
     decode_queue_s: float = 0.0
-    preempted_s: float = 0.0  # with the first row after a preemption; its decode_s is what was before
-    preemptions: int = 0  # since the last row that reported some
-    queue_s: float = 0.0  # with a local attempt's first row, as the next two
+    preempted_s: float = 0.0  # with the first row after a preemption; its decode_s is the time before the preemption
+    preemptions: int = 0  # since the last row that reported any
+    queue_s: float = 0.0  # with a local attempt's first row, like the next two fields
     prefill_s: float = 0.0
     cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensArrived:
-    """One decode step of all requests of this router on a worker."""
+    """The tokens of one decode step, for all requests of this router on a worker."""
 
     worker_id: str
     rows: tuple[TokenRow, ...]
@@ -210,7 +211,7 @@ class TokensArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFailed(_AboutAttempt):
-    """The worker abandoned the attempt; Released follows when its memory is free."""
+    """The worker abandoned the attempt. Released follows when its memory is free."""
 
     key: AttemptKey
     kind: FailureKind
@@ -219,7 +220,7 @@ class AttemptFailed(_AboutAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Released(_AboutAttempt):
-    """Every block of the attempt is back in the allocator or in the prefix cache."""
+    """Every block of the attempt was returned to the allocator or to the prefix cache."""
 
     key: AttemptKey
 

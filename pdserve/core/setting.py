@@ -1,6 +1,6 @@
 """Declares one setting: its help, its default, and its allowed values. Pure: standard library only.
 
-A range is stated once and checked for every source of the value: a flag, `--set`, a TOML file or a test.
+A range is declared once, and checked for every source of the value: a flag, `--set`, a TOML file or a test.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")  # used in Redis keys and fil
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Both ends are allowed. NaN and infinity are outside every range."""
+    """A closed range. NaN and infinity are outside every range."""
 
     low: float
     high: float
@@ -43,10 +43,10 @@ def setting(
     is_name: bool = False,
     is_url: bool = False,
 ) -> Any:
-    """A dataclass field.
+    """Declares a dataclass field.
 
-    `env` names the environment variable of a secret, which has no flag. `is_url`: it is a secret only if it contains a
-    password. `is_name` allows what NAME matches.
+    `env` names the environment variable of a secret, which has no flag. With `is_url`, the value is a secret only if it
+    contains a password. With `is_name`, the value must match NAME.
     """
     allowed = None if within is None else Range(*within)
     metadata = {"help": text, "env": env, "range": allowed, "choices": choices, "is_name": is_name, "is_url": is_url}
@@ -54,7 +54,7 @@ def setting(
 
 
 def is_hidden(one: dataclasses.Field[Any], value: str) -> bool:
-    """Whether `value` must not stand on a command line, which others can read."""
+    """Whether `value` must not be on a command line, which other users can read."""
     return bool(one.metadata["env"]) and (not one.metadata["is_url"] or has_password(value))
 
 
@@ -65,7 +65,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_value(one: dataclasses.Field[Any], value: object, name: str) -> None:
-    """Raises ConfigError, which calls the setting `name`, when `value` is outside the field's range or choices."""
+    """Raises ConfigError about the setting `name` if `value` is outside the field's range or choices."""
     allowed, choices = one.metadata.get("range"), one.metadata.get("choices")
     if choices and value not in choices:
         raise ConfigError(name, value, "one of " + ", ".join(choices))

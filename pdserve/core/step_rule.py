@@ -1,7 +1,7 @@
-"""How many prompt tokens a step may prefill beside decode rows. Pure.
+"""How many prompt tokens a decode worker's step may prefill in addition to its decode rows. Pure.
 
-Decode workers apply this rule, and the router and the simulator predict by it. A step is as long as the decode rows
-allow, but not longer than is worth their memory (pdserve.core.memory_price).
+Decode workers apply this rule, and the router and the simulator use it for predictions. A step is as long as the decode
+rows allow, but not longer than is worth their memory (pdserve.core.memory_price).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pdserve.core.fit import WIDEST_BAND
 from pdserve.core.latency import CostModel
 from pdserve.core.memory_price import longest_step_s
 
-DUE_SHARE: Final = 0.95  # of the TPOT target between due times of tokens: a reserve for what comes later
-LONGEST_GAP: Final = 4.0  # TPOT targets, or decode steps if these are longer, between two tokens
-TARGET_SHARE: Final = 0.9  # of the time that the rows allow; the rest is for the time between steps
-FREE_SHARE: Final = 0.02  # of a step: what a chunk may add if the rows allow nothing
-BLIND_SHARE: Final = 4  # of the largest chunk, if no row has a target
-LEAST_CHUNK: Final = 16  # tokens; a waiting prompt must make progress
-FIXED_SHARE: Final = 0.2  # of a chunk's arithmetic: what a step with prompt tokens may cost in addition
-MAX_WAITS: Final = 8.0  # decode steps until there is slack for a chunk
-ROUNDING: Final = 1e-6  # tokens or seconds; what fits exactly is not prevented by rounding
+DUE_SHARE: Final = 0.95  # time between due times of tokens, as a share of the TPOT target; the rest is a reserve
+LONGEST_GAP: Final = 4.0  # longest time between two tokens, in TPOT targets, or in decode steps if these are longer
+TARGET_SHARE: Final = 0.9  # share of the allowed time that a step uses; the rest is for the time between steps
+FREE_SHARE: Final = 0.02  # a chunk may always add this share of a step, even if the rows allow nothing
+BLIND_SHARE: Final = 4  # without any target, a chunk is the largest one divided by this
+LEAST_CHUNK: Final = 16  # tokens of the smallest chunk; a waiting prompt must make progress
+FIXED_SHARE: Final = 0.2  # if a step's fixed cost of prompt tokens is above this share of a chunk's arithmetic, wait
+MAX_WAITS: Final = 8.0  # longest wait for slack, in decode steps
+ROUNDING: Final = 1e-6  # tolerance in tokens or seconds, so that an exact fit is not lost by rounding
 
 
 class StepLimit(NamedTuple):
-    """The longest step with prompt chunks, and the fewest prompt tokens of one."""
+    """The longest step with prompt chunks, and the fewest prompt tokens in such a step."""
 
     step_s: float
     least_tokens: int
@@ -34,13 +34,13 @@ class StepLimit(NamedTuple):
 def step_limit(
     cost: CostModel, *, decode_s: float, allowed_s: float | None, held_share: float, most: int, least: int = LEAST_CHUNK
 ) -> StepLimit:
-    """For a step whose decode rows alone take `decode_s`.
+    """The limit of a step whose decode rows alone take `decode_s`.
 
-    `allowed_s` is the longest step that the TPOT targets of the rows allow; None if no row has a target. `held_share`
-    is the share of the KV memory that the rows hold: a larger share makes shorter steps better. A chunk has `least` to
-    `most` tokens.
+    `allowed_s` is the longest step that the TPOT targets of the rows allow, or None if no row has a target.
+    `held_share` is the share of the KV memory that the rows hold. The larger it is, the shorter is the best step. A
+    chunk has `least` to `most` tokens.
     """
-    # Arithmetic that fits into the time for reading the weights is almost free, whatever the targets.
+    # Arithmetic that fits into the time for reading the weights is almost free, whatever the targets are.
     free_s = (1.0 + FREE_SHARE) * decode_s
     if allowed_s is None:
         return StepLimit(free_s, max(least, most // BLIND_SHARE))
@@ -52,11 +52,11 @@ def step_limit(
 
 
 class Allowance(NamedTuple):
-    """What the decode rows allow of the next step."""
+    """How long the decode rows allow the next step to take."""
 
-    step_s: float | None  # its longest time; None if no row has a target
-    longest_s: float = math.inf  # that of any step: the longest gap between two tokens
-    gain_s: float = 0.0  # by how much a step of the rows alone increases `step_s`, up to `longest_s`
+    step_s: float | None  # the longest allowed time; None if no row has a target
+    longest_s: float = math.inf  # the longest time of any step: the longest gap between two tokens
+    gain_s: float = 0.0  # by how much a step without prompts increases `step_s`, up to `longest_s`
 
 
 def is_worth_waiting(
@@ -64,9 +64,9 @@ def is_worth_waiting(
 ) -> bool:
     """Whether prompts of `wanted` tokens should wait for a longer step than the rows allow now.
 
-    On some processors a step with some prompt tokens takes longer than reading the weights, however few they are:
-    matrix products of few rows are fast by other means. A few long chunks, with steps of decode rows alone between
-    them, then compute more prompt tokens in the same time than a short chunk in each step.
+    On some processors even a few prompt tokens make a step longer than reading the weights, because matrix products
+    of few rows use a faster kernel. A few long chunks, with decode steps between them, then compute more prompt tokens
+    in the same time than a short chunk in each step.
     """
     base_s, per_token_s, _ = cost.prefill_coefficients
     fixed_s = base_s - cost.decode_coefficients[0]
@@ -89,7 +89,7 @@ def _share(cost: CostModel) -> float:
 def chunk_tokens(
     cost: CostModel, limit: StepLimit, *, rows: int, context_tokens: float, cached: float, most: int
 ) -> int:
-    """Prompt tokens of a step beside `rows` decode rows over `context_tokens`, after `cached` tokens of the prompt."""
+    """Prompt tokens of a step with `rows` decode rows over `context_tokens`, after `cached` tokens of the prompt."""
     tokens = cost.chunk_tokens(limit.step_s, rows, context_tokens, cached) + ROUNDING
     if tokens >= most:
         return most

@@ -18,7 +18,7 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsSettings:
-    """The group of a worker, whose callers are all of the cluster."""
+    """The TLS settings of a worker. All of its callers belong to the cluster."""
 
     tls_cert: str = setting(
         "PEM file with this process's certificate, and intermediate certificates after it; plain text when empty", ""
@@ -37,7 +37,7 @@ class TlsSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallerTlsSettings(TlsSettings):
-    """The group of a process that callers from outside the cluster may reach."""
+    """The TLS settings of a process that callers from outside the cluster may reach."""
 
     tls_client_ca: str = setting(
         "PEM file with the CA certificates of callers; they then need a certificate from these, or from tls_ca", ""
@@ -45,7 +45,7 @@ class CallerTlsSettings(TlsSettings):
 
 
 def check_tls(config: TlsSettings, host: str, *, is_worker: bool = False) -> None:
-    """Raises ConfigError if the group is incomplete, or if `host` would serve plain text to other hosts."""
+    """Raises ConfigError if the settings are incomplete, or if `host` would serve plain text to other hosts."""
     if bool(config.tls_cert) is not bool(config.tls_key):
         absent = "tls_key" if config.tls_cert else "tls_cert"
         raise ConfigError(absent, "nothing", "a PEM file: a certificate and its key are set together")

@@ -15,14 +15,14 @@ from pdserve.core.grammar import Grammar
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 64
-MAX_LOGPROBS: Final = 64  # 2 * width of a beam search, and some
+MAX_LOGPROBS: Final = 64  # a beam search needs 2 * width
 MAX_PROMPT_LOGPROBS: Final = 20
 MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGIT_BIAS: Final = 100.0
 MAX_ALLOWED_TOKEN_IDS: Final = 8192
 MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_CHARS: Final = 256
-# token sequences: a word has one at the beginning of a text and one after a space
+# In token sequences: a word has one sequence at the beginning of a text, and another after a space.
 MAX_BAD_SEQUENCES: Final = 2 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS: Final = 1024
 _COUNTS: Final = (
@@ -55,11 +55,11 @@ class Path(StrEnum):
 class Sampling:
     """How tokens are sampled and when the text ends.
 
-    Raises InvalidRequest, naming the field and the limit, on values outside the stated ranges.
+    Raises InvalidRequest with the field and the limit if a value is outside its range.
     """
 
     max_tokens: int = 256
-    min_tokens: int = 0  # end of sequence and stop tokens cannot be sampled before
+    min_tokens: int = 0  # before that, end of sequence and stop tokens cannot be sampled
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 keeps every token
     top_p: float = 1.0  # in (0, 1]
@@ -72,14 +72,14 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; 0: of the sampled token; k: also of the k most likely
+    logprobs: int | None = None  # None: none; 0: of the sampled token; k: also of the k most likely tokens
     include_stop_in_output: bool = False
-    skip_special_tokens: bool = True  # in the text; they are always among the token ids
+    skip_special_tokens: bool = True  # in the text only; token ids always include them
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, in [-100, 100]), added to the logit; ids ascend
-    allowed_token_ids: tuple[int, ...] = ()  # no other token can be sampled; empty: any
+    allowed_token_ids: tuple[int, ...] = ()  # no other token can be sampled; empty: no restriction
     bad_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that the output never contains
-    prompt_logprobs: int | None = None  # like logprobs, for the prompt's own tokens
-    grammar: Grammar | None = None  # required form of the output; its end is sampled even with ignore_eos
+    prompt_logprobs: int | None = None  # like logprobs, for the tokens of the prompt
+    grammar: Grammar | None = None  # required form of the output; it can end the output even with ignore_eos
 
     def __post_init__(self) -> None:
         check_counts(self)
@@ -90,7 +90,7 @@ class Sampling:
         _require_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
         _require_number("top_n_sigma", self.top_n_sigma, 0.0, 100.0)
-        # Logits are divided by it; a tiny value would overflow.
+        # Logits are divided by the temperature, so a tiny value would overflow.
         _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -116,7 +116,7 @@ class Sampling:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the allowed tokens depend on the previous tokens, not only on their number. This excludes penalties,
+        """Whether the allowed tokens depend on the previous tokens, not only on their number. Penalties do not count,
         because an engine counts the tokens that it samples."""
         return bool(self.bad_token_ids) or self.grammar is not None
 
@@ -132,12 +132,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Targets. Goodput counts a request only if it meets both."""
+    """Latency targets. Goodput counts a request only if it meets both."""
 
     ttft_s: float = 2.0  # arrival to first token
     tpot_s: float = 0.2  # mean seconds per token after the first
-    #: Longest time between two tokens that prompts of other requests may cause; None: four times `tpot_s`. It limits
-    #: the steps of decode workers, and goodput does not count it.
+    #: Longest gap between two tokens that prompts of other requests may cause; None: four times `tpot_s`. It limits the
+    #: steps of decode workers. Goodput does not count it.
     itl_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -149,10 +149,10 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestAttributes:
-    """The properties of a request beside prompt, sampling and targets.
+    """Properties of a request other than prompt, sampling and targets.
 
-    Router, recording and workers carry it unchanged. A field has the same name in GenerateRequest and in the workers'
-    Sequence, and an attribute of their spans and logs (pdserve/telemetry/names.py). Raises InvalidRequest.
+    Router, recording and workers pass them on unchanged. A field has the same name in GenerateRequest and in the
+    workers' Sequence. Its attribute in spans and logs is in pdserve/telemetry/names.py. Raises InvalidRequest.
     """
 
     priority: int = 0  # larger goes first
@@ -178,7 +178,7 @@ class TokenOut:
 
 
 def check_counts(sampling: object) -> None:
-    """Checks the limits of a Sampling, or of its message before anything is copied from it.
+    """Checks the lengths of lists, in a Sampling or, before anything is copied, in its message.
 
     Raises InvalidRequest.
     """
@@ -201,7 +201,7 @@ def check_bad_words(words: Sequence[str]) -> None:
 def check_token_ids(sampling: Sampling, vocab_size: int, of: str = "") -> None:
     """Raises InvalidRequest if a token id is outside the vocabulary, or if the bans leave no token.
 
-    `of` is a prefix of the field names.
+    `of` is a prefix for the field names.
     """
     named = {
         "stop_token_ids": sampling.stop_token_ids,
@@ -215,7 +215,7 @@ def check_token_ids(sampling: Sampling, vocab_size: int, of: str = "") -> None:
     never = {word[0] for word in sampling.bad_token_ids if len(word) == 1}
     if never and never.issuperset(sampling.allowed_token_ids or range(vocab_size)):
         field = "allowed_token_ids" if sampling.allowed_token_ids else "bad_words"
-        raise InvalidRequest(of + field, "bad_words ban every token", "at least one token that they do not ban")
+        raise InvalidRequest(of + field, "bad_words that ban every token", "at least one token that they do not ban")
 
 
 def _require(field: str, seen: object, holds: bool, expected: str) -> None:

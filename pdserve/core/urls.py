@@ -20,7 +20,7 @@ def has_password(url: str) -> bool:
 
 
 def place(url: str) -> str:
-    """HOST:PORT of `url`, or the path of a unix socket; empty if there is none."""
+    """HOST:PORT of `url`, or the path of a Unix socket; empty if it has neither."""
     scheme, _, rest = url.partition("://")
     rest = rest.rpartition("@")[2].partition("?")[0]
     return rest if scheme == "unix" else rest.partition("/")[0]

@@ -93,14 +93,14 @@ def mask(logits_BV: Tensor, raw_BV: Tensor, draws: Mapping[int, Draw], eos_token
         best = torch.stack([logits_BV[row].amax() for row in banned]).tolist()
         for row, value in zip(banned, best, strict=True):
             if value == -math.inf:
-                logits_BV[row] = _as_far_as_it_goes(raw_BV[row], bans_of[row], draws[row], eos_token_ids)
+                logits_BV[row] = _unless_all_banned(raw_BV[row], bans_of[row], draws[row], eos_token_ids)
     for row, draw in draws.items():
         if draw.sampling.logit_bias:
             token_N, bias_N = _bias(draw.sampling.logit_bias, logits_BV.device)
             logits_BV[row, token_N] += bias_N
 
 
-def _as_far_as_it_goes(
+def _unless_all_banned(
     raw_V: Tensor, bans: Sequence[Callable[[Tensor, Draw, Sequence[int]], None]], draw: Draw, ends: Sequence[int]
 ) -> Tensor:
     for ban in bans:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MEET_S: Final = 120.0  # until all ranks are connected; loading comes after
+MEET_S: Final = 120.0  # time limit for all ranks to connect, before they load
 STOP: Final = 0  # first number of an order
 STEP: Final = 1
 GRAPHS: Final = "graphs"  # key in the store: whether ranks run decode steps as graphs
@@ -76,7 +76,7 @@ class _Leading:
         self.rank_addresses = tuple(rank_addresses)
         self._stamps: BlockStamps | None = None
         self._broken = ""
-        self._is_told = False  # the current computation
+        self._is_sent = False  # the current computation
 
     def send_epochs(self, stamps: BlockStamps) -> None:
         """From the next step on, sends each rank the new epochs of reassigned blocks before it computes."""
@@ -93,7 +93,7 @@ class _Leading:
 
     @property
     def memory(self) -> MemoryPlan | None:
-        """The leader's rank."""
+        """The memory of the leader's rank."""
         return self._inner.memory
 
     @property
@@ -104,13 +104,13 @@ class _Leading:
     @contextmanager
     def _all_ranks(self) -> Iterator[None]:
         """Wraps the computation of all ranks. After a rank has failed during a step, it always raises InternalError. A
-        failure before a rank was told has no effect."""
+        failure before the ranks have received the order has no effect."""
         self._check_whole()
-        self._is_told = False
+        self._is_sent = False
         try:
             yield
         except Exception as error:
-            if self._is_told:
+            if self._is_sent:
                 self._broken = f"{type(error).__name__}: {error}"
             raise
 
@@ -119,7 +119,7 @@ class _Leading:
             raise InternalError(f"a tensor-parallel rank failed before: {self._broken}")
 
     def _order_step(self, words: Words) -> None:
-        self._is_told = True
+        self._is_sent = True
         head = np.array([STEP, *self._begun_words()], np.int64)
         self._ranks.tell(np.concatenate([head, np.asarray(words, np.int64)]))
 
@@ -201,12 +201,12 @@ class ParallelGraphEngine(_Leading):
     def sample(self, flight: Flight, rows: Mapping[int, Row]) -> None:
         """Only this rank samples; the others receive the tokens with the next step."""
         with self._all_ranks():
-            self._is_told = True
+            self._is_sent = True
             flight.sample(rows)
 
     def wait(self, flight: Flight) -> Sequence[RowOut]:
         with self._all_ranks():
-            self._is_told = True
+            self._is_sent = True
             return flight.wait()
 
 
@@ -267,7 +267,7 @@ def open_parallel_engine(config: WorkerConfig, role: Role) -> ParallelEngine | P
         raise
     if memory is not None:
         engine.pool.seal()
-    log.info("tensor-parallel ranks stand", extra={"ranks": size, "here": config.ranks_here})
+    log.info("tensor-parallel ranks are ready", extra={"ranks": size, "here": config.ranks_here})
     addresses = (
         []
         if is_shared or not config.cluster_secret

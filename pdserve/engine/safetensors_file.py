@@ -67,7 +67,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             tensors[tensor.name] = tensor
     for name, file_name in (weight_map or {}).items():
         if name not in tensors or tensors[name].file.name != file_name:
-            raise ModelError(file_name, f"no tensor {name}", f"the tensor that {index.name} promises")
+            raise ModelError(file_name, f"no tensor {name}", f"the tensor that {index.name} lists")
     return Checkpoint(tuple(files), tensors)
 
 
@@ -88,7 +88,7 @@ def read_header(file: Path) -> list[StoredTensor]:
             raise ModelError(file.name, f"{tensor.name} at byte {tensor.begin}", f"byte {end}: data without gaps")
         end += tensor.num_bytes
     if end != size:
-        expected = f"{end} bytes, as its header promises; download it again"
+        expected = f"{end} bytes, as its header says; download it again"
         raise ModelError(file.name, f"{size} bytes" + (" (truncated)" if size < end else ""), expected)
     return tensors
 

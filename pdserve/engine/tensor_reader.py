@@ -89,7 +89,7 @@ class TensorReader:
             here = target[at : min(end, at + tensor.num_joined(at))]
             num = os.preadv(self._files[tensor.file], [here], tensor.offset(at))
             if num == 0:
-                expected = f"{tensor.num_bytes} bytes, as its header promises"
+                expected = f"{tensor.num_bytes} bytes, as its header says"
                 raise ModelError(tensor.name, f"{tensor.file.name} ends after {at} bytes of it", expected)
             at += num
         with self._moved:

@@ -97,13 +97,13 @@ def test_a_proof_is_worthless_for_a_later_process_on_the_same_address() -> None:
 def test_a_false_worker_cannot_relay_to_a_real_one() -> None:
     """It has the router's words for its own address, and asks the real worker with them."""
     worker, call = checker(), calling(target="127.0.0.2:7001")
-    with pytest.raises(Unauthenticated, match=r"has dialled '127.0.0.2:7001', but this worker is '127.0.0.1:7001'"):
+    with pytest.raises(Unauthenticated, match=r"dialled '127.0.0.2:7001', but .*127.0.0.1:7001"):
         worker.greet(call.target, call.nonce)
     challenge, mac = worker.greet(HERE, call.nonce)
     with pytest.raises(Unauthenticated):  # the real worker's greeting is for its own address
         call.greeted(challenge, mac)
     proof = call.greeted(challenge, SECRET.mac("greeting", call.target, challenge, call.nonce))  # were it to pass
-    with pytest.raises(Unauthenticated, match="has dialled"):
+    with pytest.raises(Unauthenticated, match="caller dialled"):
         worker.check(METHOD, "router", proof)
 
 
@@ -144,7 +144,7 @@ def test_a_proof_is_for_one_method_and_one_role() -> None:
     proof = proof_for(worker, calling())
     with pytest.raises(Unauthenticated, match="is wrong"):
         worker.check("/pdserve.v1.TransferService/Open", "worker", proof)
-    with pytest.raises(Unauthenticated, match="proves to be a router; only a worker may call"):
+    with pytest.raises(Unauthenticated, match="caller is a router; only a worker may call"):
         worker.check(METHOD, "worker", proof)
 
 

@@ -92,7 +92,7 @@ def test_a_reassigned_block_costs_a_recompute_and_no_token(make_bench: Callable[
     bench.step()
     bench.batching.blocks.stamps.begin([blocks[at]])
     bad = bench.step()
-    assert mistakes(bad) == [f"block {blocks[at]} was reassigned while it was held"]
+    assert mistakes(bad) == [f"block {blocks[at]} was reassigned while a sequence used it"]
     assert not [effect for effect in bad if isinstance(effect, TokenRow)]
     bench.run()
     assert bench.sampled["a"] == expected
@@ -105,7 +105,7 @@ def test_a_block_that_was_taken_while_decoding_is_watched_too(make_bench: Callab
     [sequence] = bench.batching.sequences.by_key.values()
     grown = sequence.blocks[-1]
     bench.batching.blocks.stamps.begin([grown])
-    assert mistakes(bench.step()) == [f"block {grown} was reassigned while it was held"]
+    assert mistakes(bench.step()) == [f"block {grown} was reassigned while a sequence used it"]
     bench.run()
 
 

@@ -132,7 +132,7 @@ def test_a_truncated_file_is_refused(folder: Path, num_bytes: int) -> None:
 def test_bytes_that_no_tensor_owns_are_refused(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes() + b"\0\0\0\0")
-    with pytest.raises(ModelError, match="as its header promises"):
+    with pytest.raises(ModelError, match="as its header says"):
         load(folder)
 
 

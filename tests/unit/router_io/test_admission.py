@@ -171,7 +171,7 @@ def test_models_that_differ_say_in_what() -> None:
     other = dataclasses.replace(MODEL, fingerprint=dataclasses.replace(FINGERPRINT, shape=attention))
     assert (
         difference(MODEL, other)
-        == "its kv_shape.layout is 'toy.v1', the cluster's is one that can become block-major.v1"
+        == "its kv_shape.layout is 'toy.v1', the cluster's is a layout that can be converted to block-major.v1"
     )
     large = dataclasses.replace(FINGERPRINT.shape, block_size=32)
     other = dataclasses.replace(MODEL, fingerprint=dataclasses.replace(FINGERPRINT, shape=large), block_size=32)

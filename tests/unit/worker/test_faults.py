@@ -184,7 +184,7 @@ async def test_messages_for_the_other_role_are_dropped(start: Any, attach: Any, 
     await router.send(Role.PREFILL, reserve=worker_pb2.Reserve(sequence=ask("r", PROMPT)))
     await router.send(Role.DECODE, prefill=worker_pb2.Prefill(sequence=ask("r", PROMPT)))
     for worker in (p, d):
-        await worker.until(lambda program: program.counts["message for another role"] == 1, "a dropped message")
+        await worker.until(lambda program: program.counts["message for the other role"] == 1, "a dropped message")
 
 
 async def test_a_stale_grant_loses_the_transfer_and_frees_both_sides(start: Any, attach: Any, ask: Any) -> None:

@@ -159,7 +159,7 @@ async def test_health_needs_no_proof(start: Any) -> None:
 async def test_a_rejected_caller_hears_why(start: Any) -> None:
     d = start(Role.DECODE)
     async with grpc.aio.insecure_channel(d.address, options=LOCAL) as channel:
-        with pytest.raises(Unauthenticated, match="proves to be a worker; only a router may call"):
+        with pytest.raises(Unauthenticated, match="caller is a worker; only a router may call"):
             await proven_attach(channel, d.address, PREFILL)
 
 
