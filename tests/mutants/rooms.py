@@ -123,7 +123,7 @@ _LAST = ("test_replay.py", "test_random_runs.py", "test_batching_stateful.py", "
 
 # More than five seconds of CPU each; what they find, faster tests of the same files find too.
 TOO_SLOW = (
-    "tests/unit/router/test_random_runs.py::test_the_random_runs_reach_every_kind_of_ending_and_loss",
+    "tests/unit/router/test_random_runs.py::test_random_runs_cover_every_outcome_and_loss",
     "tests/unit/router/test_replay.py::test_thousands_of_recorded_events_replay_to_equal_commands",
 )
 

@@ -1,10 +1,10 @@
-"""A cluster whose times are those of the cost model, for scenes about order and admission. One thing at a time: prefill
-workers compute prompts one after the other, decode workers answer at their own step, all exactly as predicted.
+"""A cluster in which everything takes exactly as long as the cost model predicts, for tests of order and admission.
 
-Any number of routers share the workers; each worker grants from its own blocks, and no grant exceeds them.
+Prefill workers compute prompts one after the other, and decode workers compute one step at a time. Any number of
+routers share the workers. Each worker grants from its own blocks, and never more than it has.
 
-The simulator does not replace it: its workers run the real batching, so a prompt's time depends on the prompts beside
-it, and no scene could state the time at which a request starts.
+The simulator cannot replace it. Its workers run the real batching, so a prompt's time depends on other prompts in the
+step, and a test could not state when a request starts.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ COST = CostPrior(
     decode_per_row_s=0.0,
     decode_per_context_token_s=0.0,
 )
-SAMPLES = 32  # batches that each worker reports before the first request
+SAMPLES = 32  # Batches that each worker reports before the first request.
 Key = tuple[int, str, int]  # router, request, attempt
 
 
 @dataclass(slots=True)
-class Told:
-    """What a client heard."""
+class ReceivedMessages:
+    """The messages that a client received."""
 
     arrived_s: float
     first_s: float | None = None
@@ -88,13 +88,13 @@ class Clocked:
         trust: bool = True,
         spread: float = 0.0,
     ) -> None:
-        """`spread`: relative; single batches are reported so much longer and shorter in turn than they are on average,
+        """`spread`: single batches are reported alternately longer and shorter than the mean by this share,
         so that the cost model's error is large though its mean is right."""
         self.now_s = 0.0
         self.routers = [RouterState(settings) for _ in range(routers)]
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
         self.serial = 0
-        self.told: dict[str, Told] = {}
+        self.told: dict[str, ReceivedMessages] = {}
         self.asked: dict[str, RequestArrived] = {}
         self.commands: list[tuple[float, int, Command]] = []
         self.placed: list[str] = []
@@ -147,7 +147,7 @@ class Clocked:
         heapq.heappush(self.agenda, (self.now_s + in_s, self.serial, act))
 
     def run(self, arrivals: Iterable[tuple[float, RequestArrived]], until_s: float) -> None:
-        """Arrivals go to the routers in turn. Ends early when everybody has had the last word."""
+        """Arrivals go to the routers in turn. Ends early when every client has its last message."""
         coming = sorted(arrivals, key=lambda one: one[0])
         for index, (at_s, request) in enumerate(coming):
             router = index % len(self.routers)
@@ -160,7 +160,7 @@ class Clocked:
                 return
 
     def _arrive(self, router: int, request: RequestArrived) -> None:
-        self.told[request.request_id] = Told(self.now_s)
+        self.told[request.request_id] = ReceivedMessages(self.now_s)
         self.asked[request.request_id] = request
         self.submit(router, request)
 
@@ -258,7 +258,8 @@ class Clocked:
         self._compute(worker_id)
 
     def _answer(self, worker_id: str, key: Key, answered: int) -> None:
-        """The rest of the answer, in one word when it is complete; of a local attempt the first token before."""
+        """Sends the rest of the answer in one message when it is complete; for a local attempt, the first token before
+        it."""
         router, request_id, attempt = key
         left = self.asked[request_id].sampling.max_tokens - answered
         if key not in self.machines[worker_id].held:

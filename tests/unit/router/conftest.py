@@ -1,4 +1,4 @@
-"""A router by hand: events in by short words, commands out as whole values."""
+"""A RouterState driven by hand: short methods for events, whole values for commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short words for the commands of a request `a`."""
+"""Short functions for the expected commands of a request `a`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short calls for the events of a router, one attempt at a time."""
+"""Short methods that pass events to a router, one attempt at a time."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.unit.router.router_events import arrival, hello
 
 
 def grant(request_id: str = "a", attempt: int = 1, worker_id: str = "d0") -> bytes:
-    """Opaque to the router, and another for each attempt."""
+    """A grant, which is opaque to the router and different for each attempt."""
     return f"{worker_id}/{request_id}/{attempt}".encode()
 
 
 class Given:
-    """Every method hands in one event and returns the commands, alarms left out."""
+    """Every method passes one event to the router and returns its commands, except WakeAt."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self.state = RouterState(settings)
@@ -44,7 +44,7 @@ class Given:
         return [one for one in commands if not isinstance(one, WakeAt)]
 
     def at(self, now_s: float) -> list[Command]:
-        """Time passes; workers are heard all along."""
+        """Advances the time. Workers send messages meanwhile, so none becomes silent."""
         commands: list[Command] = []
         while self.now_s < now_s:
             self.now_s = min(self.now_s + 1.0, now_s)
@@ -171,7 +171,7 @@ class Given:
         self.committed()
 
 
-#: How to get `a` there.
+#: How to bring `a` to each stage.
 STAGES: dict[Stage, Callable[[Given], None]] = {
     Stage.RESERVING: Given.reserving,
     Stage.PREFILLING: Given.prefilling,

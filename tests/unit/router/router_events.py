@@ -9,7 +9,7 @@ BLOCK = 16
 
 
 def answer(request_id: str, index: int) -> int:
-    """The one right token at each output position."""
+    """The right token at each output position."""
     return sum(request_id.encode()) * 131 % 1009 * 1000 + index
 
 

@@ -1,4 +1,4 @@
-"""Which workers have room now, and when one that has none is worth another look."""
+"""Which workers have room now, and when a worker without room is checked again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_prefill_worker_can_start_within_a_batch_of_being_free() -> None:
 
 
 @pytest.mark.parametrize(("depth", "expected"), [(1, False), (2, True)])
-def test_a_full_inbox_is_no_room(depth: int, expected: bool) -> None:
+def test_a_worker_with_a_full_inbox_has_no_room(depth: int, expected: bool) -> None:
     assert can_start(with_queue(view("p0", inbox_depth=depth), 0.001), 100, 0.0) is expected
 
 
@@ -47,12 +47,12 @@ def test_a_busy_prefill_worker_needs_the_blocks_of_the_prompt(tokens: int, expec
     assert can_start(view("p1", num_blocks=100), 10**6, 0.0), "an empty worker knows best"
 
 
-def test_a_worker_that_refused_is_closed_until_its_time() -> None:
+def test_a_worker_that_declined_is_closed_for_a_time() -> None:
     assert not can_start(closed(view("p0"), 1.0), 100, 0.99)
     assert can_start(closed(view("p0"), 1.0), 100, 1.0)
 
 
-def test_a_busy_worker_is_looked_at_again_when_it_is_a_batch_from_free() -> None:
+def test_a_busy_worker_is_checked_again_one_batch_early() -> None:
     one = view("p0")
     wait_s = 0.1
     with_queue(one, one.batch_s + wait_s)
@@ -69,7 +69,7 @@ def test_a_busy_worker_is_looked_at_again_when_it_is_a_batch_from_free() -> None
         ({}, 3, 100, True),
         ({"max_batch": 3}, 3, 100, False),
         ({"max_batch": 4}, 3, 100, True),
-        ({"num_blocks": 40}, 3, 16 * 16, True),  # three rows hold 21 blocks, and each may grow by one
+        ({"num_blocks": 40}, 3, 16 * 16, True),  # Three rows hold 21 blocks, and each may grow by one.
         ({"num_blocks": 40}, 3, 16 * 16 + 1, False),
         ({"max_batch": 0}, 0, 10**6, True),
     ],
@@ -95,7 +95,7 @@ def test_workers_that_failed_the_request_are_avoided_if_there_are_others() -> No
     assert not_avoided(views, ask(avoid_workers=frozenset({"d0", "d1"}))) == views
 
 
-def test_waiting_asks_again_when_the_first_worker_may_open() -> None:
+def test_a_waiting_request_retries_when_a_worker_may_open() -> None:
     soon, late = view("p0"), view("p1")
     with_queue(soon, soon.batch_s + 0.05)
     with_queue(late, late.batch_s + 0.2)

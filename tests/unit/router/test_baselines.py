@@ -1,4 +1,4 @@
-"""The published baselines choose what their formulas say, by numbers worked out by hand.
+"""The published baselines choose according to their formulas, with numbers computed by hand.
 
 Blocks have 16 tokens; a prompt token costs 1 ms; a decode step 10 ms and 1 ms per row (test_policy.COST).
 """
@@ -26,7 +26,7 @@ LATER = (Choice.WAIT, Obstacle.PREFILL)
 
 
 def prefilling(one: WorkerView, tokens: int, request_id: str = "x") -> WorkerView:
-    """A prompt of so many tokens is booked there: one millisecond each."""
+    """Books a prompt of so many tokens on the worker, at one millisecond each."""
     one.book(
         Booking(
             request_id=request_id, attempt=1, tokens=tokens, blocks=0, prefill_tokens=tokens, prefill_s=tokens / 1e3
@@ -56,7 +56,7 @@ def later(decision: Decision) -> tuple[Choice, Obstacle]:
 
 
 def stages() -> TwoStage:
-    """Prices are the worker's number."""
+    """The cost of a worker is its number."""
     return TwoStage(
         prefill=lambda ask, view, now_s: int(view.worker_id[1:]),
         decode=lambda ask, view, now_s: int(view.worker_id[1:]),
@@ -70,11 +70,11 @@ def test_each_stage_takes_its_cheapest_worker() -> None:
     assert place(decision) == (Choice.REMOTE, "p1", "d2")
 
 
-def test_without_prefill_workers_the_third_price_decides() -> None:
+def test_without_prefill_workers_the_combined_cost_decides() -> None:
     assert place(stages()(ask(), [], [view("d3"), view("d2")], 0.0)) == (Choice.LOCAL, "", "d3")
 
 
-def test_the_cheapest_prefill_worker_is_waited_for_though_another_is_free() -> None:
+def test_a_request_waits_for_the_cheapest_prefill_worker() -> None:
     decision = stages()(ask(), [prefilling(view("p1"), 300), view("p2")], [view("d1")], 0.0)
     assert later(decision) == LATER
     assert decision.bound_to == "p1"
@@ -87,7 +87,7 @@ def test_no_request_overtakes_a_queue() -> None:
     assert (later(decision), decision.bound_to) == (LATER, "p1")
 
 
-def test_a_bound_request_starts_on_its_worker_whatever_the_prices_are_then() -> None:
+def test_a_bound_request_starts_on_its_worker() -> None:
     bound = ask(bound_to="p2")
     prefills = [view("p1"), in_line(view("p2"), 100, "a")]
     assert place(stages()(bound, prefills, [view("d1")], 0.0)) == (Choice.REMOTE, "p2", "d1")
@@ -100,7 +100,7 @@ def test_a_request_bound_to_a_lost_worker_is_bound_again() -> None:
     assert place(decision) == (Choice.REMOTE, "p1", "d1")
 
 
-def test_without_room_to_decode_a_request_is_bound_and_at_the_head_it_waits_for_room() -> None:
+def test_a_bound_request_waits_for_decode_room_at_the_head() -> None:
     full = busy(view("d1", max_batch=1), rows=1)
     decision = stages()(ask(), [view("p1")], [full], 0.0)
     assert (later(decision), decision.bound_to) == (LATER, "p1")
@@ -128,11 +128,11 @@ def test_predictions_are_shown_for_the_cheapest_workers() -> None:
     assert first.slack == pytest.approx(min((2.0 - 0.280) / 2.0, (0.2 - 0.015) / 0.2))
 
 
-def test_a_local_prediction_prefills_beside_the_running_rows() -> None:
+def test_a_local_prediction_includes_running_rows() -> None:
     (idle,) = stages()(ask(200), [], [view("d1")], 0.0).candidates
     assert idle.ttft_s == pytest.approx(0.200)
-    # Residents were promised 20 ms; in 18 of them a step reads 16 tokens beside two rows. The last reads 8, while the
-    # weights are read.
+    # Running requests have a TPOT target of 20 ms, so a step of 18 ms prefills 16 tokens with two rows. The last reads
+    # 8, while the weights are read.
     crowded = busy(view("d1"), rows=2, tpot_s=0.020)
     (beside,) = stages()(ask(200), [], [crowded], 0.0).candidates
     assert beside.ttft_s == pytest.approx(12 * 0.018 + 0.012)
@@ -148,7 +148,7 @@ def test_round_robin_takes_each_role_in_turn() -> None:
     assert placed == [("p0", "d0"), ("p1", "d1"), ("p0", "d2"), ("p1", "d0"), ("p0", "d1"), ("p1", "d2")]
 
 
-def test_round_robin_counts_a_turn_when_it_binds_and_not_again_when_that_starts() -> None:
+def test_round_robin_counts_a_bound_request_once() -> None:
     policy = RoundRobin()
     full, free = prefilling(view("p0"), 300), view("p1")
     assert policy(ask(), [full, free], [view("d0")], 0.0).bound_to == "p0"
@@ -160,7 +160,7 @@ def test_round_robin_sends_even_short_prompts_to_prefill_workers() -> None:
     assert RoundRobin()(ask(1), [view("p0")], [view("d0")], 0.0).choice is Choice.REMOTE
 
 
-def test_colocated_uses_no_prefill_worker_and_spreads_by_sequences() -> None:
+def test_colocated_balances_sequences_over_decode_workers() -> None:
     decision = colocated(ask(), [view("p0")], [busy(view("d0"), rows=1), view("d1")], 0.0)
     assert place(decision) == (Choice.LOCAL, "", "d1")
 
@@ -172,7 +172,7 @@ def test_least_loaded_counts_requests_and_not_tokens() -> None:
     assert place(make_least_loaded()(ask(), [long, short], decodes, 0.0)) == (Choice.REMOTE, "p0", "d1")
 
 
-def test_least_loaded_sees_what_waits_at_a_worker_for_other_routers() -> None:
+def test_least_loaded_counts_requests_of_other_routers() -> None:
     theirs = view("p0")
     theirs.reported(Load(worker_id="p0", steps=1, free_blocks=1024, waiting=2), 0.0)
     assert place(make_least_loaded()(ask(), [theirs, prefilling(view("p1"), 1)], [view("d0")], 0.0))[1] == "p1"
@@ -191,7 +191,7 @@ def test_dynamos_prefill_cost_is_never_negative() -> None:
     assert dynamo.prompt_cost(ask(16, cached_tokens={"p0": 4096}), view("p0"), 0.0) == 1.0, "a token is always computed"
 
 
-def test_dynamo_counts_what_other_routers_have_there_once() -> None:
+def test_dynamo_counts_load_of_other_routers_once() -> None:
     one = prefilling(view("p0"), 64)
     one.reported(Load(worker_id="p0", steps=1, free_blocks=1024, pending_prefill_tokens=160), 0.0)
     assert dynamo.prompt_cost(ask(16), one, 0.0) == 10 + 1, "64 of the 160 are ours"
@@ -199,7 +199,7 @@ def test_dynamo_counts_what_other_routers_have_there_once() -> None:
     assert dynamo.prompt_cost(ask(16), one, 0.0) == 12 + 1
 
 
-def test_dynamo_sends_a_request_to_its_prefix_until_the_queue_there_is_longer_than_the_overlap() -> None:
+def test_dynamo_weighs_overlap_against_queue() -> None:
     request = ask(160, cached_tokens={"p1": 80})
     five, six = prefilling(view("p1"), 64), prefilling(view("p1"), 96)
     # p0: 10 blocks. p1: 10 - 5 and four blocks of queue, or six.
@@ -207,7 +207,7 @@ def test_dynamo_sends_a_request_to_its_prefix_until_the_queue_there_is_longer_th
     assert place(make_dynamo()(request, [view("p0"), six], [view("d0")], 0.0))[1] == "p0"
 
 
-def test_dynamos_decode_stage_takes_the_fewest_blocks_and_no_notice_of_overlap() -> None:
+def test_dynamos_decode_stage_ignores_overlap() -> None:
     many_rows = decoding(decoding(view("d0"), 16, "e"), 16, "f")  # two blocks
     one_row = decoding(view("d1"), 48)  # three blocks
     request = ask(160, cached_tokens={"d1": 160})
@@ -225,7 +225,7 @@ def test_aggregated_dynamo_adds_prefill_and_decode_blocks() -> None:
 # -- lmetric -----------------------------------------------------------------------------------------------------
 
 
-def test_lmetric_multiplies_where_dynamo_adds() -> None:
+def test_lmetric_multiplies_the_costs_that_dynamo_adds() -> None:
     # d0: 5 + 10 = 15 against 5 * 11 = 55. d1: 14 + 2 = 16 against 14 * 3 = 42.
     request = ask(160, cached_tokens={"d0": 80})
     warm, other = decoding(view("d0"), 160), decoding(prefilling(view("d1"), 64), 32)
@@ -240,13 +240,13 @@ def test_lmetric_multiplies_where_dynamo_adds() -> None:
 
 def test_mooncake_weighs_a_prefix_against_a_queue_in_seconds() -> None:
     request = ask(400, cached_tokens={"p1": 320})
-    # p0: 0.4 s. p1: 0.08 s after its queue of 0.1 s, or of 0.1 s and 0.3 s in its line.
+    # p0: 0.4 s. p1: 0.08 s after 0.1 s of booked prefills, or after 0.1 s and 0.3 s in its queue.
     assert place(Mooncake()(request, [view("p0"), prefilling(view("p1"), 100)], [view("d0")], 0.0))[1] == "p1"
     crowded = in_line(prefilling(view("p1"), 100), 300)
     assert place(Mooncake()(request, [view("p0"), crowded], [view("d0")], 0.0))[1] == "p0"
 
 
-def test_mooncake_rejects_what_would_miss_its_ttft_and_says_by_how_much() -> None:
+def test_mooncake_rejects_a_request_that_would_miss_its_ttft() -> None:
     tight = Slo(ttft_s=0.5, tpot_s=1.0)
     prefills = [prefilling(view("p0"), 250)]
     decision = Mooncake()(ask(300, slo=tight), prefills, [view("d0")], 0.0)
@@ -256,9 +256,9 @@ def test_mooncake_rejects_what_would_miss_its_ttft_and_says_by_how_much() -> Non
     assert Mooncake()(ask(250, slo=tight, waited_s=0.01), prefills, [view("d0")], 0.0).choice is Choice.REJECT
 
 
-def test_mooncake_rejects_where_no_decode_worker_keeps_tbt() -> None:
+def test_mooncake_rejects_if_no_decode_worker_meets_the_tbt() -> None:
     slo = Slo(ttft_s=2.0, tpot_s=0.0125)
-    # 10 ms and 1 ms per row: with two residents the third row makes 13 ms.
+    # 10 ms and 1 ms per row: with two running requests, the third row makes 13 ms.
     crowded, better = busy(view("d0"), rows=2, tpot_s=1.0), busy(view("d1"), rows=1, tpot_s=1.0)
     assert Mooncake()(ask(slo=slo), [view("p0")], [crowded], 0.0).choice is Choice.REJECT
     assert place(Mooncake()(ask(slo=slo), [view("p0")], [crowded, better], 0.0)) == (Choice.REMOTE, "p0", "d1")
@@ -272,12 +272,12 @@ def test_mooncake_does_not_reject_accepted_or_started_requests() -> None:
     assert Mooncake()(ask(300, slo=tight, is_resumed=True), [view("p0")], [view("d0")], 0.0).choice is Choice.REMOTE
 
 
-def test_aggregated_mooncake_takes_the_worker_with_the_soonest_first_token() -> None:
+def test_aggregated_mooncake_minimises_ttft() -> None:
     request = ask(400, cached_tokens={"d0": 320})
     decodes = [prefilling(view("d0"), 100), view("d1")]
     assert place(Mooncake()(request, [], decodes, 0.0)) == (Choice.LOCAL, "", "d0")
 
 
-def test_workers_of_different_speed_are_priced_by_their_own_cost() -> None:
+def test_each_worker_is_priced_by_its_own_cost_model() -> None:
     slow = view("p0", cost=CostPrior(prefill_base_s=0.0, prefill_per_token_s=1e-2, prefill_per_token_context_s=0.0))
     assert place(Mooncake()(ask(100), [slow, view("p1")], [view("d0")], 0.0))[1] == "p1"

@@ -1,4 +1,4 @@
-"""Requests that a policy binds to a prefill worker at arrival: who waits in which line, and what ends the wait."""
+"""Requests that a policy binds to a prefill worker at arrival: in which queue they wait, and what ends the wait."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_many_requests_for_a_busy_worker_do_not_block_one_for_an_idle_worker() -
     assert placed(given.arrives("c-1", prompt=300)) == ["c-1"]
 
 
-def test_a_line_is_served_in_order_of_arrival_when_its_worker_opens() -> None:
+def test_a_worker_queue_is_served_in_order_of_arrival() -> None:
     given = start()
     for name in ("a-0", "b-0", "c-0"):
         given.arrives(name, prompt=300)
@@ -72,7 +72,7 @@ def test_a_line_is_served_in_order_of_arrival_when_its_worker_opens() -> None:
     assert line(given, "p0") == ["c-0"]
 
 
-def test_a_line_is_served_by_the_alarm_when_its_worker_is_a_batch_from_done() -> None:
+def test_a_worker_queue_is_served_one_batch_early() -> None:
     given = start()
     given.arrives("a-0", prompt=300)
     given.arrives("b-0", prompt=300)
@@ -96,7 +96,7 @@ def test_a_queue_at_a_worker_is_not_overtaken() -> None:
 
 
 @pytest.mark.parametrize("how", ["lost", "draining"])
-def test_a_lost_workers_queue_may_go_anywhere(how: str) -> None:
+def test_a_lost_workers_queue_returns_to_the_router(how: str) -> None:
     given = start()
     given.arrives("a-0", prompt=300)
     given.arrives("b-0", prompt=300)
@@ -107,7 +107,7 @@ def test_a_lost_workers_queue_may_go_anywhere(how: str) -> None:
     assert line(given, "p1")
 
 
-def test_a_silent_workers_queue_may_go_anywhere() -> None:
+def test_a_silent_workers_queue_returns_to_the_router() -> None:
     given = start()
     given.arrives("a-0", prompt=300)
     given.arrives("b-0", prompt=300)
@@ -129,7 +129,7 @@ def test_queued_requests_can_be_cancelled_and_expire() -> None:
     assert (given.state.num_queued, line(given, "p0")) == (0, [])
 
 
-def test_a_begun_request_goes_to_the_head_of_its_line() -> None:
+def test_a_resumed_request_goes_to_the_head_of_the_worker_queue() -> None:
     given = start(prefills=1, inbox_depth=64)
     given.connect_decode("d1", cost=COST, num_blocks=1024, inbox_depth=64)
     given.arrives("begun-0", prompt=300)
@@ -142,7 +142,7 @@ def test_a_begun_request_goes_to_the_head_of_its_line() -> None:
     assert line(given, "p0")[0] == "begun-0"
 
 
-def test_a_line_counts_for_the_limit_of_the_queue() -> None:
+def test_worker_queues_count_towards_the_queue_limit() -> None:
     given = Given(RouterSettings(policy="round-robin", is_strict=True, max_queue=2))
     given.state._cluster.policy = binding
     given.connect_prefill("p0", cost=COST, max_batch_tokens=100)
@@ -154,7 +154,7 @@ def test_a_line_counts_for_the_limit_of_the_queue() -> None:
     assert "queue is full" in failed.message
 
 
-def test_a_refused_request_is_bound_anew() -> None:
+def test_a_declined_request_is_bound_again() -> None:
     given = start()
     given.arrives("a-0", prompt=300)
     given.arrives("b-0", prompt=300)
@@ -164,7 +164,7 @@ def test_a_refused_request_is_bound_anew() -> None:
 
 
 @pytest.mark.parametrize("seed", slow_except(range(20), *range(6)))
-def test_whatever_fails_bound_requests_end_once(seed: int) -> None:
+def test_bound_requests_end_once_under_random_failures(seed: int) -> None:
     world = World(
         seed, RouterSettings(policy="round-robin", is_strict=True, max_attempts=5, worker_silence_s=1.0), 0.02
     )

@@ -1,4 +1,4 @@
-"""Prices of candidates, against the formulas of docs/scheduling.md written out for one pair of workers at a time."""
+"""Costs of candidates, compared with the formulas of docs/scheduling.md for one pair of workers at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from router.policy.tuning import (
 from router.view import WorkerView
 from tests.unit.router.test_goodput import FAST, SLOW, ask, view, with_queue, with_rows
 
-SIZE, CHUNK, BLOCK_BYTES = 16, 2048, 2**21  # of every worker here
+SIZE, CHUNK, BLOCK_BYTES = 16, 2048, 2**21  # The cost model of every worker here.
 NOW_S = 0.25
 
 
@@ -44,7 +44,7 @@ def scene(rng: random.Random, num_prefills: int = 2, num_decodes: int = 2) -> tu
     for one in (*prefills, *decodes):
         if rng.random() < 0.5:
             with_queue(one, rng.uniform(0.3, 0.6))
-        if rng.random() < 0.5:  # errors of the cost model are known
+        if rng.random() < 0.5:  # The cost model has enough samples for an error.
             for _ in range(20):
                 step_s = one.cost.step_s(0, 0, 512, 512 * 256) * rng.choice((0.9, 1.15))
                 one.cost.observe(
@@ -87,7 +87,7 @@ def link_of(prefill: str, decode: str) -> LinkModel:
 
 
 def tightest(request: PolicyInput, load: DecodeLoad) -> float:
-    """The strictest of the time per token targets that this worker can keep, this request's included."""
+    """The strictest TPOT target that this worker can meet, including this request's."""
     return min(load.tightest_s, request.slo.tpot_s if request.slo.tpot_s > load.alone_s else math.inf)
 
 
@@ -116,10 +116,11 @@ def check_slack(request: PolicyInput, option: PlacementOption, residents_s: floa
 
 
 def late_of(request: PolicyInput, prefill: WorkerView, decode: WorkerView, work_s: float, held: float) -> float:
-    """Part by part: when each chunk is computed, and the blocks of it that the decode worker lacks."""
+    """Computed part by part: when each chunk is ready, and which of its blocks the decode worker lacks."""
     tokens = request.num_tokens
     lacked_from = tokens - max(1, tokens - request.cached_tokens.get(decode.worker_id, 0))
-    ends = [held, *range(held + CHUNK, tokens, CHUNK), tokens]  # what the prefill worker has cached is ready at once
+    # Blocks in the prefill worker's cache are ready at once.
+    ends = [held, *range(held + CHUNK, tokens, CHUNK), tokens]
     parts, at = [], lacked_from
     for end in ends:
         if end > at:
@@ -130,7 +131,7 @@ def late_of(request: PolicyInput, prefill: WorkerView, decode: WorkerView, work_
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_remote_prices_are_those_of_the_docs(seed: int) -> None:
+def test_remote_costs_match_the_documented_formula(seed: int) -> None:
     rng = random.Random(seed)
     request, prefills, decodes = scene(rng)
     cached = request.cached_tokens
@@ -165,7 +166,7 @@ def test_remote_prices_are_those_of_the_docs(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("is_only", [True, False])
 @pytest.mark.parametrize("short", [16.0, math.inf])
-def test_local_prices_are_those_of_the_docs(seed: int, is_only: bool, short: float) -> None:
+def test_local_costs_match_the_documented_formula(seed: int, is_only: bool, short: float) -> None:
     request, _, decodes = scene(random.Random(seed), num_decodes=3)
     cached, slo = request.cached_tokens, request.slo
     _, readers = rank_decodes(request, cached, decodes, NOW_S, tandem_step_s)
@@ -248,14 +249,14 @@ def test_the_cheapest_prefill_workers_are_paired(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_step_rules_are_those_of_the_docs(seed: int) -> None:
+def test_step_predictions_match_the_documented_formula(seed: int) -> None:
     request, _, decodes = scene(random.Random(seed))
     for one in decodes:
         load, growth = one.load, request.expected_tokens / 2
         assert tandem_step_s(one, load, request.num_tokens, growth) == pytest.approx(step_of(request, load))
 
 
-def test_a_pair_that_breaks_a_target_comes_last_however_cheap_its_transfer() -> None:
+def test_a_pair_that_misses_a_target_ranks_last() -> None:
     full, roomy = with_rows(view("d0"), 12, tokens=30_000, tpot_s=0.012), with_rows(view("d1"), 1)
     request = ask(8_000)
     receivers, _ = rank_decodes(request, {}, [full, roomy], 0.0, tandem_step_s)
@@ -265,7 +266,7 @@ def test_a_pair_that_breaks_a_target_comes_last_however_cheap_its_transfer() -> 
     assert [option.harms for option in options] == [False, True]
 
 
-def test_no_more_pairs_are_priced_if_the_best_can_start() -> None:
+def test_pricing_stops_if_the_best_pair_can_start() -> None:
     decodes = [view(f"d{i}") for i in range(DECODES_PAIRED)]
     receivers, _ = rank_decodes(ask(8_000), {}, decodes, 0.0, tandem_step_s)
     options = remote_options(ask(8_000), {}, [view("p0"), view("p1")], receivers, 0.0, lambda p, d: FAST)

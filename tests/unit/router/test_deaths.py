@@ -16,7 +16,7 @@ from tests.unit.router.given import STAGES, Given
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_when_the_decode_worker_dies_the_stream_goes_on_at_the_next_token(given: Given, stage: Stage) -> None:
+def test_a_stream_continues_after_its_decode_worker_dies(given: Given, stage: Stage) -> None:
     given.connect_decode("d1")
     STAGES[stage](given)
     commands = given.lost("d0")
@@ -40,7 +40,7 @@ def test_tokens_emitted_before_a_death_are_never_sent_again(given: Given) -> Non
 
 
 @pytest.mark.parametrize("stage", [Stage.RESERVING, Stage.PREFILLING, Stage.MOVING, Stage.LANDED])
-def test_when_the_prefill_worker_dies_another_one_takes_over(given: Given, stage: Stage) -> None:
+def test_another_prefill_worker_replaces_a_dead_one(given: Given, stage: Stage) -> None:
     given.connect_prefill("p1")
     STAGES[stage](given)
     had_token = stage is Stage.MOVING
@@ -49,18 +49,18 @@ def test_when_the_prefill_worker_dies_another_one_takes_over(given: Given, stage
     assert given.granted(2) == [prefill(2, "p1", (100,) if had_token else ())]
 
 
-def test_when_the_only_prefill_worker_dies_the_decode_worker_computes_itself(given: Given) -> None:
+def test_without_a_prefill_worker_left_prefill_is_local(given: Given) -> None:
     given.prefilling()
     assert given.lost("p0") == [cancel("d0"), reserve(2, is_local=True)]
 
 
-def test_a_prefill_worker_that_dies_after_the_commit_is_not_missed(given: Given) -> None:
+def test_losing_the_prefill_worker_after_the_commit_has_no_effect(given: Given) -> None:
     given.decoding()
     assert given.lost("p0") == []
     assert given.tokens(1, [101]) == [emit(1, 101)]
 
 
-def test_old_messages_after_a_recovery_are_counted_and_dropped(given: Given) -> None:
+def test_messages_of_an_old_attempt_are_dropped(given: Given) -> None:
     given.connect_prefill("p1")
     given.prefilling()
     given.lost("p0")
@@ -71,14 +71,14 @@ def test_old_messages_after_a_recovery_are_counted_and_dropped(given: Given) -> 
     assert given.state.counters["late"] == late + 3
 
 
-def test_a_worker_that_comes_back_under_its_name_starts_empty(given: Given) -> None:
+def test_a_reconnected_worker_starts_empty(given: Given) -> None:
     given.decoding()
     # The hello of the new stream overtakes the end of the old one.
     commands = given.connect_decode("d0", generation=2)
     assert commands == [cancel("p0"), reserve(2, "d0", (100,))]
 
 
-def test_a_request_that_kills_two_workers_gets_no_third(given: Given) -> None:
+def test_a_request_on_two_dead_workers_fails(given: Given) -> None:
     given.connect_decode("d1")
     given.connect_decode("d2")
     given.prefilling()
@@ -89,7 +89,7 @@ def test_a_request_that_kills_two_workers_gets_no_third(given: Given) -> None:
     assert "2 workers died" in failed.message
 
 
-def test_a_request_that_lived_well_between_two_deaths_goes_on(given: Given) -> None:
+def test_a_request_with_progress_between_deaths_continues(given: Given) -> None:
     given.connect_decode("d1")
     given.connect_decode("d2")
     given.arrives(max_tokens=100)
@@ -102,8 +102,8 @@ def test_a_request_that_lived_well_between_two_deaths_goes_on(given: Given) -> N
     assert given.lost("d1")[-1] == reserve(3, "d2", tuple(range(100, 111)))
 
 
-def test_workers_that_die_together_are_not_blamed_on_their_requests(given: Given) -> None:
-    """d0 dies in mid-answer, d1 before it has granted a place, d2 before it has computed a token."""
+def test_requests_are_not_blamed_if_a_host_dies(given: Given) -> None:
+    """d0 dies during an answer, d1 before it has granted blocks, d2 before it has computed a token."""
     for index in range(1, 4):
         given.connect_decode(f"d{index}")
     given.arrives(max_tokens=100)
@@ -117,7 +117,7 @@ def test_workers_that_die_together_are_not_blamed_on_their_requests(given: Given
     assert given.lost("d2")[-1] == reserve(4, "d3", tuple(range(100, 111)))
 
 
-def test_a_draining_worker_that_leaves_is_no_death(given: Given) -> None:
+def test_a_drained_worker_that_leaves_does_not_count_as_a_death(given: Given) -> None:
     for index in range(1, 4):
         given.connect_decode(f"d{index}")
     given.prefilling()
@@ -128,7 +128,7 @@ def test_a_draining_worker_that_leaves_is_no_death(given: Given) -> None:
         given.granted(attempt + 1, f"d{attempt}")
 
 
-def test_a_silent_worker_is_routed_around_and_then_given_up(given: Given) -> None:
+def test_a_silent_worker_loses_new_work_then_its_attempts(given: Given) -> None:
     given.connect_decode("d1")
     given.decoding()
     commands: list[Command] = []
@@ -144,7 +144,7 @@ def test_a_silent_worker_is_routed_around_and_then_given_up(given: Given) -> Non
     assert commands == [cancel("d0"), cancel("p0"), reserve(2, "d1", (100,), waited_s=given.now_s)]
 
 
-def test_a_router_that_was_stopped_itself_blames_no_worker(given: Given) -> None:
+def test_a_suspended_router_does_not_count_silence(given: Given) -> None:
     given.decoding()
     given.now_s += 3600.0
     assert given.submit(TimePassed()) == []

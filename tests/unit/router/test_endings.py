@@ -1,4 +1,4 @@
-"""How requests end before their answer is complete: stop strings, cancels, deadlines, nobody there, too many."""
+"""Ends before the answer is complete: stop strings, disconnects, deadlines, no workers, a full queue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.router.expected import cancel, emit, failure, only, reserve
 from tests.unit.router.given import STAGES, Given
 
 
-def test_a_stop_string_ends_the_request_and_tells_the_workers(given: Given) -> None:
+def test_a_stop_string_ends_the_request_on_all_workers(given: Given) -> None:
     given.decoding()
     given.tokens(1, [101, 102])
     finished, *cancels = given.submit(StopMatched(request_id="a", num_output_tokens=2))
@@ -34,7 +34,7 @@ def test_a_stop_string_ends_the_request_and_tells_the_workers(given: Given) -> N
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_client_that_leaves_frees_both_workers_at_once(given: Given, stage: Stage) -> None:
+def test_a_disconnect_frees_both_workers(given: Given, stage: Stage) -> None:
     STAGES[stage](given)
     assert given.state.stage_of("a") is stage
     gone, *cancels = given.leaves()
@@ -48,7 +48,7 @@ def test_a_client_that_leaves_frees_both_workers_at_once(given: Given, stage: St
     assert given.state.is_empty
 
 
-def test_a_client_that_leaves_the_queue_costs_nothing(given: Given) -> None:
+def test_a_disconnect_in_the_queue_sends_no_command(given: Given) -> None:
     given.lost("d0")
     given.arrives()
     assert given.state.stage_of("a") is Stage.QUEUED
@@ -57,7 +57,7 @@ def test_a_client_that_leaves_the_queue_costs_nothing(given: Given) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_deadline_ends_the_request_wherever_it_is(given: Given, stage: Stage) -> None:
+def test_a_deadline_ends_a_request_at_any_stage(given: Given, stage: Stage) -> None:
     given.connect_decode("d0", incarnation="d0.2")
     original = given.arrives
     given.arrives = lambda *names, **facts: original(*names, deadline_s=2.0, **facts)  # type: ignore[method-assign]
@@ -80,7 +80,7 @@ def test_a_grant_after_the_deadline_starts_no_prefill(given: Given) -> None:
     assert cancels == [cancel("d0")]
 
 
-def test_the_deadline_is_passed_on_as_what_remains_of_it(given: Given) -> None:
+def test_workers_receive_the_remaining_time(given: Given) -> None:
     assert given.arrives(deadline_s=4.0) == [Reserve(key=AttemptKey("d0", "a", 1), is_local=False, deadline_s=4.0)]
     given.now_s = 1.5
     sent = only(given.granted())
@@ -88,7 +88,7 @@ def test_the_deadline_is_passed_on_as_what_remains_of_it(given: Given) -> None:
     assert sent.deadline_s == 2.5
 
 
-def test_where_no_decode_worker_was_ever_known_the_rejection_is_immediate() -> None:
+def test_without_any_decode_worker_a_request_is_rejected_at_once() -> None:
     given = Given(RouterSettings(is_strict=True))
     given.connect_prefill("p0")
     failed = failure(given.arrives())
@@ -98,21 +98,21 @@ def test_where_no_decode_worker_was_ever_known_the_rejection_is_immediate() -> N
     assert error.role == "decode"
 
 
-def test_requests_wait_a_while_for_decode_workers_to_come_back(given: Given) -> None:
+def test_requests_wait_for_decode_workers_to_reconnect(given: Given) -> None:
     given.lost("d0")
     assert given.arrives() == []
     assert given.at(9.9) == []
     assert given.connect_decode("d0", generation=2) == [reserve(waited_s=9.9)]
 
 
-def test_requests_that_waited_long_enough_for_workers_are_rejected(given: Given) -> None:
+def test_requests_are_rejected_if_no_worker_reconnects(given: Given) -> None:
     given.lost("d0")
     given.arrives()
     assert isinstance(failure(given.at(60.0)).to_error(), NoWorkers)
     assert isinstance(failure(given.arrives("b")).to_error(), NoWorkers), "now everybody knows"
 
 
-def test_a_full_queue_rejects_with_a_time_to_come_back() -> None:
+def test_a_full_queue_rejects_with_a_retry_time() -> None:
     given = Given(RouterSettings(policy="round-robin", is_strict=True, max_queue=2))
     given.connect_decode("d0", inbox_depth=1)
     given.arrives("a")
@@ -154,15 +154,15 @@ def test_an_undrained_worker_gets_new_work_again(given: Given) -> None:
     assert reserved(given.heard("d0")) == ["d0"]
 
 
-def test_a_drain_is_the_workers_so_another_router_may_end_it(given: Given) -> None:
+def test_another_router_may_undo_a_drain(given: Given) -> None:
     given.submit(DrainRequested(worker_id="d0"))
-    given.heard("d0")  # said before the worker heard of the drain
+    given.heard("d0")  # Reported before the worker received the drain.
     assert reserved(given.arrives("waits")) == []
     given.submit(drained_report("d0"))
-    assert reserved(given.heard("d0")) == ["d0"]  # another router has undrained it
+    assert reserved(given.heard("d0")) == ["d0"]  # Another router has undone the drain.
 
 
-def test_a_leaving_worker_is_not_called_drained(given: Given) -> None:
+def test_a_worker_that_shuts_down_is_not_shown_as_drained(given: Given) -> None:
     given.submit(Load(worker_id="d0", steps=1, free_blocks=64, is_draining=True))
     [d0] = [one for one in given.state.snapshot().workers if one.worker_id == "d0"]
     assert (d0.is_drained, d0.is_draining) == (False, True)
@@ -176,7 +176,7 @@ def drained_report(worker_id: str) -> Load:
     return Load(worker_id=worker_id, steps=1, free_blocks=64, is_draining=True, is_drained=True)
 
 
-def test_a_forgotten_worker_leaves_no_trace(given: Given) -> None:
+def test_a_forgotten_worker_leaves_no_state(given: Given) -> None:
     given.connect_decode("d1")
     given.decoding()
     commands = given.submit(WorkerForgotten(worker_id="d0"))
@@ -184,7 +184,7 @@ def test_a_forgotten_worker_leaves_no_trace(given: Given) -> None:
     assert [worker.worker_id for worker in given.state.snapshot().workers] == ["d1", "p0"]
 
 
-def test_a_worker_that_never_releases_does_not_fill_the_memory(given: Given) -> None:
+def test_requests_without_a_release_are_forgotten(given: Given) -> None:
     given.decoding()
     given.tokens(1, [101], finish=FinishReason.STOP)
     given.at(119.0)

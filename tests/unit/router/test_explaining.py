@@ -1,4 +1,4 @@
-"""What a router says of a request's placement, while it waits, runs and has ended; never more than so much memory."""
+"""Explanations of placements, of waiting, running and ended requests, in bounded memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def served(**settings: object) -> Given:
     return given
 
 
-def test_a_running_request_tells_what_is_known_so_far() -> None:
+def test_a_running_request_is_explained_with_values_so_far() -> None:
     given = served()
     given.arrives(slo=Slo(ttft_s=3.0, tpot_s=0.3), tenant="blue", priority=2)
     one = explained(given)
@@ -74,7 +74,7 @@ def test_waiting_counts_from_arrival_to_the_decision() -> None:
     assert (placed.decision.choice, placed.attempt, placed.waited_s) == (Choice.REMOTE, 1, 2.125)
 
 
-def test_a_request_that_no_policy_saw_has_its_end_for_a_reason() -> None:
+def test_without_a_decision_the_end_is_the_reason() -> None:
     given = Given(RouterSettings(is_strict=True, workers_grace_s=0.0))
     given.arrives()
     one = explained(given)
@@ -84,7 +84,7 @@ def test_a_request_that_no_policy_saw_has_its_end_for_a_reason() -> None:
     assert one.retry_after_s == 1.0
 
 
-def test_a_client_that_leaves_the_queue_is_explained_too() -> None:
+def test_a_disconnect_in_the_queue_is_explained() -> None:
     given = Given(RouterSettings(policy="round-robin", is_strict=True))
     given.connect_prefill("p0")
     given.connect_decode("d0", max_batch=1)
@@ -110,7 +110,7 @@ def test_a_rejection_keeps_prediction_and_retry_time() -> None:
     assert "TTFT" in one.ended_because
 
 
-def test_an_id_that_is_used_again_is_a_new_request() -> None:
+def test_a_reused_id_replaces_the_explanation() -> None:
     given = served(policy="round-robin")
     given.decoding()
     given.tokens(1, [101], finish=FinishReason.STOP)
@@ -122,7 +122,7 @@ def test_an_id_that_is_used_again_is_a_new_request() -> None:
     assert (one.stage, one.outcome, one.actual_ttft_s) == ("queued", None, None)
 
 
-def test_only_the_last_ones_are_kept() -> None:
+def test_only_recent_explanations_are_kept() -> None:
     kept = Explanations(2)
     for name in "abc":
         kept.note(request(name), Decision(choice=Choice.LOCAL), 2.0)
@@ -130,14 +130,14 @@ def test_only_the_last_ones_are_kept() -> None:
     assert len(kept) == 2
 
 
-def test_a_capacity_of_none_keeps_none() -> None:
+def test_with_capacity_zero_nothing_is_kept() -> None:
     kept = Explanations(0)
     kept.note(request(), Decision(choice=Choice.LOCAL), 2.0)
     kept.ended(request(), Outcome.FAILED, 3.0, why="why")
     assert len(kept) == 0
 
 
-def test_one_explanation_is_bounded_and_keeps_the_chosen_candidate() -> None:
+def test_an_explanation_is_bounded_and_keeps_the_chosen_candidate() -> None:
     crowd = tuple(candidate(f"p{number}") for number in range(1000))
     kept = Explanations(1)
     decision = Decision(
@@ -153,7 +153,7 @@ def test_one_explanation_is_bounded_and_keeps_the_chosen_candidate() -> None:
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "least-loaded", "dynamo", "lmetric", "mooncake"])
-def test_every_baseline_shows_what_it_predicted_for_its_choice(policy: str) -> None:
+def test_every_baseline_explains_its_choice(policy: str) -> None:
     given = served(policy=policy)
     given.arrives()
     one = explained(given)
@@ -183,7 +183,7 @@ def test_a_placement_is_explained_and_its_outcome_added() -> None:
 
 
 @pytest.mark.parametrize(("num_candidates", "reason"), [(MAX_CANDIDATES + 1, "short"), (1, "x" * 300)])
-def test_each_part_of_an_explanation_is_bounded_alone(num_candidates: int, reason: str) -> None:
+def test_each_part_of_an_explanation_is_bounded(num_candidates: int, reason: str) -> None:
     crowd = tuple(candidate(f"p{number}") for number in range(num_candidates))
     kept = Explanations(1)
     kept.note(request(), Decision(choice=Choice.REMOTE, reason=reason, candidates=crowd), 2.0)

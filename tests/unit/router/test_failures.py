@@ -1,4 +1,4 @@
-"""Workers refuse, fail and say what is wrong; messages that are no good."""
+"""Workers that decline or fail, and invalid messages."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.unit.router.expected import cancel, emit, failure, prefill, reserve
 from tests.unit.router.given import Given
 
 
-def test_a_decode_worker_that_rejects_is_passed_over(given: Given) -> None:
+def test_a_declining_decode_worker_is_skipped(given: Given) -> None:
     given.connect_decode("d1")
     given.arrives()
     assert given.refused("d0") == [reserve(2, "d1")]
 
 
-def test_a_prefill_worker_that_rejects_gives_the_grant_back(given: Given) -> None:
+def test_a_declining_prefill_worker_releases_the_grant(given: Given) -> None:
     given.connect_prefill("p1")
     given.prefilling()
     assert given.refused("p0") == [cancel("d0"), reserve(2)]
@@ -35,7 +35,7 @@ def test_a_prefill_worker_that_rejects_gives_the_grant_back(given: Given) -> Non
     assert given.granted(2) == [prefill(2, "p1")]
 
 
-def test_rejections_by_everybody_are_waited_out_and_do_not_spin(given: Given) -> None:
+def test_if_all_workers_decline_the_request_backs_off(given: Given) -> None:
     given.arrives()
     asked = 1
     for _ in range(200):
@@ -48,7 +48,7 @@ def test_rejections_by_everybody_are_waited_out_and_do_not_spin(given: Given) ->
     assert 4 <= asked <= 21, "about one question per retry_after_s in two seconds"
 
 
-def test_rejections_do_not_use_up_attempts(given: Given) -> None:
+def test_declined_attempts_do_not_count(given: Given) -> None:
     given.arrives()
     for attempt in range(1, 10):
         given.refused("d0", attempt)
@@ -68,25 +68,25 @@ def test_a_sequence_that_is_too_large_for_every_worker_is_invalid(given: Given) 
     assert error.field == "prompt"
 
 
-def test_a_prompt_beyond_every_pool_is_rejected_before_anybody_is_asked(given: Given) -> None:
+def test_a_prompt_larger_than_every_pool_is_rejected(given: Given) -> None:
     error = failure(given.arrives(prompt=5000)).to_error()
     assert isinstance(error, InvalidRequest)
     assert "512" in str(error)
 
 
-def test_a_failed_transfer_is_tried_again_through_another_prefill_worker(given: Given) -> None:
+def test_a_failed_transfer_is_retried_on_another_pair(given: Given) -> None:
     given.connect_prefill("p1")
     given.moving()
     assert given.committed(is_committed=False) == [cancel("d0"), cancel("p0"), reserve(2, "d0", (100,))]
     assert given.granted(2) == [prefill(2, "p1", (100,))]
 
 
-def test_a_transfer_that_fails_between_the_only_pair_ends_on_the_local_path(given: Given) -> None:
+def test_after_a_failed_transfer_the_only_pair_falls_back_to_local(given: Given) -> None:
     given.moving()
     assert given.committed(is_committed=False)[-1] == reserve(2, "d0", (100,), is_local=True)
 
 
-def test_the_senders_complaint_after_the_commit_is_counted_only(given: Given) -> None:
+def test_a_sender_error_after_the_commit_is_only_counted(given: Given) -> None:
     given.decoding()
     assert given.committed(is_committed=False, worker_id="p0") == []
     assert given.failed("p0", FailureKind.TRANSFER) == []
@@ -94,13 +94,13 @@ def test_the_senders_complaint_after_the_commit_is_counted_only(given: Given) ->
     assert given.tokens(1, [101]) == [emit(1, 101)]
 
 
-def test_an_internal_error_sends_the_request_elsewhere(given: Given) -> None:
+def test_an_internal_error_moves_the_request(given: Given) -> None:
     given.connect_decode("d1")
     given.decoding()
     assert given.failed("d0", FailureKind.INTERNAL) == [cancel("d0"), cancel("p0"), reserve(2, "d1", (100,))]
 
 
-def test_an_invalid_sequence_is_tried_nowhere_else(given: Given) -> None:
+def test_an_invalid_sequence_is_not_retried(given: Given) -> None:
     given.connect_decode("d1")
     given.prefilling()
     failed = failure(given.failed("p0", FailureKind.INVALID, message="token 9999 is not in the vocabulary"))
@@ -124,7 +124,7 @@ def test_a_failed_grammar_names_its_field(given: Given, message: str, field: str
     assert expected in str(error)
 
 
-def test_a_deadline_that_a_worker_noticed_first_ends_the_request(given: Given) -> None:
+def test_a_deadline_noticed_by_a_worker_ends_the_request(given: Given) -> None:
     given.prefilling()
     assert isinstance(failure(given.failed("p0", FailureKind.DEADLINE)).to_error(), DeadlineExceeded)
 
@@ -152,7 +152,7 @@ def test_when_all_attempts_are_lost_the_error_says_why(given: Given, kind: Failu
     assert failed.timings.attempts == 4
 
 
-def test_deaths_in_a_row_end_as_lost_kv() -> None:
+def test_repeated_worker_losses_end_as_kv_lost() -> None:
     given = Given(RouterSettings(policy="round-robin", is_strict=True, max_attempts=2, max_worker_deaths=9))
     given.connect_prefill("p0")
     for index in range(3):
@@ -169,7 +169,7 @@ def test_memory_that_is_released_too_early_counts_as_a_failure(given: Given) -> 
     assert given.released("d0")[-1] == reserve(2, "d1", (100,))
 
 
-def test_missing_tokens_are_never_skipped(given: Given) -> None:
+def test_missing_tokens_fail_the_attempt(given: Given) -> None:
     given.decoding()
     assert given.tokens(3, [103])[-1] == reserve(2, "d0", (100,), is_local=True)
 
@@ -187,7 +187,7 @@ def test_a_second_grant_for_one_attempt_is_illegal(given: Given) -> None:
         given.granted()
 
 
-def test_in_production_an_illegal_message_changes_nothing() -> None:
+def test_without_strict_mode_an_illegal_message_is_dropped() -> None:
     given = Given(RouterSettings(policy="round-robin"))
     given.connect_prefill("p0")
     given.connect_decode("d0")
@@ -198,7 +198,7 @@ def test_in_production_an_illegal_message_changes_nothing() -> None:
     assert given.tokens(1, [101]) == [emit(1, 101)]
 
 
-def test_a_request_may_be_refused_thousands_of_times(given: Given) -> None:
+def test_a_request_may_be_declined_thousands_of_times(given: Given) -> None:
     """The backoff was a power of two of their number, which overflowed at 1,024."""
     given.arrives()
     for attempt in range(1, 1_100):

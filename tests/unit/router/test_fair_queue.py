@@ -21,7 +21,7 @@ def order(queue: FairQueue[str], now_s: float = 0.0) -> list[str]:
     return taken
 
 
-def test_without_a_past_the_shortest_goes_first() -> None:
+def test_without_history_the_shortest_grammar_goes_first() -> None:
     queue: FairQueue[str] = FairQueue()
     put(queue, "long", size=100)
     put(queue, "b", "c", size=10)
@@ -30,7 +30,7 @@ def test_without_a_past_the_shortest_goes_first() -> None:
     assert queue.take(0.0) is None
 
 
-def test_the_host_that_has_used_least_goes_first_then_its_client() -> None:
+def test_the_least_served_host_goes_first() -> None:
     queue: FairQueue[str] = FairQueue()
     for _ in range(5):
         queue.charge(ClientKey("busy", "busy:1"), 1.0, 0.0)
@@ -47,8 +47,8 @@ def test_the_host_that_has_used_least_goes_first_then_its_client() -> None:
     ]
 
 
-def test_a_crowd_of_slow_clients_does_not_delay_another() -> None:
-    """On one host with it, and before most of the crowd was served once."""
+def test_many_slow_clients_do_not_delay_another() -> None:
+    """The other client is on the same host, and is served before most of the slow clients."""
     queue: FairQueue[str] = FairQueue()
     quick = ClientKey("h", "h:99")
     for port in range(24):
@@ -64,12 +64,12 @@ def test_a_crowd_of_slow_clients_does_not_delay_another() -> None:
         is_slow = client != quick
         queue.charge(client, 0.5 if is_slow else 0.01, float(step))
         if is_slow:
-            queue.put(item, client, 10, 1.0)  # each asks again at once
-    # At first nothing is known of it, nor of those before it. Then it goes before all that are slow.
+            queue.put(item, client, 10, 1.0)  # Each sends another grammar at once.
+    # At first nothing is known about any client. Later the fast client goes before all slow ones.
     assert [at for at, item in enumerate(served) if item == "quick"] == [24, 25, 40, 41]
 
 
-def test_use_is_forgotten() -> None:
+def test_used_time_decays() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.charge(ClientKey("a", "a:1"), 4.0, 0.0)
     queue.charge(ClientKey("b", "b:1"), 1.5, HALF_LIFE_S)
@@ -82,7 +82,7 @@ def test_use_is_forgotten() -> None:
     assert order(queue, HALF_LIFE_S) == ["a", "b"]
 
 
-def test_a_client_a_host_and_all_have_limits() -> None:
+def test_clients_hosts_and_the_queue_have_limits() -> None:
     queue: FairQueue[str] = FairQueue()
     for _ in range(MAX_OF_CLIENT):
         put(queue, "x")
@@ -122,5 +122,5 @@ def test_accounts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ("odd", "odd"),
     ],
 )
-def test_a_host_is_read_from_a_peer(peer: str, host: str) -> None:
+def test_the_host_is_parsed_from_the_peer_name(peer: str, host: str) -> None:
     assert client_of(peer) == ClientKey(host, peer)

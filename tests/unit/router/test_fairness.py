@@ -1,4 +1,4 @@
-"""Fairness between tenants: who is ahead of whom, what idleness earns (nothing), how much is remembered."""
+"""Fairness between tenants: which tenant yields, no credit for idle time, bounded memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.fairness import MAX_IDLE, Fairness
 from tests.support.examples import examples
 
 
-def test_a_tenant_is_ahead_once_it_has_had_more_than_a_quantum_more() -> None:
+def test_a_tenant_is_ahead_after_more_than_a_quantum() -> None:
     fairness = Fairness()
     fairness.joins("a")
     fairness.joins("b")
@@ -33,7 +33,7 @@ def test_idleness_earns_no_credit() -> None:
     assert fairness.served_s("busy") - fairness.served_s("idle") <= 1.0
 
 
-def test_what_a_tenant_had_too_much_is_still_known_after_a_short_absence() -> None:
+def test_a_surplus_survives_a_short_absence() -> None:
     fairness = Fairness()
     fairness.joins("fair")
     fairness.joins("greedy")
@@ -44,7 +44,7 @@ def test_what_a_tenant_had_too_much_is_still_known_after_a_short_absence() -> No
     assert fairness.is_ahead("greedy", "fair")
 
 
-def test_a_correction_moves_a_tenant_but_never_into_credit() -> None:
+def test_a_correction_never_gives_credit() -> None:
     fairness = Fairness()
     fairness.joins("a")
     fairness.joins("b")
@@ -56,7 +56,7 @@ def test_a_correction_moves_a_tenant_but_never_into_credit() -> None:
     fairness.check()
 
 
-def test_any_number_of_tenants_is_remembered_in_bounded_memory() -> None:
+def test_memory_of_tenants_is_bounded() -> None:
     fairness = Fairness()
     fairness.joins("steady")
     for number in range(5 * MAX_IDLE):
@@ -70,7 +70,7 @@ def test_any_number_of_tenants_is_remembered_in_bounded_memory() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.floats(0.1, 3.0), min_size=50, max_size=200), st.integers(2, 5))
 def test_tenants_that_always_wait_get_equal_shares(works: list[float], tenants: int) -> None:
-    """Whoever is picked among those in turn, here always the most served one: the worst choice."""
+    """Holds whichever tenant is picked among those in turn. The test picks the most served one, the worst choice."""
     fairness = Fairness()
     names = [f"t{index}" for index in range(tenants)]
     for name in names:
@@ -83,7 +83,7 @@ def test_tenants_that_always_wait_get_equal_shares(works: list[float], tenants: 
     assert max(served) - min(served) <= 2.0 * 3.0 + 3.0
 
 
-def test_corrections_of_idle_tenants_are_remembered_in_bounded_memory() -> None:
+def test_memory_of_corrected_idle_tenants_is_bounded() -> None:
     fairness = Fairness()
     fairness.joins("steady")
     for number in range(3 * MAX_IDLE):

@@ -1,4 +1,4 @@
-"""Who may be given new work, as it is kept between decisions."""
+"""The cached lists of workers that may receive new work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SILENCE_S = 3.0
 
 
 def test_usable_workers_follow_messages_and_silence() -> None:
-    """RouterState.check compares what is kept with every worker asked anew."""
+    """RouterState.check compares the cached lists with a new computation."""
     dice = random.Random(3)
     state = RouterState(RouterSettings(worker_silence_s=SILENCE_S))
     names = [f"p{i}" for i in range(3)] + [f"d{i}" for i in range(3)]
@@ -50,7 +50,7 @@ def test_usable_workers_follow_messages_and_silence() -> None:
     assert seen >= {0, 1, 5, 6}
 
 
-def test_a_worker_that_falls_silent_is_left_out_without_any_event() -> None:
+def test_a_silent_worker_becomes_unusable_without_an_event() -> None:
     state = RouterState(RouterSettings(worker_silence_s=SILENCE_S))
     state.handle(hello("d0", Role.DECODE), 0.0)
     fleet = state._cluster.fleet

@@ -41,7 +41,7 @@ def test_a_request_goes_through_prefill_transfer_and_decode(given: Given) -> Non
     assert given.state.is_empty
 
 
-def test_the_kv_may_be_committed_before_the_first_token_is_heard_of(given: Given) -> None:
+def test_kv_may_be_committed_before_the_first_token_arrives(given: Given) -> None:
     given.prefilling()
     assert given.committed() == []
     assert given.state.stage_of("a") is Stage.LANDED
@@ -49,13 +49,13 @@ def test_the_kv_may_be_committed_before_the_first_token_is_heard_of(given: Given
     assert given.state.stage_of("a") is Stage.DECODING
 
 
-def test_a_first_token_that_is_the_last_is_never_admitted(given: Given) -> None:
+def test_an_answer_of_one_token_is_never_admitted(given: Given) -> None:
     given.prefilling()
     emitted, finished, *cancels = given.first(100, finish=FinishReason.LENGTH)
     assert emitted == emit(0, 100)
     assert isinstance(finished, FinishRequest)
     assert finished.timings.tpot_s == 0.0
-    assert cancels == [cancel("d0")]  # the prefill worker frees what it holds by itself
+    assert cancels == [cancel("d0")]  # The prefill worker frees its memory without a command.
     given.released("p0")
     given.released("d0")
     assert given.state.is_empty
@@ -88,7 +88,7 @@ def test_one_worker_serves_a_local_request(local: Given) -> None:
     assert local.state.is_empty
 
 
-def test_without_a_prefill_worker_the_decode_worker_does_everything() -> None:
+def test_without_prefill_workers_all_work_is_local() -> None:
     for policy in ("least-ttft", "round-robin", "colocated"):
         one = Given(RouterSettings(policy=policy, is_strict=True))
         one.connect_decode("d0")

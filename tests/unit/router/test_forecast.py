@@ -39,12 +39,12 @@ def test_nothing_starts_without_workers() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.1, 2.0)), min_size=1, max_size=6), st.floats(0.0, 100.0))
-def test_start_and_done_are_each_others_inverse(openings: list[tuple[float, float]], work_s: float) -> None:
+def test_start_and_done_are_inverse_functions(openings: list[tuple[float, float]], work_s: float) -> None:
     capacity = Capacity(openings)
     assert capacity.done_by(capacity.start_in_s(work_s)) == pytest.approx(work_s, abs=1e-6)
 
 
-def test_a_request_is_done_by_the_worker_that_ends_it_first() -> None:
+def test_a_request_ends_on_the_worker_that_finishes_first() -> None:
     capacity = Capacity([(0.0, 0.25), (0.5, 1.0)])
     assert capacity.done_in_s(0.0, 0.1) == pytest.approx(0.4), "by the slow worker, which is free"
     assert capacity.done_in_s(0.0, 0.6) == pytest.approx(1.1), "by the fast worker; the slow one takes 2.4 s"
@@ -68,7 +68,7 @@ def test_a_steady_drain_does_not_vary() -> None:
     assert drain.relative == 0.0
 
 
-def test_a_drain_that_stands_still_every_other_second_varies_by_its_mean() -> None:
+def test_an_intermittent_drain_has_a_large_variation() -> None:
     assert drained([1.0, 0.0] * 20).relative == pytest.approx(1.0, abs=0.01)
 
 
@@ -77,7 +77,7 @@ def test_the_first_interval_has_no_prediction() -> None:
     assert drained([0.5, 1.0]).relative == pytest.approx(INTERVAL_GAIN**0.5)
 
 
-def test_an_interval_lasts_one_target() -> None:
+def test_an_interval_lasts_one_ttft_target() -> None:
     drain = DrainError()
     for target_s in (2.0, 0.0):
         drain.end_interval(1.0, target_s)
@@ -92,7 +92,7 @@ def test_an_interval_lasts_one_target() -> None:
 
 
 def drained(used_s: list[float]) -> DrainError:
-    """After intervals of one second in which half of what was offered was predicted to be used."""
+    """After intervals of one second, in each of which half of the offered work was predicted to be used."""
     drain = DrainError()
     for one_s in used_s:
         drain.offered(1.0, 1.0)
@@ -101,7 +101,7 @@ def drained(used_s: list[float]) -> DrainError:
     return drain
 
 
-def test_waves_do_not_show_in_the_mean_of_the_drain_rate() -> None:
+def test_the_mean_drain_rate_hides_waves() -> None:
     utilization, now_s = Utilization(), 0.0
     utilization.offers(1.0, now_s, 1.0)
     utilization.contended(True, now_s)
@@ -117,7 +117,7 @@ def test_waves_do_not_show_in_the_mean_of_the_drain_rate() -> None:
     assert utilization.variation.relative > 0.8
 
 
-def test_a_standstill_lasts_while_requests_wait_and_none_is_placed() -> None:
+def test_a_standstill_lasts_until_the_next_placement() -> None:
     utilization = Utilization()
     utilization.contended(False, 0.0)
     utilization.contended(True, 5.0)
@@ -129,7 +129,7 @@ def test_a_standstill_lasts_while_requests_wait_and_none_is_placed() -> None:
     assert utilization.standstill_s == 0.5
 
 
-def test_utilization_is_full_before_it_is_measured() -> None:
+def test_utilization_starts_at_one() -> None:
     utilization = Utilization()
     assert utilization.share == 1.0
     utilization.placed(1.0, 0.0)
@@ -154,7 +154,7 @@ def test_idle_time_does_not_change_utilization() -> None:
     assert utilization.share == 1.0
 
 
-def test_the_drain_rate_is_certain_after_many_requests_however_much_they_differ() -> None:
+def test_the_drain_rate_error_falls_with_the_number_of_requests() -> None:
     rng, utilization, now_s = random.Random(1), Utilization(), 0.0
     utilization.offers(1.0, now_s)
     utilization.contended(True, now_s)
@@ -162,7 +162,7 @@ def test_the_drain_rate_is_certain_after_many_requests_however_much_they_differ(
     errors = []
     for _ in range(200):
         predicted_s = rng.uniform(0.1, 0.3)
-        now_s += predicted_s * rng.choice([0.5, 1.0, 1.5])  # each single prediction is off by half
+        now_s += predicted_s * rng.choice([0.5, 1.0, 1.5])  # Each single prediction is wrong by half.
         utilization.placed(predicted_s, now_s)
         errors.append(utilization.error)
     assert errors[1] > 0.5
@@ -187,14 +187,14 @@ def test_demand_is_work_per_second_and_decays() -> None:
     assert demand.rate(500.0) < 0.2
 
 
-def test_a_burst_is_no_demand_that_lasts() -> None:
+def test_a_burst_is_not_lasting_demand() -> None:
     demand = RecentDemand()
     for index in range(8):
         demand.arrived(0.2, 1.0, 0.001 * index)
     assert demand.rate(0.01) == pytest.approx(8 * 0.2 / (HORIZON * 1.0)), "over the horizon, not over 8 ms"
 
 
-def test_demand_is_uncertain_where_few_requests_are_most_of_it() -> None:
+def test_demand_from_few_requests_is_uncertain() -> None:
     assert RecentDemand().error == 1.0
     even, uneven = RecentDemand(), RecentDemand()
     for index in range(500):
@@ -205,7 +205,7 @@ def test_demand_is_uncertain_where_few_requests_are_most_of_it() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 1.0)), min_size=1, max_size=400))
-def test_demand_is_remembered_in_bounded_memory(arrivals: list[tuple[float, float]]) -> None:
+def test_memory_of_demand_is_bounded(arrivals: list[tuple[float, float]]) -> None:
     demand, now_s = RecentDemand(), 0.0
     for gap_s, work_s in arrivals:
         now_s += gap_s / 100
@@ -215,9 +215,9 @@ def test_demand_is_remembered_in_bounded_memory(arrivals: list[tuple[float, floa
         assert demand.rate(now_s) >= 0.0
 
 
-def test_utilization_is_placed_over_offered_work() -> None:
+def test_utilization_is_placed_work_over_offered_work() -> None:
     utilization = Utilization()
-    utilization.contended(True, 0.0)  # nothing is offered yet
+    utilization.contended(True, 0.0)  # No work is offered yet.
     utilization.offers(4.0, 5.0)
     utilization.placed(2.0, 10.0)
     prior_s = PRIOR_REQUESTS * MEMORY * 2.0
@@ -238,7 +238,7 @@ def test_utilization_has_limits() -> None:
     assert (slow.share, fast.share) == (SLOWEST, FASTEST)
 
 
-def test_the_error_is_of_the_sum_of_what_single_requests_were_off() -> None:
+def test_the_error_is_that_of_a_sum_of_requests() -> None:
     utilization = Utilization()
     utilization.offers(1.0, 0.0)
     utilization.contended(True, 0.0)
@@ -251,16 +251,16 @@ def test_the_error_is_of_the_sum_of_what_single_requests_were_off() -> None:
     assert utilization.error == pytest.approx((squares + prior_s**2) ** 0.5 / (used_s + prior_s))
 
 
-def test_demand_is_that_of_the_last_requests() -> None:
+def test_demand_covers_recent_requests() -> None:
     demand = RecentDemand()
     demand.arrived(100.0, 1.0, 0.0)
     for second in range(1, MIN_REQUESTS + 1):
         demand.arrived(2.0, 1.0, float(second))
-    # The first is forgotten, and the one after it opens the span.
+    # The first request is dropped, and the next one marks the start of the span.
     assert demand.rate(float(MIN_REQUESTS)) == pytest.approx(2.0)
 
 
-def test_requests_of_one_moment_are_remembered_together() -> None:
+def test_simultaneous_requests_share_a_bin() -> None:
     demand = RecentDemand()
     for index in range(3000):
         demand.arrived(0.01, 1.0, index / 1000)
@@ -268,13 +268,13 @@ def test_requests_of_one_moment_are_remembered_together() -> None:
     assert len(demand._bins) < 200
 
 
-def test_work_is_done_only_by_workers_that_are_free() -> None:
+def test_only_free_workers_supply_capacity() -> None:
     capacity = Capacity([(1.0, 1.0), (3.0, 0.5)])
     assert (capacity.rate, capacity.done_by(1.0), capacity.done_by(1.5), capacity.done_by(3.0)) == (1.5, 0.0, 0.5, 2.0)
     assert Capacity([(0.0, 0.0), (1.0, -1.0), (2.0, 1.0)]).start_in_s(1.0) == 3.0
 
 
-def test_the_mean_request_is_that_of_the_demand() -> None:
+def test_the_mean_request_follows_demand() -> None:
     demand = RecentDemand()
     assert demand.mean_s == 0.0
     for index, prefill_s in enumerate((0.1, 0.2, 0.6)):
@@ -282,7 +282,7 @@ def test_the_mean_request_is_that_of_the_demand() -> None:
     assert demand.mean_s == pytest.approx(0.3)
 
 
-def test_shorter_requests_are_what_a_share_of_the_work_can_serve() -> None:
+def test_a_share_of_the_work_serves_the_shorter_requests() -> None:
     demand = RecentDemand()
     for index in range(100):
         demand.arrived(1.0 if index % 10 == 9 else 0.1, 1.0, 0.01 * index)
@@ -292,7 +292,7 @@ def test_shorter_requests_are_what_a_share_of_the_work_can_serve() -> None:
     assert demand.size_within(0.5 * short / (short + long)) == pytest.approx(0.1, rel=0.2)
 
 
-def test_sizes_are_forgotten_with_their_requests() -> None:
+def test_sizes_are_dropped_with_their_requests() -> None:
     demand = RecentDemand()
     demand.arrived(5.0, 1.0, 0.0)
     for second in range(1, 2 * MIN_REQUESTS):
@@ -300,7 +300,7 @@ def test_sizes_are_forgotten_with_their_requests() -> None:
     assert demand.size_within(0.999) == pytest.approx(0.1, rel=0.2)
 
 
-def test_a_request_is_none_of_the_demand_of_the_others() -> None:
+def test_a_request_is_excluded_from_the_demand_of_others() -> None:
     demand = RecentDemand()
     assert demand.of_others(1.0, 0.0) == (0.0, 1.0)
     for index in range(11):

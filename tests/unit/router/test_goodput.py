@@ -1,4 +1,4 @@
-"""What the goodput policy chooses, from views that are built by hand: each rule by a scene that it alone decides."""
+"""Choices of the goodput policy, from views built by hand. In each test, one rule alone decides."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def place(decision: Decision) -> tuple[Choice, str, str]:
 # -- each rule alone ---------------------------------------------------------------------------------------------
 
 
-def test_path_choice_goes_local_where_queueing_costs_more_than_running_rows_lose() -> None:
+def test_path_choice_goes_local_if_queueing_costs_more() -> None:
     prefills, decodes = [with_queue(view("p0"), 1.5)], [with_rows(view("d0"), 4)]
     assert place(decide(prefills, decodes, ask())) == (Choice.LOCAL, "", "d0")
     waits = decide(prefills, decodes, ask(), ("path-choice",))
@@ -79,7 +79,7 @@ def test_path_choice_goes_local_where_queueing_costs_more_than_running_rows_lose
 
 
 def test_a_full_decode_worker_leaves_prompts_to_prefill_workers() -> None:
-    # 16 rows of 8,000 tokens and this one make a step of 12 ms. That is within 13 ms, but it leaves no time to read.
+    # 16 rows of 8,000 tokens and this one make a step of 12 ms. That is within 13 ms, but leaves no time for prefill.
     slo = Slo(ttft_s=2.0, tpot_s=0.013)
     prefills, decodes = [with_queue(view("p0"), 0.5)], [with_rows(view("d0"), 16, tpot_s=0.013)]
     waits = decide(prefills, decodes, ask(slo=slo))
@@ -92,14 +92,14 @@ def test_the_emptiest_decode_worker_is_chosen() -> None:
     assert place(decide([view("p0")], decodes, ask(30_000), ("path-choice",))) == (Choice.REMOTE, "p0", "d1")
 
 
-def test_tandem_counts_what_is_on_its_way_and_not_reported_yet() -> None:
+def test_tandem_counts_arriving_requests() -> None:
     # d0 reports less than d1, but ten long prompts are being computed for it.
     d0, d1 = view("d0"), with_rows(view("d1"), 1, tpot_s=0.02)
     d0.reported(Load(worker_id="d0", steps=1, free_blocks=25_000, running=1, context_tokens=30_000), 0.0)
     with_rows(d0, 10, tokens=30_000, tpot_s=0.02, joined=False)
     d1.reported(Load(worker_id="d1", steps=1, free_blocks=25_000, running=1, context_tokens=60_000), 0.0)
     request = ask(slo=Slo(ttft_s=2.0, tpot_s=0.02))
-    off = ("path-choice", "transfer-price")  # what comes before it on the link would say enough
+    off = ("path-choice", "transfer-price")  # Bytes that are queued on the link would decide instead.
     assert place(decide([view("p0")], [d0, d1], request, off))[2] == "d1"
     assert place(decide([view("p0")], [d0, d1], request, (*off, "tandem")))[2] == "d0"
 
@@ -114,7 +114,7 @@ def test_transfer_price_prefers_the_link_that_hides_it() -> None:
     assert place(decide([view("p0")], decodes, ask(), (*off, "transfer-price"), links))[2] == "d0"
 
 
-def test_what_the_decode_worker_computes_sooner_than_it_is_shipped_is_not_shipped() -> None:
+def test_a_prompt_is_local_if_the_transfer_takes_longer() -> None:
     decodes = [with_rows(view("d0"), 6)]
     prefills = [view("p0")]
     assert decide(prefills, decodes, ask(), links=lambda p, d: SLOW).choice is Choice.LOCAL
@@ -128,23 +128,23 @@ def test_a_prefix_is_worth_the_seconds_that_it_saves() -> None:
     assert place(decide(prefills, decodes, request, ("path-choice", "prefix-value")))[1] == "p0"
 
 
-def test_a_hot_prefix_is_replicated_when_its_holder_is_too_busy() -> None:
+def test_a_hot_prefix_is_replicated_if_its_worker_is_busy() -> None:
     prefills, decodes = [view("p0"), with_queue(view("p1"), 1.0)], [with_rows(view("d0"), 2)]
     request = ask(cached_tokens={"p1": 7_200})
     assert place(decide(prefills, decodes, request, ("path-choice",)))[1] == "p0"
 
 
-def test_a_prefix_on_the_decode_worker_spares_transfer_and_prefill() -> None:
+def test_a_prefix_on_the_decode_worker_saves_transfer_and_prefill() -> None:
     decodes = [with_rows(view("d0"), 6), with_rows(view("d1"), 6)]
     request = ask(30_000, cached_tokens={"d1": 29_600})
     assert place(decide([view("p0")], decodes, request)) == (Choice.LOCAL, "", "d1")
 
 
-# -- promises ----------------------------------------------------------------------------------------------------
+# -- targets -----------------------------------------------------------------------------------------------------
 
 
-def test_no_placement_makes_a_running_request_miss() -> None:
-    strict = with_rows(view("d0"), 6, tokens=30_000, tpot_s=0.014)  # a step of 13.6 ms already
+def test_no_placement_makes_a_running_request_miss_its_target() -> None:
+    strict = with_rows(view("d0"), 6, tokens=30_000, tpot_s=0.014)  # The step already takes 13.6 ms.
     assert place(decide([view("p0")], [strict, with_rows(view("d1"), 1)], ask(30_000)))[2] == "d1"
     alone = decide([view("p0")], [strict], ask(30_000))
     assert (alone.choice, alone.obstacle) == (Choice.WAIT, Obstacle.ROOM)
@@ -169,19 +169,19 @@ def test_an_impossible_target_does_not_close_a_worker() -> None:
     assert decide([view("p0")], [hopeless], ask()).choice is not Choice.WAIT
 
 
-def test_no_slack_is_left_for_a_long_answer_in_little_memory() -> None:
-    # 20 rows will each add about 150 tokens: of 12,000 free tokens 3,000 are spoken for.
+def test_a_long_answer_needs_free_memory_for_growth() -> None:
+    # 20 rows will each add about 150 tokens, so 3,000 of 12,000 free tokens are reserved.
     small = view("d0", num_blocks=250 * 20 + 750)
     with_rows(small, 20, tokens=4_000)
     request = ask(10_000)
     decision = decide([view("p0")], [small], request)
-    assert (decision.choice, decision.obstacle) == (Choice.WAIT, Obstacle.ROOM)  # smaller ones may go before it
+    assert (decision.choice, decision.obstacle) == (Choice.WAIT, Obstacle.ROOM)  # Smaller requests may go first.
     assert decide([view("p0")], [small], ask(8_000)).choice is not Choice.WAIT
     urgent = decide([view("p0")], [small], ask(10_000, waited_s=4.1))
-    assert (urgent.choice, urgent.obstacle) == (Choice.WAIT, Obstacle.DECODE)  # but not for ever
+    assert (urgent.choice, urgent.obstacle) == (Choice.WAIT, Obstacle.DECODE)  # But not for an unlimited time.
 
 
-def test_the_second_tokens_delay_is_spread_over_the_answer() -> None:
+def test_a_transfer_delay_is_spread_over_the_answer() -> None:
     decodes = [view("d0")]
     long = decide([view("p0")], decodes, ask(expected_tokens=300.0), ("path-choice",)).candidates[0].tpot_s
     short = decide([view("p0")], decodes, ask(expected_tokens=3.0), ("path-choice",)).candidates[0].tpot_s
@@ -190,7 +190,7 @@ def test_the_second_tokens_delay_is_spread_over_the_answer() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "choice"), [(16, Choice.LOCAL), (17, Choice.REMOTE)])
-def test_a_free_prefill_worker_reads_what_is_not_short(tokens: int, choice: Choice) -> None:
+def test_a_free_prefill_worker_gets_longer_prompts(tokens: int, choice: Choice) -> None:
     assert decide([view("p0")], [with_rows(view("d0"), 2)], ask(tokens)).choice is choice
     held = {"p0": 8_000, "d0": 8_000}
     assert decide([view("p0")], [with_rows(view("d0"), 2)], ask(8_000 + tokens, cached_tokens=held)).choice is choice
@@ -211,8 +211,8 @@ def test_a_worker_whose_rows_leave_too_little_time_is_not_chosen() -> None:
     assert place(decide([], decodes, ask())) == (Choice.LOCAL, "", "d1")
 
 
-def test_late_binding_holds_for_the_local_path_too() -> None:
-    # One prompt may wait while another is read, so that no step reads nothing; the next one waits in the router.
+def test_late_binding_applies_to_local_placements() -> None:
+    # One prompt may wait while another is prefilled, so no step is without a prompt. The next one waits in the router.
     busy = with_queue(with_rows(view("d0"), 4), 1.0)
     assert decide([], [busy], ask()).choice is Choice.LOCAL
     busy.book(Booking(request_id="r", attempt=1, tokens=0, blocks=0, prefill_tokens=40_000, prefill_s=1.0), 0.0)
@@ -221,7 +221,7 @@ def test_late_binding_holds_for_the_local_path_too() -> None:
     assert decision.retry_in_s is not None
 
 
-# -- whatever the scene ------------------------------------------------------------------------------------------
+# -- random views ------------------------------------------------------------------------------------------------
 
 
 def _scene(rng: random.Random) -> tuple[PolicyInput, list[WorkerView], list[WorkerView]]:
@@ -252,7 +252,7 @@ def _scene(rng: random.Random) -> tuple[PolicyInput, list[WorkerView], list[Work
 
 
 @pytest.mark.parametrize("off", [(), ("path-choice",), ("tandem", "transfer-price", "prefix-value", "path-choice")])
-def test_what_is_chosen_is_open_and_was_not_avoided(off: tuple[str, ...]) -> None:
+def test_a_chosen_worker_is_open_and_not_avoided(off: tuple[str, ...]) -> None:
     rng, seen = random.Random(7), set()
     for _ in range(600):
         request, prefills, decodes = _scene(rng)
@@ -295,7 +295,7 @@ def test_settings_name_the_policy_and_its_rules() -> None:
 
 
 def test_a_late_request_waits_for_the_worker_that_has_its_prefix() -> None:
-    """Elsewhere it would take a hundred times the compute from requests that can meet their targets."""
+    """On another worker it would take a hundred times the compute from requests that can meet their targets."""
     warm, cold = with_queue(view("p0"), 0.2), view("p1")
     late = ask(8_000, waited_s=10.0, cached_tokens={"p0": 7_920})
     assert decide([warm, cold], [view("d0")], late).choice is Choice.WAIT

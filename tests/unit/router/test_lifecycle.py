@@ -52,7 +52,7 @@ def test_every_stage_can_be_reached_and_left() -> None:
     assert {stage for stage, _ in MOVES} == set(Stage) - {Stage.FORGOTTEN}
 
 
-def test_an_ended_request_knows_only_release() -> None:
+def test_an_ended_request_accepts_only_release() -> None:
     for stage in ENDED:
         assert {move for start, move in MOVES if start is stage} == {Move.RELEASED}
 
@@ -68,7 +68,7 @@ def test_any_attempt_may_be_lost() -> None:
 
 @pytest.mark.parametrize("stage", list(Stage))
 @pytest.mark.parametrize("move", list(Move))
-def test_the_table_is_obeyed_and_everything_else_is_illegal(stage: Stage, move: Move) -> None:
+def test_moves_outside_the_table_are_illegal(stage: Stage, move: Move) -> None:
     strict = RouterState(RouterSettings(is_strict=True))._cluster
     lenient = RouterState(RouterSettings())._cluster
     request = Request(facts=arrival("a"), arrived_s=0.0, deadline_at_s=None, serial=1, stage=stage)
@@ -93,7 +93,7 @@ def test_an_arrival_with_an_id_in_use_is_illegal() -> None:
 
 
 @pytest.mark.parametrize("end", list(SenderEnd))
-def test_what_needs_the_prefill_worker_is_a_stage_of_the_remote_path(end: SenderEnd) -> None:
-    """It is needed until the receiver has all of the KV, and by no request whose decode worker prefills."""
+def test_only_remote_stages_need_the_prefill_worker(end: SenderEnd) -> None:
+    """The prefill worker is needed until the receiver has all KV. A local request never needs one."""
     assert NEEDS_SENDER[end] <= set(WITH_WORKERS) - {Stage.RESERVING_LOCAL, Stage.LOCAL} - IN_BATCH
     assert {Stage.RESERVING, Stage.PREFILLING} <= NEEDS_SENDER[end]

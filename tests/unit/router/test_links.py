@@ -1,4 +1,4 @@
-"""How KV travels between workers, as the router keeps it for operators and traces."""
+"""The KV connections between workers, as the router stores them for operators and traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def link(decode_worker: str, transport: str = "shm", reason: str = "first choice
     return worker_pb2.KvLink(decode_worker=decode_worker, transport=transport, reason=reason)
 
 
-def test_the_last_report_of_a_worker_holds_until_either_end_is_gone() -> None:
+def test_a_link_is_kept_until_either_worker_is_lost() -> None:
     links = KvLinks()
     links.reported("p0", [link("d0"), link("d1", "tcp")])
     links.reported("p1", [link("d0", "tcp")])
@@ -31,7 +31,7 @@ def test_the_last_report_of_a_worker_holds_until_either_end_is_gone() -> None:
 @pytest.mark.parametrize(
     "told", [[link(f"d{i}") for i in range(MAX_LINKS + 1)], [link("d0", reason="x" * (MAX_CHARS + 1))]]
 )
-def test_a_worker_that_says_too_much_is_rejected(told: list[worker_pb2.KvLink]) -> None:
+def test_an_oversized_link_report_is_rejected(told: list[worker_pb2.KvLink]) -> None:
     links = KvLinks()
     with pytest.raises(InvalidRequest, match="kv_links"):
         links.reported("p0", told)

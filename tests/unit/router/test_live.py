@@ -1,4 +1,4 @@
-"""Frames of the live view: complete, bounded, and equal to what the request's own client gets."""
+"""Frames of the live view: complete, bounded, and equal to the values that the client receives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def only(given: Given, after: int = 0) -> LiveRequest:
 
 
 def phases(row: LiveRequest) -> dict[str, float]:
-    """Their seconds, after a check that they cover the time without a gap."""
+    """Seconds of the phases, after a check that they cover the time without a gap."""
     at_s = 0.0
     for one in row.phases:
         assert one.begin_s == pytest.approx(at_s, abs=1e-9)
@@ -78,7 +78,7 @@ def test_a_request_is_shown_from_its_arrival_to_its_end(given: Given) -> None:
     assert (totals.arrived, totals.served, totals.output_tokens) == (1, 1, 4)
 
 
-def test_looking_changes_nothing(given: Given) -> None:
+def test_reading_a_frame_changes_no_state(given: Given) -> None:
     given.arrives()
     given.granted()
     given.now_s = 0.5

@@ -1,4 +1,4 @@
-"""What a decode worker's residents and its chunk rule make of its steps."""
+"""The predicted steps of a decode worker, from its running requests and its step rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.load import NO_SLACK
 from router.view import WorkerView
 from tests.unit.router.router_events import hello
 
-# An 8B model on an H100, about.
+# About an 8B model on an H100.
 COST = CostPrior(
     prefill_base_s=9e-4,
     prefill_per_token_s=1.8e-5,
@@ -39,8 +39,8 @@ def decode(rows: int = 0, tokens: int = 12_000, tpot_s: float = 0.05) -> WorkerV
 
 
 def read(cost: CostModel, rows: int, tokens: int, tpot_s: float, prompt: int, held: float) -> tuple[float, float]:
-    """Seconds until the worker has read the prompt beside its rows, step by step; and how long decoding alone lasts
-    for so many steps."""
+    """Seconds until the worker has prefilled the prompt in steps with its rows, and the time of as many steps without
+    a prompt."""
     rule = ChunkRule(cost, least=16, most=2048)
     at, seconds, alone_s = 0, 0.0, 0.0
     while at < prompt:
@@ -57,10 +57,10 @@ def read(cost: CostModel, rows: int, tokens: int, tpot_s: float, prompt: int, he
 @pytest.mark.parametrize("rows", [0, 4, 16, 30])
 @pytest.mark.parametrize("tpot_s", [0.03, 0.05, 0.1])
 @pytest.mark.parametrize("prompt", [500, 4_000, 30_000])
-def test_prefill_beside_running_rows_is_predicted_as_the_worker_does_it(rows: int, tpot_s: float, prompt: int) -> None:
+def test_predicted_prefill_with_rows_matches_the_worker(rows: int, tpot_s: float, prompt: int) -> None:
     view = decode(rows, tpot_s=tpot_s)
     actual_s, alone_s = read(view.cost, rows, 12_000, tpot_s, prompt, rows * 12_000 / 400_000)
-    # Where decoding alone fills the promise, crumbs are read: long enough to look elsewhere is all that is asked.
+    # If decoding alone uses the whole target, chunks are tiny. The prediction need only be long enough to be avoided.
     is_full = rows == 30 and tpot_s == 0.03
     assert view.prefill_time_s(prompt, 0) == pytest.approx(actual_s, rel=1.0 if is_full else 0.35)
     if rows and prompt > 4_000 and not is_full:
@@ -68,7 +68,7 @@ def test_prefill_beside_running_rows_is_predicted_as_the_worker_does_it(rows: in
 
 
 def read_with_slack(view: WorkerView, rows: int, tokens: int, tpot_s: float, prompt: int, slack_s: float) -> float:
-    """Seconds until a worker has read the prompt beside rows that are `slack_s` ahead of their due times, step by step
+    """Seconds until a worker has prefilled the prompt, in steps with rows that are `slack_s` ahead of their due times,
     as decode_worker.slack allows."""
     cost, rule = view.cost, ChunkRule(view.cost, least=16, most=2048)
     held = (rows * tokens / 16 + rows) / 25_000
@@ -87,12 +87,10 @@ def read_with_slack(view: WorkerView, rows: int, tokens: int, tpot_s: float, pro
 @pytest.mark.parametrize("rows", [1, 8, 24])
 @pytest.mark.parametrize("slack_s", [0.0, 0.03, 0.1, 0.5])
 @pytest.mark.parametrize("prompt", [500, 4_000, 16_000])
-def test_a_prompt_beside_rows_with_slack_is_predicted_as_the_worker_computes_it(
-    rows: int, slack_s: float, prompt: int
-) -> None:
+def test_predicted_prefill_with_slack_matches_the_worker(rows: int, slack_s: float, prompt: int) -> None:
     view = decode(rows, tokens=2_000, tpot_s=0.03)
     for booking in view.bookings.values():
-        booking.prompt_tokens = booking.tokens  # no output yet: the next token is due at the first
+        booking.prompt_tokens = booking.tokens  # No output yet: the next token is due with the first.
         booking.first_token_s = 1.0 + slack_s
     slack = view.slack(1.0)
     assert slack.total_s == pytest.approx(slack_s)
@@ -103,7 +101,7 @@ def test_a_prompt_beside_rows_with_slack_is_predicted_as_the_worker_computes_it(
     assert view.prefill_share_s(prompt, 0, slack) <= view.prefill_share_s(prompt, 0)
 
 
-def test_slack_is_that_of_the_row_that_is_least_ahead() -> None:
+def test_slack_is_the_minimum_over_rows() -> None:
     view = decode(3, tokens=100, tpot_s=0.05)
     for ahead, booking in zip((10, 4, 30), view.bookings.values(), strict=True):
         booking.prompt_tokens, booking.first_token_s = booking.tokens - ahead, 0.0
@@ -112,13 +110,13 @@ def test_slack_is_that_of_the_row_that_is_least_ahead() -> None:
     next(iter(view.bookings.values())).itl_s = 0.07
     view.cached_load = None  # a booking's targets never change in the product
     assert view.slack(0.1).longest_step_s == 0.07
-    view.free_at_s = 0.15  # prompts before it use the slack
+    view.free_at_s = 0.15  # Earlier prompts use the slack.
     assert view.slack(0.1).total_s == pytest.approx(4 * DUE_SHARE * 0.05 - 0.15)
 
 
-def test_no_slack_is_known_without_running_rows_or_beside_those_of_other_routers() -> None:
+def test_slack_is_unknown_without_rows_or_with_other_routers() -> None:
     view = decode(2, tokens=100)
-    assert view.slack(0.0) == NO_SLACK  # they have no token yet
+    assert view.slack(0.0) == NO_SLACK  # These rows have no token yet.
     for booking in view.bookings.values():
         view.joined(booking, 5.0)
     assert view.slack(0.0) != NO_SLACK
@@ -126,12 +124,12 @@ def test_no_slack_is_known_without_running_rows_or_beside_those_of_other_routers
     assert view.slack(0.0) == NO_SLACK
 
 
-def test_prompts_share_steps_so_that_a_queue_is_shorter_than_its_prompts_each_alone() -> None:
+def test_prompts_in_a_queue_share_steps() -> None:
     view = decode(8)
     rule = ChunkRule(view.cost, least=16, most=2048)
     prompts, rows, context = [700] * 6, 8, 8 * 12_000
     seconds, left = 0.0, list(prompts)
-    while left:  # as the worker reads: what a prompt leaves of a step's budget is the next one's
+    while left:  # As on the worker: the next prompt gets the rest of a step's budget.
         budget = rule.tokens(rows=rows, context_tokens=context, allowed_s=0.05, cached=0, held_share=context / 400_000)
         tokens = work = 0.0
         while left and budget:
@@ -150,7 +148,7 @@ def test_an_impossible_target_limits_no_request() -> None:
     assert decode(3, tpot_s=0.02).load.tightest_s == 0.02
 
 
-def test_tokens_that_come_are_followed_without_a_new_account() -> None:
+def test_new_tokens_update_the_cached_load() -> None:
     view = decode(3)
     before = view.load
     for booking in list(view.bookings.values()):
@@ -163,7 +161,7 @@ def test_tokens_that_come_are_followed_without_a_new_account() -> None:
     assert followed[1] == view.load.context
 
 
-def test_bookings_change_the_account() -> None:
+def test_bookings_invalidate_the_cached_load() -> None:
     view = decode(1)
     before = view.load.step_s
     booking = Booking(request_id="new", attempt=1, tokens=10_000, blocks=625, tpot_s=0.05)
@@ -179,7 +177,7 @@ def test_bookings_change_the_account() -> None:
     view.check()
 
 
-def test_the_band_is_the_models_error_once_it_has_seen_enough_and_never_wide() -> None:
+def test_the_error_band_needs_samples_and_is_bounded() -> None:
     view = decode(1)
     assert view.load.band == 0.0
     for seconds in (0.01, 0.03) * 20:
@@ -197,14 +195,14 @@ def test_the_band_is_the_models_error_once_it_has_seen_enough_and_never_wide() -
     assert 0.1 < view.load.band <= WIDEST_BAND
 
 
-def test_an_empty_worker_is_open_whatever_its_report_says() -> None:
+def test_an_empty_worker_is_open_despite_its_report() -> None:
     view = decode()
     view.reported(Load(worker_id="d0", steps=1, free_blocks=0, running=300), 0.0)
     assert view.load.free_tokens == math.inf
 
 
 @pytest.mark.parametrize("uncached", [0.0, -3.0])
-def test_nothing_to_read_takes_no_time(uncached: float) -> None:
+def test_no_uncached_tokens_take_no_time(uncached: float) -> None:
     load_ = decode(rows=3).load
     assert (load_.prefill_time_s(uncached, 100.0), load_.prefill_share_s(uncached, 100.0)) == (0.0, 0.0)
 
@@ -214,7 +212,7 @@ def test_the_share_of_a_prompt_is_the_sum_of_its_chunks(rows: int) -> None:
     load_ = decode(rows).load
     chunk = load_._chunk(100.0 + 0.5 * 4 * 2048)
     prompt = 3 * chunk
-    cached = 100.0 + 0.5 * (4 * 2048 - prompt)  # so that its middle is where the chunk was asked for
+    cached = 100.0 + 0.5 * (4 * 2048 - prompt)  # The middle of this chunk is at the given position.
     one_s = [load_._cost.prefill_s(chunk, cached + index * chunk) for index in range(3)]
     rows_s = load_.row_s * rows + load_.token_s * load_.context
     assert load_.prefill_share_s(prompt, cached) == pytest.approx(sum(one_s) + 3 * rows_s)

@@ -1,4 +1,4 @@
-"""What a router keeps does not grow with the requests that have ended."""
+"""A router's memory does not grow with the number of ended requests."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _Pickler(pickle.Pickler):
 
 
 def size_of(value: object) -> int:
-    """Of everything that can be reached from it, each thing once."""
+    """The size of all objects that can be reached, each counted once."""
     data = io.BytesIO()
     _Pickler(data).dump(value)
     return data.tell()
 
 
 def serve(given: Given, first: int, count: int, end: str) -> None:
-    """Requests one after the other within their deadlines, on p0 and d0."""
+    """Serves requests one after the other on p0 and d0, within their deadlines."""
     for number in range(first, first + count):
         name = f"request-{number:08d}"
         given.now_s += 0.01

@@ -1,4 +1,4 @@
-"""What messages take is foretold as it is typical, however late the latest of them were."""
+"""The predicted latency of messages is the typical one, whatever the outliers are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.message_latency import REMEMBERED, MessageLatency
 from router.settings import RouterSettings
 from tests.unit.router.given import Given
 
-COMPUTED_S = 0.21  # that the events of Given say: in the worker's queue, and reading
+COMPUTED_S = 0.21  # In the events of Given: the time in the worker's queue and in prefill.
 
 
 def leg(*seconds: float) -> MessageLatency:
@@ -19,25 +19,25 @@ def leg(*seconds: float) -> MessageLatency:
     return found
 
 
-def test_nothing_seen_takes_nothing() -> None:
+def test_without_observations_the_latency_is_zero() -> None:
     assert MessageLatency().typical_s == 0.0
 
 
-def test_the_middle_one_is_typical() -> None:
+def test_the_median_is_typical() -> None:
     assert leg(3.0).typical_s == 3.0
     assert leg(3.0, 1.0).typical_s == 2.0
     assert leg(3.0, 1.0, 50.0).typical_s == 3.0
 
 
-def test_one_in_ten_that_is_late_does_not_count() -> None:
+def test_rare_outliers_do_not_count() -> None:
     assert leg(*[5.0 if i % 10 == 9 else 0.002 for i in range(200)]).typical_s == 0.002
 
 
-def test_no_leg_takes_less_than_nothing() -> None:
+def test_a_latency_is_never_negative() -> None:
     assert leg(-0.3, -0.1, -0.2).typical_s == 0.0
 
 
-def test_a_machine_that_has_changed_is_followed() -> None:
+def test_the_latency_follows_a_change() -> None:
     assert leg(*[0.002] * 500, *[0.008] * (REMEMBERED // 2 + 1)).typical_s == 0.008
 
 
@@ -52,7 +52,7 @@ def predicted_s(given: Given, request_id: str) -> float:
     return found.decision.candidates[0].ttft_s
 
 
-def test_a_remote_prediction_holds_the_grant_and_the_reply(given: Given) -> None:
+def test_a_remote_prediction_includes_grant_and_reply(given: Given) -> None:
     given.connect_prefill("p0")
     given.connect_decode("d0")
     before_s = None
@@ -72,7 +72,7 @@ def test_a_remote_prediction_holds_the_grant_and_the_reply(given: Given) -> None
     assert predicted_s(given, "last") == pytest.approx(before_s + 0.02 + 0.01)
 
 
-def test_a_local_prediction_holds_the_way_there_and_back(given: Given) -> None:
+def test_a_local_prediction_includes_both_messages(given: Given) -> None:
     given.connect_decode("d0")
     before_s = None
     for number in range(20):
@@ -81,7 +81,7 @@ def test_a_local_prediction_holds_the_way_there_and_back(given: Given) -> None:
         given.arrives(name)
         before_s = predicted_s(given, name) if before_s is None else before_s
         given.now_s += 0.5 + late_s
-        given.seated(request_id=name)  # the worker says so at leisure, while it reads
+        given.seated(request_id=name)  # The worker sends this message later, while it prefills.
         given.tokens(0, [100], request_id=name, finish=FinishReason.STOP)
         given.released("d0", request_id=name)
     given.arrives("last")

@@ -1,4 +1,4 @@
-"""The order of the queue: levels, promises, tenants, ageing; and that nobody waits for ever."""
+"""The order of the queue: levels, targets, tenants and ageing, and a bound on waiting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def drained(queue: Queue) -> list[str]:
     return order
 
 
-def test_late_requests_that_came_before_are_work_ahead_of_a_late_one() -> None:
+def test_earlier_late_requests_are_ahead_of_a_late_one() -> None:
     queue = queue_of(entry("a1", 5.0, prefill_s=1.0), entry("b2", 3.0, prefill_s=2.0), entry("c3", 4.0, prefill_s=4.0))
     for name in ("a1", "b2"):
         queue.turn_late(name)
@@ -43,7 +43,7 @@ def test_the_least_slack_goes_first_and_earlier_arrivals_among_equals() -> None:
     assert drained(queue_of(entry("a1", 5.0), entry("b2", 3.0), entry("c3", 5.0))) == ["b2", "a1", "c3"]
 
 
-def test_begun_requests_then_higher_classes_go_before_less_slack() -> None:
+def test_resumed_requests_and_classes_precede_slack() -> None:
     queue = queue_of(
         entry("hasty1", 0.1),
         entry("high2", 9.0, level=(1, -3)),
@@ -53,20 +53,20 @@ def test_begun_requests_then_higher_classes_go_before_less_slack() -> None:
     assert drained(queue) == ["begun3", "high2", "low4", "hasty1"]
 
 
-def test_late_requests_go_after_timely_ones() -> None:
+def test_late_requests_go_after_those_on_time() -> None:
     queue = queue_of(entry("late1", 1.0), entry("a2", 5.0), entry("b3", 6.0))
     assert queue.mark_newly_late(2.0) == ["late1"]
     assert queue.mark_newly_late(2.0) == []
     assert drained(queue) == ["a2", "b3", "late1"]
 
 
-def test_late_requests_of_a_higher_class_still_go_before_lower_ones() -> None:
+def test_a_late_request_precedes_lower_classes() -> None:
     queue = queue_of(entry("vip1", 1.0, level=(1, -1)), entry("a2", 5.0))
     queue.mark_newly_late(2.0)
     assert drained(queue) == ["vip1", "a2"]
 
 
-def test_a_late_request_has_its_turn_when_its_share_is_set_aside() -> None:
+def test_a_late_request_goes_first_when_it_has_credit() -> None:
     queue = queue_of(entry("late0", 0.0), entry("a1", 1e6))
     queue.mark_newly_late(1.0)
     taken = 0
@@ -78,7 +78,7 @@ def test_a_late_request_has_its_turn_when_its_share_is_set_aside() -> None:
     assert taken == round(1.0 / LATE_SHARE)
 
 
-def test_without_ageing_a_late_request_waits_for_idleness() -> None:
+def test_without_ageing_a_late_request_waits_for_idle_time() -> None:
     queue = queue_of(entry("late0", 0.0), entry("a1", 1e6), is_ageing=False)
     queue.mark_newly_late(1.0)
     for serial in range(2, 500):
@@ -96,21 +96,21 @@ def test_a_skipped_request_stays_queued() -> None:
     assert len(queue) == 3
 
 
-def test_a_tenant_that_is_ahead_yields_to_one_that_waits_and_has_had_less() -> None:
+def test_a_tenant_that_is_ahead_yields() -> None:
     queue = queue_of(entry("heavy1", 1.0, tenant="heavy"), entry("light2", 9.0, tenant="light"))
     for _ in range(5):
         queue.fairness.charge("heavy", 1.0)
     assert drained(queue) == ["light2", "heavy1"]
 
 
-def test_within_a_quantum_slack_decides_whatever_tenants_have_had() -> None:
+def test_within_a_quantum_slack_decides() -> None:
     queue = queue_of(entry("heavy1", 1.0, tenant="heavy"), entry("light2", 9.0, tenant="light"))
     for _ in range(2):
         queue.fairness.charge("heavy", 1.0)
     assert drained(queue) == ["heavy1", "light2"]
 
 
-def test_a_request_may_come_back_with_another_time_and_is_late_by_that() -> None:
+def test_a_requeued_request_is_late_by_its_new_time() -> None:
     queue = queue_of(entry("a1", 1.0))
     queue.remove("a1")
     queue.add(entry("a1", 5.0, serial=2))
@@ -128,8 +128,8 @@ def test_times_of_ended_requests_are_dropped() -> None:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(st.data())
-def test_no_request_starves_under_pressure(data: st.DataObject) -> None:
-    """The bound in queue.py, with adversaries that come as fast as work is taken."""
+def test_no_request_starves_under_overload(data: st.DataObject) -> None:
+    """The bound in queue.py holds while competing requests arrive as fast as requests are taken."""
     late = data.draw(st.lists(st.floats(0.01, 2.0), min_size=1, max_size=3))
     queue = queue_of(*(entry(f"old{index}", 0.0, prefill_s=one) for index, one in enumerate(late)))
     queue.mark_newly_late(1.0)
@@ -159,7 +159,7 @@ def test_no_request_starves_under_pressure(data: st.DataObject) -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.sampled_from("xyz"), st.floats(0.0, 9.0)), max_size=40)
 )
-def test_whatever_comes_and_goes_the_queue_holds_together(moves: list[tuple[int, int, str, float]]) -> None:
+def test_random_operations_keep_the_queue_consistent(moves: list[tuple[int, int, str, float]]) -> None:
     queue, now_s, waiting = Queue(), 0.0, 0
     for serial, (kind, level, tenant, key) in enumerate(moves):
         if kind <= 2:

@@ -1,4 +1,4 @@
-"""Frames of a recording: what a viewer of the running router would have seen."""
+"""Frames made from a recording: those that a viewer of the running router would have received."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def recorded() -> tuple[list[str], SimResult]:
 
 
 def ended(frames: Sequence[LiveFrame]) -> dict[str, float]:
-    """Request id -> total seconds; each is shown once."""
+    """Request id -> total seconds. Each request is shown once."""
     rows = [one for frame in frames for one in frame.requests if one.ended_s is not None]
     assert len({one.request_id for one in rows}) == len(rows)
     return {one.request_id: one.ended_s - one.arrived_s for one in rows if one.ended_s is not None}

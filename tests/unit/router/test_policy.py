@@ -1,4 +1,4 @@
-"""What each policy chooses, from views that are built by hand."""
+"""Choices of each policy, from views built by hand."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_equal_prefills_go_to_the_decode_worker_with_the_shortest_step() -> None
 
 
 def test_a_running_request_keeps_its_tpot_target() -> None:
-    # d0 is quicker to grant, but its resident was promised 12 ms and would get 13.
+    # d0 grants sooner, but its running request has a target of 12 ms and would take 13.
     crowded, slow = busy(view("d0"), rows=2, tpot_s=0.012), view("d1")
     slow.grant_wait_s = 0.02
     assert place(least([view("p0")], [crowded, slow], ask())) == (Choice.REMOTE, "p0", "d1")
@@ -108,7 +108,7 @@ def test_a_request_is_served_if_every_target_is_missed() -> None:
     assert "no decode worker meets" in decision.reason
 
 
-def test_what_is_on_its_way_counts_in_tpot() -> None:
+def test_arriving_requests_count_in_tpot() -> None:
     d0 = view("d0")
     d0.book(Booking(request_id="x", attempt=1, tokens=500, blocks=32, tpot_s=0.2), 0.0)
     (candidate, *_) = least([view("p0")], [d0], ask()).candidates
@@ -129,19 +129,20 @@ def test_short_uncached_prompts_stay_on_the_decode_worker(uncached: int, choice:
     assert least([view("p0")], [view("d0")], ask(uncached + 160, cached_tokens={"d0": 160, "p0": 160})).choice is choice
 
 
-def test_a_prefix_that_only_the_decode_worker_holds_makes_local_quicker() -> None:
+def test_a_prefix_on_the_decode_worker_favours_local() -> None:
     request = ask(400, cached_tokens={"d1": 320})
     assert place(least([view("p0")], [view("d0"), view("d1")], request)) == (Choice.LOCAL, "", "d1")
 
 
-def test_a_long_prefill_queue_makes_local_quicker() -> None:
+def test_a_long_prefill_queue_favours_local() -> None:
     request = ask(100)
     queue = [busy(view("p0"), 1.0)]
     assert place(least(queue, [view("d0")], request)) == (Choice.LOCAL, "", "d0")
 
 
 def test_local_prefill_gets_only_the_time_that_running_rows_allow() -> None:
-    # Steps of 18 ms, promised 20: a tenth of the time is free, so 100 tokens need a second here, 0.35 s there.
+    # Steps take 18 ms and the target is 20: a tenth of the time is free, so 100 tokens need a second here, 0.35 s
+    # there.
     queue = [busy(view("p0"), 0.25, 0)]
     strict = busy(view("d0"), rows=8, tpot_s=0.020)
     lazy = busy(view("d0"), rows=8, tpot_s=1.0)
@@ -155,7 +156,7 @@ def test_a_request_waits_for_a_prefill_worker_that_is_soon_free() -> None:
     assert decision.retry_in_s == pytest.approx(0.25 - 0.128)
 
 
-def test_a_prefill_worker_is_given_the_next_request_one_batch_ahead() -> None:
+def test_the_next_request_is_sent_one_batch_early() -> None:
     assert least([busy(view("p0"), 0.12)], [view("d0")], ask(400)).choice is Choice.REMOTE
 
 
@@ -170,7 +171,7 @@ def test_a_request_waits_while_every_row_is_taken() -> None:
     assert least([view("p0")], [busy(view("d0", max_batch=2), rows=2)], ask()).choice is Choice.WAIT
 
 
-def test_a_worker_that_refused_is_left_alone_for_as_long_as_it_said() -> None:
+def test_a_worker_that_declined_is_skipped_until_its_retry_time() -> None:
     one = view("d0")
     one.closed_until_s = 0.1
     decision = least([view("p0")], [one], ask())
@@ -178,7 +179,7 @@ def test_a_worker_that_refused_is_left_alone_for_as_long_as_it_said() -> None:
     assert decision.retry_in_s == pytest.approx(0.1)
 
 
-def test_a_worker_where_the_request_failed_is_asked_only_if_there_is_no_other() -> None:
+def test_a_worker_that_failed_the_request_is_the_last_choice() -> None:
     request = ask(avoid_workers=frozenset({"p0", "d0"}))
     assert place(least([view("p0"), view("p1")], [view("d0"), view("d1")], request)) == (Choice.REMOTE, "p1", "d1")
     assert place(least([view("p0")], [view("d0")], request)) == (Choice.REMOTE, "p0", "d0")
@@ -196,7 +197,7 @@ def trained(one: WorkerView) -> WorkerView:
     return one
 
 
-def test_only_a_hopeless_deadline_is_rejected_and_only_by_a_trained_model() -> None:
+def test_only_an_impossible_deadline_is_rejected() -> None:
     hopeless = ask(10_000, deadline_left_s=1.0)
     untrained = least([view("p0")], [view("d0")], hopeless)
     assert untrained.choice is Choice.REMOTE
@@ -226,7 +227,7 @@ def test_the_published_baselines_are_registered() -> None:
 # -- views -------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_is_corrected_by_what_was_booked_and_freed_since() -> None:
+def test_bookings_since_a_report_correct_it() -> None:
     one = view("d0", num_blocks=64)
     before = Booking(request_id="a", attempt=1, tokens=160, blocks=10, tpot_s=0.1)
     one.book(before, 0.0)
@@ -252,7 +253,7 @@ def test_a_sequence_that_grows_takes_its_next_block_in_time() -> None:
     one.check()
 
 
-def test_the_prefill_queue_shrinks_with_time_and_is_corrected_by_each_first_token() -> None:
+def test_first_tokens_correct_the_predicted_prefill_queue() -> None:
     one = view("p0")
     first = Booking(request_id="a", attempt=1, tokens=500, blocks=32, prefill_tokens=500, prefill_s=0.5)
     second = Booking(request_id="b", attempt=1, tokens=300, blocks=19, prefill_tokens=300, prefill_s=0.3)
@@ -265,7 +266,7 @@ def test_the_prefill_queue_shrinks_with_time_and_is_corrected_by_each_first_toke
     assert one.queue_s(1.0) == 0.0
 
 
-def test_other_routers_prefills_are_seen_in_the_report() -> None:
+def test_reports_show_prefills_of_other_routers() -> None:
     one = view("p0")
     one.reported(Load(worker_id="p0", steps=1, free_blocks=64, pending_prefill_tokens=700), 1.0)
     assert one.queue_s(1.0) == pytest.approx(0.7)

@@ -1,4 +1,4 @@
-"""What a policy and the queue are told of a waiting request."""
+"""The description of a waiting request for policies and for the queue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fleet() -> Fleet:
     return state._cluster.fleet
 
 
-def test_a_policy_gets_what_is_left_of_the_request(fleet: Fleet) -> None:
+def test_a_policy_sees_the_rest_of_a_request(fleet: Fleet) -> None:
     one = request(prompt=100, max_tokens=8)
     fresh = policy_input_of(one, fleet, OutputLengths(), NOW_S)
     assert (fresh.num_tokens, fresh.max_new_tokens, fresh.expected_tokens, fresh.is_resumed) == (100, 8, 8.0, False)
@@ -45,7 +45,7 @@ def test_a_policy_gets_what_is_left_of_the_request(fleet: Fleet) -> None:
     assert (begun.num_tokens, begun.max_new_tokens, begun.expected_tokens, begun.is_resumed) == (103, 5, 5.0, True)
 
 
-def test_a_resumed_request_is_judged_by_the_gap_in_its_answer(fleet: Fleet) -> None:
+def test_a_resumed_requests_wait_starts_at_its_last_token(fleet: Fleet) -> None:
     one = request(prompt=100, max_tokens=8)
     one.output, one.first_token_s, one.last_token_s = [10, 11, 12], 4.2, 4.6
     told = policy_input_of(one, fleet, OutputLengths(), NOW_S)
@@ -54,8 +54,8 @@ def test_a_resumed_request_is_judged_by_the_gap_in_its_answer(fleet: Fleet) -> N
     assert policy_input_of(request(), fleet, OutputLengths(), NOW_S).answer_left_s == math.inf
 
 
-def test_of_resumed_requests_the_one_whose_next_token_is_due_first_goes_first(fleet: Fleet) -> None:
-    """An answer of which the client has much, sooner than its target asked for, can bear a longer gap."""
+def test_resumed_requests_are_ordered_by_due_time(fleet: Fleet) -> None:
+    """An answer that is far ahead of its target tolerates a longer gap."""
     ahead, behind = request(serial=1), request(serial=2)
     ahead.output, ahead.first_token_s = [1] * 50, 1.0
     behind.output, behind.first_token_s = [1], 4.0
@@ -64,7 +64,7 @@ def test_of_resumed_requests_the_one_whose_next_token_is_due_first_goes_first(fl
     assert sorted(entries)[0].serial == 2
 
 
-def test_cached_blocks_count_in_tokens_of_workers_that_are_known(fleet: Fleet) -> None:
+def test_cached_blocks_of_known_workers_count_in_tokens(fleet: Fleet) -> None:
     one = request()
     one.cached_blocks = {"p0": 3, "d1": 2, "gone": 9}
     assert policy_input_of(one, fleet, OutputLengths(), NOW_S).cached_tokens == {"p0": 3 * BLOCK, "d1": 2 * BLOCK}
@@ -76,15 +76,15 @@ def test_only_failed_incarnations_are_avoided(fleet: Fleet) -> None:
     one.avoid_pairs = {
         (("p0", "p0.1"), ("d0", "d0.1")),
         (("p1", "p1.2"), ("d0", "d0.1")),
-        (("p1", "p1.1"), ("d0", "d0.1")),  # p1 was restarted since
-        (("p0", "p0.1"), ("d1", "d1.1")),  # d1 was restarted since
+        (("p1", "p1.1"), ("d0", "d0.1")),  # p1 was restarted since then.
+        (("p0", "p0.1"), ("d1", "d1.1")),  # d1 was restarted since then.
     }
     told = policy_input_of(one, fleet, OutputLengths(), NOW_S)
     assert told.avoid_workers == {"d0"}
     assert told.avoid_pairs == {("p0", "d0"), ("p1", "d0")}
 
 
-def test_a_worker_that_is_too_small_or_said_so_is_left_out(fleet: Fleet) -> None:
+def test_a_worker_that_is_too_small_is_skipped(fleet: Fleet) -> None:
     one, views = request(), [fleet.workers["d0"], fleet.workers["d1"]]
     most = views[0].max_tokens
     assert large_enough(one, views, most) == views
@@ -93,7 +93,7 @@ def test_a_worker_that_is_too_small_or_said_so_is_left_out(fleet: Fleet) -> None
     assert large_enough(one, views, 1) == views[1:], "d1 was restarted since, and may have more memory"
 
 
-def test_the_queue_goes_by_begun_then_priority_then_the_last_moment_to_start(fleet: Fleet) -> None:
+def test_queue_entries_sort_by_level_then_start_time(fleet: Fleet) -> None:
     plain, urgent, begun = request(), request(priority=9), request(priority=0)
     begun.output, begun.first_token_s = [1], 4.5
     entries = {

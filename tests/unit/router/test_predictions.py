@@ -1,5 +1,5 @@
-"""What a prediction of a first token is made of: the rest of a step, messages, chunks; and how it comes out when
-simulated, where nothing but the router's own account can be wrong."""
+"""The parts of a predicted TTFT: the rest of a step, messages, chunks. In the simulator, where steps take exactly the
+predicted time, only the router's own calculation can be wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.router.small_worker import shape
 
 
 def requests(rate_rps: float, seconds: float) -> Iterator[TraceRequest]:
-    """Short and long prompts, as in benchmarks.goodput."""
+    """A mix of short and long prompts, as in benchmarks.goodput."""
     rng = random.Random(1)
     at_s = rng.expovariate(rate_rps)
     while at_s < seconds:
@@ -27,7 +27,7 @@ def requests(rate_rps: float, seconds: float) -> Iterator[TraceRequest]:
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (0, 2)])
-def test_first_tokens_come_when_they_were_predicted(prefill: int, decode: int) -> None:
+def test_simulated_first_tokens_match_predictions(prefill: int, decode: int) -> None:
     workers = [shape(f"p{n}", Role.PREFILL) for n in range(prefill)]
     workers += [shape(f"d{n}", Role.DECODE) for n in range(decode)]
     config = SimConfig(

@@ -1,4 +1,4 @@
-"""Who waits for what, and what ends the wait."""
+"""What waiting requests wait for, and what ends the wait."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def placed(commands: list[Command]) -> list[str]:
     return [one.request_id for one in commands if isinstance(one, Reserve)]
 
 
-def test_a_request_is_kept_back_until_the_prefill_worker_is_a_batch_from_done() -> None:
+def test_a_request_waits_until_one_batch_before_the_end() -> None:
     given = start()
     assert placed(given.arrives("a", prompt=300)) == ["a"]
     assert placed(given.arrives("b", prompt=300)) == []
@@ -58,7 +58,7 @@ def test_the_alarm_is_set_for_the_time_when_a_prefill_worker_will_have_room() ->
     assert [one.at_s for one in alarms] == [pytest.approx(0.2)]
 
 
-def test_a_first_token_lets_the_next_request_go_to_the_prefill_worker() -> None:
+def test_a_first_token_starts_the_next_prefill() -> None:
     given = start()
     given.arrives("a", prompt=300)
     given.arrives("b", prompt=300)
@@ -66,7 +66,7 @@ def test_a_first_token_lets_the_next_request_go_to_the_prefill_worker() -> None:
     assert placed(given.first(request_id="a")) == ["b"]
 
 
-def test_released_memory_lets_the_next_request_in() -> None:
+def test_released_memory_starts_the_next_request() -> None:
     given = start("colocated", num_blocks=10)
     given.arrives("a", prompt=100)
     assert placed(given.arrives("b", prompt=100)) == []
@@ -75,7 +75,7 @@ def test_released_memory_lets_the_next_request_in() -> None:
     assert placed(given.released("d0", request_id="a")) == ["b"]
 
 
-def test_a_load_report_lets_the_next_request_in() -> None:
+def test_a_load_report_starts_the_next_request() -> None:
     given = start("colocated", num_blocks=32)
     given.arrives("a", prompt=100)
     given.submit(Load(worker_id="d0", steps=1, free_blocks=2, running=1, waiting=0))
@@ -93,14 +93,14 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_memory() -
     assert placed(given.released("d0", request_id="a")) == ["large", "small"]
 
 
-def test_a_short_prompt_overtakes_those_that_wait_for_a_prefill_worker() -> None:
+def test_a_short_prompt_overtakes_requests_for_prefill_workers() -> None:
     given = start("least-ttft")
     given.arrives("a", prompt=300)
     assert placed(given.arrives("b", prompt=300)) == []
     assert placed(given.arrives("short", prompt=10)) == ["short"]
 
 
-def test_requests_that_wait_for_the_only_prefill_worker_go_local_when_it_dies() -> None:
+def test_waiting_requests_go_local_if_the_prefill_worker_dies() -> None:
     given = start("round-robin")
     given.arrives("a")
     given.granted(request_id="a")
@@ -112,7 +112,7 @@ def test_requests_that_wait_for_the_only_prefill_worker_go_local_when_it_dies() 
     assert all(one.is_local for one in commands if isinstance(one, Reserve))
 
 
-def test_begun_requests_go_first() -> None:
+def test_resumed_requests_go_first() -> None:
     given = start("colocated", inbox_depth=1)
     given.connect_decode("d1", cost=COST, inbox_depth=1)
     given.arrives("begun", slo=Slo(ttft_s=9.0))
@@ -121,14 +121,14 @@ def test_begun_requests_go_first() -> None:
     given.arrives("x")
     given.arrives("y")
     given.arrives("new", slo=Slo(ttft_s=0.1))
-    # d0 dies; d1 has its inbox full with x or y, so both of those that are left wait.
+    # d0 dies. The inbox of d1 is full with x or y, so both other requests wait.
     given.lost("d0")
     waiting = list(given.state._cluster.queue)
     assert waiting[0] == "begun"
     assert set(waiting) >= {"begun", "new"}
 
 
-def test_a_hint_about_a_dead_workers_cache_is_forgotten() -> None:
+def test_a_dead_workers_cache_is_forgotten() -> None:
     given = start("least-ttft")
     given.arrives("a", prompt=200)
     given.granted(request_id="a")
@@ -140,7 +140,7 @@ def test_a_hint_about_a_dead_workers_cache_is_forgotten() -> None:
     assert not again.is_local, "the new d0 would have to compute all of it"
 
 
-def test_kv_that_an_attempt_left_behind_is_used_by_the_next() -> None:
+def test_a_retry_uses_kv_of_the_failed_attempt() -> None:
     given = start("least-ttft")
     given.arrives("a", prompt=200)
     given.granted(request_id="a")
@@ -152,7 +152,7 @@ def test_kv_that_an_attempt_left_behind_is_used_by_the_next() -> None:
     assert given.state._cluster.requests["a"].cached_blocks == {"d0": 200 // 16}
 
 
-def test_tokens_of_an_earlier_attempt_do_not_clear_a_request_that_kills_workers() -> None:
+def test_earlier_progress_does_not_excuse_a_later_death() -> None:
     given = start("round-robin")
     given.connect_decode("d1")
     given.connect_decode("d2")
@@ -163,13 +163,13 @@ def test_tokens_of_an_earlier_attempt_do_not_clear_a_request_that_kills_workers(
     given.tokens(1, list(range(101, 120)))
     given.lost("d0")
     given.granted(2, "d1")
-    assert placed(given.lost("d1")) == ["a"]  # the first to die without having done anything for it
+    assert placed(given.lost("d1")) == ["a"]  # The first worker that dies without progress on this request.
     given.granted(3, "d2")
     (failed,) = [one for one in given.lost("d2") if isinstance(one, FailRequest)]
     assert "2 workers died" in failed.message
 
 
-def test_a_request_too_large_for_now_blocks_no_other() -> None:
+def test_a_request_too_large_for_connected_workers_blocks_no_other() -> None:
     given = start("round-robin", num_blocks=8)
     given.connect_decode("big", num_blocks=64)
     given.submit(DrainRequested(worker_id="big"))
@@ -190,7 +190,7 @@ def test_a_request_too_large_for_all_workers_ends() -> None:
     assert failed.role == "decode"
 
 
-def test_an_alarm_that_rings_a_moment_early_is_set_again() -> None:
+def test_an_early_alarm_is_set_again() -> None:
     state = RouterState(RouterSettings(policy="round-robin"))
     state.handle(hello("d0", Role.DECODE), 0.0)
     (alarm,) = [one for one in state.handle(arrival("a", deadline_s=1.0), 0.0) if isinstance(one, WakeAt)]
@@ -199,7 +199,7 @@ def test_an_alarm_that_rings_a_moment_early_is_set_again() -> None:
     assert alarm.at_s <= again.at_s <= alarm.at_s + 0.01
 
 
-def test_a_row_is_free_from_the_last_token_on() -> None:
+def test_the_last_token_frees_the_row() -> None:
     given = start("colocated", max_batch=1)
     given.connect_decode("d0", cost=COST, max_batch=2)
     for name in "ab":
@@ -210,7 +210,7 @@ def test_a_row_is_free_from_the_last_token_on() -> None:
     assert placed(given.tokens(1, [2], request_id="a", finish=FinishReason.STOP)) == ["c"]
 
 
-def test_workers_that_came_back_meanwhile_start_the_grace_anew() -> None:
+def test_a_reconnect_restarts_the_waiting_time() -> None:
     given = start("colocated")
     given.lost("d0")
     given.arrives("a")

@@ -1,4 +1,4 @@
-"""Token buckets and answers in progress: what is charged, what is returned, and when to come again."""
+"""Token buckets and answers in progress: charges, refunds and retry times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ACME = Tenant(name="acme", tokens_per_minute=600, max_concurrent=3)  # ten token
 
 
 def minute() -> Quotas:
-    """Buckets hold the tokens of a minute."""
+    """Makes buckets that hold the tokens of a minute."""
     return Quotas(60.0)
 
 
@@ -34,7 +34,7 @@ def level(quotas: Quotas, now_s: float = 0.0) -> float:
     return found
 
 
-def test_prompt_and_reserved_output_are_taken_at_once() -> None:
+def test_admission_charges_prompt_and_reserved_output() -> None:
     quotas = minute()
     call(quotas, 100, 50)
     assert level(quotas) == 600 - 150
@@ -52,7 +52,7 @@ def test_what_an_answer_does_not_generate_is_returned_at_its_end() -> None:
     assert level(quotas) == 480
 
 
-def test_output_beyond_the_reserved_is_taken_as_it_comes_and_may_go_below_zero() -> None:
+def test_further_output_may_overdraw_the_bucket() -> None:
     quotas = minute()
     answer = call(quotas, 300, 4096).take()
     for _ in range(100):
@@ -98,7 +98,7 @@ def test_an_answer_that_failed_before_its_first_token_costs_nothing(emitted: int
     assert level(quotas) == left
 
 
-def test_a_client_that_leaves_pays_for_its_prompt() -> None:
+def test_a_disconnected_client_pays_for_its_prompt() -> None:
     quotas = minute()
     call(quotas, 100, 50).take().end(is_free=False)
     assert level(quotas) == 500
@@ -114,7 +114,7 @@ def test_a_call_larger_than_the_bucket_needs_a_full_one() -> None:
     call(quotas, 5000, 50, now_s=505.01)
 
 
-def test_idle_time_fills_the_bucket_to_one_minute_and_no_further() -> None:
+def test_an_idle_bucket_fills_up_to_its_size() -> None:
     quotas = minute()
     call(quotas, 300, 10)
     assert [level(quotas, now_s) for now_s in (1.0, 10.0, 31.0, 1e9)] == [300, 390, 600, 600]
@@ -142,7 +142,7 @@ def test_answers_in_progress_are_limited_until_they_are_released() -> None:
     assert caught.value.retry_after_s == 1.0, "nothing is known yet"
     answers[0].end(is_free=False)
     with pytest.raises(QuotaExceeded):
-        quotas.open(ACME, 0.0)  # its memory may still be in use
+        quotas.open(ACME, 0.0)  # Its memory may still be in use.
     answers[0].release(6.0)
     answers[0].release(6.0)
     call(quotas, 1, 1, now_s=6.0)
@@ -163,7 +163,7 @@ def test_each_answer_of_a_call_counts() -> None:
     assert (quotas.running("acme"), level(quotas)) == (0, 600)
 
 
-def test_more_answers_than_the_quota_are_no_matter_of_time() -> None:
+def test_a_call_above_the_answer_quota_is_invalid() -> None:
     quotas = minute()
     with pytest.raises(InvalidRequest) as caught:
         call(quotas, 10, 1, 1, 1, 1)
@@ -205,7 +205,7 @@ def test_new_quotas_apply_to_the_next_call() -> None:
     assert level(quotas) == 598, "a bucket that is new is full"
 
 
-def test_tenants_that_left_the_file_are_forgotten_when_nothing_runs() -> None:
+def test_removed_tenants_are_dropped_when_idle() -> None:
     quotas = minute()
     call(quotas, 300, 10)
     call(quotas, 300, 10, tenant=Tenant(name="b", tokens_per_minute=600)).close(0.0)
@@ -215,9 +215,9 @@ def test_tenants_that_left_the_file_are_forgotten_when_nothing_runs() -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_no_sequence_of_calls_gets_more_than_its_quotas(data: st.DataObject) -> None:
-    """Tokens reserved or generated over T minutes are at most the quota times T + 1, beside what answers that were
-    admitted generate beyond what they reserved; and all slots come back."""
+def test_no_sequence_of_calls_exceeds_its_quotas(data: st.DataObject) -> None:
+    """Over T minutes, reserved and generated tokens are at most the quota times T + 1, plus the tokens that admitted
+    answers generate beyond their reservation. All slots are returned."""
     quotas, now_s, taken, over = minute(), 0.0, 0, 0
     running: list[tuple[AnswerClaim, int, int]] = []
     for _ in range(data.draw(st.integers(1, 60))):

@@ -1,4 +1,4 @@
-"""RouterState in a world where everything goes wrong at once: each client hears the right tokens, once."""
+"""RouterState under random faults: each client receives the right tokens, once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT = RouterSettings().policy
 
 
 def runs(num_seeds: int, num_short: int) -> list[Any]:
-    """A policy and a seed: `make test` runs the first seeds, of the default policy more than of others."""
+    """Pairs of a policy and a seed. `make test` runs the first seeds, and more of them for the default policy."""
     return [
         pytest.param(
             policy, seed, marks=() if seed < (3 * num_short if policy == DEFAULT else num_short) else pytest.mark.slow
@@ -73,7 +73,7 @@ def run(seed: int, faults: float, policy: str, requests: int = 25, stirs: int = 
 
 
 @pytest.mark.parametrize(("policy", "seed"), runs(len(SEEDS), 4))
-def test_whatever_fails_each_client_hears_the_right_tokens_and_one_last_word(policy: str, seed: int) -> None:
+def test_clients_get_exact_tokens_and_one_end_under_faults(policy: str, seed: int) -> None:
     world = run(seed, faults=0.02, policy=policy)
     for client in world.clients.values():
         word = client.last_word
@@ -94,7 +94,7 @@ def test_whatever_fails_each_client_hears_the_right_tokens_and_one_last_word(pol
 
 
 @pytest.mark.parametrize(("policy", "seed"), runs(10, 2))
-def test_where_nothing_fails_every_request_is_served_in_one_attempt(policy: str, seed: int) -> None:
+def test_without_faults_one_attempt_is_enough(policy: str, seed: int) -> None:
     world = run(seed, faults=0.0, policy=policy)
     rejected = 0
     for client in world.clients.values():
@@ -136,10 +136,10 @@ REACHED = {
 }
 
 
-def test_the_random_runs_reach_every_kind_of_ending_and_loss() -> None:
+def test_random_runs_cover_every_outcome_and_loss() -> None:
     missing = set(REACHED)
     for seed in SEEDS:
-        for faults in (0.02, 0.06):  # failing takes many blows
+        for faults in (0.02, 0.06):  # A request fails only after several faults.
             missing -= (+run(seed, faults=faults, policy="least-ttft").state.counters).keys()
         if not missing:
             return

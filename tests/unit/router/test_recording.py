@@ -1,4 +1,4 @@
-"""The file that a live router records to: bounded, and never in the way of serving."""
+"""The recording of a live router: its size is bounded, and its errors never affect requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.router.test_random_runs import run
 SETTINGS = RouterSettings(policy="dynamo")
 
 
-def test_what_is_recorded_replays(tmp_path: Path) -> None:
+def test_a_recording_replays(tmp_path: Path) -> None:
     world = run(4, faults=0.0, policy="dynamo", requests=5, stirs=300)
     file = RecordFile(str(tmp_path / "a"), world.state.settings, max_bytes=2**20)
     for now_s, event, commands in world.log:

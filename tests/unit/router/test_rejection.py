@@ -1,4 +1,4 @@
-"""Who is refused, when, and who is not: scenes in a cluster whose time is exactly as predicted (clocked.py)."""
+"""Which requests are rejected, and when, in a cluster whose times are exactly as predicted (clocked.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.slow import slow_except
 from tests.unit.router.clocked import Clocked
 from tests.unit.router.router_events import arrival
 
-#: Everything remote: the clocked cluster's decode workers are free of charge.
+#: Every placement is remote, because decode workers of the clocked cluster prefill in no time.
 REMOTE = ("path-choice",)
 SECOND = Slo(ttft_s=1.0, tpot_s=0.1)
 TWO_SECONDS = Slo(ttft_s=2.0, tpot_s=0.1)
@@ -37,25 +37,25 @@ def rejected(world: Clocked) -> list[str]:
     return [name for name, outcome in outcomes(world).items() if outcome == "rejected"]
 
 
-def test_on_an_idle_cluster_a_hopeless_request_is_served_late() -> None:
+def test_an_idle_cluster_serves_a_late_request() -> None:
     world = cluster()
     world.run([(0.0, short("a", 3000))], 60.0)
     assert outcomes(world) == {"a": "late"}
 
 
-def test_hopeless_requests_that_only_meet_each_other_are_all_served_late() -> None:
+def test_late_requests_alone_are_all_served() -> None:
     world = cluster()
     world.run([(0.1 * index, short(f"a{index}", 2000)) for index in range(5)], 60.0)
     assert set(outcomes(world).values()) == {"late"}
 
 
-def test_a_surely_late_request_is_rejected_at_once() -> None:
+def test_a_certainly_late_request_is_rejected_at_once() -> None:
     world = cluster()
     world.run([(0.01 * index, short(f"a{index}", 200)) for index in range(12)], 60.0)
     gone = rejected(world)
     assert gone
     assert "a0" not in gone
-    # A request that is late by less than the prediction may err waits, and is served late.
+    # A request that is late by less than the error of the prediction waits, and is served late.
     assert max(waits_s(world)) == 0.0
     told = list(outcomes(world).values())
     assert set(told) <= {"served", "late", "rejected"}
@@ -68,7 +68,7 @@ def test_a_rejection_says_when_there_will_be_room() -> None:
     word = world.told["a11"].word
     assert isinstance(word, FailRequest)
     assert word.kind is FailKind.OVERLOADED
-    # 12 times 0.2 s are to be done; a11 needs a second of them gone.
+    # There are 12 * 0.2 s of work. a11 can be admitted when one second of it is done.
     assert word.retry_after_s is not None
     assert 0.05 <= word.retry_after_s <= 1.5
     again = cluster()
@@ -93,13 +93,13 @@ def test_a_request_with_slack_is_admitted_behind_others() -> None:
 
 
 def waits_s(world: Clocked, since_s: float = 0.0) -> list[float]:
-    """Of the rejected requests that came after `since_s`, from arrival to rejection; sorted."""
+    """Sorted times from arrival to rejection, for rejected requests that arrived after `since_s`."""
     gone = [world.told[name] for name in rejected(world)]
     return sorted(one.ended_s - one.arrived_s for one in gone if one.ended_s is not None and one.arrived_s >= since_s)
 
 
-def test_an_unlearned_model_rejects_no_request_early() -> None:
-    """Twelve seconds of work arrive at once, at a worker that has reported no batch."""
+def test_a_model_without_samples_rejects_nothing() -> None:
+    """Twelve seconds of work arrive at once on a worker that has reported no batch."""
     world = cluster(trust=False)
     world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(60)], 60.0)
     waited_s = waits_s(world)
@@ -109,12 +109,12 @@ def test_an_unlearned_model_rejects_no_request_early() -> None:
     assert "served" in outcomes(world).values()
 
 
-def test_a_queue_of_uncertain_steps_is_judged_by_its_drain_rate() -> None:
-    """Single steps differ by half of their mean, so that no single prediction is worth much; the queue's is."""
+def test_noisy_steps_are_judged_by_the_drain_rate() -> None:
+    """Single steps differ by half of their mean, so single predictions are inaccurate, but the queue's is not."""
     world = cluster(spread=0.5)
     prefill = world.routers[0]._cluster.fleet.workers["p0"].cost
     assert prefill.prefill_error > 0.25, "the model must be uncertain"
-    world.run([(0.02 * index, short(f"a{index}", 100)) for index in range(1000)], 60.0)  # five times too much
+    world.run([(0.02 * index, short(f"a{index}", 100)) for index in range(1000)], 60.0)  # Five times the capacity.
     waited_s = waits_s(world, since_s=5.0)
     assert len(waited_s) > 500
     assert waited_s[len(waited_s) // 2] == 0.0
@@ -132,7 +132,7 @@ def test_every_rejection_says_when_to_retry() -> None:
 
 
 def long_tail(seed: int, seconds: float = 60.0) -> list[tuple[float, RequestArrived]]:
-    """Three of a hundred prompts take most of their target; 70 % of two workers' time is asked for."""
+    """Three of a hundred prompts take most of their target. The load is 70 % of two workers."""
     rng, at_s, arrivals = random.Random(seed), 0.0, []
     while (at_s := at_s + rng.expovariate(18.0)) < seconds:
         prompt = rng.randint(500, 950) if rng.random() < 0.03 else rng.randint(20, 100)
@@ -141,7 +141,7 @@ def long_tail(seed: int, seconds: float = 60.0) -> list[tuple[float, RequestArri
 
 
 @pytest.mark.parametrize("seed", slow_except(range(4), 0))
-def test_at_a_load_that_can_be_served_the_rule_costs_nothing(seed: int) -> None:
+def test_below_capacity_admission_rejects_nothing(seed: int) -> None:
     arrivals = long_tail(seed)
     worlds = cluster(prefills=2), cluster("rejection", prefills=2)
     for world in worlds:
@@ -151,9 +151,9 @@ def test_at_a_load_that_can_be_served_the_rule_costs_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", slow_except([1, 2, 3], 1))
-def test_overload_rejects_the_longest_and_meets_more_targets(seed: int) -> None:
+def test_rejecting_the_longest_meets_more_targets(seed: int) -> None:
     rng = random.Random(seed)
-    prompts = [rng.randint(50, 500) for _ in range(600)]  # 2.75 times what one worker can do
+    prompts = [rng.randint(50, 500) for _ in range(600)]  # 2.75 times the capacity of one worker.
     arrivals = [(0.1 * index, short(f"{index}", prompt, TWO_SECONDS)) for index, prompt in enumerate(prompts)]
     worlds = cluster(), cluster("shortest")
     for world in worlds:
@@ -163,7 +163,7 @@ def test_overload_rejects_the_longest_and_meets_more_targets(seed: int) -> None:
 
 
 def behind_a_long_step(begin_s: float = 0.0) -> list[tuple[float, RequestArrived]]:
-    """1.2 s of work that runs, and one who waits for it."""
+    """1.2 s of running work, and a request that waits for its end."""
     prompts = {"first": 50, "runs": 1200, "waits": 50}
     return [
         (begin_s + 0.001 * index, short(name, prompt, TWO_SECONDS))
@@ -172,7 +172,7 @@ def behind_a_long_step(begin_s: float = 0.0) -> list[tuple[float, RequestArrived
 
 
 def test_overload_rejects_long_prompts_first() -> None:
-    """Ten seconds of three times too much: then the queue leaves no room for 2.5 times half a second."""
+    """Ten seconds at three times the capacity. The queue then leaves no room for 2.5 times half a second."""
     crowd = [(0.03 * index, short(f"a{index}", 100, TWO_SECONDS)) for index in range(400)]
     told = {}
     for name, prompt in {"long": 500, "brief": 20}.items():
@@ -185,20 +185,20 @@ def test_overload_rejects_long_prompts_first() -> None:
 
 
 def test_a_burst_rejects_no_timely_long_prompt() -> None:
-    """1.2 s run and another 0.5 s come: that is more than the worker can do in that moment, and yet all is in time."""
+    """1.2 s of work runs and 0.5 s arrives. The worker cannot do both at once, but all requests are in time."""
     world = cluster()
     world.run([*behind_a_long_step(), (0.02, short("long", 500, TWO_SECONDS))], 60.0)
     assert set(outcomes(world).values()) == {"served"}
 
 
-def test_where_less_is_asked_than_can_be_done_a_long_prompt_waits_its_turn() -> None:
+def test_below_capacity_a_long_prompt_may_wait() -> None:
     quiet = [(0.5 * index, short(f"a{index}", 100, TWO_SECONDS)) for index in range(100)]
     world = cluster()
     world.run([*quiet, *behind_a_long_step(50.0), (50.02, short("long", 500, TWO_SECONDS))], 90.0)
     assert outcomes(world)["long"] == "served"
 
 
-def test_what_a_lower_class_asks_for_is_no_reason_to_refuse_a_higher_one() -> None:
+def test_lower_classes_cause_no_rejection_of_higher_ones() -> None:
     world = cluster()
     world.run([*behind_a_long_step(), (0.02, short("long", 500, TWO_SECONDS, priority=1))], 60.0)
     assert outcomes(world)["long"] == "served"
@@ -214,7 +214,7 @@ def test_without_the_rule_no_request_is_rejected() -> None:
 def test_a_light_tenant_is_admitted_beside_a_heavy_one() -> None:
     heavy = [(0.02 * index, short(f"h{index}", 200, tenant="heavy")) for index in range(200)]
     light = [(1.0 + 0.5 * index, short(f"l{index}", 100, tenant="light")) for index in range(6)]
-    # Without the rule that favours short prompts, which the light tenant has.
+    # The rule that favours short prompts is off, because the light tenant sends short ones.
     fair, unfair = cluster("shortest"), cluster("shortest", "fairness")
     fair.run([*heavy, *light], 60.0)
     unfair.run([*heavy, *light], 60.0)
@@ -233,7 +233,7 @@ def test_a_higher_class_is_served_under_overload() -> None:
 
 
 def test_a_new_request_does_not_overtake_the_queue() -> None:
-    """Requests of a higher class wait; those of a lower one arrive just when the worker's batch is nearly done."""
+    """Requests of a higher class wait. Requests of a lower class arrive when the worker's batch is nearly done."""
     low = [(0.02 * index, short(f"h{index}", 200)) for index in range(100)]
     world = cluster("rejection")
     world.run([*low, (1.0, short("high", 100, priority=1))], 60.0)
@@ -241,7 +241,7 @@ def test_a_new_request_does_not_overtake_the_queue() -> None:
 
 
 def order_of(world: Clocked, *arrivals: RequestArrived) -> list[str]:
-    """In which they are placed behind one that keeps the only prefill worker for half a second."""
+    """The order of placement behind a request that occupies the only prefill worker for half a second."""
     world.run([(0.0, short("first", 500)), *((0.01, one) for one in arrivals)], 60.0)
     return world.placed[1:]
 
@@ -254,7 +254,7 @@ def test_each_rule_of_the_order_can_be_switched_off_alone() -> None:
     assert order_of(cluster("rejection", "priority"), loose, tight, high) == ["tight", "loose", "high"]
 
 
-def test_a_late_request_is_served_amid_endless_tighter_ones_only_by_ageing() -> None:
+def test_ageing_serves_a_late_request_under_overload() -> None:
     late = (0.0, short("late", 300, Slo(ttft_s=0.2)))
     others = [(0.05 * index, short(f"a{index}", 100, Slo(ttft_s=0.9 + 0.05 * index))) for index in range(200)]
     aged, ageless = cluster("rejection"), cluster("rejection", "ageing")
@@ -295,9 +295,9 @@ def goodput(world: Clocked, arrivals: list[tuple[float, RequestArrived]]) -> flo
     return served / (arrivals[-1][0] - arrivals[0][0])
 
 
-def test_three_times_too_much_keeps_the_goodput_of_the_peak() -> None:
+def test_goodput_holds_at_three_times_the_capacity() -> None:
     rates = {}
-    for rate in (22.0, 28.0, 72.0):  # capacity: 4 workers / 0.127 s
+    for rate in (22.0, 28.0, 72.0):  # The capacity is 4 workers / 0.127 s.
         world, arrivals = cluster(prefills=4), poisson(rate, 500)
         world.run(arrivals, 200.0)
         rates[rate] = goodput(world, arrivals)
@@ -314,7 +314,7 @@ def test_equal_arrivals_give_equal_commands() -> None:
 
 
 @pytest.mark.parametrize("seed", slow_except(range(5), 0, 1))
-def test_four_routers_over_the_same_workers_never_admit_more_than_there_is(seed: int) -> None:
+def test_four_routers_never_over_admit(seed: int) -> None:
     rng = random.Random(seed)
     arrivals = []
     at_s = 0.0
@@ -333,7 +333,7 @@ def test_four_routers_over_the_same_workers_never_admit_more_than_there_is(seed:
         router.check()
 
 
-def test_harm_to_an_admitted_request_is_a_reason_by_itself() -> None:
+def test_harming_an_admitted_request_suffices_for_rejection() -> None:
     world = cluster("shortest")
     before = [(0.0, short("runs", 500)), (0.01, short("waits", 300, Slo(ttft_s=1.0, tpot_s=0.1)))]
     tight = (0.02, short("tight", 350, Slo(ttft_s=0.9, tpot_s=0.1)))
@@ -346,7 +346,7 @@ def test_harm_to_an_admitted_request_is_a_reason_by_itself() -> None:
 
 
 def test_a_long_request_that_displaces_many_is_rejected() -> None:
-    """It has the least time to start, so it would be placed at once, before forty requests that wait."""
+    """It must start the soonest, so it would be placed at once, before forty waiting requests."""
     crowd = [(0.03 * index, short(f"a{index}", 60, TWO_SECONDS)) for index in range(80)]
     told = {}
     for name, prompt in {"long": 1700, "brief": 20}.items():
@@ -369,7 +369,7 @@ def test_a_long_request_is_served_if_the_queue_is_short() -> None:
     assert outcomes(world)["long"] == "served"
 
 
-def test_hopeless_requests_leave_a_worker_to_those_that_can_be_on_time() -> None:
+def test_late_requests_leave_a_worker_free() -> None:
     world = cluster(prefills=2)
     hopeless = [(0.0, short("a", 3000)), (0.01, short("b", 3000))]
     world.run([*hopeless, (0.1, short("hopeful", 600))], 60.0)

@@ -1,4 +1,4 @@
-"""Parts of admission control at values that scenes of a whole cluster do not reach."""
+"""Parts of admission control, with values that tests of a whole cluster do not reach."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_time_spent_in_the_queue_counts_when_a_request_is_placed(
     assert cluster.queue.is_late("waits") is is_late
 
 
-def test_the_error_of_an_own_prefill_is_part_of_the_prediction(cluster: ClusterState) -> None:
+def test_the_prediction_includes_the_error_of_its_own_prefill(cluster: ClusterState) -> None:
     assert newcomers._error_s(cluster, SURE, 0.0, 0) == pytest.approx(SURE.band_s / SIGMAS)
 
 
 @pytest.mark.parametrize(("tpot_s", "misses"), [(0.0499, True), (0.05, False)])
 def test_a_tpot_target_is_missed_by_more_than_the_error(tpot_s: float, misses: bool) -> None:
-    """It takes at least half of 0.1 s, so far as the model knows."""
+    """By the cost model, the request takes at least half of 0.1 s."""
     assert newcomers._misses_tpot(SURE, tpot_s) is misses

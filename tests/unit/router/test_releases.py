@@ -1,4 +1,4 @@
-"""When the answers of ended requests stop to count as in progress."""
+"""When the answers of ended requests no longer count as in progress."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def released(request_id: str) -> Event:
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_an_event_frees_those_that_the_state_has_forgotten(event: Event, running: int) -> None:
+def test_forgotten_requests_are_released(event: Event, running: int) -> None:
     quotas, known = Quotas(), {"a", "b", "c"}
     releases = PendingReleases(known.__contains__)
     claims = {name: claim(quotas) for name in "abc"}
@@ -61,8 +61,8 @@ def test_a_request_that_no_worker_has_seen_is_free_at_its_end() -> None:
     assert quotas.running("acme") == 0
 
 
-def test_an_id_that_is_used_again_does_not_keep_the_earlier_answer() -> None:
-    """The state has forgotten the first request in an event that frees nothing here, and the client retried its id."""
+def test_reusing_an_id_releases_the_earlier_answer() -> None:
+    """The state forgot the first request at an event that frees nothing here, and the client reused its id."""
     quotas, known = Quotas(), {"a"}
     releases = PendingReleases(known.__contains__)
     releases.ended("a", claim(quotas), 1.0)

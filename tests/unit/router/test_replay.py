@@ -1,4 +1,4 @@
-"""A recording, fed to a fresh router, gives equal commands."""
+"""A recording that is fed to a new router gives equal commands."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def recording(world: World) -> list[str]:
     return [line + "\n" for line in lines]
 
 
-#: Requests, turns of the world, events at least, and how often each kind of event and end is seen at least.
+#: Requests, rounds, minimum number of events, and minimum count of each kind of event and end.
 TEN_THOUSAND = 1200, 60_000, 10_000, 10
 SHORT = 400, 20_000, 3_000, 1
-#: A policy has no state that a recording would have to hold; one that asks for more than the state runs as well.
+#: A policy has no state that a recording must contain. A policy with rules of its own replays as well.
 EVERY_TIME = (RouterSettings().policy, "least-loaded", "round-robin")
 
 
@@ -65,11 +65,11 @@ def test_a_changed_command_is_found_with_its_step() -> None:
     assert difference.step.event == event
 
 
-def test_other_settings_give_another_run() -> None:
+def test_other_settings_give_other_commands() -> None:
     world = run(5, faults=0.0, policy="least-ttft")
     lines = recording(world)
     lines[0] = replay.encode_settings(dataclasses.replace(world.state.settings, policy="colocated")) + "\n"
-    # Another policy meets messages that it never asked for; a strict router would raise on them.
+    # Another policy receives messages that do not follow from its commands. A strict router would raise.
     lines[0] = lines[0].replace('"is_strict":true', '"is_strict":false')
     assert next(replay.replay(lines), None) is not None
 
@@ -97,7 +97,7 @@ def test_a_damaged_line_is_named_by_its_number(damaged: str) -> None:
     assert caught.value.line == 11
 
 
-def test_a_recording_of_a_policy_that_is_not_known_here_names_those_that_are() -> None:
+def test_a_recording_of_an_unknown_policy_is_rejected() -> None:
     with pytest.raises(ConfigError, match="round-robin"):
         list(replay.replay(['{"settings":{"policy":"magic"}}\n']))
 
@@ -129,7 +129,7 @@ def test_a_recording_of_a_policy_that_is_not_known_here_names_those_that_are() -
     ],
     ids=lambda item: type(item).__name__,
 )
-def test_events_survive_the_way_to_json_and_back(item: replay.Event) -> None:
+def test_events_survive_json(item: replay.Event) -> None:
     line = replay.encode_step(replay.make_step(1.5, item, []))
     assert replay.decode_step(line) == replay.Step(now_s=1.5, event=item, commands=())
 
@@ -153,7 +153,7 @@ def test_every_command_and_event_of_a_long_run_survives_json() -> None:
         ({"is": "Granted", "key": [None, "a", 1]}, TypeError),
     ],
 )
-def test_what_is_no_event_is_rejected(data: dict[str, object], error: type[Exception]) -> None:
+def test_an_invalid_event_is_rejected(data: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error):
         replay.decode(data)
 

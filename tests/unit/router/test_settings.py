@@ -1,4 +1,4 @@
-"""Settings are checked once; every kind of failure has its error; the topology tells what is believed."""
+"""Checks of settings, the error of each kind of failure, and the snapshot for operators."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_the_rest_is_counted_from_the_last_end(since_s: float, remaining_s: floa
     assert phase.remaining_s(7.0 + since_s, STEP_S) == pytest.approx(remaining_s)
 
 
-def test_an_end_that_is_long_ago_says_nothing() -> None:
+def test_an_old_step_end_is_ignored() -> None:
     phase = StepClock()
     phase.ended(7.0)
     assert phase.remaining_s(7.0 + 1.01 * MAX_STEPS * STEP_S, STEP_S) == 0.5 * STEP_S
@@ -66,7 +66,7 @@ def step(view: WorkerView, now_s: float, *rows: tuple[str, int]) -> None:
 
 
 def residents(view: WorkerView, count: int) -> list[tuple[str, int]]:
-    """They decode; each one's token in one step."""
+    """Requests that decode, with one token each in one step."""
     for number in range(count):
         view.arrived(book(view, f"r{number}", 0.0))
     return [(f"r{number}", 1) for number in range(count)]
@@ -84,16 +84,14 @@ def test_reported_steps_predict_the_next_end(view: WorkerView) -> None:
     assert view.rest_of_step_s(6.0) == pytest.approx(view.half_step_s)
 
 
-def test_a_message_is_there_after_half_of_what_it_and_its_answer_take(view: WorkerView) -> None:
+def test_a_message_takes_half_of_a_round_trip(view: WorkerView) -> None:
     step(view, 5.0, *residents(view, 1))
     view.grants.observe(0.5 * view.load.step_s)
     assert view.rest_of_step_s(5.0) == pytest.approx(0.75 * view.load.step_s)
 
 
 @pytest.mark.parametrize("rows", [[("r0", 4), ("r1", 4), ("r2", 4)], [("r0", 1)]])
-def test_tokens_of_many_steps_or_few_rows_do_not_tell_of_each_step(
-    view: WorkerView, rows: list[tuple[str, int]]
-) -> None:
+def test_only_complete_reports_set_the_step_clock(view: WorkerView, rows: list[tuple[str, int]]) -> None:
     residents(view, 3)
     step(view, 5.0, *rows)
     assert view.rest_of_step_s(5.001) == pytest.approx(view.half_step_s)
@@ -108,7 +106,7 @@ def test_a_lone_prefill_begins_when_it_is_sent(view: WorkerView) -> None:
     assert view.rest_of_step_s(5.0 + reads_s - left_s) == pytest.approx(left_s)
 
 
-def test_no_step_is_longer_than_what_is_left_to_read(view: WorkerView) -> None:
+def test_a_step_is_no_longer_than_the_remaining_prompts(view: WorkerView) -> None:
     step(view, 5.0, *residents(view, 2))
     book(view, "a", 5.0, prefill_s=0.02)
     assert view.load.step_s < 0.02 < view.load.reads_s, "else the next line compares nothing"

@@ -1,4 +1,4 @@
-"""Every moment of a request belongs to exactly one phase, whatever becomes of the request."""
+"""Every moment of a request belongs to exactly one phase, however the request ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ended(commands: list[object]) -> End:
 
 
 def adds_up(end: End) -> Phases:
-    """Checks what every request must have: the phases add up, and their slices cover its time without a gap."""
+    """Checks that the phases add up, and that their slices cover the request's time without a gap."""
     timings = end.timings
     assert timings is not None
     assert timings.phases.total_s == pytest.approx(timings.total_s, abs=1e-9)
@@ -66,7 +66,7 @@ def row(given: Given, index: int, *, attempt: int = 1, worker_id: str = "d0", **
 
 @pytest.fixture
 def remote(given: Given) -> Given:
-    """A request that spent 0.25 s before it came, is placed at once, and granted after 0.5 s."""
+    """A request that spent 0.25 s before its arrival, is placed at once, and is granted blocks after 0.5 s."""
     given.connect_prefill("p0")
     given.connect_decode("d0")
     given.arrives("a", spent_s=0.25, lookup_s=0.05)
@@ -81,7 +81,7 @@ def test_every_phase_has_a_meaning_an_owner_and_a_field() -> None:
     assert set(STANDS_FOR) == set(LIVE)
 
 
-def test_a_remote_request_is_divided_by_what_its_workers_report(remote: Given) -> None:
+def test_worker_reports_divide_a_remote_request(remote: Given) -> None:
     later(remote, 1.0)
     first_token(remote, queue_s=0.25, prefill_s=0.5)
     later(remote, 0.125)
@@ -122,7 +122,7 @@ def test_a_request_of_one_token_has_no_decode(remote: Given) -> None:
     assert phases.decode_s == phases.transfer_wait_s == 0.0
 
 
-def test_a_local_request_is_divided_by_its_one_worker(given: Given) -> None:
+def test_worker_reports_divide_a_local_request(given: Given) -> None:
     given.connect_decode("d0")
     given.arrives("a")
     later(given, 0.5)
@@ -134,7 +134,7 @@ def test_a_local_request_is_divided_by_its_one_worker(given: Given) -> None:
     assert phases == Phases(reserve_s=0.5, prefill_queue_s=0.125, prefill_s=0.5, decode_s=0.75, messages_s=0.375 + 0.25)
 
 
-def test_a_preempted_request_tells_decoding_from_recomputing(remote: Given) -> None:
+def test_preemption_is_a_phase_of_its_own(remote: Given) -> None:
     first_token(remote, queue_s=0.0, prefill_s=0.0)
     remote.committed()
     later(remote, 0.5)
@@ -148,14 +148,14 @@ def test_a_preempted_request_tells_decoding_from_recomputing(remote: Given) -> N
     assert (phases.decode_s, phases.preempted_s, phases.messages_s) == (1.25, 1.5, 0.25)
 
 
-def test_a_retried_request_counts_what_was_lost(remote: Given) -> None:
+def test_time_of_a_failed_attempt_is_lost(remote: Given) -> None:
     remote.connect_decode("d1")
     first_token(remote, queue_s=0.0, prefill_s=0.0)
     remote.committed()
     later(remote, 0.5)
     row(remote, 1)
     later(remote, 2.0)
-    remote.lost("d0")  # it died long after its last token
+    remote.lost("d0")  # The worker died long after its last token.
     later(remote, 0.25)
     remote.granted(2, "d1")
     later(remote, 1.0)
@@ -173,7 +173,7 @@ def test_a_retried_request_counts_what_was_lost(remote: Given) -> None:
     assert [one.attempt for one in finished.slices] == sorted(one.attempt for one in finished.slices)
 
 
-def test_an_attempt_that_is_lost_while_it_prefills_is_lost_whole(remote: Given) -> None:
+def test_an_attempt_lost_in_prefill_is_all_lost_time(remote: Given) -> None:
     remote.connect_prefill("p1")
     later(remote, 1.5)
     remote.lost("p0")
@@ -182,7 +182,7 @@ def test_an_attempt_that_is_lost_while_it_prefills_is_lost_whole(remote: Given) 
     assert (phases.lost_s, phases.prefill_s, phases.reserve_s) == (1.5, 0.0, 1.0)
 
 
-def test_a_prefill_worker_that_declines_has_cost_its_time(remote: Given) -> None:
+def test_a_declined_attempt_costs_its_time(remote: Given) -> None:
     later(remote, 0.5)
     remote.refused("p0")
     assert adds_up(ended(list(remote.submit(ClientLeft(request_id="a"))))).lost_s == 0.5
@@ -205,7 +205,7 @@ def test_an_unplaced_request_has_only_waited(given: Given) -> None:
     assert adds_up(failed) == Phases(prepare_s=0.25)
 
 
-def test_a_stop_string_leaves_the_rest_to_the_phase_it_was_in(remote: Given) -> None:
+def test_after_a_stop_string_the_rest_belongs_to_decode(remote: Given) -> None:
     first_token(remote, queue_s=0.0, prefill_s=0.0)
     later(remote, 0.25)
     remote.committed()
@@ -218,15 +218,15 @@ def test_a_stop_string_leaves_the_rest_to_the_phase_it_was_in(remote: Given) -> 
     assert [(one.phase, one.worker_id) for one in finished.slices if one.worker_id] == [(Phase.DECODE_QUEUE, "d0")]
 
 
-def test_reports_longer_than_the_stretch_are_cut(remote: Given) -> None:
-    """Two processes measure, and the router may be faster by a message."""
+def test_reports_longer_than_the_interval_are_clipped(remote: Given) -> None:
+    """Two processes measure, and the router's interval may be shorter by the time of a message."""
     later(remote, 0.25)
     phases = adds_up(ended(first_token(remote, queue_s=0.125, prefill_s=9.0, finish=FinishReason.LENGTH)))
     assert (phases.prefill_queue_s, phases.prefill_s, phases.messages_s) == (0.125, 0.125, 0.0)
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
-def test_a_report_that_is_no_duration_is_not_counted(remote: Given, seconds: float) -> None:
+def test_an_invalid_duration_is_ignored(remote: Given, seconds: float) -> None:
     later(remote, 0.25)
     phases = adds_up(ended(first_token(remote, queue_s=seconds, prefill_s=seconds, finish=FinishReason.LENGTH)))
     assert phases.messages_s == 0.25
@@ -243,9 +243,9 @@ def test_slices_are_bounded_and_still_add_up() -> None:
     assert timeline.phases.total_s == pytest.approx(now_s - 5.0)
 
 
-def test_what_workers_report_adds_up_over_the_attempts(given: Given) -> None:
-    """The time to grant memory of each attempt, and what was transferred for it."""
-    for prefill in ("p0", "p1"):  # a pair that failed is avoided
+def test_reported_times_are_summed_over_attempts(given: Given) -> None:
+    """The grant time and the transferred bytes of each attempt."""
+    for prefill in ("p0", "p1"):  # The pair that failed is avoided.
         given.connect_prefill(prefill)
     given.connect_decode("d0")
     given.arrives("a")

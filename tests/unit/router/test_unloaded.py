@@ -1,4 +1,4 @@
-"""What a request could get were it alone."""
+"""Estimates for a request on an unloaded cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_queues_and_running_rows_are_not_counted() -> None:
     assert one.tpot_s == pytest.approx(0.011)
 
 
-def test_the_largest_cached_prefix_counts_wherever_it_is() -> None:
+def test_the_longest_cached_prefix_counts() -> None:
     cached_tokens = {"p0": 16, "d0": 64}
     assert unloaded_estimate(100, 256.0, cached_tokens, [view("p0")], [view("d0")]).ttft_s == pytest.approx(0.036)
 
@@ -27,7 +27,7 @@ def test_work_is_the_prefill_and_the_share_of_the_decode_steps() -> None:
     assert unloaded_estimate(100, 50.0, {}, [], [view("d0")]).work_s == pytest.approx(0.1 + 50 * 1e-3)
 
 
-def test_nothing_is_sure_before_batches_were_seen_and_the_band_narrows_with_them() -> None:
+def test_an_estimate_is_sure_only_after_samples() -> None:
     prefill = view("p0")
     first = unloaded_estimate(100, 256.0, {}, [prefill], [view("d0")])
     for _ in range(TRUSTED_SAMPLES):
@@ -38,7 +38,7 @@ def test_nothing_is_sure_before_batches_were_seen_and_the_band_narrows_with_them
     assert then.band_s < first.band_s
 
 
-def test_it_is_the_least_of_what_the_cost_models_say() -> None:
+def test_the_estimate_is_the_minimum_over_workers() -> None:
     dice = random.Random(5)
     for _ in range(200):
         views = [

@@ -1,4 +1,4 @@
-"""What the router believes of a worker: its own bookings, and what other routers have there by the worker's report."""
+"""The router's view of a worker: its own bookings, plus other routers' load from the worker's report."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def report(**facts: Any) -> Load:
     return Load(**{"worker_id": "w", "steps": 1, "free_blocks": 1000, **facts})
 
 
-def test_other_routers_share_is_what_the_report_has_beyond_ones_own() -> None:
+def test_other_routers_load_is_reported_minus_booked() -> None:
     one = view()
     mine = row("mine")
     one.book(mine, 0.0)
     one.arrived(mine)
     one.reported(report(running=3, waiting=2, context_tokens=700, evictable_blocks=50), 0.0)
-    # Four rows of others, two of which wait; 600 tokens of theirs.
+    # Other routers have four rows with 600 tokens; two of the rows wait.
     assert one.estimated_load() == (5, 2, 700, 1050)
     one.book(row("later"), 0.0)
     assert one.estimated_load() == (6, 3, 800, 1043)
 
 
-def test_a_report_that_knows_less_than_the_router_takes_nothing_away() -> None:
+def test_an_old_report_does_not_reduce_bookings() -> None:
     one = view()
     for name in "abc":
         one.book(row(name), 0.0)
@@ -66,7 +66,7 @@ def test_prompts_ahead_are_those_booked_here_and_by_others(waiting: int, pending
     assert (one.prefills_ahead, one.prefill_tokens_ahead) == ahead
 
 
-def test_a_prefill_worker_is_free_when_what_is_booked_is_done() -> None:
+def test_a_prefill_worker_is_free_after_its_bookings() -> None:
     one = view(Role.PREFILL)
     first, second = prompt("a", 100, 0.1), prompt("b", 200, 0.2)
     one.book(first, 1.0)
@@ -79,7 +79,7 @@ def test_a_prefill_worker_is_free_when_what_is_booked_is_done() -> None:
     one.check()
 
 
-def test_pending_tokens_of_others_are_priced_as_those_that_are_booked() -> None:
+def test_pending_tokens_of_others_cost_as_much_as_booked_ones() -> None:
     one = view(Role.PREFILL)
     one.book(prompt("a", 100, 0.4), 0.0)
     one.reported(report(pending_prefill_tokens=300), 0.0)
@@ -89,7 +89,7 @@ def test_pending_tokens_of_others_are_priced_as_those_that_are_booked() -> None:
     assert idle.queue_s(0.0) == pytest.approx(idle.prefill_s(300, 0))
 
 
-def test_a_wait_for_a_grant_is_learnt_without_the_step_that_it_fell_into() -> None:
+def test_grant_waits_exclude_the_running_step() -> None:
     one = view()
     one.granted_after(0.050, 0.010, 0.020)
     assert one.grants.typical_s == pytest.approx(0.040)
@@ -137,17 +137,17 @@ def test_tokens_of_a_row_are_counted_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("silence_s", [1.0, 5.0])
-def test_silent_workers_are_looked_for_again_after_half_of_the_limit(silence_s: float) -> None:
+def test_silence_is_checked_after_half_of_the_limit(silence_s: float) -> None:
     state = RouterState(RouterSettings(worker_silence_s=silence_s))
     assert state.handle(hello("d0", Role.DECODE), 0.0) == [WakeAt(at_s=2.0 * silence_s)]
-    for share in (0.9, 1.8):  # a router that was away for longer would excuse them
+    for share in (0.9, 1.8):  # A router that was suspended for longer would not count the silence.
         assert state.handle(TimePassed(), share * silence_s) == [WakeAt(at_s=2.0 * silence_s)]
     assert state.handle(TimePassed(), 2.0 * silence_s) == [WakeAt(at_s=2.5 * silence_s)]
     assert state.handle(TimePassed(), 2.5 * silence_s) == [WakeAt(at_s=3.0 * silence_s)]
 
 
 @pytest.mark.parametrize(("gap_s", "is_usable"), [(5.0, False), (5.5, True)])
-def test_a_router_that_was_away_excuses_the_silence(gap_s: float, is_usable: bool) -> None:
+def test_a_suspended_router_excuses_silence(gap_s: float, is_usable: bool) -> None:
     state = RouterState(RouterSettings(worker_silence_s=5.0))
     state.handle(hello("d0", Role.DECODE), 0.0)
     state.handle(TimePassed(), 0.25)
@@ -155,7 +155,7 @@ def test_a_router_that_was_away_excuses_the_silence(gap_s: float, is_usable: boo
     assert bool(state._cluster.fleet.usable(0.25 + gap_s)[1]) is is_usable
 
 
-def test_words_about_unknown_workers_and_repeated_requests_are_counted() -> None:
+def test_messages_about_unknown_workers_are_counted() -> None:
     state = RouterState(RouterSettings())
     state.handle(hello("d0", Role.DECODE), 0.0)
     state.handle(report(worker_id="nobody"), 0.0)
@@ -166,9 +166,9 @@ def test_words_about_unknown_workers_and_repeated_requests_are_counted() -> None
     assert state.num_running == 1
 
 
-def test_the_first_row_of_an_idle_worker_begins_a_step() -> None:
+def test_the_first_row_on_an_idle_worker_starts_a_step() -> None:
     one = view()
     one.book(row("a"), 1.0)
     assert one.step_clock.remaining_s(1.002, 0.010) == pytest.approx(0.008)
-    one.book(row("b"), 1.004)  # the step that runs goes on
+    one.book(row("b"), 1.004)  # The running step continues.
     assert one.step_clock.remaining_s(1.006, 0.010) == pytest.approx(0.004)

@@ -85,7 +85,7 @@ class World:
                     worker.inbox.append(command)
 
     def pass_time(self, seconds: float) -> None:
-        """Lets the alarm ring on the way."""
+        """Advances the time, with the alarms that are due on the way."""
         until_s = self.now_s + seconds
         while self.wake_at_s is not None and self.wake_at_s <= until_s:
             self.now_s = self.wake_at_s
@@ -114,7 +114,7 @@ class World:
         self.submit(hello(worker.worker_id, worker.role, worker.generation))
 
     def disconnect(self, worker: Worker, is_dead: bool) -> None:
-        """Messages that were on their way are lost, both ways."""
+        """Loses messages in both directions that were on their way."""
         worker.inbox.clear()
         worker.outbox.clear()
         worker.held.clear()
@@ -190,9 +190,9 @@ class World:
         key = (command.request_id, command.attempt)
         held = worker.held.get(key)
         if held is None:
-            self._released(worker, key)  # as the real ones do
+            self._released(worker, key)  # Like real workers.
         elif held.stage in ("landing", "sending") and not held.has_landed:
-            held.stage = "ending"  # a copy may touch the blocks
+            held.stage = "ending"  # A copy may still access the blocks.
         else:
             self.release(worker, key)
 
@@ -212,7 +212,7 @@ class World:
             held.stage = "running"
 
     def work(self, worker: Worker) -> None:
-        """One of the worker's attempts makes one step, whatever step may come next."""
+        """One of the worker's attempts makes a possible next step."""
         if not worker.held:
             return
         worker.steps += 1
@@ -239,7 +239,7 @@ class World:
         self.release(worker, key)
 
     def _step_prefill(self, worker: Worker, key: Key, held: Held) -> None:
-        """The token and the KV leave on their own ways; either may be first at the router."""
+        """The token and the KV are reported on different streams, so either may reach the router first."""
         if held.stage == "waiting":
             token = TokenOut(token_id=answer(key[0], held.output))
             finish = self._finish_of(key[0], held.output + 1)
@@ -267,7 +267,7 @@ class World:
                 ),
             )
             return
-        # Sending: the blocks reach the decode worker, if it still waits for them.
+        # The blocks reach the decode worker, if it still waits for them.
         assert held.granted_by is not None
         granter, generation = held.granted_by
         target = self.workers[granter]
@@ -299,7 +299,7 @@ class World:
         return FinishReason.LENGTH if num_output >= client.request.sampling.max_tokens else FinishReason.STOP
 
     def _step_decode(self, worker: Worker, key: Key, held: Held) -> None:
-        """One token, or several where the worker has verified guesses."""
+        """One token, or several if drafts were accepted."""
         left = self.clients[key[0]].length - held.output
         count = max(1, min(self.rng.choice((1, 1, 2, 5)), left))
         finish = self._finish_of(key[0], held.output + count)
@@ -316,14 +316,14 @@ class World:
         if finish is not None:
             self.release(worker, key)
 
-    # -- everybody -----------------------------------------------------------------------------------------------
+    # -- the whole cluster ---------------------------------------------------------------------------------------
 
     def deliver(self, worker: Worker) -> None:
         """The router reads one message of this worker."""
         self.submit(worker.outbox.popleft())
 
     def settle(self, limit_s: float = 300.0) -> None:
-        """Runs without new faults until nothing happens any more and every client has its last word."""
+        """Runs without new faults until there are no messages left and every client has its last message."""
         self.faults = 0.0
         until_s = self.now_s + limit_s
         while not (self.state.is_empty and all(client.last_word for client in self.clients.values())):
@@ -355,7 +355,7 @@ class World:
                 self.say(worker, worker.load())
 
     def stir(self) -> None:
-        """One random happening."""
+        """Causes one random event."""
         rng = self.rng
         workers = [one for one in self.workers.values() if one.is_connected and not one.is_frozen]
         movable = [one for one in self.workers.values() if one.outbox and one.is_connected]

@@ -18,10 +18,10 @@ Key = tuple[str, int]
 class Held:
     """One attempt on one worker."""
 
-    output: int  # tokens that were answered before, and since
+    output: int  # Output tokens of earlier attempts, and of this one.
     tokens: int
     is_local: bool = False
-    stage: str = "waiting"  # decode: landing, running, ending; prefill: waiting, sending, ending
+    stage: str = "waiting"  # decode: landing, running, ending; prefill: waiting, sending, ending.
     is_admitted: bool = False
     has_landed: bool = False
     granted_by: tuple[str, int] | None = None  # decode worker and its generation, as the grant says
@@ -63,7 +63,7 @@ class Worker:
 @dataclass(slots=True)
 class Client:
     request: RequestArrived
-    length: int  # output tokens of the right answer
+    length: int  # Number of output tokens of the right answer.
     heard: list[int] = field(default_factory=list)
     last_word: Command | None = None
-    stop_after: int | None = None  # output tokens after which the runtime finds a stop string
+    stop_after: int | None = None  # Number of output tokens after which the runtime finds a stop string.

@@ -1,4 +1,4 @@
-"""The line before one prefill worker: its order, and sums that policies read."""
+"""The queue of one prefill worker: its order, and the sums that policies read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_worker_queue_keeps_order_and_sums() -> None:
     assert not line.leave("b"), "it left before"
 
 
-def test_begun_requests_and_priorities_go_first() -> None:
+def test_resumed_and_prioritised_requests_go_first() -> None:
     line = WorkerQueue()
     line.join("early", 1, 0.1, (1, 0, 1))
     line.join("high", 1, 0.1, (1, -5, 2))
@@ -27,7 +27,7 @@ def test_begun_requests_and_priorities_go_first() -> None:
     line.check()
 
 
-def test_an_empty_line_has_no_rounding_left() -> None:
+def test_an_empty_worker_queue_has_exact_sums() -> None:
     line = WorkerQueue()
     for number in range(10):
         line.join(f"r{number}", 1, 0.1, (1, 0, number))
