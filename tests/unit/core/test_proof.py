@@ -84,13 +84,13 @@ def test_a_replayed_proof_is_rejected() -> None:
     worker, call = checker(), calling()
     proof = proof_for(worker, call)
     worker.check(METHOD, "router", proof)
-    with pytest.raises(Unauthenticated, match="an old one"):
+    with pytest.raises(Unauthenticated, match="secret is old"):
         worker.check(METHOD, "router", proof)
 
 
 def test_a_proof_is_worthless_for_a_later_process_on_the_same_address() -> None:
     proof = proof_for(checker(), calling())
-    with pytest.raises(Unauthenticated, match="an old one"):
+    with pytest.raises(Unauthenticated, match="secret is old"):
         checker().check(METHOD, "router", proof)
 
 
@@ -172,7 +172,7 @@ def test_seen_nonces_are_bounded_and_no_old_proof_comes_back() -> None:
         worker.check(METHOD, "router", proofs[-1])
         assert len(worker._seen) < 3
     for proof in proofs:
-        with pytest.raises(Unauthenticated, match="an old one"):
+        with pytest.raises(Unauthenticated, match="secret is old"):
             worker.check(METHOD, "router", proof)
 
 

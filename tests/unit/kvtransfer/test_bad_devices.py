@@ -48,7 +48,7 @@ def ends(pair: Pair) -> str:
 
 
 @pytest.mark.gpu_checks
-def test_scattered_parts_are_refused() -> None:
+def test_scattered_parts_are_rejected() -> None:
     floats = replace(fingerprint().shape, layout="block-major.v1", dtype="float32", num_layers=4)
     int8 = replace(floats, layout="block-major-int8.v1", dtype="int8")
     rank = replace(floats, num_kv_heads=2, tp_degree=2)
@@ -117,7 +117,7 @@ def test_scattered_groups_are_not_sent(
     sender.close()
 
 
-def test_a_slot_that_an_nccl_pair_does_not_have_ends_it(make_pair: MakePair) -> None:
+def test_an_unknown_slot_ends_an_nccl_pair(make_pair: MakePair) -> None:
     pair = make_pair("nccl")
     raw = RawSender(pair)
     _, tag, received = expected(pair, (1,))
@@ -130,7 +130,7 @@ def test_a_slot_that_an_nccl_pair_does_not_have_ends_it(make_pair: MakePair) -> 
 
 
 @PATHS
-def test_a_credit_for_what_was_not_announced_ends_the_pair(make_pair: MakePair, transport: str) -> None:
+def test_a_credit_without_an_announcement_ends_the_pair(make_pair: MakePair, transport: str) -> None:
     pair = make_pair(transport)
     received, sent = pair.begin(grant := pair.grant((1, 2)))
     pair.sender.push(grant.key, [(0, 5)], False)
@@ -143,9 +143,7 @@ def test_a_credit_for_what_was_not_announced_ends_the_pair(make_pair: MakePair, 
     assert_still_serves(pair)
 
 
-def test_a_sender_that_would_have_a_device_convert_is_turned_away(
-    devices: dict[int, FakeDevice], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_conversion_on_a_device_is_rejected(devices: dict[int, FakeDevice], caplog: pytest.LogCaptureFixture) -> None:
     shape = replace(fingerprint().shape, layout="block-major.v1", dtype="float32", head_dim=4)
     facts, size = replace(fingerprint(), shape=shape), shape.block_bytes
     receiver = make_receiver(
@@ -177,7 +175,7 @@ def test_a_sender_that_would_have_a_device_convert_is_turned_away(
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
-def test_a_sender_that_says_half_of_what_it_offers_is_given_up(
+def test_a_sender_with_an_incomplete_offer_is_disconnected(
     make_pair: MakePair, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, kind = (cuda_ipc, CUDA_IPC) if transport == "cuda_ipc" else (nccl, NCCL)
@@ -195,9 +193,7 @@ def test_a_sender_that_says_half_of_what_it_offers_is_given_up(
     assert pair.receiver.stats.protocol_errors == 1
 
 
-def test_a_pool_that_no_handle_can_be_had_of_is_not_offered(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_without_a_handle_is_not_offered(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair("cuda_ipc")
     with monkeypatch.context() as patch:
         patch.setattr(FakeDevice, "export", failing("the pool's memory cannot be shared"))
@@ -205,9 +201,7 @@ def test_a_pool_that_no_handle_can_be_had_of_is_not_offered(
     assert_still_serves(pair)
 
 
-def test_a_pool_that_cannot_be_opened_or_is_smaller_than_was_said_is_refused(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_offered_pool_is_rejected(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair("cuda_ipc")
     with monkeypatch.context() as patch:
         patch.setattr(FakeDevice, "open", failing("the sender's pool cannot be opened"))
@@ -250,7 +244,7 @@ def pair_slots(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_cannot_join_gives_its_place_back(
+def test_a_rank_that_cannot_join_frees_its_slot(
     make_pair: MakePair, pair_slots: Nccl, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     pair = make_pair("nccl")
@@ -287,7 +281,7 @@ def test_a_pair_without_staging_memory_is_closed(
     assert_still_serves(pair)
 
 
-def test_a_pair_that_does_not_end_keeps_its_staging_and_its_place(
+def test_a_hanging_pair_keeps_its_staging_and_slot(
     make_pair: MakePair, pair_slots: Nccl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The library may still write there: the memory is nobody else's until the process ends."""

@@ -63,7 +63,7 @@ def say(pair: Pair, frame: Frame) -> str:
     return error
 
 
-def test_a_word_that_comes_in_pieces_is_understood_when_it_is_whole(make_pair: MakePair, transport: str) -> None:
+def test_a_frame_in_pieces_is_parsed_when_complete(make_pair: MakePair, transport: str) -> None:
     pair = make_pair(transport, lease=Lease(beat_s=1000.0, silence_s=2000.0))  # no beat comes between the pieces
     assert_still_serves(pair)
     received, sent = pair.begin(running := pair.grant((1, 2)))

@@ -33,7 +33,7 @@ def transport(request: pytest.FixtureRequest, prepared: Callable[[str], str]) ->
     return prepared(request.param)
 
 
-def test_both_ends_are_what_the_contract_says(pair: Pair) -> None:
+def test_both_ends_implement_the_protocols(pair: Pair) -> None:
     receiver: Receiver = pair.receiver
     sender: Sender = pair.sender
     assert receiver is not sender
@@ -51,14 +51,14 @@ def test_a_transfer_equals_a_plain_copy(pair: Pair) -> None:
     assert pair.target.block(9) == pair.target.block(50) == bytes(BLOCK_BYTES), "neighbours are untouched"
 
 
-def test_scattered_blocks_land_in_the_granted_order(pair: Pair) -> None:
+def test_scattered_blocks_arrive_in_the_granted_order(pair: Pair) -> None:
     grant, sources = pair.grant((40, 3, 4, 5, 63, 0, 22, 21)), (9, 8, 7, 50, 51, 1, 2, 33)
     received, _ = pair.move(grant, sources)
     assert received.outcome is ReceiveOutcome.VERIFIED
     pair.assert_equal(grant, sources)
 
 
-def test_blocks_larger_than_a_chunk_travel_one_by_one(make_pair: MakePair, transport: str) -> None:
+def test_blocks_larger_than_a_chunk_are_sent_one_by_one(make_pair: MakePair, transport: str) -> None:
     pair = make_pair(transport, num_blocks=4, block_bytes=DEFAULT_CHUNK_BYTES + 4096)
     grant = pair.grant((2, 0, 1))
     received, _ = pair.move(grant, (1, 2, 3))
@@ -67,7 +67,7 @@ def test_blocks_larger_than_a_chunk_travel_one_by_one(make_pair: MakePair, trans
     assert pair.receiver.stats.chunks == 3
 
 
-def test_more_bytes_than_the_window_and_the_socket_hold_at_once(make_pair: MakePair, transport: str) -> None:
+def test_a_transfer_may_exceed_window_and_socket_buffers(make_pair: MakePair, transport: str) -> None:
     pair = make_pair(transport, num_blocks=512, block_bytes=65_536)
     sources = tuple(reversed(range(512)))
     grant = pair.grant(tuple(range(512)))
@@ -90,7 +90,7 @@ def test_blocks_pushed_in_any_order_and_in_pieces_make_one_transfer(pair: Pair) 
     pair.assert_equal(grant, tuple(range(10)))
 
 
-def test_held_blocks_are_neither_sent_nor_written(pair: Pair) -> None:
+def test_cached_blocks_are_neither_sent_nor_written(pair: Pair) -> None:
     pair.target.fill(range(4), 0xAA)
     grant = pair.grant((4, 5), num_cached_blocks=4)
     received, _ = pair.move(grant, (10, 11))
@@ -98,7 +98,7 @@ def test_held_blocks_are_neither_sent_nor_written(pair: Pair) -> None:
     assert all(pair.target.block(held) == b"\xaa" * BLOCK_BYTES for held in range(4))
 
 
-def test_a_transfer_of_nothing_is_verified_at_once(pair: Pair) -> None:
+def test_an_empty_transfer_is_verified_at_once(pair: Pair) -> None:
     grant = pair.grant((), num_cached_blocks=4)
     received, sent = pair.begin(grant)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
@@ -168,7 +168,7 @@ def test_one_sender_serves_several_receivers(make_pair: MakePair, transport: str
     assert received.wait().outcome is other.outcome is ReceiveOutcome.VERIFIED
 
 
-def test_auto_takes_shared_memory_on_one_host(make_pair: MakePair) -> None:
+def test_auto_uses_shared_memory_on_one_host(make_pair: MakePair) -> None:
     pair = make_pair("auto")
     opened = pair.host.open(pair.sender)
     assert opened.transport == 1
@@ -193,9 +193,7 @@ def flip_in_chunk(number: int) -> Callable[..., bytes | bytearray]:
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_flipped_bit_on_the_way_fails_the_transfer_on_both_sides(
-    make_pair: MakePair, transport: str, number: int
-) -> None:
+def test_a_flipped_bit_fails_both_sides(make_pair: MakePair, transport: str, number: int) -> None:
     blocks = tuple(range(3 * CHUNK_BLOCKS[transport]))
     pair = make_pair(transport, num_blocks=len(blocks), hook=flip_in_chunk(number))
     grant = pair.grant(blocks)
@@ -210,7 +208,7 @@ def test_a_flipped_bit_on_the_way_fails_the_transfer_on_both_sides(
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_a_wrong_checksum_for_right_bytes_is_no_better(make_pair: MakePair, transport: str) -> None:
+def test_a_wrong_checksum_fails_the_transfer(make_pair: MakePair, transport: str) -> None:
     def hook(frame: Frame, message: bytearray, body: memoryview) -> bytes | bytearray:
         if frame.kind is not Kind.CHUNK:
             return message
@@ -222,7 +220,7 @@ def test_a_wrong_checksum_for_right_bytes_is_no_better(make_pair: MakePair, tran
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_a_lost_chunk_is_noticed_when_the_last_one_comes(make_pair: MakePair, transport: str) -> None:
+def test_the_last_chunk_reveals_a_lost_one(make_pair: MakePair, transport: str) -> None:
     def hook(frame: Frame, message: bytearray, body: memoryview) -> bytes | bytearray:
         return b"" if frame.kind is Kind.CHUNK and frame.first == 0 else message
 
@@ -259,14 +257,14 @@ def test_a_pool_that_does_not_match_the_fingerprint_is_a_config_error(transport:
         )
 
 
-def test_a_transport_that_does_not_exist_yet_is_a_config_error_that_names_those_that_do() -> None:
+def test_an_unknown_transport_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="transport: got rdma, expected one of auto, cuda_ipc, nccl, shm, tcp, nixl"):
         make_sender(HostPool(1), fingerprint(), secret=SECRET, worker_id="p", incarnation="i", transport="rdma")
     with pytest.raises(ConfigError, match="shm, tcp, nixl: the KV pool is in host memory"):
         make_sender(HostPool(1), fingerprint(), secret=SECRET, worker_id="p", incarnation="i", transport="nccl")
 
 
-def test_indices_and_blocks_that_do_not_exist_are_refused(pair: Pair) -> None:
+def test_nonexistent_indices_and_blocks_are_rejected(pair: Pair) -> None:
     received, bad = Heard(), pair.grant((1, 64))
     with pytest.raises(InvalidRequest, match=r"grant.blocks: got 1\.\.64, expected 0\.\.63"):
         pair.receiver.expect(bad, received)
@@ -282,7 +280,7 @@ def test_indices_and_blocks_that_do_not_exist_are_refused(pair: Pair) -> None:
     assert sent.wait().outcome is SendOutcome.SENT
 
 
-def test_a_push_that_leaves_a_gap_or_repeats_a_block_fails_both_sides(pair: Pair) -> None:
+def test_an_incomplete_or_repeated_push_fails_both_sides(pair: Pair) -> None:
     grant = pair.grant((1, 2, 3))
     received, sent = pair.begin(grant)
     pair.sender.push(grant.key, [(0, 0)], True)
@@ -299,7 +297,7 @@ def test_a_push_that_leaves_a_gap_or_repeats_a_block_fails_both_sides(pair: Pair
 # Closing.
 
 
-def test_closing_the_receiver_fails_what_is_open_and_refuses_more(pair: Pair) -> None:
+def test_closing_the_receiver_fails_open_transfers(pair: Pair) -> None:
     received, sent = pair.begin(pair.grant((1, 2)))
     pair.receiver.close()
     assert received.wait().outcome is ReceiveOutcome.FAILED
@@ -309,7 +307,7 @@ def test_closing_the_receiver_fails_what_is_open_and_refuses_more(pair: Pair) ->
         pair.receiver.expect(pair.grant((1,)), received)
 
 
-def test_closing_the_sender_fails_what_is_open_and_refuses_more(pair: Pair) -> None:
+def test_closing_the_sender_fails_open_transfers(pair: Pair) -> None:
     grant = pair.grant((1, 2))
     received, sent = pair.begin(grant)
     pair.sender.push(grant.key, [(0, 0)], False)
@@ -333,6 +331,6 @@ def test_a_raising_callback_affects_no_other_owner(pair: Pair, caplog: pytest.Lo
     wait_for(lambda: caplog.text.count("on_end of a transfer raised") == 2, "two log lines")
 
 
-def test_endpoints_are_of_the_classes_that_the_programs_build(pair: Pair) -> None:
+def test_programs_and_tests_build_the_same_endpoints(pair: Pair) -> None:
     assert isinstance(pair.receiver, StreamReceiver)
     assert isinstance(pair.sender, ShapedSender)

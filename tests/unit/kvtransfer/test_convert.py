@@ -143,7 +143,7 @@ def within(seen: np.ndarray, expected: np.ndarray, loss: Loss) -> bool:
 
 @settings(max_examples=50, deadline=None)
 @given(cases())
-def test_received_values_are_those_computed(case: Case) -> None:
+def test_received_values_match_the_reference(case: Case) -> None:
     """All ranks of the source send to each rank of the target, in shards and layer groups, over a staging area."""
     rng, order = np.random.default_rng(case.seed), random.Random(case.seed)
     source, target = case.source, case.target
@@ -215,7 +215,7 @@ def read_all(senders: list[tuple[KvShape, list[int], bytearray]], num_tokens: in
     return np.concatenate(heads, axis=3)
 
 
-def test_a_copy_touches_its_tokens_heads_and_layers_only() -> None:
+def test_a_copy_changes_only_its_window() -> None:
     shape = shape_of("int8", 4, 3, num_layers=3)
     source, target = (bytearray(content) for content in (bytes(range(256)) * 20, bytes([DIRT]) * 5120))
     before = BlockArrays(bytearray(target), shape.form)
@@ -228,7 +228,7 @@ def test_a_copy_touches_its_tokens_heads_and_layers_only() -> None:
 
 
 @pytest.mark.parametrize(("out_of", "into"), [([0, 9], [0, 1]), ([0, 1], [0, 9]), ([0, -1], [0, 1]), ([0, 1], [-1, 0])])
-def test_blocks_outside_a_memory_are_refused_before_a_byte_moves(out_of: list[int], into: list[int]) -> None:
+def test_blocks_outside_a_memory_are_rejected_before_any_write(out_of: list[int], into: list[int]) -> None:
     form = shape_of("float32", 2, 1).form
     source, target = (bytearray([fill]) * (4 * form.block_bytes) for fill in (1, 2))
     window = Window.whole(form)
@@ -245,7 +245,7 @@ floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 @settings(deadline=None)
 @given(st.lists(floats, min_size=6, max_size=6))
-def test_rounding_to_bfloat16_is_torchs(values: list[float]) -> None:
+def test_rounding_to_bfloat16_matches_torch(values: list[float]) -> None:
     x = np.array(values, np.float32)
     seen, expected = rounded(x), torch.from_numpy(x).to(torch.bfloat16)
     is_nan = np.isnan(x)
@@ -256,7 +256,7 @@ def test_rounding_to_bfloat16_is_torchs(values: list[float]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(floats, min_size=6, max_size=6))
-def test_rounding_to_a_scale_is_the_engines(values: list[float]) -> None:
+def test_rounding_to_a_scale_matches_the_engine(values: list[float]) -> None:
     for dtype in ("int8", FP8):
         x = np.array(values, np.float32).reshape(1, 2, 3)
         whole, scale = quantise(torch.from_numpy(x.copy()), getattr(torch, dtype))
@@ -265,7 +265,7 @@ def test_rounding_to_a_scale_is_the_engines(values: list[float]) -> None:
         np.testing.assert_array_equal(scales, scale.numpy())
 
 
-def test_fp8_is_torchs_value_by_value() -> None:
+def test_fp8_matches_torch_for_every_value() -> None:
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     np.testing.assert_array_equal(FP8_VALUES, codes.view(torch.float8_e4m3fn).float().numpy())
     x = np.concatenate([np.linspace(-448, 448, 20_001), 2.0 ** np.linspace(-12, 8.8, 20_001)]).astype(np.float32)
@@ -276,7 +276,7 @@ def test_fp8_is_torchs_value_by_value() -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(LAYOUTS))
-def test_a_pool_of_torch_is_converted_in_place(dtype: str) -> None:
+def test_torch_pools_are_converted_in_place(dtype: str) -> None:
     """From one engine's pool to another's, without staging: what wire paths on one host may do."""
     sizes: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 8}
     exact = BlockShape(block_size=4, dtype=torch.float32, **sizes)

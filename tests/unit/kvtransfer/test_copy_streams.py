@@ -31,14 +31,14 @@ PATHS = pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=16))
-def test_least_loaded_is_the_first_of_the_least(outstanding: list[int]) -> None:
+def test_least_loaded_prefers_the_first_stream(outstanding: list[int]) -> None:
     index = least_loaded(outstanding)
     assert outstanding[index] == min(outstanding)
     assert min(outstanding[:index], default=outstanding[index] + 1) > outstanding[index]
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(1, 100), st.booleans(), st.randoms()), max_size=40))
-def test_loads_balance(num_streams: int, steps: list[tuple[int, bool, random.Random]]) -> None:
+def test_streams_are_balanced(num_streams: int, steps: list[tuple[int, bool, random.Random]]) -> None:
     """Streams differ by one piece of work at most, but for work behind other work; in the end nothing is left."""
     loads, under_way = StreamLoads(num_streams), list[tuple[int, int]]()
     for num_bytes, is_begun, rng in steps:
@@ -87,7 +87,7 @@ def test_staging_stays_within_its_budget(limit: int, slot_bytes: int, most: int,
     assert budget.taken_bytes == 0
 
 
-def test_later_connections_find_some_staging() -> None:
+def test_later_connections_get_some_staging() -> None:
     mib = 2**20
     assert [num_slots(left * mib, 16 * mib, 8) for left in (1024, 256, 128, 64, 32, 16, 0, -64)] == [
         8, 8, 4, 2, 1, 1, 1, 1,
@@ -95,7 +95,7 @@ def test_later_connections_find_some_staging() -> None:
 
 
 @PATHS
-def test_connections_give_their_staging_back(
+def test_closed_connections_return_their_staging(
     make_pair: MakePair, devices: dict[int, FakeDevice], transport: str
 ) -> None:
     pair = make_pair(transport)
@@ -300,7 +300,7 @@ def test_cancels_free_blocks_in_any_order(
         assert moves(pair, number) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
 
 
-def test_steps_of_a_slot_in_the_wrong_order_are_noticed(
+def test_steps_of_a_slot_in_the_wrong_order_are_detected(
     make_pair: MakePair, shuffled: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mutant: the second step of a slot is queued without `behind`. Transfers fail, and none brings wrong bytes."""

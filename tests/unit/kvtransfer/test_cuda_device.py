@@ -41,7 +41,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     return library
 
 
-def test_a_copy_is_done_when_its_event_has_passed_and_its_digest_is_of_the_sums() -> None:
+def test_a_copy_is_done_when_its_event_has_passed() -> None:
     sums = torch.tensor([1, 2**40], dtype=torch.int64)
     copying = CudaCopying(Event(False, True), sums, 100.0)
     assert [copying.is_done, copying.is_done] == [False, True]
@@ -62,7 +62,7 @@ def test_waiters_are_woken_however_a_copy_ends(answers: list[bool | RuntimeError
     assert woken.wait(WAIT_S)
 
 
-def test_draining_waits_for_the_device_says_that_it_does_and_ends_with_it(
+def test_draining_waits_for_the_device(
     events: list[Event], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cuda, "COPY_S", 0.0)
@@ -77,7 +77,7 @@ def test_draining_waits_for_the_device_says_that_it_does_and_ends_with_it(
     assert "the device failed" in caplog.text
 
 
-def test_a_stream_drains_or_does_not(events: list[Event]) -> None:
+def test_a_drain_reports_whether_it_finished(events: list[Event]) -> None:
     device = CudaDevice(torch.zeros((4, 16), dtype=torch.uint8))
     events += [Event(False, True), Event(False)]
     assert device.has_drained(Stream(), WAIT_S)
@@ -122,7 +122,7 @@ def test_closed_staging_is_reused(events: list[Event], library: FakeLibrary) -> 
 
 
 @GPU_CHECKS
-def test_parts_of_blocks_are_those_of_the_stand_in() -> None:
+def test_parts_of_blocks_match_the_stand_in() -> None:
     """The protocols are checked over the stand-in's."""
     raw = torch.arange(6 * 32, dtype=torch.uint8).view(6, 32)
     real, fake = CudaBlocks(raw), FakeBlocks(bytearray(raw.numpy().tobytes()), 6, 32)
@@ -144,7 +144,7 @@ ROW = StridedExtent(8, 24)
 
 @GPU_CHECKS
 @pytest.mark.parametrize(("out_of", "into"), [(HEADS, ROW), (ROW, HEADS), (HEADS, HEADS), (HEADS, None), (ROW, None)])
-def test_heads_move_as_on_the_stand_in(out_of: StridedExtent, into: StridedExtent | None) -> None:
+def test_copied_heads_match_the_stand_in(out_of: StridedExtent, into: StridedExtent | None) -> None:
     generator = torch.Generator().manual_seed(3)
     pools = [torch.randint(0, 256, (6, 64), dtype=torch.uint8, generator=generator) for _ in range(2)]
     fakes = [HostBlocks(bytearray(pool.numpy().tobytes()), 6, 64) for pool in pools]
@@ -263,7 +263,7 @@ def test_driver_calls_release_the_gil(library: FakeLibrary) -> None:
     poster.join()
 
 
-def test_a_pool_in_host_memory_is_refused_by_the_paths_between_devices() -> None:
+def test_device_transports_reject_a_host_pool() -> None:
     for transport in (CudaIpc(), Nccl()):
         with pytest.raises(TransferFailed, match="is not on a CUDA device"):
             transport.fence(HostPool(1))
@@ -277,9 +277,7 @@ def test_a_pool_has_one_device_for_all_its_connections(events: list[Event]) -> N
         del cuda._devices[4711]
 
 
-def test_a_system_without_the_packages_or_a_device_says_which_it_lacks(
-    events: list[Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_and_devices_are_named(events: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.why_no_cuda() == "torch sees no CUDA device"
     monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     assert cuda.why_no_cuda("cupy") == "the package torch is not installed"

@@ -78,13 +78,13 @@ def device_that(copying: Any) -> Any:
     )
 
 
-def test_a_cupy_without_the_library_is_named(connector: Callable[..., NcclConnector]) -> None:
+def test_cupy_without_nccl_is_reported(connector: Callable[..., NcclConnector]) -> None:
     with pytest.raises(TransferFailed, match="CuPy finds no NCCL library"):
         connector(available=False)
 
 
 @pytest.mark.parametrize(("rank", "word"), [(0, "send"), (1, "recv")])
-def test_a_pair_is_made_of_both_ranks_and_warmed_by_a_message(
+def test_a_new_pair_sends_a_first_message(
     events: list[Event], connector: Callable[..., NcclConnector], rank: int, word: str
 ) -> None:
     library = connector()
@@ -99,7 +99,7 @@ def test_a_pair_is_made_of_both_ranks_and_warmed_by_a_message(
     assert made.calls == [word, "abort"], "once"
 
 
-def test_a_pair_whose_first_message_does_not_come_is_ended(
+def test_a_pair_without_a_first_message_is_aborted(
     events: list[Event], connector: Callable[..., NcclConnector]
 ) -> None:
     library = connector()
@@ -108,7 +108,7 @@ def test_a_pair_whose_first_message_does_not_come_is_ended(
     assert library._nccl.made[0].calls == ["recv", "abort"]
 
 
-def test_a_pair_whose_abort_fails_has_ended_all_the_same(
+def test_a_failed_abort_still_ends_the_pair(
     events: list[Event], connector: Callable[..., NcclConnector], caplog: pytest.LogCaptureFixture
 ) -> None:
     library = connector()
@@ -122,7 +122,7 @@ def test_a_pair_whose_abort_fails_has_ended_all_the_same(
     assert "failed when it was aborted" in caplog.text
 
 
-def test_statuses_that_cupy_does_not_know_are_still_statuses() -> None:
+def test_statuses_unknown_to_cupy_are_handled() -> None:
     assert status_of(KeyError(7)) == "status 7"
     assert status_of(RuntimeError("NCCL_ERROR_SYSTEM")) == "NCCL_ERROR_SYSTEM"
 
@@ -141,7 +141,7 @@ def test_an_nccl_id_reaches_cupy_14_as_bytes_and_older_ones_as_signed_chars(kind
     assert communicator(Cupy, packed, 1) == (2, packed if kind is bytes else chars, 1)
 
 
-def test_a_pair_whose_other_rank_never_comes_holds_up_no_other_pair() -> None:
+def test_a_missing_rank_delays_no_other_pair() -> None:
     waits = threading.Event()
     issuer = Issuer()
     with pytest.raises(TransferFailed, match="not answered"):

@@ -113,7 +113,7 @@ def test_a_source_block_that_is_reused_while_it_is_read_fails_the_transfer(
 
 
 @PATHS
-def test_an_aborted_sender_gets_its_blocks_back_while_the_device_is_slow(
+def test_an_aborted_sender_does_not_wait_for_a_slow_device(
     make_pair: MakePair, held: Callable[[Any], HeldDevice], transport: str
 ) -> None:
     pair = make_pair(transport)
@@ -185,9 +185,7 @@ def test_a_finished_copy_frees_blocks_before_its_frame(make_pair: MakePair, held
         raw.close()
 
 
-def test_a_closed_sender_has_waited_for_connections_that_were_ending_already(
-    make_pair: MakePair, held: Callable[[Any], HeldDevice]
-) -> None:
+def test_close_waits_for_connections_that_are_ending(make_pair: MakePair, held: Callable[[Any], HeldDevice]) -> None:
     """A new one had taken the place of such a connection, whose device still read the pool."""
     pair = make_pair("cuda_ipc")
     device, _, _, sent, old = read_at_source(pair, held)
@@ -200,9 +198,7 @@ def test_a_closed_sender_has_waited_for_connections_that_were_ending_already(
     assert pair.sender.open_keys == []
 
 
-def test_a_sender_that_never_sends_ends_its_own_pair_alone(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_sender_ends_only_its_own_pair(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receive waits in staging until the connection goes; another pair's transfers pass meanwhile."""
     lost, well = make_pair("nccl"), make_pair("nccl")
     lost.move(lost.grant((1,)), (1,))
@@ -219,7 +215,7 @@ def test_a_sender_that_never_sends_ends_its_own_pair_alone(
     assert well.receiver.is_healthy
 
 
-def test_versions_of_nccl_that_differ_are_refused_by_name(
+def test_different_nccl_versions_are_rejected(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]
 ) -> None:
     class Newer(Nccl):
@@ -237,7 +233,7 @@ def test_versions_of_nccl_that_differ_are_refused_by_name(
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
-def test_blocks_of_another_size_are_refused_in_the_handshake(
+def test_the_handshake_rejects_another_block_size(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice], transport: str
 ) -> None:
     pair = make_pair(transport)
@@ -308,7 +304,7 @@ def test_layer_groups_arrive(make_pair: MakePair, devices: dict[int, FakeDevice]
         assert pair.target.block(block) == expected, f"block {block}"
 
 
-def test_this_system_says_what_it_lacks() -> None:
+def test_missing_requirements_are_reported() -> None:
     lacking = why_no_cuda("cupy")
     if lacking:
         with pytest.raises(ConfigError, match=r"on a GPU|CUDA|not installed"):
@@ -323,7 +319,7 @@ def test_this_system_says_what_it_lacks() -> None:
 
 
 @PATHS
-def test_both_ends_make_their_first_copies_before_anybody_can_wait_for_them(
+def test_kernels_are_prepared_before_the_first_connection(
     monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice], make_pair: MakePair, transport: str
 ) -> None:
     """On a GPU they import, compile and load for longer than a connection may be silent."""

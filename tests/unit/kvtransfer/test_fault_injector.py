@@ -83,7 +83,7 @@ GOES_WELL = ("verified", "sent")
         (FaultKind.CUT, Where.SENT, CHUNK, FAILS),
     ],
 )
-def test_a_fault_on_the_way_ends_typed_and_the_pair_goes_on(
+def test_a_pair_recovers_after_a_fault(
     make_pair: Callable[..., Pair],
     transport: str,
     kind: FaultKind,
@@ -169,19 +169,19 @@ def test_a_last_chunk_that_is_lost_ends_both_sides_before_the_deadline(
     goes_on(pair)
 
 
-def test_a_slot_is_not_lost_on_its_own(make_pair: Callable[..., Pair]) -> None:
+def test_a_credit_is_not_lost_without_its_connection(make_pair: Callable[..., Pair]) -> None:
     """No network loses a credit and keeps the connection: the first answer over shm passes."""
     assert run(make_pair("shm", fault_of=once(FaultKind.DROP, Where.ANSWERED, 0))) == GOES_WELL
 
 
-def test_a_chunk_that_comes_twice_is_never_wrong(make_pair: Callable[..., Pair], transport: str) -> None:
+def test_a_repeated_chunk_causes_no_wrong_bytes(make_pair: Callable[..., Pair], transport: str) -> None:
     """Its second half is dropped; on shm the slot's second credit ends the connection, after or before the end."""
     received, sent = run(make_pair(transport, fault_of=once(FaultKind.DUPLICATE, Where.SENT, CHUNK)))
     assert received == "verified"
     assert sent == "sent" or transport == "shm"
 
 
-def test_a_frame_without_its_tail_swallows_what_follows(make_pair: Callable[..., Pair], transport: str) -> None:
+def test_a_truncated_frame_consumes_the_next_bytes(make_pair: Callable[..., Pair], transport: str) -> None:
     """Nothing that comes behind it is taken for what it is not; the pair recovers on a new connection."""
     pair = make_pair(transport, fault_of=once(FaultKind.TRUNCATE, Where.SENT, CHUNK))
     first, second = pair.grant(BLOCKS), pair.grant(tuple(range(40, 48)))
@@ -192,7 +192,7 @@ def test_a_frame_without_its_tail_swallows_what_follows(make_pair: Callable[...,
     goes_on(pair)
 
 
-def test_a_frame_that_its_sender_did_not_finish_is_not_passed_on() -> None:
+def test_an_unfinished_frame_is_not_forwarded() -> None:
     (mine, theirs), trap = socket.socketpair(), FaultInjector(lambda tag: None, 4096)
     theirs.settimeout(WAIT_S)
     near = trap.between(mine, TcpSend())
@@ -244,7 +244,7 @@ def test_a_process_that_is_stopped_late_is_woken() -> None:
     assert done.returncode == 0
 
 
-def test_a_workers_setting_makes_its_fault_plan() -> None:
+def test_a_workers_setting_defines_its_fault_plan() -> None:
     assert make_fault_injector("", 4096) is None
     trap = make_fault_injector("seed=7,share=1,drop=1", 4096)
     assert trap is not None
@@ -304,7 +304,7 @@ print(f"{time.monotonic() - began:.2f}", trap.pauses[0][1] - trap.pauses[0][0] >
 
 @pytest.mark.parametrize("where", ["written", "sent"])
 @pytest.mark.parametrize("kind", ["kill", "stop"])
-def test_a_process_dies_or_stops_at_the_chunk_or_frame_that_was_named(kind: str, where: str) -> None:
+def test_a_process_is_killed_at_the_planned_frame(kind: str, where: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROCESS, kind, where], capture_output=True, text=True, cwd=ROOT, timeout=100, check=False
     )

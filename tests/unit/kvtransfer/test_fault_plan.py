@@ -14,14 +14,14 @@ from pdserve.core.grant import TransferKey
 TAGS = [tag_of(TransferKey(transfer_id=f"t{n}", attempt=1, generation=n)) for n in range(2000)]
 
 
-def test_a_plan_names_the_same_faults_for_the_same_seed_and_others_for_another() -> None:
+def test_a_fault_plan_depends_on_its_seed() -> None:
     one, again, other = FaultPlan(seed=1, share=0.5), FaultPlan(seed=1, share=0.5), FaultPlan(seed=2, share=0.5)
     faults = [one.fault_of(tag) for tag in TAGS]
     assert [again.fault_of(tag) for tag in reversed(TAGS)] == faults[::-1]
     assert [other.fault_of(tag) for tag in TAGS] != faults
 
 
-def test_the_share_of_faulty_transfers_and_the_weights_of_kinds_hold() -> None:
+def test_faults_have_the_requested_frequencies() -> None:
     plan = FaultPlan(seed=3, share=0.25, longest_s=2.0, weights={FaultKind.DROP: 3.0, FaultKind.KILL: 1.0})
     faults = [fault for tag in TAGS if (fault := plan.fault_of(tag)) is not None]
     kinds = Counter(fault.kind for fault in faults)
@@ -62,13 +62,13 @@ def test_a_plan_is_read_from_one_line() -> None:
         ("seed=inf", "seed"),
     ],
 )
-def test_a_line_that_is_no_plan_is_refused(text: str, field: str) -> None:
+def test_an_invalid_fault_plan_is_rejected(text: str, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert caught.value.field == field
 
 
-def test_faults_meet_early_and_late_frames() -> None:
+def test_faults_occur_in_early_and_late_frames() -> None:
     plan = FaultPlan(seed=4, share=1.0, weights=dict.fromkeys(FaultKind, 1.0))
     frames: dict[Where, Counter[int]] = {where: Counter() for where in Where}
     for tag in TAGS:

@@ -25,7 +25,7 @@ def assert_nothing_was_wrong(result: Result, count: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_no_byte_is_wrong_and_no_block_is_lost_in_a_storm_of_faults(transport: str) -> None:
+def test_a_fault_storm_causes_no_wrong_bytes_or_leaks(transport: str) -> None:
     result = Storm(transport, seed=37).run(400)  # in which four processes may be killed
     assert_nothing_was_wrong(result, 400)
     assert result.kills >= 1
@@ -37,7 +37,7 @@ def test_no_byte_is_wrong_and_no_block_is_lost_in_a_storm_of_faults(transport: s
 
 
 @pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
-def test_a_storm_between_devices_that_are_slow_fail_hang_and_lose_their_peers(transport: str) -> None:
+def test_a_fault_storm_between_devices(transport: str) -> None:
     """Over stand-ins for CUDA and NCCL, across processes, which are killed in the middle of copies too."""
     result = Storm(transport, seed=37, device_kills=0.01).run(200)
     assert_nothing_was_wrong(result, 200)
@@ -61,7 +61,7 @@ def test_storm_between_ranks(transport: str, ranks: tuple[int, ...]) -> None:
     assert result.ends[NO_FAULT, "committed"] >= 10
 
 
-def test_a_network_that_is_cut_off_changes_no_byte_and_keeps_no_block() -> None:
+def test_a_network_cut_causes_no_wrong_bytes_or_leaks() -> None:
     """Processes in network namespaces, whose cables are pulled for up to three seconds: longer than any deadline."""
     if missing := why_not():
         pytest.skip(missing)
@@ -72,12 +72,12 @@ def test_a_network_that_is_cut_off_changes_no_byte_and_keeps_no_block() -> None:
     assert result.ends[NO_FAULT, "committed"] >= 10
 
 
-def test_a_case_follows_from_seed_and_number_alone() -> None:
+def test_a_storm_case_depends_only_on_seed_and_number() -> None:
     assert [case_of(1, n) for n in range(50)] == [case_of(1, n) for n in range(50)]
     assert [case_of(1, n) for n in range(50)] != [case_of(2, n) for n in range(50)]
 
 
-def test_the_storm_sees_a_wrong_byte_a_leak_and_a_late_end() -> None:
+def test_the_storm_detects_wrong_bytes_leaks_and_delays() -> None:
     """What the proof rests on."""
     storage = Storage(SHAPES["small"])
     blocks = storage.take(3)

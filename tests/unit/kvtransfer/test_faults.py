@@ -51,7 +51,7 @@ def gate() -> Iterator[Gate]:
     gate.open()
 
 
-def test_after_drained_nothing_writes_into_the_memory(make_pair: MakePair, transport: str, gate: Gate) -> None:
+def test_nothing_is_written_after_drained(make_pair: MakePair, transport: str, gate: Gate) -> None:
     pair = make_pair(transport, num_blocks=MANY, hook=gate)
     blocks = tuple(range(MANY))
     grant = pair.grant(blocks)
@@ -74,9 +74,7 @@ def test_after_drained_nothing_writes_into_the_memory(make_pair: MakePair, trans
 
 
 @pytest.mark.parametrize("at_chunk", range(4))
-def test_an_abort_at_any_moment_of_a_stream_of_chunks_fences_exactly(
-    make_pair: MakePair, transport: str, at_chunk: int
-) -> None:
+def test_an_abort_at_any_moment_stops_all_writes(make_pair: MakePair, transport: str, at_chunk: int) -> None:
     """No proxy: the abort races with the thread that writes."""
     pair = make_pair(transport, num_blocks=256, block_bytes=16_384)
     blocks = tuple(range(256))
@@ -99,9 +97,7 @@ def test_an_abort_at_any_moment_of_a_stream_of_chunks_fences_exactly(
     assert pair.target.memory[: 255 * 16_384] == bytes([STAMP]) * (255 * 16_384)
 
 
-def test_the_same_blocks_granted_again_take_nothing_from_the_old_transfer(
-    make_pair: MakePair, transport: str, gate: Gate
-) -> None:
+def test_regranted_blocks_ignore_the_old_transfer(make_pair: MakePair, transport: str, gate: Gate) -> None:
     pair = make_pair(transport, num_blocks=64, hook=gate)
     old = pair.grant((1, 2, 3), transfer_id="r")
     received, sent = pair.begin(old)
@@ -119,7 +115,7 @@ def test_the_same_blocks_granted_again_take_nothing_from_the_old_transfer(
     assert pair.receiver.stats.late_messages >= 1
 
 
-def test_an_abort_is_idempotent_and_of_the_unknown_is_nothing(pair: Pair) -> None:
+def test_an_abort_is_idempotent(pair: Pair) -> None:
     grant = pair.grant((1, 2))
     pair.receiver.abort(grant.key)
     pair.sender.abort(grant.key)
@@ -134,7 +130,7 @@ def test_an_abort_is_idempotent_and_of_the_unknown_is_nothing(pair: Pair) -> Non
     assert sent.outcomes == ["failed"]
 
 
-def test_when_the_sender_gives_up_both_hear_of_it_at_once(pair: Pair) -> None:
+def test_a_sender_abort_is_reported_on_both_sides(pair: Pair) -> None:
     grant = pair.grant((1, 2))
     received, sent = pair.begin(grant)
     pair.sender.push(grant.key, [(0, 0)], False)
@@ -165,7 +161,7 @@ def test_a_transfer_that_the_receiver_cancels_has_not_failed(pair: Pair) -> None
         assert stats.failed == 0
 
 
-def test_an_aborting_sender_lets_go_of_its_blocks_in_the_middle_of_a_frame(make_pair: MakePair) -> None:
+def test_an_abort_frees_source_blocks_within_a_frame(make_pair: MakePair) -> None:
     """tcp only: no frame of shm holds the bytes."""
     release = threading.Event()
 
@@ -211,7 +207,7 @@ def test_a_deadline_fails_both_sides_and_frees_the_memory(
     assert pair.receiver.stats.expired == 1
 
 
-def test_a_deadline_ends_the_sender_that_cannot_reach_its_receiver(pair: Pair) -> None:
+def test_a_deadline_ends_a_sender_without_a_receiver(pair: Pair) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(1)  # accepts, and never speaks HTTP/2
@@ -228,9 +224,7 @@ def test_an_unused_grant_ends_at_its_deadline(pair: Pair) -> None:
     assert received.wait().error == "the deadline passed when 0 of 1 blocks had arrived"
 
 
-def test_a_cut_connection_fails_what_it_carried_and_the_next_transfer_connects_again(
-    make_pair: MakePair, transport: str
-) -> None:
+def test_after_a_cut_the_next_transfer_reconnects(make_pair: MakePair, transport: str) -> None:
     cuts = [True]
 
     def hook(frame: Frame, message: bytearray, body: memoryview) -> bytearray | None:
@@ -249,7 +243,7 @@ def test_a_cut_connection_fails_what_it_carried_and_the_next_transfer_connects_a
     assert again.outcome is ReceiveOutcome.VERIFIED
 
 
-def test_a_receiver_that_is_not_there_fails_the_transfer_with_its_address(pair: Pair) -> None:
+def test_a_missing_receiver_fails_the_transfer(pair: Pair) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -260,20 +254,20 @@ def test_a_receiver_that_is_not_there_fails_the_transfer_with_its_address(pair: 
     assert f"{endpoint} refused: UNAVAILABLE" in end.error
 
 
-def test_a_receiver_that_restarted_since_the_grant_is_not_written_to(pair: Pair) -> None:
+def test_a_restarted_receiver_gets_no_old_transfer(pair: Pair) -> None:
     sent = Heard()
     pair.sender.start(pair.grant((1,), incarnation="d0-0"), sent)
     assert "has restarted since it granted this transfer" in sent.wait().error
 
 
-def test_a_transfer_that_the_receiver_does_not_expect_fails_at_once(pair: Pair) -> None:
+def test_an_unexpected_transfer_fails_at_once(pair: Pair) -> None:
     sent = Heard()
     pair.sender.start(pair.grant((1,)), sent)
     assert sent.wait().error == "the receiver refused: the receiver does not expect this transfer"
     assert pair.receiver.stats.late_messages == 1
 
 
-def test_a_killed_sender_fails_its_transfers_at_once_not_by_timeout(
+def test_a_killed_sender_fails_its_transfers_at_once(
     pair: Pair, transport: str, start_process: Callable[..., Process]
 ) -> None:
     grant = pair.grant(tuple(range(32)), transfer_id="killed")
@@ -309,7 +303,7 @@ def test_a_killed_receiver_fails_the_senders_transfers_at_once(
     assert end.error.startswith(f"{endpoint}: connection")
 
 
-def test_a_sender_that_comes_back_replaces_its_old_connection(make_pair: MakePair, transport: str) -> None:
+def test_a_reconnecting_sender_replaces_its_old_connection(make_pair: MakePair, transport: str) -> None:
     """A half-open connection of a dead incarnation must not keep its transfers alive."""
     from kvtransfer.endpoint import make_sender
     from tests.unit.kvtransfer.harness import fingerprint
@@ -329,7 +323,7 @@ def test_a_sender_that_comes_back_replaces_its_old_connection(make_pair: MakePai
     again.close()
 
 
-def test_a_dead_thread_of_the_receiver_ends_everything_visibly(
+def test_a_dead_receiver_thread_fails_all_transfers(
     pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received, sent = pair.begin(pair.grant((1,)))
@@ -346,7 +340,7 @@ def test_a_dead_thread_of_the_receiver_ends_everything_visibly(
     assert "the KV receiver's thread died" in caplog.text
 
 
-def test_a_grpc_host_of_another_service_refuses(pair: Pair) -> None:
+def test_a_server_without_the_transfer_service_is_rejected(pair: Pair) -> None:
     class Empty:
         async def Open(self, request: Any, context: Any) -> Any:
             raise NotImplementedError

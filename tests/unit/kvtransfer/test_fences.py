@@ -25,9 +25,7 @@ A_WHILE_S = 0.05  # in which a copy that did not wait would have ended
 
 
 @PATHS
-def test_steps_that_are_queued_after_grant_and_push_are_not_waited_for(
-    make_pair: MakePair, devices: dict[int, FakeDevice], transport: str
-) -> None:
+def test_later_steps_are_not_waited_for(make_pair: MakePair, devices: dict[int, FakeDevice], transport: str) -> None:
     pair = make_pair(transport)
     pair.move(pair.grant((1,)), (1,))
     grant = pair.grant((10, 11))
@@ -45,7 +43,7 @@ def test_steps_that_are_queued_after_grant_and_push_are_not_waited_for(
 
 
 @PATHS
-def test_a_receive_waits_for_the_steps_that_ran_when_its_blocks_were_granted(
+def test_a_receive_waits_for_steps_before_the_grant(
     make_pair: MakePair, devices: dict[int, FakeDevice], transport: str
 ) -> None:
     """Such a step may still write to a block whose owner has left."""
@@ -67,9 +65,7 @@ def test_a_receive_waits_for_the_steps_that_ran_when_its_blocks_were_granted(
 
 
 @PATHS
-def test_a_source_is_read_when_the_step_that_computes_it_has_ended(
-    make_pair: MakePair, devices: dict[int, FakeDevice], transport: str
-) -> None:
+def test_a_source_is_read_after_its_step(make_pair: MakePair, devices: dict[int, FakeDevice], transport: str) -> None:
     pair = make_pair(transport)
     pair.move(pair.grant((1,)), (1,))
     device = devices[id(pair.source)]

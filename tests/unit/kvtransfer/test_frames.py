@@ -35,7 +35,7 @@ def test_a_frame_survives_the_wire(frame: Frame) -> None:
 
 
 @given(CHUNKS, st.integers(0, HEADER_BYTES * 8 - 1))
-def test_any_flipped_bit_in_a_header_is_noticed(frame: Frame, bit: int) -> None:
+def test_any_flipped_bit_in_a_header_is_detected(frame: Frame, bit: int) -> None:
     header = bytearray(frame.encode())
     header[bit // 8] ^= 1 << bit % 8
     with pytest.raises(BadFrame):
@@ -43,12 +43,12 @@ def test_any_flipped_bit_in_a_header_is_noticed(frame: Frame, bit: int) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_a_bad_frame_and_nothing_else(garbage: bytes) -> None:
+def test_garbage_is_a_bad_frame(garbage: bytes) -> None:
     with pytest.raises(BadFrame):
         decode(garbage, max_chunk_bytes=2**32)
 
 
-def test_a_length_over_the_limit_is_refused_before_anything_is_read() -> None:
+def test_a_length_over_the_limit_is_rejected_first() -> None:
     with pytest.raises(BadFrame, match="CHUNK frame of 40 bytes, at most 39"):
         decode(PLAIN.encode(), max_chunk_bytes=39)
     with pytest.raises(BadFrame, match=f"REFUSE frame of 513 bytes, at most {MAX_TEXT_BYTES}"):
@@ -63,7 +63,7 @@ def test_text_is_cut_to_the_limit_and_made_printable() -> None:
     assert decode_text(b"a\n\x1b[31mb\xff") == "a??[31mb\ufffd"
 
 
-def test_tags_tell_transfers_attempts_and_generations_apart() -> None:
+def test_tags_distinguish_transfers_attempts_and_generations() -> None:
     keys = [TransferKey(transfer_id=t, attempt=a, generation=g) for t in "ab" for a in (1, 2) for g in (1, 2)]
     assert len({tag_of(key) for key in keys}) == 8
 

@@ -27,7 +27,7 @@ def pools(num_blocks: int, block_bytes: int) -> tuple[HostMemory, HostMemory]:
 
 @pytest.mark.parametrize("block_kib", [1, 2, 7, 64])
 @pytest.mark.parametrize("count", [1, 2, 3, 16])
-def test_blocks_arrive_whole_and_nothing_else_is_touched(block_kib: int, count: int) -> None:
+def test_a_fused_copy_writes_only_its_blocks(block_kib: int, count: int) -> None:
     size, num_blocks = block_kib * KIB, 19
     to, source = pools(num_blocks, size)
     targets = [7 * i % num_blocks for i in range(count)]
@@ -44,7 +44,7 @@ def test_blocks_arrive_whole_and_nothing_else_is_touched(block_kib: int, count: 
 
 
 @pytest.mark.parametrize(("to", "source"), [([3], [0]), ([0], [3]), ([-1], [0]), ([0], [-1]), ([], []), ([0, 1], [0])])
-def test_what_lies_outside_a_pool_is_refused_before_a_byte_moves(to: list[int], source: list[int]) -> None:
+def test_blocks_outside_a_pool_are_rejected_before_any_write(to: list[int], source: list[int]) -> None:
     memory, other = pools(3, KIB)
     copier = fused.Copier.between(memory.buffer, other.buffer, KIB)
     assert copier is not None
@@ -53,7 +53,7 @@ def test_what_lies_outside_a_pool_is_refused_before_a_byte_moves(to: list[int], 
     assert memory.buffer == bytes(3 * KIB)
 
 
-def test_odd_blocks_and_unaligned_memory_are_left_to_others() -> None:
+def test_odd_or_unaligned_blocks_use_another_copy() -> None:
     to, source = pools(4, KIB)
     assert fused.Copier.between(to.buffer, source.buffer, 1000) is None
     assert fused.Copier.between(to.buffer[8:], source.buffer, KIB) is None
@@ -75,6 +75,6 @@ print("right")
 """
 
 
-def test_where_machine_code_cannot_be_kept_it_is_compiled_at_each_start() -> None:
+def test_machine_code_that_cannot_be_stored_is_recompiled() -> None:
     done = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.stdout, done.returncode) == ("right\n", 0), done.stderr

@@ -48,14 +48,14 @@ def told(**changes: object) -> transfer_pb2.Grant:
     return message
 
 
-def test_an_engines_spec_says_which_blocks_it_has() -> None:
+def test_the_block_shape_follows_from_the_engine_spec() -> None:
     facts = fingerprint_of(SPEC)
     assert (facts.protocol, facts.model, facts.engine) == (PROTOCOL, "m", "w")
     assert facts.shape.block_bytes == SPEC.block_bytes
     assert (facts.shape.num_layers, facts.shape.num_kv_heads, facts.shape.head_dim) == (4, 2, 4)
 
 
-def test_a_rank_with_a_pool_of_its_own_says_that_its_blocks_do_not_travel() -> None:
+def test_a_single_rank_pool_cannot_be_transferred() -> None:
     check_movable(1)
     check_movable(4, 4)
     with pytest.raises(ConfigError, match="tensor_parallel: got 2, expected 1 for KV transfer"):
@@ -73,14 +73,14 @@ def test_a_rank_with_a_pool_of_its_own_says_that_its_blocks_do_not_travel() -> N
         ({"rank_endpoints": [""]}, "grant.rank_endpoints"),
     ],
 )
-def test_a_grant_that_no_decode_worker_makes_is_refused_by_its_field(changes: dict[str, object], field: str) -> None:
+def test_an_invalid_grant_names_its_field(changes: dict[str, object], field: str) -> None:
     assert grant_from_proto(told()).blocks == (3, 4)
     with pytest.raises(InvalidRequest) as refused:
         grant_from_proto(told(**changes))
     assert refused.value.field == field
 
 
-def test_a_grant_of_a_shape_that_no_pool_has_is_refused_by_that_field() -> None:
+def test_a_grant_with_an_invalid_shape_names_the_field() -> None:
     message = told()
     message.fingerprint.shape.dtype = "float3"
     with pytest.raises(InvalidRequest) as refused:

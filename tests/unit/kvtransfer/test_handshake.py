@@ -64,7 +64,7 @@ def test_a_ticket_for_one_transport_does_not_admit_to_another(make_pair: Callabl
         wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
 
 
-def test_a_pool_that_is_never_offered_is_given_up(
+def test_a_sender_that_offers_no_pool_times_out(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sender with a ticket for shm that stops before it has said which memory."""
@@ -77,14 +77,14 @@ def test_a_pool_that_is_never_offered_is_given_up(
     assert_still_serves(pair)
 
 
-def test_a_silent_connection_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_connection_times_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.inbound.AUTHENTICATION_S", 0.05)
     assert AUTHENTICATION_S == 3.0
     with connect(pair, pair.host.open(pair.sender)):
         wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
 
 
-def test_running_out_of_descriptors_costs_connections_and_not_the_receiver(pair: Pair) -> None:
+def test_the_receiver_survives_descriptor_exhaustion(pair: Pair) -> None:
     answer = pair.host.open(pair.sender)
     sock = socket.socket(socket.AF_UNIX if answer.transport == SHM else socket.AF_INET)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -105,7 +105,7 @@ def test_running_out_of_descriptors_costs_connections_and_not_the_receiver(pair:
     assert_still_serves(pair)
 
 
-def test_a_sender_without_descriptors_says_so(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sender_reports_descriptor_exhaustion(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_more() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -126,7 +126,7 @@ def test_a_sender_without_descriptors_says_so(pair: Pair, monkeypatch: pytest.Mo
         ({"protocol": 9}, "fingerprint.protocol", "9", "2"),
     ],
 )
-def test_open_refuses_another_fingerprint_naming_the_field_and_both_values(
+def test_open_rejects_another_fingerprint(
     pair: Pair, changes: dict[str, object], field: str, seen: str, expected: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as refused:
@@ -136,7 +136,7 @@ def test_open_refuses_another_fingerprint_naming_the_field_and_both_values(
     assert pair.receiver.stats.refused_opens == 1
 
 
-def test_open_refuses_transports_checksums_and_names_that_do_not_fit(pair: Pair, transport: str) -> None:
+def test_open_rejects_unsupported_transports_and_checksums(pair: Pair, transport: str) -> None:
     for changes, details in (
         ({"transports": (3,)}, f"transports: got nccl, expected {transport}"),
         ({"transports": ()}, f"transports: got none, expected {transport}"),
@@ -171,7 +171,7 @@ def test_shared_memory_is_not_offered_to_another_host(
         ("tcp", "tcp", "the sender asks for no other"),
     ],
 )
-def test_each_link_says_how_kv_travels_and_why(
+def test_each_link_reports_its_transport_and_reason(
     make_pair: Callable[..., Pair], name: str, chosen: str, reason: str
 ) -> None:
     pair = make_pair(name)
@@ -183,13 +183,11 @@ def test_each_link_says_how_kv_travels_and_why(
     assert pair.sender.links == []
 
 
-def test_the_host_id_is_of_this_boot_and_stable() -> None:
+def test_the_host_id_is_stable() -> None:
     assert host_id() == host_id() != ""
 
 
-def test_auto_falls_back_to_tcp_when_shared_memory_cannot_be_had(
-    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_falls_back_to_tcp(make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError("no descriptors for you")
 
@@ -198,7 +196,7 @@ def test_auto_falls_back_to_tcp_when_shared_memory_cannot_be_had(
     assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
 
 
-def test_tickets_are_bounded_and_leave_with_time(
+def test_tickets_are_bounded_and_expire(
     make_pair: Callable[..., Pair], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.gate.MAX_TICKETS", 5)
@@ -235,16 +233,14 @@ def test_two_ends_without_xxhash_agree_on_blake2b(
         ("[fd00::1]:5", "h:1", ("fd00::1", 5)),
     ],
 )
-def test_a_receiver_on_every_address_is_reached_where_its_grpc_server_is(
-    address: str, endpoint: str, target: tuple[str, int]
-) -> None:
+def test_a_wildcard_receiver_is_reached_at_its_grpc_host(address: str, endpoint: str, target: tuple[str, int]) -> None:
     assert host_and_port(address, endpoint) == target
 
 
 # -- the cluster's secret --------------------------------------------------------------------------------------
 
 
-def test_a_ticket_that_a_third_party_has_read_is_of_no_use_to_it(pair: Pair) -> None:
+def test_a_stolen_ticket_is_useless(pair: Pair) -> None:
     answer = pair.host.open(pair.sender)
     stranger = ClusterSecret("a guess of the secret")
     for words in (
@@ -263,7 +259,7 @@ def test_a_ticket_that_a_third_party_has_read_is_of_no_use_to_it(pair: Pair) -> 
         wait_for(lambda: pair.receiver.peers == ["p0"], "the sender")
 
 
-def test_a_greeting_is_of_no_use_a_second_time(pair: Pair) -> None:
+def test_a_greeting_cannot_be_replayed(pair: Pair) -> None:
     answer = pair.host.open(pair.sender)
     words = greet(pair, answer)
     with connect(pair, answer) as first, connect(pair, answer) as second:
@@ -285,7 +281,7 @@ def test_a_sender_with_another_secret_gets_no_ticket(pair: Pair) -> None:
     assert_still_serves(pair)
 
 
-def test_a_ticket_is_for_the_worker_that_makes_the_call(pair: Pair) -> None:
+def test_a_ticket_admits_only_the_caller(pair: Pair) -> None:
     """A request that names another sender than the proof does."""
     me = pair.sender.caller
     request = open_request(replace(me, worker_id="p1"), me.transports)
@@ -297,7 +293,7 @@ def test_a_ticket_is_for_the_worker_that_makes_the_call(pair: Pair) -> None:
     assert pair.receiver.stats.refused_opens == 1
 
 
-def test_nothing_is_offered_to_a_data_port_that_proves_nothing(pair: Pair) -> None:
+def test_nothing_is_sent_to_an_unproven_data_port(pair: Pair) -> None:
     """Whoever listens where a decode worker listened hears the greeting, and then no byte of KV and no pool."""
 
     class Elsewhere:
@@ -326,7 +322,7 @@ def test_nothing_is_offered_to_a_data_port_that_proves_nothing(pair: Pair) -> No
     assert_still_serves(pair)
 
 
-def test_connections_that_prove_nothing_do_not_keep_senders_out(
+def test_unproven_connections_do_not_block_senders(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.receiver.MAX_PENDING", 4)

@@ -11,7 +11,7 @@ from pdserve.core.errors import ConfigError
 LEASE = Lease(beat_s=1.0, silence_s=5.0)
 
 
-def test_a_peer_is_silent_after_its_time_and_heard_again_by_any_byte() -> None:
+def test_any_byte_ends_the_silence_of_a_peer() -> None:
     heartbeat = Heartbeat(LEASE, 10.0)
     assert [heartbeat.is_silent(now_s) for now_s in (10.0, 14.9, 15.0)] == [False, False, True]
     heartbeat.heard(14.0)
@@ -23,7 +23,7 @@ def test_a_heartbeat_is_due_once_per_interval() -> None:
     assert [heartbeat.is_due(now_s) for now_s in (10.9, 11.0, 11.1, 11.9, 12.0)] == [False, True, False, False, True]
 
 
-def test_the_next_change_is_the_nearer_of_both() -> None:
+def test_the_next_check_is_the_earlier_of_both() -> None:
     heartbeat = Heartbeat(LEASE, 10.0)
     assert (heartbeat.left_s(10.0), heartbeat.left_s(10.75), heartbeat.left_s(12.0)) == (1.0, 0.25, 0.0)
     late = Heartbeat(Lease(beat_s=2.0, silence_s=4.0), 10.0)
@@ -36,7 +36,7 @@ def test_the_next_change_is_the_nearer_of_both() -> None:
 
 @pytest.mark.parametrize("name", Lease.__slots__)
 @pytest.mark.parametrize("value", [0.0, -1.0, DAY_S + 1.0, float("nan")])
-def test_a_duration_that_cannot_be_is_named(name: str, value: float) -> None:
+def test_an_invalid_duration_is_named(name: str, value: float) -> None:
     with pytest.raises(ConfigError) as raised:
         Lease(**{name: value})
     assert raised.value.field == f"lease.{name}"

@@ -37,7 +37,7 @@ def test_a_duplicate_chunk_changes_nothing_and_is_counted(pair: Pair, raw: RawSe
     assert pair.receiver.stats.duplicate_chunks == 1
 
 
-def test_old_generations_and_attempts_write_nothing_and_are_counted(pair: Pair, raw: RawSender) -> None:
+def test_chunks_of_old_generations_are_counted_and_dropped(pair: Pair, raw: RawSender) -> None:
     grant, tag, received = expected(pair, (1, 2))
     raw.announce(tag)
     for old in (tag._replace(generation=0), tag._replace(attempt=0), tag._replace(transfer=b"x" * 16)):
@@ -59,7 +59,7 @@ def test_a_chunk_without_an_announcement_writes_nothing(pair: Pair, raw: RawSend
     assert received.wait().outcome is ReceiveOutcome.DRAINED
 
 
-def test_one_sender_cannot_write_into_or_end_anothers_transfer(pair: Pair, raw: RawSender) -> None:
+def test_a_sender_cannot_affect_anothers_transfer(pair: Pair, raw: RawSender) -> None:
     _, tag, received = expected(pair, (1,))
     thief = RawSender(pair, "thief")
     raw.announce(tag)
@@ -77,7 +77,7 @@ def test_one_sender_cannot_write_into_or_end_anothers_transfer(pair: Pair, raw: 
     thief.close()
 
 
-def test_an_abort_under_a_write_that_does_not_end_is_quarantined_until_it_does(pair: Pair, raw: RawSender) -> None:
+def test_an_abort_during_a_write_is_quarantined(pair: Pair, raw: RawSender) -> None:
     """The test is the writer here, as a transport with slow DMA would be."""
     pair.receiver._table.grace_s = 0.05
     grant, tag, received = expected(pair, (1, 2))
@@ -125,7 +125,7 @@ def bad_frames(tag: Tag) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", sorted(bad_frames(Tag(b"x" * 16, 1, 1))))
-def test_a_frame_that_no_sender_makes_costs_only_its_own_connection(pair: Pair, raw: RawSender, name: str) -> None:
+def test_an_invalid_frame_ends_only_its_connection(pair: Pair, raw: RawSender, name: str) -> None:
     _, tag, received = expected(pair, (1, 2))
     _, other_tag, other = expected(pair, (10,))
     good = RawSender(pair, "good")
@@ -205,6 +205,6 @@ def test_refused_connections_are_counted_and_logged_once(pair: Pair, caplog: pyt
     ]
 
 
-def test_a_line_is_due_once_in_a_while_and_says_how_many_it_stands_for() -> None:
+def test_log_lines_are_limited_and_counted() -> None:
     limit = LogLimit(every_s=10.0)
     assert [limit.due(now_s) for now_s in (0.0, 1.0, 9.9, 10.0, 10.1, 30.0)] == [1, 0, 0, 3, 0, 2]

@@ -37,7 +37,7 @@ def joint(members: Sequence[int] = (0, 1), unopened: Sequence[int] = ()) -> Join
     return table
 
 
-def test_a_transfer_is_verified_when_every_rank_has_verified_its_part() -> None:
+def test_a_joint_transfer_needs_every_part() -> None:
     table = joint((0, 1, 2))
     for member, num_bytes in ((2, 10), (0, 20)):
         assert table.ended(KEY, member, replace(VERIFIED, num_bytes=num_bytes, transfer_s=member)) == []
@@ -46,7 +46,7 @@ def test_a_transfer_is_verified_when_every_rank_has_verified_its_part() -> None:
     assert table.keys == []
 
 
-def test_a_part_that_fails_ends_the_others_and_is_the_reason() -> None:
+def test_a_failed_part_aborts_the_others() -> None:
     table = joint((0, 1, 2))
     assert table.ended(KEY, 0, VERIFIED) == []
     assert table.ended(KEY, 1, CUT) == [EndPart(KEY, 2, "another rank's part failed: it was cut")]
@@ -62,14 +62,14 @@ def test_a_part_that_was_cancelled_cancels_the_others() -> None:
     assert (report.end.outcome, report.end.is_cancelled) == (ReceiveOutcome.FAILED, True)
 
 
-def test_a_failure_counts_more_than_the_cancel_that_came_before_it() -> None:
+def test_a_failure_outweighs_an_earlier_cancel() -> None:
     """Both are heard of one event: a sender that fails cancels no other shard on purpose."""
     table = joint()
     table.ended(KEY, 1, CANCELLED)
     assert table.ended(KEY, 0, CUT) == [ReportJoint(CUT)]
 
 
-def test_an_owner_that_aborts_hears_of_quarantine_once_and_then_of_the_end() -> None:
+def test_quarantine_is_reported_once_before_the_end() -> None:
     table = joint()
     assert table.ended(KEY, 0, QUARANTINED) == [], "nobody has aborted"
     assert table.abort(KEY) == [EndPart(KEY, 0, ""), EndPart(KEY, 1, "")]
@@ -82,7 +82,7 @@ def test_an_owner_that_aborts_hears_of_quarantine_once_and_then_of_the_end() -> 
     assert table.ended(KEY, 1, DRAINED) == []
 
 
-def test_an_abort_while_parts_fail_reaches_those_that_have_not_ended() -> None:
+def test_an_abort_reaches_the_remaining_parts() -> None:
     table = joint((0, 1, 2))
     table.ended(KEY, 0, CUT)
     assert table.abort(KEY) == [EndPart(KEY, 1, ""), EndPart(KEY, 2, "")]
@@ -90,7 +90,7 @@ def test_an_abort_while_parts_fail_reaches_those_that_have_not_ended() -> None:
     assert table.ended(KEY, 2, DRAINED) == [ReportJoint(replace(CUT, outcome=ReceiveOutcome.DRAINED))]
 
 
-def test_an_abort_that_comes_when_all_parts_are_verified_is_too_late() -> None:
+def test_an_abort_after_verification_has_no_effect() -> None:
     table = joint()
     table.ended(KEY, 0, VERIFIED)
     table.abort(KEY)
@@ -116,7 +116,7 @@ def test_an_abandoned_grant_is_not_reported(ends: str) -> None:
     assert table.opened(KEY, 1) == []
 
 
-def test_a_key_that_is_open_is_refused_and_a_forgotten_one_is_free() -> None:
+def test_a_key_in_use_is_rejected() -> None:
     table = joint()
     with pytest.raises(InvalidRequest, match=r"grant\.key"):
         table.open(KEY, (0,))
@@ -227,12 +227,12 @@ def explore(num_members: int) -> int:
     return complete
 
 
-def test_every_order_of_two_ranks_ends_and_of_an_abort_makes_one_right_end() -> None:
+def test_every_order_of_two_ranks_ends_correctly() -> None:
     assert explore(2) > 100
 
 
 @pytest.mark.slow
-def test_every_order_of_three_ranks_ends_and_of_an_abort_makes_one_right_end() -> None:
+def test_every_order_of_three_ranks_ends_correctly() -> None:
     assert explore(3) > 1000
 
 
@@ -263,12 +263,12 @@ SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=2, num_kv_h
         ((2, 8), [(0, 0), (0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6), (1, 7)]),
     ],
 )
-def test_each_rank_sends_to_those_that_own_its_heads(degrees: tuple[int, int], pairs: list[tuple[int, int]]) -> None:
+def test_each_rank_sends_to_the_owners_of_its_heads(degrees: tuple[int, int], pairs: list[tuple[int, int]]) -> None:
     source, target = (replace(SHAPE, tp_degree=degree) for degree in degrees)
     assert rank_pairs(source, target) == pairs
 
 
-def test_a_rank_grants_the_same_blocks_of_its_own_pool() -> None:
+def test_each_rank_grants_the_same_block_numbers() -> None:
     facts = Fingerprint(protocol=1, model="m", engine="e", shape=replace(SHAPE, tp_degree=2))
     grant = replace(grant_of("t", 1, 5, (3, 4)), fingerprint=facts, endpoint="a:1", rank_endpoints=("b:2",))
     one = rank_grant(grant, 1)

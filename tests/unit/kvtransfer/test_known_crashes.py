@@ -23,7 +23,7 @@ from tests.unit.kvtransfer.raw import RawSender, assert_still_serves, expected
 MakePair = Callable[..., Pair]
 
 
-def test_aborts_after_the_end_and_twice_are_nothing(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_and_late_aborts_have_no_effect(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     """vllm PR#25067, PR#26351, llm-d#187: an abort after the end raised KeyError and ended the engine."""
     grant = pair.grant((1, 2))
     assert pair.move(grant, (5, 6))[0].outcome is ReceiveOutcome.VERIFIED
@@ -41,7 +41,7 @@ def test_aborts_after_the_end_and_twice_are_nothing(pair: Pair, caplog: pytest.L
     assert not [one for one in caplog.records if one.exc_info]
 
 
-def test_an_abort_and_the_end_of_the_bytes_at_the_same_moment_make_one_end(pair: Pair) -> None:
+def test_an_abort_at_completion_gives_one_end(pair: Pair) -> None:
     """vllm#46240: an abort and both completions in one step tripped an assertion that killed every request."""
     for turn in range(40):
         received, sent = pair.begin(grant := pair.grant((1, 2)))
@@ -61,7 +61,7 @@ def test_an_abort_and_the_end_of_the_bytes_at_the_same_moment_make_one_end(pair:
     assert_still_serves(pair)
 
 
-def test_words_about_transfers_that_are_gone_are_counted_and_change_nothing(pair: Pair, raw: RawSender) -> None:
+def test_messages_about_ended_transfers_are_counted(pair: Pair, raw: RawSender) -> None:
     """vllm#43226, PR#55286, PR#56089: a completion for a request that had gone was asserted on."""
     grant, tag, received = expected(pair, (1,))
     raw.announce(tag)
@@ -79,9 +79,7 @@ def test_words_about_transfers_that_are_gone_are_counted_and_change_nothing(pair
 
 
 @pytest.mark.parametrize("kind", [Kind.DONE, Kind.REFUSE])
-def test_answers_that_come_twice_or_late_harm_no_other_transfer(
-    make_pair: MakePair, transport: str, kind: Kind
-) -> None:
+def test_repeated_answers_affect_no_other_transfer(make_pair: MakePair, transport: str, kind: Kind) -> None:
     """vllm PR#48616: a completion was told twice, and the second had no request any more."""
     pair = make_pair(transport)
     received, sent = pair.begin(running := pair.grant((1, 2)))
@@ -98,7 +96,7 @@ def test_answers_that_come_twice_or_late_harm_no_other_transfer(
     assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
 
 
-def test_a_key_that_is_in_use_is_refused_and_its_first_owner_goes_on(pair: Pair) -> None:
+def test_a_reused_key_does_not_affect_its_owner(pair: Pair) -> None:
     """sglang#40125, vllm PR#49796: a reused id overwrote the first owner's entry: a crash here, a leak there."""
     received, sent = pair.begin(grant := pair.grant((1, 2)))
     with pytest.raises(InvalidRequest, match=r"grant\.key"):
@@ -109,9 +107,7 @@ def test_a_key_that_is_in_use_is_refused_and_its_first_owner_goes_on(pair: Pair)
     assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
 
 
-def test_close_waits_for_a_connection_that_is_over_but_for_its_last_word(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_waits_for_a_connection_that_is_ending(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """It left the receiver's tables before its thread had ended: close returned while that still ran."""
     assert_still_serves(pair)
     close = Channel.close
@@ -165,7 +161,7 @@ def test_a_replaced_peer_affects_no_other(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("deadline_s", [3e6, 1e300, math.inf])
-def test_an_endless_deadline_ends_no_thread(pair: Pair, deadline_s: float) -> None:
+def test_a_very_long_deadline_ends_no_thread(pair: Pair, deadline_s: float) -> None:
     """poll() takes at most 24 days; a longer one raised OverflowError, which ended the worker."""
     received, sent = pair.begin(grant := pair.grant((1, 2)), deadline_s)
     wait_for(lambda: pair.receiver.open_keys == [grant.key], "the grant is open")

@@ -78,7 +78,7 @@ def test_an_abort_frees_the_other_side_at_once(pair: Pair, side: str, is_connect
     assert_nothing_is_kept(pair)
 
 
-def test_deadlines_are_kept_by_sides_that_have_nothing_else_to_do(pair: Pair) -> None:
+def test_idle_sides_keep_their_deadlines(pair: Pair) -> None:
     """TensorRT-LLM PR#12313: timeouts were only looked at when a new request came, which the leak prevented."""
     grant = pair.grant((1, 2))
     received, sent = Heard(), Heard()
@@ -92,7 +92,7 @@ def test_deadlines_are_kept_by_sides_that_have_nothing_else_to_do(pair: Pair) ->
 # Many end badly.
 
 
-def test_orphans_do_not_use_the_sender_up(pair: Pair) -> None:
+def test_orphaned_transfers_do_not_exhaust_the_sender(pair: Pair) -> None:
     """vllm PR#51236: twenty orphaned transfers filled the sender's pool of workers for good."""
     orphans = [pair.grant((index,)) for index in range(60)]
     heard = [Heard() for _ in orphans]
@@ -115,7 +115,7 @@ def _give_up(pair: Pair, turn: int, grant: Grant) -> None:
             pair.sender.push(grant.key, [(0, 5), (0, 5)], False)  # a block twice
 
 
-def test_transfers_that_end_badly_leave_nothing_behind(pair: Pair) -> None:
+def test_failed_transfers_leave_no_state(pair: Pair) -> None:
     """sglang#9266, #23272, #11648, dynamo#4178, vllm#57705: entries of failed requests filled the tables over days."""
     for turn in range(40):
         received, sent = pair.begin(grant := pair.grant((1, 2)))
@@ -127,7 +127,7 @@ def test_transfers_that_end_badly_leave_nothing_behind(pair: Pair) -> None:
     assert_still_serves(pair)
 
 
-def test_a_burst_of_cancellations_does_not_wedge_the_pair(make_pair: MakePair, transport: str) -> None:
+def test_a_burst_of_cancellations_does_not_block_the_pair(make_pair: MakePair, transport: str) -> None:
     """TensorRT-LLM PR#13713, PR#13056: after a burst of cancelled long prompts every later request timed out."""
     pair = make_pair(transport, num_blocks=512)
     grants = [pair.grant(tuple(range(16 * index, 16 * index + 16))) for index in range(24)]
@@ -189,7 +189,7 @@ def test_a_waiting_transfer_delays_no_other(pair: Pair) -> None:
     assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
 
 
-def test_nothing_is_dropped_when_more_is_sent_than_fits(make_pair: MakePair, transport: str) -> None:
+def test_nothing_is_dropped_if_buffers_are_full(make_pair: MakePair, transport: str) -> None:
     """P2pNccl dropped tensors beyond its buffer without a word, and the other side waited (vllm#42839, #44854)."""
     pair = make_pair(transport, num_blocks=4096)
     grants = [pair.grant(tuple(range(512 * index, 512 * index + 512))) for index in range(8)]
@@ -214,7 +214,7 @@ def test_a_silent_handshake_ends_at_the_deadline(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("field", ["model", "engine", "protocol"])
-def test_workers_that_do_not_fit_say_so_at_once_and_name_the_field(pair: Pair, field: str) -> None:
+def test_incompatible_workers_are_reported_at_once(pair: Pair, field: str) -> None:
     """llm-d#2433, local-inference-lab/vllm#191, #192: a configuration that did not match showed as a client's hang."""
     facts = pair.grant((1,)).fingerprint
     mine = getattr(facts, field)

@@ -29,7 +29,7 @@ EMPTY = bytes(BLOCK_BYTES)
 # The four cases of vllm-project/vllm#52234.
 
 
-def test_block_ids_out_of_range_are_refused_on_every_way_in(pair: Pair, raw: RawSender) -> None:
+def test_block_ids_out_of_range_are_rejected(pair: Pair, raw: RawSender) -> None:
     """vllm#52234, case 1: block ids outside the pool or the request were used as offsets into memory."""
     with pytest.raises(InvalidRequest, match=r"grant\.blocks"):
         pair.receiver.expect(pair.grant((pair.target.num_blocks,)), Heard())
@@ -70,7 +70,7 @@ def test_a_reused_reference_writes_nothing(pair: Pair, raw: RawSender) -> None:
     assert pair.target.block(1) + pair.target.block(2) == b"\x5a" * 2 * BLOCK_BYTES
 
 
-def test_a_stale_reference_to_blocks_that_were_granted_again_writes_nothing(pair: Pair, raw: RawSender) -> None:
+def test_a_stale_reference_writes_nothing(pair: Pair, raw: RawSender) -> None:
     """vllm#52234, case 3: the blocks of a stale reference belonged to another request by then."""
     old = pair.grant((1, 2), "same")
     received = Heard()
@@ -113,7 +113,7 @@ def test_chunks_under_another_requests_name_write_nothing(pair: Pair, raw: RawSe
 # The other threads.
 
 
-def test_the_blocks_of_another_prompt_are_refused_by_their_names(pair: Pair) -> None:
+def test_blocks_of_another_prompt_are_rejected(pair: Pair) -> None:
     """TensorRT-LLM PR#19545, LMCache#2181 and their like: the right request's reference, another prompt's blocks.
 
     Every checksum matches: what was sent has arrived. Only the receiver's own copy of the prompt tells.
@@ -133,7 +133,7 @@ def test_the_blocks_of_another_prompt_are_refused_by_their_names(pair: Pair) -> 
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
 
 
-def test_a_source_block_that_was_handed_out_again_is_not_sent(pair: Pair) -> None:
+def test_a_reassigned_source_block_is_not_sent(pair: Pair) -> None:
     """TensorRT-LLM#12542: a block was evicted between the end of the prefill and the sending of its bytes."""
     received, sent = pair.begin(grant := pair.grant((1, 2)))
     pair.sender.push(grant.key, [(0, 5)], False)
@@ -169,7 +169,7 @@ def test_reused_source_blocks_are_never_committed(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 3])
-def test_bytes_that_differ_where_they_land_are_refused(make_pair: MakePair, transport: str, block: int) -> None:
+def test_bytes_that_differ_at_the_destination_are_rejected(make_pair: MakePair, transport: str, block: int) -> None:
     """vllm#44238: the source's hash was right, and the destination's bytes were not."""
 
     def corrupt(frame: Frame, message: bytearray, body: memoryview) -> bytearray:
@@ -184,7 +184,7 @@ def test_bytes_that_differ_where_they_land_are_refused(make_pair: MakePair, tran
     assert pair.receiver.stats.checksum_mismatches == 1
 
 
-def test_memory_is_not_given_back_before_the_writer_has_left_it(pair: Pair) -> None:
+def test_memory_is_not_freed_during_a_write(pair: Pair) -> None:
     """sglang#24527, #32564, PR#35049, Mooncake#4247: pages were reused while an aborted transfer still wrote."""
     may_leave, is_inside = threading.Event(), threading.Event()
     leave = pair.receiver.leave
@@ -225,7 +225,7 @@ def test_regranted_blocks_hold_the_last_contents(pair: Pair) -> None:
             pair.assert_equal(grant, sources)
 
 
-def test_attempts_of_one_transfer_at_the_same_time_do_not_mix(pair: Pair) -> None:
+def test_concurrent_attempts_do_not_mix(pair: Pair) -> None:
     """sglang#22716: two requests shared a metadata index, and one's data went to the other."""
     first = pair.grant((1, 2), "one")
     second = replace(pair.grant((3, 4), "one"), key=replace(first.key, attempt=2))

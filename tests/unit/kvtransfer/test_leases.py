@@ -21,7 +21,7 @@ GRANT = grant_of("t", 1, 5, (3, 4))
 TAG = tag_of(GRANT.key)
 
 
-def test_a_pulse_is_due_each_beat_and_silent_after_its_time() -> None:
+def test_heartbeats_are_due_and_silence_is_detected() -> None:
     heartbeat = Heartbeat(Lease(beat_s=1.0, silence_s=3.0), 10.0)
     assert (heartbeat.is_due(10.9), heartbeat.left_s(10.9)) == (False, pytest.approx(0.1))
     assert heartbeat.is_due(11.0)
@@ -63,7 +63,7 @@ def rung(it: ReceiveTransfers, until_s: float) -> list[receive_transfers.Action]
     return actions
 
 
-def test_a_grant_without_deadline_that_no_sender_takes_ends() -> None:
+def test_an_unclaimed_grant_without_a_deadline_ends() -> None:
     it = table()
     assert rung(it, 119.9) == []
     assert ends_of(rung(it, 120.0)) == [("failed", "no sender announced it; 0 of 2 blocks had arrived")]
@@ -81,7 +81,7 @@ def test_a_transfer_without_deadline_ends_if_it_stalls() -> None:
     assert ends_of(rung(it, 210.0))[0][1] == "no block came for 60 s; 1 of 2 blocks had arrived"
 
 
-def test_a_deadline_is_all_that_counts_where_there_is_one() -> None:
+def test_a_deadline_replaces_the_lease() -> None:
     it = table(deadline_at_s=500.0)
     assert rung(it, 499.0) == []
     assert ends_of(rung(it, 500.0)) == [("failed", "the deadline passed when 0 of 2 blocks had arrived")]
@@ -125,7 +125,7 @@ def test_a_timely_write_severs_no_connection() -> None:
     assert it.stats.severed == it.stats.quarantined == 0
 
 
-def test_a_departure_without_deadline_ends_when_nothing_is_pushed_or_taken() -> None:
+def test_a_stalled_send_without_a_deadline_ends() -> None:
     out = SendTransfers(1, BlockStamps(8), stall_s=60.0)
     out.start(GRANT, 0.0, None)
     out.linked()
@@ -189,7 +189,7 @@ def test_one_shard_of_several_waits_for_the_others() -> None:
     assert out.expire(500.0) != []
 
 
-def test_source_blocks_that_are_read_after_the_end_cost_the_connection() -> None:
+def test_reading_sources_after_the_end_closes_the_connection() -> None:
     out = SendTransfers(1, BlockStamps(8), grace_s=0.5)
     out.start(GRANT, 0.0, 10.0)
     out.linked()

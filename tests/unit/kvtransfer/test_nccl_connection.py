@@ -87,7 +87,7 @@ def blocks() -> CudaBlocks:
 def nobody() -> None: ...
 
 
-def test_bytes_go_out_by_address_type_peer_and_stream(
+def test_nccl_calls_get_address_type_peer_and_stream(
     make_connection: Callable[..., NcclConnection], blocks: CudaBlocks
 ) -> None:
     communicator = Communicator()

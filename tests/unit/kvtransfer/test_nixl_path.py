@@ -61,7 +61,7 @@ def test_an_abort_drains_an_open_read(pair: Pair, nixl_world: World) -> None:
     assert_untouched(pair)
 
 
-def test_an_aborting_sender_has_its_blocks_back_at_once(pair: Pair, nixl_world: World) -> None:
+def test_an_aborting_nixl_sender_frees_its_blocks_at_once(pair: Pair, nixl_world: World) -> None:
     received, sent, handle = begin_slow(pair, nixl_world)
     pair.sender.abort(pair.sender.open_keys[0])
     assert sent.wait().outcome is SendOutcome.FAILED
@@ -73,9 +73,7 @@ def test_an_aborting_sender_has_its_blocks_back_at_once(pair: Pair, nixl_world: 
 
 
 @pytest.mark.parametrize("failing", ["ERR", "NIXL_ERR_REMOTE_DISCONNECT"])
-def test_a_read_that_fails_ends_the_connection_and_what_it_writes_later_no_page(
-    pair: Pair, nixl_world: World, failing: str
-) -> None:
+def test_a_failed_read_ends_the_connection(pair: Pair, nixl_world: World, failing: str) -> None:
     """Its staging is the next connection's, which must not take the late bytes for its own either."""
     nixl_world.failing = failing
     grant = pair.grant(BLOCKS)
@@ -191,9 +189,7 @@ def hello(**changes: int | bytes) -> bytes:
     ],
     ids=["metadata that is none", "another path", "no blocks", "other blocks", "no metadata", "endless metadata"],
 )
-def test_a_handshake_that_no_sender_makes_is_refused_and_counted(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, words: bytes
-) -> None:
+def test_an_invalid_nixl_handshake_is_rejected(pair: Pair, monkeypatch: pytest.MonkeyPatch, words: bytes) -> None:
     def lie(self: Nixl, sock: socket.socket, pool: HostPool) -> None:
         sock.sendall(words)
         raise OSError("taken" if sock.recv(4) else "refused")
@@ -221,7 +217,7 @@ def test_unregistered_blocks_are_rejected(pair: Pair, make_pair: MakePair, monke
     monkeypatch.undo()
 
 
-def test_a_killed_sender_costs_its_transfer_and_the_next_one_reads_as_before(
+def test_after_a_killed_sender_the_next_one_works(
     start_process: Callable[..., Process], make_pair: MakePair, prepared: Callable[[str], str]
 ) -> None:
     num_blocks = 16_384  # 64 MiB, in 16 chunks

@@ -30,7 +30,7 @@ def busy(*chunks: tuple[float, float]) -> float:
         ([(1.0, 3.0), (9.0, 10.0)], 3.0),  # the sender waited for more to send
     ],
 )
-def test_waits_for_more_to_send_are_no_time_of_the_link(chunks: list[tuple[float, float]], expected: float) -> None:
+def test_waits_for_kv_do_not_count_as_link_time(chunks: list[tuple[float, float]], expected: float) -> None:
     assert busy(*chunks) == pytest.approx(expected)
 
 
@@ -53,7 +53,7 @@ def test_the_link_is_never_busy_for_longer_than_the_transfer_lasts(pairs: list[t
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_what_was_pushed_early_is_not_exposed(transport: str, make_pair: Callable[..., Pair], clock: Clock) -> None:
+def test_kv_pushed_early_is_not_exposed(transport: str, make_pair: Callable[..., Pair], clock: Clock) -> None:
     rest_s = 30.0  # that the rest of the prompt is computed for
     pair = make_pair(transport, clock=clock)
     grant = pair.grant((5, 6, 7, 8))
@@ -75,7 +75,7 @@ def test_what_was_pushed_early_is_not_exposed(transport: str, make_pair: Callabl
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_what_is_pushed_at_the_end_is_exposed_whole(transport: str, make_pair: Callable[..., Pair]) -> None:
+def test_kv_pushed_at_the_end_is_fully_exposed(transport: str, make_pair: Callable[..., Pair]) -> None:
     pair = make_pair(transport)
     _, done = pair.move(pair.grant((5, 6, 7, 8)), (1, 2, 3, 4))
     assert done.early_bytes == 0

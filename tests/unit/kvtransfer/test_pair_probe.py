@@ -27,7 +27,7 @@ def one_child(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[pair_probe._Chil
     assert all(child._process.poll() is not None for child in made)
 
 
-def test_each_path_has_a_figure_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_transport_has_a_result_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_probe, "SINGLE_TRIES", 2)
     monkeypatch.setattr(pair_probe, "TRIES", 1)
     found = {one.asked: one for one in probe()}
@@ -37,7 +37,7 @@ def test_each_path_has_a_figure_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     assert (found[AUTO].transport, found[AUTO].reason) == ("shm", "the sender's first choice")
 
 
-def test_a_receiving_process_that_dies_is_a_finding(one_child: list[pair_probe._Child]) -> None:
+def test_a_dead_receiving_process_is_reported(one_child: list[pair_probe._Child]) -> None:
     """Each path that is left has the error, and nothing hangs."""
     found: list[PathFound] = []
     for one in probe():

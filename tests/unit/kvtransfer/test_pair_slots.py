@@ -35,7 +35,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", WAIT_S)
 
 
-def test_the_pair_used_longest_ago_is_asked_first_and_no_more_than_needed() -> None:
+def test_the_least_recently_used_pair_is_asked_first() -> None:
     pair_slots, asked = PairSlots(3), list[PairSlot]()
     first, second, third = (pair_slots.take() for _ in range(3))
     for pair_slot in (first, second, third):
@@ -48,7 +48,7 @@ def test_the_pair_used_longest_ago_is_asked_first_and_no_more_than_needed() -> N
     assert len(pair_slots) == 3
 
 
-def test_pairs_that_are_busy_stay_and_the_next_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_pairs_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", 0.01)
     pair_slots, asked = PairSlots(2), list[PairSlot]()
     busy, idle = pair_slots.take(), pair_slots.take()
@@ -89,7 +89,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> 
     return make
 
 
-def test_one_worker_more_gets_the_place_of_the_pair_that_rested_longest(
+def test_a_new_pair_replaces_the_least_recently_used_one(
     make_pair: MakePair, bounded: Callable[[int], Nccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patient(monkeypatch)
@@ -109,7 +109,7 @@ def test_one_worker_more_gets_the_place_of_the_pair_that_rested_longest(
     pairs[0].assert_equal(grant, (1, 2))
 
 
-def test_a_pair_with_an_open_transfer_is_not_ended_for_another(
+def test_a_pair_with_an_open_transfer_is_kept(
     make_pair: MakePair, bounded: Callable[[int], Nccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bounded(2)
@@ -132,9 +132,7 @@ def test_a_process_has_32_pair_slots_by_default() -> None:
     assert Nccl().pair_slots.most == MAX_PAIRS == 32
 
 
-def test_where_every_pair_is_busy_the_transfer_fails_and_says_so(
-    make_pair: MakePair, bounded: Callable[[int], Nccl]
-) -> None:
+def test_if_every_pair_is_busy_the_transfer_fails(make_pair: MakePair, bounded: Callable[[int], Nccl]) -> None:
     bounded(1)
     busy, late = (make_pair("nccl", num_blocks=4) for _ in range(2))
     grant = busy.grant((1, 2))

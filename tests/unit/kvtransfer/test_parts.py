@@ -76,12 +76,12 @@ def test_one_part_is_one_run_of_bytes() -> None:
 
 
 @pytest.mark.parametrize("part", [Part(0, 0, 3), Part(0, 4, 4), Part(0, 0, 8), Part(0, 0, 64), Part(0, 0, 0)])
-def test_groups_that_the_layers_do_not_make_are_refused(part: Part) -> None:
+def test_impossible_layer_groups_are_rejected(part: Part) -> None:
     with pytest.raises(ConfigError, match="a divisor of the 4 layers, at most 32"):
         PartLayout.to_receive(SHAPE, SHAPE).runs(part)
 
 
-def test_as_many_groups_as_a_stamp_can_name_are_allowed() -> None:
+def test_the_number_of_groups_is_limited_by_the_stamp() -> None:
     deep = replace(SHAPE, num_layers=2 * MAX_GROUPS)
     shards = PartLayout.to_receive(deep, deep)
     assert sum(shards.bytes_of(Part(0, group, MAX_GROUPS)) for group in range(MAX_GROUPS)) == deep.block_bytes
@@ -89,7 +89,7 @@ def test_as_many_groups_as_a_stamp_can_name_are_allowed() -> None:
         shards.runs(Part(0, 0, 2 * MAX_GROUPS))
 
 
-def test_a_rank_that_has_nothing_for_the_target_is_refused() -> None:
+def test_a_rank_without_heads_for_the_target_is_rejected() -> None:
     source, target = replace(SHAPE, tp_degree=2, tp_rank=1), replace(SHAPE, tp_degree=4, tp_rank=0)
     with pytest.raises(ConfigError, match=r"kv_shape.tp_rank: got 1 of 2, expected a rank that holds heads of rank 0"):
         PartLayout.to_receive(source, target)
@@ -127,7 +127,7 @@ def test_a_transfer_needs_every_part_of_every_shard() -> None:
     assert {(answer.writer, answer.is_verified) for answer in answers} == {(10, True), (20, True)}
 
 
-def test_nothing_is_whole_before_every_shard_has_spoken() -> None:
+def test_a_transfer_waits_for_every_shard() -> None:
     it = ReceiveTransfers(BlockStamps(8))
     it.expect(GRANT, 0.0, 10.0)
     it.announce(TAG, 10, 0, 1, num_shards=2)
@@ -144,7 +144,7 @@ def test_only_repeated_parts_are_dropped() -> None:
     assert it.claim(TAG, 10, 1, pack([2], 5, 2), 0.0, Part(0, 1, 2)) is not None
 
 
-def test_a_chunk_does_not_reach_from_one_part_into_the_next() -> None:
+def test_a_chunk_contains_only_one_part() -> None:
     it = table()
     assert it.claim(TAG, 10, 1, pack([2, 1], 5, 1), 0.0, Part(0, 0, 2)) is None
     assert it.stats.duplicate_chunks == 1
@@ -154,7 +154,7 @@ def test_a_chunk_does_not_reach_from_one_part_into_the_next() -> None:
     ("writer", "part"),
     [(20, Part(0, 0, 2)), (10, Part(1, 0, 1)), (10, Part(0, 0, 1)), (10, Part(0, 2, 4)), (10, Part(7, 0, 1))],
 )
-def test_a_shard_is_written_by_its_own_writer_in_the_groups_that_it_announced(writer: int, part: Part) -> None:
+def test_a_shard_has_one_writer_and_its_groups(writer: int, part: Part) -> None:
     it = table()
     assert it.claim(TAG, writer, 0, pack([1], 5, part.mask), 0.0, part) is None
     assert (it.stats.late_messages, it.stats.chunks) == (1, 0)
@@ -168,7 +168,7 @@ def test_a_stamp_for_another_group_is_refused() -> None:
     assert "layer groups 0x1, expected 0x2" in answers[-1].received.error  # type: ignore[union-attr]
 
 
-def test_a_second_writer_of_a_lane_and_a_shard_that_is_not_there_are_refused() -> None:
+def test_second_writers_and_unknown_shards_are_rejected() -> None:
     it = table()
     [taken] = it.announce(TAG, 30, 0, 2, num_shards=2)
     [absent] = it.announce(TAG, 30, 2, 1, num_shards=2)
@@ -178,7 +178,7 @@ def test_a_second_writer_of_a_lane_and_a_shard_that_is_not_there_are_refused() -
     assert it.stats.late_messages == 2
 
 
-def test_the_first_sender_says_how_many_ranks_fill_the_blocks() -> None:
+def test_the_first_announcement_sets_the_number_of_shards() -> None:
     it = ReceiveTransfers(BlockStamps(8))
     it.expect(GRANT, 0.0, 10.0)
     assert it.announce(TAG, 10, 1, num_shards=4) == []
@@ -191,7 +191,7 @@ def test_the_first_sender_says_how_many_ranks_fill_the_blocks() -> None:
     assert receive(it, 40, Part(3, 0, 1), 0, [1, 2])[-1].received.outcome is ReceiveOutcome.VERIFIED
 
 
-def test_a_deadline_says_how_many_parts_had_come() -> None:
+def test_a_deadline_reports_the_parts_received() -> None:
     it = table()
     receive(it, 10, Part(0, 0, 2), 0, [1, 2])
     *_, report = it.expire(10.0)
@@ -211,7 +211,7 @@ def test_a_fault_of_one_shard_waits_for_other_writes() -> None:
     assert report.received.outcome is ReceiveOutcome.FAILED  # type: ignore[union-attr]
 
 
-def test_the_end_of_one_writer_closes_its_own_writes_only() -> None:
+def test_a_lost_writer_closes_only_its_own_writes() -> None:
     it = table()
     claims = [
         it.claim(TAG, 10, 0, pack([1], 5, 1), 0.0, Part(0, 0, 2)),
@@ -225,7 +225,7 @@ def test_the_end_of_one_writer_closes_its_own_writes_only() -> None:
     assert report.received.outcome is ReceiveOutcome.FAILED  # type: ignore[union-attr]
 
 
-def test_a_shards_last_word_is_about_its_own_pieces() -> None:
+def test_the_last_chunk_of_a_shard_concerns_only_that_shard() -> None:
     it = table()
     receive(it, 20, Part(1, 0, 1), 0, [1, 2], is_last=True)
     assert it.keys == [GRANT.key]
@@ -247,7 +247,7 @@ def departures(groups: int) -> SendTransfers:
     return out
 
 
-def test_groups_leave_as_they_are_pushed_and_the_last_is_the_last() -> None:
+def test_groups_are_sent_in_the_order_of_pushes() -> None:
     out, key = departures(2), grant_of("t", 1, 5, ()).key
     out.push(key, [(0, 3), (1, 4)], False, 0.0, groups=range(1))
     first = out.take(1, 0.0)
@@ -267,7 +267,7 @@ def test_groups_leave_as_they_are_pushed_and_the_last_is_the_last() -> None:
     assert report.sent.num_bytes == 200  # type: ignore[union-attr]
 
 
-def test_a_group_that_is_pushed_twice_or_left_out_fails_the_transfer() -> None:
+def test_a_repeated_or_missing_group_fails_the_transfer() -> None:
     key = grant_of("t", 1, 5, ()).key
     out = departures(2)
     out.push(key, [(0, 3)], False, 0.0, groups=range(1))

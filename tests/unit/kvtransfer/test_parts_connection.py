@@ -90,7 +90,7 @@ def rigs() -> Iterator[list[Rig]]:
 @pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nixl-stand-in"], indirect=True)
 @pytest.mark.parametrize("shape", [SHAPE, INT8], ids=["float32", "int8"])
 @pytest.mark.parametrize(("ranks", "groups"), [(1, 4), (2, 1), (2, 2), (4, 4)])
-def test_parts_over_a_real_connection_make_the_whole(
+def test_parts_over_a_real_connection_complete_the_blocks(
     rigs: list[Rig], transport: str, shape: KvShape, ranks: int, groups: int
 ) -> None:
     rig = Rig(transport, shape, ranks)
@@ -121,7 +121,7 @@ def test_a_rank_that_dies_fails_the_other_ranks_transfer_too(rigs: list[Rig]) ->
     assert sent[1].wait().outcome is SendOutcome.FAILED
 
 
-def test_groups_that_the_model_does_not_have_fail_at_the_start(rigs: list[Rig]) -> None:
+def test_impossible_groups_fail_at_the_start(rigs: list[Rig]) -> None:
     rig = Rig("tcp", SHAPE, 1)
     rigs.append(rig)
     sent = Heard()

@@ -151,7 +151,7 @@ def test_every_rank_gets_its_heads_of_every_block(
 @pytest.mark.gpu_checks
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", "tcp"])
 @pytest.mark.parametrize("degrees", [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)])
-def test_ranks_on_devices_cut_their_heads_out_of_blocks(degrees: tuple[int, int], transport: str) -> None:
+def test_ranks_on_devices_send_heads_from_their_blocks(degrees: tuple[int, int], transport: str) -> None:
     with stand_ins() as devices:
         p = Worker("p0", degrees[0], is_sender=True, transport=transport, memory="stand-in")
         d = Worker("d0", degrees[1], is_sender=False, transport=transport, memory="stand-in")
@@ -182,7 +182,7 @@ def test_a_block_reused_during_a_send_fails_all_parts(worker: Callable[..., Work
     wait_for(lambda: move.is_over_everywhere, "the end of every part")
 
 
-def test_a_rank_does_not_send_what_was_handed_out_again_before_it_heard_of_it(worker: Callable[..., Worker]) -> None:
+def test_a_rank_does_not_send_reassigned_blocks(worker: Callable[..., Worker]) -> None:
     p, d = worker("p0", 2, is_sender=True), worker("d0", 2, is_sender=False)
     move = Move(p, d, 1)
     p.ranks.servers[0].reached([(block, 99) for block in move.sources])
@@ -215,7 +215,7 @@ def test_an_abort_frees_every_rank_on_both_sides(worker: Callable[..., Worker], 
     again.assert_received()
 
 
-def test_a_worker_that_lost_a_rank_is_ill_and_gives_no_block_back(worker: Callable[..., Worker]) -> None:
+def test_a_worker_without_a_rank_is_unhealthy_and_frees_nothing(worker: Callable[..., Worker]) -> None:
     """Nobody knows what the rank still writes; the worker ends instead."""
     p, d = worker("p0", 1, is_sender=True), worker("d0", 2, is_sender=False)
     move = Move(p, d, 1)
@@ -265,7 +265,7 @@ def server() -> Iterator[RankServer]:
         (Identity.of(SECRET, "leader", "d0", "d0-2"), "open: expected first, with the caller's incarnation"),
     ],
 )
-def test_a_rank_is_led_by_its_own_leader_alone(server: RankServer, identity: Identity, why: str) -> None:
+def test_a_rank_accepts_only_its_own_leader(server: RankServer, identity: Identity, why: str) -> None:
     with pytest.raises(ConfigError) as refused:
         RankLink(1, server.address, identity, OPENING, 20.0)
     assert why in refused.value.message
@@ -281,7 +281,7 @@ def test_a_rank_has_one_leader(server: RankServer) -> None:
     assert not first.is_alive
 
 
-def test_an_endpoint_that_cannot_be_opened_says_why() -> None:
+def test_an_endpoint_that_cannot_open_reports_the_reason() -> None:
     storage = RankedStorage(2)
     none = FaultInjector(lambda tag: None, storage.pool.block_bytes)
     ranks = StormRanks(storage, "nccl", "d0", "d0-1", none)
@@ -295,7 +295,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
         RankLink(1, "127.0.0.1:9", LEADER, OPENING, 20.0)
 
 
-def test_a_key_that_is_open_is_refused_before_the_rank_hears_of_it(server: RankServer) -> None:
+def test_the_leader_rejects_a_key_in_use(server: RankServer) -> None:
     link = RankLink(1, server.address, LEADER, OPENING, 20.0)
     remote = RemoteReceiver(link, BlockStamps(1024))
     grant = Grant(

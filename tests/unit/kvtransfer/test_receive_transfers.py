@@ -28,20 +28,20 @@ def outcomes_of(actions: list[receive_transfers.Action]) -> list[tuple[ReceiveOu
     return [(a.received.outcome, a.received.error) for a in actions if isinstance(a, receive_transfers.ReportReceived)]
 
 
-def test_a_chunk_of_an_old_generation_or_attempt_gets_no_claim_and_is_counted() -> None:
+def test_an_old_chunk_gets_no_claim() -> None:
     table, _, tag = opened()
     assert table.claim(tag._replace(generation=0), 1, 0, unmarked_stamps(tag, 1), 0.0) is None
     assert table.claim(tag._replace(attempt=9), 1, 0, unmarked_stamps(tag, 1), 0.0) is None
     assert table.stats.late_messages == 2
 
 
-def test_a_chunk_from_a_connection_that_did_not_announce_gets_no_claim() -> None:
+def test_an_unannounced_chunk_gets_no_claim() -> None:
     table, _, tag = opened()
     assert table.claim(tag, 2, 0, unmarked_stamps(tag, 1), 0.0) is None
     assert table.stats.late_messages == 1
 
 
-def test_a_chunk_outside_the_grant_or_over_another_gets_no_claim() -> None:
+def test_an_invalid_chunk_gets_no_claim() -> None:
     table, _, tag = opened()
     assert table.claim(tag, 1, 3, unmarked_stamps(tag, 2), 0.0) is None
     assert table.claim(tag, 1, 2**31, unmarked_stamps(tag, 2**10), 0.0) is None
@@ -50,14 +50,14 @@ def test_a_chunk_outside_the_grant_or_over_another_gets_no_claim() -> None:
     assert table.stats.duplicate_chunks == 3
 
 
-def test_an_empty_grant_is_verified_at_once_and_a_late_announcement_learns_it() -> None:
+def test_an_empty_grant_is_verified_at_once() -> None:
     table, grant = ReceiveTransfers(STAMPS), grant_of("t", 1, 1, ())
     assert outcomes_of(table.expect(grant, 0.0, None)) == [(ReceiveOutcome.VERIFIED, "")]
     tag = receive_transfers.tag_of(grant.key)
     assert table.announce(tag, 5) == [receive_transfers.ReplyToSender(5, tag, True)]
 
 
-def test_a_last_chunk_that_leaves_a_gap_fails_the_transfer_at_once() -> None:
+def test_a_gap_after_the_last_chunk_fails_the_transfer() -> None:
     table, _, tag = opened()
     claim = table.claim(tag, 1, 3, unmarked_stamps(tag, 1), 0.0)
     assert claim is not None
@@ -66,7 +66,7 @@ def test_a_last_chunk_that_leaves_a_gap_fails_the_transfer_at_once() -> None:
     assert receive_transfers.ReplyToSender(1, tag, False, "3 of 4 blocks did not arrive") in actions
 
 
-def test_an_abort_that_does_not_drain_in_time_is_quarantined_and_then_drained() -> None:
+def test_a_slow_abort_is_quarantined_then_drained() -> None:
     table, grant, tag = opened()
     claim = table.claim(tag, 1, 0, unmarked_stamps(tag, 1), 0.0)
     assert claim is not None
@@ -79,7 +79,7 @@ def test_an_abort_that_does_not_drain_in_time_is_quarantined_and_then_drained() 
     assert (table.stats.quarantined, table.stats.cancelled) == (1, 1)
 
 
-def test_a_deadline_fails_the_transfer_and_says_how_far_it_came() -> None:
+def test_a_deadline_reports_the_blocks_received() -> None:
     table, _, tag = opened(deadline_at_s=5.0)
     claim = table.claim(tag, 1, 0, unmarked_stamps(tag, 3), 0.0)
     assert claim is not None
@@ -90,14 +90,14 @@ def test_a_deadline_fails_the_transfer_and_says_how_far_it_came() -> None:
     assert table.stats.expired == 1
 
 
-def test_an_abort_of_what_ended_or_never_was_does_nothing() -> None:
+def test_aborting_an_unknown_transfer_does_nothing() -> None:
     table, grant, _ = opened()
     table.cut(1, "gone", 0.0)
     assert table.abort(grant.key, 0.0) == []
     assert table.abort(TransferKey(transfer_id="x", attempt=1, generation=1), 0.0) == []
 
 
-def test_alarms_of_ended_transfers_do_not_pile_up() -> None:
+def test_alarms_of_ended_transfers_are_dropped() -> None:
     table = ReceiveTransfers(STAMPS)
     for generation in range(5000):
         grant = grant_of("t", 1, generation, (0,))
@@ -107,7 +107,7 @@ def test_alarms_of_ended_transfers_do_not_pile_up() -> None:
     assert len(table._ended) <= receive_transfers.REMEMBERED
 
 
-def test_a_connection_that_ends_closes_the_writes_that_it_had_open() -> None:
+def test_a_lost_connection_closes_its_writes() -> None:
     table, grant, tag = opened()
     first, second = (table.claim(tag, 1, at, unmarked_stamps(tag, 1), 0.0) for at in (0, 1))
     assert first is not None
@@ -141,14 +141,14 @@ def shard_stamps(tag: Tag, shard: int) -> bytes:
     return pack([0], tag.generation, Part(shard, 0, 1).mask)
 
 
-def test_a_deadline_before_the_sender_came_says_that_no_block_did() -> None:
+def test_a_deadline_without_a_sender_reports_no_blocks() -> None:
     table, grant = ReceiveTransfers(STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
     table.expect(grant, 0.0, 5.0)
     error = "the deadline passed when 0 of 4 blocks had arrived"
     assert outcomes_of(table.expire(5.0)) == [(ReceiveOutcome.FAILED, error)]
 
 
-def test_an_announcement_that_is_not_expected_is_answered_and_counted() -> None:
+def test_an_unexpected_announcement_is_refused() -> None:
     table, _, tag = opened()
     unknown = tag._replace(generation=9)
     refused = "the receiver does not expect this transfer"

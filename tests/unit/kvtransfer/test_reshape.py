@@ -25,11 +25,11 @@ from pdserve.core.kv_shape import KvShape
 from tests.unit.kvtransfer.test_shape import PLAIN, SMALL
 
 
-def test_the_example_of_the_modules_text() -> None:
+def test_the_example_in_the_docstring() -> None:
     assert pieces_of(16, 32, num_tokens=40, first_block=1, num_blocks=1) == [TokenRun(0, 0, 0, 0, 8)]
 
 
-def test_equal_sizes_give_whole_blocks_one_to_one() -> None:
+def test_equal_sizes_map_blocks_one_to_one() -> None:
     pieces = pieces_of(16, 16, num_tokens=64, first_block=1, num_blocks=3)
     assert pieces == [TokenRun(0, 0, 0, 0, 16), TokenRun(1, 0, 1, 0, 16), TokenRun(2, 0, 2, 0, 16)]
 
@@ -42,7 +42,7 @@ def test_a_small_block_is_a_part_of_a_large_one() -> None:
     ]
 
 
-def test_sizes_that_divide_nothing() -> None:
+def test_sizes_without_a_common_divisor() -> None:
     assert pieces_of(3, 5, num_tokens=9, first_block=0, num_blocks=2) == [
         TokenRun(0, 0, 0, 0, 3),
         TokenRun(1, 0, 0, 3, 2),
@@ -51,12 +51,12 @@ def test_sizes_that_divide_nothing() -> None:
     ]
 
 
-def test_nothing_asked_is_nothing_moved() -> None:
+def test_an_empty_range_has_no_pieces() -> None:
     assert pieces_of(3, 5, num_tokens=9, first_block=0, num_blocks=0) == []
     assert pieces_of(3, 5, num_tokens=9, first_block=2, num_blocks=1) == []
 
 
-def test_what_cannot_be_sent_to_a_rank_is_refused_naming_rank_or_dtype() -> None:
+def test_an_impossible_conversion_is_rejected() -> None:
     plain = KvShape(layout="block-major.v1", dtype="float32", num_layers=1, num_kv_heads=4, head_dim=8, block_size=4)
     source, target = replace(plain, tp_degree=2, tp_rank=1), replace(plain, tp_degree=4, tp_rank=0)
     with pytest.raises(ConfigError, match=r"kv_shape\.tp_rank: got 1, expected a rank that holds heads of rank 0"):
@@ -73,7 +73,7 @@ def test_what_cannot_be_sent_to_a_rank_is_refused_naming_rank_or_dtype() -> None
     first=st.integers(0, 9),
     count=st.integers(0, 9),
 )
-def test_each_token_comes_once_from_its_place_to_its_place(
+def test_each_token_is_mapped_exactly_once(
     source_size: int, target_size: int, num_tokens: int, first: int, count: int
 ) -> None:
     pieces = pieces_of(source_size, target_size, num_tokens=num_tokens, first_block=first, num_blocks=count)
@@ -129,7 +129,7 @@ def test_one_rank_fills_each_of_two() -> None:
     ]
 
 
-def test_degrees_that_divide_each_other_not() -> None:
+def test_degrees_without_a_common_divisor() -> None:
     twelve = replace(PLAIN, num_kv_heads=12)
     source, target = ranks(twelve, 4), ranks(twelve, 6)
     assert shards_of(source[0], target[1]) == (HeadShard(0, 0, 2, 0, 1), HeadShard(1, 1, 0, 1, 1))
@@ -165,7 +165,7 @@ def test_shards_fill_every_head_of_a_rank_once_with_that_head(source_degree: int
         assert seen == list(range(target.num_heads))
 
 
-def test_the_identity_is_whole_blocks_and_so_todays_extents() -> None:
+def test_equal_shapes_map_to_whole_blocks() -> None:
     """Nothing is cut: each piece is a block, and its window is one run, the whole block."""
     for shape in (PLAIN, SMALL):
         [shard] = shards_of(shape, shape)

@@ -36,7 +36,7 @@ def make_shapes(transport: str) -> Iterator[MakeShapes]:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_received_blocks_are_the_converted_ones(make_shapes: MakeShapes, source: KvShape, target: KvShape) -> None:
+def test_received_blocks_are_converted(make_shapes: MakeShapes, source: KvShape, target: KvShape) -> None:
     shapes = make_shapes(source, target)
     for num_tokens, held in ((1, 0), (100, 0), (107, 2), (3 * target.block_size, 1)):
         grant, text, sources = shapes.grant(num_tokens, held)
@@ -68,7 +68,7 @@ def test_received_blocks_are_the_converted_ones(make_shapes: MakeShapes, source:
         (shape_of("bfloat16", 16, 4, head_dim=8), FLOAT_16),
     ],
 )
-def test_floats_may_travel_as_int8(make_shapes: MakeShapes, source: KvShape, target: KvShape) -> None:
+def test_floats_may_be_sent_as_int8(make_shapes: MakeShapes, source: KvShape, target: KvShape) -> None:
     shapes = make_shapes(source, target, "int8")
     grant, text, sources = shapes.grant(107, 1)
     expected = shapes.expected(grant, text, sources, "int8")
@@ -80,9 +80,7 @@ def test_floats_may_travel_as_int8(make_shapes: MakeShapes, source: KvShape, tar
     assert sent.wait().num_bytes < 0.8 * len(grant.blocks) * min(source.block_bytes, target.block_bytes)
 
 
-def test_a_slow_link_is_found_and_its_transfers_travel_as_int8(
-    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transfers_over_a_slow_link_use_int8(make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire_rule, "LEAST_BYTES", 1)
     monkeypatch.setattr(wire_rule, "CONVERTED_BYTES_S", 1e15)  # every link is slower
     shapes = make_shapes(FLOAT_16, FLOAT_16, "auto")
@@ -133,7 +131,7 @@ def test_equal_shapes_move_without_a_reshaper(make_shapes: MakeShapes) -> None:
     assert shapes.sender.reshapers == []
 
 
-def test_a_transfer_of_nothing_is_sent_at_once(make_shapes: MakeShapes) -> None:
+def test_an_empty_transfer_is_sent_at_once(make_shapes: MakeShapes) -> None:
     shapes = make_shapes(*PAIRS[0])
     grant, text, sources = shapes.grant(64, num_cached_blocks=2)
     assert grant.blocks == ()

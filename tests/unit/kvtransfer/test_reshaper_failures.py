@@ -72,7 +72,7 @@ def test_a_source_block_of_another_text_fails_the_transfer(make_shapes: MakeShap
         ([([(0, 5), (1, 6)], True)], "the last push leaves 32 of 64 tokens out"),
     ],
 )
-def test_pushes_that_do_not_make_a_text_fail_the_transfer(make_shapes: MakeShapes, pushes: Any, error: str) -> None:
+def test_incomplete_pushes_fail_the_transfer(make_shapes: MakeShapes, pushes: Any, error: str) -> None:
     shapes = make_shapes(*PAIRS[0])
     grant, text, _ = shapes.grant(64)
     received, sent = shapes.begin(grant, text)
@@ -90,7 +90,7 @@ def test_a_block_outside_the_pool_is_refused_at_once(make_shapes: MakeShapes) ->
             shapes.sender.push(grant.key, [(0, number)], False)
 
 
-def test_a_text_that_does_not_fit_the_grant_is_refused(make_shapes: MakeShapes) -> None:
+def test_a_text_that_does_not_match_the_grant_is_rejected(make_shapes: MakeShapes) -> None:
     shapes = make_shapes(*PAIRS[0])
     grant, text, _ = shapes.grant(64)
     for wrong in (None, replace(text, num_tokens=65), replace(text, theirs=text.theirs[1:])):
@@ -211,7 +211,7 @@ def test_an_end_during_conversion_is_reported_once(make_shapes: MakeShapes, monk
     assert len(sent.all) == 1
 
 
-def test_words_that_come_after_the_end_are_nothing(make_shapes: MakeShapes) -> None:
+def test_messages_after_the_end_are_ignored(make_shapes: MakeShapes) -> None:
     shapes = make_shapes(*PAIRS[0])
     grant, text, sources = shapes.grant(64)
     _, sent = shapes.begin(grant, text)
@@ -223,7 +223,7 @@ def test_words_that_come_after_the_end_are_nothing(make_shapes: MakeShapes) -> N
     assert (len(sent.all), shapes.num_staged) == (1, 0)
 
 
-def test_a_sender_without_descriptors_says_so_and_keeps_nothing(
+def test_a_reshaper_without_descriptors_reports_the_error(
     make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_more() -> None:
@@ -262,7 +262,7 @@ def test_an_abort_before_conversion_writes_nothing(make_shapes: MakeShapes, monk
     assert bytes(shapes.target.memory) == before
 
 
-def test_layers_that_come_alone_are_not_converted(make_shapes: MakeShapes) -> None:
+def test_single_layer_groups_are_not_converted(make_shapes: MakeShapes) -> None:
     """The others would be taken from what the staging area held before."""
     shapes = make_shapes(*INT8_TO_FLOAT)
     grant, text, sources = shapes.grant(64)

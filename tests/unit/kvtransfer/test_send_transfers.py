@@ -46,7 +46,7 @@ def test_the_last_chunk_is_the_last_one_sent(order: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("groups", "pieces"), [(1, "1 of 2 blocks"), (2, "1 of 4 parts of blocks")])
-def test_a_sender_says_at_its_deadline_how_far_it_came(groups: int, pieces: str) -> None:
+def test_a_deadline_reports_the_blocks_sent(groups: int, pieces: str) -> None:
     out, grant = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0, 1))
     out.linked()
     out.start(grant, 0.0, 5.0, groups=groups)
@@ -99,7 +99,7 @@ def test_a_cut_connection_closes_reads_silently() -> None:
     assert out.linked() == [], "the receiver saw the end of the connection"
 
 
-def test_a_transfer_that_was_verified_is_not_retracted_over_a_later_connection() -> None:
+def test_a_verified_transfer_is_not_retracted() -> None:
     out, grant = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0,))
     out.linked()
     out.start(grant, 0.0, None)
@@ -125,7 +125,7 @@ def test_a_last_push_that_leaves_a_gap_fails_the_transfer(groups: int, pieces: s
 
 
 @pytest.mark.parametrize(("is_cancelled", "count"), [(False, "failed"), (True, "cancelled")])
-def test_a_receiver_that_gives_up_ends_the_transfer_of_the_sender(is_cancelled: bool, count: str) -> None:
+def test_a_refusal_ends_the_senders_transfer(is_cancelled: bool, count: str) -> None:
     out, grant = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0, 1))
     tag = receive_transfers.tag_of(grant.key)
     out.linked()

@@ -12,7 +12,7 @@ BOTH = pytest.mark.parametrize("moves", [RECEIVER_MOVES, SENDER_MOVES], ids=["re
 
 
 @BOTH
-def test_nothing_leaves_an_end(moves: Moves) -> None:
+def test_end_states_have_no_moves(moves: Moves) -> None:
     assert not [pair for pair in moves if pair[0] in ENDED]
 
 
@@ -24,7 +24,7 @@ def test_every_open_state_fails_on_every_fault_and_ends_on_abort(moves: Moves) -
 
 
 @BOTH
-def test_memory_is_handed_back_only_by_a_checksum_or_by_quiet(moves: Moves) -> None:
+def test_memory_is_freed_only_after_a_checksum_or_quiet(moves: Moves) -> None:
     into_the_end = {(event, after) for (_, event), after in moves.items() if after in ENDED}
     assert into_the_end <= {
         (Event.CHECKED, State.VERIFIED),
@@ -141,7 +141,7 @@ def test_no_schedule_verifies_without_coverage_or_ends_with_an_open_access(moves
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 0), (-1, 1), (0, 3), (2, 1), (1, -1)])
-def test_a_chunk_of_nothing_or_outside_the_transfer_gets_no_claim(first: int, count: int) -> None:
+def test_an_empty_or_foreign_chunk_gets_no_claim(first: int, count: int) -> None:
     session = Session(RECEIVER_MOVES, 2)
     session.handle(Event.ANNOUNCED)
     assert not session.claim(first, count)

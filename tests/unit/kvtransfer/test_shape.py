@@ -33,9 +33,7 @@ DTYPES = {
     sizes=st.tuples(*(st.integers(1, most) for most in (3, 9, 5, 9))),
     seed=st.integers(0, 99),
 )
-def test_the_bytes_of_a_shape_are_those_of_the_engines_pool(
-    dtype: str, sizes: tuple[int, int, int, int], seed: int
-) -> None:
+def test_block_bytes_match_the_engines_pool(dtype: str, sizes: tuple[int, int, int, int], seed: int) -> None:
     num_layers, block_size, num_kv_heads, head_dim = sizes
     engines = BlockShape(
         num_layers=num_layers,
@@ -89,7 +87,7 @@ def test_a_toys_cell_is_one_value() -> None:
         ({"tp_rank": -1}, "tp_rank"),
     ],
 )
-def test_a_shape_that_no_pool_has_is_refused_by_the_field(changes: dict[str, Any], field: str) -> None:
+def test_an_invalid_shape_names_its_field(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         replace(PLAIN, **changes)
     assert caught.value.field == f"kv_shape.{field}"
@@ -104,7 +102,7 @@ def test_a_shape_that_no_pool_has_is_refused_by_the_field(changes: dict[str, Any
         ({"layout": "toy.v1", "dtype": "uint64"}, "layout"),
     ],
 )
-def test_what_must_be_equal_is_named(changes: dict[str, Any], field: str) -> None:
+def test_incompatible_fields_are_named(changes: dict[str, Any], field: str) -> None:
     for source, target in ((replace(PLAIN, **changes), PLAIN), (PLAIN, replace(PLAIN, **changes))):
         with pytest.raises(ConfigError) as caught:
             check_convertible(source, target)
@@ -120,7 +118,7 @@ def test_block_size_dtype_and_degree_may_differ() -> None:
     assert check_convertible(PLAIN, replace(PLAIN, dtype="bfloat16")).relative == 1 / 256
 
 
-def test_every_pair_of_dtypes_that_check_lets_pass_has_a_stated_loss() -> None:
+def test_every_convertible_pair_has_an_error_bound() -> None:
     attention = ("float32", "bfloat16", "int8", "float8_e4m3fn")
     assert set(LOSSES) == {(a, b) for a in attention for b in attention} | {
         ("uint64", "uint64"),

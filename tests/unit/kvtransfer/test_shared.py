@@ -26,7 +26,7 @@ def descriptor_of(pool: HostPool) -> int:
     return os.dup(pool.descriptor)
 
 
-def test_an_offered_pool_is_read_where_it_lies() -> None:
+def test_an_offered_pool_is_read_in_place() -> None:
     near, far = socket.socketpair()
     pool = HostPool(4, seed=3)
     offer(near, pool)
@@ -61,7 +61,7 @@ def lies() -> dict[str, tuple[bytes, list[int]]]:
 
 
 @pytest.mark.parametrize("name", sorted(lies()))
-def test_a_lie_about_the_pool_is_refused_and_keeps_no_descriptor(name: str) -> None:
+def test_a_false_offer_is_rejected(name: str) -> None:
     hello, descriptors = lies()[name]
     with pytest.raises(BadFrame):
         SharedPool(hello, descriptors, BLOCK_BYTES)
@@ -70,7 +70,7 @@ def test_a_lie_about_the_pool_is_refused_and_keeps_no_descriptor(name: str) -> N
             os.fstat(descriptor)
 
 
-def test_what_is_no_memory_file_is_refused() -> None:
+def test_an_ordinary_file_is_rejected() -> None:
     read, write = os.pipe()
     os.close(write)
     with pytest.raises(OSError, match="Invalid argument"):
@@ -78,7 +78,7 @@ def test_what_is_no_memory_file_is_refused() -> None:
 
 
 @pytest.mark.parametrize("lie", [b"", HELLO[:3], HELLO])
-def test_a_sender_that_offers_no_pool_costs_only_its_own_connection(make_pair: MakePair, lie: bytes) -> None:
+def test_a_sender_without_an_offer_ends_only_its_connection(make_pair: MakePair, lie: bytes) -> None:
     pair = make_pair("shm")
     answer = pair.host.open(pair.sender)
     sock = TRANSPORTS[SHM].dial(answer.address, pair.host.endpoint, 5.0)
@@ -93,7 +93,7 @@ def test_a_sender_that_offers_no_pool_costs_only_its_own_connection(make_pair: M
     assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
 
 
-def test_a_pool_that_cannot_be_shared_goes_by_tcp(make_pair: MakePair) -> None:
+def test_a_pool_that_cannot_be_shared_uses_tcp(make_pair: MakePair) -> None:
     pair = make_pair("auto")
     pair.source.descriptor = None
     received, _ = pair.move(pair.grant((1,)), (1,))
@@ -103,7 +103,7 @@ def test_a_pool_that_cannot_be_shared_goes_by_tcp(make_pair: MakePair) -> None:
     assert outbound._connection.transport == "tcp"
 
 
-def test_shm_alone_says_why_it_cannot(make_pair: MakePair) -> None:
+def test_shm_alone_reports_why_it_fails(make_pair: MakePair) -> None:
     pair = make_pair("shm")
     pair.source.descriptor = None
     grant = pair.grant((2,))

@@ -44,9 +44,7 @@ def fall_silent(clock: Clock, heard: Heard) -> Any:
     return heard.wait()
 
 
-def test_a_silent_sender_frees_what_it_holds_though_nothing_has_a_deadline(
-    make_pair: MakePair, transport: str, clock: Clock
-) -> None:
+def test_a_silent_senders_transfers_end_without_a_deadline(make_pair: MakePair, transport: str, clock: Clock) -> None:
     pair = make_pair(transport, lease=LEASE, clock=clock)
     raw = RawSender(pair, "silent")
     _, tag, received = expected(pair, (1, 2))
@@ -99,9 +97,7 @@ def test_trickling_bytes_count_as_a_heartbeat(make_pair: MakePair, clock: Clock)
     raw.close()
 
 
-def test_two_that_live_and_have_nothing_to_say_keep_their_transfer(
-    make_pair: MakePair, transport: str, clock: Clock
-) -> None:
+def test_heartbeats_keep_an_idle_transfer_open(make_pair: MakePair, transport: str, clock: Clock) -> None:
     pair = make_pair(transport, lease=LEASE, clock=clock)
     grant = pair.grant((1, 2))
     received, sent = pair.begin(grant)
@@ -123,7 +119,7 @@ def test_an_idle_pair_stays_connected(make_pair: MakePair, transport: str, clock
     assert list(pair.receiver._connections) == [connection]
 
 
-def test_a_stopped_sender_frees_everything_and_is_late_when_it_wakes(
+def test_a_stopped_senders_messages_are_late_afterwards(
     make_pair: MakePair, transport: str, start_process: Callable[..., Process], clock: Clock
 ) -> None:
     pair = make_pair(transport, lease=LEASE, clock=clock)
@@ -140,7 +136,7 @@ def test_a_stopped_sender_frees_everything_and_is_late_when_it_wakes(
     assert pair.target.block(3) == b"\x5a" * BLOCK_BYTES
 
 
-def test_a_stopped_receiver_gives_the_source_back_and_delays_no_other_pair(
+def test_a_stopped_receiver_delays_no_other_pair(
     make_pair: MakePair, transport: str, start_process: Callable[..., Process], clock: Clock
 ) -> None:
     """It is sent more than any buffer on the way to it holds."""
@@ -183,7 +179,7 @@ def test_a_stopped_receiver_frees_source_blocks(make_pair: MakePair, clock: Cloc
     release.set()
 
 
-def test_a_path_whose_write_never_ends_is_closed_and_its_memory_freed(pair: Pair) -> None:
+def test_a_connection_with_an_endless_write_is_closed(pair: Pair) -> None:
     """The test is the writer, as a transport would be that cannot prove that writing has stopped."""
     pair.receiver._table.grace_s, pair.receiver._table.quarantine_s = 0.05, 0.2
     raw = RawSender(pair)

@@ -40,7 +40,7 @@ def test_stamps_survive_the_wire(content_hashes: list[int], generation: int, mas
 
 
 @given(st.lists(U64, min_size=1, max_size=9), U32, U32, st.data())
-def test_any_flipped_bit_is_a_difference_in_its_own_stamp(
+def test_any_flipped_bit_changes_its_stamp(
     content_hashes: list[int], generation: int, mask: int, data: st.DataObject
 ) -> None:
     good = pack(content_hashes, generation, mask)
@@ -67,7 +67,7 @@ def test_a_difference_names_the_field_and_both_values(seen: bytes, said: str) ->
     assert found[1] == said
 
 
-def test_only_the_low_half_of_a_generation_travels() -> None:
+def test_only_the_low_half_of_a_generation_is_sent() -> None:
     assert pack([1], (5 << 32) + 7, 1) == pack([1], 7, 1)
 
 
@@ -86,7 +86,7 @@ def departures() -> tuple[SendTransfers, BlockStamps]:
     return out, stamps
 
 
-def test_a_chunk_carries_what_the_senders_table_says_when_it_is_packed() -> None:
+def test_stamps_come_from_the_table_at_packing() -> None:
     out, stamps = departures()
     job = out.take(2, 0.0)
     assert job is not None
@@ -95,7 +95,7 @@ def test_a_chunk_carries_what_the_senders_table_says_when_it_is_packed() -> None
     assert out.stamp(job) == pack([33, 45], 5, 1)
 
 
-def test_a_source_block_that_was_reused_before_it_was_packed_is_not_sent() -> None:
+def test_a_source_block_reused_before_packing_is_not_sent() -> None:
     out, stamps = departures()
     stamps.begin([4])
     job = out.take(2, 0.0)
@@ -148,7 +148,7 @@ TAG = tag_of(grant_of("t", 1, 5, ()).key)
 @pytest.mark.parametrize(
     "stamps", [pack([1, 3], 5, 1), pack([2, 1], 5, 1), pack([1, 2], 6, 1), pack([1, 2], 5, 2), pack([0, 0], 5, 1)]
 )
-def test_a_chunk_with_a_wrong_stamp_may_not_be_written_and_ends_the_transfer(stamps: bytes) -> None:
+def test_a_wrong_stamp_ends_the_transfer(stamps: bytes) -> None:
     table, _ = target([1, 2])
     assert table.claim(TAG, 1, 0, stamps, 0.0) is None
     answer, report = table.review(TAG, 0.0)
@@ -171,7 +171,7 @@ def test_without_expected_hashes_grant_and_groups_are_compared() -> None:
 
 
 @pytest.mark.parametrize("block", [5, 6])
-def test_a_granted_block_that_was_handed_out_again_is_not_written(block: int) -> None:
+def test_a_reassigned_target_block_gets_no_claim(block: int) -> None:
     table, stamps = target([1, 2])
     claim = table.claim(TAG, 1, 0, pack([1, 2], 5, 1), 0.0)
     assert claim is not None
@@ -185,7 +185,7 @@ def test_a_granted_block_that_was_handed_out_again_is_not_written(block: int) ->
     assert table.stats.stale_target == 1
 
 
-def test_a_granted_block_that_was_handed_out_again_is_not_verified() -> None:
+def test_a_reassigned_target_block_is_not_verified() -> None:
     table, stamps = target([1, 2])
     claim = table.claim(TAG, 1, 0, pack([1, 2], 5, 1), 0.0)
     assert claim is not None
@@ -213,7 +213,7 @@ def ready(pair: Pair, content_hashes: dict[int, int]) -> None:
         pair.source_stamps.mark(block, content_hash)
 
 
-def test_blocks_of_the_text_that_was_asked_for_land(pair: Pair) -> None:
+def test_blocks_of_the_right_text_are_accepted(pair: Pair) -> None:
     ready(pair, {7: 70, 8: 80, 9: 90})
     grant = pair.grant((3, 1, 2))
     received, sent = pair.begin(grant, content_hashes=(70, 80, 90))
@@ -222,7 +222,7 @@ def test_blocks_of_the_text_that_was_asked_for_land(pair: Pair) -> None:
     pair.assert_equal(grant, (7, 8, 9))
 
 
-def test_another_texts_block_is_refused_before_a_byte_is_written(pair: Pair) -> None:
+def test_blocks_of_another_text_are_rejected_before_any_write(pair: Pair) -> None:
     """The sender is sure of itself: checksum, coverage and grant are all right."""
     ready(pair, {7: 70, 8: 80})
     pair.target.fill((1, 2), 0xEE)
@@ -240,7 +240,7 @@ def test_another_texts_block_is_refused_before_a_byte_is_written(pair: Pair) -> 
     assert_still_serves(pair)
 
 
-def test_a_block_that_was_never_marked_is_refused(pair: Pair) -> None:
+def test_an_unmarked_block_is_rejected(pair: Pair) -> None:
     pair.source_stamps.begin([7])
     grant = pair.grant((1,))
     received, _ = pair.begin(grant, content_hashes=(70,))
@@ -248,9 +248,7 @@ def test_a_block_that_was_never_marked_is_refused(pair: Pair) -> None:
     assert received.wait().fault == "mistaken"
 
 
-def test_a_source_block_that_is_reused_while_it_waits_to_be_sent_is_never_sent(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_block_reused_while_waiting_is_not_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pair is being connected while the worker gives the block to somebody else, who marks it in his turn."""
     release = threading.Event()
 
@@ -302,7 +300,7 @@ def test_a_reused_target_block_is_not_written(make_pair: MakePair, transport: st
     assert_still_serves(pair)
 
 
-def test_another_versions_frame_and_greeting_are_named(pair: Pair) -> None:
+def test_another_protocol_version_is_named(pair: Pair) -> None:
     with pytest.raises(BadFrame, match="frame version 99, expected 3"):
         decode_greeting(b"PDKV\x63")
     with pytest.raises(BadFrame, match="does not begin with the magic bytes"):
@@ -320,7 +318,7 @@ def test_another_versions_frame_and_greeting_are_named(pair: Pair) -> None:
     assert_still_serves(pair)
 
 
-def test_the_check_of_a_frame_is_the_paths_own() -> None:
+def test_each_transport_checks_its_frames() -> None:
     """A tcp chunk whose length is not that of its blocks cannot be read past."""
 
     class Link:

@@ -16,7 +16,7 @@ def test_each_state_has_a_meaning() -> None:
     assert list(MEANING) == list(State)
 
 
-def test_the_page_states_the_invariants_as_the_code_does() -> None:
+def test_the_page_lists_the_models_invariants() -> None:
     text = " ".join(PAGE.read_text().split())
     for name, what in INVARIANTS.items():
         assert f"**{name}**: {what}" in text, name

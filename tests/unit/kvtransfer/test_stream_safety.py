@@ -247,7 +247,7 @@ def test_two_reads_are_no_race(streams: Streams) -> None:
     streams.use(1000, "b", 64)
 
 
-def test_staging_is_apart_from_the_engine(streams: Streams, device: CudaDevice) -> None:
+def test_staging_is_separate_from_the_engine(streams: Streams, device: CudaDevice) -> None:
     """As nccl does it: pack, send; receive, unpack."""
     connection = NcclConnection(AT_ONCE, device, communicator(streams), 1)
     pool, packed, received, scratch = device.pool(), device.staging(2), device.staging(2), device.staging(1)
@@ -300,7 +300,7 @@ def test_copies_take_the_least_loaded_stream(streams: Streams, device: CudaDevic
     device.drain()
 
 
-def test_work_behind_other_work_needs_no_event(streams: Streams, device: CudaDevice) -> None:
+def test_work_on_the_same_stream_needs_no_event(streams: Streams, device: CudaDevice) -> None:
     """And without `behind` it is a race."""
     streams.is_held = True
     pool, staging, host_bytes = device.pool(), device.staging(2), device.pinned(128)

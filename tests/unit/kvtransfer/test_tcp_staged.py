@@ -95,7 +95,7 @@ def test_two_pools_in_host_memory_need_no_staging(make_ends: MakeEnds) -> None:
 
 
 @pytest.mark.parametrize("which", ["gathered", "scattered"])
-def test_a_bit_that_changes_between_the_devices_is_seen(
+def test_a_bit_changed_in_pinned_memory_is_detected(
     make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     """In pinned memory of either end: no checksum of the socket's bytes would show it."""
@@ -136,9 +136,7 @@ def _flipped(move: Any, device: FakeDevice, staging: Any, host: Any, num_bytes: 
     return device.streams[moving.stream].queue(flip, wake)
 
 
-def test_a_device_without_pinned_memory_leaves_the_connection_to_others(
-    make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pinned_memory_another_transport_is_used(make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(self: FakeDevice, num_bytes: int) -> Any:
         raise TransferFailed(f"the host cannot pin {num_bytes} bytes")
 
@@ -152,7 +150,7 @@ def test_a_device_without_pinned_memory_leaves_the_connection_to_others(
     received.wait()
 
 
-def test_tcp_of_a_pool_on_a_gpu_is_staged(devices: dict[int, FakeDevice]) -> None:
+def test_tcp_for_a_gpu_pool_is_staged(devices: dict[int, FakeDevice]) -> None:
     assert [name_of(kind) for kind in kinds("tcp")] == ["tcp"]
     assert [name_of(kind) for kind in kinds("tcp", is_on_host=False)] == ["tcp_staged"]
     assert kinds("auto")[-1] == kinds("auto", is_on_host=False)[-1] == TCP_STAGED
@@ -164,7 +162,7 @@ def test_tcp_of_a_pool_on_a_gpu_is_staged(devices: dict[int, FakeDevice]) -> Non
 
 
 @pytest.mark.parametrize("num_words", [0, 1, 65_535, 65_536, 65_537, 200_000])
-def test_sums_of_host_memory_are_those_of_the_kernels(num_words: int) -> None:
+def test_host_checksums_match_the_kernels(num_words: int) -> None:
     data = np.random.default_rng(3).integers(0, 256, num_words * 4, dtype=np.uint8).tobytes()
     assert word_sum(memoryview(data)) == checksum(data)
 

@@ -93,7 +93,7 @@ async def test_a_long_text_leaves_the_event_loop_free(gated: tuple[Admission, Ga
     assert (await slow).prompt_ids == tuple(LONG.encode())
 
 
-async def test_more_long_texts_than_may_wait_are_turned_away(
+async def test_too_many_long_texts_are_rejected(
     gated: tuple[Admission, GatedTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, tokenizer = gated
@@ -133,7 +133,7 @@ async def test_a_session_id_is_checked_before_the_prompt(
     assert prepared.attributes() == {"priority": -2, "session_id": "s" * 128}
 
 
-async def test_what_was_absent_is_filled_in(gated: tuple[Admission, GatedTokenizer]) -> None:
+async def test_absent_fields_get_defaults(gated: tuple[Admission, GatedTokenizer]) -> None:
     one, _ = gated
     prompt = "a prompt of two full blocks and a bit more."
     prepared = await one.prepare(request(prompt), MODEL, None)
@@ -152,7 +152,7 @@ async def test_the_shorter_deadline_counts(
     assert (await gated[0].prepare(request("hi"), MODEL, caller_s)).deadline_s == expected_s
 
 
-async def test_a_token_that_the_model_has_no_row_for_is_refused(gated: tuple[Admission, GatedTokenizer]) -> None:
+async def test_a_token_outside_the_vocabulary_is_rejected(gated: tuple[Admission, GatedTokenizer]) -> None:
     import dataclasses
 
     small = dataclasses.replace(MODEL, vocab_size=100)
@@ -161,7 +161,7 @@ async def test_a_token_that_the_model_has_no_row_for_is_refused(gated: tuple[Adm
     assert (caught.value.field, caught.value.expected) == ("text", "ids below 100")
 
 
-def test_models_that_differ_say_in_what() -> None:
+def test_a_different_model_names_the_field() -> None:
     import dataclasses
 
     assert difference(MODEL, MODEL) is None

@@ -54,7 +54,7 @@ def test_a_slow_reader_gets_larger_pieces() -> None:
     assert one.drain() == []
 
 
-def test_a_reader_too_far_behind_is_given_up() -> None:
+def test_a_reader_too_far_behind_is_disconnected() -> None:
     one = Answer("r", 3, Sampling(), ToyTokenizer().detokenizer(), max_pending_tokens=4)
     one.take(tokens("abcde"))
     assert isinstance(one.error, Cancelled)
@@ -78,7 +78,7 @@ def test_a_stop_string_overrides_the_workers_reason() -> None:
     assert not finished.HasField("stop_token_id")
 
 
-def test_what_was_held_back_goes_out_with_the_end() -> None:
+def test_held_back_text_is_sent_at_the_end() -> None:
     one = answer(stop=("never",))
     one.take([*tokens("ne"), TokenOut(token_id="é".encode()[0])])
     one.finish(end(3))
@@ -86,7 +86,7 @@ def test_what_was_held_back_goes_out_with_the_end() -> None:
     assert messages[1].delta.text == "ne\ufffd"
 
 
-def test_an_error_after_tokens_is_kept_and_the_first_error_stays() -> None:
+def test_the_first_error_is_kept() -> None:
     one = answer()
     one.take(tokens("a"))
     one.fail(KvLost("gone"))
@@ -151,14 +151,14 @@ def test_a_new_attempt_begins_the_prompts_logprobs_anew() -> None:
     assert scored(one.drain()) == [11, 12, 13]
 
 
-def test_a_first_token_without_all_of_the_prompts_logprobs_is_a_failure_of_ours() -> None:
+def test_missing_prompt_logprobs_are_an_internal_error() -> None:
     one = scored_answer()
     one.score(scores(1, 11))
     one.take(tokens("a"))
     assert isinstance(one.error, InternalError)
 
 
-def test_the_end_of_a_document_is_not_text_even_before_min_tokens_or_where_eos_is_ignored() -> None:
+def test_the_end_of_a_document_is_never_text() -> None:
     class Loud:
         """Shows each token that it is given."""
 

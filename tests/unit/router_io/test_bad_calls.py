@@ -93,7 +93,7 @@ async def test_an_unknown_method_is_named(connect: Connect, method: str) -> None
     assert (type(error), error.message) == (UnknownMethod, f"no method named {method!r}")
 
 
-def test_grpcs_own_text_is_not_taken_for_a_method() -> None:
+def test_grpcs_error_text_is_not_a_method_name() -> None:
     error = status.from_code(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
     assert isinstance(error, UnknownMethod)
     assert "Method not found" not in error.message
@@ -134,7 +134,7 @@ async def test_a_write_that_fails_is_a_disconnect(
 
 
 @pytest.mark.parametrize("is_reading", [True, False])
-async def test_readers_that_disconnect_are_no_fault(
+async def test_disconnected_readers_are_not_an_error(
     connect: Connect, decode: Program, caplog: pytest.LogCaptureFixture, is_reading: bool
 ) -> None:
     metrics = Metrics("router")
@@ -176,7 +176,7 @@ def num_disconnects(metrics: Metrics) -> float:
     return float(line.split()[1])
 
 
-async def test_the_model_says_how_many_tokens_a_request_can_get(connect: Connect, start: Start) -> None:
+async def test_the_model_reports_its_token_limits(connect: Connect, start: Start) -> None:
     small = start("decode_worker", "--model=toy", "--worker-id=small", "--max-context-tokens=64")
     for limit, most in ((4096, 63), (20, 20)):
         front = await connect(small, max_new_tokens=limit)

@@ -71,7 +71,7 @@ def attempts(worker: Worker) -> list[int]:
     return [one.cancel.attempt for one in ones]
 
 
-async def test_what_waits_is_sent_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_messages_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "MAX_BATCH", 10)
     worker = Worker(reads_batches=True)
     await exchange(worker, say=25, hear=0)
@@ -94,7 +94,7 @@ async def test_a_worker_that_does_not_know_batches_gets_none() -> None:
     assert not any(facts.HasField("batch") for facts in worker.facts)
 
 
-async def test_a_batch_is_heard_as_its_messages_in_order() -> None:
+async def test_a_batch_is_received_as_its_messages_in_order() -> None:
     loads = [worker_pb2.AttachResponse(load=worker_pb2.Load(steps=steps)) for steps in range(5)]
     batch = worker_pb2.AttachResponse(batch=worker_pb2.AttachResponses(messages=loads[:4]))
     ears = await exchange(Worker(batch, loads[4], reads_batches=True), say=0, hear=5)

@@ -38,7 +38,7 @@ def sink() -> Iterator[OtlpSink]:
         yield sink
 
 
-async def test_workers_are_found_in_the_registry_and_stay_when_redis_dies(
+async def test_workers_stay_connected_without_redis(
     connect: Connect, start: Start, redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PDSERVE_REDIS", redis.url)
@@ -178,7 +178,7 @@ async def test_prometheus_gets_requests_errors_and_workers(connect: Connect, dec
         assert line in text, line
 
 
-async def test_a_real_models_text_is_that_of_its_tokens(connect: Connect, start: Start) -> None:
+async def test_a_real_models_text_matches_its_tokens(connect: Connect, start: Start) -> None:
     flags = (f"--model={BUNDLED}", "--kv-memory-bytes=32000000", "--threads=1")
     decode = start("decode_worker", "--worker-id=d0", *flags)
     front = await connect(decode, model=BUNDLED)

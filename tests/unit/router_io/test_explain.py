@@ -11,9 +11,7 @@ from tests.unit.router_io.processes import Program
 PROMPT = "explained: words that no other test has at the head of its prompt, and enough of them"
 
 
-async def test_of_two_routers_only_the_one_that_decided_explains(
-    connect: Connect, decode: Program, prefill: Program
-) -> None:
+async def test_only_the_deciding_router_explains(connect: Connect, decode: Program, prefill: Program) -> None:
     here = await connect(decode, prefill, router_id="here")
     there = await connect(decode, prefill, router_id="there")
     done = await here.client.generate(PROMPT, max_tokens=8, temperature=0, priority=3)

@@ -98,7 +98,7 @@ async def unproven(front: Any, metrics: Metrics, at_least: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["liar", "relay", "old"])
-async def test_a_forged_registration_gets_no_prompt(
+async def test_a_forged_worker_in_redis_gets_no_prompt(
     connect: Connect, start: Start, registry: EmbeddedRedis, forge: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack of the review: `d9` is written into Redis as a decode worker."""

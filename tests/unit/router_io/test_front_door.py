@@ -63,7 +63,7 @@ async def test_calls_need_the_token_and_health_does_not(connect: Connect, decode
     assert await front.health() == "SERVING"
 
 
-async def test_health_watch_tells_every_change(connect: Connect, start: Start) -> None:
+async def test_health_watch_reports_every_change(connect: Connect, start: Start) -> None:
     decode = start("decode_worker", "--model=toy", "--worker-id=watched")
     front = await connect()
     watch = health_pb2_grpc.HealthStub(front.channel).Watch(
@@ -89,7 +89,7 @@ async def test_reflection_lists_the_services(connect: Connect) -> None:
     assert set(SERVICES) <= set(await asyncio.to_thread(listed))
 
 
-async def test_draining_finishes_what_runs_and_refuses_what_comes(connect: Connect, slow_decode: Program) -> None:
+async def test_draining_finishes_running_requests(connect: Connect, slow_decode: Program) -> None:
     front = await connect(slow_decode)
     watch = health_pb2_grpc.HealthStub(front.channel).Watch(health_pb2.HealthCheckRequest(service=""))
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -106,7 +106,7 @@ async def test_draining_finishes_what_runs_and_refuses_what_comes(connect: Conne
     assert not front.server.is_healthy
 
 
-async def test_a_router_whose_state_failed_says_so_and_ends(connect: Connect, decode: Program) -> None:
+async def test_a_router_with_a_failed_state_ends(connect: Connect, decode: Program) -> None:
     front = await connect(decode)
     crashes: list[BaseException] = []
     front.server._on_crash = crashes.append

@@ -47,7 +47,7 @@ async def test_a_long_prompt_goes_through_both_workers(connect: Connect, decode:
     ]
 
 
-async def test_what_a_client_says_of_a_request_reaches_state_and_workers(
+async def test_request_attributes_reach_state_and_workers(
     connect: Connect, decode: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     front = await connect(decode)
@@ -88,7 +88,7 @@ async def test_token_ids_are_a_prompt_and_a_seed_is_chosen(connect: Connect, dec
     assert done.text == text_of("hi", 16, seed=9)
 
 
-async def test_a_stop_string_ends_the_text_wherever_it_lies(connect: Connect, decode: Program) -> None:
+async def test_a_stop_string_ends_the_text_anywhere(connect: Connect, decode: Program) -> None:
     front = await connect(decode)
     whole = text_of("hello", 40)
     stop = whole[10:13]
@@ -111,7 +111,7 @@ async def test_stop_strings_wait_for_min_tokens(connect: Connect, decode: Progra
     assert done.usage.completion_tokens >= 20
 
 
-async def test_the_end_of_sequence_ends_the_text_and_has_none_itself(connect: Connect, decode: Program) -> None:
+async def test_the_end_of_sequence_adds_no_text(connect: Connect, decode: Program) -> None:
     front = await connect(decode)
     prompt = b"hi\x05\x04".decode()
     done = await front.client.generate(prompt, max_tokens=40, temperature=0)
@@ -147,16 +147,14 @@ async def test_truncation_keeps_the_last_tokens(connect: Connect, decode: Progra
     assert done.usage.prompt_tokens == 5
 
 
-async def test_one_id_may_be_used_again_and_by_two_at_once(connect: Connect, decode: Program) -> None:
+async def test_an_id_may_be_reused_concurrently(connect: Connect, decode: Program) -> None:
     front = await connect(decode)
     calls = [front.client.generate("hello", max_tokens=8, temperature=0, request_id="mine") for _ in range(3)]
     answers = await asyncio.gather(*calls)
     assert [(done.request_id, done.text) for done in answers] == [("mine", text_of("hello", 8))] * 3
 
 
-async def test_a_call_that_ends_late_does_not_end_the_next_one_of_its_id(
-    connect: Connect, slow_decode: Program
-) -> None:
+async def test_a_late_end_does_not_affect_the_next_call(connect: Connect, slow_decode: Program) -> None:
     """Between an answer's last word and the end of its call another one may begin under the id."""
     front = await connect(slow_decode)
     runtime = front.server.runtime
@@ -185,7 +183,7 @@ async def test_a_repeated_prompt_is_found_in_a_cache(connect: Connect, decode: P
 
 
 @pytest.mark.parametrize("length", [1, 40, 3000])
-async def test_prompt_logprobs_come_for_the_whole_prompt_and_with_the_first_piece(
+async def test_prompt_logprobs_come_with_the_first_piece(
     connect: Connect, decode: Program, prefill: Program, length: int
 ) -> None:
     """Local, remote, in chunks; and again when every block of it is in a cache."""
@@ -205,14 +203,14 @@ async def test_prompt_logprobs_come_for_the_whole_prompt_and_with_the_first_piec
     await until(front.all_free)
 
 
-async def test_several_answers_share_one_scoring_of_the_prompt(connect: Connect, decode: Program) -> None:
+async def test_several_answers_score_the_prompt_once(connect: Connect, decode: Program) -> None:
     front = await connect(decode)
     done = await front.client.generate("a prompt of some blocks, for three", n=3, max_tokens=4, prompt_logprobs=0)
     assert len(done.prompt_logprobs) == done.usage.prompt_tokens == 34
     assert len(done.choices) == 3
 
 
-async def test_beams_of_a_model_with_one_answer_are_that_answer(connect: Connect, decode: Program) -> None:
+async def test_beam_search_finds_a_models_only_answer(connect: Connect, decode: Program) -> None:
     front = await connect(decode)
     for prompt in ("hello", list(b"hello")):
         [beam] = await front.client.beam_search(prompt, width=3, max_tokens=12)
@@ -238,7 +236,7 @@ async def test_the_bytes_of_tokens_come_in_their_order(connect: Connect, decode:
             await client.token_bytes([1] * 8193)
 
 
-async def test_the_sdk_asks_for_health_without_a_token(connect: Connect, decode: Program) -> None:
+async def test_the_sdk_checks_health_without_a_token(connect: Connect, decode: Program) -> None:
     front = await connect(decode, token="right")
     async with AsyncClient(front.server.address) as client:
         assert await client.is_serving()

@@ -64,7 +64,7 @@ def pids(check: GrammarCheck) -> list[int]:
     return [one.pid for pool in check.pools for one in pool.checkers if one.pid is not None]
 
 
-async def test_a_refused_grammar_has_its_reason_and_an_admitted_one_is_asked_for_once(check: GrammarCheck) -> None:
+async def test_grammar_results_are_cached(check: GrammarCheck) -> None:
     await check.check(GOOD, MODEL)
     assert len(pids(check)) == 1
     for _ in range(2):
@@ -98,7 +98,7 @@ async def test_a_busy_compiler_can_be_retried() -> None:
         await check.close()
 
 
-async def test_a_grammar_that_takes_too_long_is_ended_and_remembered() -> None:
+async def test_a_slow_grammar_is_ended_and_cached() -> None:
     check = GrammarCheck(FOLDER, check_s=60.0)
     try:
         refused = await refusal(check, SLOW)
@@ -142,7 +142,7 @@ def slow(number: int) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 999983 + 2 * number}))
 
 
-async def test_a_checker_that_is_killed_is_no_fault_of_the_grammar() -> None:
+async def test_a_killed_checker_does_not_reject_the_grammar() -> None:
     check = GrammarCheck(FOLDER, check_s=30.0)
     try:
         await check.check(GOOD, MODEL)
@@ -178,7 +178,7 @@ answers(fine)
 """
 
 
-def test_a_child_that_ends_says_how_and_the_next_one_answers() -> None:
+def test_a_dead_checker_child_is_reported() -> None:
     command = [sys.executable, "-c", IN_CHILD, str(FOLDER)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     fine, large, slow_one, late, again = map(eval, done.stdout.splitlines())
@@ -188,7 +188,7 @@ def test_a_child_that_ends_says_how_and_the_next_one_answers() -> None:
     assert slow_one == {"rejected": None, "ended": -signal.SIGPROF}
 
 
-def test_the_process_that_checks_gets_no_more_memory_than_it_may() -> None:
+def test_checker_memory_is_limited() -> None:
     lines = (
         "from pdserve.structured import checker",
         "checker._bound_memory()",
@@ -203,7 +203,7 @@ def test_the_process_that_checks_gets_no_more_memory_than_it_may() -> None:
     assert done.stderr.rstrip().endswith(b"MemoryError")
 
 
-async def test_a_caller_that_leaves_costs_the_next_one_nothing(check: GrammarCheck) -> None:
+async def test_a_disconnected_caller_does_not_delay_the_next(check: GrammarCheck) -> None:
     leaving = asyncio.create_task(check.check(GOOD, MODEL))
     await asyncio.sleep(0)
     leaving.cancel()
@@ -213,7 +213,7 @@ async def test_a_caller_that_leaves_costs_the_next_one_nothing(check: GrammarChe
     await check.check(GOOD, MODEL)
 
 
-async def test_a_crowd_with_one_grammar_asks_once_and_one_with_many_is_turned_away(check: GrammarCheck) -> None:
+async def test_equal_grammars_are_checked_once_and_many_are_limited(check: GrammarCheck) -> None:
     await asyncio.gather(*(check.check(GOOD, MODEL) for _ in range(200)))
     many = [check.check(choice([str(number)]), MODEL) for number in range(MAX_OF_CLIENT + 6)]
     results = await asyncio.gather(*many, return_exceptions=True)
@@ -221,7 +221,7 @@ async def test_a_crowd_with_one_grammar_asks_once_and_one_with_many_is_turned_aw
     assert [type(one) for one in results if one is not None] == [Overloaded] * 5
 
 
-async def test_a_model_that_follows_no_grammar_refuses_each() -> None:
+async def test_a_model_without_grammar_support_rejects_each() -> None:
     assert "does not support them" in await refusal(GrammarCheck(None), GOOD)
     for folder, ends in ((FOLDER, ()), (FOLDER.parent, (0,))):
         check = GrammarCheck(folder)

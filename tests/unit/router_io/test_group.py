@@ -27,7 +27,7 @@ def seeds(seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("prompt", "salt"), [("hello", 0), (LONG, 1)])
-async def test_each_answer_is_its_seeds_and_the_first_is_the_requests(
+async def test_each_answer_follows_from_its_seed(
     connect: Connect, decode: Program, prefill: Program, prompt: str, salt: int
 ) -> None:
     front = await connect(decode, prefill)
@@ -46,7 +46,7 @@ async def test_each_answer_is_its_seeds_and_the_first_is_the_requests(
     await until(front.all_free)
 
 
-async def test_the_prompt_is_read_once(connect: Connect, decode: Program, prefill: Program) -> None:
+async def test_the_prompt_is_prefilled_once(connect: Connect, decode: Program, prefill: Program) -> None:
     front = await connect(decode, prefill)
     prompt = "a prompt nobody else has sent, read once and sampled from by five " * 4
     done = await front.client.generate(prompt, n=5, max_tokens=20, seed=3, request_id="five")
@@ -90,7 +90,7 @@ async def test_a_deadline_ends_all(connect: Connect, slow_decode: Program) -> No
     await until(front.all_free)
 
 
-async def test_all_are_admitted_or_none(connect: Connect, start: Start) -> None:
+async def test_all_answers_are_admitted_or_none(connect: Connect, start: Start) -> None:
     """Siblings that find the queue full: the call is refused before anything has gone out."""
     flags = ("--model=toy", "--worker-id=d2", "--heartbeat-s=0.05", "--max-batch=2", "--inbox-depth=1")
     small = start("decode_worker", *flags, f"--toy-step-s={SLOW_STEP_S}")
@@ -107,7 +107,7 @@ async def test_all_are_admitted_or_none(connect: Connect, start: Start) -> None:
     await until(front.all_free)
 
 
-async def test_best_of_gives_the_likeliest_at_the_end(connect: Connect, decode: Program) -> None:
+async def test_best_of_returns_the_likeliest_answers(connect: Connect, decode: Program) -> None:
     """The toy's logprobs are all alike, so the first ones win; what is sampled counts, what is dropped too."""
     front = await connect(decode)
     stream = front.client.stream("hello", n=2, best_of=4, max_tokens=30, seed=5)
@@ -142,7 +142,7 @@ def finish(answer: Answer) -> None:
     )
 
 
-def test_ranked_answers_wait_for_the_last_and_come_best_first() -> None:
+def test_ranked_answers_are_returned_best_first() -> None:
     one = answers_of([-1.0, -1.0], [-0.5, -2.0, -0.2], [-3.0])
     finish(one.answers[0])
     finish(one.answers[2])
@@ -160,13 +160,13 @@ def test_ranked_answers_wait_for_the_last_and_come_best_first() -> None:
     assert one.drain() == []
 
 
-def test_one_failed_answer_is_the_calls_failure() -> None:
+def test_one_failed_answer_fails_the_call() -> None:
     one = answers_of([-1.0], [-1.0], [-1.0])
     one.answers[1].fail(InternalError("gone"))
     assert isinstance(one.error, InternalError)
 
 
-def test_siblings_seeds_are_apart() -> None:
+def test_siblings_have_different_seeds() -> None:
     assert seeds(7, 1) == [7]
     sampled = [seed for start in range(200) for seed in seeds(start, 16)]
     assert len(set(sampled)) == len(sampled)

@@ -53,7 +53,7 @@ async def test_a_broken_connection_is_a_disconnect(connect: Connect, slow_decode
     await until(front.all_free)
 
 
-async def test_a_reader_that_takes_nothing_is_given_up(
+async def test_a_reader_that_reads_nothing_is_disconnected(
     connect: Connect, decode: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(InferenceServicer.__init__, "__kwdefaults__", {"write_s": 0.3})
@@ -77,7 +77,7 @@ async def read_all(call: Any) -> None:
         pass
 
 
-async def test_a_stream_goes_on_at_the_exact_next_token_when_its_worker_dies(connect: Connect, start: Start) -> None:
+async def test_a_stream_continues_at_the_exact_next_token(connect: Connect, start: Start) -> None:
     flags = ("--model=toy", "--heartbeat-s=0.05", "--toy-step-s=0.02")
     doomed = start("decode_worker", "--worker-id=doomed", *flags)
     front = await connect(doomed)
@@ -93,7 +93,7 @@ async def test_a_stream_goes_on_at_the_exact_next_token_when_its_worker_dies(con
     assert stream.completion.timings.attempts == 2
 
 
-async def test_a_prompt_is_scored_once_though_its_worker_dies_in_the_middle(
+async def test_prompt_logprobs_are_sent_once_despite_a_worker_death(
     connect: Connect, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed once some scores have come; the next attempt begins anew, and the client gets each once."""
@@ -146,7 +146,7 @@ async def test_readiness_follows_decode_workers_and_a_restarted_one_is_redialled
     assert done.text.encode() == bytes(answer(list(b"hello"), 8))
 
 
-async def test_a_worker_of_another_model_is_refused_by_name(
+async def test_a_worker_of_another_model_is_rejected(
     connect: Connect, decode: Program, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = start("decode_worker", "--model=toy-marked", "--worker-id=stranger")
@@ -182,7 +182,7 @@ def hello() -> worker_pb2.RouterHello:
     return worker_pb2.RouterHello(router_id="test", router_incarnation="1")
 
 
-async def test_a_session_reports_and_dials_again_after_hanging_up(decode: Program) -> None:
+async def test_a_session_reconnects_after_hanging_up(decode: Program) -> None:
     ears = Ears()
     session = WorkerSession(decode.address, hello, ears, ROUTER)
     task = asyncio.create_task(session.run())
@@ -196,7 +196,7 @@ async def test_a_session_reports_and_dials_again_after_hanging_up(decode: Progra
     assert not session.send(worker_pb2.AttachRequest(drain=worker_pb2.DrainWorker()))
 
 
-async def test_a_session_with_an_unwanted_worker_reports_nothing_more(decode: Program) -> None:
+async def test_a_rejected_worker_is_reported_once(decode: Program) -> None:
     ears = Ears(complaint="not ours")
     task = asyncio.create_task(WorkerSession(decode.address, hello, ears, ROUTER).run())
     await until(lambda: ears.heard.count("attached d0") == 2)

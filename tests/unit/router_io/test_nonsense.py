@@ -37,14 +37,14 @@ def messages_with(field: str, seconds: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "field", ["retry_after_s", "queue_s", "prefill_s", "transfer_s", "busy_s", "exposed_s", "decode_s"]
 )
-def test_what_is_no_duration_is_refused_by_name(field: str, seconds: float) -> None:
+def test_an_invalid_duration_names_its_field(field: str, seconds: float) -> None:
     message = worker_pb2.AttachResponse(**messages_with(field, seconds))
     with pytest.raises(InvalidRequest, match=f"^{field}: got .*, expected between 0 and 86400 seconds$"):
         decode_response("d0", message)
 
 
 @pytest.mark.parametrize("field", ["block_size", "vocab_size", "num_blocks", "max_batch", "max_batch_tokens"])
-async def test_a_worker_that_has_none_of_what_is_divided_by_is_not_wanted(field: str) -> None:
+async def test_a_worker_with_zero_capacity_is_rejected(field: str) -> None:
     facts = {"block_size": 16, "vocab_size": 256, "num_blocks": 8, "max_batch": 4, "max_batch_tokens": 64}
     hello = worker_pb2.WorkerHello(
         worker_id="d0",
@@ -60,7 +60,7 @@ async def test_a_worker_that_has_none_of_what_is_divided_by_is_not_wanted(field:
     assert workers.attached(session, hello) == f"its {field} is 0, expected at least 1"
 
 
-def test_nonsense_is_counted() -> None:
+def test_invalid_messages_are_counted() -> None:
     workers = Workers(worker_pb2.RouterHello, lambda event: None, identity=ROUTER, model_name="toy")
     session = WorkerSession("127.0.0.1:1", worker_pb2.RouterHello, workers, ROUTER)
     session.worker_id = "d0"

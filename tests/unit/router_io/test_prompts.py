@@ -106,7 +106,7 @@ async def test_the_longest_text_that_fits_is_taken(admission: Admission, tokeniz
 
 
 @pytest.mark.parametrize("make", [text_request, chat_request])
-async def test_of_a_truncated_text_the_tail_is_tokenized(
+async def test_only_the_tail_of_a_truncated_text_is_tokenized(
     admission: Admission, tokenizer: RecordingTokenizer, make: Any
 ) -> None:
     text = "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n" * 10_000
@@ -170,7 +170,7 @@ async def test_many_long_texts_leave_places_for_short_ones(monkeypatch: pytest.M
         threads.close()
 
 
-async def test_a_caller_that_leaves_takes_its_text_along() -> None:
+async def test_a_disconnected_callers_text_is_dropped() -> None:
     class Text:
         pass
 
@@ -261,7 +261,7 @@ async def test_large_fields_are_named(connect: Connect, decode: Program) -> None
         await front.client.tokenize("x" * 100_000)
 
 
-async def test_tokenize_without_a_worker_has_a_limit_too(connect: Connect) -> None:
+async def test_tokenize_without_a_worker_is_limited(connect: Connect) -> None:
     front = await connect()
     assert await front.client.tokenize("ab") == [97, 98]
     with pytest.raises(InvalidRequest, match=f"at most {MAX_CHARS_WITHOUT_MODEL} characters"):

@@ -96,9 +96,7 @@ async def test_each_bad_request_names_its_field_and_limit(connect: Connect, deco
     assert front.server.runtime.state.is_empty
 
 
-async def test_a_refusal_carries_bad_request_details_and_no_headers_of_an_answer(
-    connect: Connect, decode: Program
-) -> None:
+async def test_a_rejection_carries_bad_request_details(connect: Connect, decode: Program) -> None:
     front = await connect(decode)
     call = front.stub.Generate(inference_pb2.GenerateRequest(text=""))
     assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -141,7 +139,7 @@ async def test_the_callers_own_deadline_counts_when_it_is_shorter(connect: Conne
     await until(front.all_free)
 
 
-async def test_an_operator_without_the_token_drains_nothing(connect: Connect, decode: Program) -> None:
+async def test_draining_needs_the_operators_token(connect: Connect, decode: Program) -> None:
     front = await connect(decode, token="the operators' own")
     for call, request in (
         (front.cluster.Drain, cluster_pb2.DrainRequest(worker_id="d0")),
@@ -153,9 +151,7 @@ async def test_an_operator_without_the_token_drains_nothing(connect: Connect, de
     assert not any(one.is_draining for one in (await front.client.topology()).workers)
 
 
-async def test_an_operator_drains_a_worker_by_one_router_and_undrains_it_by_another(
-    connect: Connect, start: Start
-) -> None:
+async def test_any_router_can_drain_and_undrain_a_worker(connect: Connect, start: Start) -> None:
     worker = start("decode_worker", "--model=toy", "--worker-id=d7", "--heartbeat-s=0.05")
     one, other = await connect(worker, router_id="r1"), await connect(worker, router_id="r2")
 

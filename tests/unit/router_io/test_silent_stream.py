@@ -63,13 +63,13 @@ async def listen(worker: Worker, silence_s: float, is_enough: Any) -> Ears:
     return ears
 
 
-async def test_a_silent_stream_is_ended_and_dialled_anew() -> None:
+async def test_a_silent_stream_is_closed_and_reconnected() -> None:
     worker = Worker(beat_s=None)
     ears = await listen(worker, 0.2, lambda ears: worker.streams >= 3)
     assert set(ears.reasons[:2]) == {"the worker sent nothing for 0.2 s"}
 
 
-async def test_a_worker_that_tells_its_load_is_left_alone() -> None:
+async def test_a_worker_that_reports_its_load_stays_connected() -> None:
     worker = Worker(beat_s=0.05)
     ears = await listen(worker, 3.0, lambda ears: ears.heard >= 80)  # for longer than that
     assert worker.streams == 1

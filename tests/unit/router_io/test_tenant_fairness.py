@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": Tru
 
 
 @pytest.mark.parametrize("key", [LIGHT, FLOOD], ids=["another tenant", "the same tenant"])
-async def test_a_flood_of_one_tenant_does_not_hold_up_another(
+async def test_a_flood_of_one_tenant_does_not_delay_another(
     connect: Connect, start: Start, tmp_path: Path, key: str
 ) -> None:
     """The second case shows that the order comes from the tenants."""

@@ -59,7 +59,7 @@ async def is_accepted(front: Front, token: str | None) -> bool:
         return True
 
 
-async def test_keys_serve_requests_and_the_token_does_everything(connect: Connect, decode: Program, keys: Path) -> None:
+async def test_keys_serve_requests_and_the_token_allows_all(connect: Connect, decode: Program, keys: Path) -> None:
     front = await connect(decode, key_file=str(keys), token=OPERATOR)
     for token in (ACME, BETA, OPERATOR):
         async with presenting(front, token) as client:
@@ -85,7 +85,7 @@ async def test_other_tokens_are_rejected(connect: Connect, decode: Program, keys
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_a_file_without_a_token_leaves_no_method_open(connect: Connect, decode: Program, keys: Path) -> None:
+async def test_without_a_token_no_method_is_open(connect: Connect, decode: Program, keys: Path) -> None:
     front = await connect(key_file=str(keys))
     assert not await is_accepted(front, None)
     for token in (None, ACME, "", FOREIGN):
@@ -176,7 +176,7 @@ DAMAGE: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-async def test_a_wrong_file_leaves_the_old_one_in_force(
+async def test_an_invalid_file_keeps_the_old_one_valid(
     keys: Path, damage: Damage, caplog: pytest.LogCaptureFixture
 ) -> None:
     tenants = Tenants(str(keys))
