@@ -43,7 +43,7 @@ def devices() -> Iterator[dict[int, FakeDevice]]:
 
 
 NIXL_WORLD = World()
-NIXL_STAND_IN = Nixl(NIXL_WORLD.make)  # one for all tests, as in a process: its agents have threads that stay
+NIXL_STAND_IN = Nixl(NIXL_WORLD.make)  # One for all tests, as in a process, because its agents' threads never end.
 
 
 @pytest.fixture
@@ -65,9 +65,9 @@ def make_pair(
 ) -> Iterator[Callable[..., Pair]]:
     """make_pair(transport, num_blocks=64, block_bytes=4096, hook=None, fault_of=None).
 
-    A hook puts a Proxy in between; `fault_of` makes both ends meet faults.
+    With a hook, a Proxy is placed between the ends. `fault_of` injects faults at both ends.
     """
-    # So that small pools make several chunks between devices too.
+    # Small, so that small pools need several chunks between devices.
     monkeypatch.setattr("kvtransfer.endpoint.DEVICE_CHUNK_BYTES", DEFAULT_CHUNK_BYTES)
     pairs: list[Pair] = []
     proxies: list[Proxy] = []
@@ -82,7 +82,7 @@ def make_pair(
         clock: Callable[[], float] = time.monotonic,
         facts: Fingerprint | None = None,
     ) -> Pair:
-        name, _, is_encrypted = transport.partition("+")  # such as tcp+tls
+        name, _, is_encrypted = transport.partition("+")  # Such as tcp+tls.
         tls = tls_authority.tls("worker") if is_encrypted else None
         transport = name
         make_pool = DevicePool if transport in DEVICE_TRANSPORTS else HostPool
@@ -151,7 +151,7 @@ def start_process() -> Iterator[Callable[..., Process]]:
 
 @pytest.fixture
 def prepared(request: pytest.FixtureRequest) -> Callable[[str], str]:
-    """prepared(name): the transport to ask for; nixl is the library itself, where it is installed."""
+    """prepared(name): the transport to use. nixl is the real library if it is installed."""
 
     def prepare(name: str) -> str:
         if name == "nixl" and (why_not := TRANSPORTS[NIXL].why_not()):
@@ -183,14 +183,14 @@ def raw(pair: Pair) -> Iterator[RawSender]:
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    """Each test ends the threads that it started."""
+    """Checks that each test ends the threads that it started."""
     yield
     wait_for(lambda: not [t for t in threading.enumerate() if t.name.startswith("kv-")], "transfer threads to end")
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """The next events of the device; torch's CUDA is a fake."""
+    """The next events of the device. torch's CUDA is a fake."""
     made: list[Event] = []
     fake = SimpleNamespace(
         Event=lambda: made.pop(0) if made else Event(),

@@ -14,11 +14,11 @@ from kvtransfer.cuda_driver import HANDLE_BYTES
 
 class FakeLibrary:
     def __init__(self) -> None:
-        self.statuses: dict[str, int] = {}  # what a call answers; 0 where it is not named
-        self.bases: dict[int, int] = {}  # of addresses: where their allocations begin
+        self.statuses: dict[str, int] = {}  # The status that each call returns; 0 for calls that are not listed.
+        self.bases: dict[int, int] = {}  # Address -> start of its allocation.
         self.allocated: list[int] = []
         self.closed: list[int] = []
-        self.context: list[int] = []  # of the calling thread, the last one current
+        self.context: list[int] = []  # The calling thread's contexts; the last one is current.
         self._memory: list[Any] = []
         for name, does in {
             "cuInit": lambda flags: None,
@@ -62,12 +62,12 @@ class FakeLibrary:
 
 
 def _put(reference: Any, value: int) -> None:
-    """Writes what a `ctypes.byref` refers to."""
+    """Writes to the target of a `ctypes.byref`."""
     reference._obj.value = value
 
 
 class Event:
-    """Answers as it is told, the last answer for ever."""
+    """Returns the given answers in turn, and the last one for ever."""
 
     def __init__(self, *answers: bool | RuntimeError) -> None:
         self.answers = list(answers) or [True]

@@ -29,16 +29,16 @@ class FakeHandle:
 
 
 class World:
-    """What the tests decide for all agents."""
+    """Settings of the tests for all agents."""
 
     def __init__(self) -> None:
-        self.gate = threading.Event()  # while it is cleared, no read goes on
+        self.gate = threading.Event()  # While it is cleared, no read progresses.
         self.agents: list[FakeNixl] = []
         self.reset()
 
     def reset(self) -> None:
         self.gate.set()
-        self.failing: str | None = None  # how reads end: "ERR", or what is raised
+        self.failing: str | None = None  # How reads end: "ERR", or the exception to raise.
         self.handles: list[FakeHandle] = []
 
     def make(self, name: str) -> FakeNixl:

@@ -18,7 +18,7 @@ from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.stamps import BlockStamps
 from tests.support.transfer_ends import BLOCK_BYTES, WAIT_S, GrpcHost, HostPool, fingerprint
 
-# For a machine with other things to do, and for peers that are spoken for by hand and show no life of themselves.
+# Long limits, for busy machines and for hand-written peers that send no heartbeats.
 PATIENT = Lease(silence_s=60.0, unconfirmed_s=60.0)
 
 
@@ -31,7 +31,8 @@ def wait_for(holds: Callable[[], bool], what: str) -> None:
 
 
 class Clock:
-    """The machine's, and what a test adds: an hour may pass at once. Who sleeps by it notices at its next beat."""
+    """The machine's clock plus the time that a test adds at once. Sleeping threads notice it at their next
+    heartbeat."""
 
     def __init__(self) -> None:
         self.added_s = 0.0
@@ -41,7 +42,7 @@ class Clock:
 
 
 class Heard:
-    """What a callback was told, in order; wait() returns the last word."""
+    """The arguments of a callback, in order. wait() returns the last one."""
 
     def __init__(self) -> None:
         self.all: list[Any] = []
@@ -113,16 +114,16 @@ class Pair:
             assert self.target.block(grant.blocks[index]) == self.source.block(source), f"block {index} differs"
 
 
-STAMPS = BlockStamps(1_000_000)  # for transfer tables without a pool
+STAMPS = BlockStamps(1_000_000)  # For transfer tables without a pool.
 
 
 def unmarked_stamps(tag: Tag, count: int) -> bytes:
-    """Of blocks without content hashes."""
+    """Stamps of blocks without content hashes."""
     return pack([0] * count, tag.generation, 1)
 
 
 def grant_of(transfer_id: str, attempt: int, generation: int, blocks: tuple[int, ...]) -> Grant:
-    """For transfer tables alone: without an endpoint."""
+    """A grant without an endpoint, for tests of transfer tables."""
     key = TransferKey(transfer_id=transfer_id, attempt=attempt, generation=generation)
     facts = fingerprint(64)
     return Grant(

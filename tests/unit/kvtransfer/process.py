@@ -25,7 +25,7 @@ class Process:
         return said
 
     def stop(self) -> None:
-        """Returns once it runs no more."""
+        """Stops the process, and returns when it no longer runs."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 

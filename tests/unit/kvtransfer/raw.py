@@ -28,7 +28,7 @@ GARBAGE = random.Random(1).randbytes(4096)
 
 
 def numbers(blocks: range) -> bytes:
-    """How an shm frame names its source blocks."""
+    """The source block numbers, as in an shm frame."""
     return array("I", blocks).tobytes()
 
 
@@ -44,13 +44,13 @@ def connect(pair: Pair, answer: transfer_pb2.OpenResponse) -> socket.socket:
 
 
 def greet(pair: Pair, answer: transfer_pb2.OpenResponse, secret: ClusterSecret = SECRET, **changes: Any) -> bytes:
-    """The first words of the pair's sender on a data connection."""
+    """Sends the greeting of a sender on a data connection."""
     ends = Parties(pair.sender.caller.identity.name, answer.receiver_incarnation, answer.transport)
     return sender_greeting(secret, replace(ends, **changes), answer.ticket, b"n" * NONCE_BYTES).encode()
 
 
 class RawSender:
-    """Speaks frames by hand, over a connection that was opened as it should be."""
+    """Sends hand-made frames over a properly opened connection."""
 
     def __init__(self, pair: Pair, name: str = "raw") -> None:
         caller = replace(pair.sender.caller, worker_id=name)
@@ -69,7 +69,7 @@ class RawSender:
     def chunk(
         self, tag: Tag, first: int, payload: bytes, is_last: bool = False, content_hashes: Sequence[int] = ()
     ) -> None:
-        """shm: the payload lies in blocks of the pool that nobody else reads."""
+        """A chunk frame. For shm, the payload is in blocks of the pool that no other transfer reads."""
         count, checksum = len(payload) // BLOCK_BYTES, self._digest([memoryview(payload)])
         body = payload
         if self.is_shm:
@@ -81,7 +81,7 @@ class RawSender:
         self.send(Frame(Kind.CHUNK, tag, first, count, 0, len(body), checksum, is_last).encode() + stamps + body)
 
     def hear(self) -> Frame:
-        """The next frame that is neither a credit nor a sign of life."""
+        """The next frame that is neither a credit nor a heartbeat."""
         while True:
             frame = decode(read_exactly(self.connection.socket, HEADER_BYTES), 0)
             read_exactly(self.connection.socket, frame.length)

@@ -38,11 +38,11 @@ class Shapes:
     receiver: StreamReceiver
     host: GrpcHost
     order: random.Random = field(default_factory=lambda: random.Random(0))
-    unused: list[list[int]] = field(default_factory=list)  # blocks of each side
+    unused: list[list[int]] = field(default_factory=list)  # Blocks on each side.
     num_grants: int = 0
 
     def grant(self, num_tokens: int, num_cached_blocks: int = 0) -> tuple[Grant, Text, list[int]]:
-        """A grant in random blocks, what the sender knows of the text, and marked source blocks of it."""
+        """A grant of random blocks, the sender's Text, and marked source blocks."""
         self.num_grants += 1
         source, target = (shape.block_size for shape in self.shapes)
         first = num_cached_blocks * target // source
@@ -77,9 +77,9 @@ class Shapes:
     def expected(
         self, grant: Grant, text: Text, sources: list[int], dtype: str | None = None, *, is_whole: bool = True
     ) -> bytes:
-        """The target pool with the transfer in it, converted without connection, by way of blocks of `dtype`.
+        """The target pool after the transfer, converted without a connection, by way of blocks of `dtype`.
 
-        `is_whole`: it fills the blocks alone.
+        With `is_whole`, this sender alone fills the blocks.
         """
         source, target = self.shapes
         arrival = arrival_of(source, target, dtype or target.dtype)
@@ -114,7 +114,7 @@ MakeShapes = Callable[..., Shapes]
 
 @contextmanager
 def opened_shapes(transport: str) -> Iterator[MakeShapes]:
-    """Yields make(source shape, target shape, kv_wire); closes what was made."""
+    """Yields make(source shape, target shape, kv_wire), and closes all ends afterwards."""
     made: list[Shapes] = []
 
     def make(source: KvShape, target: KvShape, kv_wire: str = "exact") -> Shapes:

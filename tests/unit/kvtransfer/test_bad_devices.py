@@ -35,7 +35,7 @@ PATHS = pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
 
 
 def ends(pair: Pair) -> str:
-    """A transfer fails on the sender's side before its receiver has heard of it; why."""
+    """The error of a transfer that fails on the sender's side before the receiver knows of it."""
     received, sent = pair.begin(pair.grant((1,)))
     assert sent.wait().outcome is SendOutcome.FAILED
     pair.receiver.abort(pair.receiver.open_keys[0])
@@ -56,8 +56,8 @@ def test_scattered_parts_are_rejected() -> None:
         (floats, floats, Part(groups=4), True),
         (floats, floats, Part(group=3, groups=4), True),
         (int8, int8, Part(), True),
-        (int8, int8, Part(groups=2), False),  # the scales of a group lie apart from its values
-        (rank, replace(rank, tp_degree=1), Part(groups=2), True),  # its heads lie apart, at equal distances
+        (int8, int8, Part(groups=2), False),  # The scales of a group are separate from its values.
+        (rank, replace(rank, tp_degree=1), Part(groups=2), True),  # Its heads are at equal distances.
         (floats, replace(floats, block_size=2 * floats.block_size), Part(groups=2), False),
     ]:
         sides = SimpleNamespace(source=PartLayout.to_send(source, source), target=PartLayout.to_receive(target, target))
@@ -228,12 +228,12 @@ def failing(why: str) -> Callable[..., Any]:
     return fails
 
 
-# What an NCCL pair holds.
+# Resources of an NCCL pair.
 
 
 @pytest.fixture
 def pair_slots(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> Nccl:
-    """The transport of both ends, whose places are counted."""
+    """The transport of both ends, with its counted slots."""
 
     def device_of(pool: Any) -> FakeDevice:
         return devices.setdefault(id(pool), FakeDevice(pool))
@@ -284,7 +284,7 @@ def test_a_pair_without_staging_memory_is_closed(
 def test_a_hanging_pair_keeps_its_staging_and_slot(
     make_pair: MakePair, pair_slots: Nccl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The library may still write there: the memory is nobody else's until the process ends."""
+    """The library may still write there, so the memory is not reused until the process ends."""
     pair = make_pair("nccl")
     assert_still_serves(pair)
     kept: list[FakeBlocks] = []

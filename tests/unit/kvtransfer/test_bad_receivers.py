@@ -49,7 +49,7 @@ def test_an_unusable_answer_to_open_fails_the_transfer(pair: Pair, changes: dict
 
 
 def say(pair: Pair, frame: Frame) -> str:
-    """How a transfer ends whose receiver says this in the middle of it."""
+    """The end of a transfer whose receiver sends this message in the middle of it."""
     received, sent = pair.begin(grant := pair.grant((1, 2)))
     pair.sender.push(grant.key, [(0, 5)], False)
     wait_for(lambda: pair.receiver.stats.chunks == 1, "the first block")

@@ -1,4 +1,5 @@
-"""What every transport must do: over real sockets and shared memory, and for GPUs over stand-ins of their libraries.
+"""The behaviour of every transport, over real sockets and shared memory, and for GPUs over stand-ins of their
+libraries.
 
 Tests that change bytes on the wire run only for transports that send them there.
 """
@@ -175,7 +176,7 @@ def test_auto_uses_shared_memory_on_one_host(make_pair: MakePair) -> None:
     assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
 
 
-# Wrong bytes, wrong words.
+# Wrong bytes and wrong messages.
 
 
 def flip_in_chunk(number: int) -> Callable[..., bytes | bytearray]:

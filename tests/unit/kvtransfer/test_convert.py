@@ -34,7 +34,7 @@ LAYOUTS = {
     "int8": "block-major-int8.v1",
     FP8: "block-major-fp8.v1",
 }
-DIRT = 0xA5  # what memory holds before
+DIRT = 0xA5  # Contents of memory before the copy.
 
 
 def shape_of(
@@ -66,7 +66,7 @@ def row_bytes(shape: KvShape, values: np.ndarray) -> tuple[bytes, bytes]:
 
 
 def places_of(shape: KvShape, blocks: list[int], position: int, layer: int, plane: int, head: int) -> tuple[int, int]:
-    """Where a row's values and its scale begin in the rank's memory."""
+    """Offsets of a row's values and of its scale in the rank's memory."""
     block, offset = blocks[position // shape.block_size], position % shape.block_size
     row = ((layer * 2 + plane) * shape.block_size + offset) * shape.num_heads + head
     width = shape.head_dim * {"float32": 4, "bfloat16": 2}.get(shape.dtype, 1)
@@ -108,7 +108,7 @@ def read(shape: KvShape, memory: bytearray, blocks: list[int], num_tokens: int) 
 
 @dataclass
 class Case:
-    """One worker's pools on each side; target blocks before `held` are not granted."""
+    """The pools of one worker on each side. Target blocks before `held` are not granted."""
 
     source: KvShape
     target: KvShape
@@ -209,7 +209,7 @@ def test_received_values_match_the_reference(case: Case) -> None:
 
 
 def read_all(senders: list[tuple[KvShape, list[int], bytearray]], num_tokens: int) -> np.ndarray:
-    """What the source's pools mean, with the heads of all ranks."""
+    """The values in the source's pools, with the heads of all ranks."""
     shape = senders[0][0]
     heads = [read(one, memory, blocks, num_tokens) for one, blocks, memory in senders[:: shape.replicas]]
     return np.concatenate(heads, axis=3)
@@ -277,7 +277,7 @@ def test_fp8_matches_torch_for_every_value() -> None:
 
 @pytest.mark.parametrize("dtype", sorted(LAYOUTS))
 def test_torch_pools_are_converted_in_place(dtype: str) -> None:
-    """From one engine's pool to another's, without staging: what wire paths on one host may do."""
+    """From one engine's pool to another's without staging, as transports on one host may do."""
     sizes: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 8}
     exact = BlockShape(block_size=4, dtype=torch.float32, **sizes)
     other = BlockShape(block_size=6, dtype=getattr(torch, dtype), **sizes)

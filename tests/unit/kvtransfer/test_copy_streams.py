@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu_checks
 MakePair = Callable[..., Pair]
 PATHS = pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
 
-# Which stream.
+# Choice of the stream.
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=16))
@@ -39,7 +39,8 @@ def test_least_loaded_prefers_the_first_stream(outstanding: list[int]) -> None:
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(1, 100), st.booleans(), st.randoms()), max_size=40))
 def test_streams_are_balanced(num_streams: int, steps: list[tuple[int, bool, random.Random]]) -> None:
-    """Streams differ by one piece of work at most, but for work behind other work; in the end nothing is left."""
+    """Streams differ by at most one piece of work, except for work behind other work. In the end nothing is
+    outstanding."""
     loads, under_way = StreamLoads(num_streams), list[tuple[int, int]]()
     for num_bytes, is_begun, rng in steps:
         if is_begun or not under_way:
@@ -68,12 +69,12 @@ def test_settings_have_the_same_defaults() -> None:
     assert limits == CopyLimits()
 
 
-# How much staging.
+# Size of the staging.
 
 
 @given(st.integers(0, 2**31), st.integers(1, 2**26), st.integers(1, 8), st.integers(1, 64))
 def test_staging_stays_within_its_budget(limit: int, slot_bytes: int, most: int, num_connections: int) -> None:
-    """Beyond one slot for each connection; whatever they hold is there again once they have closed."""
+    """Beyond one slot for each connection. After connections have closed, their share is free again."""
     budget = StagingBudget(limit)
     shares = [budget.take(slot_bytes, most) for _ in range(num_connections)]
     assert all(1 <= share.num_slots <= most for share in shares)
@@ -113,7 +114,7 @@ def test_closed_connections_return_their_staging(
 def test_a_small_budget_leaves_one_slot(
     make_pair: MakePair, devices: dict[int, FakeDevice], transport: str, side: str
 ) -> None:
-    """nccl's two ends agree on the fewer slots; each end of tcp_staged has its own."""
+    """The two ends of nccl use the smaller number of slots. Each end of tcp_staged has its own number."""
     pair = make_pair(transport)
     small = devices[id(getattr(pair, side))]
     small.budget = StagingBudget(0)
@@ -156,14 +157,14 @@ def test_a_device_without_memory_for_the_next_slot_keeps_none(
 # Any order of completion.
 
 
-#: In one transfer of several the order is one that matters: threads decide which work waits together. The first that is
-#: found ends a test.
+#: The order matters in one of several transfers, because threads decide which work waits together. A test ends with the
+#: first such transfer.
 MAX_TRIES = 200
 
 
 class Shuffled:
-    """Streams whose work runs one piece at a time, the next one of a stream that is sampled: all orders that real
-    streams could end in. A stream's work begins once enough pieces wait, or none has come for a moment."""
+    """Streams whose work runs one piece at a time, from a randomly chosen stream, so every order of real streams is
+    possible. Work begins once enough pieces wait, or no piece has come for a moment."""
 
     def __init__(self, seed: int, count: int) -> None:
         self._rng = random.Random(seed)
@@ -243,7 +244,7 @@ class ShuffledDevice(FakeDevice):
 
 @pytest.fixture
 def shuffled(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """shuffled(seed): both ends' devices are of that kind, and a chunk has a few blocks only."""
+    """shuffled(seed): both ends use Shuffled devices, and a chunk has only a few blocks."""
     for module in (nccl, tcp_staged):
         monkeypatch.setattr(module, "SLOT_BYTES", 3 * BLOCK_BYTES)
     monkeypatch.setattr("kvtransfer.transports.cuda_ipc.DEVICE_CHUNK_BYTES", 3 * BLOCK_BYTES)
@@ -285,7 +286,7 @@ def test_any_order_of_completion_is_right(
 def test_cancels_free_blocks_in_any_order(
     make_pair: MakePair, devices: dict[int, FakeDevice], shuffled: Callable[[int], None], transport: str
 ) -> None:
-    """Whichever side gives up, at whatever chunk: the next transfer into the same blocks is right."""
+    """Whichever side aborts, at any chunk, the next transfer into the same blocks is right."""
     shuffled(6)
     pair = make_pair(transport)
     rng = random.Random(7)
@@ -303,7 +304,7 @@ def test_cancels_free_blocks_in_any_order(
 def test_steps_of_a_slot_in_the_wrong_order_are_detected(
     make_pair: MakePair, shuffled: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mutant: the second step of a slot is queued without `behind`. Transfers fail, and none brings wrong bytes."""
+    """A mutant: the second step of a slot is queued without `behind`. Transfers fail, but none commits wrong bytes."""
     monkeypatch.setattr(ShuffledDevice, "keeps_order", False)
     shuffled(5)
     pair = make_pair("tcp_staged")
@@ -313,7 +314,7 @@ def test_steps_of_a_slot_in_the_wrong_order_are_detected(
 def test_the_last_chunk_taken_may_be_sent_first(
     make_pair: MakePair, shuffled: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mutant: "last" is said by the order of the pushes. The receiver then misses blocks."""
+    """A mutant: the last chunk is the last one pushed. The receiver then reports missing blocks."""
     monkeypatch.setattr(
         "kvtransfer.send_transfer.SendTransfer.is_stamped",
         property(lambda transfer: not transfer.pending),

@@ -34,7 +34,7 @@ GPU_CHECKS = pytest.mark.gpu_checks
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
-    """The CUDA driver that every device of the test uses."""
+    """The fake CUDA driver of every device in the test."""
     library = FakeLibrary()
     driver = Driver(library)
     monkeypatch.setattr(cuda, "driver", lambda: driver)
@@ -93,7 +93,7 @@ def test_poll_interval_grows_with_wait(waited_s: float) -> None:
 
 @GPU_CHECKS
 def test_number_of_polls_is_bounded() -> None:
-    """Each takes the GIL from the engine: with 50 us between them a wait of 3 s would cost 60,000."""
+    """Each poll takes the GIL from the engine. At intervals of 50 us, a wait of 3 s would need 60,000 polls."""
 
     def looks(wait_s: float) -> int:
         waited_s, number = 0.0, 0
@@ -123,7 +123,7 @@ def test_closed_staging_is_reused(events: list[Event], library: FakeLibrary) -> 
 
 @GPU_CHECKS
 def test_parts_of_blocks_match_the_stand_in() -> None:
-    """The protocols are checked over the stand-in's."""
+    """Other tests check the protocols over the stand-in."""
     raw = torch.arange(6 * 32, dtype=torch.uint8).view(6, 32)
     real, fake = CudaBlocks(raw), FakeBlocks(bytearray(raw.numpy().tobytes()), 6, 32)
     for ours, theirs in (
@@ -138,7 +138,7 @@ def test_parts_of_blocks_match_the_stand_in() -> None:
     assert raw[5, 4:8].tolist() == [255] * 4, "the same memory"
 
 
-HEADS = StridedExtent(4, 8, 3, 20)  # runs at distances, as heads of a rank lie in a block of another's
+HEADS = StridedExtent(4, 8, 3, 20)  # Runs at distances, like the heads of one rank in a block of another rank.
 ROW = StridedExtent(8, 24)
 
 
@@ -175,8 +175,8 @@ def test_staging_without_memory_fails(events: list[Event], library: FakeLibrary)
 
 @GPU_CHECKS
 def test_opened_pool_is_not_copied(events: list[Event], library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handle is of the whole allocation, in which the pool need not come first. torch.as_tensor, which asks the
-    driver for the memory's device, copies what lies on another one: so does this stand-in."""
+    """The handle is for the whole allocation, in which the pool need not be first. torch.as_tensor looks up the
+    memory's device and copies memory of another device, and so does this stand-in."""
     monkeypatch.setattr(torch, "as_tensor", lambda data, device: torch.tensor(data, device=device))
     raw = torch.arange(80, dtype=torch.uint8)[16:].view(4, 16)
     library.bases[raw.data_ptr()] = raw.data_ptr() - 16
@@ -246,15 +246,15 @@ def test_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @GPU_CHECKS
 def test_driver_calls_release_the_gil(library: FakeLibrary) -> None:
-    """The driver's call is a real one here, of the C library: it waits for a semaphore that another thread of this
-    process posts, which it could not where the call kept the GIL."""
+    """The driver's call here is a real function of the C library. It waits for a semaphore that another thread of this
+    process posts, which would be impossible if the call kept the GIL."""
     libc = ctypes.CDLL(None)
     semaphore = ctypes.create_string_buffer(64)
     libc.sem_init(semaphore, 0, 0)
     library.cuIpcCloseMemHandle = libc["sem_wait"]
     driver = Driver(library)
     poster = threading.Timer(0.05, lambda: libc.sem_post(semaphore))
-    faulthandler.dump_traceback_later(WAIT_S, exit=True)  # nothing of Python would run any more
+    faulthandler.dump_traceback_later(WAIT_S, exit=True)  # No Python code would run any more.
     try:
         poster.start()
         driver.close(ctypes.addressof(semaphore))

@@ -37,7 +37,7 @@ class Communicator:
 
 @pytest.fixture
 def connector(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NcclConnector]:
-    """connector(available=True): CuPy's binding is a stand-in; the communicators that it makes stand in `made`."""
+    """connector(available=True): with a stand-in for CuPy's binding, which adds its communicators to `made`."""
 
     def make(available: bool = True) -> NcclConnector:
         made: list[Communicator] = []
@@ -63,7 +63,7 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NcclConnector]:
 
 
 def device_that(copying: Any) -> Any:
-    """Its messages end as `copying` does, at once."""
+    """A device whose messages end like `copying`, at once."""
 
     def watched(wake: Callable[[], None], *_: Any) -> Any:
         wake()

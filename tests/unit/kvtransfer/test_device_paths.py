@@ -35,7 +35,7 @@ PATHS = pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
 
 
 class HeldDevice(FakeDevice):
-    """Copies wait until they are let go."""
+    """A device whose copies wait until a test releases them."""
 
     def __init__(self, pool: Any) -> None:
         super().__init__(pool, Trouble(delay_s=0.0))
@@ -134,8 +134,7 @@ def test_an_aborted_sender_does_not_wait_for_a_slow_device(
 
 
 def read_at_source(pair: Pair, held: Callable[[Any], HeldDevice]) -> tuple[HeldDevice, Grant, Heard, Heard, Outbound]:
-    """A transfer whose source block the device has begun to read, and holds until its gate is open; and the thread of
-    its connection."""
+    """A transfer whose source block the device reads until the gate is opened, and the thread of its connection."""
     pair.move(pair.grant((1,)), (1,))
     device = held(pair.source)
     device.gate.clear()
@@ -186,7 +185,7 @@ def test_a_finished_copy_frees_blocks_before_its_frame(make_pair: MakePair, held
 
 
 def test_close_waits_for_connections_that_are_ending(make_pair: MakePair, held: Callable[[Any], HeldDevice]) -> None:
-    """A new one had taken the place of such a connection, whose device still read the pool."""
+    """A new connection had replaced one whose device still read the pool."""
     pair = make_pair("cuda_ipc")
     device, _, _, sent, old = read_at_source(pair, held)
     old.stop()
@@ -199,7 +198,7 @@ def test_close_waits_for_connections_that_are_ending(make_pair: MakePair, held: 
 
 
 def test_a_stalled_sender_ends_only_its_own_pair(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The receive waits in staging until the connection goes; another pair's transfers pass meanwhile."""
+    """The receive waits in staging until the connection ends. Meanwhile another pair's transfers complete."""
     lost, well = make_pair("nccl"), make_pair("nccl")
     lost.move(lost.grant((1,)), (1,))
     monkeypatch.setattr(FakeConnection, "send", lambda *_: FakeCopying())
@@ -253,7 +252,7 @@ def test_the_handshake_rejects_another_block_size(
 @PATHS
 @pytest.mark.parametrize("change", [{"block_size": 4}, {"dtype": "int8", "layout": "block-major-int8.v1"}])
 def test_a_pool_of_another_shape_is_rejected(make_pair: MakePair, transport: str, change: dict[str, Any]) -> None:
-    """Between devices nothing is converted: the decode worker computes the prompt itself, as after any failure."""
+    """Devices do not convert, so the decode worker computes the prompt itself, as after any failure."""
     pair = make_pair(transport)
     facts = fingerprint(BLOCK_BYTES)
     floats = replace(facts.shape, dtype="float32", layout="block-major.v1", head_dim=4)
@@ -282,7 +281,7 @@ def test_a_pool_of_another_shape_is_rejected(make_pair: MakePair, transport: str
 @PATHS
 @pytest.mark.gpu_checks
 def test_layer_groups_arrive(make_pair: MakePair, devices: dict[int, FakeDevice], transport: str) -> None:
-    """Several chunks for each group, and blocks of the pools that lie apart and in other orders."""
+    """Several chunks for each group, and scattered blocks in different orders on both sides."""
     facts = fingerprint(BLOCK_BYTES)
     shape = replace(facts.shape, layout="block-major.v1", dtype="float32", num_layers=4, head_dim=64)
     facts = replace(facts, shape=shape)
@@ -322,7 +321,7 @@ def test_missing_requirements_are_reported() -> None:
 def test_kernels_are_prepared_before_the_first_connection(
     monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice], make_pair: MakePair, transport: str
 ) -> None:
-    """On a GPU they import, compile and load for longer than a connection may be silent."""
+    """On a GPU, first copies import, compile and load for longer than a connection may be silent."""
     seen: list[tuple[FakeDevice, bool]] = []
     copy = FakeDevice.copy
 
@@ -334,7 +333,7 @@ def test_kernels_are_prepared_before_the_first_connection(
     pair = make_pair(transport)
     made = [devices[id(pool)] for pool in (pair.target, pair.source)]
     assert seen == [(device, is_stored) for device in made for is_stored in (False, True)]
-    assert not any(bytes(devices[id(pair.target)].pool().view(0)))  # nothing is stored in a pool
+    assert not any(bytes(devices[id(pair.target)].pool().view(0)))  # Nothing is stored in a pool.
 
 
 @PATHS
@@ -342,7 +341,7 @@ def test_kernels_are_prepared_before_the_first_connection(
 def test_all_alignments_are_prepared(
     make_pair: MakePair, devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    """A kernel is compiled for each, on its first use: layer groups must not wait for that."""
+    """A kernel is compiled for each alignment on its first use, and layer groups must not wait for that."""
     seen: set[tuple[int, int, bool, bool]] = set()
     copy = FakeDevice.copy
 
@@ -355,7 +354,7 @@ def test_all_alignments_are_prepared(
     monkeypatch.setattr(FakeDevice, "copy", noted)
     facts = fingerprint(BLOCK_BYTES)
     odd = replace(facts.shape, layout="block-major.v1", dtype="bfloat16", num_layers=4, head_dim=6, block_size=2)
-    facts = replace(facts, shape=odd)  # layers of 48 bytes
+    facts = replace(facts, shape=odd)  # Layers of 48 bytes.
     pair = make_pair(transport, block_bytes=odd.block_bytes, facts=facts)
     prepared = set(seen)
     assert prepared

@@ -27,7 +27,7 @@ from tests.unit.kvtransfer.harness import WAIT_S, Clock, Heard, Pair, wait_for
 ROOT = Path(__file__).parents[3]
 BLOCKS = tuple(range(8))
 SOURCES = tuple(range(20, 28))
-CHUNK = 1  # the sender's frame 0 announces
+CHUNK = 1  # Frame 0 of the sender is the announcement.
 
 
 def once(kind: FaultKind, where: Where, nth: int, *, for_s: float = 0.2, at: float = 0.7) -> Callable[[Tag], Fault]:
@@ -51,8 +51,8 @@ def run(pair: Pair, deadline_s: float | None = None) -> tuple[str, str]:
 
 
 def goes_on(pair: Pair) -> None:
-    """A transfer soon goes through: one that meets the end of a broken connection fails and is tried again, each time
-    with more time, for a machine that is slow."""
+    """A later transfer succeeds. One that meets the end of the broken connection fails and is repeated, each time with
+    a longer limit, for slow machines."""
     for attempt in range(9):
         grant = pair.grant(tuple(range(30, 38)))
         received, _ = pair.begin(grant, 0.1 * 2**attempt)
@@ -72,7 +72,7 @@ GOES_WELL = ("verified", "sent")
     [
         (FaultKind.DROP, Where.SENT, 0, FAILS),
         (FaultKind.DROP, Where.SENT, CHUNK, FAILS),
-        (FaultKind.DELAY, Where.SENT, 0, FAILS),  # a chunk that overtakes its announcement is nobody's
+        (FaultKind.DELAY, Where.SENT, 0, FAILS),  # A chunk that overtakes its announcement belongs to no transfer.
         (FaultKind.DELAY, Where.SENT, CHUNK, GOES_WELL),
         (FaultKind.DUPLICATE, Where.SENT, 0, GOES_WELL),
         (FaultKind.CORRUPT, Where.SENT, 0, FAILS),
@@ -95,7 +95,7 @@ def test_a_pair_recovers_after_a_fault(
     assert run(pair, None if expected == GOES_WELL else 0.2) == expected
 
 
-# Words that are lost or late while both sides live: nothing but the sender's clock can tell.
+# Messages that are lost or late while both sides live. Only the sender's clock can detect that.
 
 UNCONFIRMED = Lease(beat_s=0.05, silence_s=1000.0, unconfirmed_s=60.0)
 UNCONFIRMED_ERROR = "the receiver did not confirm it within 60 s of its last block"
@@ -103,14 +103,14 @@ DEADLINE_S = 600.0
 
 
 def state_of(pair: Pair, grant: Grant) -> State | None:
-    """The sender's; None once it has ended."""
+    """The sender's state; None after the end."""
     [outbound] = pair.sender.plain._pairs.values()
     transfer = outbound._table._open.get(tag_of(grant.key))
     return None if transfer is None else transfer.session.state
 
 
 def unconfirmed(pair: Pair, grant: Grant, sent: Heard, clock: Clock) -> None:
-    """The sender gives up long before the deadline, and its source blocks are free."""
+    """The sender ends the transfer long before the deadline, and its source blocks are free."""
     wait_for(lambda: state_of(pair, grant) is State.SENT, "every block to be on the wire")
     assert sent.all == []
     clock.added_s += UNCONFIRMED.unconfirmed_s
@@ -126,7 +126,7 @@ def told_by_the_sender(received: Heard) -> None:
 
 
 def test_a_lost_confirmation_costs_only_seconds(make_pair: Callable[..., Pair], transport: str, clock: Clock) -> None:
-    nth = 1 if transport == "shm" else 0  # behind the chunk's credit
+    nth = 1 if transport == "shm" else 0  # After the chunk's credit.
     pair = make_pair(transport, fault_of=once(FaultKind.DROP, Where.ANSWERED, nth), lease=UNCONFIRMED, clock=clock)
     grant = pair.grant(BLOCKS)
     received, sent = pair.begin(grant, DEADLINE_S)
@@ -140,7 +140,7 @@ def test_a_lost_confirmation_costs_only_seconds(make_pair: Callable[..., Pair], 
 
 
 def test_a_late_announcement_ends_both_sides(make_pair: Callable[..., Pair], transport: str, clock: Clock) -> None:
-    """The chunk was nobody's, and is not sent again."""
+    """The chunk belonged to no transfer, and is not sent again."""
     pair = make_pair(transport, fault_of=once(FaultKind.DELAY, Where.SENT, 0), lease=UNCONFIRMED, clock=clock)
     grant = pair.grant(BLOCKS)
     received, sent = pair.begin(grant, DEADLINE_S)
@@ -161,7 +161,7 @@ def test_a_last_chunk_that_is_lost_ends_both_sides_before_the_deadline(
     received, sent = pair.begin(grant, DEADLINE_S)
     pair.sender.push(grant.key, list(enumerate(SOURCES))[:4], False)
     wait_for(lambda: pair.receiver.stats.chunks == 1, "the first chunk")
-    clock.added_s += UNCONFIRMED.unconfirmed_s  # while the prompt's rest is computed, nothing is owed
+    clock.added_s += UNCONFIRMED.unconfirmed_s  # While the rest of the prompt is computed, no confirmation is due.
     pair.sender.push(grant.key, list(enumerate(SOURCES))[4:], True)
     unconfirmed(pair, grant, sent, clock)
     told_by_the_sender(received)
@@ -170,19 +170,19 @@ def test_a_last_chunk_that_is_lost_ends_both_sides_before_the_deadline(
 
 
 def test_a_credit_is_not_lost_without_its_connection(make_pair: Callable[..., Pair]) -> None:
-    """No network loses a credit and keeps the connection: the first answer over shm passes."""
+    """A network cannot lose a credit and keep the connection, so the first answer over shm is not faulted."""
     assert run(make_pair("shm", fault_of=once(FaultKind.DROP, Where.ANSWERED, 0))) == GOES_WELL
 
 
 def test_a_repeated_chunk_causes_no_wrong_bytes(make_pair: Callable[..., Pair], transport: str) -> None:
-    """Its second half is dropped; on shm the slot's second credit ends the connection, after or before the end."""
+    """The second copy is dropped. On shm, the slot's second credit ends the connection, before or after the end."""
     received, sent = run(make_pair(transport, fault_of=once(FaultKind.DUPLICATE, Where.SENT, CHUNK)))
     assert received == "verified"
     assert sent == "sent" or transport == "shm"
 
 
 def test_a_truncated_frame_consumes_the_next_bytes(make_pair: Callable[..., Pair], transport: str) -> None:
-    """Nothing that comes behind it is taken for what it is not; the pair recovers on a new connection."""
+    """Later frames are not misinterpreted, and the pair recovers on a new connection."""
     pair = make_pair(transport, fault_of=once(FaultKind.TRUNCATE, Where.SENT, CHUNK))
     first, second = pair.grant(BLOCKS), pair.grant(tuple(range(40, 48)))
     ends = [(grant, *pair.begin(grant, 0.3)) for grant in (first, second)]
@@ -258,7 +258,7 @@ def test_a_workers_setting_defines_its_fault_plan() -> None:
 
 
 def test_frames_are_counted_for_a_limited_number_of_transfers() -> None:
-    """A worker that injects faults for days does not grow."""
+    """The memory of a worker that injects faults for days does not grow."""
     fault = Fault(FaultKind.DROP, Where.SENT, 1, 0.1, 0.5)
     trap = FaultInjector(lambda tag: fault, 4096)
     for generation in range(2000):

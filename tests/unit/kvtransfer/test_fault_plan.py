@@ -1,4 +1,4 @@
-"""Which transfer gets which fault."""
+"""Plans that assign faults to transfers."""
 
 from __future__ import annotations
 

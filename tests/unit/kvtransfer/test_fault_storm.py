@@ -16,8 +16,8 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def assert_nothing_was_wrong(result: Result, count: int) -> None:
-    """And every block of a transfer that failed was free in a time that a machine with other things to do may take:
-    that it is a second at the most is for `make fault-storm` to show."""
+    """Checks for wrong bytes and leaks, and that blocks of failed transfers were free in time. The limit allows for a
+    busy machine; `make fault-storm` checks the limit of one second."""
     assert result.wrong == []
     assert result.transfers == result.ends.total() == count
     assert result.rests == 1
@@ -26,7 +26,7 @@ def assert_nothing_was_wrong(result: Result, count: int) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_fault_storm_causes_no_wrong_bytes_or_leaks(transport: str) -> None:
-    result = Storm(transport, seed=37).run(400)  # in which four processes may be killed
+    result = Storm(transport, seed=37).run(400)  # Up to four processes are killed.
     assert_nothing_was_wrong(result, 400)
     assert result.kills >= 1
     committed = {label: count for (label, end), count in result.ends.items() if end == "committed"}
@@ -38,7 +38,7 @@ def test_a_fault_storm_causes_no_wrong_bytes_or_leaks(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
 def test_a_fault_storm_between_devices(transport: str) -> None:
-    """Over stand-ins for CUDA and NCCL, across processes, which are killed in the middle of copies too."""
+    """Over stand-ins for CUDA and NCCL, between processes, which are also killed during copies."""
     result = Storm(transport, seed=37, device_kills=0.01).run(200)
     assert_nothing_was_wrong(result, 200)
     assert result.kills >= 1
@@ -53,8 +53,8 @@ def test_a_fault_storm_between_devices(transport: str) -> None:
     ],
 )
 def test_storm_between_ranks(transport: str, ranks: tuple[int, ...]) -> None:
-    """Workers whose ranks have pools of their own, on devices over stand-ins: two prefill and two decode workers, in
-    these degrees."""
+    """Two prefill and two decode workers of these degrees, whose ranks have separate pools, over stand-ins for
+    devices."""
     result = Storm(transport, seed=37, ranks=ranks, device_kills=0.002).run(200)
     assert_nothing_was_wrong(result, 200)
     assert result.kills >= 1
@@ -62,7 +62,7 @@ def test_storm_between_ranks(transport: str, ranks: tuple[int, ...]) -> None:
 
 
 def test_a_network_cut_causes_no_wrong_bytes_or_leaks() -> None:
-    """Processes in network namespaces, whose cables are pulled for up to three seconds: longer than any deadline."""
+    """Processes in network namespaces that are disconnected for up to three seconds, longer than any deadline."""
     if missing := why_not():
         pytest.skip(missing)
     with Network(tuple(ROLES)) as network:
@@ -78,7 +78,7 @@ def test_a_storm_case_depends_only_on_seed_and_number() -> None:
 
 
 def test_the_storm_detects_wrong_bytes_leaks_and_delays() -> None:
-    """What the proof rests on."""
+    """The storm's own checks work."""
     storage = Storage(SHAPES["small"])
     blocks = storage.take(3)
     assert blocks is not None

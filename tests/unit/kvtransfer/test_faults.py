@@ -1,4 +1,4 @@
-"""What happens to memory and to owners when something fails, on every transport."""
+"""Effects of failures on memory and owners, on every transport."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.unit.kvtransfer.process import Process
 
 MakePair = Callable[..., Pair]
 STAMP = 0x5A
-MANY = 3 * DEFAULT_CHUNK_BYTES // BLOCK_BYTES  # blocks of three chunks
+MANY = 3 * DEFAULT_CHUNK_BYTES // BLOCK_BYTES  # Blocks for three chunks.
 
 
 class Gate:
-    """A proxy hook that lets chunks through one at a time, when told."""
+    """A proxy hook that forwards one chunk at a time, when a test allows it."""
 
     def __init__(self) -> None:
         self.held = threading.Semaphore(0)
@@ -58,7 +58,7 @@ def test_nothing_is_written_after_drained(make_pair: MakePair, transport: str, g
     received, sent = pair.begin(grant)
     pair.sender.push(grant.key, list(enumerate(blocks)), True)
     gate.wait_for_chunk()
-    gate.allowed.release()  # the first chunk lands, the second is held on the wire
+    gate.allowed.release()  # The first chunk arrives, and the second is held back on the wire.
     gate.wait_for_chunk()
     wait_for(lambda: pair.target.block(0) == pair.source.block(0), "the first chunk")
     pair.receiver.abort(grant.key)
@@ -75,7 +75,7 @@ def test_nothing_is_written_after_drained(make_pair: MakePair, transport: str, g
 
 @pytest.mark.parametrize("at_chunk", range(4))
 def test_an_abort_at_any_moment_stops_all_writes(make_pair: MakePair, transport: str, at_chunk: int) -> None:
-    """No proxy: the abort races with the thread that writes."""
+    """Without a proxy, so that the abort races with the writing thread."""
     pair = make_pair(transport, num_blocks=256, block_bytes=16_384)
     blocks = tuple(range(256))
     grant = pair.grant(blocks)
@@ -85,7 +85,7 @@ def test_an_abort_at_any_moment_stops_all_writes(make_pair: MakePair, transport:
     pair.receiver.abort(grant.key)
     end = received.wait()
     if end.outcome is ReceiveOutcome.VERIFIED:
-        return  # it was faster
+        return  # The transfer was faster than the abort.
     pair.target.fill(blocks, STAMP)
     assert end.outcome is ReceiveOutcome.DRAINED
     assert sent.wait().outcome is SendOutcome.FAILED
@@ -93,7 +93,7 @@ def test_an_abort_at_any_moment_stops_all_writes(make_pair: MakePair, transport:
     pair.receiver.expect(follower, after := Heard())
     pair.sender.start(follower, Heard())
     pair.sender.push(follower.key, [(0, 0)], True)
-    assert after.wait().outcome is ReceiveOutcome.VERIFIED  # so every chunk before it has been dealt with
+    assert after.wait().outcome is ReceiveOutcome.VERIFIED  # So every earlier chunk has been handled.
     assert pair.target.memory[: 255 * 16_384] == bytes([STAMP]) * (255 * 16_384)
 
 
@@ -142,7 +142,7 @@ def test_a_sender_abort_is_reported_on_both_sides(pair: Pair) -> None:
     assert end.is_cancelled
     for stats in (pair.sender.stats, pair.receiver.stats):
         assert (stats.failed, stats.cancelled) == (0, 1)
-    pair.sender.push(grant.key, [(1, 1)], True)  # late, and harmless
+    pair.sender.push(grant.key, [(1, 1)], True)  # Late, and without effect.
 
 
 def test_a_transfer_that_the_receiver_cancels_has_not_failed(pair: Pair) -> None:
@@ -154,7 +154,7 @@ def test_a_transfer_that_the_receiver_cancels_has_not_failed(pair: Pair) -> None
     pair.sender.push(grant.key, [(1, 1)], True)
     assert sent.wait().is_cancelled
     late = Heard()
-    pair.sender.start(grant, late)  # comes after the receiver has forgotten all but the end
+    pair.sender.start(grant, late)  # Arrives after the receiver has dropped all but the outcome.
     pair.sender.push(grant.key, [(0, 0), (1, 1)], True)
     assert late.wait().is_cancelled
     for stats in (pair.sender.stats, pair.receiver.stats):
@@ -162,11 +162,11 @@ def test_a_transfer_that_the_receiver_cancels_has_not_failed(pair: Pair) -> None
 
 
 def test_an_abort_frees_source_blocks_within_a_frame(make_pair: MakePair) -> None:
-    """tcp only: no frame of shm holds the bytes."""
+    """tcp only, because frames of shm do not contain the bytes."""
     release = threading.Event()
 
     def hook(frame: Frame, message: bytearray, body: memoryview) -> bytearray:
-        assert frame.kind is not Kind.ANNOUNCE or release.wait(WAIT_S)  # and reads no more meanwhile
+        assert frame.kind is not Kind.ANNOUNCE or release.wait(WAIT_S)  # And reads nothing in the meantime.
         return message
 
     pair = make_pair("tcp", num_blocks=2, block_bytes=16 * 2**20, hook=hook)
@@ -195,11 +195,11 @@ def test_a_deadline_fails_both_sides_and_frees_the_memory(
     gate.wait_for_chunk()
     assert received.all == sent.all == []
     clock.added_s += 300.0
-    pair.receiver.abort(pair.grant((0,)).key)  # of nobody: the receiver looks at its clock
+    pair.receiver.abort(pair.grant((0,)).key)  # For no transfer: it makes the receiver look at its clock.
     assert received.wait().outcome is ReceiveOutcome.FAILED
     assert sent.wait().outcome is SendOutcome.FAILED
     assert received.all[0].error == f"the deadline passed when 0 of {MANY} blocks had arrived"
-    assert "the deadline passed when" in sent.all[0].error  # its own, or the receiver's word for it
+    assert "the deadline passed when" in sent.all[0].error  # By its own clock, or by the receiver's message.
     pair.target.fill(blocks, STAMP)
     gate.open()
     wait_for(lambda: pair.receiver.stats.late_messages >= 1, "the late chunks")
@@ -210,7 +210,7 @@ def test_a_deadline_fails_both_sides_and_frees_the_memory(
 def test_a_deadline_ends_a_sender_without_a_receiver(pair: Pair) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
-        deaf.listen(1)  # accepts, and never speaks HTTP/2
+        deaf.listen(1)  # Accepts connections, but never speaks HTTP/2.
         sent = Heard()
         pair.sender.start(pair.grant((1,), endpoint=f"127.0.0.1:{deaf.getsockname()[1]}"), sent, 0.1)
         end = sent.wait()
@@ -333,7 +333,7 @@ def test_a_dead_receiver_thread_fails_all_transfers(
         raise RuntimeError("a bug of ours")
 
     monkeypatch.setattr(pair.receiver, "_tick", broken)
-    pair.receiver.abort(pair.grant((2,)).key)  # wakes the thread
+    pair.receiver.abort(pair.grant((2,)).key)  # Wakes the thread.
     assert received.wait().error == "the receiver's thread died"
     assert sent.wait().outcome is SendOutcome.FAILED
     wait_for(lambda: not pair.receiver.is_healthy, "ill health")

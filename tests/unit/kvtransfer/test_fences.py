@@ -21,7 +21,7 @@ from tests.unit.kvtransfer.harness import Pair, wait_for
 
 MakePair = Callable[..., Pair]
 PATHS = pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
-A_WHILE_S = 0.05  # in which a copy that did not wait would have ended
+A_WHILE_S = 0.05  # Long enough for a copy that did not wait to end.
 
 
 @PATHS
@@ -33,7 +33,7 @@ def test_later_steps_are_not_waited_for(make_pair: MakePair, devices: dict[int, 
     target, source = devices[id(pair.target)], devices[id(pair.source)]
     steps = [target.begin_step(), target.begin_step()]
     pair.sender.push(grant.key, [(0, 3), (1, 4)], True)
-    steps.append(source.begin_step())  # the prompt's next chunk
+    steps.append(source.begin_step())  # The prompt's next chunk.
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     assert sent.wait().outcome is SendOutcome.SENT
     assert not any(step.is_set() for step in steps)
@@ -46,7 +46,7 @@ def test_later_steps_are_not_waited_for(make_pair: MakePair, devices: dict[int, 
 def test_a_receive_waits_for_steps_before_the_grant(
     make_pair: MakePair, devices: dict[int, FakeDevice], transport: str
 ) -> None:
-    """Such a step may still write to a block whose owner has left."""
+    """Such a step may still write to a block of an ended sequence."""
     pair = make_pair(transport)
     pair.move(pair.grant((1,)), (1,))
     device = devices[id(pair.target)]
@@ -75,7 +75,7 @@ def test_a_source_is_read_after_its_step(make_pair: MakePair, devices: dict[int,
     pair.source.fill((3,), 1)
     pair.sender.push(grant.key, [(0, 3)], False)
     wait_for(lambda: pair.receiver.stats.chunks >= 2, "the first block")
-    step = device.begin_step()  # computes the second
+    step = device.begin_step()  # Computes the second block.
     pair.sender.push(grant.key, [(1, 4)], True)
     wait_for(lambda: device.num_copies >= num_copies + 2, "the second block's copy to be asked for")
     time.sleep(A_WHILE_S)
@@ -87,7 +87,7 @@ def test_a_source_is_read_after_its_step(make_pair: MakePair, devices: dict[int,
 
 
 class Recorder:
-    """torch.cuda, as far as a device of ours uses it: what was asked of which stream."""
+    """The parts of torch.cuda that our device uses. Records the calls for each stream."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -126,7 +126,7 @@ def test_a_cuda_copy_uses_only_its_fence(monkeypatch: pytest.MonkeyPatch) -> Non
     sums = SimpleNamespace(relay=lambda source, numbers, *_: torch.zeros(len(numbers), dtype=torch.int64))
     monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.relay", sums)
     device = cuda.CudaDevice(torch.zeros((4, 16), dtype=torch.uint8), CopyLimits(num_streams=2))
-    monkeypatch.setattr(device.watcher, "add", lambda copying, wake: None)  # both streams keep their loads
+    monkeypatch.setattr(device.watcher, "add", lambda copying, wake: None)  # Both streams keep their loads.
     fence = device.fence()
     assert recorder.calls == [("record", "engine")]
     recorder.calls.clear()

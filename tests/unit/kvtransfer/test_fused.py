@@ -1,4 +1,4 @@
-"""One pass that copies and hashes equals a plain copy and the xxhash package."""
+"""The fused copy and hash equals a plain copy and the xxhash package."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_a_ticket_for_one_transport_does_not_admit_to_another(make_pair: Callabl
 def test_a_sender_that_offers_no_pool_times_out(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sender with a ticket for shm that stops before it has said which memory."""
+    """A sender with a ticket for shm that stops before it offers its memory."""
     pair = make_pair("shm")
     answer = pair.host.open(pair.sender)
     with connect(pair, answer) as sock, monkeypatch.context() as patch:
@@ -253,7 +253,7 @@ def test_a_stolen_ticket_is_useless(pair: Pair) -> None:
             assert sock.recv(1) == b""
     assert pair.receiver.stats.unproven == 3
     assert pair.receiver.peers == []
-    with connect(pair, answer) as sock:  # and the worker that it was made for can still use it
+    with connect(pair, answer) as sock:  # And the worker to which it was issued can still use it.
         sock.sendall(greet(pair, answer))
         assert len(read_exactly(sock, ANSWER_BYTES)) == ANSWER_BYTES
         wait_for(lambda: pair.receiver.peers == ["p0"], "the sender")
@@ -282,7 +282,7 @@ def test_a_sender_with_another_secret_gets_no_ticket(pair: Pair) -> None:
 
 
 def test_a_ticket_admits_only_the_caller(pair: Pair) -> None:
-    """A request that names another sender than the proof does."""
+    """The request names another sender than the proof."""
     me = pair.sender.caller
     request = open_request(replace(me, worker_id="p1"), me.transports)
     with grpc.insecure_channel(pair.host.endpoint) as channel:
@@ -294,7 +294,7 @@ def test_a_ticket_admits_only_the_caller(pair: Pair) -> None:
 
 
 def test_nothing_is_sent_to_an_unproven_data_port(pair: Pair) -> None:
-    """Whoever listens where a decode worker listened hears the greeting, and then no byte of KV and no pool."""
+    """A process that took over a decode worker's port receives the greeting, but no KV and no pool."""
 
     class Elsewhere:
         async def Open(self, request: transfer_pb2.OpenRequest, context: Any) -> transfer_pb2.OpenResponse:

@@ -1,4 +1,4 @@
-"""Messages of unknown and broken peers to the handshake and the data port: none of them does harm."""
+"""Messages of unknown and faulty peers to the handshake and the data port have no effect on other transfers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_sender_cannot_affect_anothers_transfer(pair: Pair, raw: RawSender) ->
 
 
 def test_an_abort_during_a_write_is_quarantined(pair: Pair, raw: RawSender) -> None:
-    """The test is the writer here, as a transport with slow DMA would be."""
+    """The test acts as the writer, like a transport with slow DMA."""
     pair.receiver._table.grace_s = 0.05
     grant, tag, received = expected(pair, (1, 2))
     raw.announce(tag)
@@ -155,7 +155,7 @@ def test_indices_outside_the_grant_write_nothing(pair: Pair, raw: RawSender) -> 
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """A valid conversation, damaged; CRCs are repaired half of the time so that the fields are reached."""
+    """A valid conversation with damage. CRCs are repaired half of the time, so that the fields are parsed."""
     damaged = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         damaged[rng.randrange(len(damaged))] = rng.randrange(256)

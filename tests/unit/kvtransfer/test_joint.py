@@ -63,7 +63,7 @@ def test_a_part_that_was_cancelled_cancels_the_others() -> None:
 
 
 def test_a_failure_outweighs_an_earlier_cancel() -> None:
-    """Both are heard of one event: a sender that fails cancels no other shard on purpose."""
+    """Both reports have one cause: a failing sender does not cancel other shards on purpose."""
     table = joint()
     table.ended(KEY, 1, CANCELLED)
     assert table.ended(KEY, 0, CUT) == [ReportJoint(CUT)]
@@ -146,12 +146,12 @@ def test_sent_parts_add_up() -> None:
     assert (joined.outcome, joined.error, joined.fault) == (SendOutcome.FAILED, "gone", "cut")
 
 
-# Every order of events. A member is a rank of a receiver: it ends by itself or when it is told to give up.
+# Every order of events. A member is a rank of a receiver, which ends by itself or after an order to give up.
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What the world knows of a member: what it was told, what it has said."""
+    """The state of a member: the orders that it got, and the reports that it made."""
 
     told: tuple[str, ...] = ()
     is_quarantined: bool = False
@@ -170,7 +170,7 @@ class Rank:
 
 
 def explore(num_members: int) -> int:
-    """Depth first over all sequences of events; the number of complete ones."""
+    """Explores all sequences of events depth first, and returns the number of complete ones."""
 
     def run(history: list[Any]) -> tuple[JointTransfers[int, Received], list[Rank], list[Received], bool]:
         table = joint(range(num_members))
@@ -245,7 +245,7 @@ def test_the_exploration_finds_a_join_that_commits_too_early(monkeypatch: pytest
         explore(2)
 
 
-# Which ranks move what.
+# Which ranks transfer which heads.
 
 SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=2, num_kv_heads=4, head_dim=8, block_size=16)
 
@@ -259,7 +259,7 @@ SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=2, num_kv_h
         ((2, 2), [(0, 0), (1, 1)]),
         ((2, 4), [(0, 0), (0, 1), (1, 2), (1, 3)]),
         ((4, 2), [(0, 0), (1, 0), (2, 1), (3, 1)]),
-        ((8, 2), [(0, 0), (2, 0), (4, 1), (6, 1)]),  # eight ranks of four heads: every second has the same one
+        ((8, 2), [(0, 0), (2, 0), (4, 1), (6, 1)]),  # Eight ranks for four heads: pairs of ranks have the same head.
         ((2, 8), [(0, 0), (0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6), (1, 7)]),
     ],
 )

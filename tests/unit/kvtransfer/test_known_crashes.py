@@ -80,7 +80,7 @@ def test_messages_about_ended_transfers_are_counted(pair: Pair, raw: RawSender) 
 
 @pytest.mark.parametrize("kind", [Kind.DONE, Kind.REFUSE])
 def test_repeated_answers_affect_no_other_transfer(make_pair: MakePair, transport: str, kind: Kind) -> None:
-    """vllm PR#48616: a completion was told twice, and the second had no request any more."""
+    """vllm PR#48616: a completion was reported twice, and the second report had no request any more."""
     pair = make_pair(transport)
     received, sent = pair.begin(running := pair.grant((1, 2)))
     pair.sender.push(running.key, [(0, 5)], False)
@@ -108,7 +108,7 @@ def test_a_reused_key_does_not_affect_its_owner(pair: Pair) -> None:
 
 
 def test_close_waits_for_a_connection_that_is_ending(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It left the receiver's tables before its thread had ended: close returned while that still ran."""
+    """The connection left the receiver's tables before its thread ended, so close returned too early."""
     assert_still_serves(pair)
     close = Channel.close
 
@@ -148,7 +148,7 @@ def test_a_replaced_peer_affects_no_other(pair: Pair) -> None:
     first.announce(tag)
     first.chunk(tag, 0, b"a" * BLOCK_BYTES)
     wait_for(lambda: pair.receiver.stats.chunks == 1, "half of it")
-    second = RawSender(pair, "p7")  # the same worker, anew
+    second = RawSender(pair, "p7")  # The same worker after a restart.
     assert received.wait().outcome is ReceiveOutcome.FAILED
     _, tag, received = expected(pair, (1, 2))
     second.announce(tag)

@@ -25,7 +25,7 @@ FAILED_BOTH = (ReceiveOutcome.FAILED, SendOutcome.FAILED)
 
 
 def kept(pair: Pair) -> dict[str, int]:
-    """Sizes of whatever is kept for a transfer on either side."""
+    """Sizes of all tables that contain transfers, on both sides."""
     table = pair.receiver._table
     outbounds = list(pair.sender.plain._pairs.values())
     return {
@@ -43,11 +43,11 @@ def assert_nothing_is_kept(pair: Pair) -> None:
     wait_for(lambda: not any(kept(pair).values()), f"{kept(pair)} to be empty")
 
 
-# Nobody reports.
+# Missing reports.
 
 
 def test_unclaimed_blocks_are_freed_at_the_deadline(pair: Pair) -> None:
-    """vllm#46283: in push mode the decode side's blocks were only freed by a word of the prefill side."""
+    """vllm#46283: in push mode the decode side's blocks were freed only after a message of the prefill side."""
     received = Heard()
     pair.receiver.expect(pair.grant((1, 2)), received, deadline_s=0.2)
     assert received.wait().outcome is ReceiveOutcome.FAILED
@@ -79,17 +79,17 @@ def test_an_abort_frees_the_other_side_at_once(pair: Pair, side: str, is_connect
 
 
 def test_idle_sides_keep_their_deadlines(pair: Pair) -> None:
-    """TensorRT-LLM PR#12313: timeouts were only looked at when a new request came, which the leak prevented."""
+    """TensorRT-LLM PR#12313: timeouts were checked only when a new request came, which the leak prevented."""
     grant = pair.grant((1, 2))
     received, sent = Heard(), Heard()
     pair.receiver.expect(grant, received, deadline_s=0.3)
     pair.sender.start(grant, sent, deadline_s=0.4)
-    pair.sender.push(grant.key, [(0, 5)], False)  # the last block never comes, and then nobody does anything
+    pair.sender.push(grant.key, [(0, 5)], False)  # The last block never comes, and nothing else happens.
     assert (received.wait().outcome, sent.wait().outcome) == FAILED_BOTH
     assert_nothing_is_kept(pair)
 
 
-# Many end badly.
+# Many failed transfers.
 
 
 def test_orphaned_transfers_do_not_exhaust_the_sender(pair: Pair) -> None:
@@ -97,7 +97,7 @@ def test_orphaned_transfers_do_not_exhaust_the_sender(pair: Pair) -> None:
     orphans = [pair.grant((index,)) for index in range(60)]
     heard = [Heard() for _ in orphans]
     for grant, sent in zip(orphans, heard, strict=True):
-        pair.sender.start(grant, sent)  # nobody expects them
+        pair.sender.start(grant, sent)  # The receiver does not expect them.
     assert_still_serves(pair)
     assert [sent.wait().outcome for sent in heard] == [SendOutcome.FAILED] * len(orphans)
     assert_nothing_is_kept(pair)
@@ -110,9 +110,9 @@ def _give_up(pair: Pair, turn: int, grant: Grant) -> None:
         case 1:
             pair.sender.abort(grant.key)
         case 2:
-            pair.sender.push(grant.key, [(0, 5)], True)  # a gap
+            pair.sender.push(grant.key, [(0, 5)], True)  # A gap.
         case 3:
-            pair.sender.push(grant.key, [(0, 5), (0, 5)], False)  # a block twice
+            pair.sender.push(grant.key, [(0, 5), (0, 5)], False)  # A block that is pushed twice.
 
 
 def test_failed_transfers_leave_no_state(pair: Pair) -> None:
@@ -154,7 +154,7 @@ def test_ungranted_announcements_use_no_memory(pair: Pair, raw: RawSender) -> No
     assert len(pair.receiver._connections) == 1
 
 
-# Somebody waits.
+# A side that waits.
 
 
 def test_a_sender_stopped_in_a_chunk_holds_nothing(pair: Pair, raw: RawSender) -> None:
@@ -167,15 +167,15 @@ def test_a_sender_stopped_in_a_chunk_holds_nothing(pair: Pair, raw: RawSender) -
     length = 4 if raw.is_shm else BLOCK_BYTES
     frame = Frame(Kind.CHUNK, tag, 0, 1, 0, length, b"c" * 8, False).encode() + pack([0], tag.generation, 1)
     raw.send(frame + bytes(length // 2))
-    assert_still_serves(pair)  # another connection is not held up
+    assert_still_serves(pair)  # Another connection is not delayed.
     assert received.wait().outcome is ReceiveOutcome.FAILED
-    again, _ = pair.begin(second := pair.grant((1, 2)))  # the same blocks, while the old chunk still hangs
+    again, _ = pair.begin(second := pair.grant((1, 2)))  # The same blocks, while the old chunk is still incomplete.
     pair.sender.push(second.key, [(0, 5), (1, 6)], True)
     assert again.wait().outcome is ReceiveOutcome.VERIFIED
     raw.send(bytes(length - length // 2))
     raw.announce(tag._replace(generation=0))
-    assert raw.hear().kind is Kind.REFUSE  # of the transfer that the deadline ended
-    assert raw.hear().kind is Kind.REFUSE  # so the rest of the chunk has been read
+    assert raw.hear().kind is Kind.REFUSE  # The rest of the transfer that the deadline ended.
+    assert raw.hear().kind is Kind.REFUSE  # So the rest of the chunk has been read.
     pair.assert_equal(second, (5, 6))
 
 
@@ -201,10 +201,10 @@ def test_nothing_is_dropped_if_buffers_are_full(make_pair: MakePair, transport: 
 
 
 def test_a_silent_handshake_ends_at_the_deadline(pair: Pair) -> None:
-    """nccl#829, #1013 and their like: a rank that never joins leaves the others in init without an end."""
+    """nccl#829, #1013 and similar: if a rank never joins, the others stay in init for ever."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        silent.listen()  # takes connections, says nothing
+        silent.listen()  # Accepts connections, but sends nothing.
         grant = pair.grant((1,), endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
         sent = Heard()
         pair.sender.start(grant, sent, deadline_s=0.3)
@@ -221,7 +221,7 @@ def test_incompatible_workers_are_reported_at_once(pair: Pair, field: str) -> No
     theirs: Any = mine + 1 if isinstance(mine, int) else f"another {mine}"
     grant = pair.grant((1,), fingerprint=replace(facts, **{field: theirs}))
     sent = Heard()
-    pair.sender.start(grant, sent)  # no deadline
+    pair.sender.start(grant, sent)  # No deadline.
     assert sent.wait().outcome is SendOutcome.FAILED
     assert f"fingerprint.{field}" in sent.all[0].error
     assert str(mine) in sent.all[0].error

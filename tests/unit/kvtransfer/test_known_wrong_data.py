@@ -43,7 +43,7 @@ def test_block_ids_out_of_range_are_rejected(pair: Pair, raw: RawSender) -> None
     raw.announce(tag)
     raw.chunk(tag, 1, A + B)
     wait_for(lambda: pair.receiver.stats.duplicate_chunks == 1, "the chunk that reaches past the grant")
-    beyond = array("I", [pair.source.num_blocks]).tobytes() if raw.is_shm else A + B  # tcp: more than it announces
+    beyond = array("I", [pair.source.num_blocks]).tobytes() if raw.is_shm else A + B  # tcp: more than it announces.
     frame = Frame(Kind.CHUNK, tag, 0, 1, 0, len(beyond), b"c" * 8, False)
     raw.send(frame.encode() + pack([0], tag.generation, 1) + beyond)
     assert other.wait().outcome is ReceiveOutcome.FAILED
@@ -56,9 +56,9 @@ def test_a_reused_reference_writes_nothing(pair: Pair, raw: RawSender) -> None:
     """vllm#52234, case 2: a reference that had been consumed was accepted a second time."""
     grant = pair.grant((1, 2))
     assert pair.move(grant, (5, 6))[0].outcome is ReceiveOutcome.VERIFIED
-    pair.target.fill((1, 2), 0x5A)  # committed, and decoding has gone on in them
+    pair.target.fill((1, 2), 0x5A)  # Committed, and decoding has continued in these blocks.
     again = Heard()
-    pair.sender.start(grant, again)  # without a deadline: the answer must end it
+    pair.sender.start(grant, again)  # Without a deadline, so the answer must end it.
     pair.sender.push(grant.key, [(0, 7), (1, 8)], True)
     assert again.wait().outcome is SendOutcome.FAILED
     assert "verified before" in again.all[0].error
@@ -110,13 +110,14 @@ def test_chunks_under_another_requests_name_write_nothing(pair: Pair, raw: RawSe
     thief.close()
 
 
-# The other threads.
+# The other reports.
 
 
 def test_blocks_of_another_prompt_are_rejected(pair: Pair) -> None:
-    """TensorRT-LLM PR#19545, LMCache#2181 and their like: the right request's reference, another prompt's blocks.
+    """TensorRT-LLM PR#19545, LMCache#2181 and similar: the right request's reference, another prompt's blocks.
 
-    Every checksum matches: what was sent has arrived. Only the receiver's own copy of the prompt tells.
+    Every checksum matches, because the sent bytes have arrived. Only the receiver's copy of the prompt reveals the
+    error.
     """
     for block, name in ((5, 0x55), (6, 0x66), (7, 0x77)):
         pair.source_stamps.mark(block, name)
@@ -140,7 +141,7 @@ def test_a_reassigned_source_block_is_not_sent(pair: Pair) -> None:
     wait_for(lambda: pair.receiver.stats.chunks == 1, "the first block")
     outbound, _ = pair.sender.plain._transfers[grant.key]
     pushed = Push(grant.key, ((1, 6),), pair.source_stamps.epochs([6]), True, None)
-    pair.source_stamps.begin([6])  # while the push stood in the queue
+    pair.source_stamps.begin([6])  # While the push was queued.
     outbound.post(pushed)
     assert sent.wait().outcome is SendOutcome.FAILED
     assert "source block 6 was reassigned" in sent.all[0].error
@@ -151,18 +152,18 @@ def test_reused_source_blocks_are_never_committed(pair: Pair) -> None:
     """vllm#21570, TensorRT-LLM#12542: the prefill side timed out and reused blocks that the decode side then read."""
     grant, received, sent = pair.grant((1, 2)), Heard(), Heard()
     before = [pair.source.block(block) for block in (5, 6)]
-    assert_still_serves(pair)  # so that they are connected
+    assert_still_serves(pair)  # So that they are connected.
     [outbound] = pair.sender.plain._pairs.values()
     before_chunks = outbound.stats.chunks
     pair.receiver.expect(grant, received)
-    with pair.receiver._lock:  # so that the receiver's thread has not claimed a byte when the sender gives up
+    with pair.receiver._lock:  # So that the receiver's thread has claimed nothing when the sender aborts.
         pair.sender.start(grant, sent)
         pair.sender.push(grant.key, [(0, 5), (1, 6)], True)
         wait_for(lambda: bool(outbound._jobs) or outbound.stats.chunks > before_chunks, "the chunk to be under way")
         pair.sender.abort(grant.key)
         assert sent.wait().outcome is SendOutcome.FAILED
         pair.source.fill((5, 6), 0x77)
-    if received.wait().outcome is ReceiveOutcome.VERIFIED:  # tcp: the bytes had left before
+    if received.wait().outcome is ReceiveOutcome.VERIFIED:  # tcp: the bytes were already sent.
         assert [pair.target.block(block) for block in (1, 2)] == before
     else:
         assert received.all[0].outcome is ReceiveOutcome.FAILED
@@ -211,11 +212,11 @@ def test_memory_is_not_freed_during_a_write(pair: Pair) -> None:
 
 
 def test_regranted_blocks_hold_the_last_contents(pair: Pair) -> None:
-    """sglang#23020: accuracy fell from 96 to 46 % over hours, as more and more pages were written by the past."""
+    """sglang#23020: accuracy fell from 96 to 46 % over hours, as late writes damaged more and more pages."""
     for turn in range(100):
         grant = pair.grant((3, 1, 2), "again")
         sources = tuple((turn * step) % pair.source.num_blocks for step in (1, 3, 5))
-        if turn % 3 == 2:  # one that is given up half-way, so that its chunks are late
+        if turn % 3 == 2:  # Aborted half-way, so that its chunks are late.
             received, _ = pair.begin(grant)
             pair.sender.push(grant.key, [(0, sources[0])], False)
             pair.receiver.abort(grant.key)
@@ -239,8 +240,8 @@ def test_concurrent_attempts_do_not_mix(pair: Pair) -> None:
 
 
 def test_each_side_numbers_its_blocks_itself(pair: Pair) -> None:
-    """sglang#31471: a physical block number was used where a virtual one was meant."""
-    grant = pair.grant((40, 7, 6, 21, 22), num_cached_blocks=3)  # a grant's indices begin after the cached blocks
+    """sglang#31471: a physical block number was used in place of a virtual one."""
+    grant = pair.grant((40, 7, 6, 21, 22), num_cached_blocks=3)  # A grant's indices begin after the cached blocks.
     sources = (2, 63, 0, 30, 11)
     assert pair.move(grant, sources)[0].outcome is ReceiveOutcome.VERIFIED
     pair.assert_equal(grant, sources)

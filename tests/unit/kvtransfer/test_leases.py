@@ -1,4 +1,4 @@
-"""A silent or stalled peer makes everything free: at the deadline, or at the end of a lease if there is none."""
+"""If a peer is silent or stalled, all blocks are freed at the deadline, or at the end of the lease if there is none."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ends_of(actions: list[receive_transfers.Action]) -> list[tuple[str, str]]:
 
 
 def rung(it: ReceiveTransfers, until_s: float) -> list[receive_transfers.Action]:
-    """Every alarm up to a time, as the receiver's clock rings them."""
+    """Runs every alarm up to a time, like the receiver's thread."""
     actions: list[receive_transfers.Action] = []
     while it.next_alarm_s is not None and it.next_alarm_s <= until_s:
         actions += it.expire(it.next_alarm_s)
@@ -141,7 +141,7 @@ def test_a_stalled_send_without_a_deadline_ends() -> None:
 
 
 def sent_whole(grant: Grant, deadline_at_s: float | None, num_shards: int = 1) -> SendTransfers:
-    """The last block is on the wire at 10 s."""
+    """A transfer whose last block is on the wire at 10 s."""
     out = SendTransfers(1, BlockStamps(8), stall_s=60.0, unconfirmed_s=5.0)
     out.start(grant, 0.0, deadline_at_s, num_shards=num_shards)
     out.linked()
@@ -166,7 +166,7 @@ def test_an_unconfirmed_transfer_leaves_time_for_another(deadline_at_s: float | 
 
 
 def test_an_empty_last_push_does_not_delay_the_end() -> None:
-    """The last push may be empty, and come when everything is on the wire already."""
+    """The last push may be empty, and may come when all blocks are already on the wire."""
     out = SendTransfers(1, BlockStamps(8), stall_s=60.0, unconfirmed_s=5.0)
     out.start(GRANT, 0.0, 500.0)
     out.linked()

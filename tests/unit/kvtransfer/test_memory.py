@@ -7,7 +7,7 @@ import pytest
 from kvtransfer.memory import advance, copy, views_of
 
 BLOCK_BYTES = 4
-MEMORY = bytes(range(20))  # five blocks
+MEMORY = bytes(range(20))  # Five blocks.
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ GPU_CHECKS = pytest.mark.gpu_checks
 
 
 class Communicator:
-    """What CuPy's has of methods; what it was asked to do."""
+    """A communicator with CuPy's methods that records its calls."""
 
     def __init__(self, abort: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -64,7 +64,7 @@ def a_device(index: int = 0) -> Any:
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """CuPy without NCCL, and issuing threads that no other test has seen."""
+    """A fake CuPy without NCCL, and issuing threads of this test only."""
     cuda = SimpleNamespace(Device=lambda index: nullcontext(), Stream=lambda non_blocking: SimpleNamespace(ptr=77))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
@@ -108,7 +108,7 @@ def test_nccl_calls_get_address_type_peer_and_stream(
 def test_close_reports_possible_writes(
     cupy: SimpleNamespace, blocks: CudaBlocks, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its staging is not closed then, and so nobody gets it again."""
+    """The staging is then not closed, so it is never reused."""
     if what == "abort":
         monkeypatch.setattr(nccl_connection, "ABORT_S", 0.05)
         monkeypatch.setattr(nccl_connection, "LEAVE_S", 0.05)
@@ -195,7 +195,7 @@ def test_abort_ends_a_stuck_call(
 @GPU_CHECKS
 def test_stuck_issuer_is_replaced() -> None:
     issuer, is_let_go, before = Issuer(), threading.Event(), events()["stuck_nccl_calls"]
-    while not issuer.num_replaced:  # a call that has not begun by then is given up, and is no stuck one
+    while not issuer.num_replaced:  # A call that has not begun by then is dropped, and does not count as stuck.
         with pytest.raises(TransferFailed, match="has not answered"):
             issuer.call(is_let_go.wait, timeout_s=0.05)
     assert issuer.num_replaced == 1
@@ -208,7 +208,7 @@ def test_stuck_issuer_is_replaced() -> None:
 
 @GPU_CHECKS
 def test_abandoned_call_never_runs() -> None:
-    """Its memory may be somebody else's then."""
+    """Its memory may have been reused by then."""
     issuer, is_let_go, begun = Issuer(), threading.Event(), queue.SimpleQueue[str]()
     with ThreadPoolExecutor() as pool:
         first = pool.submit(issuer.call, is_let_go.wait)
@@ -229,7 +229,7 @@ def test_abandoned_call_never_runs() -> None:
 @GPU_CHECKS
 @pytest.mark.parametrize("is_there", [True, False])
 def test_cupy_is_imported_before_serving(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
-    """An import takes seconds, for most of which it holds the GIL."""
+    """The import takes seconds, and holds the GIL for most of them."""
     imported: list[str] = []
 
     class Recorded:
@@ -249,10 +249,10 @@ def test_cupy_is_imported_before_serving(monkeypatch: pytest.MonkeyPatch, is_the
 
 
 class Meeting:
-    """Communicators whose first message waits, inside the call, until the other rank has begun its own."""
+    """Communicators whose first message blocks in the call until the other rank has begun its own."""
 
     def __init__(self, order: list[tuple[str, str, int]]) -> None:
-        self._turns = order  # of the ends of pairs, in which they get their communicator
+        self._turns = order  # Order in which the ends of pairs get their communicator.
         self._changed = threading.Condition()
         self._pairs: dict[bytes, threading.Barrier] = {}
 
@@ -264,7 +264,7 @@ class Meeting:
         with self._changed:
             assert self._changed.wait_for(lambda: self._turns[0] == (prefill, decode, rank), WAIT_S)
             self._turns.pop(0)
-            threading.Timer(0.01, self._next).start()  # after this end has asked for its first message
+            threading.Timer(0.01, self._next).start()  # After this end has called for its first message.
         communicator, barrier = Communicator(), self._pairs[unique_id]
         is_first = threading.Lock()
 
@@ -282,7 +282,7 @@ class Meeting:
 
 PAIRS = [("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")]
 DEVICES = {"p0": 0, "p1": 1, "d0": 2, "d1": 3}
-# Each worker's first end is of a pair whose other end comes second there: a circle of all four.
+# Each worker's first end belongs to a pair whose other end is the second one there, which makes a cycle of all four.
 CROSSED = [
     ("p0", "d0", 0), ("d0", "p1", 1), ("p1", "d1", 0), ("d1", "p0", 1),
     ("p0", "d1", 0), ("d0", "p0", 1), ("p1", "d0", 0), ("d1", "p1", 1),
@@ -298,7 +298,8 @@ def order_of(seed: int) -> list[tuple[str, str, int]]:
 
 
 @GPU_CHECKS
-@pytest.mark.parametrize("seed", [0, 1, 2, 10, 14, 29])  # 0 and the last three wait in a circle on issuing threads
+# 0 and the last three would wait in a cycle on issuing threads.
+@pytest.mark.parametrize("seed", [0, 1, 2, 10, 14, 29])
 def test_crossing_pairs_connect(cupy: SimpleNamespace, blocks: CudaBlocks, seed: int) -> None:
     meeting = Meeting(order_of(seed))
     cupy.nccl = SimpleNamespace(available=True, get_version=lambda: 23004, NcclCommunicator=meeting.make)
@@ -313,7 +314,7 @@ def test_crossing_pairs_connect(cupy: SimpleNamespace, blocks: CudaBlocks, seed:
         made = [one.result(WAIT_S) for one in joining]
     order = list(range(len(made)))
     random.Random(seed).shuffle(order)
-    for index in order:  # every pair is connected: no message waits for its other end any more
+    for index in order:  # Every pair is connected, and no message waits for its other end.
         connection, rank = made[index], ends[index][1]
         assert (connection.receive if rank else connection.send)(blocks, 16, nobody).is_done
     for connection in made:
@@ -322,7 +323,7 @@ def test_crossing_pairs_connect(cupy: SimpleNamespace, blocks: CudaBlocks, seed:
 
 @GPU_CHECKS
 def test_stuck_first_message_is_aborted(cupy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And holds up no other pair."""
+    """And it delays no other pair."""
     monkeypatch.setattr(nccl_connection, "JOIN_S", 0.1)
     monkeypatch.setattr(nccl_connection, "LEAVE_S", 0.1)
     made: list[Communicator] = []
@@ -342,7 +343,7 @@ def test_stuck_first_message_is_aborted(cupy: SimpleNamespace, monkeypatch: pyte
 
     cupy.nccl = SimpleNamespace(available=True, get_version=lambda: 23004, NcclCommunicator=make)
     device = a_device()
-    while not ended.is_set():  # a pair that has not begun to connect by then is not aborted in its first message
+    while not ended.is_set():  # A pair that has not begun to connect by then is not aborted during its first message.
         with pytest.raises(TransferFailed, match="NCCL has not answered"):
             NcclConnector().join(device, b"alone", 0)
     wait_for(lambda: all(one.is_freed for one in made), "the end of the communicators")

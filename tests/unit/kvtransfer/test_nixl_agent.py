@@ -28,7 +28,7 @@ MakePair = Callable[..., Pair]
 
 @pytest.fixture
 def pair(make_pair: MakePair, nixl_world: World) -> Pair:
-    """Connected."""
+    """Two connected agents."""
     pair = make_pair("nixl")
     assert pair.move(pair.grant((1, 2)), (1, 2))[0].outcome is ReceiveOutcome.VERIFIED
     return pair
@@ -141,8 +141,8 @@ def test_a_slot_that_is_still_read_into_is_not_announced_again(pair: Pair, nixl_
     [outbound] = pair.sender.plain._pairs.values()
     assert outbound._connection is not None
     tag = tag_of(pair.receiver.open_keys[0])
-    frame = Frame(Kind.CHUNK, tag, 0, 1, 1, 4, b"c" * 8)  # slot 0 was the first transfer's
-    outbound._connection.socket.sendall(frame.encode())  # nothing else is being written
+    frame = Frame(Kind.CHUNK, tag, 0, 1, 1, 4, b"c" * 8)  # Slot 0 belonged to the first transfer.
+    outbound._connection.socket.sendall(frame.encode())  # Nothing else is being written.
     assert received.wait().error == "sender p0: protocol error: 1 blocks in slot 1, which is still read into"
     nixl_world.gate.set()
 

@@ -1,4 +1,4 @@
-"""nixl when its library is slow, fails or reports too late: over a stand-in, and once with a real killed peer."""
+"""nixl with a slow, failing or late library: over a stand-in, and once with a real peer that is killed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ BLOCKS = tuple(range(10, 20))
 
 @pytest.fixture
 def pair(make_pair: MakePair, nixl_world: World) -> Pair:
-    """Connected."""
+    """Two connected ends."""
     pair = make_pair("nixl")
     assert pair.move(pair.grant((1, 2)), (1, 2))[0].outcome is ReceiveOutcome.VERIFIED
     return pair
 
 
 def begin_slow(pair: Pair, world: World) -> tuple[Heard, Heard, FakeHandle]:
-    """A transfer into BLOCKS whose one read stands still."""
+    """Begins a transfer into BLOCKS whose only read makes no progress."""
     world.gate.clear()
     before = len(world.handles)
     grant = pair.grant(BLOCKS)
@@ -74,7 +74,7 @@ def test_an_aborting_nixl_sender_frees_its_blocks_at_once(pair: Pair, nixl_world
 
 @pytest.mark.parametrize("failing", ["ERR", "NIXL_ERR_REMOTE_DISCONNECT"])
 def test_a_failed_read_ends_the_connection(pair: Pair, nixl_world: World, failing: str) -> None:
-    """Its staging is the next connection's, which must not take the late bytes for its own either."""
+    """The next connection reuses its staging, and must not accept the late bytes either."""
     nixl_world.failing = failing
     grant = pair.grant(BLOCKS)
     received, sent = pair.move(grant, tuple(range(10)))
@@ -99,7 +99,7 @@ def test_late_bytes_in_staging_fail_the_checksum(
 ) -> None:
     pair = make_pair("nixl")
     nixl_world.failing = "ERR"
-    pair.move(pair.grant(BLOCKS), tuple(range(10)))  # the first chunk of its connection, as the other will be
+    pair.move(pair.grant(BLOCKS), tuple(range(10)))  # The first chunk of its connection, like the next one.
     late = nixl_world.handles[-1]
     [(at, _, num_bytes)] = late.runs
     nixl_world.failing = None
@@ -220,7 +220,7 @@ def test_unregistered_blocks_are_rejected(pair: Pair, make_pair: MakePair, monke
 def test_after_a_killed_sender_the_next_one_works(
     start_process: Callable[..., Process], make_pair: MakePair, prepared: Callable[[str], str]
 ) -> None:
-    num_blocks = 16_384  # 64 MiB, in 16 chunks
+    num_blocks = 16_384  # 64 MiB in 16 chunks.
     transport = prepared("nixl")
     target = HostPool(num_blocks)
     receiver = make_receiver(

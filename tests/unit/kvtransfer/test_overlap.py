@@ -26,8 +26,8 @@ def busy(*chunks: tuple[float, float]) -> float:
     [
         ([], 0.0),
         ([(1.0, 3.0)], 2.0),
-        ([(1.0, 3.0), (3.5, 4.0)], 3.0),  # the sender's own pause: shorter than the chunk before it
-        ([(1.0, 3.0), (9.0, 10.0)], 3.0),  # the sender waited for more to send
+        ([(1.0, 3.0), (3.5, 4.0)], 3.0),  # The sender's own pause, which is shorter than the chunk before it.
+        ([(1.0, 3.0), (9.0, 10.0)], 3.0),  # The sender waited for more KV.
     ],
 )
 def test_waits_for_kv_do_not_count_as_link_time(chunks: list[tuple[float, float]], expected: float) -> None:
@@ -54,7 +54,7 @@ def test_the_link_is_never_busy_for_longer_than_the_transfer_lasts(pairs: list[t
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_kv_pushed_early_is_not_exposed(transport: str, make_pair: Callable[..., Pair], clock: Clock) -> None:
-    rest_s = 30.0  # that the rest of the prompt is computed for
+    rest_s = 30.0  # While the rest of the prompt is computed.
     pair = make_pair(transport, clock=clock)
     grant = pair.grant((5, 6, 7, 8))
     received, sent = pair.begin(grant)

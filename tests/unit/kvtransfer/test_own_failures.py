@@ -54,10 +54,10 @@ def test_a_receiver_without_threads_refuses_connections(pair: Pair, monkeypatch:
 
 
 def open_files() -> set[str]:
-    """What this process has open, by inode: numbers are given out again when an earlier test's files are closed."""
+    """The open files of this process by inode, because descriptor numbers are reused."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # Closed in the meantime.
             found.add(os.readlink(f"/proc/self/fd/{number}"))
     return found
 
@@ -124,7 +124,7 @@ def test_a_bug_while_dialling_fails_the_transfers_that_wait_for_it(
 def test_a_connection_that_is_made_too_late_is_closed_again(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, is_heard: bool
 ) -> None:
-    """Its transfers are over when it comes up: at once, or while they are being ended."""
+    """Its transfers have ended when it connects: before, or while they are being ended."""
     is_dialled, go_on = threading.Event(), threading.Event()
 
     def late(*args: Any) -> DataConnection:
@@ -141,7 +141,7 @@ def test_a_connection_that_is_made_too_late_is_closed_again(
     if is_heard:
 
         def give_up(table: SendTransfers, now_s: float) -> list[Any]:
-            """The connection comes up between the commands' being taken and the end."""
+            """The connection is made after the commands were taken and before the end."""
             go_on.set()
             wait_for(lambda: bool(connection._commands), "the word that it is up")
             raise outbound.Gone("the sender gives up")
@@ -167,7 +167,7 @@ def test_connections_over_the_limit_are_rejected(pair: Pair, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr("kvtransfer.receiver.MAX_CONNECTIONS", 1)
         with pytest.raises((TransferFailed, ConnectionError)):
-            RawSender(pair, "one more").hear()  # tcp: the socket had been taken before it was refused
+            RawSender(pair, "one more").hear()  # tcp: the socket was accepted before it was rejected.
     wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the count")
     assert_still_serves(pair)
 
@@ -186,7 +186,7 @@ def test_a_peer_that_reads_no_answers_is_disconnected() -> None:
     channel = Channel(mine)
     for _ in range(1000):
         channel.post(bytes(1000))
-    channel.flush()  # the socket is full, and a peer may be slow
+    channel.flush()  # The socket is full, and the peer may be slow.
     for _ in range(MAX_OUTBOX):
         channel.post(bytes(1000))
     with pytest.raises(Gone, match="the peer does not read its answers"):
@@ -211,7 +211,7 @@ def test_detached_frames_allow_memory_to_change() -> None:
     memory = bytearray(b"a" * 1000)
     writer.write(b"small")
     writer.stream([memoryview(memory)], is_free.set)
-    writer.advance(channel)  # the small one alone
+    writer.advance(channel)  # The small frame alone.
     assert not is_free.is_set()
     writer.detach()
     assert is_free.is_set()
@@ -223,7 +223,7 @@ def test_detached_frames_allow_memory_to_change() -> None:
     channel.close()
 
 
-# What is not installed, or not there.
+# Missing packages and system features.
 
 
 def test_without_xxhash_blake2b_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_without_numba_blocks_are_still_copied(make_pair: MakePair, monkeypatch:
 
 
 def test_a_host_without_an_id_shares_no_memory(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sandbox without /proc: two of them must not take each other for the same host."""
+    """A sandbox without /proc. Two of them must not be treated as one host."""
 
     def unreadable(path: str) -> str:
         raise OSError("no /proc here")

@@ -1,4 +1,4 @@
-"""What `doctor` measures between two processes: every transport has a figure or a reason."""
+"""The measurements of `doctor` between two processes: each transport has a result or a reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_transport_has_a_result_or_a_reason(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_dead_receiving_process_is_reported(one_child: list[pair_probe._Child]) -> None:
-    """Each path that is left has the error, and nothing hangs."""
+    """Each remaining transport has the error, and nothing hangs."""
     found: list[PathFound] = []
     for one in probe():
         found.append(one)

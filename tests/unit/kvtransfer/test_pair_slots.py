@@ -1,4 +1,4 @@
-"""A limited number of NCCL pairs: a new pair replaces the one that was unused for longest."""
+"""A limited number of NCCL pairs: a new pair replaces the least recently used one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakePair = Callable[..., Pair]
 
 
 def leaving(pair_slot: PairSlot, asked: list[PairSlot]) -> Callable[[], None]:
-    """A pair that leaves as it is asked."""
+    """A pair that closes when it is asked to."""
 
     def ask() -> None:
         asked.append(pair_slot)
@@ -30,7 +30,7 @@ def leaving(pair_slot: PairSlot, asked: list[PairSlot]) -> Callable[[], None]:
 
 
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For pairs that do leave, on a machine that has other things to do."""
+    """Long time limits, for pairs that do close, on a busy machine."""
     monkeypatch.setattr("kvtransfer.pair_slots.WAIT_S", WAIT_S)
     monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", WAIT_S)
 
@@ -74,7 +74,7 @@ def test_a_wait_for_all_pairs_has_one_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> Callable[[int], Nccl]:
-    """bounded(most): the receivers share so many places; the senders, which are processes of their own, have enough."""
+    """bounded(most): the receivers share so many slots. The senders are separate processes and have enough."""
 
     def make(most: int) -> Nccl:
         def device_of(pool: Any) -> FakeDevice:
@@ -114,7 +114,8 @@ def test_a_pair_with_an_open_transfer_is_kept(
 ) -> None:
     bounded(2)
     monkeypatch.setattr("kvtransfer.pair_slots.WAIT_S", WAIT_S)
-    monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", 1.5)  # all that the idle one has, and what the busy one costs
+    # All that the idle pair has, and the cost of the busy one.
+    monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", 1.5)
     busy, idle, late = (make_pair("nccl", num_blocks=4) for _ in range(3))
     grant = busy.grant((1, 2))
     received, sent = busy.begin(grant)
@@ -151,7 +152,7 @@ def test_if_every_pair_is_busy_the_transfer_fails(make_pair: MakePair, bounded: 
 def test_a_sender_without_room_asks_its_own_pairs(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]
 ) -> None:
-    """Both ends of both pairs in one process with two places: the second pair needs those of the first."""
+    """Both ends of both pairs are in one process with two slots, so the second pair needs those of the first."""
     patient(monkeypatch)
     transport = Nccl(lambda pool: devices.setdefault(id(pool), FakeDevice(pool)), FakeConnector(), 2)  # type: ignore[arg-type]
     monkeypatch.setitem(TRANSPORTS, NCCL, transport)

@@ -34,7 +34,7 @@ INT8 = replace(SHAPE, layout="block-major-int8.v1", dtype="int8")
     st.lists(st.integers(0, 7), unique=True, min_size=1, max_size=5),
 )
 def test_parts_fill_every_value_once(shape: KvShape, ranks: int, groups: int, blocks: list[int]) -> None:
-    """Each rank's blocks are cut by hand out of a whole one; what the parts bring must be that whole one."""
+    """Each rank's blocks are cut by hand out of a whole block, and the parts must reproduce that block."""
     target = HostPool(8, shape.block_bytes)
     original = bytes(HostPool(8, shape.block_bytes, seed=3).memory)
     for rank in range(ranks):

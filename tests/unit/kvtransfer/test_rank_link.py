@@ -1,4 +1,4 @@
-"""A leader and its ranks over real streams in one process: who leads, what orders do, and what a lost rank causes."""
+"""A leader and its ranks over real streams in one process: leadership, orders, and lost ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPENING = rank_pb2.OpenEndpoint(incarnation="d0-1")
 
 
 class Worker:
-    """One worker of several ranks, all in this process."""
+    """A worker of several ranks, all in this process."""
 
     def __init__(
         self, name: str, degree: int, *, is_sender: bool, transport: str = "tcp", memory: Memory = "host"
@@ -174,7 +174,7 @@ def test_a_block_reused_during_a_send_fails_all_parts(worker: Callable[..., Work
     move = Move(p, d, 1)
     move.push(range(2))
     p.storage.stamps.begin(move.sources)
-    p.storage.fill(move.sources, 9)  # the step that writes them tells every rank first
+    p.storage.fill(move.sources, 9)  # The step that writes them first sends the new epochs to every rank.
     move.push(range(2, COUNT))
     assert move.sent.wait().outcome is SendOutcome.FAILED
     assert move.received.wait().outcome is ReceiveOutcome.FAILED
@@ -216,7 +216,7 @@ def test_an_abort_frees_every_rank_on_both_sides(worker: Callable[..., Worker], 
 
 
 def test_a_worker_without_a_rank_is_unhealthy_and_frees_nothing(worker: Callable[..., Worker]) -> None:
-    """Nobody knows what the rank still writes; the worker ends instead."""
+    """The rank may still write, so the worker ends instead of reusing blocks."""
     p, d = worker("p0", 1, is_sender=True), worker("d0", 2, is_sender=False)
     move = Move(p, d, 1)
     move.push(range(2))

@@ -1,4 +1,4 @@
-"""Decisions of the receiver's transfer table: which chunk may be written, and what it reports."""
+"""Decisions of the receiver's transfer table: which chunks may be written, and which reports it makes."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_shards_fill_every_head_of_a_rank_once_with_that_head(source_degree: int
 
 
 def test_equal_shapes_map_to_whole_blocks() -> None:
-    """Nothing is cut: each piece is a block, and its window is one run, the whole block."""
+    """Blocks are not divided: each piece is a block, and its window is one run, the whole block."""
     for shape in (PLAIN, SMALL):
         [shard] = shards_of(shape, shape)
         window = Window(0, shape.num_layers, shard.source_head, shard.num_heads)

@@ -43,7 +43,7 @@ def test_received_blocks_are_converted(make_shapes: MakeShapes, source: KvShape,
         expected = shapes.expected(grant, text, sources)
         received, sent = shapes.begin(grant, text)
         at = 0
-        while at < len(sources):  # as chunks of the prompt are computed
+        while at < len(sources):  # While chunks of the prompt are computed.
             end = min(at + shapes.order.randint(1, 4), len(sources))
             shapes.sender.push(grant.key, list(enumerate(sources))[at:end], end == len(sources))
             at = end
@@ -82,7 +82,7 @@ def test_floats_may_be_sent_as_int8(make_shapes: MakeShapes, source: KvShape, ta
 
 def test_transfers_over_a_slow_link_use_int8(make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire_rule, "LEAST_BYTES", 1)
-    monkeypatch.setattr(wire_rule, "CONVERTED_BYTES_S", 1e15)  # every link is slower
+    monkeypatch.setattr(wire_rule, "CONVERTED_BYTES_S", 1e15)  # Every link is slower.
     shapes = make_shapes(FLOAT_16, FLOAT_16, "auto")
     seen = []
     for _ in range(3):
@@ -122,7 +122,7 @@ def test_equal_shapes_move_without_a_reshaper(make_shapes: MakeShapes) -> None:
     shapes.sender.push(grant.key, list(enumerate(sources)), True)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     assert sent.wait().outcome is SendOutcome.SENT
-    tail = len(sources) * 16 - 40  # here the source's own bytes travel, also behind the end of the text
+    tail = len(sources) * 16 - 40  # Here the source's own bytes are sent, including those after the end of the text.
     assert tail > 0
     values = BlockArrays(bytearray(shapes.target.memory), FLOAT_16.form).values[list(grant.blocks)]
     np.testing.assert_array_equal(

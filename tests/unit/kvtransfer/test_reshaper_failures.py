@@ -46,9 +46,9 @@ def test_a_source_block_that_is_reused_fails_the_transfer(make_shapes: MakeShape
     shapes = make_shapes(*PAIRS[0])
     grant, text, sources = shapes.grant(64)
     received, sent = shapes.begin(grant, text)
-    shapes.sender.push(grant.key, [(0, sources[0])], False)  # half of a target block: not converted yet
+    shapes.sender.push(grant.key, [(0, sources[0])], False)  # Half of a target block, which is not converted yet.
     shapes.stamps[0].begin([sources[0]])
-    shapes.stamps[0].mark(sources[0], text.own[0])  # it even holds the same again: nobody can know for how long
+    shapes.stamps[0].mark(sources[0], text.own[0])  # It even has the same contents again, but may change at any time.
     shapes.sender.push(grant.key, list(enumerate(sources))[1:], True)
     assert failed(shapes, received, sent) == "a source block was reassigned while it was being converted"
     assert shapes.sender.stats.stale_source == 1
@@ -97,7 +97,7 @@ def test_a_text_that_does_not_match_the_grant_is_rejected(make_shapes: MakeShape
         with pytest.raises(InvalidRequest, match="what fills 2 blocks of 32 after 0"):
             shapes.sender.start(grant, Heard(), None, wrong)
     assert shapes.sender.open_keys == []
-    shapes.begin(grant, text)  # expected, so that it stays open: a receiver ends what it does not expect
+    shapes.begin(grant, text)  # Expected, so that it stays open: a receiver ends transfers that it does not expect.
     with pytest.raises(InvalidRequest, match="not been started already"):
         shapes.sender.start(grant, Heard(), None, text)
 
@@ -167,7 +167,7 @@ def test_a_conversion_that_raises_ends_its_transfer_only(
 
 
 class Lagging:
-    """A lock of which the converting thread is slow to come back, once, when it has packed."""
+    """A lock that the converting thread acquires late, once, after it has packed."""
 
     def __init__(self, lock: threading.Condition, until: Callable[[], None]) -> None:
         self._lock, self._until = lock, until
@@ -185,7 +185,7 @@ class Lagging:
 
 
 def test_an_end_during_conversion_is_reported_once(make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both threads find that it has ended and that nobody reads the source."""
+    """Both threads find that the transfer has ended and that its source is not being read."""
     shapes = make_shapes(*PAIRS[0])
     grant, text, sources = shapes.grant(64)
     received, sent = shapes.begin(grant, text)
@@ -201,7 +201,7 @@ def test_an_end_during_conversion_is_reported_once(make_shapes: MakeShapes, monk
 
     def packed(*args: Any) -> None:
         convert(*args)
-        lagging.is_armed = True  # the next lock that this thread leaves is that of what has been packed
+        lagging.is_armed = True  # The next release of the lock by this thread is after packing.
 
     monkeypatch.setattr(reshaper, "pack", packed)
     shapes.sender.push(grant.key, list(enumerate(sources)), True)
@@ -241,7 +241,7 @@ def test_a_reshaper_without_descriptors_reports_the_error(
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
 
 
-INT8_TO_FLOAT = PAIRS[5]  # travels as int8, and is widened where it lands
+INT8_TO_FLOAT = PAIRS[5]  # Sent as int8, and widened by the receiver.
 
 
 def test_an_abort_before_conversion_writes_nothing(make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_an_abort_before_conversion_writes_nothing(make_shapes: MakeShapes, monk
 
 
 def test_single_layer_groups_are_not_converted(make_shapes: MakeShapes) -> None:
-    """The others would be taken from what the staging area held before."""
+    """The other layers would be old contents of the staging area."""
     shapes = make_shapes(*INT8_TO_FLOAT)
     grant, text, sources = shapes.grant(64)
     received, _ = shapes.begin(grant, text)
@@ -294,6 +294,6 @@ def test_closing_ends_what_is_open(make_shapes: MakeShapes) -> None:
     assert received.wait().outcome is ReceiveOutcome.FAILED
     with pytest.raises(Unavailable):
         shapes.sender.start(grant, Heard(), None, text)
-    [one] = shapes.sender.reshapers  # of a caller who had found it just before
+    [one] = shapes.sender.reshapers  # Called by a thread that had found the transfer just before.
     with pytest.raises(Unavailable):
         one.start(grant, Heard(), None, text)

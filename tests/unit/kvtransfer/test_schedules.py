@@ -29,7 +29,7 @@ SCRIBBLE = -1
 
 @dataclass
 class Chunk:
-    """On the simulated wire; `payload` is what was read, `checksum` what was there."""
+    """A chunk on the simulated wire. `payload` are the bytes that were read, `checksum` is of those that were there."""
 
     tag: Tag
     first: int
@@ -58,7 +58,7 @@ class World:
     sources: dict[TransferKey, list[int]] = field(default_factory=dict)
     unpushed: dict[TransferKey, list[tuple[int, int]]] = field(default_factory=dict)
     job: Job | None = None
-    must_cut: bool = False  # a write is open for too long
+    must_cut: bool = False  # A write is open for too long.
     writing: tuple[Claim, Chunk] | None = None
     handed_back: set[TransferKey] = field(default_factory=set)
     returned: set[TransferKey] = field(default_factory=set)
@@ -68,7 +68,7 @@ class World:
     def fault(self, chance: float) -> bool:
         return self.rng.random() < chance and self.is_faulty
 
-    # Acting on what the tables decide.
+    # Carrying out the tables' actions.
 
     def receiver_acts(self, actions: list[receive_transfers.Action]) -> None:
         for action in actions:
@@ -110,7 +110,7 @@ class World:
             else:
                 self.to_receiver.append(action)
 
-    # Things that may happen at any time.
+    # Events that may happen at any time.
 
     def grant(self) -> None:
         self.generation += 1
@@ -136,7 +136,7 @@ class World:
         rest = self.unpushed[key]
         blocks = rest[: self.rng.randint(0, len(rest))]
         if self.fault(0.05) and self.grants[key].blocks:
-            blocks = [*blocks, (0, self.sources[key][0])]  # a block twice: the sender must notice
+            blocks = [*blocks, (0, self.sources[key][0])]  # A block that is pushed twice, which the sender must detect.
         self.unpushed[key] = rest[len(blocks) :]
         self.sender_acts(self.out.push(key, blocks, not self.unpushed[key], self.now_s))
 
@@ -218,7 +218,7 @@ class World:
             self.sender_acts(self.out.abort(self.rng.choice(list(self.grants)), self.now_s))
 
     def cut(self) -> None:
-        """The socket breaks: what is on the wire is lost, and both threads stop touching memory."""
+        """The socket breaks: messages on the wire are lost, and both threads stop accessing memory."""
         self.job = None
         self.to_receiver.clear()
         self.to_sender.clear()
@@ -237,7 +237,7 @@ class World:
             self.cut()
 
     def drain(self) -> None:
-        """No more faults: everything must come to an end."""
+        """Runs without further faults until every transfer has ended."""
         for _ in range(10_000):
             if not self.table.keys and not self.out.keys:
                 return

@@ -1,4 +1,4 @@
-"""Decisions of the sender's transfer table: what it sends next, and what it reports."""
+"""Decisions of the sender's transfer table: the order of chunks, and the reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_chunks_of_two_transfers_take_turns() -> None:
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_the_last_chunk_is_the_last_one_sent(order: tuple[int, ...]) -> None:
-    """Copies on several streams end in any order. A receiver that hears "last" too early reports missing blocks."""
+    """Copies on several streams end in any order. If "last" is sent too early, the receiver reports missing blocks."""
     out = SendTransfers(1, STAMPS)
     out.linked()
     grant = grant_of("t", 1, 1, tuple(range(6)))
@@ -73,7 +73,7 @@ def test_a_block_that_is_pushed_twice_is_named() -> None:
 
 
 def test_a_transfer_aborted_early_is_retracted() -> None:
-    """The receiver learns of it, so that it does not wait for its own deadline."""
+    """The receiver is informed, so it does not wait for its own deadline."""
     out, grant, empty = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0, 1)), grant_of("empty", 1, 1, ())
     for each in (grant, empty):
         out.start(each, 0.0, None)

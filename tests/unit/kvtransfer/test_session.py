@@ -104,7 +104,7 @@ STEPS = st.lists(
 @BOTH
 @given(STEPS)
 def test_no_schedule_verifies_without_coverage_or_ends_with_an_open_access(moves: Moves, steps: list[object]) -> None:
-    """CHECKED and QUIET are the session's own words; everything else may come at any time, in any order."""
+    """The session itself creates CHECKED and QUIET. All other events may come at any time, in any order."""
     size = 4
     session = Session(moves, size)
     claims: list[tuple[int, int]] = []

@@ -141,7 +141,7 @@ def test_fp8_blocks_are_as_large_as_int8_ones_and_less_exact() -> None:
         ({"block_size": 32}, False),
         ({"tp_degree": 2}, False),
         ({"dtype": "bfloat16"}, False),
-        ({"num_kv_heads": 16, "tp_degree": 2}, True),  # of one model this cannot be; the bytes are the same
+        ({"num_kv_heads": 16, "tp_degree": 2}, True),  # Impossible within one model, but the bytes are equal.
         ({"num_kv_heads": 16, "tp_degree": 2, "tp_rank": 1}, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""shm: what a sender may offer as its pool, and what happens to a false offer."""
+"""shm: valid and false offers of a sender's pool."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_sender_without_an_offer_ends_only_its_connection(make_pair: MakePair,
     heard = bytearray()
     while data := sock.recv(64):
         heard += data
-    assert len(heard) in (0, ANSWER_BYTES)  # its end may come before the answer is written
+    assert len(heard) in (0, ANSWER_BYTES)  # The sender may end before the answer is written.
     sock.close()
     wait_for(lambda: not pair.receiver.peers, "the connection's end")
     assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED

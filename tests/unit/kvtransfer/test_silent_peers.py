@@ -1,4 +1,4 @@
-"""Silent, stopped and stalled peers, over real connections: everything that they hold is freed."""
+"""Silent, stopped and stalled peers, over real connections: all blocks that they hold are freed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.unit.kvtransfer.process import Process
 from tests.unit.kvtransfer.raw import RawSender, expected
 
 MakePair = Callable[..., Pair]
-# A minute of silence, which only a test's clock makes pass, and beats that come at once when it has.
+# A minute of silence, which passes only on the test's clock, and heartbeats that come as soon as it has passed.
 LEASE = Lease(beat_s=0.05, silence_s=60.0, stall_s=1000.0, unclaimed_s=1000.0)
 
 
 def heartbeats(pair: Pair) -> list[Heartbeat]:
-    """Of both ends of the pair's own connection."""
+    """Sends heartbeats from both ends of the pair's connection."""
     outbounds = [one for one in pair.sender.plain._pairs.values() if one._endpoint == pair.host.endpoint]
     inbounds = [one for one in pair.receiver._connections.values() if one.peer and one.peer.sender_id == "p0"]
     found = [*(one._heartbeat for one in outbounds), *(one.channel._heartbeat for one in inbounds)]
@@ -28,7 +28,7 @@ def heartbeats(pair: Pair) -> list[Heartbeat]:
 
 
 def live(pair: Pair, clock: Clock, for_s: float = 1.5 * LEASE.silence_s) -> None:
-    """Time passes, in steps after each of which both ends hear each other's sign of life."""
+    """Advances the time in steps. After each, both ends receive a heartbeat."""
     for _ in range(4):
         clock.added_s += for_s / 4
         at_s = clock()
@@ -37,7 +37,7 @@ def live(pair: Pair, clock: Clock, for_s: float = 1.5 * LEASE.silence_s) -> None
 
 
 def fall_silent(clock: Clock, heard: Heard) -> Any:
-    """Time passes until this side has been told; what came before counts as heard whenever it is read."""
+    """Advances the time until this side gets its report. Earlier messages count as received whenever they are read."""
     while not heard.all:
         clock.added_s += LEASE.silence_s
         heard.wait_for_one(0.2)
@@ -76,7 +76,7 @@ def test_a_stopped_sender_frees_its_chunk(make_pair: MakePair, clock: Clock) -> 
 
 
 def test_trickling_bytes_count_as_a_heartbeat(make_pair: MakePair, clock: Clock) -> None:
-    """Fewer than what wakes the thread, each time."""
+    """Each time fewer bytes arrive than would wake the thread."""
     pair = make_pair("tcp", num_blocks=64, block_bytes=BLOCK_BYTES, lease=LEASE, clock=clock)
     raw = RawSender(pair, "slow")
     _, tag, received = expected(pair, tuple(range(1, 33)))
@@ -103,7 +103,7 @@ def test_heartbeats_keep_an_idle_transfer_open(make_pair: MakePair, transport: s
     received, sent = pair.begin(grant)
     pair.sender.push(grant.key, [(0, 5)], False)
     wait_for(lambda: pair.receiver.stats.chunks == 1, "the first chunk")
-    live(pair, clock)  # the prompt's rest takes its time
+    live(pair, clock)  # The rest of the prompt is still being computed.
     assert received.all == sent.all == []
     pair.sender.push(grant.key, [(1, 6)], True)
     assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
@@ -139,7 +139,7 @@ def test_a_stopped_senders_messages_are_late_afterwards(
 def test_a_stopped_receiver_delays_no_other_pair(
     make_pair: MakePair, transport: str, start_process: Callable[..., Process], clock: Clock
 ) -> None:
-    """It is sent more than any buffer on the way to it holds."""
+    """The sender sends more than all buffers on the way hold."""
     num_blocks = 4096
     pair = make_pair(transport, num_blocks=num_blocks, lease=LEASE, clock=clock)
     receiver = start_process("receiver", transport, str(num_blocks))
@@ -153,13 +153,13 @@ def test_a_stopped_receiver_delays_no_other_pair(
     for _ in range(25):
         assert pair.move(pair.grant((40, 41)), (1, 2))[0].outcome is ReceiveOutcome.VERIFIED
     assert sent.all == [], "the others did not wait for the end of this one"
-    live(pair, clock, 2 * LEASE.silence_s)  # the last word of the stopped one may have been heard after the first step
+    live(pair, clock, 2 * LEASE.silence_s)  # The stopped receiver's last message may be received after the first step.
     assert sent.wait().error == f"{endpoint}: the receiver sent nothing for 60 s"
     assert pair.sender.stats.silent == 1
 
 
 def test_a_stopped_receiver_frees_source_blocks(make_pair: MakePair, clock: Clock) -> None:
-    """It still shows life: only the deadline can end this."""
+    """The receiver still sends heartbeats, so only the deadline can end the transfer."""
     held, release = threading.Event(), threading.Event()
 
     def hook(frame: Frame, message: bytearray, body: memoryview) -> bytearray:
@@ -174,13 +174,13 @@ def test_a_stopped_receiver_frees_source_blocks(make_pair: MakePair, clock: Cloc
     pair.sender.push(grant.key, [(0, 0), (1, 1), (2, 2)], True)
     assert held.wait(WAIT_S)
     clock.added_s += 50.0
-    assert sent.wait().fault in ("expired", "refused")  # whichever side's clock is first
+    assert sent.wait().fault in ("expired", "refused")  # By either side's clock.
     pair.source.fill(range(3), 0x11)
     release.set()
 
 
 def test_a_connection_with_an_endless_write_is_closed(pair: Pair) -> None:
-    """The test is the writer, as a transport would be that cannot prove that writing has stopped."""
+    """The test acts as the writer, like a transport that cannot prove that its write has ended."""
     pair.receiver._table.grace_s, pair.receiver._table.quarantine_s = 0.05, 0.2
     raw = RawSender(pair)
     grant, tag, received = expected(pair, (1, 2))

@@ -28,7 +28,7 @@ U64 = st.integers(0, 2**64 - 1)
 U32 = st.integers(0, 2**32 - 1)
 
 
-# The words themselves.
+# The encoding.
 
 
 @given(st.lists(U64, max_size=9), U64, U32)
@@ -91,7 +91,7 @@ def test_stamps_come_from_the_table_at_packing() -> None:
     job = out.take(2, 0.0)
     assert job is not None
     assert out.stamp(job) == pack([33, 44], 5, 1)
-    stamps.mark(4, 45)  # by a mistake of the worker: the receiver will see it
+    stamps.mark(4, 45)  # An error of the worker, which the receiver will detect.
     assert out.stamp(job) == pack([33, 45], 5, 1)
 
 
@@ -125,7 +125,7 @@ def test_the_epoch_at_the_push_counts() -> None:
     out.start(grant, 0.0, None)
     out.linked()
     pushed = stamps.epochs([3])
-    stamps.begin([3])  # between the engine thread's push and this thread's turn
+    stamps.begin([3])  # After the engine thread's push and before this thread's turn.
     out.push(grant.key, [(0, 3)], True, 0.0, epochs=pushed)
     job = out.take(1, 0.0)
     assert job is not None
@@ -207,7 +207,7 @@ def test_hashes_for_another_number_of_blocks_are_refused() -> None:
 
 
 def ready(pair: Pair, content_hashes: dict[int, int]) -> None:
-    """The source blocks hold these."""
+    """Fills the source blocks with these hashes."""
     pair.source_stamps.begin(content_hashes)
     for block, content_hash in content_hashes.items():
         pair.source_stamps.mark(block, content_hash)
@@ -223,7 +223,7 @@ def test_blocks_of_the_right_text_are_accepted(pair: Pair) -> None:
 
 
 def test_blocks_of_another_text_are_rejected_before_any_write(pair: Pair) -> None:
-    """The sender is sure of itself: checksum, coverage and grant are all right."""
+    """The sender detects nothing: checksum, coverage and grant are right."""
     ready(pair, {7: 70, 8: 80})
     pair.target.fill((1, 2), 0xEE)
     grant = pair.grant((1, 2))
@@ -249,7 +249,7 @@ def test_an_unmarked_block_is_rejected(pair: Pair) -> None:
 
 
 def test_a_source_block_reused_while_waiting_is_not_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pair is being connected while the worker gives the block to somebody else, who marks it in his turn."""
+    """While the pair is being connected, the worker assigns the block to another sequence, which marks it again."""
     release = threading.Event()
 
     def slowly(*args: Any) -> DataConnection:
@@ -262,7 +262,7 @@ def test_a_source_block_reused_while_waiting_is_not_sent(pair: Pair, monkeypatch
     received, sent = pair.begin(grant, content_hashes=(70, 80))
     pair.sender.push(grant.key, [(0, 7), (1, 8)], True)
     pair.source_stamps.begin([8])
-    pair.source_stamps.mark(8, 80)  # even with the right hash
+    pair.source_stamps.mark(8, 80)  # Even with the right hash.
     pair.source.fill((8,), 0x66)
     release.set()
     end = sent.wait()
@@ -288,7 +288,7 @@ def test_a_reused_target_block_is_not_written(make_pair: MakePair, transport: st
     received, sent = pair.begin(grant, content_hashes=(70,))
     pair.sender.push(grant.key, [(0, 7)], True)
     assert held.wait(WAIT_S)
-    pair.target_stamps.begin([1])  # the worker has given it away under the open grant: its own mistake
+    pair.target_stamps.begin([1])  # The worker has reassigned the block under an open grant, which is its own error.
     pair.target.fill((1,), 0x77)
     release.set()
     end = received.wait()
@@ -319,7 +319,7 @@ def test_another_protocol_version_is_named(pair: Pair) -> None:
 
 
 def test_each_transport_checks_its_frames() -> None:
-    """A tcp chunk whose length is not that of its blocks cannot be read past."""
+    """A tcp chunk of the wrong length cannot be skipped, so its connection ends."""
 
     class Link:
         def size_of(self, frame: Frame) -> int:

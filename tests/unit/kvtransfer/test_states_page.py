@@ -1,4 +1,4 @@
-"""docs/transfer.md shows the present tables and invariants."""
+"""docs/transfer.md shows the current tables and invariants."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Device memory is used on the stream that it was allocated for, or is memory that torch's allocator never reuses.
-What one stream writes, another reads or writes only after an event, or after the host has seen the event complete.
+"""Device memory is used only on the stream for which it was allocated, or is memory that torch's allocator never
+reuses. A stream accesses memory that another stream wrote only after an event, or after the host has seen that event
+complete.
 
 torch's allocator gives freed memory to the next allocation of the same stream at once, while kernels queued on that
 stream still use it. That is right for later work on that stream, and wrong on any other that does not wait for it. The
@@ -37,10 +38,10 @@ from tests.unit.kvtransfer.fake_driver import FakeLibrary
 
 pytestmark = pytest.mark.gpu_checks
 
-AT_ONCE: Any = SimpleNamespace(call=lambda function: function())  # an issuer: its thread knows what the caller knows
+AT_ONCE: Any = SimpleNamespace(call=lambda function: function())  # An issuer: its thread has the caller's clock.
 KEPT = ("int32", "int64", "uint8", "Tensor", "device")
 
-Clock = Counter[str]  # how much of each stream comes before
+Clock = Counter[str]  # For each stream, how much of its work comes before.
 
 
 class Event:
@@ -52,7 +53,7 @@ class Event:
         self._clock = Counter(self._streams.clock(stream.name))
 
     def query(self) -> bool:
-        """Whoever hears that it has passed queues its next work behind it."""
+        """A thread that sees the event complete queues its next work after it."""
         if self._streams.is_held:
             return False
         self._streams.merge(host(), self._clock)
@@ -71,7 +72,7 @@ class Streams:
 
     def __init__(self) -> None:
         self.current = "engine"
-        self.is_held = False  # no event passes meanwhile
+        self.is_held = False  # No event completes in the meantime.
         self._for: list[tuple[int, int, str]] = []  # begin, end, stream
         self._clocks: dict[str, Clock] = {}
         self._uses: list[tuple[int, int, str, int, bool]] = []  # begin, end, stream, its time, whether it writes
@@ -124,7 +125,7 @@ class Streams:
 
 
 class Copies(TorchFunctionMode):
-    """Sees what `Tensor.copy_` reads and writes, on the current stream."""
+    """Records the memory that `Tensor.copy_` reads and writes on the current stream."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
@@ -139,7 +140,7 @@ class Copies(TorchFunctionMode):
 
 
 class HostTensor:
-    """Made on the host, pinned, and sent to the device."""
+    """A tensor that is made on the host, pinned, and copied to the device."""
 
     def __init__(self, streams: Streams, tensor: torch.Tensor) -> None:
         self._streams, self._tensor = streams, tensor
@@ -248,7 +249,7 @@ def test_two_reads_are_no_race(streams: Streams) -> None:
 
 
 def test_staging_is_separate_from_the_engine(streams: Streams, device: CudaDevice) -> None:
-    """As nccl does it: pack, send; receive, unpack."""
+    """As in nccl: pack, send; receive, unpack."""
     connection = NcclConnection(AT_ONCE, device, communicator(streams), 1)
     pool, packed, received, scratch = device.pool(), device.staging(2), device.staging(2), device.staging(1)
     connection.warm(0, scratch)
@@ -260,7 +261,7 @@ def test_staging_is_separate_from_the_engine(streams: Streams, device: CudaDevic
 
 
 def test_unpacking_before_the_message_is_a_race(streams: Streams, device: CudaDevice) -> None:
-    """What the host's look at the message's event is for."""
+    """Shows why the host waits for the message's event."""
     connection = NcclConnection(AT_ONCE, device, communicator(streams), 1)
     received = device.staging(1)
     connection.receive(received, 64, nobody)
@@ -278,7 +279,7 @@ def test_a_fence_orders_copies_behind_the_engine(streams: Streams, device: CudaD
 
 
 def test_each_copy_waits_for_its_own_fence(streams: Streams, device: CudaDevice) -> None:
-    """On every stream: that another stream has waited orders nothing."""
+    """On every stream, because a wait on another stream orders nothing."""
     pool = device.pool()
     streams.is_held = True
     for block in range(len(device.streams)):
@@ -301,7 +302,7 @@ def test_copies_take_the_least_loaded_stream(streams: Streams, device: CudaDevic
 
 
 def test_work_on_the_same_stream_needs_no_event(streams: Streams, device: CudaDevice) -> None:
-    """And without `behind` it is a race."""
+    """Without `behind` it is a race."""
     streams.is_held = True
     pool, staging, host_bytes = device.pool(), device.staging(2), device.pinned(128)
     gathering = device.copy(pool, [5, 6], staging, [0, 1], nobody, None)
@@ -333,7 +334,7 @@ def test_prepare_uses_own_memory(streams: Streams, device: CudaDevice) -> None:
     several = CudaDevice(torch.zeros((8, 64), dtype=torch.uint8), limits)
     for one in (device, several):
         transport = OnDevice(lambda pool, one=one: one)  # type: ignore[misc]
-        threading.Timer(0.1, release, (streams,)).start()  # it waits for the device
+        threading.Timer(0.1, release, (streams,)).start()  # It waits for the device.
         transport.prepare(None, [StridedExtent(0, 16), StridedExtent(16, 16)], limits)  # type: ignore[arg-type]
 
 

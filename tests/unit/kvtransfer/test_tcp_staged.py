@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu_checks
 
 @pytest.fixture
 def make_ends(devices: dict[int, FakeDevice]) -> Iterator[MakeEnds]:
-    """make_ends(source, target): a pair between such memories, by the transports that a user would get."""
+    """make_ends(source, target): a pair between such memories, over the transports that `auto` selects."""
     made: list[Pair] = []
 
     def make(source: str, target: str, *, transport: str = "auto", num_layers: int = 1) -> Pair:
@@ -98,7 +98,7 @@ def test_two_pools_in_host_memory_need_no_staging(make_ends: MakeEnds) -> None:
 def test_a_bit_changed_in_pinned_memory_is_detected(
     make_ends: MakeEnds, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    """In pinned memory of either end: no checksum of the socket's bytes would show it."""
+    """In pinned memory of either end, where a checksum of the socket's bytes would not detect it."""
     pair = make_ends("device", "device", transport="tcp")
     pair.move(pair.grant((1,)), (1,))
     move = FakeDevice.move
@@ -123,7 +123,7 @@ def _plain(move: Any, *rest: Any, **how: Any) -> Any:
 
 
 def _flipped(move: Any, device: FakeDevice, staging: Any, host: Any, num_bytes: int, wake: Any, **how: Any) -> Any:
-    """The move with one bit of the slot changed: after it on the way out, before it on the way in."""
+    """Flips one bit of the slot: after the copy when sending, before it when receiving."""
     if not how["is_to_host"]:
         host.view[5] ^= 1
         return move(device, staging, host, num_bytes, wake, **how)

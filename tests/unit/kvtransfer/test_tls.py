@@ -67,7 +67,7 @@ def test_a_sender_without_a_certificate_is_rejected(pair: Pair, tls_authority: T
     with context.wrap_socket(socket.create_connection(address_of(pair)), server_hostname="127.0.0.1") as sock:
         sock.settimeout(WAIT_S)
         with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
-            sock.recv(1)  # in TLS 1.3 the client learns of it with the first bytes
+            sock.recv(1)  # In TLS 1.3, the client learns of it with the first bytes.
 
 
 def test_a_certificate_of_another_ca_is_rejected(pair: Pair, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_an_expired_certificate_is_rejected(pair: Pair, tls_authority: TestAutho
 
 
 def connected(tls: ReloadingCertificates) -> tuple[TlsSocket, TlsSocket]:
-    """Two ends after the handshake, not blocking."""
+    """Two non-blocking ends after the handshake."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         client = socket.create_connection(door.getsockname())
         server = accepted(door.accept()[0], tls.current().peer_server)

@@ -1,4 +1,4 @@
-"""When float KV is sent as int8."""
+"""The rule that decides when float KV is sent as int8."""
 
 from __future__ import annotations
 

@@ -17,17 +17,17 @@ from typing import Any, Final
 from pdserve.core.grant import Grant, TransferKey
 
 IGNORED: Final = {
-    "stats",  # counted, never read
-    "error",  # for people
-    "now_s",  # everything is relative to it
+    "stats",  # Counted, but never read.
+    "error",  # Texts for people.
+    "now_s",  # All times are relative to it.
     "began_at_s",
-    "first_byte_at_s",  # these and the following only for figures in reports
+    "first_byte_at_s",  # This and the following are only for figures in reports.
     "num_bytes",
     "busy",
     "busy_s",
     "early_bytes",
     "last_pushed_at_s",
-    "moves",  # the table of the side, the same in all states
+    "moves",  # The side's table, which is equal in all states.
 }
 _ATOMS: Final = (int, str, bytes, float, type(None), Enum, Grant, TransferKey)
 _MANY: Final = (tuple, list, deque, array)
@@ -76,7 +76,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _alarms(table: Any, alarms: Any, now_s: float) -> Hashable:
-    """Without the numbers that break ties, and the stale entries."""
+    """Alarms without the tie-breaking numbers and the stale entries."""
     return tuple(sorted((at_s - now_s, tag) for tag, (at_s, _) in alarms._at.items()))
 
 

@@ -23,20 +23,20 @@ class Violated(Exception):
     def __init__(self, invariant: str, what: str) -> None:
         super().__init__(f"{invariant}: {what}")
         self.invariant, self.what = invariant, what
-        self.trail: list[Event] = []  # steps after the state that the exploration knows
+        self.trail: list[Event] = []  # Steps after the state that the exploration has reached.
 
 
 class Side(Protocol):
-    """Changes itself and returns what leaves it; None where the event cannot happen now."""
+    """`react` changes the side and returns its outputs; None if the event cannot happen now."""
 
     def react(self, event: Event) -> list[Output] | None: ...
 
     def alone(self) -> Iterator[Event]:
-        """What it may do by itself; some of it may turn out to be impossible."""
+        """Events that the side may cause by itself; some may turn out to be impossible."""
         ...
 
     def given_up(self) -> Iterator[Event]:
-        """What a person or an accident may do to it, as faults."""
+        """Events that count as faults: aborts and accidents."""
         ...
 
 
@@ -46,7 +46,7 @@ Menu = list[tuple[Event, "Reaction | Violated"]]
 
 @dataclass
 class Machine:
-    """One side's local states, numbered, and all reactions seen so far."""
+    """The numbered local states of one side, and all reactions seen so far."""
 
     states: list[bytes] = field(default_factory=list)
     _ids: dict[Hashable, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Machine:
         return pickle.loads(self.states[state])  # noqa: S301 - our own bytes
 
     def react(self, state: int, event: Event) -> Reaction | None:
-        """Raises Violated, each time that it is asked."""
+        """The cached reaction. Raises Violated each time if the reaction does."""
         key = state, event
         try:
             reaction = self._reactions[key]
@@ -77,7 +77,7 @@ class Machine:
         return reaction
 
     def alone(self, state: int) -> Menu:
-        """What is possible without anybody else; computed once for a state."""
+        """Events that need no other side, computed once for each state."""
         found = self._alone.get(state)
         if found is None:
             side: Side = self.copy(state)
@@ -85,7 +85,7 @@ class Machine:
         return found
 
     def given_up(self, state: int) -> Menu:
-        """The same of what counts as a fault."""
+        """Like `alone`, for events that count as faults."""
         found = self._given_up.get(state)
         if found is None:
             side: Side = self.copy(state)
@@ -110,12 +110,12 @@ class Machine:
             outputs = side.react(event)
         except Violated as violated:
             return violated
-        except Exception as error:  # whatever the tables raise is a counterexample, never the checker's end
+        except Exception as error:  # Any exception of the tables is a counterexample, and must not end the checker.
             return Violated("no crash", f"{type(error).__name__}: {error}")
         return None if outputs is None else (self.add(side), tuple(outputs))
 
     def outputs(self) -> Iterator[Output]:
-        """Whatever has left the side in any state."""
+        """All outputs of the side in any state."""
         for reaction in self._reactions.values():
             if isinstance(reaction, tuple):
                 yield from reaction[1]
@@ -125,7 +125,7 @@ ROOT: Final = -1
 
 
 class World(Protocol):
-    """`steps` yields (what happens, the state after it) or (what happens, the invariant that it breaks)."""
+    """`steps` yields (event, the state after it) or (event, the invariant that it violates)."""
 
     def initial(self) -> Hashable: ...
 

@@ -22,11 +22,11 @@ from tests.unit.kvtransfer.model.wire import JUNK, TORN, Chunk, Content, Scenari
 
 
 class At(Enum):
-    """Where a connection's thread stands in a chunk."""
+    """The position of a connection's thread within a chunk."""
 
     HEADER = "header"
     CLAIMED = "claimed"
-    WRITING = "writing"  # between enter and leave
+    WRITING = "writing"  # Between enter and leave.
     WRITTEN = "written"
 
 
@@ -110,7 +110,7 @@ class DecodeSide:
         return [block for order in self.orders.values() for block in order.blocks]
 
     def next_alarm_s(self) -> float | None:
-        """When time has an effect."""
+        """The next time at which something is due."""
         return self.table.next_alarm_s
 
     def _deadline_at_s(self) -> float | None:
@@ -156,7 +156,7 @@ class DecodeSide:
         raise AssertionError(message)
 
     def _go_on(self, writer: int) -> list[Output] | None:
-        """The thread's next call of the table."""
+        """Makes the thread's next call of the table."""
         thread = self.threads[writer]
         claim, chunk = thread.claim, thread.chunk
         if claim is None or chunk is None:
@@ -165,7 +165,7 @@ class DecodeSide:
             if self.table.enter(claim):
                 thread.at = At.WRITING
                 return []
-            self.threads[writer] = Thread()  # the rest is read past
+            self.threads[writer] = Thread()  # The rest is read and discarded.
             return self._do(self.table.review(chunk.tag, self.now_s))
         if thread.at is At.WRITING:
             thread.left -= 1
@@ -186,12 +186,12 @@ class DecodeSide:
     def _end(self, writer: int) -> list[Output] | None:
         thread = self.threads[writer]
         if thread.at is At.WRITING:
-            return None  # it leaves first
+            return None  # Its open write is closed first.
         del self.threads[writer]
         return self._do(self.table.cut(writer, "cut", self.now_s))
 
     def _free(self, transfer: int) -> list[Output] | None:
-        """The request has ended; so have its committed blocks."""
+        """The request has ended, and its committed blocks are freed."""
         order = self.orders.get(transfer)
         if order is None or not order.is_committed:
             return None
@@ -215,7 +215,7 @@ class DecodeSide:
                     )
             elif isinstance(
                 action, ReportReceived
-            ):  # Sever asks for what may happen at any time here: the thread's end
+            ):  # Sever needs no action: the thread may end at any time in this model.
                 outputs += self._hear_end(action.received)
         self.pool.check(holders=[order.blocks for order in self.orders.values()])
         return outputs

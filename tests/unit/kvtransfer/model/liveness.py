@@ -15,10 +15,10 @@ _MOST_STEPS = 100
 
 
 def settle(machine: Machine, state: int) -> list[Event]:
-    """The steps until nothing is held. Raises Violated, with the steps so far in `trail`."""
+    """The steps until no block is held. Raises Violated, with the steps so far in `trail`."""
     side: DecodeSide | PrefillSide = machine.copy(state)
     allowed_s = max(0.0, side.deadline_s() - side.now_s) + side.scenario.grace_s
-    passed_s = 0.0  # added up, because equal states may have different clocks
+    passed_s = 0.0  # Added up, because equal states may have different clocks.
     trail: list[Event] = []
     try:
         for _ in range(_MOST_STEPS):
@@ -42,13 +42,13 @@ def settle(machine: Machine, state: int) -> list[Event]:
 
 
 def next_alone(side: DecodeSide | PrefillSide) -> Event | None:
-    """What the side does next without a word from anybody."""
+    """The side's next step without any message."""
     if isinstance(side, DecodeSide):
         for writer, thread in side.threads.items():
             if thread.at in (At.WRITING, At.WRITTEN):
                 return "go on", writer
     elif isinstance(side.job, Job) and not side.job.transfer.session.is_open:
-        return ("send",)  # what is left of the frame goes out from a copy
+        return ("send",)  # The rest of the frame is sent from a copy.
     if side.next_alarm_s() is not None:
         return ("time passes",)
     if isinstance(side, DecodeSide):

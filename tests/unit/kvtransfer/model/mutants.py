@@ -127,7 +127,7 @@ def _deaf_to_deadlines(patch: pytest.MonkeyPatch) -> None:
 
 
 def _ended_is_an_error(patch: pytest.MonkeyPatch) -> None:
-    """A late chunk meets an assertion where it should meet a counter."""
+    """A late chunk fails an assertion instead of being counted."""
     claim = ReceiveTransfers.claim
 
     def strict(self: ReceiveTransfers, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float) -> Claim | None:

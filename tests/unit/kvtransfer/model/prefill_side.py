@@ -34,8 +34,8 @@ class PrefillSide:
     scenario: Scenario
     pool: BlockAllocator
     memory: list[Content]
-    table: SendTransfers | None = None  # of the pair's connection; a new one has a new table
-    to_incarnation: int = 0  # of the worker at the other end
+    table: SendTransfers | None = None  # Number of the pair's connection; a new connection has a new table.
+    to_incarnation: int = 0  # Incarnation of the worker at the other end.
     now_s: float = 0.0
     job: Job | None = None
     stamps: bytes = b""
@@ -106,7 +106,7 @@ class PrefillSide:
 
     def _start(self, transfer: int, incarnation: int) -> list[Output] | None:
         if self.table is not None and self.to_incarnation != incarnation:
-            return None  # the old pair's connection ends first; in the product they may overlap, and share nothing
+            return None  # The old connection ends first. In the product both may overlap, but they share no state.
         blocks = self.pool.allocate(self.scenario.blocks)
         if blocks is None:
             return None
@@ -119,7 +119,7 @@ class PrefillSide:
         return self._do(self.table.start(grant, self.now_s, self._deadline_at_s()))
 
     def _push(self, transfer: int) -> list[Output] | None:
-        """The next block is computed, and handed to the sender."""
+        """The next block is computed and passed to the sender."""
         order = self.orders.get(transfer)
         if self.table is None or order is None or order.num_pushed >= len(order.blocks):
             return None
@@ -164,7 +164,7 @@ class PrefillSide:
         return tuple(self.memory[source] for source in job.chunk.sources)
 
     def _cut(self) -> list[Output] | None:
-        """The thread of the pair ends, and what it was writing with it."""
+        """The pair's thread ends, and with it the frame that it was writing."""
         if self.table is None:
             return None
         self.job, self.stamps, self.checksum = None, b"", ()

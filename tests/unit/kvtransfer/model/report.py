@@ -29,14 +29,14 @@ class Result:
     trail: list[Event]
 
     def story(self) -> str:
-        """The counterexample, a step a line."""
+        """The counterexample, with one step per line."""
         lines = [f"{number:3}. {told(event)}" for number, event in enumerate(self.trail, start=1)]
         return "\n".join([*lines, f"     violates {self.violated}"]) if self.violated else "no violation"
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """States make no cycles, and walking all of them again and again takes a tenth of the time."""
+    """Disables garbage collection: states have no cycles, and collection would take a tenth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -67,7 +67,7 @@ def run(scenario: Scenario, most: int = 10_000_000) -> Result:
 
 
 def _stuck(world: World, explored: Explored) -> tuple[Violated | None, list[Event]]:
-    """The first state from which a side does not get its blocks back alone."""
+    """The first state from which a side does not get all its blocks back without messages."""
     bad: dict[tuple[str, int], Violated] = {}
     for name, machine in ((D, world.decode), (P, world.prefill)):
         for local in range(len(machine.states)):
@@ -84,7 +84,7 @@ def _stuck(world: World, explored: Explored) -> tuple[Violated | None, list[Even
 
 
 def _ends(world: World) -> Counter[str]:
-    """How transfers ended, in how many local states or steps: what the exploration has seen."""
+    """The ends of transfers that the exploration has reached, with the number of local states or steps of each."""
     ends: Counter[str] = Counter()
     for state in range(len(world.decode.states)):
         for order in world.decode.copy(state).orders.values():

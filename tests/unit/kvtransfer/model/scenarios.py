@@ -8,7 +8,7 @@ from tests.unit.kvtransfer.model.wire import Scenario
 
 
 def scenario(*, blocks: int = 1, sources: int = 1, targets: int = 1, **more: Any) -> Scenario:
-    """Pools in transfers' worth of blocks."""
+    """A scenario with pool sizes given in transfers."""
     return Scenario(blocks=blocks, source_blocks=sources * blocks, target_blocks=targets * blocks, **more)
 
 
@@ -20,16 +20,16 @@ REUSE_OF_TWO: Final = scenario(blocks=2, faults=1)
 BOTH_AT_ONCE: Final = scenario(sources=2, slices=2, faults=1)
 # One transfer of two blocks in two writes each, with more faults.
 ONE_OF_TWO: Final = scenario(blocks=2, transfers=1, slices=2, faults=3)
-# Without deadlines: leases end what makes no progress.
+# Without deadlines: leases end transfers without progress.
 LEASED: Final = scenario(faults=1, deadline_s=None)
 # Two live transfers on different blocks, over two connections.
 SIDE_BY_SIDE: Final = scenario(targets=2, faults=2)
-# In every run of the tests: each of the above, with fewer faults or fewer kinds of them.
+# For every run of the tests: each of the above, with fewer faults or fewer kinds of faults.
 SHORT_REUSE: Final = scenario(faults=1)
 SHORT_BOTH: Final = scenario(sources=2, slices=2, faults=1, kinds=frozenset(("cut", "abort")))
 SHORT_ONE_OF_TWO: Final = scenario(blocks=2, transfers=1, slices=2, faults=2)
 SHORT_LEASED: Final = scenario(transfers=1, faults=2, deadline_s=None)
-# `python -m tests.unit.kvtransfer.model`, for minutes and gigabytes.
+# For `python -m tests.unit.kvtransfer.model`, which takes minutes and gigabytes.
 REUSE_WITH_MORE: Final = scenario(faults=3)
 BOTH_WITH_MORE: Final = scenario(sources=2, slices=2, faults=2)
 
@@ -38,7 +38,7 @@ EVERY_TIME: Final = {
     "one of two, two faults": SHORT_ONE_OF_TWO,
     "one, no deadline": SHORT_LEASED,
 }
-#: By `make test-slow`: a fifth of the time of all the others.
+#: For `make test-slow`: a fifth of the time of all the others.
 SLOW: Final = {"both at once, cut or given up": SHORT_BOTH}
 DEEP: Final = {
     **EVERY_TIME,

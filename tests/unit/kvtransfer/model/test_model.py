@@ -9,8 +9,8 @@ from tests.unit.kvtransfer.model.mutants import MUTANTS, Mutant
 from tests.unit.kvtransfer.model.report import run
 from tests.unit.kvtransfer.model.scenarios import EVERY_TIME, SLOW, scenario
 
-pytestmark = pytest.mark.timeout(600)  # half a minute of CPU, however busy the machine is
-#: One error for each invariant, of those that are found soonest; the others are slow.
+pytestmark = pytest.mark.timeout(600)  # Half a minute of CPU time.
+#: For each invariant, the error that is found first. The others take longer.
 QUICK = (
     "drained is reported with an access open",
     "all checksums match",

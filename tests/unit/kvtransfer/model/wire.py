@@ -12,7 +12,7 @@ from tests.unit.kvtransfer.harness import fingerprint
 BLOCK_BYTES: Final = 1
 FACTS: Final = fingerprint(64)
 
-Content = Any  # of a block: (transfer, grant index) once it is computed, JUNK or TORN otherwise
+Content = Any  # Contents of a block: (transfer, grant index) once it is computed, JUNK or TORN otherwise.
 JUNK: Final = "junk"
 TORN: Final = "torn"
 WRONG: Final = "wrong"
@@ -24,10 +24,10 @@ class Chunk(NamedTuple):
     tag: Tag
     first: int
     stamps: bytes
-    payload: tuple[Content, ...]  # as it is on the wire
-    checksum: tuple[Content, ...]  # as it was when the checksum was taken
+    payload: tuple[Content, ...]  # Contents on the wire.
+    checksum: tuple[Content, ...]  # Contents when the checksum was computed.
     is_last: bool
-    origin: int  # ghost: the transfer that it was read for
+    origin: int  # For invariants only: the transfer for which the bytes were read.
 
 
 FAULTS: Final = frozenset(
@@ -37,22 +37,23 @@ FAULTS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is explored. `faults` is how many faults one history may have."""
+    """The bounds of an exploration. `faults` is the number of faults that one history may have."""
 
-    blocks: int = 2  # of each transfer
-    source_blocks: int = 2  # of the prefill worker's pool
-    target_blocks: int = 2  # of the decode worker's; as many as a transfer has: the next one lands on the same
+    blocks: int = 2  # Blocks of each transfer.
+    source_blocks: int = 2  # Blocks of the prefill worker's pool.
+    # Blocks of the decode worker's pool. If a transfer has as many, the next transfer gets the same blocks.
+    target_blocks: int = 2
     transfers: int = 2
-    slices: int = 1  # in how many writes a chunk reaches memory: 1 from shared memory, more from a socket
+    slices: int = 1  # Number of writes of a chunk: 1 from shared memory, more from a socket.
     faults: int = 2
-    kinds: frozenset[str] = FAULTS  # of faults
+    kinds: frozenset[str] = FAULTS  # Kinds of faults.
     deadline_s: float | None = 10.0
-    has_clock: bool = True  # False: no time passes
+    has_clock: bool = True  # False: no time passes.
     grace_s: float = 1.0
 
 
 def grant_of(transfer: int, incarnation: int, blocks: tuple[int, ...]) -> Grant:
-    """The worst case for the fence: two grants in one worker's life differ in their generation and nothing else."""
+    """The worst case for the checks: two grants of one worker process differ only in their generation."""
     return Grant(
         key=TransferKey(transfer_id=f"d.{incarnation}", attempt=1, generation=transfer),
         endpoint="d",
@@ -65,5 +66,5 @@ def grant_of(transfer: int, incarnation: int, blocks: tuple[int, ...]) -> Grant:
 
 
 def content_hash_of(transfer: int, index: int) -> int:
-    """The name of what the prompt's block with that number holds."""
+    """The content hash of the prompt's block with that number."""
     return 16 * transfer + index + 1

@@ -22,7 +22,7 @@ _MOST_REPEATED: Final = 3
 
 
 class Connection(NamedTuple):
-    """An end that is closed reads and writes no more; the other end hears of it later, or never."""
+    """A closed end reads and writes no more. The other end learns of it later, or never."""
 
     number: int
     to_d: tuple[Any, ...] = ()
@@ -37,7 +37,7 @@ class State(NamedTuple):
     d: int
     p: int
     connections: tuple[Connection, ...] = ()
-    grants: tuple[tuple[int, int], ...] = ()  # (transfer, incarnation) on their way to the prefill worker
+    grants: tuple[tuple[int, int], ...] = ()  # (transfer, incarnation) of grants on their way to the prefill worker.
     verified: tuple[int, ...] = ()
     incarnation: int = 1
     num_connections: int = 0
@@ -151,7 +151,8 @@ class World:
         outputs = reaction[1]
         after = State(state.d, reaction[0], *state[2:])
         if event[0] == "dial":
-            if outputs[0] != ("linked", state.incarnation):  # whoever is at that address now did not give the grant
+            # The process that has this address now did not make the grant.
+            if outputs[0] != ("linked", state.incarnation):
                 refused = self.prefill.react(state.p, ("cut",))
                 assert refused is not None
                 return self._after_p(state, ("cut",), refused)
@@ -186,6 +187,6 @@ def _connection(state: State, number: int) -> Connection:
 
 
 def _with(state: State, changed: Connection) -> State:
-    """With one connection changed, and forgotten once both its ends are closed."""
+    """The state with one connection changed. A connection is dropped once both ends are closed."""
     others = [changed if one.number == changed.number else one for one in state.connections]
     return state._replace(connections=tuple([one for one in others if one.is_p_open or one.is_d_open]))
