@@ -1,4 +1,4 @@
-"""Alarms against a dict that is searched."""
+"""Alarms, compared with a dict that is searched."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=300))
-def test_alarms_are_those_of_a_searched_dict(steps: list[tuple[object, ...]]) -> None:
+def test_alarms_match_a_searched_dict(steps: list[tuple[object, ...]]) -> None:
     alarms: Alarms[str] = Alarms()
-    naive: dict[str, float] = {}  # in the order in which they were set
+    naive: dict[str, float] = {}  # In the order in which they were set.
     for step in steps:
         match step:
             case ("set", str(key), float(at_s)):
@@ -40,7 +40,7 @@ def test_alarms_are_those_of_a_searched_dict(steps: list[tuple[object, ...]]) ->
 
 def test_cleared_alarms_take_no_memory() -> None:
     alarms: Alarms[int] = Alarms()
-    alarms.set(-1, 5.0)  # an early alarm does not keep later ones in memory
+    alarms.set(-1, 5.0)  # An early alarm does not keep later ones in memory.
     for key in range(10_000):
         alarms.set(key, 600.0)
         alarms.clear(key)
@@ -48,7 +48,7 @@ def test_cleared_alarms_take_no_memory() -> None:
     assert alarms.next_at_s == 5.0
 
 
-def test_a_moved_alarm_rings_once() -> None:
+def test_a_moved_alarm_is_due_once() -> None:
     alarms: Alarms[str] = Alarms()
     alarms.set("a", 1.0)
     alarms.set("a", 3.0)

@@ -1,4 +1,4 @@
-"""Facts of one attempt, the end of a text, and which attempts a worker has seen."""
+"""Properties of an attempt, the end of a text, and the attempts that a worker has seen."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_only_a_newer_attempt_begins() -> None:
     assert ledger.begin(key(1, "a", router=2))
 
 
-def test_a_request_of_which_nothing_is_held_may_use_its_name_again() -> None:
+def test_a_released_request_may_reuse_its_name() -> None:
     ledger = AttemptLedger()
     ledger.begin(key(2))
     ledger.forget(key(1))
@@ -98,7 +98,7 @@ def test_a_request_of_which_nothing_is_held_may_use_its_name_again() -> None:
     ledger.forget(key(1, "unknown"))
 
 
-def test_a_router_that_is_gone_is_forgotten_alone() -> None:
+def test_forgetting_a_router_keeps_the_others() -> None:
     ledger = AttemptLedger()
     for one in (key(5), key(5, "b"), key(5, router=2)):
         ledger.begin(one)
@@ -107,7 +107,7 @@ def test_a_router_that_is_gone_is_forgotten_alone() -> None:
     assert ledger.newest(key(router=2)) == key(5, router=2)
 
 
-def test_attempts_are_remembered_in_bounded_memory_the_latest_longest() -> None:
+def test_memory_of_attempts_is_bounded() -> None:
     ledger = AttemptLedger(capacity=2)
     for one in (key(1, "a"), key(1, "b"), key(2, "a"), key(1, "c")):
         assert ledger.begin(one)

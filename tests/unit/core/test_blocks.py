@@ -36,7 +36,7 @@ def test_an_allocation_is_one_run_where_memory_allows(blocks: BlockAllocator) ->
     assert third is not None
     assert [runs_of(each) for each in (first, second, third)] == [[(0, 2)], [(2, 3)], [(5, 1)]]
     blocks.release(second)
-    assert blocks.allocate(2) == [6, 7]  # the smallest run that fits
+    assert blocks.allocate(2) == [6, 7]  # The smallest run that is large enough.
     assert blocks.allocate(3) == [2, 3, 4]
 
 
@@ -47,14 +47,14 @@ def test_scattered_memory_is_handed_out_largest_run_first(blocks: BlockAllocator
     assert blocks.allocate(5) == [0, 1, 2, 6, 7]
 
 
-def test_asking_for_more_than_there_is_changes_nothing(blocks: BlockAllocator) -> None:
+def test_an_impossible_allocation_changes_nothing(blocks: BlockAllocator) -> None:
     published(blocks, 1)
     before = blocks.num_available
     assert blocks.allocate(8) is None
     assert blocks.num_available == before
 
 
-def test_zero_blocks_are_always_to_be_had() -> None:
+def test_zero_blocks_can_always_be_allocated() -> None:
     assert BlockAllocator(0).allocate(0) == []
 
 
@@ -74,7 +74,7 @@ def test_a_match_ends_at_the_first_hash_that_is_missing(blocks: BlockAllocator) 
     blocks.check(holders=[taken, taken[:1]])
 
 
-def test_a_shared_prefix_is_evicted_after_what_follows_it(blocks: BlockAllocator) -> None:
+def test_a_shared_prefix_is_evicted_after_later_blocks(blocks: BlockAllocator) -> None:
     blocks.release(published(blocks, 1, 2, 3))
     assert blocks.allocate(6) is not None
     assert blocks.snapshot().stored == (h(1), h(2))
@@ -82,7 +82,7 @@ def test_a_shared_prefix_is_evicted_after_what_follows_it(blocks: BlockAllocator
     assert blocks.snapshot().stored == (h(1),)
 
 
-def test_use_saves_from_eviction(blocks: BlockAllocator) -> None:
+def test_a_used_block_is_evicted_later(blocks: BlockAllocator) -> None:
     blocks.release(published(blocks, 1))
     blocks.release(published(blocks, 2))
     blocks.release(blocks.match([h(1)]))
@@ -127,7 +127,7 @@ def test_without_a_cache_nothing_is_found() -> None:
     allocator.check(holders=[])
 
 
-def test_releasing_more_often_than_taken_is_loud(blocks: BlockAllocator) -> None:
+def test_releasing_too_often_raises(blocks: BlockAllocator) -> None:
     taken = blocks.allocate(1)
     assert taken is not None
     blocks.release(taken)
@@ -148,7 +148,7 @@ def test_an_invalidated_cached_block_is_free(blocks: BlockAllocator) -> None:
     blocks.check()
     assert (blocks.num_free, blocks.num_evictable) == (7, 1)
     assert blocks.match([h(1)]) == []
-    blocks.invalidate(0)  # it stands for nothing any more
+    blocks.invalidate(0)  # It has no hash any more.
     assert blocks.num_free == 7
 
 

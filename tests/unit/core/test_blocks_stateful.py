@@ -1,4 +1,4 @@
-"""Random lives of sequences against a model of what the allocator promises."""
+"""Random operations on sequences, compared with a model of the allocator."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Sequences(RuleBasedStateMachine):
     def start(self, num_blocks: int) -> None:
         self.allocator = BlockAllocator(num_blocks)
         self.holders: dict[int, list[int]] = {}
-        self.contents: dict[int, bytes] = {}  # the hash of what was written into each block
-        self.index: set[bytes] = set()  # what a reader of the changes believes
+        self.contents: dict[int, bytes] = {}  # Block -> hash of its contents.
+        self.index: set[bytes] = set()  # The hashes that a reader of the changes knows.
         self.next_id = 0
 
     @rule(target=held, tokens=TOKENS)

@@ -20,21 +20,21 @@ def data(name: str) -> dict[str, Any]:
     return found
 
 
-def test_listed_degrees_are_used_as_they_stand() -> None:
+def test_listed_degrees_are_used_unchanged() -> None:
     found = load_degrees(A100)
     assert list(found) == [1, 2, 4]
     assert found[1] == load_profile(f"{A100}:tp1")
     assert (found[2].cost, found[2].degree, found[2].derived) == (load_profile(f"{A100}:tp2").cost, 2, "")
 
 
-def test_a_missing_capacity_lies_on_the_line_of_the_others() -> None:
+def test_a_missing_capacity_is_interpolated() -> None:
     found = load_degrees(A100)[4]
     assert found.kv_capacity_tokens == 163_008 + 2 * (163_008 - 66_144)
     assert found.derived == DERIVED_CAPACITY
     assert found.cost.decode_base_s == pytest.approx(10.256232e-3)
 
 
-def test_one_degree_is_not_extended_unless_asked() -> None:
+def test_degrees_are_derived_only_on_request() -> None:
     assert load_degrees(H100) == {1: load_profile(H100)}
     assert list(load_degrees(f"{A100}:tp2")) == [2]
 
@@ -42,19 +42,19 @@ def test_one_degree_is_not_extended_unless_asked() -> None:
 def test_a_derived_degree_divides_arithmetic_and_adds_all_reduces() -> None:
     one, two = load_degrees(H100, (2, 1)).values()
     assert (two.degree, two.derived, two.name) == (2, DERIVED_COST, f"{H100}:tp2")
-    all_reduces_s = 2 * 32 * 2 * 2e-5  # two per layer, each of two steps of 20 us
+    all_reduces_s = 2 * 32 * 2 * 2e-5  # Two per layer, each with two steps of 20 us.
     assert two.cost.decode_base_s == pytest.approx(one.cost.decode_base_s / 2 + all_reduces_s)
     assert two.cost.prefill_base_s == pytest.approx(one.cost.prefill_base_s / 2 + all_reduces_s)
-    token_s = 2 * 32 * 4096 * 2 / 3e11  # each GPU sends a token's activations once per all-reduce
+    token_s = 2 * 32 * 4096 * 2 / 3e11  # Each GPU sends a token's activations once per all-reduce.
     assert two.cost.prefill_per_token_s == pytest.approx(one.cost.prefill_per_token_s / 2 + token_s)
     assert two.cost.decode_per_row_s == pytest.approx(one.cost.decode_per_row_s / 2 + token_s)
     assert two.cost.prefill_per_token_context_s == one.cost.prefill_per_token_context_s / 2
     assert two.cost.decode_per_context_token_s == one.cost.decode_per_context_token_s / 2
-    # A second GPU holds half of the weights, and so has room for KV in the place of the other half.
+    # A second GPU stores half of the weights, so the memory of the other half is free for KV.
     assert two.kv_capacity_tokens == (2 * 400_000 * 131_072 + 16_060_522_496) // 131_072
 
 
-def test_the_rule_agrees_with_the_published_costs_of_two_gpus() -> None:
+def test_derived_costs_match_published_ones() -> None:
     """OPT-13B: derived from one A100, and published for two."""
     published = load_degrees(A100)
     row = data(A100) | {"tensor_parallel": {"1": data(A100)["tensor_parallel"]["1"]}}

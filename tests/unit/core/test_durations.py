@@ -14,13 +14,13 @@ NO_DURATIONS = [math.nan, math.inf, -math.inf, -1e-9, 86_400.1, 1e300]
 
 
 @pytest.mark.parametrize("seconds", NO_DURATIONS)
-def test_what_is_no_duration_is_named(seconds: float) -> None:
+def test_an_invalid_duration_is_rejected(seconds: float) -> None:
     with pytest.raises(InvalidRequest, match=r"^deadline_s: got .*, expected between 0 and 86400 seconds$"):
         check_duration("deadline_s", seconds)
 
 
 @pytest.mark.parametrize("seconds", [0, 0.0, 1e-9, 600, DAY_S])
-def test_durations_pass(seconds: float) -> None:
+def test_valid_durations_are_accepted(seconds: float) -> None:
     check_duration("deadline_s", seconds)
 
 
@@ -32,8 +32,8 @@ def test_a_wait_is_clamped(wait_s: float, clamped: float) -> None:
     assert clamped_s(wait_s) == clamped
 
 
-def test_the_longest_wait_is_one_that_every_timer_takes() -> None:
-    """Each returns at once, and would raise OverflowError for a wait that is too long."""
+def test_the_longest_wait_suits_every_timer() -> None:
+    """Each timer returns at once here, and would raise OverflowError if the wait were too long."""
     done = threading.Event()
     done.set()
     assert done.wait(DAY_S)

@@ -1,4 +1,4 @@
-"""What a grammar's text may be, before it is compiled."""
+"""Limits on the text of a grammar, before it is compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_grammar_without_a_text_is_rejected(kind: GrammarKind) -> None:
     assert (raised.value.field, raised.value.seen) == (kind.value, "an empty text")
 
 
-def test_any_object_has_no_text() -> None:
+def test_json_object_has_no_text() -> None:
     assert Grammar(GrammarKind.JSON_OBJECT).text == ""
     with pytest.raises(InvalidRequest) as raised:
         Grammar(GrammarKind.JSON_OBJECT, "{}")

@@ -23,7 +23,7 @@ def test_a_partial_block_has_no_hash() -> None:
     assert len(block_hashes(range(9), 4, KEY)) == 2
 
 
-def test_equal_prefixes_share_hashes_and_what_follows_a_difference_shares_none() -> None:
+def test_hashes_differ_after_the_first_difference() -> None:
     left, right = block_hashes([0, 1, 2, 3, 4, 5], 2, KEY), block_hashes([0, 1, 9, 3, 4, 5], 2, KEY)
     assert left[0] == right[0]
     assert not set(left[1:]) & set(right[1:])
@@ -56,7 +56,7 @@ def test_a_token_id_that_is_not_an_unsigned_32_bit_integer_is_refused() -> None:
         block_hashes([-1], 1, KEY)
 
 
-def test_the_last_partly_filled_block_has_a_name_of_its_own() -> None:
+def test_a_partly_filled_block_has_a_different_hash() -> None:
     key, tokens = chain_key(b"", bytes(32)), list(range(8))
     hashes = block_hashes(tokens, 4, key)
     assert tail_hash(hashes, tokens, 4, key) is None

@@ -21,11 +21,11 @@ def test_a_float_that_is_not_finite_becomes_null(value: float) -> None:
     assert json.loads(to_json(rows)) == {"a": None, "b": [1.5, None], "c": {"name": "d", "shares": [None, 2.0]}}
 
 
-def test_what_json_has_comes_out_as_it_is() -> None:
+def test_json_values_are_unchanged() -> None:
     value = {"text": "é\n", "none": None, "yes": True, "count": 3, "list": []}
     assert json.loads(to_json(value)) == value
 
 
-def test_what_json_does_not_have_is_an_error() -> None:
+def test_a_value_without_a_json_form_is_an_error() -> None:
     with pytest.raises(TypeError):
         to_json({"set": {1}})

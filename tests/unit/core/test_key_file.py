@@ -1,4 +1,4 @@
-"""The format of the key file: what it says, and what is rejected."""
+"""The format of the key file, and invalid files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def keyed(*keys: str, **quotas: Any) -> dict[str, Any]:
     return {**quotas, "keys": [{"sha256": key_hash(key)} for key in keys]}
 
 
-def test_a_key_leads_to_its_tenant() -> None:
+def test_a_key_belongs_to_its_tenant() -> None:
     quotas = {"tokens_per_minute": 600, "max_concurrent": 3, "slo": "quick", "max_priority": 5}
     found = parse(text_of({"acme": keyed(KEY, **quotas), "b": keyed(OTHER)}, slo_classes={"quick": QUICK}))
     acme = Tenant(name="acme", tokens_per_minute=600, max_concurrent=3, slo=Slo(**QUICK), max_priority=5)
@@ -50,7 +50,7 @@ def test_other_texts_are_no_keys(given: str) -> None:
     assert parse(text_of({"acme": keyed(KEY)})).tenant_of(given) is None
 
 
-def test_a_password_works_as_no_key_even_if_its_hash_is_listed() -> None:
+def test_a_listed_password_is_not_a_key() -> None:
     assert not is_key("hunter2")
     assert parse(text_of({"acme": {"keys": [{"sha256": key_hash("hunter2")}]}})).tenant_of("hunter2") is None
 
@@ -97,7 +97,7 @@ def test_a_null_quota_is_no_limit() -> None:
         (text_of({f"t{number}": {} for number in range(MAX_TENANTS + 1)}), "tenants"),
     ],
 )
-def test_a_wrong_file_is_rejected_with_the_name_of_its_field(text: str, field: str) -> None:
+def test_an_invalid_file_names_its_field(text: str, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert caught.value.field == field
@@ -143,7 +143,7 @@ class _LookedUp(dict[bytes, Tenant]):
 
 @pytest.mark.parametrize("other", [OTHER, KEY[:-1] + "B", KEY[:5] + "B" * 42], ids=["random", "near the end", "near"])
 def test_a_lookup_takes_the_same_steps_for_every_key(other: str) -> None:
-    """One hash and one lookup by it: nothing depends on how much of a wrong key is right."""
+    """A lookup is one hash and one access by it, so its time does not depend on how much of a wrong key is right."""
     keys = _LookedUp({bytes.fromhex(key_hash(KEY)): Tenant(name="acme")})
     file = KeyFile({}, keys)
     assert (file.tenant_of(KEY), file.tenant_of(other)) == (Tenant(name="acme"), None)

@@ -1,4 +1,4 @@
-"""The cost model: finite and non-negative whatever it is fed, close after a minute, calm about outliers."""
+"""The cost model: finite and non-negative for any samples, accurate after a minute, and robust against outliers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def feed(
     noise: float = 0.05,
     slowness: float = 1.0,
 ) -> None:
-    """So many decode and so many prefill batches."""
+    """Observes so many decode and prefill batches."""
     for _ in range(batches):
         rows = rng.randint(1, 32)
         context = rows * rng.randint(10, 1000)
@@ -111,9 +111,7 @@ def test_a_mixed_step_reads_the_weights_once() -> None:
     context=st.integers(0, 10**6),
     cached=st.integers(0, 10**6),
 )
-def test_a_chunk_is_as_long_as_its_limit_allows_and_no_longer(
-    limit_s: float, rows: int, context: int, cached: int
-) -> None:
+def test_a_chunk_uses_its_whole_limit(limit_s: float, rows: int, context: int, cached: int) -> None:
     model = CostModel(TRUTH)
     tokens = model.chunk_tokens(limit_s, rows, context, cached)
     if tokens == 0.0:
@@ -127,13 +125,13 @@ def test_a_chunk_that_costs_nothing_may_be_of_any_length() -> None:
     assert free.chunk_tokens(1.0, 1, 10, 10) == math.inf
 
 
-def test_a_chunked_prefill_pays_the_base_once_per_chunk_and_nothing_else() -> None:
+def test_each_chunk_pays_the_base_once() -> None:
     model = CostModel(TRUTH)
     chunks = [model.prefill_s(512, cached) for cached in (0, 512)]
     assert model.prefill_s(1024, 0, chunk_tokens=512) == pytest.approx(sum(chunks))
 
 
-def test_a_step_without_prompt_tokens_pays_no_base_of_the_prefill() -> None:
+def test_a_decode_step_pays_no_prefill_base() -> None:
     model = CostModel(CostPrior(prefill_base_s=0.05, decode_base_s=0.01, decode_per_row_s=1e-3))
     assert model.step_s(4, 0) == model.decode_s(4, 0) < 0.05
     assert model.step_s(0, 0) == 0.0
@@ -145,7 +143,7 @@ def test_nothing_to_do_takes_no_time() -> None:
 
 
 @given(prior=st.builds(CostPrior, *[], **dict.fromkeys(CostPrior.__dataclass_fields__, anything)), steps=samples)
-def test_predictions_are_finite_and_not_negative_whatever_is_observed(
+def test_predictions_are_finite_and_not_negative(
     prior: CostPrior, steps: list[tuple[int, int, float, int, float]]
 ) -> None:
     model = CostModel(prior)
@@ -178,7 +176,7 @@ def test_more_work_is_never_predicted_to_take_less_time(
 
 
 @pytest.mark.parametrize("seed", slow_except(range(5), 0, 1))
-def test_a_wrong_prior_is_forgotten_within_some_hundred_batches(seed: int) -> None:
+def test_a_wrong_prior_is_corrected_within_hundreds_of_batches(seed: int) -> None:
     model, truth = CostModel(), CostModel(TRUTH)
     feed(model, truth, random.Random(seed), 400)
     assert model.decode_s(16, 8000) == pytest.approx(truth.decode_s(16, 8000), rel=0.05)
@@ -189,7 +187,7 @@ def test_a_wrong_prior_is_forgotten_within_some_hundred_batches(seed: int) -> No
     assert model.prefill_error < 0.1
 
 
-def test_the_band_is_that_of_the_samples_once_there_are_enough_of_them() -> None:
+def test_the_error_follows_the_samples() -> None:
     model = CostModel(CostPrior())
     for _ in range(16):
         model.observe(
@@ -200,7 +198,7 @@ def test_the_band_is_that_of_the_samples_once_there_are_enough_of_them() -> None
 
 @pytest.mark.parametrize("seed", slow_except(range(5), 0, 1))
 @pytest.mark.parametrize("factor", [0.1, 10.0])
-def test_a_prior_ten_times_off_is_put_right_within_fifty_batches(seed: int, factor: float) -> None:
+def test_a_prior_off_by_ten_is_corrected_in_fifty_batches(seed: int, factor: float) -> None:
     model, truth, rng = CostModel(scaled(factor)), CostModel(TRUTH), random.Random(seed)
     feed(model, truth, rng, 50)
     assert error(model, truth) < 0.05
@@ -217,7 +215,7 @@ def test_a_single_stall_moves_a_trained_model_by_a_few_percent(seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", slow_except(range(5), 0, 1))
-def test_a_stall_in_every_tenth_batch_leaves_the_prediction_near_the_others(seed: int) -> None:
+def test_regular_stalls_hardly_change_predictions(seed: int) -> None:
     model, truth, rng = CostModel(TRUTH), CostModel(TRUTH), random.Random(seed)
     for _ in range(60):
         feed(model, truth, rng, 9)
@@ -250,7 +248,7 @@ def test_a_throttled_minute_is_learned_and_forgotten_within_a_dozen_batches(seed
         feed(model, truth, rng, 200, slowness=now)
 
 
-def test_costs_learned_beside_other_processes_are_forgotten_within_a_few_batches() -> None:
+def test_costs_recover_after_other_processes_stop() -> None:
     """Batches of a live worker. During the first QUIET_AFTER, other processes used the same cores, and batches took up
     to forty times as long, at random."""
     with CONTENDED.open() as lines:
@@ -300,14 +298,14 @@ def test_no_single_sample_moves_a_trained_model_far(
         assert was / 1.2 < is_now < was * 1.2
 
 
-def test_a_prior_of_nothing_learns() -> None:
-    """A calibration without time leaves zeros."""
+def test_a_prior_of_zeros_learns() -> None:
+    """A calibration that took no measurements leaves zeros."""
     model, truth = CostModel(scaled(0.0)), CostModel(TRUTH)
     feed(model, truth, random.Random(0), 200)
     assert error(model, truth) < 0.1
 
 
-def test_equal_batches_do_not_unlearn_what_they_do_not_show() -> None:
+def test_equal_batches_keep_unobserved_coefficients() -> None:
     model = CostModel(TRUTH)
     feed(model, CostModel(TRUTH), random.Random(1), 300)
     for _ in range(5000):
@@ -324,7 +322,7 @@ def test_equal_batches_do_not_unlearn_what_they_do_not_show() -> None:
 
 @pytest.mark.parametrize("factor", [0.05, 0.5, 20.0])
 def test_equal_batches_far_from_their_prior_are_learned(factor: float) -> None:
-    """Nothing tells the coefficients apart, and one that has come to zero must not send the others astray."""
+    """The samples cannot distinguish the coefficients, and one that reached zero must not distort the others."""
     fit = Fit((0.01, 0.001, 0.0, 0.1), (1.0, 16.0, 16.0 * 1024.0, 16.0))
     features = (1.0, 1.0, 9.0, 2.0)
     seconds = factor * fit.predict(features)
@@ -335,7 +333,7 @@ def test_equal_batches_far_from_their_prior_are_learned(factor: float) -> None:
 
 @pytest.mark.parametrize(("tokens", "wrong"), [(256, "prefill_per_token_s"), (8, "decode_base_s")])
 @pytest.mark.parametrize("factor", [0.1, 10.0])
-def test_mixed_batches_teach_the_side_that_they_wait_for(tokens: int, wrong: str, factor: float) -> None:
+def test_mixed_batches_correct_the_limiting_side(tokens: int, wrong: str, factor: float) -> None:
     truth = CostModel(TRUTH)
     model = CostModel(CostPrior(**{**_fields(TRUTH), wrong: factor * getattr(TRUTH, wrong)}))
     load = tokens * tokens / 2
@@ -346,19 +344,19 @@ def test_mixed_batches_teach_the_side_that_they_wait_for(tokens: int, wrong: str
 
 
 @pytest.mark.parametrize("step_s", [0.0, -1.0, math.nan, math.inf, 1e9])
-def test_a_time_that_cannot_be_is_dropped(step_s: float) -> None:
+def test_an_impossible_time_is_dropped(step_s: float) -> None:
     model = CostModel(TRUTH)
     before = model.coefficients
     assert not model.observe(rows=1, prefill_tokens=0, prefill_token_context=0.0, context_tokens=10, step_s=step_s)
     assert model.coefficients == before
 
 
-def test_a_prior_that_cannot_be_is_replaced_by_the_default() -> None:
+def test_an_impossible_prior_is_replaced() -> None:
     prior = CostPrior(prefill_base_s=math.nan, decode_base_s=-1.0, decode_per_row_s=0.5)
     assert CostModel(prior).coefficients == CostPrior(decode_per_row_s=0.5)
 
 
-def test_a_link_is_first_what_it_is_declared_to_be() -> None:
+def test_a_link_starts_from_its_declared_values() -> None:
     link = LinkModel(latency_s=0.02, bandwidth_bytes_s=100.0)
     assert (link.latency_s, link.bandwidth_bytes_s) == (pytest.approx(0.02), pytest.approx(100.0))
     assert link.transfer_s(50.0) == pytest.approx(0.52)
@@ -366,7 +364,7 @@ def test_a_link_is_first_what_it_is_declared_to_be() -> None:
     assert link.transfer_s(50.0) == pytest.approx(0.52)
 
 
-def test_transfers_tell_latency_and_bandwidth() -> None:
+def test_transfers_reveal_latency_and_bandwidth() -> None:
     link, rng = LinkModel(), random.Random(0)
     for _ in range(100):
         num_bytes = rng.randint(10**5, 10**8)
@@ -386,9 +384,7 @@ def test_a_slower_link_is_learned_in_a_dozen_transfers() -> None:
 
 
 @given(st.lists(st.tuples(anything, anything), max_size=30), st.floats(0, 1e15))
-def test_a_transfer_is_predicted_finite_whatever_was_measured(
-    measured: list[tuple[float, float]], num_bytes: float
-) -> None:
+def test_transfer_predictions_are_finite(measured: list[tuple[float, float]], num_bytes: float) -> None:
     link = LinkModel()
     for size, seconds in measured:
         link.observe(size, seconds)

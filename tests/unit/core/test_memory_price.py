@@ -1,4 +1,4 @@
-"""How long a step is worth being."""
+"""The longest step that is worth its memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ WEIGHTS_S = 0.006
 
 @pytest.mark.parametrize("rows_share", [0.0, 0.2, 0.5])
 @pytest.mark.parametrize("held_per_second", [2.0, 8.0, 20.0])
-def test_a_step_of_that_length_serves_most(rows_share: float, held_per_second: float) -> None:
-    """Held memory follows the step's length; who takes the longest worthwhile step finds the best one there is."""
+def test_the_longest_worthwhile_step_maximises_throughput(rows_share: float, held_per_second: float) -> None:
+    """Held memory grows with the step's length. The longest worthwhile step is then the one with the best
+    throughput."""
 
     def served(step_s: float) -> float:
         held_share = held_per_second * step_s
@@ -28,15 +29,15 @@ def test_a_step_of_that_length_serves_most(rows_share: float, held_per_second: f
     assert worth_s == pytest.approx(best_s, rel=0.03)
 
 
-def test_it_shortens_as_memory_fills_and_never_below_the_weights() -> None:
+def test_steps_shorten_as_memory_fills() -> None:
     lengths_s = [longest_step_s(WEIGHTS_S, held / 100) for held in range(101)]
     assert lengths_s == sorted(lengths_s, reverse=True)
     assert lengths_s[0] == math.inf
     assert lengths_s[100] == WEIGHTS_S
-    assert longest_step_s(WEIGHTS_S, 1.5) == WEIGHTS_S  # more was booked than there is
+    assert longest_step_s(WEIGHTS_S, 1.5) == WEIGHTS_S  # More than all memory is booked.
     assert longest_step_s(WEIGHTS_S, -0.5) == math.inf
 
 
-def test_the_block_that_a_row_may_grow_into_is_held_too() -> None:
+def test_a_rows_free_growth_block_counts_as_held() -> None:
     assert held_share(1600, 10, num_blocks=1000, block_size=16) == pytest.approx(0.11)
     assert held_share(1600, 10, num_blocks=100, block_size=160) == pytest.approx(0.2)

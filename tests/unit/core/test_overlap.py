@@ -1,4 +1,4 @@
-"""What of a transfer is exposed: the closed forms against a link that moves one part after the other."""
+"""The exposed part of a transfer: the closed forms, compared with a link that sends one part after the other."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LINK = LinkModel(latency_s=0.01, bandwidth_bytes_s=100.0)
     [
         ([], 0.0),
         ([(1.0, 0.0)], 0.0),
-        ([(1.0, 100.0)], 1.01),  # one part: nothing to hide it behind
-        ([(1.0, 50.0), (2.0, 50.0)], 0.51),  # the first has left when the second is ready
-        ([(1.0, 200.0), (2.0, 50.0)], 1.51),  # the link is behind
-        ([(0.0, 100.0), (5.0, 0.0)], 0.01),  # all was there before
+        ([(1.0, 100.0)], 1.01),  # One part, which nothing can hide.
+        ([(1.0, 50.0), (2.0, 50.0)], 0.51),  # The first part is sent before the second is ready.
+        ([(1.0, 200.0), (2.0, 50.0)], 1.51),  # The link is slower than the computation.
+        ([(0.0, 100.0), (5.0, 0.0)], 0.01),  # All parts were ready before.
     ],
 )
-def test_the_link_moves_one_part_after_the_other(parts: list[tuple[float, float]], expected: float) -> None:
+def test_exposed_time_matches_a_simulated_link(parts: list[tuple[float, float]], expected: float) -> None:
     assert exposed_s(parts, LINK) == pytest.approx(expected)
 
 
@@ -37,7 +37,7 @@ def test_the_link_moves_one_part_after_the_other(parts: list[tuple[float, float]
     grows_s=st.floats(0.0, 2.0),
     last_s=st.floats(0.001, 100.0),
 )
-def test_equal_chunks_have_a_price_in_constant_time(
+def test_equal_chunks_match_the_general_formula(
     num_chunks: int, chunk_bytes: float, last_share: float, first_s: float, grows_s: float, last_s: float
 ) -> None:
     steps = [first_s + index * grows_s for index in range(num_chunks - 1)] + [last_s]
@@ -66,5 +66,5 @@ def test_groups_of_layers_are_parts_of_equal_size_and_time(num_bytes: float, com
     ("busy_s", "exposed_s", "expected"),
     [(2.0, 0.5, 0.75), (2.0, 0.0, 1.0), (2.0, 2.0, 0.0), (2.0, 3.0, 0.0), (0.0, 1.0, 0.0)],
 )
-def test_the_hidden_share_is_of_the_time_on_the_way(busy_s: float, exposed_s: float, expected: float) -> None:
+def test_the_hidden_share_is_relative_to_busy_time(busy_s: float, exposed_s: float, expected: float) -> None:
     assert hidden_share(busy_s, exposed_s) == expected

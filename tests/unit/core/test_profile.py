@@ -1,4 +1,4 @@
-"""Profiles: the shipped ones load and mean what their sources say; a wrong field is named."""
+"""Profiles: the shipped ones load and match their sources, and an invalid field is named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_known_profile_loads_under_its_name() -> None:
         assert profile.source, "a figure without a source is a guess"
 
 
-def test_a_profile_says_cost_memory_and_links() -> None:
+def test_a_profile_has_cost_memory_and_links() -> None:
     profile = load_profile(H100)
     assert profile.cost == CostPrior(
         prefill_base_s=8.66e-4,
@@ -60,12 +60,12 @@ def test_a_degree_that_the_profile_lacks_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "h100", "../profiles/none", "none:tp1", "/nowhere.json"])
-def test_an_unknown_profile_is_answered_with_the_known_ones(name: str) -> None:
+def test_an_unknown_profile_lists_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match=H100):
         load_profile(name)
 
 
-def test_a_file_of_ones_own_is_read_by_its_path(tmp_path: Path) -> None:
+def test_a_profile_is_read_from_a_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(h100() | {"name": "mine", "link": {}}))
     assert load_profile(str(path)).name == "mine"
@@ -115,7 +115,7 @@ def test_the_least_counts_are_allowed(value: int) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None])
-def test_what_is_no_count_is_named(value: object) -> None:
+def test_an_invalid_count_is_named(value: object) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_profile({**h100(), "kv_capacity_tokens": value})
     assert raised.value.field == "kv_capacity_tokens"

@@ -1,4 +1,4 @@
-"""Shares, estimates and texts of progress, and its way from a worker to the launcher."""
+"""Shares, estimates and texts of progress, and its lines from a worker to the launcher."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ def test_a_phase_survives_its_line() -> None:
         'a progress {"phase": "a", "done": 1, "total": 2, "unit": "b", "seconds": 1}',
     ],
 )
-def test_another_line_is_no_progress(line: str) -> None:
+def test_other_lines_are_not_progress(line: str) -> None:
     assert phase_of(line) is None

@@ -31,7 +31,7 @@ class Text:
 
 
 def pending(*prompts: tuple[float, float | None]) -> list[Pending[Text]]:
-    """Of (compute time that remains, due time)."""
+    """Pending prompts, given as (remaining compute time, due time)."""
     return [
         Pending(Text(number), remaining_s, math.inf if due_at_s is None else due_at_s)
         for number, (remaining_s, due_at_s) in enumerate(prompts)
@@ -49,7 +49,7 @@ def test_the_shortest_comes_first_if_all_are_on_time() -> None:
 
 
 def test_a_prompt_that_would_be_late_moves_forward() -> None:
-    # After the two short ones, 0 would end at 0.9 and be due at 0.8.
+    # After the two short prompts, prompt 0 would end at 0.9, but is due at 0.8.
     assert ordered(pending((0.5, 0.8), (0.1, 9.0), (0.3, 9.0)))[0] == [0, 1, 2]
 
 
@@ -108,7 +108,7 @@ def rule(**prior: float) -> PromptOrder:
 
 def test_a_step_is_a_share_of_the_strictest_ttft_target() -> None:
     one = rule()
-    assert one.step_tokens(0) == 512  # no targets yet
+    assert one.step_tokens(0) == 512  # No targets yet.
     one.arrived(None)
     one.arrived(2.0)
     assert one.step_tokens(0) == 500
@@ -117,7 +117,7 @@ def test_a_step_is_a_share_of_the_strictest_ttft_target() -> None:
     assert one.step_tokens(0) == 100
 
 
-def test_a_target_that_was_not_seen_lately_is_forgotten() -> None:
+def test_an_old_target_is_forgotten() -> None:
     one = rule()
     one.arrived(0.4)
     for _ in range(64):
@@ -145,7 +145,7 @@ def test_the_rule_learns_the_speed_of_the_worker() -> None:
     one.arrived(0.4)
     for _ in range(200):
         one.observe(StepAccount(prefill_tokens=100, prefill_token_context=5000.0), 0.2)
-    assert 40 <= one.step_tokens(0) <= 60  # 0.1 s at 2 ms a token
+    assert 40 <= one.step_tokens(0) <= 60  # 0.1 s at 2 ms per token.
     assert one.remaining_s(100, 0) == pytest.approx(0.2, rel=0.05)
 
 
@@ -155,7 +155,7 @@ def test_late_prompts_get_a_share_of_each_step() -> None:
     assert [(one.number, count) for one, count in shares] == [(0, 64 - 64 // PER_LATE_TOKEN), (1, 64 // PER_LATE_TOKEN)]
 
 
-def test_what_prompts_on_time_leave_goes_to_the_others() -> None:
+def test_late_prompts_get_unused_tokens() -> None:
     prompts = pending((0.5, 9.0), (0.5, 0.1), (0.5, None))
     shares = divide(prompts, 0.0, 512, lambda _: True)
     assert [(one.number, count) for one, count in shares] == [(0, 100), (1, 100), (2, 100)]

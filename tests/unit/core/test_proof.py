@@ -1,4 +1,4 @@
-"""Who is taken for a process of the cluster, by the proofs alone."""
+"""Which callers are accepted as processes of the cluster, by the proofs alone."""
 
 from __future__ import annotations
 
@@ -88,26 +88,27 @@ def test_a_replayed_proof_is_rejected() -> None:
         worker.check(METHOD, "router", proof)
 
 
-def test_a_proof_is_worthless_for_a_later_process_on_the_same_address() -> None:
+def test_a_proof_is_invalid_for_a_restarted_worker() -> None:
     proof = proof_for(checker(), calling())
     with pytest.raises(Unauthenticated, match="secret is old"):
         checker().check(METHOD, "router", proof)
 
 
 def test_a_false_worker_cannot_relay_to_a_real_one() -> None:
-    """It has the router's words for its own address, and asks the real worker with them."""
+    """The false worker has the router's messages for its own address, and sends them to the real worker."""
     worker, call = checker(), calling(target="127.0.0.2:7001")
     with pytest.raises(Unauthenticated, match=r"dialled '127.0.0.2:7001', but .*127.0.0.1:7001"):
         worker.greet(call.target, call.nonce)
     challenge, mac = worker.greet(HERE, call.nonce)
-    with pytest.raises(Unauthenticated):  # the real worker's greeting is for its own address
+    with pytest.raises(Unauthenticated):  # The real worker's greeting is for its own address.
         call.greeted(challenge, mac)
-    proof = call.greeted(challenge, SECRET.mac("greeting", call.target, challenge, call.nonce))  # were it to pass
+    # Even if it passed the greeting.
+    proof = call.greeted(challenge, SECRET.mac("greeting", call.target, challenge, call.nonce))
     with pytest.raises(Unauthenticated, match="caller dialled"):
         worker.check(METHOD, "router", proof)
 
 
-def test_a_worker_s_own_words_do_not_open_another_worker() -> None:
+def test_reflected_proofs_are_rejected() -> None:
     """A greeting or an answer, reflected as a proof."""
     worker, call = checker(), calling()
     challenge, mac = worker.greet(call.target, call.nonce)
@@ -136,7 +137,7 @@ def test_an_altered_proof_is_rejected(changes: dict[str, str | bytes]) -> None:
     proof = proof_for(worker, calling())
     with pytest.raises(Unauthenticated, match="is wrong"):
         worker.check(METHOD, "router", replace(proof, **changes))  # type: ignore[arg-type]
-    worker.check(METHOD, "router", proof)  # and costs the real caller nothing
+    worker.check(METHOD, "router", proof)  # And the real caller is not affected.
 
 
 def test_a_proof_is_for_one_method_and_one_role() -> None:
@@ -164,7 +165,7 @@ def test_an_answer_is_for_one_call() -> None:
         second.answered(answer)
 
 
-def test_seen_nonces_are_bounded_and_no_old_proof_comes_back() -> None:
+def test_seen_nonces_are_bounded_without_allowing_replays() -> None:
     worker = checker(max_nonces=3)
     proofs = []
     for _ in range(10):
@@ -198,7 +199,7 @@ def test_parts_of_a_mac_cannot_be_shifted() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "fifteen letters", "x" * 4097])
-def test_a_text_that_is_no_secret_is_a_config_error(text: str) -> None:
+def test_an_invalid_secret_is_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError, match="16 to 4096 characters; set PDSERVE_CLUSTER_SECRET") as caught:
         ClusterSecret(text)
     assert caught.value.field == "cluster_secret"
@@ -221,7 +222,7 @@ def test_an_address_has_one_spelling(address: str, canonical: str) -> None:
 
 
 def test_a_mac_is_over_each_part_with_its_length() -> None:
-    """What peers of this version compute: a change of it is a change of the wire."""
+    """Other processes compute the same MAC, so a change of it changes the wire protocol."""
     text = "a secret of some length"
     parts = (b"pdserve.v1", b"purpose", b"text", b"\x00\x01")
     data = b"".join(len(part).to_bytes(8, "little") + part for part in parts)

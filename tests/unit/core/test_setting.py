@@ -1,4 +1,4 @@
-"""Which values a setting may hold, and which of them are secrets."""
+"""Allowed values of settings, and secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranges of sampling's fields: both ends are allowed, and what is outside is named."""
+"""The ranges of Sampling's fields: both ends are allowed, and a value outside is rejected by name."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def test_each_penalty_counts(changes: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"presence_penalty": 0.1}, {"logit_bias": ((1, 2.0),)}, {"top_n_sigma": 0.5}])
-def test_what_changes_logits_before_temperature(changes: dict[str, Any]) -> None:
+def test_adjusts_logits_lists_changes_before_temperature(changes: dict[str, Any]) -> None:
     assert Sampling(**changes).adjusts_logits
 
 
 @pytest.mark.parametrize("changes", [{"bad_token_ids": ((1,),)}, {"grammar": Grammar(GrammarKind.JSON_OBJECT)}])
-def test_bad_words_and_grammars_need_the_tokens_before(changes: dict[str, Any]) -> None:
+def test_bad_words_and_grammars_need_earlier_tokens(changes: dict[str, Any]) -> None:
     assert Sampling(**changes).needs_history
 
 

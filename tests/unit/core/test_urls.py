@@ -1,4 +1,4 @@
-"""What is shown of a URL that may hold a password."""
+"""Hides passwords in URLs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A decode batching with a toy engine behind it, driven by hand; each step and test ends with a check of its blocks."""
+"""A decode batching over the toy engine, driven by hand. Blocks are checked after each step and each test."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHEAP_DRAFTS = replace(PRIOR, prefill_per_token_s=0.0001)
 
 
 class KnownHistories:
-    """The toy, which is only asked to sample by a history that is known to its end."""
+    """The toy engine, which checks that every history is complete when it samples."""
 
     def __init__(self, toy: ToyEngine) -> None:
         self._toy, self.spec, self.pool = toy, toy.spec, toy.pool
@@ -53,7 +53,7 @@ class KnownHistories:
 
 
 class Bench:
-    """A batching, its engine, a clock that each step moves by a second, and what was sampled for whom."""
+    """A batching, its engine, a clock that each step advances by a second, and the sampled tokens of each attempt."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Bench:
         prior: CostPrior = PRIOR,
     ) -> None:
         self.is_async = is_async
-        self.num_async = 0  # steps that were launched before the one before them was read
-        self.num_sampled_late = 0  # rows whose sampling waited for the step before
+        self.num_async = 0  # Number of steps that were launched before the previous step was read.
+        self.num_sampled_late = 0  # Number of rows whose sampling waited for the previous step.
         self.flight: tuple[DecodeStep, Flight] | None = None
         self.num_answers = num_answers
         self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_answers=num_answers)
@@ -122,7 +122,7 @@ class Bench:
         return effects
 
     def write(self, name: str, attempt: int = 1) -> int:
-        """What a prefill worker does: writes the prompt's KV into the granted blocks, and draws the first token."""
+        """Acts as the prefill worker: writes the prompt's KV into the granted blocks, and samples the first token."""
         key = self.key(name, attempt)
         tokens, grant = self.prompts[key], self.grants[key]
         source = ToyEngine(
@@ -160,7 +160,7 @@ class Bench:
         return self._async_step() if self.is_async else self._step()
 
     def _async_step(self) -> list[DecodeEffect]:
-        """One step is read, and the next one may have been launched before."""
+        """Reads one step. The next one may have been launched before."""
         engine, before = AsyncStepper(KnownHistories(self.engine)), list[DecodeEffect]()
         if self.flight is None:
             plan, before = self.batching.plan(self.now_s)

@@ -1,4 +1,4 @@
-"""What a decode worker accepts, and what happens when memory is exhausted."""
+"""Attempts that a decode worker accepts, and exhausted memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a thi
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
-def test_when_memory_ends_the_youngest_is_recomputed_and_no_token_changes(make_bench: Any) -> None:
+def test_without_memory_the_youngest_is_preempted(make_bench: Any) -> None:
     bench = make_bench(num_blocks=9)
     prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("abc")}
     for name, prompt in prompts.items():
@@ -31,10 +31,10 @@ def test_when_memory_ends_the_youngest_is_recomputed_and_no_token_changes(make_b
     counts = {name: [one.preemptions for one in rows if one.key.request_id == name] for name in prompts}
     assert sum(map(sum, counts.values())) == bench.batching.num_preemptions == bench.batching.load().preemptions
     assert not any(counts["a"])
-    assert any(counts["c"][:-1])  # reported when it resumes, and not only at its end
+    assert any(counts["c"][:-1])  # Reported when it resumes, not only at its end.
 
 
-def test_a_preempted_remote_sequence_reads_its_tokens_itself(make_bench: Any) -> None:
+def test_a_preempted_remote_sequence_prefills_locally(make_bench: Any) -> None:
     bench = make_bench(num_blocks=7)
     prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("ab")}
     for name, prompt in prompts.items():
@@ -89,13 +89,13 @@ def test_no_reservation_overtakes_a_waiting_local_prompt(make_bench: Any) -> Non
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_a_cached_prefix_is_not_held_while_memory_is_missing(make_bench: Any, is_local: bool) -> None:
+def test_a_waiting_sequence_does_not_hold_its_cached_prefix(make_bench: Any, is_local: bool) -> None:
     bench = make_bench(num_blocks=4)
     blocks = bench.batching.blocks
     bench.offer("a", PROMPT[:8], max_tokens=1)
     bench.run()
-    bench.reserve_and_write("b", list(range(100, 108)))  # takes the two free blocks
-    prompt = [*PROMPT[:8], 99]  # two blocks are in the cache, and there is none for the third
+    bench.reserve_and_write("b", list(range(100, 108)))  # Takes the two free blocks.
+    prompt = [*PROMPT[:8], 99]  # Two blocks are in the cache, and there is none for the third.
     refused = [Refused(key=bench.key("c"), reason=RefusalReason.NO_BLOCKS)]
     assert bench.offer("c", prompt, is_local=is_local, max_tokens=4) == (
         [Granted(key=bench.key("c"))] if is_local else refused
@@ -128,9 +128,7 @@ def test_a_text_ends_at_the_context_window(make_bench: Any) -> None:
         ({"deadline_at_s": -1.0, "is_local": False}, RefusalReason.DEADLINE),
     ],
 )
-def test_what_cannot_be_taken_is_refused_with_its_reason(
-    bench: Any, settings: dict[str, Any], reason: RefusalReason
-) -> None:
+def test_declined_attempts_have_a_reason(bench: Any, settings: dict[str, Any], reason: RefusalReason) -> None:
     assert bench.offer("a", **{"prompt": PROMPT, **settings}) == [Refused(key=bench.key("a"), reason=reason)]
 
 
@@ -143,7 +141,7 @@ def test_the_inbox_is_bounded_over_both_paths(make_bench: Any) -> None:
     assert bench.offer("d", PROMPT) == [Granted(key=bench.key("d"))]  # "b" runs, so there is room
 
 
-def test_a_draining_worker_refuses_and_finishes_what_it_has(bench: Any) -> None:
+def test_a_draining_worker_finishes_its_attempts(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.batching.is_draining = True
     assert bench.offer("b", PROMPT) == [Refused(key=bench.key("b"), reason=RefusalReason.DRAINING)]

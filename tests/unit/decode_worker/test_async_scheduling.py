@@ -36,7 +36,7 @@ def test_asynchronous_steps_sample_the_same_tokens(make_bench: Any) -> None:
 
 def test_an_ended_text_gets_no_token_of_the_next_step(make_bench: Any) -> None:
     bench = make_bench(is_async=True)
-    prompt = [*b"hi", 5, EOT]  # five characters, then the end of sequence
+    prompt = [*b"hi", 5, EOT]  # Five characters, then the end of sequence.
     bench.offer("a", prompt, max_tokens=20)
     effects = bench.run()
     assert finished(effects) == {"a": FinishReason.STOP}
@@ -94,7 +94,7 @@ def test_a_dropped_step_frees_deferred_blocks(make_bench: Any) -> None:
 
 
 def test_rows_that_need_the_last_token_are_sampled_late(make_bench: Any) -> None:
-    """Beside rows that do not; one of them ends by itself, with a row in the next step."""
+    """Together with rows that do not. One of them ends while it has a row in the next step."""
     bench = make_bench(is_async=True)
     ends = [*b"hi", 5, EOT]
     bench.offer("a", LONG, max_tokens=15, bad_token_ids=((1, 2),))

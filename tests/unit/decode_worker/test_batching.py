@@ -1,4 +1,4 @@
-"""What a decode worker holds, computes and draws, step by step."""
+"""Blocks, computed positions and sampled tokens of a decode worker, step by step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_reserved_blocks_are_contiguous(bench: Any) -> None:
 
 
 @pytest.mark.parametrize("is_admitted_first", [True, False])
-def test_decoding_starts_when_kv_and_first_token_are_both_there(bench: Any, is_admitted_first: bool) -> None:
+def test_decoding_starts_with_kv_and_first_token(bench: Any, is_admitted_first: bool) -> None:
     first = bench.reserve_and_write("a", PROMPT)
     committed = KvCommitted(key=bench.key("a"), transfer_s=0.5, busy_s=0.25, num_bytes=64, num_cached_blocks=0)
     if is_admitted_first:
@@ -56,7 +56,7 @@ def test_decoding_starts_when_kv_and_first_token_are_both_there(bench: Any, is_a
     assert effects[-1] == Released(key=bench.key("a"))
 
 
-def test_a_prefix_that_is_held_is_not_granted_again(bench: Any) -> None:
+def test_a_cached_prefix_is_not_granted(bench: Any) -> None:
     bench.offer("a", PROMPT, max_tokens=2)
     bench.run()
     [effect] = bench.offer("b", [*PROMPT[:8], 7, 8, 9], is_local=False)
@@ -68,14 +68,14 @@ def test_a_prefix_that_is_held_is_not_granted_again(bench: Any) -> None:
     assert bench.sampled["b"] == answer([*PROMPT[:8], 7, 8, 9], 8)
 
 
-def test_a_prompt_that_is_held_whole_still_lands_its_last_block(bench: Any) -> None:
+def test_a_fully_cached_prompt_still_receives_its_last_block(bench: Any) -> None:
     bench.offer("a", PROMPT[:8], max_tokens=1)
     bench.run()
     [effect] = bench.offer("b", PROMPT[:8], is_local=False)
     assert (effect.num_cached_blocks, len(effect.blocks)) == (1, 1)
 
 
-def test_landed_kv_serves_later_prompts(bench: Any) -> None:
+def test_received_kv_serves_later_prompts(bench: Any) -> None:
     first = bench.reserve_and_write("a", PROMPT)
     bench.receive("a")
     bench.offer("b", PROMPT)
@@ -111,7 +111,7 @@ def test_a_transfer_cancelled_by_its_sender_is_reported_so(bench: Any) -> None:
     assert bench.batching.blocks.num_free == 32
 
 
-def test_a_first_token_that_ends_the_text_is_not_decoded_from(bench: Any) -> None:
+def test_a_final_first_token_is_not_decoded(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT, max_tokens=1)
     bench.receive("a")
     failed, released = bench.admit("a", 81) or []
@@ -121,7 +121,7 @@ def test_a_first_token_that_ends_the_text_is_not_decoded_from(bench: Any) -> Non
 # -- the local path --------------------------------------------------------------------------------------------
 
 
-def test_a_local_prompt_is_read_in_chunks_and_then_decoded(bench: Any) -> None:
+def test_a_local_prompt_is_prefilled_in_chunks(bench: Any) -> None:
     bench.now_s = 5.0
     assert bench.offer("a", PROMPT) == [Granted(key=bench.key("a"))]
     plan, _ = bench.batching.plan(8.0)
@@ -136,7 +136,7 @@ def test_a_local_prompt_is_read_in_chunks_and_then_decoded(bench: Any) -> None:
     assert (rows[1].prefill_s, rows[-1].decode_s) == (0.0, 7.0)
 
 
-def test_a_local_prompt_uses_what_the_cache_has(bench: Any) -> None:
+def test_a_local_prompt_uses_the_cache(bench: Any) -> None:
     bench.offer("a", PROMPT, max_tokens=1)
     bench.run()
     bench.offer("b", PROMPT, max_tokens=2)
@@ -155,7 +155,7 @@ def test_generated_blocks_are_cached_for_the_next_turn(bench: Any) -> None:
     assert bench.sampled["b"] == answer(turn, 1)
 
 
-def test_tokens_that_the_client_has_count_as_output(bench: Any) -> None:
+def test_earlier_output_counts_as_output(bench: Any) -> None:
     whole = answer(PROMPT, 8)
     bench.offer("a", PROMPT, output=tuple(whole[:5]))
     rows = [one for one in bench.run() if isinstance(one, TokenRow)]
@@ -163,7 +163,7 @@ def test_tokens_that_the_client_has_count_as_output(bench: Any) -> None:
     assert bench.sampled["a"] == whole[5:]
 
 
-def test_running_sequences_get_a_token_beside_a_prefill(bench: Any) -> None:
+def test_running_sequences_decode_during_a_prefill(bench: Any) -> None:
     bench.offer("a", PROMPT[:2], max_tokens=6)
     bench.step()
     bench.offer("b", list(range(12)), max_tokens=1)
@@ -174,7 +174,7 @@ def test_running_sequences_get_a_token_beside_a_prefill(bench: Any) -> None:
         for one in bench.batching.apply(plan, bench.engine.step(plan.rows), bench.now_s):
             if isinstance(one, TokenRow):
                 bench.sampled.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
-    assert chunks == [[1, 4], [1, 4], [1, 4]]  # a share of the largest chunk of 8, but a block at least
+    assert chunks == [[1, 4], [1, 4], [1, 4]]  # A share of the largest chunk of 8, but at least a block.
     bench.run()
     assert bench.sampled == {"a": answer(PROMPT[:2], 6), "b": answer(list(range(12)), 1)}
 
@@ -190,7 +190,7 @@ def test_chunks_leave_each_row_time_to_meet_its_target(make_bench: Any) -> None:
         plan, _ = bench.batching.plan(bench.now_s)
         chunks.append(plan.account.prefill_tokens)
         bench.step()
-        bench.now_s += 0.2 - 1.0  # the strict one is on time after each step
+        bench.now_s += 0.2 - 1.0  # The sequence with the strict target is on time after each step.
     # The strict one's tokens are due every 0.95 * 0.2 s. A step may end later by 0.13 s for each token after the next,
     # which may take 1.5 decode steps of 0.04 s. The model is untrained, so a step may have 1 / 1.25 of this time. After
     # 0.01 s for each of two rows, 34, 22 and 13 tokens of 0.01 s remain. After the strict one has ended, the other one
@@ -201,7 +201,7 @@ def test_chunks_leave_each_row_time_to_meet_its_target(make_bench: Any) -> None:
 
 
 FIXED_COST = CostPrior(
-    prefill_base_s=0.07,  # 0.05 s more than reading the weights, for any number of prompt tokens
+    prefill_base_s=0.07,  # 0.05 s more than reading the weights, for any number of prompt tokens.
     prefill_per_token_s=0.001,
     prefill_per_token_context_s=0.0,
     decode_base_s=0.02,
@@ -211,7 +211,7 @@ FIXED_COST = CostPrior(
 
 
 def timed_step(bench: Any) -> int:
-    """A step that takes as long as its cost. Returns its prompt tokens."""
+    """Runs a step that takes as long as its cost, and returns its prompt tokens."""
     before_s = bench.now_s
     bench.step()
     account = bench.accounts[-1]
@@ -219,7 +219,7 @@ def timed_step(bench: Any) -> int:
     return int(account.prefill_tokens)
 
 
-def test_a_prompt_waits_for_slack_if_each_step_with_prompt_tokens_has_a_fixed_cost(make_bench: Any) -> None:
+def test_a_prompt_waits_for_slack_if_prompt_steps_have_a_fixed_cost(make_bench: Any) -> None:
     bench = make_bench(max_batch_tokens=64, prior=FIXED_COST)
     bench.offer("row", PROMPT[:2], max_tokens=60, tpot_s=0.05)
     bench.step()
@@ -237,7 +237,7 @@ def test_a_prompt_waits_for_slack_if_each_step_with_prompt_tokens_has_a_fixed_co
 
 @pytest.mark.parametrize("tpot_s", [0.04, 0.06, 0.1, 0.3])
 def test_prompts_never_wait_long_for_slack(make_bench: Any, tpot_s: float) -> None:
-    """Rows that join have no slack; here one joins after each chunk."""
+    """New rows have no slack, and one joins after each chunk."""
     bench = make_bench(max_batch_tokens=16, max_batch=8, inbox_depth=8, num_blocks=256, prior=FIXED_COST)
     bench.offer("row", PROMPT[:2], max_tokens=60, tpot_s=tpot_s)
     bench.step()
@@ -268,7 +268,7 @@ def test_a_step_has_no_more_rows_than_the_batch(make_bench: Any) -> None:
     assert bench.sampled == {name: answer(prompt, 8) for name, prompt in prompts.items()}
 
 
-def test_more_landed_sequences_than_rows_take_turns_by_age(make_bench: Any) -> None:
+def test_received_sequences_beyond_the_batch_wait_by_age(make_bench: Any) -> None:
     bench = make_bench(max_batch=2)
     prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("abc")}
     for name, prompt in prompts.items():
@@ -313,7 +313,7 @@ def test_cancel_keeps_blocks_until_the_transfer_ends(bench: Any) -> None:
     assert bench.batching.blocks.num_free == 32
 
 
-def test_a_transfer_that_ended_well_after_the_cancel_frees_too(bench: Any) -> None:
+def test_a_transfer_verified_after_the_cancel_frees_too(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
     bench.batching.cancel(key)
@@ -348,7 +348,7 @@ def test_failing_an_unknown_attempt_does_nothing(bench: Any) -> None:
     assert bench.batching.fail(key, FailureKind.INTERNAL, "again") == []
 
 
-def test_failing_an_attempt_whose_kv_is_on_its_way_reports_it_once(bench: Any) -> None:
+def test_failing_a_receiving_attempt_reports_once(bench: Any) -> None:
     bench.reserve_and_write("a", PROMPT)
     key = bench.key("a")
     failed, aborted = bench.batching.fail(key, FailureKind.INTERNAL, "the engine raised")
@@ -357,7 +357,7 @@ def test_failing_an_attempt_whose_kv_is_on_its_way_reports_it_once(bench: Any) -
     assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
 
 
-def test_cancel_between_plan_and_apply_passes_the_row_over(bench: Any) -> None:
+def test_a_cancel_between_plan_and_apply_skips_the_row(bench: Any) -> None:
     bench.offer("a", PROMPT[:2])
     bench.offer("b", PROMPT[:3])
     plan, _ = bench.batching.plan(0.0)

@@ -1,4 +1,4 @@
-"""A batching that speculates gives the same tokens in fewer steps, and takes nothing from anybody for it."""
+"""With speculation, a batching gives the same tokens in fewer steps, and other sequences lose nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_wrong_and_right_drafts_give_the_same_text(make_bench: Any, num_answers:
     assert sum(account.draft_tokens for account in bench.accounts) > 20
 
 
-def test_no_draft_stands_behind_the_last_token_that_may_come(make_bench: Any) -> None:
+def test_no_draft_follows_the_last_possible_token(make_bench: Any) -> None:
     bench = make_bench(num_answers=1, max_drafts=15)
     bench.offer("a", prompt(), max_tokens=3)
     while bench.batching.has_work:
@@ -61,8 +61,8 @@ def test_a_text_that_fills_the_context_ends_there(make_bench: Any) -> None:
     assert bench.sampled["a"] == [SPACE] * (24 - 6)
 
 
-def test_a_stop_token_is_no_draft_and_ends_the_text(make_bench: Any) -> None:
-    """The toy says 32 or 33 only: 33 stops."""
+def test_a_stop_token_is_never_followed_by_a_draft(make_bench: Any) -> None:
+    """The toy engine samples only 32 or 33, and 33 is the stop token."""
     for tail in range(40, 60):
         bench = make_bench(num_answers=2, max_drafts=15)
         bench.offer("a", [*[SPACE] * 9, 33, 33, tail, SPACE, SPACE], max_tokens=20, stop_token_ids=(33,))
@@ -75,7 +75,7 @@ def test_a_stop_token_is_no_draft_and_ends_the_text(make_bench: Any) -> None:
         assert bench.sampled["a"] == expected[:end]
 
 
-def test_a_step_that_reads_a_prompt_carries_no_drafts(make_bench: Any) -> None:
+def test_a_prefill_step_has_no_drafts(make_bench: Any) -> None:
     bench = make_bench(num_answers=1, max_drafts=6)
     bench.offer("a", prompt(), max_tokens=60)
     for _ in range(8):
@@ -92,14 +92,14 @@ def test_a_step_that_reads_a_prompt_carries_no_drafts(make_bench: Any) -> None:
 def test_short_memory_limits_drafts_without_preemption(make_bench: Any) -> None:
     """Two sequences that together just fit: drafts take no block that the other needs."""
     bench = make_bench(num_answers=1, max_drafts=15, num_blocks=8)
-    bench.offer("a", prompt(), max_tokens=10)  # 4 blocks at its end, as the other
+    bench.offer("a", prompt(), max_tokens=10)  # 4 blocks at its end, like the other.
     bench.offer("b", prompt(40), max_tokens=9)
     bench.run()
     assert bench.batching.num_preemptions == 0
     assert bench.sampled == {"a": [SPACE] * 10, "b": [SPACE] * 9}
 
 
-def test_preempted_sequences_go_on_with_the_same_text(make_bench: Any) -> None:
+def test_preempted_sequences_continue_the_same_text(make_bench: Any) -> None:
     bench = make_bench(num_answers=2, max_drafts=8, num_blocks=12)
     for name, tail in (("a", 40), ("b", 41), ("c", 42)):
         bench.offer(name, prompt(tail), max_tokens=24)
@@ -110,8 +110,8 @@ def test_preempted_sequences_go_on_with_the_same_text(make_bench: Any) -> None:
         assert bench.sampled[name] == answer(prompt(tail), 24, num_answers=2)
 
 
-def test_only_blocks_of_the_text_itself_become_findable(make_bench: Any) -> None:
-    """A later prompt that equals an earlier text finds its blocks, rejected drafts notwithstanding."""
+def test_rejected_drafts_are_never_cached(make_bench: Any) -> None:
+    """A later prompt that equals an earlier text finds its blocks, despite rejected drafts."""
     bench = make_bench(num_answers=2, max_drafts=15, num_blocks=64)
     bench.offer("a", prompt(44), max_tokens=60)
     bench.run()

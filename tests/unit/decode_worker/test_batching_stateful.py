@@ -49,7 +49,7 @@ def test_tokens_are_right_and_no_block_is_lost(
 @BENCHES
 @given(moves=MOVES)
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=SAME_BENCH)
-def test_the_same_with_more_examples(
+def test_tokens_are_right_with_more_examples(
     make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_async: bool, moves: list[Any]
 ) -> None:
     live(make_bench, num_blocks, num_answers, max_drafts, is_async, moves)
@@ -83,9 +83,10 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
             attempts[name] += 1
             prompt = [10 + which] * length
             bench.sampled.pop(name, None)
-            max_tokens += 1  # so that the first token never ends the text
+            max_tokens += 1  # So that the first token never ends the text.
             expected[name] = answer(prompt, max_tokens, num_answers=num_answers)[: num_blocks * 4 - length]
-            bad = ((1, 2),) if which % 2 else ()  # never sampled; sampled late in an asynchronous step
+            # The bad word is never sampled. Its row is sampled late in an asynchronous step.
+            bad = ((1, 2),) if which % 2 else ()
             effects = bench.offer(
                 name,
                 prompt,

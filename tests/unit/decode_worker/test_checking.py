@@ -1,4 +1,4 @@
-"""kv_check: a block that is not the row's own costs a recompute, and never a wrong token."""
+"""kv_check: a wrong block causes a recomputation, and never a wrong token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.core.effects import KvMistaken
 from pdserve.core.protocol import TokenRow
 from tests.unit.decode_worker.conftest import BLOCK_SIZE, Bench
 
-PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5]  # two full blocks and a half
+PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5]  # Two and a half blocks.
 
 
 def answer(make_bench: Callable[..., Bench], is_checked: bool = False) -> list[int]:
@@ -21,7 +21,7 @@ def answer(make_bench: Callable[..., Bench], is_checked: bool = False) -> list[i
 
 
 def land(bench: Bench, name: str = "a", prompt: list[int] = PROMPT) -> tuple[int, ...]:
-    """A text that arrived from a prefill worker; its granted blocks."""
+    """A text that arrived from a prefill worker. Returns its granted blocks."""
     bench.offer(name, prompt, is_local=False)
     first = bench.write(name)
     bench.receive(name)
@@ -37,7 +37,7 @@ def test_an_undisturbed_text_passes_every_check_and_is_the_same(make_bench: Call
     assert answer(make_bench, is_checked=True) == answer(make_bench)
 
 
-def test_commit_marks_every_landed_block_the_last_half_one_too(make_bench: Callable[..., Bench]) -> None:
+def test_commit_marks_every_received_block(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     bench.offer("a", PROMPT, is_local=False)
     content_hashes = bench.batching.content_hashes(bench.key("a"))
@@ -49,7 +49,7 @@ def test_commit_marks_every_landed_block_the_last_half_one_too(make_bench: Calla
     bench.batching.cancel(bench.key("a"))
 
 
-def test_the_names_of_granted_blocks_leave_out_the_held_ones(make_bench: Callable[..., Bench]) -> None:
+def test_hashes_of_granted_blocks_exclude_cached_ones(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     land(bench)
     bench.run()
@@ -62,10 +62,8 @@ def test_the_names_of_granted_blocks_leave_out_the_held_ones(make_bench: Callabl
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("steps", [0, 1, 5])
-def test_a_block_with_another_texts_stamp_costs_a_recompute_and_no_token(
-    make_bench: Callable[..., Bench], at: int, steps: int
-) -> None:
-    """After the half block has grown, the content hash that it was received with is void."""
+def test_a_block_of_another_text_is_recomputed(make_bench: Callable[..., Bench], at: int, steps: int) -> None:
+    """Once the half block has grown, the content hash with which it was received is invalid."""
     expected = answer(make_bench)
     bench = make_bench(is_checked=True)
     blocks = land(bench)
@@ -73,10 +71,11 @@ def test_a_block_with_another_texts_stamp_costs_a_recompute_and_no_token(
         bench.step()
     size = bench.engine.pool.block_bytes
     bench.batching.blocks.stamps.mark(blocks[at], 666)
-    bench.engine.pool.buffer[blocks[at] * size : (blocks[at] + 1) * size] = b"\x11" * size  # what it would have read
+    # The blocks that it would have read.
+    bench.engine.pool.buffer[blocks[at] * size : (blocks[at] + 1) * size] = b"\x11" * size
     bad = bench.step()
     if at == 2 and steps in (1, 5):
-        return  # a partly filled block has no name while it grows; its epoch is what is checked
+        return  # A growing block has no content hash, so its epoch is checked.
     [error] = mistakes(bad)
     assert f"block {blocks[at]} is stamped 000000000000029a, expected" in error
     assert not [effect for effect in bad if isinstance(effect, TokenRow)]
@@ -85,7 +84,7 @@ def test_a_block_with_another_texts_stamp_costs_a_recompute_and_no_token(
 
 
 @pytest.mark.parametrize("at", [0, 2])
-def test_a_reassigned_block_costs_a_recompute_and_no_token(make_bench: Callable[..., Bench], at: int) -> None:
+def test_a_reassigned_block_is_recomputed(make_bench: Callable[..., Bench], at: int) -> None:
     expected = answer(make_bench)
     bench = make_bench(is_checked=True)
     blocks = land(bench)
@@ -98,7 +97,7 @@ def test_a_reassigned_block_costs_a_recompute_and_no_token(make_bench: Callable[
     assert bench.sampled["a"] == expected
 
 
-def test_a_block_that_was_taken_while_decoding_is_watched_too(make_bench: Callable[..., Bench]) -> None:
+def test_blocks_allocated_while_decoding_are_checked(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(is_checked=True)
     land(bench, prompt=PROMPT[: 2 * BLOCK_SIZE])
     bench.step()
@@ -115,7 +114,7 @@ def test_an_invalidated_block_is_never_reused(make_bench: Callable[..., Bench]) 
     blocks = land(bench)
     bench.run()
     bench.sampled.clear()
-    bench.batching.blocks.stamps.mark(blocks[0], 666)  # cached now, and wrong
+    bench.batching.blocks.stamps.mark(blocks[0], 666)  # Now cached, with wrong contents.
     bench.offer("b", PROMPT)
     assert len(mistakes(bench.run())) == 1
     assert bench.sampled["b"] == expected
@@ -124,14 +123,14 @@ def test_an_invalidated_block_is_never_reused(make_bench: Callable[..., Bench]) 
     assert bench.sampled["c"] == expected
 
 
-def test_without_the_check_nothing_is_looked_at(make_bench: Callable[..., Bench]) -> None:
+def test_without_kv_check_nothing_is_checked(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     blocks = land(bench)
     bench.batching.blocks.stamps.mark(blocks[0], 666)
     assert mistakes(bench.run()) == []
 
 
-def test_a_mistake_in_an_async_step_costs_no_token(make_bench: Callable[..., Bench]) -> None:
+def test_a_wrong_block_in_an_async_step_costs_no_token(make_bench: Callable[..., Bench]) -> None:
     expected = answer(make_bench)
     bench = make_bench(is_checked=True, is_async=True)
     blocks = land(bench)

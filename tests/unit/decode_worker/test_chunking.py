@@ -13,7 +13,7 @@ def rule(**prior: float) -> ChunkRule:
 
 
 def sure(chunks: ChunkRule) -> None:
-    """Observes steps that take exactly as long as predicted, until the band is narrow."""
+    """Observes steps that take exactly as long as predicted, until the error is small."""
     for _ in range(200):
         steps = [StepAccount(decode_rows=1, context_tokens=10)]
         steps.append(StepAccount(prefill_tokens=100))
@@ -28,7 +28,8 @@ def test_without_decode_rows_a_chunk_is_as_large_as_possible() -> None:
 def test_a_chunk_takes_the_time_that_the_rows_allow() -> None:
     chunks = rule(prefill_base_s=0.0, prefill_per_token_s=0.001, prefill_per_token_context_s=0.0, decode_base_s=0.02)
     sure(chunks)
-    assert chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 89  # 0.9 * 0.1 - a row's 1e-4 - context
+    # 0.9 * 0.1 - 1e-4 for the row - context.
+    assert chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 89
     assert chunks.tokens(rows=1, context_tokens=10, allowed_s=10.0, cached=0) == 512
 
 
@@ -36,7 +37,7 @@ def test_an_untrained_cost_model_leaves_a_larger_reserve() -> None:
     chunks = rule(prefill_base_s=0.0, prefill_per_token_s=0.001, prefill_per_token_context_s=0.0, decode_base_s=0.02)
     assert (
         chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 79
-    )  # an error above WIDEST_BAND: 0.1 / 1.25
+    )  # An error above WIDEST_BAND: 0.1 / 1.25.
 
 
 def test_a_chunk_after_more_context_is_shorter() -> None:
@@ -48,7 +49,7 @@ def test_a_chunk_after_more_context_is_shorter() -> None:
     assert far == 39
 
 
-def test_arithmetic_beside_the_weights_is_used_even_if_the_target_is_missed() -> None:
+def test_free_arithmetic_is_used_even_if_the_target_is_missed() -> None:
     chunks = rule(
         prefill_base_s=0.0, prefill_per_token_s=0.001, prefill_per_token_context_s=0.0, decode_per_row_s=0.0,
         decode_base_s=0.2, decode_per_context_token_s=0.0,
@@ -69,7 +70,7 @@ def test_tokens_that_cost_nothing_fill_the_chunk() -> None:
     assert nothing.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 512
 
 
-def test_rows_that_hold_much_memory_shorten_a_step_whatever_their_target() -> None:
+def test_rows_with_much_memory_shorten_a_step() -> None:
     chunks = rule()
 
     def tokens(held_share: float) -> int:
@@ -91,7 +92,7 @@ FIXED = {
     "prefill_per_token_context_s": 0.0,
     "decode_base_s": 0.02,
 }
-NEEDED_S = (0.02 + DECODE_S + 0.1) * 1.25  # an untrained model leaves a reserve
+NEEDED_S = (0.02 + DECODE_S + 0.1) * 1.25  # A model without samples leaves a reserve.
 
 
 def waits(allowance: Allowance, *, wanted: int = 1000, **changes: float) -> bool:
@@ -101,28 +102,26 @@ def waits(allowance: Allowance, *, wanted: int = 1000, **changes: float) -> bool
 @pytest.mark.parametrize(
     ("step_s", "gain_s", "expected"),
     [
-        (NEEDED_S, 0.01, False),  # there is slack
+        (NEEDED_S, 0.01, False),  # There is slack.
         (NEEDED_S - 1e-3, 0.01, True),
         (NEEDED_S - 0.079, 0.01, True),
-        (NEEDED_S - 0.081, 0.01, False),  # it would take more than MAX_WAITS steps
-        (NEEDED_S - 1e-3, 0.0, False),  # the rows gain none
+        (NEEDED_S - 0.081, 0.01, False),  # It would take more than MAX_WAITS steps.
+        (NEEDED_S - 1e-3, 0.0, False),  # The rows gain no slack.
     ],
 )
-def test_prompts_wait_for_slack_where_each_step_with_prompt_tokens_has_a_fixed_cost(
-    step_s: float, gain_s: float, expected: bool
-) -> None:
+def test_prompts_wait_for_slack_with_a_fixed_cost(step_s: float, gain_s: float, expected: bool) -> None:
     assert waits(Allowance(step_s, 1.0, gain_s)) is expected
 
 
-def test_prompts_wait_for_no_more_than_their_own_tokens_or_the_longest_gap() -> None:
+def test_prompts_wait_no_longer_than_needed() -> None:
     short_s = (0.02 + DECODE_S + 0.03) * 1.25
     assert not waits(Allowance(short_s, 1.0, 0.01), wanted=30)
     assert waits(Allowance(short_s - 1e-3, 1.0, 0.01), wanted=30)
     assert waits(Allowance(0.099, 0.1, 0.01))
-    assert not waits(Allowance(0.1, 0.1, 0.01))  # no step may be longer
+    assert not waits(Allowance(0.1, 0.1, 0.01))  # No step may be longer.
 
 
-def test_prompts_do_not_wait_where_their_first_tokens_are_free_or_no_row_has_a_target() -> None:
+def test_prompts_do_not_wait_without_a_reason() -> None:
     assert not waits(Allowance(0.05, 1.0, 0.01), decode_base_s=0.04)
     assert not waits(Allowance(None))
     assert not waits(Allowance(0.05, 1.0, 0.01), prefill_per_token_s=0.0)

@@ -1,4 +1,4 @@
-"""Drafts are taken where they raise the rate, and only there."""
+"""Drafts are used only if they raise the rate of tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rule(per_draft_s: float, base_s: float = 0.01, *, most: int = 8, most_togeth
     return DraftRule(prior, most=most, most_together=most_together)
 
 
-def test_a_sure_copy_gets_all_that_it_can_have() -> None:
+def test_a_certain_copy_gets_all_drafts() -> None:
     assert rule(0.0001).counts([[0.99] * 8], context_tokens=9, tpot_s=None) == [8]
 
 
@@ -31,18 +31,18 @@ def test_without_a_match_the_step_is_plain() -> None:
     assert rule(0.0001).counts([[], []], context_tokens=9, tpot_s=None) is None
 
 
-def test_likely_drafts_come_first_and_costly_ones_never() -> None:
+def test_likely_drafts_come_first() -> None:
     counts = rule(0.0005).counts([[0.9, 0.8, 0.01], [0.02], []], context_tokens=9, tpot_s=None)
     assert counts == [2, 0, 0]
 
 
-def test_a_dear_step_is_paid_by_enough_drafts_only() -> None:
+def test_an_expensive_step_needs_enough_drafts() -> None:
     dear = rule(0.0, base_s=0.02)
     assert dear.counts([[0.5]], context_tokens=9, tpot_s=None) is None
     assert dear.counts([[0.9, 0.8, 0.7]], context_tokens=9, tpot_s=None) == [3]
 
 
-def test_a_gain_within_the_margin_is_none() -> None:
+def test_a_gain_within_the_margin_is_ignored() -> None:
     assert rule(0.0).counts([[0.04]], context_tokens=9, tpot_s=None) is None
     assert rule(0.0).counts([[0.06]], context_tokens=9, tpot_s=None) == [1]
 
@@ -54,7 +54,7 @@ def test_all_rows_together_have_a_limit() -> None:
 
 def test_the_strictest_tpot_target_bounds_the_step() -> None:
     one = rule(0.001)
-    assert one.counts([[0.99] * 8], context_tokens=9, tpot_s=0.0189) == [4]  # 0.8 * 18.9 ms leaves 4.1 for drafts
+    assert one.counts([[0.99] * 8], context_tokens=9, tpot_s=0.0189) == [4]  # 0.8 * 18.9 ms leaves 4.1 ms for drafts.
     assert one.counts([[0.99] * 8], context_tokens=9, tpot_s=0.01) is None
 
 
@@ -65,10 +65,10 @@ def test_measured_steps_teach_what_drafts_cost() -> None:
         one.observe(step(1), 0.03)
         one.observe(step(0), 0.011)
     assert one.counts([[0.6]], context_tokens=9, tpot_s=None) is None
-    assert one.least_probability(1) == pytest.approx(0.02)  # probes must still find something to try
+    assert one.least_probability(1) == pytest.approx(0.02)  # There must still be drafts to probe with.
 
 
-def test_a_machine_that_slowed_down_for_all_steps_changes_nothing() -> None:
+def test_a_uniformly_slower_machine_changes_nothing() -> None:
     one = rule(0.0001)
     for _ in range(60):
         one.observe(step(1), 0.12)
@@ -76,13 +76,13 @@ def test_a_machine_that_slowed_down_for_all_steps_changes_nothing() -> None:
     assert one.counts([[0.6]], context_tokens=9, tpot_s=None) == [1]
 
 
-def test_one_stall_decides_nothing() -> None:
+def test_one_stall_changes_no_decision() -> None:
     one = rule(0.0001)
     one.observe(step(1), 9.0)
     assert one.counts([[0.9, 0.9, 0.9]], context_tokens=9, tpot_s=None) is not None
 
 
-def test_what_drafts_cost_at_one_batch_size_says_nothing_of_another() -> None:
+def test_each_batch_size_has_its_own_price() -> None:
     one = rule(0.0001)
     for _ in range(20):
         one.observe(step(1), 0.5)
@@ -90,7 +90,7 @@ def test_what_drafts_cost_at_one_batch_size_says_nothing_of_another() -> None:
     assert one.counts([[0.9]] * 4, context_tokens=9, tpot_s=None) == [1] * 4
 
 
-def test_a_forbidding_price_is_probed_ever_less_often() -> None:
+def test_a_high_price_is_probed_less_and_less_often() -> None:
     one = rule(0.1)
     probes = []
     for number in range(40 * FIRST_PROBE_STEPS):
@@ -111,7 +111,7 @@ def test_unlikely_drafts_are_never_tried() -> None:
     assert {str(one.counts([[0.3]], context_tokens=9, tpot_s=None)) for _ in range(500)} == {"None"}
 
 
-def test_while_drafts_pay_a_plain_step_now_and_then_is_the_measure() -> None:
+def test_occasional_plain_steps_keep_the_price_current() -> None:
     one = rule(0.0001)
     taken = []
     for _ in range(3 * (REFERENCE_STEPS + 1)):
@@ -121,7 +121,7 @@ def test_while_drafts_pay_a_plain_step_now_and_then_is_the_measure() -> None:
     assert taken == ([True] * REFERENCE_STEPS + [False]) * 3
 
 
-def test_chances_below_the_price_of_a_draft_need_no_look() -> None:
+def test_unlikely_drafts_are_skipped_early() -> None:
     assert rule(0.0011).least_probability(1) == pytest.approx(0.1)
     assert rule(0.0).least_probability(1) == pytest.approx(0.02)
 

@@ -1,4 +1,4 @@
-"""Known failures of other systems that lived in a decode worker's books. Each test names its thread."""
+"""Known failures of other systems in the tables of a decode worker. Each test names the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROMPT = list(range(1, 3 * BLOCK_SIZE + 2))
 
 
 def test_blocks_of_a_cancelled_transfer_are_kept_until_its_end(bench: Bench) -> None:
-    """sglang#24527, PR#35049: the pages of an aborted request went to the next one under the writer's hands."""
+    """sglang#24527, PR#35049: the pages of an aborted request were reused while a transfer still wrote to them."""
     bench.offer("old", PROMPT, is_local=False)
     granted = set(bench.grants[bench.key("old")].blocks)
     assert bench.batching.cancel(bench.key("old")) == [ReceiveAborted(key=bench.key("old"))]
@@ -26,10 +26,10 @@ def test_blocks_of_a_cancelled_transfer_are_kept_until_its_end(bench: Bench) -> 
     assert bench.batching.blocks.num_referenced == 0
 
 
-def test_a_landing_that_failed_leaves_no_block_to_be_found(bench: Bench) -> None:
+def test_a_failed_transfer_leaves_no_cached_block(bench: Bench) -> None:
     """vllm#49250: the recompute after a failed load read blocks that had never been filled."""
     bench.offer("lost", PROMPT, is_local=False)
-    bench.write("lost")  # all but the last bytes came: good enough to look right
+    bench.write("lost")  # All but the last bytes arrived, so the contents look right.
     effects = bench.batching.lost(bench.key("lost"), "checksum mismatch")
     assert effects == [
         TransferLost(key=bench.key("lost"), error="checksum mismatch"),
@@ -40,7 +40,7 @@ def test_a_landing_that_failed_leaves_no_block_to_be_found(bench: Bench) -> None
 
 
 def test_only_committed_blocks_are_found_by_the_next_prompt(bench: Bench) -> None:
-    """sglang#23020: pages whose bytes were still on their way were shared, and spread."""
+    """sglang#23020: pages whose bytes had not arrived yet were shared, and the error spread."""
     bench.offer("first", PROMPT, is_local=False)
     bench.offer("early", PROMPT, is_local=False)
     assert bench.grants[bench.key("early")].num_cached_blocks == 0
@@ -60,13 +60,13 @@ def test_ends_of_unknown_transfers_are_ignored(bench: Bench) -> None:
     assert bench.receive("gone") == [
         TransferCancelled(key=key),
         Released(key=key),
-    ]  # it was verified in the same moment
+    ]  # It was verified at the same time.
     assert bench.receive("gone") == []
     assert bench.batching.lost(key, "drained") == []
     assert bench.batching.blocks.num_referenced == 0
 
 
-def test_a_second_end_of_a_committed_transfer_takes_nothing_away(bench: Bench) -> None:
+def test_a_second_end_of_a_transfer_is_ignored(bench: Bench) -> None:
     """vllm PR#48616: the completion signal was delivered twice."""
     bench.offer("one", PROMPT, is_local=False)
     first = bench.write("one")
@@ -90,7 +90,7 @@ def test_an_unfilled_reservation_ends_at_its_deadline(bench: Bench) -> None:
     assert bench.batching.blocks.num_referenced == 0
 
 
-def test_a_refused_landing_holds_nothing(bench: Bench) -> None:
+def test_a_declined_reservation_holds_nothing(bench: Bench) -> None:
     """sglang#9266: entries of requests that failed early used the pool of requests up."""
     for turn in range(50):
         effects = bench.offer(f"huge{turn}", list(range(1, 40 * BLOCK_SIZE)), is_local=False)

@@ -1,4 +1,4 @@
-"""What a decode worker reports of an attempt adds up to the time that the attempt was its to work on."""
+"""The durations that a decode worker reports add up to the time of the attempt on the worker."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def reported(effects: list[Any], name: str) -> dict[str, float]:
     return {field: sum(getattr(row, field) for row in rows) for field in fields}
 
 
-def test_a_remote_attempt_waits_from_when_all_was_there_to_its_first_step(bench: Any) -> None:
+def test_a_remote_attempts_wait_starts_when_it_is_complete(bench: Any) -> None:
     bench.offer("busy", PROMPT, max_tokens=20)
     for _ in range(4):
         bench.step()
     first = bench.reserve_and_write("a", [7, 8, 9])
-    ready_s = bench.now_s - 0.25  # both came while the last step ran
+    ready_s = bench.now_s - 0.25  # Both arrived during the last step.
     bench.batching.received(bench.key("a"), transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=ready_s - 0.5)
     bench.batching.admit(bench.key("a"), first, ready_s)
     begin_s = bench.now_s

@@ -1,4 +1,4 @@
-"""Many equal steps applied at once leave a worker exactly where the same steps one by one leave it."""
+"""Applying many equal steps at once leaves a worker in the same state as applying them one by one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(num_blocks: int, max_batch: int) -> DecodeBatching:
 
 
 def state(batching: DecodeBatching) -> Any:
-    """All that a worker's later decisions, messages and cache depend on."""
+    """Everything on which a worker's later decisions, messages and cache depend."""
     batching.check()
     return (
         asdict(batching.load()),
@@ -60,7 +60,7 @@ def step_by_step(batching: DecodeBatching, count: int, now_s: float) -> list[Dec
 
 
 def at_once(batching: DecodeBatching, now_s: float, rng: random.Random) -> tuple[list[DecodeEffect], int]:
-    """One run of a random length that is allowed; or one step, whose readers are applied as ever."""
+    """One run of a random allowed length, or one step if prompts are prefilled."""
     step, effects = batching.plan(now_s)
     longest = batching.run_length(step)
     count = rng.choice((longest, longest, rng.randint(1, longest))) if longest else 1
@@ -79,14 +79,14 @@ def at_once(batching: DecodeBatching, now_s: float, rng: random.Random) -> tuple
 
 
 @pytest.mark.parametrize("seed", slow_except(range(60), *range(15)))
-def test_a_run_is_the_same_as_its_steps(seed: int) -> None:
+def test_a_run_equals_its_steps(seed: int) -> None:
     rng = random.Random(seed)
     num_blocks, max_batch = rng.choice(((12, 3), (24, 4), (64, 8)))
     one, other = make(num_blocks, max_batch), make(num_blocks, max_batch)
     now_s, number, num_runs = 0.0, 0, 0
     names: list[AttemptKey] = []
     for _ in range(80):
-        for _ in range(rng.choice((0, 0, 1, 2))):  # the same happens to both
+        for _ in range(rng.choice((0, 0, 1, 2))):  # Both get the same events.
             number += 1
             key = AttemptKey(rng.randint(0, 1), f"r{number}", 1)
             attempt = Attempt(
@@ -116,7 +116,7 @@ def test_a_run_is_the_same_as_its_steps(seed: int) -> None:
         now_s += 1.0
         effects, count = at_once(other, now_s, rng)
         num_runs += count > 1
-        # In a run tokens come row by row and the end of a row last; in steps they come step by step.
+        # In a run, tokens are ordered by row, and the end of a row comes last. In steps, they are ordered by step.
         assert sorted(map(repr, step_by_step(one, count, now_s))) == sorted(map(repr, effects))
         assert state(one) == state(other)
     assert num_runs > 0

@@ -1,4 +1,4 @@
-"""Who reads a prompt locally scores it as a prefill worker does; preemption only repeats scores."""
+"""A local prefill scores the prompt like a prefill worker, and a preemption only repeats scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scores(effects: list[DecodeEffect], name: str) -> list[tuple[int, int]]:
     return found
 
 
-def test_a_local_prompt_is_scored_whole_whatever_the_cache_holds(bench: Any) -> None:
+def test_a_local_prompt_is_scored_despite_the_cache(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.run()
     bench.offer("b", PROMPT, prompt_logprobs=2)
@@ -41,8 +41,9 @@ def test_a_remote_prompt_is_scored_by_its_prefill_worker(bench: Any) -> None:
     assert scores(bench.run(), "a") == []
 
 
-def test_a_prompt_that_is_preempted_while_it_is_read_is_scored_anew(make_bench: Any) -> None:
-    """Memory ends while "b" reads: it starts over; after its first token a preemption scores nothing."""
+def test_a_prompt_preempted_in_prefill_is_scored_again(make_bench: Any) -> None:
+    """Memory is exhausted while "b" is prefilled, so it starts again. After its first token, a preemption scores
+    nothing."""
     bench = make_bench(num_blocks=12, max_batch_tokens=4)
     bench.offer("a", [1, 2, 3], max_tokens=30)
     bench.step()

@@ -18,9 +18,9 @@ from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP, Allowance
 from pdserve.core.types import Sampling
 
 TPOT_S = 0.05
-DUE_S = DUE_SHARE * TPOT_S  # between due times
-DECODE_S = 0.032  # too long to make up for a step that ends after a due time
-FAST_S = 0.01  # of which PACE fit between due times
+DUE_S = DUE_SHARE * TPOT_S  # Time between due times.
+DECODE_S = 0.032  # Decode steps are too long to catch up after a late step.
+FAST_S = 0.01  # PACE of these steps fit between due times.
 
 
 def sequence(
@@ -31,7 +31,7 @@ def sequence(
     tpot_s: float | None = TPOT_S,
     itl_s: float | None = None,
 ) -> DecodeSequence:
-    """One with `output` output tokens, of which the first was sampled at `first_s`, and at most `left` more."""
+    """A sequence with `output` output tokens, the first of which was sampled at `first_s`, and at most `left` more."""
     key = AttemptKey(1, "a", 1)
     attempt = Attempt(
         key=key, prompt_ids=(1, 2, 3), sampling=Sampling(max_tokens=output + left), tpot_s=tpot_s, itl_s=itl_s
@@ -58,12 +58,12 @@ def allowed_step_s(decoding: Sequence[DecodeSequence], now_s: float, decode_s: f
 
 
 def test_a_sequence_on_time_allows_one_target() -> None:
-    on_time_s = 9 * DUE_S  # its tenth token came exactly when due
+    on_time_s = 9 * DUE_S  # Its tenth token came exactly when due.
     assert allowed_step_s([sequence()], on_time_s, DECODE_S) == pytest.approx(DUE_S)
 
 
 def test_slack_lengthens_the_step() -> None:
-    now_s = 9 * DUE_S - 0.06  # 60 ms ahead
+    now_s = 9 * DUE_S - 0.06  # 60 ms ahead.
     assert allowed_step_s([sequence()], now_s, DECODE_S) == pytest.approx(DUE_S + 0.06)
 
 
@@ -78,24 +78,24 @@ def test_a_request_may_set_its_longest_gap() -> None:
 
 
 def test_a_late_sequence_shortens_the_step() -> None:
-    now_s = 9 * TPOT_S + 0.15  # 150 ms late with 10 tokens to go: 15 ms for each
+    now_s = 9 * TPOT_S + 0.15  # 150 ms late with 10 tokens left: 15 ms for each.
     assert allowed_step_s([sequence(left=10)], now_s, DECODE_S) == pytest.approx(TPOT_S - 0.015)
 
 
-def test_a_step_may_end_after_a_due_time_that_later_steps_make_up_for() -> None:
+def test_a_step_may_end_late_if_later_steps_catch_up() -> None:
     on_time_s, gained_s = 9 * DUE_S, (HORIZON - 1) * (DUE_S - PACE * 0.027)
     assert gained_s < (LONGEST_GAP - 1) * TPOT_S
     assert allowed_step_s([sequence()], on_time_s, 0.027) == pytest.approx(DUE_S + gained_s)
     assert allowed_step_s([sequence()], on_time_s, FAST_S) == pytest.approx(LONGEST_GAP * TPOT_S)
 
 
-def test_few_tokens_make_up_for_little() -> None:
+def test_few_tokens_allow_little_delay() -> None:
     on_time_s = 9 * DUE_S
     assert allowed_step_s([sequence(left=3)], on_time_s, FAST_S) == pytest.approx(DUE_S + 2 * (DUE_S - PACE * FAST_S))
     assert allowed_step_s([sequence(left=1)], on_time_s, FAST_S) == pytest.approx(DUE_S)
 
 
-def test_a_sequence_that_is_late_by_less_than_its_reserve_keeps_its_pace() -> None:
+def test_a_sequence_late_within_its_reserve_keeps_its_rate() -> None:
     assert allowed_step_s([sequence(left=10)], 9 * TPOT_S, DECODE_S) == pytest.approx(DUE_S)
 
 
@@ -128,7 +128,7 @@ def test_sequences_without_a_target_allow_anything() -> None:
 
 @given(st.integers(2, 60), st.integers(0, 2**32), st.floats(0.2, 0.95))
 def test_steps_within_the_limit_meet_the_target(left: int, seed: int, load: float) -> None:
-    """However long the chosen steps are within the limit, the mean over the answer is within the target."""
+    """For any steps within the limit, the mean over the answer is within the target."""
     rng, decode_s = random.Random(seed), load * TPOT_S
     one, now_s = sequence(output=1, left=left), 0.0
     for _ in range(left):
@@ -146,7 +146,7 @@ def test_a_target_below_a_step_does_not_bind() -> None:
     assert allowed_step_s([strict], 1.0, DECODE_S) == pytest.approx(LONGEST_GAP * DECODE_S)
 
 
-def test_decode_steps_gain_what_they_are_shorter_than_a_due_time() -> None:
+def test_short_decode_steps_gain_slack() -> None:
     behind, ahead = sequence(), sequence(output=1000, tpot_s=0.03, itl_s=0.2)
     found = step_allowance([behind, ahead], 9 * DUE_S, DECODE_S)
     assert found == Allowance(pytest.approx(DUE_S), pytest.approx(0.2), pytest.approx(DUE_SHARE * 0.03 - DECODE_S))

@@ -13,7 +13,8 @@ TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
 def longest_match(tokens: list[int]) -> tuple[int, int]:
-    """(place, length) of the longest run that ends the text and stands earlier in it, the latest of equals."""
+    """(position, length) of the longest run at the end of the text that also occurs earlier; the latest of equal
+    ones."""
     best = (0, 0)
     for place in range(2, len(tokens)):
         length = 0
@@ -25,7 +26,7 @@ def longest_match(tokens: list[int]) -> tuple[int, int]:
 
 
 def search(tokens: list[int]) -> tuple[int, int]:
-    """The same among the latest places only, with different lengths up to a limit."""
+    """Like longest_match, among the latest occurrences only and with a limit of the compared tokens."""
     pair = tokens[-2:]
     places = [place for place in range(2, len(tokens)) if tokens[place - 2 : place] == pair][-MAX_PLACES:]
     best = (0, 0)
@@ -39,7 +40,7 @@ def search(tokens: list[int]) -> tuple[int, int]:
 
 
 def guesser_of(tokens: list[int], first: int) -> NgramProposer:
-    """One that has read a prompt of `first` tokens, and then token by token."""
+    """A proposer that has read a prompt of `first` tokens, then single tokens."""
     proposer = NgramProposer()
     for end in range(first, len(tokens) + 1):
         proposer.read(tokens[:end])
@@ -67,7 +68,7 @@ def test_the_match_in_a_short_text_is_the_longest(tokens: list[int]) -> None:
 
 
 @given(tokens=TEXTS, cuts=st.lists(st.integers(1, 60), max_size=5))
-def test_reading_tokens_together_or_singly_is_equal(tokens: list[int], cuts: list[int]) -> None:
+def test_tokens_may_be_read_together_or_singly(tokens: list[int], cuts: list[int]) -> None:
     one_by_one = guesser_of(tokens, 1)
     at_once = NgramProposer()
     for end in sorted({1, *(cut for cut in cuts if cut < len(tokens)), len(tokens)}):

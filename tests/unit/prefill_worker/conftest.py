@@ -1,4 +1,4 @@
-"""A prefill batching with a toy engine behind it, driven by hand; each test ends with the check of its blocks."""
+"""A prefill batching over the toy engine, driven by hand. Blocks are checked after each test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK_SIZE = 4
 
 
 class Bench:
-    """A batching, its engine, and a clock that each step moves by a second."""
+    """A batching, its engine, and a clock that each step advances by a second."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Bench:
         return self.batching.sent(self.key(name), is_whole=True)
 
     def contents(self, blocks: tuple[tuple[int, int], ...]) -> dict[int, list[int]]:
-        """Grant index -> cells of the source block, now."""
+        """Grant index -> current cells of the source block."""
         cells = self.engine.pool.buffer.cast("Q")
         return {index: list(cells[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]) for index, block in blocks}
 

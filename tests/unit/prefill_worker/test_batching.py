@@ -1,4 +1,4 @@
-"""What a prefill worker computes, pushes and holds, step by step."""
+"""Computed positions, pushed blocks and held blocks of a prefill worker, step by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prefill_worker.lifecycle import PrefillStage
 PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a third
 
 
-def test_a_prompt_is_read_in_chunks_and_its_blocks_leave_as_they_fill(bench: Any) -> None:
+def test_blocks_are_sent_as_chunks_fill_them(bench: Any) -> None:
     key = bench.key("a")
     assert bench.offer("a", PROMPT) == []
     plan, before = bench.batching.plan(0.0)
@@ -40,7 +40,7 @@ def test_pushed_blocks_hold_the_prompts_cells(bench: Any) -> None:
     assert [one for _, block in sent for one in block][: len(PROMPT)] == cells
 
 
-def test_blocks_that_the_receiver_holds_are_computed_but_not_pushed(bench: Any) -> None:
+def test_blocks_that_the_receiver_has_are_not_pushed(bench: Any) -> None:
     bench.offer("a", PROMPT, receiver_cached_blocks=1)
     effects = bench.run()
     pushed = [block for push in bench.pushes(effects, "a") for block in push.blocks]
@@ -94,7 +94,7 @@ def test_a_cached_prefix_is_reused_and_pushed_at_once(bench: Any) -> None:
     assert [first.token.token_id] == answer([*PROMPT[:8], 99], 1)
 
 
-def test_a_prompt_that_is_cached_whole_computes_its_last_block_again(bench: Any) -> None:
+def test_a_fully_cached_prompt_recomputes_its_last_block(bench: Any) -> None:
     for name in ("a", "b"):
         bench.offer(name, PROMPT[:8])
         effects = bench.run()
@@ -104,7 +104,7 @@ def test_a_prompt_that_is_cached_whole_computes_its_last_block_again(bench: Any)
     assert [first.token.token_id] == answer(PROMPT[:8], 1)
 
 
-def test_source_blocks_are_held_until_they_are_sent(bench: Any) -> None:
+def test_source_blocks_are_kept_until_sent(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.run()
     assert bench.batching.stage(bench.key("a")) is PrefillStage.SENDING
@@ -131,16 +131,16 @@ def test_a_prompt_waiting_for_memory_is_not_overtaken(make_bench: Any) -> None:
     assert bench.firsts(bench.run()) == {"b": answer(list(range(100, 108)), 1)[0], "c": answer([1], 1)[0]}
 
 
-def test_a_cached_prefix_is_not_held_while_its_prompt_waits_for_memory(make_bench: Any) -> None:
+def test_a_waiting_prompt_does_not_hold_its_cached_prefix(make_bench: Any) -> None:
     bench = make_bench(num_blocks=4)
     blocks = bench.batching.blocks
     bench.offer("a", PROMPT[:8])
     bench.run()
     bench.sent("a")
     assert blocks.num_evictable == 2
-    bench.offer("b", list(range(100, 108)))  # takes the two free blocks
+    bench.offer("b", list(range(100, 108)))  # Takes the two free blocks.
     bench.run()
-    bench.offer("c", [*PROMPT[:8], 99])  # two blocks are in the cache, and there is none for the third
+    bench.offer("c", [*PROMPT[:8], 99])  # Two blocks are in the cache, and there is none for the third.
     for _ in range(3):
         bench.step()
         assert bench.batching.stage(bench.key("c")) is PrefillStage.WAITING
@@ -151,7 +151,7 @@ def test_a_cached_prefix_is_not_held_while_its_prompt_waits_for_memory(make_benc
     assert blocks.num_referenced == 0
 
 
-def test_the_inbox_is_bounded_and_says_so(make_bench: Any) -> None:
+def test_the_inbox_is_bounded(make_bench: Any) -> None:
     bench = make_bench(inbox_depth=2)
     assert bench.offer("a", PROMPT) == bench.offer("b", PROMPT) == []
     assert bench.offer("c", PROMPT) == [Refused(key=bench.key("c"), reason=RefusalReason.INBOX_FULL)]
@@ -164,13 +164,11 @@ def test_the_inbox_is_bounded_and_says_so(make_bench: Any) -> None:
         ({"deadline_at_s": 0.0}, RefusalReason.DEADLINE),
     ],
 )
-def test_what_cannot_be_taken_is_refused_with_its_reason(
-    bench: Any, settings: dict[str, Any], reason: RefusalReason
-) -> None:
+def test_declined_attempts_have_a_reason(bench: Any, settings: dict[str, Any], reason: RefusalReason) -> None:
     assert bench.offer("a", **{"prompt": PROMPT, **settings}) == [Refused(key=bench.key("a"), reason=reason)]
 
 
-def test_a_draining_worker_refuses_and_finishes_what_it_has(bench: Any) -> None:
+def test_a_draining_worker_finishes_its_attempts(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.batching.is_draining = True
     assert bench.offer("b", PROMPT) == [Refused(key=bench.key("b"), reason=RefusalReason.DRAINING)]
@@ -198,7 +196,7 @@ def test_cancel_holds_blocks_until_the_sender_has_stopped_reading(bench: Any, nu
     assert bench.batching.cancel(key) == [SendAborted(key=key)]
     assert bench.batching.cancel(key) == []
     assert bench.batching.blocks.num_referenced == 3
-    assert bench.step() == []  # not computed any further
+    assert bench.step() == []  # Not computed any further.
     assert bench.batching.sent(key, is_whole=False, error="aborted") == [Released(key=key)]
     assert bench.batching.blocks.num_referenced == 0
 
@@ -207,7 +205,7 @@ def test_cancel_of_an_unknown_attempt_is_answered(bench: Any) -> None:
     assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
 
 
-def test_failing_an_attempt_reports_it_once_and_an_unknown_one_not_at_all(bench: Any) -> None:
+def test_failing_an_attempt_reports_it_once(bench: Any) -> None:
     key = bench.key("a")
     assert bench.batching.fail(key, FailureKind.INTERNAL, "nobody asked") == []
     bench.offer("a", PROMPT)
@@ -220,7 +218,7 @@ def test_failing_an_attempt_reports_it_once_and_an_unknown_one_not_at_all(bench:
     assert bench.batching.fail(key, FailureKind.INTERNAL, "late") == []
 
 
-def test_cancel_between_plan_and_apply_passes_the_row_over(bench: Any) -> None:
+def test_a_cancel_between_plan_and_apply_skips_the_row(bench: Any) -> None:
     bench.offer("a", PROMPT[:3])
     plan, _ = bench.batching.plan(0.0)
     sampled = bench.engine.step(plan.rows)
@@ -268,7 +266,7 @@ def test_a_deadline_while_computing_aborts_the_transfer(bench: Any) -> None:
         (list(range(62)), {}, None),
     ],
 )
-def test_the_first_token_says_whether_it_is_the_last(
+def test_the_first_token_reports_whether_it_is_the_last(
     bench: Any, prompt: list[int], sampling: dict[str, Any], finish: FinishReason | None
 ) -> None:
     bench.offer("a", prompt, **sampling)
@@ -276,7 +274,7 @@ def test_the_first_token_says_whether_it_is_the_last(
     assert first.finish is finish
 
 
-def test_two_attempts_of_one_request_do_not_meet(bench: Any) -> None:
+def test_two_attempts_of_one_request_are_independent(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.step()
     bench.batching.cancel(bench.key("a"))
@@ -287,7 +285,7 @@ def test_two_attempts_of_one_request_do_not_meet(bench: Any) -> None:
     assert bench.batching.live() == [bench.key("a", 2)]
 
 
-def test_the_load_counts_what_waits_and_what_is_left_to_read(bench: Any) -> None:
+def test_the_load_counts_waiting_and_remaining_tokens(bench: Any) -> None:
     bench.offer("a", PROMPT)
     bench.offer("b", PROMPT)
     bench.step()
@@ -310,7 +308,7 @@ def test_finished_blocks_are_stamped_before_sending(make_bench: Any) -> None:
             names[index] for index, _ in done.blocks
         )
     bench.sent("a")
-    bench.offer("b", [*prompt[:8], 1])  # two blocks come from the cache, and keep their names
+    bench.offer("b", [*prompt[:8], 1])  # Two blocks come from the cache and keep their content hashes.
     effects = bench.run()
     blocks = [block for effect in effects if isinstance(effect, BlocksDone) for _, block in effect.blocks]
     assert stamps.content_hashes(blocks)[:2] == names[:2]
@@ -320,7 +318,7 @@ def test_finished_blocks_are_stamped_before_sending(make_bench: Any) -> None:
 
 @pytest.mark.parametrize("facts", [{"max_tokens": 1}, {"output": (5, 6), "max_tokens": 3}])
 def test_unneeded_kv_is_not_sent(bench: Any, facts: dict[str, Any]) -> None:
-    """Its first token is its last, whatever it is: no transfer is begun that could only be cancelled."""
+    """The first token is certainly the last one, so no transfer begins that could only be cancelled."""
     bench.offer("a", PROMPT, **facts)
     effects = bench.run()
     assert [type(one) for one in effects] == [FirstToken, Released]
@@ -328,7 +326,7 @@ def test_unneeded_kv_is_not_sent(bench: Any, facts: dict[str, Any]) -> None:
     assert bench.batching.blocks.num_referenced == 0
 
 
-def test_the_last_token_of_the_context_is_not_sent_for(make_bench: Any) -> None:
+def test_kv_is_not_sent_at_the_context_limit(make_bench: Any) -> None:
     bench = make_bench(num_blocks=3)  # 12 tokens
     bench.offer("a", list(range(11)))
     assert [type(one) for one in bench.run()] == [FirstToken, Released]
@@ -342,11 +340,11 @@ def test_a_first_token_that_happens_to_end_the_text_ends_the_transfer(bench: Any
     effects = bench.run()
     assert [type(one) for one in effects if not isinstance(one, BlocksDone)] == [SendStarted, FirstToken, SendAborted]
     assert not any(one.is_last for one in effects if isinstance(one, BlocksDone))
-    assert bench.batching.cancel(bench.key("a")) == []  # the router need not say anything
+    assert bench.batching.cancel(bench.key("a")) == []  # The router need not send a message.
     assert bench.sent("a") == [Released(key=bench.key("a"))]
 
 
-def test_a_prompt_whose_kv_is_not_sent_frees_its_blocks_at_once_when_cancelled(bench: Any) -> None:
+def test_cancelling_a_prompt_without_a_transfer_frees_at_once(bench: Any) -> None:
     bench.offer("a", PROMPT, max_tokens=1)
     bench.step()
     assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]

@@ -1,4 +1,4 @@
-"""Known failures of other systems that lived in a prefill worker's books. Each test names its thread."""
+"""Known failures of other systems in the tables of a prefill worker. Each test names the report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.prefill_worker.conftest import BLOCK_SIZE, Bench
 PROMPT = list(range(1, 3 * BLOCK_SIZE + 2))
 
 
-def test_blocks_that_are_being_sent_are_not_evicted_whatever_comes(bench: Bench) -> None:
+def test_blocks_being_sent_are_not_evicted(bench: Bench) -> None:
     """TensorRT-LLM#12542: a block was evicted before the sender had read it; the receiver waited for ever."""
     bench.offer("one", PROMPT)
     pushed = [push for effect in [bench.run()] for push in bench.pushes(effect, "one")]
@@ -41,15 +41,15 @@ def test_ends_of_unknown_sends_are_ignored(bench: Bench) -> None:
     key = bench.key("one")
     assert bench.batching.sent(key, is_whole=True) == []
     bench.offer("one", PROMPT)
-    assert bench.batching.sent(key, is_whole=False, error="early") == []  # it holds no block yet
+    assert bench.batching.sent(key, is_whole=False, error="early") == []  # It holds no block yet.
     bench.run()
     assert bench.sent("one") == [Released(key=key)]
     assert bench.sent("one") == []
     assert bench.batching.sent(key, is_whole=False, error="late") == []
 
 
-def test_a_send_that_fails_while_the_prompt_is_read_frees_it_at_once(bench: Bench) -> None:
-    """vllm PR#41269: the prefill side went on and held everything until a timeout of minutes."""
+def test_a_send_that_fails_during_prefill_frees_the_prompt(bench: Bench) -> None:
+    """vllm PR#41269: the prefill side continued, and held its blocks until a timeout of minutes."""
     bench.offer("one", PROMPT)
     bench.step()
     key = bench.key("one")
@@ -59,7 +59,7 @@ def test_a_send_that_fails_while_the_prompt_is_read_frees_it_at_once(bench: Benc
     assert not bench.batching.has_work
 
 
-def test_a_grant_that_does_not_fit_the_prompt_is_refused_before_a_block_is_read(bench: Bench) -> None:
+def test_a_grant_of_the_wrong_size_is_rejected_first(bench: Bench) -> None:
     """vllm#52234, case 1, seen from the prefill side: fewer or more blocks than the prompt has."""
     for num_granted in (0, 3, 5):
         effects = bench.offer("one", PROMPT, num_granted=num_granted)

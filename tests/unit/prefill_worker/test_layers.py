@@ -1,4 +1,4 @@
-"""The last chunk leaves by groups of layers while it is computed, whatever happens to the step."""
+"""The last chunk is sent by groups of layers while it is computed, whatever happens to the step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bench(make_bench: Callable[..., Any]) -> Any:
 
 
 def run_step(bench: Any, up_to: int = LAYERS) -> tuple[list[PrefillEffect], list[PrefillEffect]]:
-    """What leaves while the step computes (told of `up_to` layers), and what comes after it."""
+    """The effects during a step that reports `up_to` layers, and the effects after it."""
     batching = bench.batching
     step, _ = batching.plan(bench.now_s)
     outs = bench.engine.step(step.rows)
@@ -41,7 +41,7 @@ def pushed(effects: list[PrefillEffect]) -> list[tuple[list[int], int, int, int,
     ]
 
 
-def test_chunks_before_the_last_leave_whole_and_the_last_by_layers(bench: Any) -> None:
+def test_only_the_last_chunk_is_sent_by_layers(bench: Any) -> None:
     bench.offer("a", PROMPT)
     for blocks in ([0, 1], [2, 3]):
         during, after = run_step(bench)
@@ -66,7 +66,7 @@ def test_layers_reported_late_are_sent_together(bench: Any) -> None:
     assert bench.batching.stored(step, 3, LAYERS) == []
 
 
-def test_a_prompt_that_left_meanwhile_sends_nothing(bench: Any) -> None:
+def test_a_prompt_that_ended_meanwhile_sends_nothing(bench: Any) -> None:
     bench.offer("a", PROMPT[:8])
     step, _ = bench.batching.plan(0.0)
     bench.batching.cancel(bench.key("a"))
@@ -74,7 +74,7 @@ def test_a_prompt_that_left_meanwhile_sends_nothing(bench: Any) -> None:
     assert bench.batching.apply(step, [RowOut()], 0.0) == []
 
 
-def test_a_prompt_that_leaves_at_the_end_leaves_in_one_piece(make_bench: Callable[..., Any]) -> None:
+def test_a_prompt_sent_at_the_end_is_sent_in_one_piece(make_bench: Callable[..., Any]) -> None:
     bench = make_bench(num_layers=LAYERS, push="end")
     bench.offer("a", PROMPT)
     steps = [run_step(bench) for _ in range(3)]
@@ -82,7 +82,7 @@ def test_a_prompt_that_leaves_at_the_end_leaves_in_one_piece(make_bench: Callabl
     assert [pushed(after) for _, after in steps] == [[], [], [([0, 1, 2, 3, 4], 0, 1, 1, True)]]
 
 
-def test_blocks_of_the_cache_wait_for_the_end_where_all_do(make_bench: Callable[..., Any]) -> None:
+def test_cached_blocks_wait_if_all_kv_is_sent_at_the_end(make_bench: Callable[..., Any]) -> None:
     bench = make_bench(push="end")
     for name in ("a", "b"):
         bench.offer(name, PROMPT)

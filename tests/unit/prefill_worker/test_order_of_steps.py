@@ -9,7 +9,7 @@ from tests.unit.prefill_worker.conftest import Bench
 
 
 def planned(bench: Bench) -> dict[str, int]:
-    """Tokens of each prompt in the next step, in order, which is then computed."""
+    """Computes the next step, and returns the tokens of each prompt in it, in order."""
     step, _ = bench.batching.plan(bench.now_s)
     bench.now_s += 1.0
     bench.batching.apply(step, bench.engine.step(step.rows), bench.now_s)
@@ -79,6 +79,6 @@ def test_no_prompt_overtakes_one_that_waits_for_memory(make_bench: Any) -> None:
     bench.offer("waits", list(range(50, 58)), ttft_s=100.0)
     bench.offer("longer", list(range(60, 70)), ttft_s=100.0)
     assert planned(bench) == {"large": 4}
-    bench.offer("small", [1], ttft_s=100.0)  # shorter, so it comes before both in the order of service
+    bench.offer("small", [1], ttft_s=100.0)  # Shorter, so it comes before both in the order of service.
     assert planned(bench) == {"small": 1}
     assert planned(bench) == {}

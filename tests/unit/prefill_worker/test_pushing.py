@@ -1,4 +1,4 @@
-"""When KV leaves: early where that is worth it, never where the model says that it is dearer."""
+"""When KV is sent: early if that pays by the model, and otherwise at the end."""
 
 from __future__ import annotations
 
@@ -41,37 +41,37 @@ def test_a_slow_link_sends_chunks_then_layers() -> None:
     assert chosen.groups > 1
 
 
-def test_one_token_more_than_a_chunk_has_little_to_gain() -> None:
+def test_one_token_beyond_a_chunk_gains_little() -> None:
     prices = rule(bandwidth=5e7).prices("d", cached=0, num_tokens=CHUNK + 1, receiver_cached_blocks=0)
     assert prices[AT_END] - 0.02 < prices[BY_CHUNK] < prices[AT_END], "a step of one token hides little"
     assert prices[PushPlan(True, 6)] > prices[BY_CHUNK], "six messages for one token"
 
 
-def test_a_short_prompt_over_a_fast_link_leaves_at_the_end() -> None:
+def test_a_short_prompt_over_a_fast_link_is_sent_at_the_end() -> None:
     assert choose(rule(bandwidth=1e10, latency_s=5e-4), 40) == AT_END
 
 
-def test_a_gain_that_is_lost_among_the_steps_is_not_taken() -> None:
-    made = rule(bandwidth=3e9)  # 34 ms for 100 MB, beside 5 s of computing
+def test_a_gain_below_step_variation_is_ignored() -> None:
+    made = rule(bandwidth=3e9)  # 34 ms for 100 MB, compared with 5 s of computing.
     prices = made.prices("d", cached=0, num_tokens=4096, receiver_cached_blocks=0)
     assert min(prices.values()) < 0.5 * prices[AT_END]
     assert choose(made, 4096) == AT_END
 
 
-def test_blocks_that_cannot_be_divided_leave_whole() -> None:
+def test_indivisible_blocks_are_sent_whole() -> None:
     made = rule(num_layers=1, bandwidth=5e7)
     assert choose(made, 4096) == BY_CHUNK
     assert choose(made, 100) == AT_END, "one chunk is one part, early or not"
 
 
 @pytest.mark.parametrize("choice", ["auto", "layers"])
-def test_a_receiver_of_another_shape_takes_blocks_whole(choice: str) -> None:
+def test_a_receiver_of_another_shape_gets_whole_blocks(choice: str) -> None:
     made = rule(choice, bandwidth=5e7)
     chosen = made.choose("d", cached=0, num_tokens=4096, receiver_cached_blocks=0, may_divide=False)
     assert chosen == BY_CHUNK
 
 
-def test_failing_groups_are_withheld() -> None:
+def test_failing_groups_are_not_used() -> None:
     made = rule(bandwidth=5e7)
     tried = []
     for number in range(200):
@@ -101,13 +101,13 @@ def test_failure_records_are_bounded() -> None:
     assert len(made._failures) == MAX_LINKS
 
 
-def test_what_the_receiver_holds_is_neither_sent_nor_priced() -> None:
+def test_blocks_that_the_receiver_has_cost_nothing() -> None:
     made = rule(bandwidth=5e7)
     prices = made.prices("d", cached=0, num_tokens=4096, receiver_cached_blocks=4096 // SIZE - 1)
     assert prices[AT_END] == pytest.approx(made.link("d").transfer_s(BLOCK_BYTES) + MESSAGE_S)
 
 
-def test_blocks_of_the_prefix_cache_have_the_whole_computing_to_hide_behind() -> None:
+def test_cached_blocks_are_hidden_by_the_whole_prefill() -> None:
     made = rule(bandwidth=5e7)
     prices = made.prices("d", cached=3584, num_tokens=4096, receiver_cached_blocks=0)
     computing_s = COST.prefill_base_s + 512 * (COST.prefill_per_token_s + COST.prefill_per_token_context_s * 3840)
@@ -115,7 +115,7 @@ def test_blocks_of_the_prefix_cache_have_the_whole_computing_to_hide_behind() ->
     assert prices[BY_CHUNK] == pytest.approx(made.link("d").latency_s + exposed_s + 2 * MESSAGE_S, rel=0.02)
 
 
-def test_dearer_messages_make_fewer_groups() -> None:
+def test_expensive_messages_reduce_the_groups() -> None:
     cheap, dear = (
         PushRule(
             COST, block_size=SIZE, block_bytes=BLOCK_BYTES, num_layers=12, max_batch_tokens=CHUNK, message_s=message_s
@@ -135,7 +135,7 @@ def test_dearer_messages_make_fewer_groups() -> None:
     bandwidth=st.floats(1e6, 1e11),
     stolen=st.floats(0, 1e-7),
 )
-def test_an_early_plan_is_never_dearer_than_the_end(
+def test_a_chosen_early_plan_costs_less_than_the_end(
     num_tokens: int, cached: int, held_share: float, bandwidth: float, stolen: float
 ) -> None:
     made = rule(bandwidth=bandwidth)
@@ -152,11 +152,11 @@ def test_an_early_plan_is_never_dearer_than_the_end(
     assert all(price >= 0.0 for price in prices.values())
 
 
-def test_what_a_transfer_steals_from_the_steps_is_learnt_and_ends_early_sending() -> None:
+def test_a_learned_slowdown_ends_early_sending() -> None:
     made = rule(bandwidth=4e8)
     assert choose(made, 4096).is_early
     rng = random.Random(1)
-    for index in range(200):  # a transfer beside a step costs it twice what the link takes
+    for index in range(200):  # A transfer slows a step down by twice its own duration.
         context = CHUNK * (CHUNK * (index % 8) + CHUNK / 2)
         moved = 0 if index % 8 == 0 else 12_000_000
         step_s = 0.01 + CHUNK * 1e-3 + 1e-7 * context + 2e-9 * moved
@@ -190,7 +190,7 @@ def test_groups_divide_the_layers_evenly() -> None:
 
 
 def parts_of(cached: int, num_tokens: int, receiver_cached_blocks: int) -> list[tuple[float, float]]:
-    """(when it is computed, bytes that the receiver lacks) of what is cached and of each chunk, at the prior costs."""
+    """(when it is computed, bytes that the receiver lacks) for the cached part and each chunk, by the prior cost."""
     parts, at_s, sent = (
         [(0.0, max(0, cached // SIZE - receiver_cached_blocks) * BLOCK_BYTES)],
         0.0,
@@ -208,7 +208,7 @@ def parts_of(cached: int, num_tokens: int, receiver_cached_blocks: int) -> list[
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_prices_are_those_of_a_link_that_moves_one_part_after_the_other(seed: int) -> None:
+def test_prices_match_a_simulated_link(seed: int) -> None:
     rng = random.Random(seed)
     made = rule(bandwidth=rng.choice([5e7, 4e8, 1e10]), latency_s=rng.choice([1e-4, 5e-3]))
     num_tokens = rng.randint(1, 3000)
@@ -232,7 +232,7 @@ def test_prices_are_those_of_a_link_that_moves_one_part_after_the_other(seed: in
         assert prices[push] == pytest.approx(exposed[push] + MESSAGE_S * num_messages, rel=1e-6)
 
 
-def test_bytes_that_are_hidden_cost_what_they_steal_from_the_steps() -> None:
+def test_hidden_bytes_cost_their_slowdown() -> None:
     made = rule(bandwidth=4e8)
     for index in range(200):
         context, moved = CHUNK * (CHUNK * (index % 8) + CHUNK / 2), 0 if index % 8 == 0 else 12_000_000
@@ -248,8 +248,8 @@ def test_bytes_that_are_hidden_cost_what_they_steal_from_the_steps() -> None:
 
 
 @pytest.mark.parametrize(("share", "is_taken"), [(0.95, False), (1.05, True)])
-def test_an_early_plan_must_save_a_share_of_the_transfer_and_of_the_computing(share: float, is_taken: bool) -> None:
-    """The bandwidth is such that the gain is this share of what is asked for."""
+def test_an_early_plan_must_save_enough(share: float, is_taken: bool) -> None:
+    """The bandwidth is chosen such that the gain is this share of the required gain."""
     num_tokens = 4 * CHUNK
     computing_s = parts_of(0, num_tokens, 0)[-1][0]
     num_bytes = num_tokens // SIZE * BLOCK_BYTES
@@ -271,6 +271,6 @@ def test_a_transfer_corrects_its_link_and_the_default() -> None:
     assert made.link(f"other{MAX_LINKS - 1}") is not made.link("unknown")
 
 
-def test_one_chunk_is_never_sent_early_to_try_again() -> None:
+def test_a_single_chunk_is_never_sent_early_for_measurement() -> None:
     made = rule(bandwidth=1e10)
     assert {choose(made, 1000, cached=608) for _ in range(200)} == {AT_END}

@@ -1,4 +1,4 @@
-"""A prompt whose logprobs are asked for is computed whole, and its scores come before its first token."""
+"""A prompt with prompt_logprobs is computed completely, and its scores come before its first token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROMPT = list(range(40, 62))
 
 
 def scores(effects: list[PrefillEffect]) -> list[tuple[int, int]]:
-    """(position, token) in order."""
+    """(position, token) pairs in order."""
     found = []
     for one in effects:
         if isinstance(one, PromptScored):
@@ -27,7 +27,7 @@ def test_each_token_but_the_first_is_scored_before_the_first_token(bench: Any) -
     effects = bench.run()
     assert scores(effects) == ALL
     kinds = [type(one) for one in effects]
-    assert kinds.count(PromptScored) == 3  # one for each chunk
+    assert kinds.count(PromptScored) == 3  # One for each chunk.
     assert kinds.index(FirstToken) > max(index for index, kind in enumerate(kinds) if kind is PromptScored)
 
 
@@ -44,7 +44,7 @@ def test_the_cache_is_written_but_not_read(bench: Any) -> None:
     assert first.cached_tokens == 20
 
 
-def test_a_recovered_answer_has_its_scores_already(bench: Any) -> None:
+def test_a_resumed_answer_is_not_scored_again(bench: Any) -> None:
     bench.offer("a", PROMPT, output=(70, 71), prompt_logprobs=1)
     assert scores(bench.run()) == []
 

@@ -1,4 +1,4 @@
-"""Every simulated worker of a test ends without a used block, whoever built its world."""
+"""Every simulated worker of a test ends without a used block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from simulator.world import World
 
 @pytest.fixture(autouse=True)
 def no_block_is_used_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks at each world as its result is taken. A run that was stopped or cut short keeps what it was doing."""
+    """Checks each world when its result is taken, except runs that were stopped early."""
     taken = World.result
 
     def result(world: World) -> Any:

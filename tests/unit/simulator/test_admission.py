@@ -1,8 +1,8 @@
 """Admission control in simulated clusters that are as hard to predict as live ones.
 
-In one, steps vary as a busy machine's do: the cost model's band is over half of the predicted TTFT. In the other, steps
-are exact, but a batch takes a quarter of the TTFT target, and decode workers are full: requests start in waves, as
-answers end.
+In the first, steps vary as on a busy machine: the cost model's error is over half of the predicted TTFT. In the second,
+steps are exact, but a batch takes a quarter of the TTFT target and decode workers are full, so requests start in waves,
+when answers end.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from simulator.model import RequestRow, SimConfig, SimResult, WorkerShape
 from simulator.synthetic import Poisson, lengths_of
 from simulator.world import World
 
-NOISE = 0.3  # relative: error bands of 0.6, twice the standard deviation
+NOISE = 0.3  # Relative standard deviation: it gives error bands of 0.6, twice as much.
 WARM_S, END_S = 8.0, 14.0
-OVERLOAD_RPS, LIGHT_RPS = 150.0, 25.0  # it serves 37 requests/s of this mix
+OVERLOAD_RPS, LIGHT_RPS = 150.0, 25.0  # The cluster serves 37 requests/s of this mix.
 SLOW_WARM_S, SLOW_END_S = 14.0, 30.0
 COST = CostPrior(
     prefill_base_s=4e-3,
@@ -97,7 +97,7 @@ def rejected_after_s(rows: list[RequestRow]) -> list[float]:
     return sorted(row.ended_s - row.arrival_s for row in gone if row.ended_s is not None)
 
 
-def test_the_model_is_as_uncertain_as_it_was_live(overloaded: list[World]) -> None:
+def test_the_simulated_model_error_matches_live_clusters(overloaded: list[World]) -> None:
     worlds = [world.fronts[0].state._cluster.fleet.workers.values() for world in overloaded]
     errors = [min(view.cost.prefill_error for view in views) for views in worlds]
     assert sum(errors) / len(errors) > 0.25
@@ -118,7 +118,7 @@ def test_an_uncertain_model_keeps_the_capacity(overloaded: list[World]) -> None:
     assert sum(row.outcome == "late" for row in rows) <= 0.02 * len(rows)
 
 
-def test_an_uncertain_model_rejects_nothing_at_a_load_that_can_be_served() -> None:
+def test_an_uncertain_model_rejects_nothing_below_capacity() -> None:
     result = world_at(LIGHT_RPS).run()
     assert [row for row in result.requests if row.outcome == "rejected"] == []
 
@@ -145,7 +145,7 @@ def slow_world(rate_rps: float) -> World:
 
 
 @pytest.mark.parametrize("rate_rps", [16.0, 50.0])
-def test_rejections_are_fast_where_answers_end_in_waves(rate_rps: float) -> None:
+def test_rejections_are_fast_if_requests_start_in_waves(rate_rps: float) -> None:
     """It serves 12 requests/s of this mix. 9.5 % and 8.0 % of these rejections took longer than 0.2 s when the wait was
     predicted from the mean drain rate, and of a slow worker that was free."""
     rows = [row for row in slow_world(rate_rps).run().requests if row.arrival_s >= SLOW_WARM_S]

@@ -122,7 +122,7 @@ def test_a_lost_worker_never_raises_it(trace: Listed, config: SimConfig) -> None
 
 
 def best_order(jobs: list[DeadlineJob]) -> int:
-    """By trying every order; late jobs are skipped."""
+    """The best number of jobs in time over all orders. Late jobs are skipped."""
     best = 0
     for order in permutations(jobs):
         now, count = 0.0, 0
@@ -159,7 +159,7 @@ def alone(**more: Any) -> SimConfig:
 
 
 def test_prompts_of_one_worker() -> None:
-    """Two of five prompts of 0.1 s fit into 0.25 s; the best order takes those that came last."""
+    """Two of five prompts of 0.1 s fit into 0.25 s. The best order takes those that arrived last."""
     config = alone(slo=Slo(ttft_s=0.25, tpot_s=1.0))
     trace = Listed([asked(0.0, 1000, 1) for _ in range(5)])
     assert upper_bound(trace, config) == Bound(requests=5, alone=5, deadlines=2, periods=2)
@@ -176,7 +176,7 @@ def test_requests_that_are_too_large_or_too_slow_are_not_counted() -> None:
 
 
 def test_rows_that_fit_into_a_step() -> None:
-    """Rows take 1 ms beside 10 ms, and 20 ms are allowed: ten answers at a time, of 0.4 s each."""
+    """A row takes 1 ms in addition to 10 ms, and 20 ms are allowed: ten answers at a time, of 0.4 s each."""
     cost = replace(COST, prefill_base_s=0.0, prefill_per_token_s=0.0, decode_per_context_token_s=0.0)
     config = alone(slo=Slo(ttft_s=0.1, tpot_s=0.02))
     config = replace(config, workers=tuple(replace(one, cost=cost) for one in config.workers))

@@ -15,7 +15,7 @@ from simulator.model import NetworkLink, SimConfig
 PROFILE = load_profile("h100-sxm.llama-3.1-8b.bf16")
 
 
-def test_workers_are_the_profile_s_on_the_link_that_was_named() -> None:
+def test_workers_have_the_profiles_costs_and_link() -> None:
     workers = make_workers(PROFILE, 1, 2, link="eth25")
     assert [(one.worker_id, one.role) for one in workers] == [
         ("p0", Role.PREFILL),

@@ -1,4 +1,4 @@
-"""A decode worker dies while both are busy: what it held must be resumed, beside the traffic that goes on."""
+"""A decode worker dies while both are busy: its requests must be resumed while new requests arrive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simulator.world import simulate
 
 
 @pytest.mark.parametrize(("seed", "least"), [(0, 0.85), (3, 0.97)])
-def test_resumed_answers_meet_their_targets_where_the_other_worker_has_the_time(seed: int, least: float) -> None:
+def test_resumed_answers_meet_their_targets(seed: int, least: float) -> None:
     """Judged by their first token, resumed answers all counted as late: each took the worker that was free, not the one
     with its prefix, in order of arrival, and with seed 3 93.5 % of the requests met their targets. With seed 0, 80 %
     did while the other decode worker was filled to 86 % of its TPOT target, because its cost model was new.

@@ -156,7 +156,7 @@ def test_a_request_is_shown_on_each_worker_that_served_it() -> None:
     root = ET.fromstring(requests_gantt(rows, ["p0", "d0", "d1"], title="t").inline)
     per_s = (976 - 14 - 96) / 3.0
     bars = [(float(one.attrib["x"]) - 96, float(one.attrib["width"])) for one in root.iter("rect")]
-    spans = ((0.0, 0.5), (1.0, 2.0), (0.5, 0.5), (1.0, 0.5), (1.5, 1.5))  # wait, lost; prefill; transfer, decode
+    spans = ((0.0, 0.5), (1.0, 2.0), (0.5, 0.5), (1.0, 0.5), (1.5, 1.5))  # wait, lost; prefill; transfer, decode.
     expected = [(begin * per_s, length * per_s) for begin, length in spans]
     assert bars == [pytest.approx(one, abs=0.1) for one in expected]
     names = [one.text for one in root.iter("text") if one.get("text-anchor") == "end"]

@@ -39,7 +39,7 @@ def edge(attainment: Callable[[float], float]) -> tuple[Callable[[float, bool], 
 
 
 @pytest.mark.parametrize("begin", [0.1, 1.0, 3.9, 4.1, 40.0])
-def test_the_edge_is_found_within_the_tolerance_from_wherever_the_search_begins(begin: float) -> None:
+def test_the_search_finds_the_edge_from_any_start(begin: float) -> None:
     run, asked = edge(lambda scale: 1.0 if scale <= 4.0 else 0.5)
     found = find_goodput(run, begin, tolerance=0.02)
     assert 4.0 / 1.02 <= found.scale <= 4.0
@@ -51,8 +51,9 @@ def test_the_edge_is_found_within_the_tolerance_from_wherever_the_search_begins(
     assert [one.scale for one in found.probes] == asked
 
 
-def test_where_attainment_is_noisy_every_probed_rate_up_to_the_answer_has_held() -> None:
-    # Falls below the target at 3, comes back from 3.5 to 5: a lucky rate above the edge is not the goodput.
+def test_with_noise_every_rate_up_to_the_answer_was_met() -> None:
+    # Attainment falls below the target at 3 and rises again from 3.5 to 5. A lucky rate above the edge is not the
+    # goodput.
     run, _ = edge(lambda scale: 1.0 if scale < 3.0 or 3.5 < scale < 5.0 else 0.8)
     found = find_goodput(run, 3.2, tolerance=0.02)
     assert 3.0 / 1.02 <= found.scale < 3.0
@@ -80,13 +81,13 @@ def test_requests_that_never_overload_the_cluster_have_no_edge() -> None:
     assert found.verdict.startswith("at least 640 requests/s")
 
 
-def test_beyond_the_highest_rate_of_any_search_nothing_is_looked_for() -> None:
+def test_the_search_stops_at_its_highest_rate() -> None:
     run, asked = edge(lambda scale: 1.0)
     assert find_goodput(run, 1.0, floor=64.0).missed is None
     assert len(asked) == 1
 
 
-def test_what_does_not_beat_the_floor_costs_one_run() -> None:
+def test_a_candidate_below_the_floor_costs_one_run() -> None:
     run, asked = edge(lambda scale: 1.0 if scale <= 4.0 else 0.5)
     found = find_goodput(run, 1.0, floor=4.0)
     assert found.is_bound
@@ -104,7 +105,7 @@ def test_a_search_without_a_direction_is_rejected(field: str, value: float) -> N
 
 
 class Fake:
-    """A simulator in which every request whose number is in `late` waits too long."""
+    """A fake simulator in which every request whose number is in `late` waits too long."""
 
     def __init__(self, late: set[int]) -> None:
         self.late = late
@@ -139,7 +140,7 @@ class Fake:
         return SimResult(trace="", config=config, requests=rows, workers=[], samples=[], span_s=1.0)
 
 
-def test_exactly_nine_in_ten_hold_and_one_fewer_does_not() -> None:
+def test_exactly_nine_in_ten_suffice() -> None:
     assert runner([WINDOW], CONFIG, Fake(set(range(10))))(1.0).has_held
     assert not runner([WINDOW], CONFIG, Fake(set(range(11))))(1.0).has_held
 
@@ -147,7 +148,7 @@ def test_exactly_nine_in_ten_hold_and_one_fewer_does_not() -> None:
 def test_a_run_stops_when_its_target_is_impossible() -> None:
     hopeless = Fake(set(range(20, 40)))
     probe = runner([WINDOW], CONFIG, hopeless)(1.0)
-    assert hopeless.ended == 31  # the eleventh miss is number 30
+    assert hopeless.ended == 31  # The eleventh miss is number 30.
     assert not probe.is_whole
     assert probe.attainment == pytest.approx(0.89)
     last_moment = Fake(set(range(90, 100)))
@@ -155,7 +156,7 @@ def test_a_run_stops_when_its_target_is_impossible() -> None:
     assert last_moment.ended == 100
 
 
-def test_a_hopeless_run_goes_to_its_end_where_its_figures_are_wanted() -> None:
+def test_a_failed_run_completes_if_its_figures_are_needed() -> None:
     hopeless = Fake(set(range(50)))
     probe = runner([WINDOW], CONFIG, hopeless)(1.0, True)
     assert hopeless.ended == 100
@@ -164,7 +165,7 @@ def test_a_hopeless_run_goes_to_its_end_where_its_figures_are_wanted() -> None:
 
 
 def test_the_rows_of_all_seeds_are_pooled() -> None:
-    # Alone a seed with 12 late of 100 fails; with one more of none they hold together.
+    # A seed with 12 late requests of 100 fails alone. Pooled with a seed without any, both pass.
     calls = iter([set(range(12)), set()])
 
     def simulate(
@@ -177,7 +178,7 @@ def test_the_rows_of_all_seeds_are_pooled() -> None:
     assert probe.attainment == pytest.approx(0.94)
 
 
-def test_arrivals_come_closer_and_each_seed_has_its_own() -> None:
+def test_arrivals_scale_and_depend_on_the_seed() -> None:
     fake = Fake(set())
     probe = runner([WINDOW, WINDOW, WINDOW], CONFIG, fake)(2.0)
     assert fake.seeds == [0, 1, 2]
@@ -189,6 +190,6 @@ def test_requests_that_all_come_at_once_have_no_rate() -> None:
         cut(WINDOW, first(1))
 
 
-def test_a_window_is_what_the_steps_leave() -> None:
+def test_a_window_follows_the_reshaping_steps() -> None:
     assert len(cut(WINDOW, first(7))) == 7
     assert cut(WINDOW, first(7)).rate_rps == pytest.approx(7 / 6)

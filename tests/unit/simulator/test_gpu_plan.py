@@ -31,7 +31,7 @@ def test_the_best_of_each_family_is_found(best: int) -> None:
     middle = layouts[best % len(layouts)]
 
     def rate(layout: Layout) -> float:
-        """One peak on each list of equal degrees."""
+        """A rate with one peak on each list of equal degrees."""
         own = 10.0 if layout == middle else 5.0
         return own - 0.1 * abs(layout.prefill - middle.prefill)
 
@@ -83,7 +83,7 @@ def test_the_verdict_where_a_family_has_no_rate() -> None:
 PROFILES = {1: PROFILE, 2: replace(PROFILE, degree=2, kv_capacity_tokens=900_000)}
 
 
-def test_long_prompts_beside_a_tight_tpot_are_worth_a_prefill_worker_of_any_degree() -> None:
+def test_long_prompts_with_a_tight_tpot_need_prefill_workers_of_any_degree() -> None:
     asked = question(prompt=4000, output=600, slo=Slo(ttft_s=0.3, tpot_s=0.0015), count=40)
     plan = compare(
         all_layouts(2, [1, 2], [1, 2]),
@@ -98,7 +98,7 @@ def test_long_prompts_beside_a_tight_tpot_are_worth_a_prefill_worker_of_any_degr
     assert limiting_target(asked, colocated, PROFILES, simulate, missed.scale) == "tpot"
 
 
-def test_short_prompts_with_a_loose_tpot_are_not_worth_a_prefill_worker() -> None:
+def test_short_prompts_with_a_loose_tpot_need_no_prefill_worker() -> None:
     asked = question(prompt=64, output=60, slo=Slo(ttft_s=0.3, tpot_s=0.05), count=40)
     plan = compare(
         all_layouts(2, [1], [1]),

@@ -1,4 +1,4 @@
-"""Figures over rows, each worked out by hand or by counting one by one."""
+"""Metrics over rows, compared with values computed by hand or by counting."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MIXED = (
 )
 
 
-def test_every_request_counts_and_only_whole_answers_in_time_are_met() -> None:
+def test_only_complete_answers_in_time_count() -> None:
     summary = summarise(result(*MIXED))
     assert (summary.requests, summary.met) == (9, 2)
     assert summary.attainment == pytest.approx(2 / 9)
@@ -88,7 +88,7 @@ def test_a_burst_is_measured_by_its_duration() -> None:
     assert summarise(result(row(0), row(0, ended_s=4.0))).rate_rps == 0.5
 
 
-def test_use_of_workers_is_of_the_time_until_the_last_end() -> None:
+def test_utilization_is_relative_to_the_last_end() -> None:
     workers = (
         WorkerRow(worker_id="p0", role=Role.PREFILL, busy_s=1.0, prefill_tokens=70),
         WorkerRow(

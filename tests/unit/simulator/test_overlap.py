@@ -1,4 +1,4 @@
-"""The network hides behind a prefill what the closed form says, and the router prices exactly that."""
+"""The simulated network and the router's prices follow the closed form of overlap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK, BLOCK = 2048, 512
 
 
 def one_pair(bytes_per_s: float) -> SimConfig:
-    """Every chunk after the first takes 1e-4 s a token and 1e-8 s a token of context."""
+    """Every chunk after the first takes 1e-4 s per token and 1e-8 s per token of context."""
     link = NetworkLink(latency_s=1e-3, bytes_per_s=bytes_per_s)
     cost = dataclasses.replace(COST, prefill_per_token_context_s=1e-8)
     config = cluster(policy="goodput")
@@ -25,7 +25,7 @@ def one_pair(bytes_per_s: float) -> SimConfig:
 
 
 def parts_of(prompt: int, held: int = 0) -> list[tuple[float, float]]:
-    """Of a prompt whose first `held` blocks both workers have."""
+    """The parts of a prompt whose first `held` blocks both workers have."""
     parts, ready_s = [], 0.0
     for start in range(held * BLOCK, prompt, CHUNK):
         end = min(start + CHUNK, prompt)
@@ -37,17 +37,17 @@ def parts_of(prompt: int, held: int = 0) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("prompt", [512, 2048, 2049, 5000, 9000, 20_000, 40_001])
 @pytest.mark.parametrize("bytes_per_s", [1e8, 1e9, 3e9, 1e11])
-def test_the_network_moves_chunks_as_the_closed_form_does(prompt: int, bytes_per_s: float) -> None:
+def test_the_network_matches_the_closed_form(prompt: int, bytes_per_s: float) -> None:
     _, [row] = run([asked(0.0, prompt, 100)], one_pair(bytes_per_s))
     if row.path is not Path.REMOTE:
         pytest.fail("the request went local")
     link = LinkModel(1e-3, bytes_per_s)
-    # The sender hears of the landing one latency later.
+    # The sender learns of the arrival one latency later.
     assert row.transfer_exposed_s == pytest.approx(exposed_s(parts_of(prompt), link) + link.latency_s)
 
 
 @pytest.mark.parametrize("prompt", [512, 2048, 3000, 5000, 9000, 20_000, 40_001])
-def test_the_router_prices_what_the_network_does(prompt: int) -> None:
+def test_router_and_network_agree(prompt: int) -> None:
     """With two tokens the predicted time per token is the exposed part, and one and a half steps."""
     _, [row] = run([asked(0.0, prompt, 2)], dataclasses.replace(one_pair(1e9), max_tokens=2))
     step_s = 0.01 + 1e-3 + 1e-6 * (prompt + 1)
@@ -56,7 +56,7 @@ def test_the_router_prices_what_the_network_does(prompt: int) -> None:
     assert row.predicted_tpot_s == pytest.approx(late_s + 1.5 * step_s, rel=0.02)
 
 
-def test_a_prefix_that_both_have_neither_travels_nor_is_priced() -> None:
+def test_a_prefix_that_both_have_costs_nothing() -> None:
     config = dataclasses.replace(one_pair(1e9), max_tokens=2)
     first = asked(0.0, 20_480, 2, block_ids=tuple(range(40)))
     second = asked(60.0, 20_480, 2, block_ids=(*range(8), *range(50, 82)))

@@ -12,13 +12,14 @@ from simulator.plan import Plan, climb, sweep, workers_for
 
 
 def worth(rate_rps: float) -> HighestRate:
-    """A split of which so much is known; scale and rate are the same here."""
+    """The result for a split. Scale and rate are equal here."""
     probe = Probe(scale=rate_rps, rate_rps=rate_rps, num_rows=1)
     return HighestRate(scale=rate_rps, rate_rps=rate_rps, held=probe, missed=None, probes=())
 
 
 def bound(rate_rps: float, own_rps: float) -> HighestRate:
-    """Known to be no better; the better it is, the more had met before its run was stopped."""
+    """A split that is known to be no better than this. The better it is, the more requests were met before its run was
+    stopped."""
     probe = Probe(scale=rate_rps, rate_rps=rate_rps, num_rows=10_000, num_met=round(1000 * own_rps))
     return HighestRate(scale=0.0, rate_rps=0.0, held=None, missed=probe, probes=(), is_bound=True)
 
@@ -47,7 +48,7 @@ def test_the_best_split_of_a_curve_with_one_peak_is_found(search: str, peak: int
 
 
 @pytest.mark.parametrize("search", ["sweep", "climb"])
-def test_where_0_to_k_is_best_it_is_found_far_from_where_the_search_begins(search: str) -> None:
+def test_the_search_finds_zero_prefill_workers(search: str) -> None:
     evaluate = by(lambda prefill: 2.0 if prefill == 0 else tent(9)(prefill), [])
     plan = sweep(16, range(16), evaluate) if search == "sweep" else climb(16, range(16), 9, evaluate)
     assert plan.best == plan.advice == 0
@@ -55,13 +56,13 @@ def test_where_0_to_k_is_best_it_is_found_far_from_where_the_search_begins(searc
 
 @pytest.mark.parametrize("peak", range(1, 16))
 @pytest.mark.parametrize("search", ["sweep", "climb"])
-def test_a_peak_is_found_behind_splits_that_0_to_k_beats(search: str, peak: int) -> None:
+def test_a_peak_is_found_behind_worse_splits(search: str, peak: int) -> None:
     evaluate = by(lambda prefill: 0.9 if prefill == 0 else tent(peak)(prefill), [])
     plan = sweep(16, range(16), evaluate) if search == "sweep" else climb(16, range(16), 5, evaluate)
     assert plan.best == peak
 
 
-def test_0_to_k_is_left_out_where_it_is_no_choice() -> None:
+def test_zero_prefill_workers_may_be_excluded() -> None:
     plan = climb(16, range(1, 16), 5, by(lambda prefill: 2.0 if prefill == 0 else tent(9)(prefill), []))
     assert (plan.best, 0 in plan.curve) == (9, False)
 
@@ -78,7 +79,7 @@ def test_one_worker_has_one_split() -> None:
     assert climb(1, range(1), 7, by(lambda _: 1.0, [])).best == 0
 
 
-def test_the_fewest_workers_that_hold_a_rate_are_found_by_running_them() -> None:
+def test_the_fewest_workers_for_a_rate_are_found() -> None:
     plan = Plan(num_workers=4, curve={0: worth(1.0), 1: worth(4.0)})
     ran: list[tuple[int, int]] = []
 
@@ -91,6 +92,6 @@ def test_the_fewest_workers_that_hold_a_rate_are_found_by_running_them() -> None
     assert workers_for(12.0, plan, lambda *_: False, most=16) is None
 
 
-def test_a_rate_that_is_none_is_rejected() -> None:
+def test_an_invalid_rate_is_rejected() -> None:
     with pytest.raises(ConfigError, match="rate"):
         workers_for(0.0, Plan(num_workers=1, curve={0: worth(1.0)}), lambda *_: True)

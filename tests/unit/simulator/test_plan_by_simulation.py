@@ -13,7 +13,7 @@ from simulator.model import TraceRequest
 from simulator.plan import Plan, Question, demand, first_guess, measure, sweep
 from simulator.world import simulate
 
-# A step has next to no base, so there is nothing that a prompt could share with the tokens it is read beside.
+# A step has almost no base, so a prompt gains nothing by sharing a step with decode rows.
 PROFILE = Profile(
     name="test",
     cost=CostPrior(
@@ -41,7 +41,7 @@ def question(*, prompt: int, output: int, slo: Slo, count: int = 60, workers: in
         profile=PROFILE,
         num_workers=workers,
         slo=slo,
-        router=RouterSettings(policy="round-robin"),  # which never reads a prompt beside rows where it need not
+        router=RouterSettings(policy="round-robin"),  # It never prefills in a step with rows if that can be avoided.
         block_size=128,
         tolerance=0.06,
     )
@@ -55,14 +55,14 @@ def planned(asked: Question) -> Plan:
     )
 
 
-def test_long_prompts_beside_a_tight_tpot_are_worth_a_prefill_worker() -> None:
-    # 600 tokens may take 0.9 s of which they need 0.66 alone; each prompt that their worker reads takes 0.08 of it.
+def test_long_prompts_with_a_tight_tpot_need_a_prefill_worker() -> None:
+    # 600 tokens may take 0.9 s, and need 0.66 s alone. Each prompt that the worker prefills takes 0.08 s of the rest.
     plan = planned(question(prompt=4000, output=600, slo=Slo(ttft_s=0.3, tpot_s=0.0015)))
     assert plan.advice > 0
     assert plan.curve[plan.best].rate_rps > 1.2 * plan.curve[0].rate_rps
 
 
-def test_short_prompts_with_a_loose_tpot_are_not() -> None:
+def test_short_prompts_with_a_loose_tpot_do_not() -> None:
     plan = planned(question(prompt=64, output=60, slo=Slo(ttft_s=0.3, tpot_s=0.05)))
     assert plan.advice == 0
 
@@ -70,6 +70,6 @@ def test_short_prompts_with_a_loose_tpot_are_not() -> None:
 def test_the_first_estimate_is_below_the_mean_demand() -> None:
     asked = question(prompt=4000, output=60, slo=Slo())
     needed = demand(asked)
-    assert 0.08 < needed.prefill_s < 0.084  # two chunks of 1 ms and 4,000 tokens of 20 us
-    assert 0.006 < needed.decode_s < 0.007  # 60 rows of 0.1 ms, and a share of 1 ms a step
+    assert 0.08 < needed.prefill_s < 0.084  # Two chunks of 1 ms, and 4,000 tokens of 20 us.
+    assert 0.006 < needed.decode_s < 0.007  # 60 rows of 0.1 ms, and a share of 1 ms per step.
     assert first_guess(asked) * asked.windows[0].rate_rps < 3 / (needed.prefill_s + needed.decode_s)

@@ -1,4 +1,4 @@
-"""A recording, read as a trace and as a cluster: by hand, and of the random world that everything goes wrong in."""
+"""A recording, read as a trace and as a cluster: by hand, and from the random world with faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COST = CostPrior(decode_base_s=0.01, decode_per_row_s=0.001, decode_per_context_
 
 
 def recorded(*events: tuple[float, Event], settings: RouterSettings = SETTINGS) -> list[tuple[int, str]]:
-    """A real router's recording of these events; workers grant every seat at once."""
+    """A real router's recording of these events. Workers grant every reservation at once."""
     state = RouterState(settings)
     lines = [replay.encode_settings(settings)]
     left = list(events)
@@ -85,7 +85,7 @@ def test_a_recorded_request_keeps_its_time_and_length() -> None:
     assert (len(first.block_ids), len(second.block_ids)) == (3, 2), "one for each 16 tokens, begun ones included"
 
 
-def test_a_cancelled_recording_keeps_the_asked_length() -> None:
+def test_a_cancelled_request_keeps_its_requested_length() -> None:
     (one,) = requests(
         D0,
         (12.0, arrival("a", max_tokens=8)),
@@ -113,7 +113,7 @@ def test_an_unknown_length_is_the_mean_of_earlier_ones() -> None:
     assert all(one.cancel_after_s is None for one in found)
 
 
-def test_before_any_answer_the_length_is_what_was_asked_for() -> None:
+def test_the_first_unknown_length_is_the_requested_one() -> None:
     assert [one.output_tokens for one in requests(D0, (12.0, arrival("a", max_tokens=7)))] == [7]
 
 
@@ -138,7 +138,7 @@ def cluster(*events: tuple[float, Event]) -> RecordedCluster:
 
 
 def batches(worker_id: str, now_s: float, base_s: float) -> list[tuple[float, Event]]:
-    """Decode steps of a machine that is slower than its prior."""
+    """Decode batches of a machine that is slower than its prior cost."""
     return [
         (
             now_s,
@@ -155,7 +155,7 @@ def batches(worker_id: str, now_s: float, base_s: float) -> list[tuple[float, Ev
     ]
 
 
-def test_workers_are_what_they_said_and_cost_what_was_learnt() -> None:
+def test_workers_have_their_hello_and_learned_cost() -> None:
     found = cluster(
         D0, (10.0, hello("p0", Role.PREFILL, num_blocks=32)), (11.0, arrival("a")), *batches("d0", 12.0, 0.03)
     )
@@ -169,7 +169,7 @@ def test_workers_are_what_they_said_and_cost_what_was_learnt() -> None:
 
 
 def spread(share: float, count: int = 80) -> list[tuple[float, Event]]:
-    """Decode steps that are off by that share, this way and that."""
+    """Decode steps that deviate by that share, alternately in both directions."""
     return [
         (12.0, replace(event, step_s=event.step_s * (1.0 + (share if index % 4 in (1, 2) else -share))))
         for index, (_, event) in enumerate(batches("d0", 12.0, 0.03)[:count])
@@ -177,13 +177,13 @@ def spread(share: float, count: int = 80) -> list[tuple[float, Event]]:
     ]
 
 
-def test_batches_vary_as_much_as_they_did() -> None:
+def test_noise_matches_the_recording() -> None:
     assert cluster(D0, (11.0, arrival("a")), *spread(0.0)).noise < 0.02
     assert cluster(D0, (11.0, arrival("a")), *spread(0.2)).noise == pytest.approx(1.48 * 0.2, rel=0.25)
     assert cluster(D0, (11.0, arrival("a")), *spread(0.2)).config().noise > 0.2
 
 
-def test_one_batch_in_ten_that_stalls_is_hardly_noise() -> None:
+def test_rare_stalls_hardly_count_as_noise() -> None:
     steps = spread(0.0)
     for index in range(5, len(steps), 10):
         now_s, event = steps[index]
@@ -192,12 +192,12 @@ def test_one_batch_in_ten_that_stalls_is_hardly_noise() -> None:
     assert cluster(D0, (11.0, arrival("a")), *steps).noise < 0.15, "their standard deviation is 2.7"
 
 
-def test_a_few_batches_say_nothing_of_noise() -> None:
+def test_few_batches_give_no_noise() -> None:
     assert cluster(D0, (11.0, arrival("a"))).noise == 0.0
     assert cluster(D0, (11.0, arrival("a")), *spread(0.2, count=15)).noise == 0.0
 
 
-def test_a_death_happens_again_and_the_worker_comes_back_as_late() -> None:
+def test_a_recorded_death_is_repeated() -> None:
     found = cluster(
         D0,
         (10.0, hello("d1", Role.DECODE)),
@@ -214,22 +214,22 @@ def test_a_death_happens_again_and_the_worker_comes_back_as_late() -> None:
     ), "d0 went after the last request: the cluster was ended"
 
 
-def test_reports_tell_the_heartbeat() -> None:
+def test_the_heartbeat_follows_from_reports() -> None:
     beats: Sequence[tuple[float, Event]] = [
         (10.0 + 0.25 * number, Load(worker_id="d0", steps=number, free_blocks=64)) for number in range(5)
     ]
     assert cluster(D0, *beats).heartbeat_s == pytest.approx(0.25)
 
 
-def test_links_are_as_quick_as_the_transfers_were() -> None:
-    world = run(5, faults=0.0, policy="round-robin")  # 10 ms a transfer, 1024 bytes a token
+def test_links_match_the_recorded_transfers() -> None:
+    world = run(5, faults=0.0, policy="round-robin")  # 10 ms per transfer, 1024 bytes per token.
     lines = [line.rstrip("\n") for line in recording(world)]
     found = read_cluster(enumerate(lines, start=1), "r")
     for worker in found.workers:
         assert worker.link.latency_s + 1024 * 150 / worker.link.bytes_per_s == pytest.approx(0.01, rel=0.2)
 
 
-def test_what_was_recorded_is_a_config_to_simulate() -> None:
+def test_a_recording_gives_a_simulator_config() -> None:
     found = cluster(D0, (11.0, arrival("a")))
     config = found.config(seed=7, faults=())
     assert (config.workers, config.seed, config.block_size) == (found.workers, 7, 16)
@@ -241,7 +241,7 @@ def test_a_recording_without_a_decode_worker_is_no_cluster() -> None:
         cluster((10.0, hello("p0", Role.PREFILL)))
 
 
-# -- lines that are wrong ----------------------------------------------------------------------------------------
+# -- invalid lines -----------------------------------------------------------------------------------------------
 
 GOOD = recorded(D0, (12.0, arrival("a")), (13.0, answered("a", 3)), (14.0, arrival("b")), (15.0, answered("b", 3)))
 
@@ -272,7 +272,7 @@ def test_a_last_line_that_was_cut_off_ends_the_recording() -> None:
     assert [one.output_tokens for one in found] == [3, 3], "b's length is the mean of those that were seen"
 
 
-def test_a_recording_is_opened_like_any_trace_and_knows_its_cluster(tmp_path: Path) -> None:
+def test_a_recording_is_a_trace_with_a_cluster(tmp_path: Path) -> None:
     path = tmp_path / "recording.jsonl"
     path.write_text("\n".join(text for _, text in GOOD) + "\n")
     trace = FileTrace(path)

@@ -27,7 +27,7 @@ VOID = {"meta", "line", "polyline", "polygon"}
 
 
 class Checked(HTMLParser):
-    """Fails where a tag is closed that is not open, and collects the text."""
+    """Collects the text, and fails on a closing tag without an open one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,15 +150,15 @@ def test_the_page_details_the_lowest_missed_rate() -> None:
     assert [one.rate_scale for one in focused([run(scale=1.0), run(scale=2.0)])] == [2.0]
 
 
-HELD = (("a", 1.0, 900), ("a", 2.0, 500), ("a", 3.0, 900), ("b", 1.0, 200))  # long enough for a verdict
+HELD = (("a", 1.0, 900), ("a", 2.0, 500), ("a", 3.0, 900), ("b", 1.0, 200))  # Long enough for a verdict.
 
 
-def test_the_highest_rate_that_holds_has_no_missed_one_below_it() -> None:
+def test_the_highest_met_rate_has_no_missed_rate_below() -> None:
     runs = [run(policy, scale, met, of=1000) for policy, scale, met in HELD]
     assert highest_held(runs) == {"a": runs[0].summary.rate_rps, "b": 0.0}
 
 
-def test_the_object_names_what_scripts_look_for_and_holds_no_real_time() -> None:
+def test_the_json_object_has_documented_names() -> None:
     found = as_json(run(met=7))
     assert (found["policy"], found["seed"], found["requests"], found["refused"]) == ("goodput", 0, 10, 3)
     assert (found["prefill"], found["decode"]) == (1, 1)
@@ -169,7 +169,7 @@ def test_the_object_names_what_scripts_look_for_and_holds_no_real_time() -> None
     assert "123" not in json.dumps(found)
 
 
-def test_rows_are_flat_and_say_why() -> None:
+def test_rows_are_flat_and_have_reasons() -> None:
     rows = list(rows_of([run(met=9), run("colocated", 2.0, met=9)]))
     assert len(rows) == 20
     assert rows[0] | {"policy": "goodput", "path": "remote", "slo_ttft_s": 1.0, "why": "met both targets"} == rows[0]
@@ -177,7 +177,7 @@ def test_rows_are_flat_and_say_why() -> None:
     json.dumps(rows)
 
 
-def test_a_table_for_people_has_a_line_for_each_run() -> None:
+def test_the_table_has_a_line_for_each_run() -> None:
     text = render([run(), run("colocated", met=2)], "h100")
     assert text.startswith(
         "a trace: 10 requests, h100, seed 0\ntargets: first token within 1 s, then 100 ms per token\n"
@@ -193,7 +193,7 @@ def test_a_table_for_people_has_a_line_for_each_run() -> None:
     assert "  goodput: 1 requests/s" in render(long, "h100")
 
 
-def test_the_bound_stands_beside_each_result() -> None:
+def test_each_result_shows_the_bound() -> None:
     bound = Bound(requests=10, alone=10, deadlines=9, periods=8)
     one = replace(run(met=6), bound=bound)
     text = render([one, run("colocated", met=2)], "h100")
@@ -207,5 +207,5 @@ def test_the_bound_stands_beside_each_result() -> None:
     ("value", "text"),
     [(None, "-"), (0.0, "0 ms"), (0.00123, "1.23 ms"), (0.9999, "1 s"), (12.34, "12.3 s"), (1234.5, "1234 s")],
 )
-def test_times_are_shown_with_the_unit_that_people_read_best(value: float | None, text: str) -> None:
+def test_times_have_readable_units(value: float | None, text: str) -> None:
     assert seconds(value) == text

@@ -1,4 +1,4 @@
-"""A recorded run, simulated on the cluster that was recorded, comes out as it was: requests, endings and times."""
+"""Simulating a recorded run on the recorded cluster reproduces its requests, outcomes and times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COST = CostPrior(
 
 
 class Recorder:
-    """Stands before a router and writes down what passes."""
+    """Wraps a router and records its events and commands."""
 
     def __init__(self, router: Any) -> None:
         self._router = router
@@ -49,7 +49,7 @@ class Recorder:
 
 
 class Requests:
-    """Conversations of four turns; every eleventh client leaves early."""
+    """Conversations of four turns. Every eleventh client disconnects early."""
 
     name, block_tokens = "talks", BLOCK
 
@@ -105,9 +105,9 @@ def recorded(policy: str) -> tuple[SimResult, list[NumberedLine]]:
     return result, list(enumerate(recorder.lines, start=1))
 
 
-# One that hands requests over and one that does not in every run; the third is another of the first kind.
+# Every run has a policy with transfers and one without. The third policy also transfers KV.
 @pytest.mark.parametrize("policy", ["goodput", pytest.param("dynamo", marks=pytest.mark.slow), "colocated"])
-def test_a_recorded_run_comes_out_as_it_was(policy: str) -> None:
+def test_a_recorded_run_is_reproduced(policy: str) -> None:
     first, lines = recorded(policy)
     assert list(replay.replay(text for _, text in lines)) == []
     cluster = read_cluster(lines, "r")

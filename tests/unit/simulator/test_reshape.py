@@ -1,4 +1,4 @@
-"""Traces made from traces, and from nothing."""
+"""Traces made from other traces, and generated ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def arrivals(trace: object) -> list[float]:
     return [one.arrival_s for one in trace]  # type: ignore[attr-defined]
 
 
-def test_a_rate_scale_divides_arrivals_and_nothing_else() -> None:
+def test_a_rate_scale_divides_arrivals_only() -> None:
     before = Listed(0.0, 1.0, 4.0)
     after = Reshaped(before, rate_scaled(2.0))
     assert arrivals(after) == [0.0, 0.5, 2.0]
@@ -40,7 +40,7 @@ def test_a_rate_scale_divides_arrivals_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_a_rate_scale_that_is_none_is_rejected(scale: float) -> None:
+def test_an_invalid_rate_scale_is_rejected(scale: float) -> None:
     with pytest.raises(ConfigError, match="rate_scale"):
         rate_scaled(scale)
 
@@ -66,7 +66,7 @@ def test_jitter_stops_at_the_next_group() -> None:
     assert max(seen[50:]) > 2.0
 
 
-def test_a_limit_reads_no_further_than_it_must() -> None:
+def test_a_limit_reads_no_further_than_needed() -> None:
     endless = (TraceRequest(arrival_s=float(at), prompt_tokens=1, output_tokens=1) for at in count())
     assert [one.arrival_s for one in first(3)(endless)] == [0.0, 1.0, 2.0]
     assert next(endless).arrival_s == 3.0
@@ -85,7 +85,7 @@ def test_steps_are_taken_in_their_order() -> None:
     assert arrivals(Reshaped(Listed(0.0, 2.0, 4.0), window(1.0, 9.0), rate_scaled(2.0))) == [0.5, 1.5]
 
 
-def test_one_trace_follows_another_and_they_share_no_prefix() -> None:
+def test_consecutive_traces_share_no_prefix() -> None:
     before = Listed(0.0, 5.0, 10.0, ids=(0, 1), block_tokens=512)
     joined = Joined(before, Listed(0.0, 1.0, ids=(0, 1)), at_s=10.0)
     assert arrivals(joined) == [0.0, 5.0, 10.0, 11.0]
@@ -104,10 +104,10 @@ def test_poisson_arrivals_have_their_rate_and_their_spread() -> None:
     gaps = [after - before for before, after in zip(arrivals(trace), arrivals(trace)[1:], strict=False)]
     mean = sum(gaps) / len(gaps)
     deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
-    assert deviation / mean == pytest.approx(1.0, abs=0.05)  # of an exponential distribution it is 1
+    assert deviation / mean == pytest.approx(1.0, abs=0.05)  # It is 1 for an exponential distribution.
 
 
-def test_log_normal_lengths_have_their_median_and_end_where_they_must() -> None:
+def test_log_normal_lengths_have_their_median_and_limits() -> None:
     trace = chat(rate_rps=100.0, duration_s=60.0, seed=2)
     own = sorted(one.prompt_tokens - trace.prefix_tokens for one in trace)
     assert own[len(own) // 2] == pytest.approx(1000, rel=0.1)

@@ -1,4 +1,4 @@
-"""The time of many steps is the sum of theirs, and the way back from a time to a step is exact."""
+"""The time of a run is the sum of its steps, and the step at a given time is found exactly."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ def outcomes(rows: list[RequestRow]) -> list[str]:
     return ["rejected" if row.outcome == "rejected" else "served" for row in rows]
 
 
-def test_a_tenant_gets_its_tokens_per_minute_and_others_all_they_want() -> None:
-    quota = Tenant(name="flood", tokens_per_minute=1200)  # 20 tokens per second
+def test_a_quota_limits_only_its_tenant() -> None:
+    quota = Tenant(name="flood", tokens_per_minute=1200)  # 20 tokens per second.
     requests = [asked(at_s / 2, 100, 100, tenant="flood", max_tokens=100) for at_s in range(60)]
     requests += [asked(31.0, 100, 100, tenant="light")] * 20
     _, rows = run(requests, cluster(tenants=(quota,)))
@@ -28,7 +28,7 @@ def test_a_tenant_gets_its_tokens_per_minute_and_others_all_they_want() -> None:
     assert (first.tokens, first.attempts) == (0, 0)
 
 
-def test_a_rejected_answer_gives_its_slot_back_when_its_memory_is_free() -> None:
+def test_a_rejected_answer_frees_its_slot_with_its_memory() -> None:
     quota = Tenant(name="flood", max_concurrent=2)
     requests = [asked(0.0, 500, 50, tenant="flood", cancel_after_s=0.2) for _ in range(4)]
     requests += [asked(1.0, 100, 10, tenant="flood") for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Trace files as published, and files that cannot be meant."""
+"""Published trace files, and invalid files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mooncake(**changes: object) -> str:
 
 
 def written(folder: Path, *lines: str, ends: str = "\n") -> Path:
-    path = folder / "trace.txt"  # the name tells nothing: the content does
+    path = folder / "trace.txt"  # The format is detected by the content, not by the name.
     path.write_bytes(ends.join(lines).encode())
     return path
 
@@ -37,7 +37,7 @@ def test_mooncake_rows_become_requests(tmp_path: Path) -> None:
         TraceRequest(arrival_s=1.5, prompt_tokens=1, output_tokens=3, block_ids=(7,)),
     ]
     assert (trace.name, trace.block_tokens, trace.quantum_s) == ("trace.txt", 512, 3.0)
-    assert list(trace) == list(trace)  # each iteration reads anew
+    assert list(trace) == list(trace)  # Each iteration reads the file again.
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
@@ -51,7 +51,7 @@ def test_azure_rows_become_requests(tmp_path: Path, ends: str) -> None:
     assert (trace.block_tokens, trace.quantum_s) == (0, 0.0)
 
 
-def test_azure_columns_may_stand_in_any_order_with_a_zone_and_others_between(tmp_path: Path) -> None:
+def test_azure_columns_may_have_any_order(tmp_path: Path) -> None:
     rows = ("GeneratedTokens,x,ContextTokens,TIMESTAMP", "5,a,6,2024-05-10 00:00:00.009930+00:00")
     assert list(FileTrace(written(tmp_path, *rows))) == [TraceRequest(arrival_s=0.0, prompt_tokens=6, output_tokens=5)]
 
@@ -137,7 +137,7 @@ def test_a_file_of_no_known_format_lists_the_known_ones(tmp_path: Path) -> None:
         FileTrace(written(tmp_path, "time,in,out", "1,2,3"))
 
 
-def test_bytes_that_are_no_text_and_files_that_are_not_there_are_typed_errors(tmp_path: Path) -> None:
+def test_unreadable_files_are_typed_errors(tmp_path: Path) -> None:
     path = tmp_path / "binary"
     path.write_bytes(b"\x1f\x8b\x08\xff\xfe\n")
     with pytest.raises(TraceError, match="a text file"):
@@ -149,7 +149,7 @@ def test_bytes_that_are_no_text_and_files_that_are_not_there_are_typed_errors(tm
 
 
 def test_a_file_is_read_as_a_stream(tmp_path: Path) -> None:
-    """The damage in its last line is not seen by who stops before."""
+    """A reader that stops early does not see the damage in the last line."""
     rows = [mooncake(timestamp=number) for number in range(1000)]
     reading = iter(FileTrace(written(tmp_path, *rows, "damage")))
     assert len([next(reading) for _ in rows]) == 1000
@@ -161,7 +161,7 @@ def test_a_file_is_read_as_a_stream(tmp_path: Path) -> None:
     ("name", "count", "span_s", "prompt_tokens"),
     [("mooncake_conversation.jsonl", 12_031, 3537, 12_035), ("azure_2023_conv.csv", 19_366, 3502, 1155)],
 )
-def test_the_published_files_read_whole(name: str, count: int, span_s: int, prompt_tokens: int) -> None:
+def test_the_published_files_are_read_completely(name: str, count: int, span_s: int, prompt_tokens: int) -> None:
     if not (TRACES / name).exists():
         pytest.skip(
             f"{name} is not there: a public file that is no part of the product (PDSERVE_TRACES names its folder)"

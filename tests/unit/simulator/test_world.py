@@ -16,13 +16,13 @@ def prefill_s(tokens: int) -> float:
 
 
 def decode_s(context: int, steps: int, rows: int = 1) -> float:
-    """Of `steps` steps, the first with `context` tokens in sum."""
+    """Time of `steps` decode steps, the first with `context` tokens in total."""
     return sum(0.01 + 1e-3 * rows + 1e-6 * (context + rows * i) for i in range(steps))
 
 
 def test_one_remote_request_takes_the_sum_of_its_parts() -> None:
     _, [row] = run([asked(1.0, 1500, 101)], cluster())
-    # Reserve, Granted, Prefill, FirstToken: one way each.
+    # Reserve, Granted, Prefill and FirstToken: one message each.
     assert row.ttft_s == pytest.approx(4 * MESSAGE_S + prefill_s(1500))
     assert (row.path, row.tokens, row.outcome) == (Path.REMOTE, 101, "served")
     transfer_s = 3 * BLOCK_BYTES / LINK.bytes_per_s + LINK.latency_s
@@ -41,10 +41,10 @@ def test_one_local_request_takes_a_prefill_and_its_steps(report_s: float) -> Non
     assert (row.path, row.tokens, row.attempts) == (Path.LOCAL, 101, 1)
 
 
-def test_a_prompt_longer_than_a_batch_is_read_in_chunks_and_moves_meanwhile() -> None:
+def test_a_long_prompt_is_sent_while_it_is_prefilled() -> None:
     _, [row] = run([asked(0.0, 5000, 2)], cluster())
     assert row.ttft_s == pytest.approx(4 * MESSAGE_S + 2 * prefill_s(2048) + prefill_s(904))
-    # 4 and 4 blocks have left by the time the last two are computed: bandwidth is the bottleneck from the first on.
+    # 4 and 4 blocks are sent when the last two are computed. Bandwidth is the bottleneck from the first block on.
     moved_s = 10 * BLOCK_BYTES / LINK.bytes_per_s + LINK.latency_s
     assert row.transfer_s == pytest.approx(moved_s)
     after_first_s = moved_s - prefill_s(2048) - prefill_s(904)
@@ -57,10 +57,10 @@ def test_an_answer_of_one_token_never_decodes() -> None:
     assert world.stations["d0"].tally.row.steps == 0
 
 
-def test_two_that_decode_together_share_their_steps() -> None:
+def test_concurrent_requests_share_steps() -> None:
     config = cluster(0, policy="colocated")
     _, [first, second] = run([asked(0.0, 1000, 50), asked(0.0, 1000, 50)], config)
-    # The first arrives alone and is read alone; then the second is read in the shadow of its decoding.
+    # The first prompt is prefilled alone. The second is prefilled in decode steps of the first.
     assert first.ttft_s == pytest.approx(2 * MESSAGE_S + prefill_s(1000))
     mixed_s = prefill_s(1000) + 1e-3 + 1e-6 * 1000
     assert second.ttft_s == pytest.approx(first.ttft_s + mixed_s)
@@ -69,7 +69,7 @@ def test_two_that_decode_together_share_their_steps() -> None:
     assert second.tpot_s == pytest.approx((decode_s(2001, 48, rows=2) + last_alone_s) / 49)
 
 
-def test_a_slow_worker_takes_its_multiple() -> None:
+def test_a_slow_worker_multiplies_its_steps() -> None:
     config = cluster(0, policy="colocated")
     config = replace(config, workers=(replace(config.workers[0], slowness=3.0),))
     _, [row] = run([asked(0.0, 1500, 11)], config)
@@ -77,8 +77,8 @@ def test_a_slow_worker_takes_its_multiple() -> None:
     assert row.tpot_s == pytest.approx(3 * decode_s(1500, 10) / 10)
 
 
-def test_a_fault_in_mid_run_slows_only_the_steps_that_begin_in_it() -> None:
-    begun_s = MESSAGE_S + prefill_s(1500)  # when it decodes
+def test_a_slow_fault_affects_only_steps_that_begin_in_it() -> None:
+    begun_s = MESSAGE_S + prefill_s(1500)  # While it decodes.
     slow = WorkerFault(
         at_s=begun_s + decode_s(1500, 20) + 1e-3, worker_id="d0", kind=WorkerFaultKind.SLOW, for_s=0.2, factor=5.0
     )
@@ -88,7 +88,7 @@ def test_a_fault_in_mid_run_slows_only_the_steps_that_begin_in_it() -> None:
     assert row.tpot_s == pytest.approx((decode_s(1500, 100) + slow_s) / 100)
 
 
-def test_a_stall_moves_what_follows_by_its_length() -> None:
+def test_a_stall_delays_later_events() -> None:
     begun_s = MESSAGE_S + prefill_s(1500)
     stall = WorkerFault(at_s=begun_s + decode_s(1500, 20) + 1e-3, worker_id="d0", kind=WorkerFaultKind.STALL, for_s=1.0)
     _, [row] = run([asked(0.0, 1500, 101)], cluster(0, policy="colocated", faults=(stall,)))
@@ -96,7 +96,7 @@ def test_a_stall_moves_what_follows_by_its_length() -> None:
     assert row.tpot_s == pytest.approx((decode_s(1500, 100) + 1.0 - rest_of_step_s) / 100)
 
 
-def test_a_known_prefix_is_read_once() -> None:
+def test_a_known_prefix_is_prefilled_once() -> None:
     rows = [asked(0.0, 1500, 2, block_ids=(1, 2, 3)), asked(5.0, 1500, 2, block_ids=(1, 2, 4))]
     _, [first, second] = run(rows, cluster(), block_tokens=512)
     assert (first.cached_tokens, second.cached_tokens) == (0, 1024)
@@ -104,7 +104,7 @@ def test_a_known_prefix_is_read_once() -> None:
     assert second.transfer_bytes == BLOCK_BYTES, "the decode worker has the other two as well"
 
 
-def test_two_that_leave_at_once_share_the_receivers_bandwidth() -> None:
+def test_concurrent_transfers_share_bandwidth() -> None:
     _, rows = run([asked(0.0, 1024, 2), asked(0.0, 1024, 2)], cluster(2))
     assert {row.prefill_worker for row in rows} == {"p0", "p1"}
     for row in rows:
@@ -118,14 +118,14 @@ def test_a_pairs_latency_is_the_longer_one() -> None:
     assert row.transfer_s == pytest.approx(2 * BLOCK_BYTES / 1e9 + 0.05)
 
 
-def test_what_was_held_and_stranded_is_accounted_for() -> None:
+def test_held_and_stranded_memory_is_counted() -> None:
     world, [row] = run([asked(0.0, 1500, 101)], cluster())
     sender, receiver = world.stations["p0"].tally.finish(), world.stations["d0"].tally.finish()
-    # Three blocks: from the start of the prefill until the receiver's word is back.
+    # Three blocks: from the start of the prefill until the receiver's message is back.
     held_s = prefill_s(1500) + row.transfer_s + LINK.latency_s
     assert sender.kv_token_s == pytest.approx(3 * 512 * held_s)
     assert (sender.busy_s, sender.prefill_tokens) == (pytest.approx(prefill_s(1500)), 1500)
-    # On the other side from the grant on; idle until the first byte comes. A fourth block holds the later tokens.
+    # On the decode worker, from the grant on, and stranded until the first byte comes. A fourth block has later tokens.
     waits_s = 2 * MESSAGE_S + prefill_s(1500)
     whole_s = waits_s + row.transfer_s + decode_s(1500, 100)
     fourth_s = decode_s(1536, 64)
@@ -134,7 +134,7 @@ def test_what_was_held_and_stranded_is_accounted_for() -> None:
     assert (receiver.steps, receiver.decode_tokens, receiver.mean_rows) == (100, 100, 1.0)
 
 
-def test_a_worker_with_a_wrong_cost_model_is_timed_by_the_right_one() -> None:
+def test_true_costs_time_a_worker_with_a_wrong_model() -> None:
     wrong = replace(COST, prefill_per_token_s=1e-6)
     config = cluster()
     shapes = tuple(replace(one, prior=wrong) for one in config.workers)

@@ -1,4 +1,4 @@
-"""What holds of every run, whatever the trace."""
+"""Properties of every run, for any trace."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def totals(world: World, field: str) -> Any:
 
 @pytest.mark.parametrize("policy", ["least-ttft", "round-robin", "colocated", "goodput", "mooncake", "dynamo"])
 @pytest.mark.parametrize("noise", slow_except([0.0, 0.1], 0.1))
-def test_no_token_is_lost_made_up_or_computed_twice(policy: str, noise: float) -> None:
+def test_tokens_are_conserved(policy: str, noise: float) -> None:
     rows = workload(1)
     world, done = run(rows, cluster(2, 2, policy=policy, noise=noise, num_routers=1))
     assert all(row.tokens == row.output_tokens for row in done if row.outcome in ("served", "late"))
@@ -42,7 +42,7 @@ def test_no_token_is_lost_made_up_or_computed_twice(policy: str, noise: float) -
     assert len(served) > 0.7 * len(rows)
     assert totals(world, "preemptions") == 0
     assert totals(world, "prefill_tokens") == sum(row.prompt_tokens for row in served)
-    # Every token behind a prompt's own first one is a row of a decode step; a one-token rest of a prompt is one too.
+    # Every token after the first one is a row of a decode step, and so is a remaining prompt of one token.
     assert totals(world, "decode_tokens") == sum(row.output_tokens - 1 for row in served)
 
 
@@ -74,13 +74,13 @@ def test_a_workers_death_loses_no_request(victim: str, at_s: float) -> None:
     assert world.stations[victim].num_lives == 2
 
 
-def test_a_worker_that_dies_for_good_is_done_without() -> None:
+def test_the_cluster_continues_without_a_dead_worker() -> None:
     deaths = tuple(WorkerFault(at_s=1.0, worker_id=name, kind=WorkerFaultKind.DIE) for name in ("p0", "p1", "d1"))
     _, rows = run(workload(5, rate_rps=4.0), cluster(2, 2, faults=deaths))
     assert {row.outcome for row in rows} == {"served"}
 
 
-def test_when_the_last_decode_worker_is_gone_requests_end_with_a_word() -> None:
+def test_without_decode_workers_requests_end_with_an_error() -> None:
     death = WorkerFault(at_s=1.0, worker_id="d0", kind=WorkerFaultKind.DIE)
     _, rows = run(workload(6), cluster(faults=(death,)))
     assert {row.outcome for row in rows} <= {"served", "failed", "rejected"}
@@ -98,7 +98,7 @@ def test_four_routers_with_stale_views_never_over_admit(policy: str) -> None:
         steps += 1
         if steps % 50 == 0:
             for machine in world.machines():
-                machine.batching.check()  # who holds what adds up to no more than there is
+                machine.batching.check()  # The held blocks never exceed the pool.
     result = world.result()
     world.check()
     told = sum(one.tokens for one in result.requests if one.outcome in ("served", "late"))
@@ -107,8 +107,8 @@ def test_four_routers_with_stale_views_never_over_admit(policy: str) -> None:
     assert all(machine.is_idle for machine in world.machines())
 
 
-def test_the_waits_of_a_single_server_are_those_of_theory() -> None:
-    """Each by Lindley's recursion; their mean by that of M/D/1, rate * service^2 / (2 * (1 - load))."""
+def test_waits_of_a_single_server_match_theory() -> None:
+    """Each wait follows Lindley's recursion, and their mean that of M/D/1: rate * service^2 / (2 * (1 - load))."""
     rng, now_s, rows, waits, wait_s = random.Random(1), 0.0, [], [], 0.0
     service_s = 0.01 + 1e-4 * 400
     load = 0.6
@@ -137,7 +137,7 @@ def test_disconnects_and_deadlines_free_everything() -> None:
             assert row.ended_s == pytest.approx(row.arrival_s + 1.5, abs=2e-3)
 
 
-def test_memory_that_ends_preempts_and_loses_nothing() -> None:
+def test_exhausted_memory_preempts_without_loss() -> None:
     config = cluster(0, policy="colocated")
     tight = replace(config.workers[0], kv_capacity_tokens=8 * 64, max_context_tokens=400)
     rows = [asked(0.01 * i, 60, 200) for i in range(6)]
@@ -148,7 +148,7 @@ def test_memory_that_ends_preempts_and_loses_nothing() -> None:
     assert world.network.is_quiet
 
 
-def test_everything_at_once() -> None:
+def test_all_faults_at_once() -> None:
     faults = (
         WorkerFault(at_s=1.0, worker_id="p0", kind=WorkerFaultKind.DIE, for_s=1.0),
         WorkerFault(at_s=1.5, worker_id="d1", kind=WorkerFaultKind.STALL, for_s=0.5),
@@ -178,13 +178,13 @@ def test_everything_at_once() -> None:
         ([asked(0.0, 1, 1, block_ids=(1,))], "trace[0].block_ids"),
     ],
 )
-def test_a_row_that_cannot_be_is_named(rows: list[TraceRequest], field: str) -> None:
+def test_an_impossible_trace_row_is_named(rows: list[TraceRequest], field: str) -> None:
     with pytest.raises(ConfigError, match="trace") as raised:
         simulate(Listed(rows), cluster())
     assert raised.value.field == field
 
 
-def test_a_config_that_cannot_be_is_named() -> None:
+def test_an_impossible_config_is_named() -> None:
     with pytest.raises(ConfigError, match="decode"):
         SimConfig(workers=cluster().workers[:1], slo=EASY)
     with pytest.raises(ConfigError, match="block_size"):
@@ -210,13 +210,13 @@ def test_a_config_that_cannot_be_is_named() -> None:
         (lambda: WorkerFault(at_s=0.0, worker_id="d0", kind=WorkerFaultKind.SLOW, factor=0.0), "fault.factor"),
     ],
 )
-def test_what_no_worker_can_be_is_named(make: Callable[[], object], field: str) -> None:
+def test_an_impossible_worker_is_named(make: Callable[[], object], field: str) -> None:
     with pytest.raises(ConfigError) as raised:
         make()
     assert raised.value.field == field
 
 
-def test_a_prompt_that_fits_nowhere_is_rejected_at_once_and_others_go_on() -> None:
+def test_an_oversized_prompt_is_rejected_at_once() -> None:
     _, [large, small] = run([asked(0.0, 10**6, 5), asked(0.0, 100, 5)], cluster())
     assert (large.outcome, large.ended_s, small.outcome) == ("failed", 0.0, "served")
 
@@ -226,7 +226,7 @@ def test_an_empty_trace_is_an_empty_run() -> None:
     assert (result.requests, result.attainment, result.span_s) == ([], 0.0, 0.0)
 
 
-def test_rows_can_be_had_as_they_end_and_a_run_be_stopped() -> None:
+def test_rows_can_be_streamed_and_a_run_stopped() -> None:
     seen: list[RequestRow] = []
 
     def watch(row: RequestRow) -> bool:

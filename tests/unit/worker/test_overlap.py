@@ -90,7 +90,7 @@ async def test_blocks_of_the_cache_leave_whole_before_the_layers_of_the_rest(sta
     assert chunks == 2 * groups, "what is cached, and the last block, each in its groups"
 
 
-async def test_a_receiver_of_another_shape_takes_blocks_whole(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_receiver_of_another_shape_gets_whole_blocks(start: Any, attach: Any, ask: Any) -> None:
     p = start(Role.PREFILL, push="layers", **COMMON)
     d = start(Role.DECODE, **{**COMMON, "block_size": 32})
     same = start(Role.DECODE, worker_id="same", **COMMON)
