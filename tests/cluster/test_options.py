@@ -110,7 +110,7 @@ def test_several_answers_are_those_of_their_seeds(cluster: Cluster, text: str) -
     cluster.wait_until_idle()
 
 
-def test_beams_are_those_of_transformers(cluster: Cluster, oracle: Oracle) -> None:
+def test_beams_match_transformers(cluster: Cluster, oracle: Oracle) -> None:
     """The best beam is transformers' own in float64, or as good as that to four digits."""
     [eos] = cluster.client.model().eos_token_ids
     for text, length_penalty in ((SHORT, 1.0), (LONG, 0.5)):

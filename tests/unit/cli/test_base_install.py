@@ -70,7 +70,7 @@ def run(packages: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_environment_has_the_base_dependencies_alone(packages: Path) -> None:
+def test_the_environment_has_only_base_dependencies(packages: Path) -> None:
     names = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {re.split("[<>=]", name)[0] for name in names} == set(BASE) - {"typing-extensions"}
     lines = ["missing = []", f"for name in {list(EXTRAS)}:", " try: __import__(name)"]
@@ -89,7 +89,7 @@ def test_up_names_the_extra(packages: Path, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("--model", "toy")])
-def test_doctor_looks_at_everything_and_names_the_extra(packages: Path, words: tuple[str, ...]) -> None:
+def test_doctor_names_the_missing_extra(packages: Path, words: tuple[str, ...]) -> None:
     done = run(packages, "pdserve", "doctor", *words)
     assert (done.returncode, done.stderr) == (1, "")
     *lines, last = done.stdout.splitlines()
@@ -105,7 +105,7 @@ def test_doctor_looks_at_everything_and_names_the_extra(packages: Path, words: t
 
 
 @pytest.mark.parametrize("words", [("generate", "hi"), ("chat",), ("topology",), ("explain", "x")])
-def test_what_calls_a_router_needs_no_extra(packages: Path, words: tuple[str, ...]) -> None:
+def test_commands_that_call_a_router_need_no_extra(packages: Path, words: tuple[str, ...]) -> None:
     name, *rest = words
     done = run(packages, "pdserve", name, "--target", "127.0.0.1:1", *rest)
     assert done.returncode == 1
@@ -132,7 +132,7 @@ def test_a_role_lists_its_settings_and_names_the_extra(packages: Path, role: str
     assert done.stderr.splitlines()[-1].endswith(f"expected the extra server: {HINT}")
 
 
-def test_every_package_of_an_extra_is_known_by_the_module_that_is_imported() -> None:
+def test_every_package_of_an_extra_has_its_module() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     expected = {}
     for extra in ("gateway", "server", "ray", "otel", "nixl", "bench", "top"):
@@ -144,7 +144,7 @@ def test_every_package_of_an_extra_is_known_by_the_module_that_is_imported() -> 
     assert command() == "pip install -c constraints.txt ."
 
 
-def test_a_module_of_no_extra_is_our_own_fault() -> None:
+def test_a_missing_module_without_an_extra_is_an_internal_error() -> None:
     assert missing(ModuleNotFoundError("no", name="pdserve.nothing")) is None
     assert missing(ModuleNotFoundError("no")) is None
     error = missing(ModuleNotFoundError("no", name="redis.asyncio"))

@@ -24,7 +24,7 @@ from pdserve.v1 import cluster_pb2, worker_pb2
 PROMPT = "a prompt that is longer than what a decode worker reads itself"
 
 
-def test_generate_prints_the_answer_and_nothing_else(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_prints_only_the_answer(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", PROMPT, "--target", target, "--max-tokens", "8", "--temperature", "0"]) == 0
     seen = capsys.readouterr()
     assert len(seen.out.rstrip("\n")) > 0
@@ -68,7 +68,7 @@ def test_stats_are_lines_on_stderr(target: str, capsys: pytest.CaptureFixture[st
     assert "decode" in phases
 
 
-def test_a_refused_value_is_one_line_that_names_the_field(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_value_is_one_line_with_the_field(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", PROMPT, "--target", target, "--top-p", "1.5"]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("pdserve generate: error: ")
@@ -137,7 +137,7 @@ def test_a_wrong_command_line_is_a_usage_error_of_one_line(argv: list[str], caps
     assert "--help)" in line
 
 
-def test_a_disk_that_is_full_is_no_traceback(target: str) -> None:
+def test_a_full_disk_gives_no_traceback(target: str) -> None:
     command = f"{sys.executable} -m pdserve generate hi --target {target} --max-tokens 4 > /dev/full"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -146,7 +146,7 @@ def test_a_disk_that_is_full_is_no_traceback(target: str) -> None:
     assert "No space left on device" in line
 
 
-def test_bytes_that_are_no_text_are_an_error_of_the_prompt(target: str) -> None:
+def test_invalid_utf8_is_an_error_of_the_prompt(target: str) -> None:
     command = f"printf 'a\\xff' | {sys.executable} -m pdserve generate - --target {target}"
     done = subprocess.run(
         ["bash", "-c", command],
@@ -161,7 +161,7 @@ def test_bytes_that_are_no_text_are_an_error_of_the_prompt(target: str) -> None:
     assert line.startswith("pdserve generate: error: prompt: ")
 
 
-def test_an_error_in_mid_answer_has_a_line_of_its_own(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_during_an_answer_starts_a_new_line(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--target", target, "--max-tokens", "4000", "--ignore-eos", "--seed", "1", "--timeout", "1"]
     assert main(["generate", PROMPT, *flags]) == 1
     seen = capsys.readouterr()
@@ -180,7 +180,7 @@ def test_chat_does_not_send_an_unknown_command(
     assert "no such command; /reset forgets" in seen.err
 
 
-def test_a_part_of_a_document_is_called_one() -> None:
+def test_an_incomplete_document_is_reported() -> None:
     asked = {"json_schema": "{}", "max_tokens": 1}
     assert truncation_warnings(["stop", "length"], asked) == [
         "max_tokens ended the answer before its json_schema was complete"
@@ -189,7 +189,7 @@ def test_a_part_of_a_document_is_called_one() -> None:
     assert truncation_warnings(["length"], {"max_tokens": 1}) == []
 
 
-def test_chat_reads_a_pipe_and_tells_the_times_of_each_reply(
+def test_chat_reads_a_pipe_and_prints_times(
     target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n/reset\nagain\n/quit\nnever read\n"))
@@ -214,7 +214,7 @@ def test_topology_lists_the_workers(target: str, capsys: pytest.CaptureFixture[s
     assert [line.split()[:3] for line in lines[1:3]] == [["d0", "decode", "connected"], ["p0", "prefill", "connected"]]
 
 
-def test_a_drained_worker_is_shown_and_comes_back(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_can_be_drained_and_undrained(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     def state_of_p0() -> str:
         capsys.readouterr()
         assert main(["topology", "--target", target]) == 0
@@ -240,7 +240,7 @@ def test_draining_an_unknown_worker_names_it(target: str, capsys: pytest.Capture
         assert capsys.readouterr().err == f"pdserve {command}: error: no worker named 'p7'\n"
 
 
-def test_topology_says_how_kv_travels_and_why() -> None:
+def test_topology_shows_transports_and_reasons() -> None:
     told = cluster_pb2.GetTopologyResponse(
         workers=[
             cluster_pb2.WorkerView(
@@ -260,7 +260,7 @@ def test_topology_json_is_one_object(target: str, capsys: pytest.CaptureFixture[
 KV_PATHS = ("shm", "tcp", "choice")
 
 
-def test_doctor_finds_this_host_able(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_passes_on_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[1] for line in lines[:-1]} >= {"python", "torch", "redis", "port", "shm", "ray", "tokenizer"}
@@ -271,7 +271,7 @@ def test_doctor_finds_this_host_able(capsys: pytest.CaptureFixture[str]) -> None
     assert re.match(r"ok    kv choice +shm: the sender's first choice$", choice), choice
 
 
-def test_doctor_looks_for_what_a_gpu_needs(
+def test_doctor_checks_gpu_requirements(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import torch
@@ -293,14 +293,14 @@ def test_doctor_looks_for_what_a_gpu_needs(
     assert "FAIL  compiler" in capsys.readouterr().out
 
 
-def test_doctor_fails_on_a_folder_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_fails_on_an_unusable_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--skip-pairs", "--model", str(tmp_path)]) == 1
     assert any(
         line.startswith("FAIL  model") and "config.json" in line for line in capsys.readouterr().out.splitlines()
     )
 
 
-def test_rank_says_what_it_lacks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_names_missing_settings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PDSERVE_CLUSTER_SECRET", raising=False)
     for words, expected in (
         (["--count", "0"], "count: got 0, expected 1 to 63 ranks"),
@@ -318,13 +318,13 @@ def test_the_module_is_the_command() -> None:
     assert done.stdout.startswith("pdserve ")
 
 
-def test_a_reader_that_leaves_is_no_traceback(target: str) -> None:
+def test_a_closed_pipe_gives_no_traceback(target: str) -> None:
     command = f"{sys.executable} -m pdserve generate hi --target {target} --max-tokens 400 --ignore-eos | head -c 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     assert "Traceback" not in done.stderr
 
 
-def test_a_shape_of_the_answer_reaches_the_router_as_text_or_from_a_file(
+def test_structured_output_flags_accept_text_or_a_file(
     target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The toy follows no grammar: the refusal names the field that the flag has filled."""

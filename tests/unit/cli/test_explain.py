@@ -61,9 +61,7 @@ def served(target: str, request_id: str) -> str:
         return client.generate(PROMPT, max_tokens=6, temperature=0, request_id=request_id).request_id
 
 
-def test_a_placement_is_shown_with_what_was_predicted_and_what_came(
-    target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_shows_predicted_and_actual_times(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     name = served(target, "explained-1")
     assert main(["explain", name, "--target", target]) == 0
     out = capsys.readouterr().out
@@ -91,16 +89,14 @@ def test_an_unknown_id_is_a_typed_error(target: str, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "pdserve explain: error: no recent request named 'never-heard-of'\n"
 
 
-def test_of_several_routers_the_one_that_knows_answers(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_router_that_knows_the_request_answers(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     name = served(target, "explained-3")
     nobody = "127.0.0.1:9"
     assert main(["explain", name, "--target", f"{nobody},{target}", "--json", "--timeout", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["router_id"] == "router-0"
 
 
-def test_where_one_router_cannot_be_asked_an_unknown_id_is_not_called_unknown(
-    target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_id_is_unknown_only_if_every_router_answered(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "never", "--target", f"{target},127.0.0.1:9", "--timeout", "2"]) == 1
     assert "no recent request" not in capsys.readouterr().err
 
@@ -110,7 +106,7 @@ def test_an_empty_list_of_routers_is_an_error_that_names_the_field(capsys: pytes
     assert "target" in capsys.readouterr().err
 
 
-def test_the_prediction_counts_from_arrival_as_the_actual_time_does() -> None:
+def test_predicted_and_actual_times_count_from_arrival() -> None:
     assert EXPLANATION.predicted_ttft_s == pytest.approx(0.4)
     lines = render(EXPLANATION).splitlines()
     assert lines[0] == "r1: remote, served"
@@ -126,7 +122,7 @@ def test_a_resumed_request_has_no_predicted_ttft() -> None:
     assert "attempt 2, resumed" in render(resumed)
 
 
-def test_a_rejection_says_why_and_when_to_come_back() -> None:
+def test_a_rejection_shows_reason_and_retry_time() -> None:
     rejected = dataclasses.replace(
         EXPLANATION, decision="reject", outcome="rejected", ended_because="full", retry_after_s=1.5, attempt=0
     )

@@ -18,7 +18,7 @@ def parsed(*flags: str) -> tuple[WorkerFault, ...]:
     return faults(parser.parse_args(flags), ["p0", "d0"])
 
 
-def test_each_flag_gives_target_time_and_duration() -> None:
+def test_fault_flags_are_parsed() -> None:
     assert parsed("--kill", "d0@10:5", "--slow", "p0@2.5x3", "--stall", "d0@1:2", "--kill", "p0@20") == (
         WorkerFault(at_s=1.0, worker_id="d0", kind=WorkerFaultKind.STALL, for_s=2.0),
         WorkerFault(at_s=2.5, worker_id="p0", kind=WorkerFaultKind.SLOW, factor=3.0),
@@ -42,7 +42,7 @@ def test_each_flag_gives_target_time_and_duration() -> None:
         ("--stall", "d0@3:0"),
     ],
 )
-def test_another_form_is_refused_with_the_right_one(flag: str, text: str) -> None:
+def test_an_invalid_fault_flag_shows_the_right_form(flag: str, text: str) -> None:
     with pytest.raises(ConfigError, match=r"WORKER@AT.*such as") as caught:
         parsed(flag, text)
     assert caught.value.field == flag

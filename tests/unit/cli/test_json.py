@@ -71,7 +71,7 @@ def test_json_output_is_json(command: str, target: str, tmp_path: Path, capsys: 
     strict(capsys.readouterr().out)
 
 
-def test_no_command_writes_json_past_the_encoder() -> None:
+def test_every_command_uses_the_json_encoder() -> None:
     """`json.dumps` writes NaN; pdserve.core.json_text.to_json does not."""
     root = Path(__file__).parents[3]
     commands = [*root.glob("pdserve/cli/*.py"), *root.glob("simulator/*.py")]

@@ -41,7 +41,7 @@ def test_a_new_key_is_printed_once_and_only_its_hash_is_kept(file: Path, capsys:
     assert len(parse(file.read_text()).keys) == 2
 
 
-def test_what_the_file_says_besides_is_kept(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_contents_of_the_file_are_kept(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = {"slo_classes": {"quick": {"ttft_s": 1, "tpot_s": 0.1}}, "tenants": {"acme": {"slo": "quick"}}}
     file.write_text(json.dumps(content))
     file.chmod(0o640)
@@ -63,7 +63,7 @@ def test_keys_are_listed_without_their_hashes(file: Path, capsys: pytest.Capture
     assert one not in out
 
 
-def test_a_revoked_key_is_gone_and_the_others_stay(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_revoking_a_key_keeps_the_others(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     revoked, kept = make(capsys, file, "acme", "--add"), make(capsys, file, "acme")
     assert keys("revoke", key_hash(revoked)[:12], file=file) == 0
     found = parse(file.read_text())
@@ -85,7 +85,7 @@ def test_a_revoked_key_is_gone_and_the_others_stay(file: Path, capsys: pytest.Ca
         (("revoke", "pdk_" + "x" * 43), "no key named"),
     ],
 )
-def test_a_mistake_changes_nothing(
+def test_an_invalid_command_changes_nothing(
     file: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
 ) -> None:
     make(capsys, file, "acme", "--add")
@@ -106,7 +106,7 @@ def test_a_file_that_does_not_exist_is_named(file: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"tenants": {"other": {}}}'])
-def test_a_wrong_file_is_left_as_it_is(file: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_an_invalid_file_is_not_changed(file: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     file.write_text(text)
     assert keys("new", "acme", "--add", file=file) == 1
     assert file.read_text() == text
@@ -128,7 +128,7 @@ def test_a_link_stays_a_link(file: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len(parse(file.read_text()).keys) == 2
 
 
-def test_keys_that_are_made_at_once_are_all_kept(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_concurrently_made_keys_are_all_kept(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(capsys, file, "acme", "--add")
     threads = [threading.Thread(target=keys, args=("new", "acme"), kwargs={"file": file}) for _ in range(8)]
     for one in threads:

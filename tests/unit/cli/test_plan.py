@@ -50,9 +50,7 @@ def test_json_is_one_object_and_does_not_depend_on_the_processes(
     assert answers[0]["curve"][0]["goodput_rps"] > 0.0
 
 
-def test_a_table_says_what_limits_each_split_and_how_many_workers_a_rate_needs(
-    long_trace: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_shows_limits_and_worker_counts(long_trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--trace", long_trace, "--workers", "1", *SLO, "--jobs", "1", "--rate", "2"]
     assert main(["plan", *flags]) == 0
     seen = capsys.readouterr()
@@ -100,7 +98,7 @@ def test_unattainable_targets_exit_with_status_1(trace: str, capsys: pytest.Capt
         (["--seeds", "0"], "seeds: got 0"),
     ],
 )
-def test_what_cannot_be_meant_is_one_line_that_names_it(
+def test_invalid_arguments_are_one_line(
     trace: str, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
 ) -> None:
     assert main(["plan", "--trace", trace, "--workers", "2", *SLO, "--jobs", "1", *flags]) == 1
@@ -127,9 +125,7 @@ def test_gpus_are_divided_between_every_pair_of_degrees(trace: str, capsys: pyte
     assert [found[name] for name in ("verdict", "ratio", "best_colocated", "disaggregate")] == [None] * 4
 
 
-def test_gpus_that_meet_the_targets_at_no_rate_exit_with_status_1(
-    trace: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpus_that_never_meet_the_targets_exit_with_status_1(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--trace", trace, "--gpus", "2", "--slo-ttft", "0.001", "--jobs", "1"]
     assert main(["plan", *flags]) == 1
     assert "not attainable: 0% meet both targets at" in capsys.readouterr().out
@@ -149,7 +145,7 @@ def test_gpus_that_meet_the_targets_at_no_rate_exit_with_status_1(
         (["--requests", "0"], "requests: got 0, expected 1 to"),
     ],
 )
-def test_what_gpus_cannot_do_is_one_line_that_names_it(
+def test_invalid_gpu_arguments_are_one_line(
     trace: str, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
 ) -> None:
     assert main(["plan", "--trace", trace, "--jobs", "1", *flags]) == 1
@@ -172,6 +168,6 @@ def test_lists_of_wrong_numbers_are_refused(flag: list[str], capsys: pytest.Capt
     assert flag[0] in capsys.readouterr().err
 
 
-def test_an_error_in_another_process_comes_back_as_it_was() -> None:
+def test_an_error_in_another_process_is_passed_on() -> None:
     error = pickle.loads(pickle.dumps(ConfigError("link", "x", "y")))  # noqa: S301
     assert (type(error), str(error), error.field) == (ConfigError, "link: got x, expected y", "link")

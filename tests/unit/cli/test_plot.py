@@ -23,7 +23,7 @@ from tests.unit.simulator.test_report import read
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_the_ending_chooses_between_a_drawing_and_a_page(tmp_path: Path) -> None:
+def test_the_suffix_selects_svg_or_html(tmp_path: Path) -> None:
     for name, expected in (("a.svg", "drawing"), ("a.SVG", "drawing"), ("a.html", "page"), ("a.htm", "page")):
         args = argparse.Namespace(plot=str(tmp_path / name))
         check_plot(args)

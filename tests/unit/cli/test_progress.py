@@ -66,7 +66,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     os.close(master)
 
 
-def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(terminal: Terminal) -> None:
+def test_a_terminal_gets_a_temporary_bar(terminal: Terminal) -> None:
     now = Now()
     with ProgressLine("d0 weights", 100.0, stream=terminal.stream, clock=now) as progress:
         for second in range(5):

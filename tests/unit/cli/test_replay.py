@@ -18,7 +18,7 @@ def recorded(folder: Path) -> Path:
     return path
 
 
-def test_an_equal_replay_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_equal_replay_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recorded(tmp_path)
     assert main(["replay", str(path)]) == 0
     events = len(path.read_text().splitlines()) - 1
@@ -48,6 +48,6 @@ def test_a_damaged_line_is_one_line_with_its_number(tmp_path: Path, capsys: pyte
     assert "line 7" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path / "none")]) == 1
     assert "file: got" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_json_is_one_object_and_equal_arguments_give_an_equal_one(capsys: pytest
         assert name in found
 
 
-def test_a_published_trace_can_be_spread_sped_up_and_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_published_trace_can_be_reshaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["simulate", "--json", "--trace", mooncake(tmp_path / "t"), "--limit", "20"]
     assert main(flags) == 0
     plain = json.loads(capsys.readouterr().out)
@@ -72,9 +72,7 @@ def test_a_published_trace_can_be_spread_sped_up_and_cut(tmp_path: Path, capsys:
     assert 1.5 < spread["span_s"] < 3.0
 
 
-def test_a_recording_brings_its_cluster_unless_another_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recording_uses_its_own_cluster_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "recording"
     path.write_text("".join(recording(run(3, faults=0.0, policy="round-robin", requests=40))), encoding="utf-8")
     flags = ["simulate", "--json", "--trace", str(path)]
@@ -115,7 +113,7 @@ def test_each_rate_and_policy_is_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert "seed 0" in text
 
 
-def test_a_rate_that_so_few_requests_cannot_show_is_not_called_held(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_requests_give_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--rates", "0.5,1", "--policy", "goodput")
     found = answer(capsys, *flags)
     assert not found["is_long_enough"]
@@ -126,7 +124,7 @@ def test_a_rate_that_so_few_requests_cannot_show_is_not_called_held(capsys: pyte
     assert "no verdict on 2 runs, which are too short; for example 40 requests last" in text
 
 
-def test_runs_that_surely_miss_are_not_called_too_short(capsys: pytest.CaptureFixture[str]) -> None:
+def test_certain_misses_are_not_called_too_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--rates", "0.5,1", "--policy", "goodput", "--slo-ttft", "0.001"]) == 0
     text = capsys.readouterr().out
     assert "  goodput: 0 requests/s" in text
@@ -141,7 +139,7 @@ def test_rows_are_json_lines_unless_the_file_is_named_csv(tmp_path: Path, capsys
     assert sum(row["outcome"] == "served" for row in rows) == found["met"]
 
 
-def test_a_killed_worker_is_felt(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_worker_affects_the_result(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--policy", "round-robin", "--decode", "1")
     whole, broken = answer(capsys, *flags), answer(capsys, *flags, "--kill", "d0@1:2")
     assert isinstance(whole["attainment"], float)
@@ -192,13 +190,13 @@ def test_a_wrong_row_fails_before_the_run(tmp_path: Path, capsys: pytest.Capture
     assert "t.jsonl, line 31, input_length: got nothing" in capsys.readouterr().err
 
 
-def test_the_help_names_what_there_is() -> None:
+def test_the_help_lists_available_names() -> None:
     assert sorted(POLICY_NAMES.split(", ")) == sorted(POLICIES)
     assert RULE_NAMES.split(", ") == list(RULES)
     assert FORMAT_NAMES.split(", ") == [one.name for one in FORMATS]
 
 
-def test_the_command_line_does_not_load_the_simulator_before_it_is_asked_for() -> None:
+def test_the_simulator_is_loaded_on_demand() -> None:
     probe = "import sys, pdserve.cli.main; print('simulator.world' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
@@ -212,9 +210,7 @@ def test_every_built_in_workload_runs_by_name(capsys: pytest.CaptureFixture[str]
         assert found["requests"] == 40
 
 
-def test_a_workload_beside_a_trace_or_of_an_unknown_name_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_workload_arguments_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = mooncake(tmp_path / "trace.jsonl")
     assert main([*SMALL, "--trace", trace, "--workload", "chat"]) != 0
     assert "workload" in capsys.readouterr().err

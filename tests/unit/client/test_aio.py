@@ -27,7 +27,7 @@ async def saw_cancel(script: Script) -> bool:
     return await asyncio.to_thread(script.cancelled.wait, WAIT_S)
 
 
-async def test_a_completion_holds_the_whole_answer(script: Script, target: str) -> None:
+async def test_a_completion_has_the_whole_answer(script: Script, target: str) -> None:
     script.says(started("abc"), delta("a", 1), delta("b", 2), finished())
     async with AsyncClient(target) as client:
         done = await client.generate("hi", max_tokens=2)
@@ -43,7 +43,7 @@ async def test_a_stream_yields_pieces_and_then_its_completion(script: Script, ta
         assert [piece async for piece in stream] == []
 
 
-async def test_a_client_made_outside_of_the_loop_works_inside(script: Script, target: str) -> None:
+async def test_a_client_made_outside_the_loop_works_inside(script: Script, target: str) -> None:
     script.says(started(), delta("a", 1), finished())
 
     def elsewhere() -> str:
@@ -58,7 +58,7 @@ async def test_a_client_made_outside_of_the_loop_works_inside(script: Script, ta
     assert await asyncio.to_thread(elsewhere) == "a"
 
 
-async def test_a_refusal_is_retried_after_the_time_that_the_server_names(script: Script, target: str) -> None:
+async def test_a_rejection_is_retried_after_the_servers_time(script: Script, target: str) -> None:
     script.fails(Overloaded("full", retry_after_s=0.2))
     script.says(started(), delta("a", 1), finished())
     begin_s = time.monotonic()
@@ -147,7 +147,7 @@ async def test_a_closed_port_is_unavailable_after_the_retries() -> None:
             await client.model()
 
 
-async def test_facts_are_typed_values(script: Script, target: str) -> None:
+async def test_results_are_typed_values(script: Script, target: str) -> None:
     script.unary_errors = [Unavailable("gone")]
     async with AsyncClient(target, retries=QUICK) as client:
         assert (await client.model()).vocab_size == 300
@@ -168,6 +168,6 @@ async def test_callers_with_different_tokens_share_a_connection(script: Script, 
     assert [one.get("authorization") for one in script.metadata] == ["Bearer one", "Bearer two", None]
 
 
-async def test_another_token_is_not_sent_readably_to_another_host() -> None:
+async def test_a_token_is_not_sent_in_plain_text_to_another_host() -> None:
     with pytest.raises(ConfigError, match="TLS"):
         AsyncClient("192.0.2.1:50051").with_token("secret")

@@ -64,7 +64,7 @@ def search(model: Any, prompt: list[int], **settings: Any) -> BeamSearch:
         ("never", -1.0, (2, 9)),
     ],
 )
-def test_beams_are_those_of_transformers(
+def test_beams_match_transformers(
     model: Any, early_stopping: Any, length_penalty: float, ends: tuple[int, ...]
 ) -> None:
     for width, prompt in ((1, [3, 4]), (3, [5]), (5, [1, 8, 6])):
@@ -103,7 +103,7 @@ def test_beams_are_those_of_transformers(
         assert [(beam.token_ids, beam.score) for beam in ours.found] == expected
 
 
-def test_equal_sums_go_to_the_better_beam_and_the_likelier_token() -> None:
+def test_ties_go_to_the_better_beam() -> None:
     one = BeamSearch(width=2, max_tokens=2)
     one.take([[(5, -1.0), (3, -1.0), (4, -2.0)]])
     assert one.living == [(5,), (3,)]
@@ -123,7 +123,7 @@ def test_equal_sums_go_to_the_better_beam_and_the_likelier_token() -> None:
         ("early_stopping", {"early_stopping": "always"}),
     ],
 )
-def test_what_cannot_be_searched_is_refused(field: str, settings: dict[str, Any]) -> None:
+def test_an_impossible_beam_search_is_rejected(field: str, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         BeamSearch(**settings)
     assert caught.value.field == field

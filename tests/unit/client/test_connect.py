@@ -28,12 +28,12 @@ def test_loopback_addresses_are_recognised(address: str, holds: bool) -> None:
     assert is_loopback(address) is holds
 
 
-def test_a_token_is_not_sent_in_the_clear_to_another_host() -> None:
+def test_connect_refuses_a_plain_text_token_for_another_host() -> None:
     with pytest.raises(ConfigError, match="token"):
         target("router:50051", tls=None, token="secret", connect_timeout_s=5.0)
 
 
-def test_a_token_may_travel_over_tls_or_to_this_host() -> None:
+def test_a_token_may_be_sent_over_tls_or_to_this_host() -> None:
     assert target("router:50051", tls=True, token="secret", connect_timeout_s=5.0).credentials() is not None
     here = target("localhost:1", tls=None, token="secret", connect_timeout_s=5.0)
     assert ("authorization", "Bearer secret") in here.metadata()

@@ -22,7 +22,7 @@ def test_the_clients_load_nothing_heavy() -> None:
     assert loaded_by("from pdserve import Client, AsyncClient, Slo, Overloaded").isdisjoint(HEAVY)
 
 
-def test_every_public_name_can_be_had() -> None:
+def test_every_public_name_can_be_imported() -> None:
     assert loaded_by("import pdserve; [getattr(pdserve, name) for name in pdserve.__all__]").isdisjoint(HEAVY)
 
 

@@ -23,15 +23,15 @@ def test_none_is_absent_and_zero_is_not() -> None:
     assert not request.sampling.HasField("top_k")
 
 
-def test_token_ids_travel_as_token_ids() -> None:
+def test_token_ids_are_sent_as_token_ids() -> None:
     assert list(generate_request([1, 2, 3], {}).token_ids.ids) == [1, 2, 3]
 
 
-def test_an_empty_list_is_an_empty_list_of_token_ids_for_the_server_to_refuse() -> None:
+def test_an_empty_list_is_sent_as_token_ids() -> None:
     assert generate_request([], {}).WhichOneof("prompt") == "token_ids"
 
 
-def test_messages_travel_as_a_chat() -> None:
+def test_messages_are_sent_as_a_chat() -> None:
     request = generate_request([{"role": "user", "content": "hi"}], {})
     assert [(one.role, one.content) for one in request.chat.messages] == [("user", "hi")]
 
@@ -179,9 +179,7 @@ def test_a_wrong_type_is_refused_by_name(prompt: Any, options: dict[str, Any], n
         ("a \ud800 surrogate", {}, "prompt"),
     ],
 )
-def test_a_value_that_the_wire_cannot_carry_is_refused_by_field(
-    prompt: Any, options: dict[str, Any], field: str
-) -> None:
+def test_a_value_that_cannot_be_encoded_names_its_field(prompt: Any, options: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         generate_request(prompt, options)
     assert caught.value.field == field
@@ -240,7 +238,7 @@ def test_a_mapping_sets_only_the_targets_that_it_names() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "00-abc-def-01", f"00-{'0' * 32}-{'1' * 16}-01", "x" * 10_000])
-def test_a_traceparent_must_be_one(value: str) -> None:
+def test_a_traceparent_is_validated(value: str) -> None:
     with pytest.raises(InvalidRequest, match="traceparent"):
         generate_request("hi", {"traceparent": value})
 

@@ -22,38 +22,38 @@ def test_waits_grow_from_half_a_second_and_are_jittered() -> None:
     assert retries.delay_s(GONE, 1, 600.0, noise=0.0) == 0.25
 
 
-def test_the_default_is_two_tries_after_the_first() -> None:
+def test_the_default_is_two_retries() -> None:
     assert [Retries().delay_s(GONE, tries, 600.0, 0.5) is None for tries in (1, 2, 3)] == [False, False, True]
 
 
-def test_a_time_that_the_server_names_is_never_undercut() -> None:
+def test_the_wait_is_at_least_the_servers_retry_time() -> None:
     assert Retries().delay_s(Overloaded("full", 3.0), 1, 600.0, noise=0.0) == 3.0
     assert Retries().delay_s(Overloaded("full", 4.0), 1, 600.0, noise=1.0) == 5.0
 
 
-def test_a_time_beyond_the_cap_is_not_waited_for() -> None:
+def test_a_retry_time_beyond_the_limit_is_not_waited_for() -> None:
     assert Retries(longest_wait_s=30.0).delay_s(Overloaded("full", 31.0), 1, 600.0, 0.0) is None
 
 
-def test_a_wait_that_would_outlive_the_timeout_is_not_begun() -> None:
+def test_a_wait_longer_than_the_timeout_is_not_begun() -> None:
     assert Retries().delay_s(Overloaded("full", 3.0), 1, remaining_s=2.9, noise=0.0) is None
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("top_p", 2, "less"), DeadlineExceeded("queued"), PdserveError("?")])
-def test_an_error_that_would_come_again_is_not_retried(error: PdserveError) -> None:
+def test_a_permanent_error_is_not_retried(error: PdserveError) -> None:
     assert Retries().delay_s(error, 1, 600.0, 0.0) is None
 
 
-def test_a_missing_role_is_retried_since_workers_come_back() -> None:
+def test_a_missing_role_is_retried() -> None:
     assert Retries().delay_s(NoWorkers("decode"), 1, 600.0, 0.0) == 1.0
 
 
 @pytest.mark.parametrize("asked_s", [-1.0, -1e300])
-def test_a_time_in_the_past_is_no_advice(asked_s: float) -> None:
+def test_a_past_retry_time_is_ignored(asked_s: float) -> None:
     assert Retries().delay_s(Overloaded("full", asked_s), 1, 600.0, noise=1.0) == 0.5
 
 
-def test_a_thousandth_try_waits_no_longer() -> None:
+def test_the_wait_is_bounded() -> None:
     assert Retries(limit=1000).delay_s(GONE, 1000, 600.0, noise=1.0) == 8.0
 
 

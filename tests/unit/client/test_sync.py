@@ -19,7 +19,7 @@ from .conftest import WAIT_S, Script, delta, fail, finished, started
 QUICK = Retries(limit=2, first_backoff_s=0.01, longest_backoff_s=0.02)
 
 
-def test_a_completion_holds_the_whole_answer(script: Script, target: str) -> None:
+def test_a_completion_has_the_whole_answer(script: Script, target: str) -> None:
     script.says(
         started("abc", 5),
         delta("Hel", 1, 2),
@@ -40,7 +40,7 @@ def test_a_completion_holds_the_whole_answer(script: Script, target: str) -> Non
     assert (done.timings.ttft_s, done.timings.path, done.timings.prefill_worker) == (0.5, "remote", "p0")
 
 
-def test_reasons_and_paths_read_as_their_words(script: Script, target: str) -> None:
+def test_reasons_and_paths_are_enums(script: Script, target: str) -> None:
     timings = inference_pb2.Timings(path=inference_pb2.PATH_LOCAL)
     script.says(started(), delta("a", 1), finished(reason=inference_pb2.FINISH_REASON_LENGTH, timings=timings))
     with Client(target) as client:
@@ -80,7 +80,7 @@ def test_a_stream_that_was_not_read_to_its_end_has_no_completion(script: Script,
             _ = stream.completion
 
 
-def test_a_refusal_is_retried_after_the_time_that_the_server_names(script: Script, target: str) -> None:
+def test_a_rejection_is_retried_after_the_servers_time(script: Script, target: str) -> None:
     script.fails(Overloaded("full", retry_after_s=0.2))
     script.says(started(), delta("a", 1), finished())
     begin_s = time.monotonic()
@@ -98,7 +98,7 @@ def test_a_failure_after_started_but_before_the_first_token_is_retried(script: S
         assert client.generate("hi").request_id == "second"
 
 
-def test_tries_end_with_the_error_itself(script: Script, target: str) -> None:
+def test_retries_end_with_the_original_error(script: Script, target: str) -> None:
     for _ in range(3):
         script.fails(NoWorkers("decode", 0.01))
     with Client(target, retries=QUICK) as client, pytest.raises(NoWorkers) as caught:
@@ -190,7 +190,7 @@ def test_a_closed_port_is_unavailable_after_the_retries() -> None:
         client.generate("hi")
 
 
-def test_a_server_that_comes_up_between_tries_is_found(script: Script, target: str) -> None:
+def test_a_server_that_starts_between_retries_is_found(script: Script, target: str) -> None:
     # The port is bound but the server is not there: the first tries meet a closed connection.
     calls: list[int] = []
 
@@ -206,13 +206,13 @@ def test_a_server_that_comes_up_between_tries_is_found(script: Script, target: s
     assert calls == [1]
 
 
-def test_the_token_travels_as_a_bearer(script: Script, target: str) -> None:
+def test_the_token_is_sent_as_a_bearer_token(script: Script, target: str) -> None:
     with Client(target, token="secret") as client:
         client.model()
     assert script.metadata[0]["authorization"] == "Bearer secret"
 
 
-def test_facts_are_typed_values(script: Script, target: str) -> None:
+def test_results_are_typed_values(script: Script, target: str) -> None:
     with Client(target) as client:
         assert (client.model().name, client.model().max_context_tokens) == ("m", 512)
         assert client.tokenize("ab") == [97, 98]
@@ -223,7 +223,7 @@ def test_facts_are_typed_values(script: Script, target: str) -> None:
         assert explanation.candidates[0].is_chosen
 
 
-def test_facts_are_retried_too(script: Script, target: str) -> None:
+def test_unary_calls_are_retried(script: Script, target: str) -> None:
     script.unary_errors = [Unavailable("gone"), Overloaded("full", 0.01)]
     with Client(target, retries=QUICK) as client:
         assert client.model().name == "m"

@@ -144,7 +144,7 @@ def test_a_failed_call_marks_its_span(script: Script, target: str, spans: InMemo
     assert (span.status.status_code, span.attributes["error.type"]) == (trace.StatusCode.ERROR, "UNAVAILABLE")
 
 
-async def test_a_stream_that_is_left_ends_its_span(script: Script, target: str, spans: InMemorySpanExporter) -> None:
+async def test_an_abandoned_stream_ends_its_span(script: Script, target: str, spans: InMemorySpanExporter) -> None:
     script.hangs(started(), delta("a", 1))
     async with AsyncClient(target) as client:
         async with client.stream("hi") as stream:

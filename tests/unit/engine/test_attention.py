@@ -136,7 +136,7 @@ def test_blocks_read_in_place_follow_the_formula(
 @needs_numba
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("is_paged", [True, False])
-def test_ranks_that_share_blocks_store_and_read_their_heads_alone(dtype: torch.dtype, is_paged: bool) -> None:
+def test_ranks_that_share_blocks_access_only_their_heads(dtype: torch.dtype, is_paged: bool) -> None:
     """One of three ranks with two kv heads each, beside a pool of the six: the same bytes, the same bits."""
     shape = BlockShape(num_layers=2, block_size=16, num_kv_heads=6, head_dim=24, dtype=dtype)
     alone = TorchPool(num_blocks=8, shape=shape, device=CPU)
@@ -228,7 +228,7 @@ def test_a_position_has_the_same_bits_in_any_batch(
 
 
 @needs_numba
-def test_a_row_that_is_not_finite_stays_so_and_leaves_others_alone() -> None:
+def test_a_row_that_is_not_finite_affects_no_other() -> None:
     pool = filled_pool()
     tables = scattered(pool, [40, 40])
     kernel = PagedAttention(pool, num_heads=6)
@@ -279,7 +279,7 @@ def test_every_query_and_head_is_one_task_and_the_longest_come_first(
 
 @needs_numba
 @pytest.mark.parametrize("dtype", STORED)
-def test_placing_rotates_and_stores_as_torch_does(dtype: torch.dtype) -> None:
+def test_place_matches_torch(dtype: torch.dtype) -> None:
     """Queries, keys and values lie side by side, as the product leaves them."""
     placed, written = filled_pool(dtype=dtype), filled_pool(dtype=dtype)
     num_tokens, generator = 37, torch.Generator().manual_seed(4)
@@ -303,7 +303,7 @@ def test_placing_rotates_and_stores_as_torch_does(dtype: torch.dtype) -> None:
 
 
 @needs_numba
-def test_placing_what_is_not_finite_keeps_it_so_in_int8() -> None:
+def test_place_keeps_values_that_are_not_finite() -> None:
     pool = filled_pool(dtype=torch.int8)
     kernel = PagedAttention(pool, num_heads=2)
     x_TKD, angle_T1R = torch.ones(3, 2, 24), torch.zeros(3, 1, 12)
@@ -317,7 +317,7 @@ def test_placing_what_is_not_finite_keeps_it_so_in_int8() -> None:
 
 
 @pytest.mark.parametrize(("start", "num_queries"), [(0, 13), (29, 7), (64, 2)])
-def test_a_chunk_without_a_mask_sees_what_the_masked_one_sees(start: int, num_queries: int) -> None:
+def test_a_chunk_without_a_mask_equals_a_masked_one(start: int, num_queries: int) -> None:
     """What CUDA does with a prompt's chunk, against the tiles that every device can do."""
     torch.manual_seed(1)
     shape = BlockShape(num_layers=1, block_size=8, num_kv_heads=2, head_dim=16, dtype=torch.float32)

@@ -39,7 +39,7 @@ def of_transformers(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunk", [7, LENGTH])
-def test_logprobs_err_no_more_than_those_of_transformers_in_bfloat16(
+def test_bfloat16_logprobs_are_as_accurate_as_transformers(
     chunk: int, open_engine: Callable[..., Engine], oracle_of: Callable[[Path], Oracle]
 ) -> None:
     """Both compute the same roundings of the same products; ours keeps the sums of the layers in float32."""
@@ -53,7 +53,7 @@ def test_logprobs_err_no_more_than_those_of_transformers_in_bfloat16(
 
 
 @pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "qwen3-moe", "gemma2", "gemma3"])
-def test_families_stay_as_near_float64_as_transformers(
+def test_families_are_as_accurate_as_transformers(
     name: str,
     tiny: Callable[[str], Path],
     open_engine: Callable[..., Engine],
@@ -69,7 +69,7 @@ def test_families_stay_as_near_float64_as_transformers(
     assert 1e-5 < ours < 1.1 * theirs
 
 
-def test_the_pool_holds_twice_the_blocks(open_engine: Callable[..., Engine]) -> None:
+def test_a_bfloat16_pool_has_twice_the_blocks(open_engine: Callable[..., Engine]) -> None:
     engines = [
         open_engine(BUNDLED, dtype=dtype, kv_blocks=0, kv_memory_bytes=2**24) for dtype in ("float32", "bfloat16")
     ]
@@ -85,9 +85,7 @@ def test_a_cpu_computes_in_float32_between_products() -> None:
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_auto_is_bfloat16_where_the_checkpoint_and_the_cpu_have_it(
-    is_fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_bfloat16_if_checkpoint_and_cpu_support_it(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "has_fast_bfloat16", lambda: is_fast)
     cpu = torch.device("cpu")
     assert choose_precision("auto", cpu, "bfloat16").name == ("bfloat16" if is_fast else "float32")

@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def kernel() -> None: ...
 
 
-def test_the_second_waits_for_the_first_and_later_ones_for_none(folder: Path) -> None:
+def test_a_second_process_waits_for_the_first(folder: Path) -> None:
     """flock keeps two openings of a file apart, in one process or in two."""
     entered = threading.Event()
 
@@ -41,13 +41,13 @@ def test_the_second_waits_for_the_first_and_later_ones_for_none(folder: Path) ->
     assert entered.is_set()
 
 
-def test_one_that_compiles_for_too_long_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_compilation_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "_COMPILE_S", 0.1)
     with jit.compiling_alone(kernel), jit.compiling_alone(kernel):
         pass
 
 
-def test_nothing_is_locked_where_nothing_can_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_nothing_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for where in (tmp_path / "missing", None):
         monkeypatch.setattr(jit, "cache_folder", lambda function, where=where: where)
         with jit.compiling_alone(kernel):

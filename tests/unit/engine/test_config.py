@@ -39,7 +39,7 @@ def parse(values: dict[str, Any], **own: Any) -> ModelConfig:
     return parse_config(values | own, {})
 
 
-def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
+def test_absent_fields_have_transformers_defaults() -> None:
     assert parse(LLAMA) == ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=1000,
@@ -125,7 +125,7 @@ def test_experts_are_read_under_each_of_their_names() -> None:
     assert mixtral.is_renormalised
 
 
-def test_the_step_and_the_list_say_which_layers_have_experts() -> None:
+def test_expert_layers_follow_step_and_list() -> None:
     def layers(**own: Any) -> set[int]:
         experts = parse(MOE, num_hidden_layers=6, **own).experts
         assert experts is not None
@@ -159,7 +159,7 @@ def test_both_spellings_of_gemma_ropes_and_windows_are_read() -> None:
     assert old.max_context_tokens == 4096  # of Gemma it is the length after stretching
 
 
-def test_a_null_softcap_is_none_and_an_absent_one_the_default() -> None:
+def test_a_null_softcap_differs_from_an_absent_one() -> None:
     assert (parse(GEMMA2).attention_softcap, parse(GEMMA2).logit_softcap) == (50.0, 30.0)
     bare = parse(GEMMA2, attn_logit_softcapping=None, final_logit_softcapping=None)
     assert (bare.attention_softcap, bare.logit_softcap) == (None, None)
@@ -176,7 +176,7 @@ def test_both_spellings_of_rope_are_read() -> None:
     assert old.max_context_tokens == 4096
 
 
-def test_scaled_ropes_serve_their_longer_context_and_dynamic_serves_the_plain_one() -> None:
+def test_scaled_ropes_extend_the_context() -> None:
     assert parse(LLAMA, rope_scaling={"type": "linear", "factor": 2.0}).max_context_tokens == 8192
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     assert parse(LLAMA, rope_scaling=yarn).max_context_tokens == 16_384
@@ -289,18 +289,18 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("field", "base", "own"), REFUSED, ids=[f"{field}-{n}" for n, (field, *_) in enumerate(REFUSED)]
 )
-def test_what_we_cannot_serve_exactly_is_refused_by_name(field: str, base: dict[str, Any], own: dict[str, Any]) -> None:
+def test_unsupported_fields_are_rejected_by_name(field: str, base: dict[str, Any], own: dict[str, Any]) -> None:
     with pytest.raises(ModelError) as caught:
         parse(base, **own)
     assert caught.value.field == field
 
 
-def test_harmless_and_null_fields_are_passed_over() -> None:
+def test_harmless_and_null_fields_are_ignored() -> None:
     harmless = {"use_cache": True, "initializer_range": 0.02, "use_mrope": False, "rope_scaling": None, "novel": None}
     assert parse(LLAMA, **harmless) == parse(LLAMA)
 
 
-def test_a_missing_or_unreadable_config_says_what_was_seen(tmp_path: Path) -> None:
+def test_a_missing_or_unreadable_config_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="folder of a Hugging Face checkpoint"):
         read_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config.json: got nothing in .*"):

@@ -121,7 +121,7 @@ def test_drafts_change_no_token_and_no_logprob(
                     assert_top(out.top, logprob_V, 1e-3)
 
 
-def test_a_rejected_draft_leaves_no_trace_in_what_is_read_later(tiny: Tiny, open_engine: OpenEngine) -> None:
+def test_rejected_drafts_do_not_affect_later_tokens(tiny: Tiny, open_engine: OpenEngine) -> None:
     """Drafts run over into a fresh block; its tail is finite, and the next step overwrites what was rejected."""
     engine = open_engine(tiny("llama"))
     engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)

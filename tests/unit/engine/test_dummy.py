@@ -27,7 +27,7 @@ def folder(tiny: Callable[[str], Path], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_same_noise_however_many_threads_make_it(folder: Path) -> None:
+def test_noise_does_not_depend_on_threads(folder: Path) -> None:
     one, many = (dummy_weights(read_config(folder), CPU, torch.float32, num_threads=count) for count in (1, 5))
     eye = torch.eye(64)
     assert torch.equal(one.embedding_VE, many.embedding_VE)
@@ -35,7 +35,7 @@ def test_the_same_noise_however_many_threads_make_it(folder: Path) -> None:
     assert all(torch.equal(a.qkv(eye), b.qkv(eye)) for a, b in zip(one.layers, many.layers, strict=True))
 
 
-def test_noise_has_the_spread_of_its_fan_in_and_no_two_parameters_share_it(folder: Path) -> None:
+def test_noise_has_the_right_deviation(folder: Path) -> None:
     weights = dummy_weights(read_config(folder), CPU, torch.float32)
     head_VE = weights.head(torch.eye(64)).T
     for matrix in (head_VE, weights.embedding_VE):
@@ -48,7 +48,7 @@ def test_noise_has_the_spread_of_its_fan_in_and_no_two_parameters_share_it(folde
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_two_workers_agree_and_say_so(folder: Path, open_engine: Callable[..., Engine], dtype: str) -> None:
+def test_two_workers_have_the_same_dummy_weights(folder: Path, open_engine: Callable[..., Engine], dtype: str) -> None:
     engines = [open_engine(folder, load="dummy", dtype=dtype) for _ in range(2)]
     row = Row(tokens=[5, 9, 3], start=0, blocks=[1], sample=Sampling(temperature=0.0, logprobs=4), history=[5, 9, 3])
     first, second = (engine.step([row])[0].sampled[0] for engine in engines)
@@ -56,7 +56,7 @@ def test_two_workers_agree_and_say_so(folder: Path, open_engine: Callable[..., E
     assert engines[0].spec == engines[1].spec
 
 
-def test_the_name_of_made_up_weights_is_not_that_of_any_others(
+def test_dummy_weights_have_their_own_hash(
     tiny: Callable[[str], Path], tmp_path: Path, open_engine: Callable[..., Engine]
 ) -> None:
     folder = Path(shutil.copytree(tiny("llama"), tmp_path / "model"))
@@ -72,7 +72,7 @@ def test_the_name_of_made_up_weights_is_not_that_of_any_others(
     assert len(set(names)) == 5
 
 
-def test_only_the_flag_makes_weights_up(folder: Path, open_engine: Callable[..., Engine]) -> None:
+def test_only_the_flag_generates_weights(folder: Path, open_engine: Callable[..., Engine]) -> None:
     with pytest.raises(ModelError, match="no weights in"):
         open_engine(folder)
     with pytest.raises(ConfigError, match="load: got random, expected one of auto, dummy"):

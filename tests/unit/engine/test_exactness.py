@@ -42,7 +42,7 @@ OracleOf = Callable[[Path], Oracle]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_mixed_batches_give_the_tokens_of_transformers(
+def test_mixed_batches_match_transformers(
     name: str,
     tiny: Tiny,
     open_engine: OpenEngine,
@@ -63,7 +63,7 @@ def test_mixed_batches_give_the_tokens_of_transformers(
 
 # Mixed batches take every family every time; these have soft caps, windows and experts.
 @pytest.mark.parametrize("name", slow_except(FAMILIES, "llama", "mixtral-window", "gemma2"))
-def test_every_logprob_on_the_way_equals_that_of_transformers(
+def test_every_logprob_matches_transformers(
     name: str,
     tiny: Tiny,
     open_engine: OpenEngine,
@@ -86,7 +86,7 @@ def test_every_logprob_on_the_way_equals_that_of_transformers(
             assert out.logprob == pytest.approx(float(logprob_V[out.token_id]), abs=1e-3)
 
 
-def test_the_bundled_model_writes_what_transformers_writes(
+def test_the_bundled_model_matches_transformers(
     open_engine: OpenEngine, serve: Serve, oracle_of: OracleOf, request_of: Any
 ) -> None:
     tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
@@ -131,7 +131,7 @@ def test_chunks_blocks_and_batches_change_nothing(
 
 
 @pytest.mark.parametrize("name", slow_except(["qwen3", "qwen3-moe", "gemma3"], "gemma3"))
-def test_blocks_moved_as_bytes_to_another_engine_go_on_with_the_same_tokens(
+def test_another_engine_continues_from_copied_blocks(
     name: str, tiny: Tiny, open_engine: OpenEngine, oracle_of: OracleOf, make_prompt: MakePrompt
 ) -> None:
     prefill, decode = open_engine(tiny(name)), open_engine(tiny(name))
@@ -157,7 +157,7 @@ def row_of(history: list[int], start: int, blocks: list[int], prompt_len: int) -
 
 
 @pytest.mark.parametrize("name", slow_except(["llama", "mistral-window", "gemma2"], "mistral-window"))
-def test_what_earlier_owners_left_in_blocks_is_never_read(
+def test_old_contents_of_blocks_are_never_read(
     name: str,
     tiny: Tiny,
     open_engine: OpenEngine,
@@ -175,7 +175,7 @@ def test_what_earlier_owners_left_in_blocks_is_never_read(
     oracle_of(tiny(name)).assert_exact(prompts, got)
 
 
-def test_the_tail_of_a_fresh_block_holds_nothing_of_its_earlier_owner(tiny: Tiny, open_engine: OpenEngine) -> None:
+def test_the_tail_of_a_new_block_is_cleared(tiny: Tiny, open_engine: OpenEngine) -> None:
     engine = open_engine(tiny("llama"))
     engine.pool.buffer[:] = b"\x3f" * len(engine.pool.buffer)
     engine.step([Row(tokens=[5, 6, 7], start=0, blocks=[2])])
@@ -204,7 +204,7 @@ def test_prefill_logprobs_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize("name", slow_except(["qwen3", "gemma3"], "qwen3"))
-def test_bfloat16_is_no_further_from_float32_than_that_of_transformers(
+def test_bfloat16_is_as_close_to_float32_as_transformers(
     name: str, tiny: Tiny, open_engine: OpenEngine, make_prompt: MakePrompt
 ) -> None:
     """Rounding differs between the two, but a factor left unrounded, or rounded early, would show in the mean."""

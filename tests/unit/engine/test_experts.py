@@ -76,7 +76,7 @@ def test_other_tokens_change_only_rounding(matrices: tuple[Tensor, Tensor, Tenso
     torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-4)
 
 
-def test_a_token_that_all_experts_share_is_added_in_their_order() -> None:
+def test_expert_outputs_are_added_in_a_fixed_order() -> None:
     """Sums of float32 show their order: 1e8 + 1 - 1e8 is 0, 1e8 - 1e8 + 1 is 1."""
     config = replace(CONFIG, num_experts=3, num_chosen=3)
     values = (1.0e8, 1.0, -1.0e8)
@@ -92,7 +92,7 @@ def test_a_token_that_all_experts_share_is_added_in_their_order() -> None:
     assert apply_experts(config, weights, unit, torch.ones(2, 1)).tolist() == [[0.0], [0.0]]
 
 
-def test_the_router_decides_in_float32_whatever_the_tokens_are() -> None:
+def test_the_expert_router_computes_in_float32() -> None:
     """In bfloat16 both logits would be 256 and the first expert would win."""
     router_XE = torch.tensor([[256.0, 0.0], [256.0, 0.5]])
     x_TE = torch.ones(1, 2, dtype=torch.bfloat16)
@@ -133,9 +133,7 @@ def test_experts_stored_as_one_tensor_are_the_same_experts(
     assert open_engine(tmp_path).step([Row(tokens=[5, 9], start=0, blocks=[1])])
 
 
-def test_a_fused_tensor_of_another_shape_and_a_missing_expert_are_named(
-    tiny: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_invalid_expert_tensors_are_named(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     config = read_config(tiny("mixtral-window"))
     name = "model.layers.1.mlp.experts.gate_up_proj"
     save_file({name: torch.ones(4, 96, 64)}, tmp_path / "model.safetensors")

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 MANTISSA = 2.0**-4  # half a step of e4m3, relative
 
 
-def test_rounding_is_off_by_half_a_step_at_most() -> None:
+def test_rounding_errs_by_at_most_half_a_step() -> None:
     torch.manual_seed(1)
     x = torch.randn(9, 160) * torch.logspace(-20, 20, 9)[:, None]
     x[4] = 0.0
@@ -48,7 +48,7 @@ def test_products_are_nearly_exact_in_any_batch() -> None:
     assert torch.equal(linear(x[3:4].bfloat16()), out[3:4])
 
 
-def test_shapes_that_the_matrix_units_refuse_stay_plain() -> None:
+def test_unsupported_shapes_stay_plain() -> None:
     assert make_fp8_linear(torch.randn(24, 64), None) is None
     assert make_fp8_linear(torch.randn(32, 40), None) is None
     assert isinstance(make_linear(torch.randn(24, 64), None, "fp8"), PlainLinear)
@@ -70,7 +70,7 @@ def test_a_loaded_model_has_fp8_layers_and_a_plain_head(tiny: Callable[[str], Pa
         assert (out - expected).norm() < 0.05 * expected.norm()
 
 
-def test_fp8_needs_a_gpu_that_has_it() -> None:
+def test_fp8_needs_a_supporting_gpu() -> None:
     with pytest.raises(ConfigError, match="int8 on a CPU"):
         choose_precision("fp8", CPU)
     assert WorkerConfig(model="m", worker_id="w", dtype="fp8").dtype == "fp8"

@@ -135,7 +135,7 @@ def test_every_document_of_random_schemas_is_valid(engine: Engine, temperature: 
     ],
     ids=lambda one: one.field if isinstance(one, Grammar) else "",
 )
-def test_greedy_tokens_are_those_of_transformers_under_the_same_masks(
+def test_greedy_masked_tokens_match_transformers(
     engine: Engine, oracle_of: Callable[[Path], Oracle], grammar: Grammar, num_tokens: int
 ) -> None:
     [writer] = write(engine, [Sampling(temperature=0.0, max_tokens=num_tokens, grammar=grammar)])
@@ -156,7 +156,7 @@ def masked(engine: Engine, grammar: Grammar) -> Callable[[torch.Tensor, torch.Te
     return process
 
 
-def test_right_wrong_and_forbidden_drafts_change_no_token(engine: Engine, oracle_of: Callable[[Path], Oracle]) -> None:
+def test_drafts_change_no_grammar_token(engine: Engine, oracle_of: Callable[[Path], Oracle]) -> None:
     grammar, outputs, asked = json_schema(PERSON), [], []
     samplings = [
         Sampling(temperature=temperature, seed=5, max_tokens=200, grammar=grammar) for temperature in (0.0, 0.8, 1.0)
@@ -193,7 +193,7 @@ def test_a_matcher_made_again_from_the_output_gives_the_same_masks() -> None:
     assert [at for at in range(8 * len(end)) if end[at // 8] >> at % 8 & 1] == [EOS]
 
 
-def test_growing_texts_are_masked_together_as_alone() -> None:
+def test_batched_masks_equal_single_masks() -> None:
     """Some take drafts meanwhile, end in a dead end, or come with another list."""
     compiler, rng = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), random.Random(2)
     grammars = Grammars(compiler)
@@ -225,7 +225,7 @@ def test_growing_texts_are_masked_together_as_alone() -> None:
     assert grammars.matchers.num_replays < 8, "texts that grow are made again"
 
 
-def test_masks_of_texts_that_are_known_by_cursors_are_those_of_their_rows() -> None:
+def test_masks_by_cursor_equal_masks_by_row() -> None:
     """Rows are read at first, where no cursor is given, and where a token of the batch is not allowed; else never."""
     compiler, rng = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), random.Random(3)
     grammars, num_words = Grammars(compiler), compiler.num_words
@@ -272,7 +272,7 @@ def test_masks_of_texts_that_are_known_by_cursors_are_those_of_their_rows() -> N
     assert grammars.matchers.num_replays <= 6, "two for each row that fails"
 
 
-def test_a_mask_behind_drafts_is_that_of_their_text_and_leaves_the_matcher_where_it_stood() -> None:
+def test_masks_after_drafts_do_not_advance_the_matcher() -> None:
     compiler, grammar = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), Grammar(GrammarKind.REGEX, "[ab][bc][ad][a-d]")
     a, b, c = (TOKENIZER.encode(letter)[0] for letter in "abc")
     fresh = [Matchers(compiler).masks(grammar, output, ()).masks[0] for output in ((), (a,), (a, b), (b,))]
@@ -284,7 +284,7 @@ def test_a_mask_behind_drafts_is_that_of_their_text_and_leaves_the_matcher_where
     assert matchers.num_replays == 0
 
 
-def test_two_requests_that_share_a_beginning_keep_their_own_matchers() -> None:
+def test_requests_with_a_common_prefix_have_their_own_matchers() -> None:
     matchers = Matchers(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
     grammar = choice(["abc", "abd"])
     a, b, c, d = (TOKENIZER.encode(letter)[0] for letter in "abcd")
@@ -295,7 +295,7 @@ def test_two_requests_that_share_a_beginning_keep_their_own_matchers() -> None:
     assert matchers.masks(grammar, (b,), ()).failed is not None
 
 
-def test_what_other_requests_have_met_does_not_fail_a_row() -> None:
+def test_lexer_states_of_other_requests_do_not_fail_a_row() -> None:
     """The lexer that requests of one grammar share counts its states; past the limit it is made afresh."""
     compiler = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,))
     compiler._limits = LLParserLimits(max_lexer_states=2000, verbose_errors=False)
@@ -314,7 +314,7 @@ def test_what_other_requests_have_met_does_not_fail_a_row() -> None:
     assert matchers.num_replays > 0, "the limit was never met"
 
 
-def test_rows_with_and_without_a_grammar_share_a_step_and_keep_their_own_tokens(engine: Engine) -> None:
+def test_rows_with_and_without_grammars_share_a_step(engine: Engine) -> None:
     bound = Sampling(temperature=0.8, seed=1, max_tokens=30, grammar=Grammar(GrammarKind.REGEX, "[0-9 ]{25,28}"))
     free = Sampling(temperature=0.8, seed=2, max_tokens=30)
     mixed = [bound, free, dataclasses.replace(free, top_k=20, seed=5), dataclasses.replace(bound, top_p=0.7)]
@@ -330,14 +330,14 @@ def test_a_dead_end_fails_its_row_alone(engine: Engine) -> None:
     assert beside.output == alone.output
 
 
-def test_a_row_whose_mask_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_with_a_slow_mask_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     matchers = Matchers(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
     assert matchers.masks(json_schema(PERSON), (), ()).failed is None
     monkeypatch.setattr(matchers_module, "MAX_ROW_S", 0.0)
     assert "where 0 s are allowed" in (matchers.masks(json_schema(PERSON), (), ()).failed or "")
 
 
-def test_drafts_that_run_into_a_dead_end_fail_nothing_before_it(engine: Engine) -> None:
+def test_a_dead_end_after_drafts_fails_no_earlier_token(engine: Engine) -> None:
     [first] = write(engine, [Sampling(temperature=0.0, max_tokens=1, grammar=DEAD_END)])
     assert first.failed is None
     matchers = Matchers(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
@@ -356,7 +356,7 @@ def test_an_unusable_grammar_fails_the_row() -> None:
     assert (out.sampled, out.failed) == ((), "regex: the toy follows no grammar")
 
 
-def test_a_finished_grammar_ends_the_text_whatever_min_tokens_and_ignore_eos_say(engine: Engine) -> None:
+def test_a_finished_grammar_always_ends_the_text(engine: Engine) -> None:
     sampling = Sampling(
         temperature=0.0, max_tokens=30, min_tokens=20, ignore_eos=True, grammar=choice(["yes", "yes, no"])
     )
@@ -367,7 +367,7 @@ def test_a_finished_grammar_ends_the_text_whatever_min_tokens_and_ignore_eos_say
     assert rule.finish(dataclasses.replace(sampling, grammar=None), EOS, 3, 10) is None
 
 
-def test_logprobs_are_those_of_the_model_without_the_grammar(engine: Engine) -> None:
+def test_logprobs_ignore_the_grammar(engine: Engine) -> None:
     free = Sampling(temperature=0.0, max_tokens=1, logprobs=5)
     bound = dataclasses.replace(free, grammar=Grammar(GrammarKind.REGEX, "~+"))
     [one], [other] = (write(engine, [sampling])[0].outs for sampling in (free, bound))
@@ -377,7 +377,7 @@ def test_logprobs_are_those_of_the_model_without_the_grammar(engine: Engine) -> 
     assert other.logprob < min(value for _, value in one.top)
 
 
-def test_a_step_without_grammars_asks_for_no_mask() -> None:
+def test_a_step_without_grammars_computes_no_mask() -> None:
     grammars = Grammars(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
     row = Row(tokens=[1], start=0, blocks=[0], sample=Sampling(), history=[1], prompt_len=1)
     assert grammars.masks_of([row, dataclasses.replace(row, sample=None)]) == {}

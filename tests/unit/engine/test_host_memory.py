@@ -45,7 +45,7 @@ def test_owners_join_only_before_the_seal() -> None:
     assert is_sealed(memory.descriptor)
 
 
-def test_a_peer_that_opens_the_file_again_cannot_write_either() -> None:
+def test_a_reopened_memory_file_cannot_be_written() -> None:
     memory = HostMemory(4096)
     again = os.open(f"/proc/self/fd/{memory.descriptor}", os.O_RDWR)
     with pytest.raises(PermissionError):
@@ -63,5 +63,5 @@ def test_the_descriptor_ends_with_the_memory() -> None:
         os.fstat(descriptor)
 
 
-def test_no_bytes_at_all() -> None:
+def test_an_empty_memory_file() -> None:
     assert len(HostMemory(0).buffer) == 0

@@ -39,7 +39,7 @@ OpenEngine = Callable[..., Engine]
         max_size=8,
     )
 )
-def test_rounding_is_off_by_half_a_step_of_the_largest_at_most(values: list[float]) -> None:
+def test_int8_rounding_errs_by_at_most_half_a_step(values: list[float]) -> None:
     x_TKD = torch.tensor(values).view(1, 2, 4)
     rounded_TKD, scale_TK = quantise(x_TKD)
     assert rounded_TKD.abs().max() <= 127
@@ -48,7 +48,7 @@ def test_rounding_is_off_by_half_a_step_of_the_largest_at_most(values: list[floa
     assert bool((error_TKD <= bound_TK1).all())
 
 
-def test_what_is_not_finite_does_not_become_a_number() -> None:
+def test_values_that_are_not_finite_stay_so() -> None:
     x_TKD = torch.ones(1, 3, 4)
     x_TKD[0, 0, 1], x_TKD[0, 1, 2] = torch.nan, torch.inf
     rounded_TKD, scale_TK = quantise(x_TKD)
@@ -73,7 +73,7 @@ def test_the_kernel_stores_the_same_bits_as_torch() -> None:
     assert torch.equal(pools[0].raw, pools[1].raw)
 
 
-def test_a_pool_gives_back_what_was_rounded_wherever_it_lies() -> None:
+def test_a_pool_returns_the_rounded_values() -> None:
     shape = BlockShape(num_layers=2, block_size=5, num_kv_heads=3, head_dim=7, dtype=torch.int8)
     pool = TorchPool(num_blocks=6, shape=shape, device=CPU)
     k_TKD, v_TKD = torch.randn(2, 12, 3, 7, generator=torch.Generator().manual_seed(0))
@@ -97,7 +97,7 @@ def test_a_block_takes_a_quarter_of_float32_and_its_scales(head_dim: int, most: 
     assert small.block_bytes % 64 == 0
 
 
-def test_memory_holds_nearly_four_times_the_blocks(open_engine: OpenEngine) -> None:
+def test_int8_kv_gives_nearly_four_times_the_blocks(open_engine: OpenEngine) -> None:
     counts = [
         open_engine(BUNDLED, kv_blocks=0, kv_memory_bytes=2**24, kv_dtype=name).spec.num_blocks
         for name in ("auto", "int8")
@@ -158,7 +158,7 @@ def assert_same(ours: Sequence[TokenOut], theirs: Sequence[TokenOut], near_tie: 
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_blocks_moved_as_bytes_go_on_with_the_same_tokens(
+def test_copied_int8_blocks_give_the_same_tokens(
     kv_dtype: str, tiny: Tiny, open_engine: OpenEngine, make_prompt: Callable[..., list[int]]
 ) -> None:
     """One worker reads the prompt, its blocks' bytes travel, another answers: as one that does both."""
@@ -202,7 +202,7 @@ def test_answers_stay_close_to_those_of_exact_keys_and_values(
     assert [seen[token] for token in both] == pytest.approx([expected[token] for token in both], abs=most)
 
 
-def test_workers_of_one_model_may_differ_in_their_kv(tiny: Tiny, open_engine: OpenEngine) -> None:
+def test_workers_of_one_model_may_have_different_kv_dtypes(tiny: Tiny, open_engine: OpenEngine) -> None:
     exact, small, other = (
         open_engine(tiny(model), kv_dtype=dtype).spec
         for model, dtype in (("llama", "auto"), ("llama", "int8"), ("qwen3", "auto"))

@@ -36,15 +36,13 @@ def test_every_library_obeys_the_level(tmp_path: Path, level: str) -> None:
         pytest.param(["avx2", "oldest", "oldest"], [False, False, True], marks=pytest.mark.slow),
     ],
 )
-def test_kernels_on_disk_belong_to_the_cpu_that_they_were_compiled_for(
-    tmp_path: Path, levels: list[str], is_cached: list[bool]
-) -> None:
+def test_stored_kernels_belong_to_their_cpu(tmp_path: Path, levels: list[str], is_cached: list[bool]) -> None:
     found = [isa.measure(level, NUMBA_CACHE_DIR=str(tmp_path)) for level in levels]
     assert [one["is_cached"] for one in found] == is_cached
 
 
 @pytest.mark.skipif(not isa.level_of_this_process(), reason="not under `make test-isa`")
-def test_this_process_runs_at_the_level_that_was_asked_for() -> None:
+def test_this_process_runs_at_the_requested_level() -> None:
     expected = isa.EXPECTED[isa.level_of_this_process()]
     assert torch.backends.cpu.get_cpu_capability() == expected["torch"]
     assert jit.target()[0] == expected["numba"]
@@ -58,7 +56,7 @@ print(weight_levels())
 """
 
 
-def test_int8_weights_stay_small_where_onednn_is_kept_from_vnni() -> None:
+def test_int8_levels_are_halved_without_vnni() -> None:
     """A CPU with VNNI says so whatever oneDNN may use; products of 127 would overflow 16 bits, silently."""
     done = subprocess.run(
         [sys.executable, "-c", OVERFLOW],
@@ -72,7 +70,7 @@ def test_int8_weights_stay_small_where_onednn_is_kept_from_vnni() -> None:
     assert (done.returncode, done.stdout) == (0, "63\n"), done.stderr
 
 
-def test_weights_use_all_levels_that_products_can_hold() -> None:
+def test_weights_use_all_exact_levels() -> None:
     """What was chosen is exact here; a product one level above half would not be, where half was chosen."""
     levels = linear.weight_levels()
     assert levels in (63, 127)
@@ -81,7 +79,7 @@ def test_weights_use_all_levels_that_products_can_hold() -> None:
         assert not (torch.cpu._is_vnni_supported() and linear.is_exact(127))
 
 
-def test_the_kernel_of_wide_registers_needs_them_in_numba_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_avx512_kernel_needs_numba_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
     monkeypatch.setattr(jit, "target", lambda: ("haswell", ""))
     assert not packed_gemm.is_supported()

@@ -50,7 +50,7 @@ def test_the_kernels_are_in_use() -> None:
 
 @pytest.mark.parametrize("size", [2, 30, 768, 4096])
 @pytest.mark.parametrize("num_rows", [1, 5, 200])
-def test_kernels_give_what_float64_gives(num_rows: int, size: int) -> None:
+def test_kernels_match_float64(num_rows: int, size: int) -> None:
     x, delta, weight = states(num_rows, size), states(num_rows, size).flip(0).contiguous(), torch.randn(size)
     wide = x.double()
     torch.testing.assert_close(
@@ -84,7 +84,7 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
         assert torch.equal(KERNELS[name](x[first:end].clone()), together[first:end])
 
 
-def test_rounding_meets_the_halves_and_the_ends() -> None:
+def test_rounding_handles_halves_and_limits() -> None:
     x = torch.tensor([[127.0, -127.0, 0.0, 63.5, 1.5, -2.5], [0.0] * 6])
     rounded, scale = ops.quantise(x)
     assert rounded.tolist() == [[255, 1, 128, 192, 130, 126], [128] * 6]  # halves go to the even neighbour
@@ -95,7 +95,7 @@ def test_rounding_meets_the_halves_and_the_ends() -> None:
 @pytest.mark.parametrize("name", ["int8", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 300])
-def test_rounded_results_are_those_of_the_plain_operation(name: str, dtype: torch.dtype, num_rows: int) -> None:
+def test_rounded_results_match_the_plain_operation(name: str, dtype: torch.dtype, num_rows: int) -> None:
     """Up to one unit of the rounded value: the two kernels may add in another order."""
     rounded, x, weight = ROUNDED[name], states(num_rows, 768), torch.linspace(-1, 2, 768)
     delta = states(num_rows, 768).flip(0).to(dtype).contiguous()
@@ -118,7 +118,7 @@ def assert_rounded(found: tuple[Tensor, ...], exact: Tensor) -> None:
     assert ((values.float() - 128) * scale - exact).abs().le(0.51 * scale + 1e-12).all()
 
 
-def test_bfloat16_rounds_as_torch_does() -> None:
+def test_bfloat16_rounding_matches_torch() -> None:
     """Halves, the edges of the exponents, infinities and NaN, through a kernel that stores what it reads."""
     bits = torch.arange(-(2**31), 2**31, 65_521, dtype=torch.int64).to(torch.int32)
     special = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF, 1, 0x8000, 0x18000])

@@ -50,7 +50,7 @@ WEIGHTS: dict[Rounding, torch.dtype] = {"none": torch.float32, "bfloat16": torch
 @pytest.mark.parametrize("rounding", WEIGHTS)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(768, 1280), (2048, 128), (704, 256), (320, 64), (96, 192)])
-def test_few_rows_get_the_bits_of_onednn(
+def test_few_rows_have_the_same_bits_as_onednn(
     num_inputs: int, num_outputs: int, num_threads: int, rounding: Rounding
 ) -> None:
     """So a sequence may be computed alone, in a batch, and in a chunk of its prompt, and nobody can tell."""
@@ -77,7 +77,7 @@ def test_few_rows_get_the_bits_of_onednn(
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
-def test_int8_is_the_product_of_the_rounded_numbers(num_inputs: int, num_outputs: int, has_bias: bool) -> None:
+def test_int8_multiplies_the_rounded_numbers(num_inputs: int, num_outputs: int, has_bias: bool) -> None:
     weight, bias = tensors(num_inputs, num_outputs, has_bias=has_bias)
     linear = Int8Linear(*round_weights(weight), bias)
     levels = weight_levels()
@@ -98,7 +98,7 @@ def test_int8_is_the_product_of_the_rounded_numbers(num_inputs: int, num_outputs
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_bfloat16_is_the_product_of_the_rounded_numbers(
+def test_bfloat16_multiplies_the_rounded_numbers(
     is_packed: bool, num_inputs: int, num_outputs: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_packed:  # as on a CPU for which oneDNN has no such product

@@ -42,7 +42,7 @@ def by_transformers(processor: Any, history: list[int], seed: int = 0) -> Tensor
     return scores
 
 
-def test_bad_words_ban_what_transformers_bans() -> None:
+def test_bad_words_match_transformers() -> None:
     """Few tokens, so that prefixes are met often. transformers reads the prompt too; here there is none."""
     rng = random.Random(5)
     seen = 0
@@ -58,13 +58,13 @@ def test_bad_words_ban_what_transformers_bans() -> None:
     assert seen > 20
 
 
-def test_a_bad_word_that_begins_in_the_prompt_is_not_the_outputs_as_in_vllm() -> None:
+def test_a_bad_word_that_begins_in_the_prompt_is_not_banned() -> None:
     sampling = Sampling(bad_token_ids=((1, 2),))
     assert masked(sampling, [1], prompt_len=1)[2] > -math.inf
     assert masked(sampling, [1], prompt_len=0)[2] == -math.inf
 
 
-def test_bias_is_that_of_transformers() -> None:
+def test_bias_matches_transformers() -> None:
     bias = {3: 7.5, 11: -100.0, 38: 0.25}
     theirs = by_transformers(
         transformers.SequenceBiasLogitsProcessor([[[one], value] for one, value in bias.items()]), [5, 3]
@@ -72,7 +72,7 @@ def test_bias_is_that_of_transformers() -> None:
     assert torch.equal(masked(Sampling(logit_bias=tuple(bias.items())), [5, 3]), theirs)
 
 
-def test_allowed_tokens_are_what_is_left_when_all_others_are_suppressed() -> None:
+def test_allowed_tokens_match_suppressing_all_others() -> None:
     allowed = (2, 9, 30)
     others = [token for token in range(VOCAB) if token not in allowed]
     theirs = by_transformers(transformers.SuppressTokensLogitsProcessor(others), [1])
@@ -80,7 +80,7 @@ def test_allowed_tokens_are_what_is_left_when_all_others_are_suppressed() -> Non
 
 
 @pytest.mark.parametrize("num_output", [0, 1, 2, 3])
-def test_min_tokens_bans_the_end_as_transformers_does(num_output: int) -> None:
+def test_min_tokens_matches_transformers(num_output: int) -> None:
     history = list(range(4 + num_output))
     theirs = by_transformers(transformers.MinNewTokensLengthLogitsProcessor(4, 2, EOS, device="cpu"), history)
     assert torch.equal(masked(Sampling(min_tokens=2), history, prompt_len=4), theirs)
@@ -96,7 +96,7 @@ def test_bias_comes_before_penalties() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
-def test_a_ban_that_would_leave_nothing_gives_way_to_the_stronger() -> None:
+def test_a_ban_that_leaves_no_token_is_skipped() -> None:
     allowed = Sampling(allowed_token_ids=(EOS,), min_tokens=3)
     assert masked(allowed, [1], 1).isfinite().nonzero().flatten().tolist() == [EOS]
     bad = Sampling(allowed_token_ids=(2, 3), bad_token_ids=((7, 2), (8, 3), (1, 7, 3)), logit_bias=((2, 1.0),))
@@ -150,7 +150,7 @@ def test_sampled_tokens_are_never_banned() -> None:
             assert out.logprob == pytest.approx(float(logits_BV[row].log_softmax(0)[out.token_id]), abs=1e-6)
 
 
-def test_a_row_that_asks_for_nothing_is_not_touched() -> None:
+def test_a_plain_row_is_not_changed() -> None:
     assert is_plain(Draw(Sampling(), [1, 2], 1))
     for own in (
         {"logit_bias": ((1, 1.0),)},

@@ -84,7 +84,7 @@ def measured(device: Device, graphs: Any = None, **changes: Any) -> Any:
     return measure_use(device, "cuda:0", make, UNIT, **asked, measure_graphs=graphs)
 
 
-def test_the_peak_is_of_the_largest_steps_and_nothing_stays() -> None:
+def test_the_peak_is_measured_with_the_largest_steps() -> None:
     device = Device()
     use = measured(device)
     assert device.events == ["pool of 100", "step of 1 rows to 400", "step of 8 rows to 1"]
@@ -116,20 +116,20 @@ def test_followers_take_part_in_the_same_steps() -> None:
     assert follower.events.count("followed") == 2
 
 
-def test_ranks_measure_the_steps_of_the_one_with_least_room() -> None:
+def test_ranks_measure_the_steps_of_the_smallest_rank() -> None:
     roomy, full = Device(), Device(weights=966_000)
     measured(full)
     measured(roomy, agree=lambda num_blocks: min(num_blocks, 20))
     assert roomy.events == full.events == ["pool of 20", "step of 1 rows to 80", "step of 8 rows to 1"]
 
 
-def test_a_long_context_is_measured_in_half_of_what_is_free() -> None:
+def test_a_long_context_is_measured_in_half_of_the_free_memory() -> None:
     device = Device(weights=960_000)
     measured(device, context_tokens=4000)
     assert device.events[0] == "pool of 50"  # of 10,000 free bytes
 
 
-def test_the_steps_are_rows_that_the_engine_takes() -> None:
+def test_the_measured_steps_are_valid_rows() -> None:
     engine = ToyEngine(num_blocks=8, block_size=4, max_context_tokens=32)
     [chunk], batch = largest_steps(engine.spec, max_batch=64, max_batch_tokens=12)
     assert (chunk.start, len(chunk.tokens), len(batch)) == (20, 12, 8)
@@ -164,7 +164,7 @@ class Steady:
         return 1000 + self.pool + self.activations
 
 
-def test_an_engine_takes_what_its_device_leaves(tiny: Callable[[str], Path]) -> None:
+def test_the_pool_takes_the_memory_that_is_left(tiny: Callable[[str], Path]) -> None:
     block_bytes = 3 * 2 * 8 * 2 * 16 * 4
     meter = Steady(total=400 * block_bytes, activations=50 * block_bytes)
     meter.pool = 99 * block_bytes  # half of what the share leaves beside the weights
@@ -186,7 +186,7 @@ def test_an_engine_takes_what_its_device_leaves(tiny: Callable[[str], Path]) -> 
         open_rank(replace(config, gpu_memory_share=0.1), None, WHOLE, None, meter=meter)
 
 
-def test_a_host_engine_says_what_it_takes(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_engine_reports_its_memory(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from pdserve.engine import build_engine
 
     monkeypatch.setattr(build_engine, "available_bytes", lambda device: 80_000_000)

@@ -24,14 +24,14 @@ def test_the_estimate_counts_every_matrix(tiny: Callable[[str], Path]) -> None:
     assert weight_bytes(config, torch.float32, rounding="int8") == 3 * layer + 384 * 64 + 4 * 384 * 64
 
 
-def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
+def test_a_model_that_does_not_fit_names_both_sizes() -> None:
     check_fits(10, 5, 15)
     check_fits(10, 5, None)
     with pytest.raises(ConfigError, match=r"model: got 8.00 GB of weights and 1.00 GB of KV.* the 8.50 GB that are"):
         check_fits(8_000_000_000, 1_000_000_000, 8_500_000_000)
 
 
-def test_the_engine_asks_before_it_loads(
+def test_memory_is_checked_before_loading(
     tiny: Callable[[str], Path], open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build_engine, "available_bytes", lambda device: 1000)
@@ -73,6 +73,6 @@ def test_the_tightest_group_counts(tmp_path: Path) -> None:
     assert usable_cores(proc, root) == 1
 
 
-def test_a_system_that_says_nothing(tmp_path: Path) -> None:
+def test_unknown_memory_is_not_checked(tmp_path: Path) -> None:
     assert free_bytes(tmp_path, tmp_path) is None
     assert usable_cores(tmp_path, tmp_path) >= 1

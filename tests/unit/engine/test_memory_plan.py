@@ -34,7 +34,7 @@ def h100(**changes: Any) -> DeviceUse:
     return DeviceUse(**{"device": "cuda:0", "runtime": GIB, **use, **changes})
 
 
-def test_the_pool_takes_what_the_share_leaves() -> None:
+def test_the_pool_takes_the_rest_of_the_share() -> None:
     num_blocks = device_blocks(h100(), 0.9, LLAMA_8B)
     assert num_blocks == (72 - 16 - 2 - 1 - 1) * 512
     plan = device_plan(h100(), 0.9, num_blocks, LLAMA_8B)
@@ -56,7 +56,7 @@ def test_no_room_names_every_part() -> None:
     assert "75.16 GB of weights, 2.15 of activations, 1.07 of graphs and 1.07 of runtime" in text
 
 
-def test_a_host_pool_is_an_eighth_of_what_is_free() -> None:
+def test_a_host_pool_is_an_eighth_of_free_memory() -> None:
     small = PoolUnit(block_bytes=MIB, block_size=16)
     assert host_blocks(9 * GIB, GIB, small) == 1024
     assert host_blocks(4096 * GIB, 0, small) == MAX_HOST_BYTES // MIB
@@ -76,20 +76,20 @@ def test_explicit_settings_win() -> None:
         explicit_blocks(0, MIB, LLAMA_8B)
 
 
-def test_what_the_driver_holds_has_a_bound() -> None:
+def test_memory_of_the_driver_is_bounded() -> None:
     assert runtime_bytes(100, 60, 30) == 10
     assert runtime_bytes(100, 80, 30) == 0
     assert runtime_bytes(80 * GIB, 20 * GIB, 16 * GIB) == MAX_RUNTIME_BYTES
 
 
-def test_all_graphs_cost_the_first_and_steps() -> None:
+def test_graph_memory_is_extrapolated() -> None:
     assert graph_bytes(1000, [1500, 1520], 21) == 500 + 20 * 20
     assert graph_bytes(1000, [1500], 1) == 500
     assert graph_bytes(1000, [1500, 1490], 21) == 500
     assert graph_bytes(1000, [], 0) == 0
 
 
-def test_a_plan_travels_as_a_line() -> None:
+def test_a_plan_survives_json() -> None:
     plan = plain_plan("cpu", 5, 3, 7, LLAMA_8B)
     assert (plan.kv_pool, plan.kv_tokens) == (14 * MIB, 112)
     assert "\n" not in plan.to_json()

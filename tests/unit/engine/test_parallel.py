@@ -49,7 +49,7 @@ def assert_exact(engine: Engine, serve: Callable[..., list[list[int]]], oracle: 
 
 # Heads that neighbours share (gemma3: one kv head), experts, tied and biased weights, an odd number of tokens' ranks.
 @pytest.mark.parametrize("name", slow_except(["gemma3", "llama-tied-biased", "qwen3-moe"], "gemma3"))
-def test_two_ranks_sample_the_tokens_of_one(
+def test_two_ranks_sample_the_same_tokens_as_one(
     name: str,
     tiny: Callable[[str], Path],
     open_engine: Callable[..., Any],
@@ -69,7 +69,7 @@ def test_two_ranks_sample_the_tokens_of_one(
         alone.close()
 
 
-def test_three_ranks_score_and_sample_alike(
+def test_three_ranks_score_and_sample_equally(
     open_engine: Callable[..., Any], serve: Callable[..., list[list[int]]], oracle_of: Callable[[Path], Oracle]
 ) -> None:
     alone = open_engine(BUNDLED)
@@ -94,7 +94,7 @@ def test_three_ranks_score_and_sample_alike(
         alone.close()
 
 
-def test_what_is_called_stored_is_stored_by_all_ranks(open_engine: Callable[..., Any]) -> None:
+def test_a_layer_is_reported_after_all_ranks_stored_it(open_engine: Callable[..., Any]) -> None:
     """Whoever is told of a layer, or that a step which draws nothing has ended, may read it: no rank still stores."""
     engine = open_engine(BUNDLED, tensor_parallel=2)
     num_layers, snapshots = engine.spec.num_layers, []
@@ -123,7 +123,7 @@ def whole(engine: Any) -> Any:
     return engine.pool.raw.view(shape.dtype).unflatten(1, inner)
 
 
-def test_a_dead_rank_breaks_the_engine_without_a_hang(open_engine: Callable[..., Any]) -> None:
+def test_a_dead_rank_fails_the_engine_without_hanging(open_engine: Callable[..., Any]) -> None:
     engine = open_engine(BUNDLED, tensor_parallel=2, stall_s=5.0)
     row = Row(tokens=[5, 6, 7], start=0, blocks=[0], sample=GREEDY, history=[5, 6, 7], prompt_len=3)
     try:
@@ -155,7 +155,7 @@ def test_a_model_that_cannot_be_divided_is_refused_with_the_reason(
         open_engine("toy", tensor_parallel=2)
 
 
-def test_rows_become_numbers_and_rows_again() -> None:
+def test_rows_survive_encoding() -> None:
     rows = [
         Row(tokens=[4], start=9, blocks=[1, 2], sample=SEEDED, history=range(10), prompt_len=3, drafts=[7, 8]),
         Row(tokens=[1, 2, 3], start=0, blocks=[5], targets=[2, 3], num_top=4),

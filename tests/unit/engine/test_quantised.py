@@ -124,9 +124,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_the_engine_computes_what_dequantised_weights_compute(
-    name: str, folder: Path, open_engine: Callable[..., Engine]
-) -> None:
+def test_quantised_weights_match_dequantised_ones(name: str, folder: Path, open_engine: Callable[..., Engine]) -> None:
     before = logprobs(open_engine(folder))
     reference = quantise_folder(folder, name)
     after = logprobs(open_engine(folder))
@@ -134,7 +132,7 @@ def test_the_engine_computes_what_dequantised_weights_compute(
     assert after != before  # the rounding is not so fine that a loader which skips it would pass
 
 
-def test_half_precision_scales_are_widened_before_they_are_multiplied(folder: Path) -> None:
+def test_half_precision_scales_are_widened_first(folder: Path) -> None:
     quantise_folder(folder, "int-channel")
     name = "model.layers.1.self_attn.o_proj.weight"
     rewrite(folder, lambda all_: all_.update({f"{name}_scale": all_[f"{name}_scale"].bfloat16()}))
@@ -172,7 +170,7 @@ def test_int8_keeps_the_checkpoints_own_integers(folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "int-group", "int-channel"])
-def test_int8_rounds_what_the_checkpoint_means(name: str, folder: Path, open_engine: Callable[..., Engine]) -> None:
+def test_int8_rounds_the_dequantised_weights(name: str, folder: Path, open_engine: Callable[..., Engine]) -> None:
     reference = quantise_folder(folder, name)
     stored, again = (logprobs(open_engine(one, dtype="int8")) for one in (folder, reference))
     # A channel with 127 in it rounds to itself again.
@@ -183,7 +181,7 @@ SCALE = "model.layers.1.mlp.up_proj.weight_scale"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.5])
-def test_a_scale_that_no_rounding_leaves_is_refused(folder: Path, value: float) -> None:
+def test_an_impossible_scale_is_rejected(folder: Path, value: float) -> None:
     quantise_folder(folder, "float-channel")
     rewrite(folder, lambda all_: all_[SCALE][3].fill_(value))
     with pytest.raises(ModelError, match=rf"{SCALE}: got a scale of {value:g}, expected positive finite"):
@@ -261,7 +259,7 @@ def test_static_activations_are_refused() -> None:
         read_quantisation(value)
 
 
-def test_rules_name_modules_as_checkpoints_do() -> None:
+def test_rules_match_module_names() -> None:
     module = "model.layers.3.mlp.gate_proj"
     assert all(
         ModuleRule(text).matches(module) for text in ("Linear", module, "gate_proj", "model.layers.3", "re:.*gate.*")

@@ -13,7 +13,7 @@ from pdserve.engine.sharding import Shard
 
 
 @pytest.mark.parametrize("numbers", [(7, 3), (3, 7), (2**40, 2**40 + 1)])
-def test_ranks_agree_on_the_least(numbers: tuple[int, int]) -> None:
+def test_ranks_agree_on_the_minimum(numbers: tuple[int, int]) -> None:
     leader = make_store(0, 2, is_leader=True, timeout_s=20.0)
 
     def agree(rank: int) -> int:
@@ -24,7 +24,7 @@ def test_ranks_agree_on_the_least(numbers: tuple[int, int]) -> None:
         assert list(threads.map(agree, (0, 1), timeout=60.0)) == [min(numbers)] * 2
 
 
-def test_the_store_listens_on_the_loopback_alone() -> None:
+def test_the_store_listens_on_loopback_only() -> None:
     """It asks for no proof. 127.0.0.2 stands for another address of the host."""
     leader = make_store(0, 2, is_leader=True, timeout_s=20.0)
     make_store(leader.port, 2, is_leader=False, timeout_s=20.0).set("key", "value")

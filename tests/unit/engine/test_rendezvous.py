@@ -111,7 +111,7 @@ def test_joined_ranks_get_places_settings_and_the_store(lead: Callable[..., Lead
     two.leave()
 
 
-def test_leader_and_ranks_learn_of_each_others_end(lead: Callable[..., Leader]) -> None:
+def test_leader_and_ranks_detect_each_others_end(lead: Callable[..., Leader]) -> None:
     leader = lead(3)
     one, two = Joined(leader.address), Joined(leader.address)
     one.membership._channel.close()  # as the end of its process does
@@ -137,7 +137,7 @@ def test_the_store_requires_the_secret(lead: Callable[..., Leader]) -> None:
     assert not leader.ranks[1].peer
 
 
-def test_what_cannot_be_joined_says_so_in_time(lead: Callable[..., Leader], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_join_is_reported_in_time(lead: Callable[..., Leader], monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = free_address()
     with pytest.raises(ConfigError, match=f"{nobody}: no server answers in 0 s"):
         Joined(nobody, wait_s=0.0)
@@ -170,7 +170,7 @@ def test_a_host_knows_its_address_towards_another() -> None:
 
 
 @pytest.mark.parametrize("secrets", [(SECRET, SECRET), (SECRET, OTHER)])
-def test_groups_take_no_process_without_the_secret(secrets: Sequence[ClusterSecret]) -> None:
+def test_rank_groups_require_the_secret(secrets: Sequence[ClusterSecret]) -> None:
     """gloo takes whoever connects: a rank that found the store through a stranger, or a stranger in its place."""
     leader = make_store(0, 2, is_leader=True, timeout_s=20.0)
 
@@ -201,7 +201,7 @@ def test_groups_take_no_process_without_the_secret(secrets: Sequence[ClusterSecr
         ({"rendezvous": "10.0.0.1:7", "local_ranks": 1}, "host: got 127.0.0.1, expected an address that other hosts"),
     ],
 )
-def test_settings_that_no_rank_could_join_by_are_rejected(settings: dict[str, Any], match: str) -> None:
+def test_unusable_rendezvous_settings_are_rejected(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         WorkerConfig(model="toy", worker_id="w", tensor_parallel=2, **settings)
 

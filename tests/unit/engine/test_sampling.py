@@ -109,7 +109,7 @@ def test_noise_is_gumbel() -> None:
     assert noise.isfinite().all()
 
 
-def test_the_hash_in_tensors_is_the_hash_in_integers() -> None:
+def test_tensor_and_integer_hashes_are_equal() -> None:
     values = [0, 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF]
     assert _mix_tensor(torch.tensor([_signed(one) for one in values])).tolist() == [
         _signed(_mix(one)) for one in values
@@ -117,7 +117,7 @@ def test_the_hash_in_tensors_is_the_hash_in_integers() -> None:
     assert len({stream(seed, position) for seed in (0, 1, 2**64 - 1) for position in range(1000)}) == 3000
 
 
-def test_a_seed_means_the_same_tokens_in_every_release() -> None:
+def test_seeded_tokens_are_stable_across_releases() -> None:
     draws = [Draw(Sampling(seed=2**64 - 1), range(position), 0) for position in range(12)]
     assert draw_many(draws, torch.zeros(1000)) == GOLDEN
 
@@ -184,7 +184,7 @@ def test_penalties_equal_their_definition() -> None:
 
 
 @pytest.mark.parametrize("sigma", [0.01, 1.0, 3.0, 100.0])
-def test_top_n_sigma_keeps_what_float64_keeps(sigma: float) -> None:
+def test_top_n_sigma_matches_float64(sigma: float) -> None:
     """Over the logits that are not banned; what is at the limit to within float32 may stay or go."""
     torch.manual_seed(2)
     rows_BV = 5.0 + torch.randn(3, 2000) * torch.tensor([[0.01], [2.0], [30.0]])
@@ -199,7 +199,7 @@ def test_top_n_sigma_keeps_what_float64_keeps(sigma: float) -> None:
                 assert kept == (value if value >= least else -math.inf)
 
 
-def test_top_n_sigma_keeps_equal_logits_and_an_only_one() -> None:
+def test_top_n_sigma_keeps_equal_logits() -> None:
     rows_BV = torch.tensor([[2.0, 2.0, 2.0], [-math.inf, 3.0, -math.inf]])
     assert torch.equal(keep_top_sigma(rows_BV, torch.tensor([0.5, 0.5])), rows_BV)
 
@@ -209,7 +209,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     assert sample(tied, [Draw(Sampling(temperature=0.0), [0], 1)], ())[0].token_id == 1
 
 
-def test_equals_stay_or_go_together_under_top_k_and_top_p() -> None:
+def test_equal_logits_are_kept_or_removed_together() -> None:
     tied = torch.tensor([[0.0, 5.0, 5.0, 1.0, 5.0]])
     for own in ({"top_k": 2}, {"top_p": 0.5}, {"top_p": 0.01}):
         draws = [Draw(Sampling(seed=seed, **own), [0], 1) for seed in range(200)]
@@ -247,7 +247,7 @@ def sorted_cutoff(row_V: Tensor, sampling: Sampling) -> float:
     return values[-1]
 
 
-def test_ends_are_banned_until_min_tokens_and_not_after() -> None:
+def test_ends_are_banned_until_min_tokens() -> None:
     favours_end = torch.tensor([[9.0, 8.0, 1.0, 0.0]])
     for temperature in (0.0, 1e-3):
         asked = Sampling(temperature=temperature, min_tokens=2, stop_token_ids=(1, 99), max_tokens=4)

@@ -18,7 +18,7 @@ from tests.oracle import Oracle, assert_top
 
 
 @pytest.mark.parametrize("chunk", [1000, 7, 1])
-def test_scores_are_those_of_transformers(
+def test_scores_match_transformers(
     chunk: int,
     tiny: Callable[[str], Path],
     open_engine: Callable[..., Engine],
@@ -69,7 +69,7 @@ def test_scores_are_those_of_transformers(
     assert float(expected[-1].max() - expected[-1][last.token_id]) < 1e-4
 
 
-def test_no_more_than_a_few_positions_are_projected_at_once() -> None:
+def test_few_positions_are_projected_at_once() -> None:
     sizes: list[int] = []
 
     def project(x_TE: Tensor) -> Tensor:

@@ -39,9 +39,7 @@ def test_spans_of_all_ranks_cover_everything_in_order(size: int, units: int, wid
 
 @settings(max_examples=examples(60))
 @given(data=st.data())
-def test_a_cut_tensor_reads_as_the_part_of_the_whole(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_cut_tensor_equals_a_part_of_the_whole(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     rows, columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
     first_row = data.draw(st.integers(0, rows - 1))
     last_row = data.draw(st.integers(first_row + 1, rows))
@@ -94,7 +92,7 @@ def test_ranks_together_read_each_cut_matrix_once(tiny: Callable[[str], Path], n
     assert read.keys() == stored.keys()
 
 
-def test_heads_that_cannot_be_dealt_out_are_refused(tiny: Callable[[str], Path]) -> None:
+def test_indivisible_heads_are_rejected(tiny: Callable[[str], Path]) -> None:
     config = read_config(tiny("llama"))  # 4 query heads, 2 kv heads
     assert rank_config(config, Shard(0, 2)).num_kv_heads == 1
     assert rank_config(config, Shard(3, 4)).num_kv_heads == 1, "two ranks hold the same kv head"
@@ -102,7 +100,7 @@ def test_heads_that_cannot_be_dealt_out_are_refused(tiny: Callable[[str], Path])
         rank_config(config, Shard(0, 3))
 
 
-def test_only_the_first_rank_brings_the_bias_of_partial_sums() -> None:
+def test_only_the_first_rank_adds_the_bias() -> None:
     into, out = Cut("inputs", (4,)), Cut("outputs", (4,))
     assert [Shard(rank, 2).has_bias(into) for rank in range(2)] == [True, False]
     assert all(Shard(rank, 2).has_bias(cut) for rank in range(2) for cut in (out, None))

@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
         read(order, *order)
 
 
-def test_scratch_is_used_again_and_a_far_too_large_one_is_given_back() -> None:
+def test_scratch_memory_is_reused_or_freed() -> None:
     scratch = LoadScratch()
     large = scratch.take(300 * MIB).data_ptr()
     assert scratch.take(60 * MIB).data_ptr() == large

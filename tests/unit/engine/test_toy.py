@@ -76,7 +76,7 @@ def test_seeds_matter() -> None:
     assert len({tuple(toy.answer(prompt, 8, seed=seed)) for seed in range(50)}) == 50
 
 
-def test_blocks_moved_as_bytes_give_the_same_answer_and_a_lost_block_another() -> None:
+def test_copied_blocks_give_the_same_answer() -> None:
     prefill, decode = ToyEngine(block_size=4, num_blocks=8), ToyEngine(block_size=4, num_blocks=8)
     prompt = list(b"moving bytes")
     one_row = Row(tokens=prompt, start=0, blocks=[5, 1, 6])
@@ -112,7 +112,7 @@ def load(model: str, role: Role) -> ToyEngine:
     return engine
 
 
-def test_eos_comes_when_the_prompt_asks_for_it_and_not_before_min_tokens() -> None:
+def test_eos_comes_on_request_after_min_tokens() -> None:
     asked = list(b"hi\x05\x04")
     got = generate(ToyEngine(), asked, 20, GREEDY, [0, 1])
     assert len(got) == 6
@@ -128,7 +128,7 @@ def test_min_tokens_bans_stop_tokens() -> None:
     assert one(ToyEngine(), [65, 66], banned) == TokenOut(token_id=83)
 
 
-def test_logprobs_are_those_of_a_certain_outcome() -> None:
+def test_toy_logprobs_are_zero() -> None:
     assert one(ToyEngine(), [65, 66], Sampling(temperature=0.0, logprobs=2)) == TokenOut(
         token_id=81, logprob=0.0, top=((81, 0.0),)
     )
@@ -164,7 +164,7 @@ def test_two_rows_may_read_but_not_write_the_same_block() -> None:
         engine.step([Row(tokens=[5], start=4, blocks=[0, 1]), Row(tokens=[6], start=4, blocks=[0, 1])])
 
 
-def test_a_toy_process_and_the_reading_of_configs_never_import_torch_or_numpy() -> None:
+def test_the_toy_imports_neither_torch_nor_numpy() -> None:
     code = (
         "import sys; from pdserve.config import WorkerConfig; from pdserve.core.types import Role; "
         "from pdserve.engine.load import load_engine; "

@@ -63,7 +63,7 @@ def write_index(folder: Path, weight_map: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_shards_give_the_same_weights_as_one_file_and_progress_reaches_the_end(folder: Path) -> None:
+def test_shards_equal_one_file(folder: Path) -> None:
     whole = load(folder)
     shard(folder)
     seen: list[tuple[int, int]] = []
@@ -85,9 +85,7 @@ def test_half_precision_weights_are_widened_exactly(folder: Path, dtype: torch.d
     assert torch.equal(matrix(weights.layers[1].mlp.gate_up, 64)[96:], tensors[NAME].to(dtype).float())
 
 
-def test_stored_rotary_frequencies_and_a_tied_copy_of_the_head_are_passed_over(
-    tiny: Callable[[str], Path], folder: Path
-) -> None:
+def test_redundant_tensors_are_ignored(tiny: Callable[[str], Path], folder: Path) -> None:
     rewrite(folder, lambda stored: stored.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
     load(folder)
     tied = Path(shutil.copytree(tiny("llama-tied-biased"), folder.parent / "tied"))
@@ -114,7 +112,7 @@ def test_a_wrong_shape_is_named(folder: Path) -> None:
         load(folder)
 
 
-def test_a_dtype_that_is_not_a_weight_is_refused(folder: Path) -> None:
+def test_an_unsupported_dtype_is_rejected(folder: Path) -> None:
     rewrite(folder, lambda stored: stored.update({NAME: torch.ones(96, 64, dtype=torch.int8)}))
     with pytest.raises(ModelError, match=rf"{NAME}: got dtype I8, expected F32 or BF16 or F16"):
         load(folder)
@@ -129,7 +127,7 @@ def test_a_truncated_file_is_refused(folder: Path, num_bytes: int) -> None:
     assert caught.value.field == "model.safetensors"
 
 
-def test_bytes_that_no_tensor_owns_are_refused(folder: Path) -> None:
+def test_bytes_without_a_tensor_are_rejected(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes() + b"\0\0\0\0")
     with pytest.raises(ModelError, match="as its header says"):
@@ -149,7 +147,7 @@ def test_bytes_that_no_tensor_owns_are_refused(folder: Path) -> None:
         b'"b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
     ],
 )
-def test_a_header_that_lies_is_refused(folder: Path, header: bytes) -> None:
+def test_a_false_header_is_rejected(folder: Path, header: bytes) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
     with pytest.raises(ModelError) as caught:
         load(folder)
@@ -192,7 +190,7 @@ def test_shards_without_an_index_are_refused(folder: Path) -> None:
         load(folder)
 
 
-def test_a_pickle_checkpoint_is_refused_with_the_way_out(folder: Path) -> None:
+def test_a_pickle_checkpoint_is_rejected_with_advice(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"pytorch_model.bin: got a pickle checkpoint.*safe_serialization=True"):
         load(folder)
@@ -204,7 +202,7 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
         load(folder)
 
 
-def test_the_hash_names_config_and_weights(folder: Path) -> None:
+def test_the_hash_depends_on_config_and_weights(folder: Path) -> None:
     def name_of() -> str:
         return checkpoint_hash(folder, open_checkpoint(folder))
 
@@ -217,7 +215,7 @@ def test_the_hash_names_config_and_weights(folder: Path) -> None:
     assert len({first, tuned, name_of()}) == 3
 
 
-def test_the_spec_says_what_the_pool_holds(folder: Path, open_engine: Callable[..., Engine]) -> None:
+def test_the_spec_matches_the_pool(folder: Path, open_engine: Callable[..., Engine]) -> None:
     spec = open_engine(folder, kv_blocks=8).spec
     assert (spec.model, spec.dtype, spec.layout) == ("model", "float32", "block-major.v1")
     assert spec.block_bytes == 3 * 2 * 16 * 2 * 16 * 4

@@ -72,7 +72,7 @@ def test_every_error_of_pdserve_is_in_the_test_above() -> None:
     assert kinds | set(ROWS) <= tried
 
 
-def test_a_retry_time_comes_in_milliseconds_and_in_seconds() -> None:
+def test_a_retry_time_is_given_in_milliseconds_and_seconds() -> None:
     assert reply(Overloaded("full", 1.2345)).headers == (("retry-after-ms", "1235"), ("retry-after", "2"))
     assert reply(NoWorkers("decode", 0.5)).headers == (("retry-after-ms", "500"), ("retry-after", "1"))
     assert reply(Overloaded("full", 0.0)).headers == reply(Unavailable("away")).headers == ()
@@ -156,7 +156,7 @@ def test_an_error_of_one_of_several_prompts_ends_all(client: openai.OpenAI, scri
     assert script.cancelled.wait(WAIT_S)
 
 
-def test_a_router_that_is_away_is_unavailable() -> None:
+def test_a_missing_router_is_unavailable() -> None:
     with Cluster() as cluster:
         address = cluster.address
     with (

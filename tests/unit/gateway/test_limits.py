@@ -69,7 +69,7 @@ def test_a_body_is_rejected_by_its_declared_size(toy: Served, raw: Connect) -> N
     assert (status_of(answer), code_of(answer)) == (413, "body_too_large")
 
 
-def test_a_body_without_a_size_is_limited_while_it_comes(toy: Served, raw: Connect) -> None:
+def test_a_chunked_body_is_limited(toy: Served, raw: Connect) -> None:
     connection = raw(toy.address)
     connection.sendall(post(b"", content_length="", transfer_encoding="chunked"))
     chunk = b"10000\r\n" + b" " * 65_536 + b"\r\n"
@@ -85,7 +85,7 @@ def test_a_body_without_a_size_is_limited_while_it_comes(toy: Served, raw: Conne
     assert not answer or status_of(answer) == 413
 
 
-def test_the_official_client_reads_why_its_body_is_rejected(toy: Served) -> None:
+def test_openais_client_reads_why_its_body_is_rejected(toy: Served) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         toy.openai.completions.create(model="toy", prompt="x" * 5_000_000)
     assert (caught.value.status_code, caught.value.code) == (413, "body_too_large")
@@ -110,7 +110,7 @@ def test_large_heads_are_rejected(toy: Served, raw: Connect, head: bytes) -> Non
     assert not answer or (status_of(answer), code_of(answer)) == (431, "headers_too_large")
 
 
-def test_a_head_without_an_end_is_rejected_before_it_fills_memory(toy: Served, raw: Connect) -> None:
+def test_an_endless_head_is_rejected(toy: Served, raw: Connect) -> None:
     connection = raw(toy.address)
     connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
     with pytest.raises(OSError):
@@ -120,14 +120,14 @@ def test_a_head_without_an_end_is_rejected_before_it_fills_memory(toy: Served, r
 @pytest.mark.parametrize(
     "data", [b"", b"G", b"GET /health HTTP/1.1\r\nx: y\r\n", b"\r\n"], ids=["nothing", "byte", "head", "line"]
 )
-def test_a_head_that_does_not_come_ends_the_connection(toy: Served, raw: Connect, data: bytes) -> None:
+def test_a_missing_head_ends_the_connection(toy: Served, raw: Connect, data: bytes) -> None:
     with gateway(toy.router, header_s=0.3) as host:
         connection = raw(host.address)
         connection.sendall(data)
         assert read_all(connection) == b""
 
 
-def test_a_head_that_drips_ends_the_connection(toy: Served, raw: Connect) -> None:
+def test_a_slow_head_ends_the_connection(toy: Served, raw: Connect) -> None:
     with gateway(toy.router, header_s=0.3) as host:
         connection = raw(host.address)
         connection.settimeout(0.02)
@@ -144,7 +144,7 @@ def test_a_head_that_drips_ends_the_connection(toy: Served, raw: Connect) -> Non
         pytest.fail("the connection is still open")
 
 
-def test_a_body_that_does_not_come_is_a_timeout(toy: Served, raw: Connect) -> None:
+def test_a_missing_body_times_out(toy: Served, raw: Connect) -> None:
     with gateway(toy.router, body_s=0.3) as host:
         answer = exchange(raw(host.address), post(b"{", content_length="100"))
     assert (status_of(answer), code_of(answer)) == (408, "deadline")
@@ -178,7 +178,7 @@ def test_idle_connections_block_no_caller(toy: Served, raw: Connect) -> None:
         until(lambda: host._connections.num_open <= 20)
 
 
-def test_connections_beyond_the_limit_are_rejected_while_all_work(raw: Connect) -> None:
+def test_connections_over_the_limit_are_rejected_if_all_are_busy(raw: Connect) -> None:
     with serve(worker={"toy_step_s": 0.02}, max_connections=2) as served:
         busy = [raw(served.address) for _ in range(2)]
         for one in busy:
@@ -218,7 +218,7 @@ def test_other_protocols_get_an_error(toy: Served, raw: Connect, data: bytes) ->
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-def test_a_body_that_is_no_request_is_rejected(toy: Served, raw: Connect, body: bytes, path: str) -> None:
+def test_an_invalid_body_is_rejected(toy: Served, raw: Connect, body: bytes, path: str) -> None:
     assert status_of(exchange(raw(toy.address), post(body, path))) == 400
 
 
@@ -271,7 +271,7 @@ def test_the_token_is_checked_before_the_body_is_read(raw: Connect) -> None:
         assert status_of(exchange(raw(served.address), health)) == 200
 
 
-def test_a_host_that_others_reach_needs_a_router_with_a_token(toy: Served, raw: Connect) -> None:
+def test_a_public_host_needs_a_router_with_a_token(toy: Served, raw: Connect) -> None:
     with (
         pytest.raises(ConfigError, match="anyone could call this port"),
         gateway(toy.router, host="0.0.0.0", insecure=True),
@@ -285,7 +285,7 @@ def test_a_host_that_others_reach_needs_a_router_with_a_token(toy: Served, raw: 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3])
-def test_a_client_that_leaves_frees_its_memory(raw: Connect, is_streamed: bool, after_s: float) -> None:
+def test_a_disconnected_client_frees_its_memory(raw: Connect, is_streamed: bool, after_s: float) -> None:
     with serve(worker={"toy_step_s": 0.02}, prefill=1) as served:
         body = {"prompt": "hello " * 100, "max_tokens": 4000, "n": 2, "temperature": 1, "stream": is_streamed}
         connection = raw(served.address)

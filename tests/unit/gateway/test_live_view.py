@@ -93,7 +93,7 @@ def test_pages_of_other_sites_cannot_drain_a_worker(bundled: Served) -> None:
         *((one, False) for one in ("localhost.evil.example", "evil.example:localhost", "1.2.3.4.5", "[a.b]:80")),
     ],
 )
-def test_hosts_that_nobody_can_register(host: str, is_own: bool) -> None:
+def test_unregistrable_host_names_are_local(host: str, is_own: bool) -> None:
     assert is_own_host(host) is is_own
 
 
@@ -108,7 +108,7 @@ def test_a_name_that_resolves_to_this_host_is_not_served_without_a_token(toy: Se
     assert httpx.get(f"{toy.url}/v1/models", headers={"host": "localhost:1"}).status_code == 200
 
 
-def test_a_page_of_another_site_costs_nothing_without_a_token(toy: Served) -> None:
+def test_another_sites_page_cannot_start_requests(toy: Served) -> None:
     """It could not read the answer, but start requests, and take the places of viewers."""
     for method, path in (("POST", "v1/completions"), ("GET", "ui/events")):
         answer = httpx.request(
@@ -137,7 +137,7 @@ def test_the_view_needs_the_operators_token() -> None:
             assert "hello" in next(frames(answer))
 
 
-def test_viewers_that_leave_make_room(bundled: Served) -> None:
+def test_closed_viewers_make_room(bundled: Served) -> None:
     for _ in range(20):  # more than a router allows at a time
         with httpx.stream("GET", f"{bundled.url}/ui/events", timeout=WAIT_S) as answer:
             assert answer.status_code in (200, 429), answer.read()

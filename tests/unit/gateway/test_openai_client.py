@@ -14,7 +14,7 @@ MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "co
 SEEDED = {"max_tokens": 24, "temperature": 0.8, "seed": 7}
 
 
-def test_a_completion_is_the_one_of_the_sdk(bundled: Served) -> None:
+def test_a_completion_matches_the_sdk(bundled: Served) -> None:
     expected = bundled.sdk.generate(PROMPT, **SEEDED)
     found = bundled.openai.completions.create(model=bundled.model, prompt=PROMPT, **SEEDED)
     [choice] = found.choices
@@ -28,7 +28,7 @@ def test_a_completion_is_the_one_of_the_sdk(bundled: Served) -> None:
     assert (found.object, found.model) == ("text_completion", bundled.model)
 
 
-def test_a_chat_is_the_one_of_the_sdk(bundled: Served) -> None:
+def test_a_chat_matches_the_sdk(bundled: Served) -> None:
     expected = bundled.sdk.generate(MESSAGES, **SEEDED)
     found = bundled.openai.chat.completions.create(model=bundled.model, messages=MESSAGES, **SEEDED)
     assert (found.choices[0].message.role, found.choices[0].message.content) == ("assistant", expected.text)
@@ -166,7 +166,7 @@ def test_models_are_listed_and_retrieved(bundled: Served) -> None:
         bundled.openai.models.retrieve("gpt-5")
 
 
-def test_a_chat_may_fill_what_the_server_allows(toy: Served) -> None:
+def test_a_chat_may_use_the_servers_limit(toy: Served) -> None:
     """Without max_tokens a chat ends when the model stops or at the server's limit, and a text after 16 tokens."""
     found = toy.openai.completions.create(model="toy", prompt="x", temperature=0)
     assert found.usage is not None

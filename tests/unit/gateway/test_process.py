@@ -34,7 +34,7 @@ def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             started.kill()
 
 
-def test_it_serves_metrics_on_a_port_of_their_own(toy: Served) -> None:
+def test_metrics_have_their_own_port(toy: Served) -> None:
     [port] = free_ports(1)
     with (
         process(f"--router={toy.router}", f"--metrics-port={port}"),
@@ -43,7 +43,7 @@ def test_it_serves_metrics_on_a_port_of_their_own(toy: Served) -> None:
         assert b"pdserve_http_connections" in answer.read()
 
 
-def test_it_serves_and_ends_on_a_signal(toy: Served, raw: Connect) -> None:
+def test_the_gateway_serves_and_ends_on_a_signal(toy: Served, raw: Connect) -> None:
     with process(f"--router={toy.router}") as (started, address):
         connection = raw(address)
         connection.sendall(HEALTH)

@@ -100,7 +100,7 @@ def think(script: Script) -> None:
 TALK: Any = [{"role": "user", "content": "2+3?"}]
 
 
-def test_a_chat_has_its_reasoning_apart(client: openai.OpenAI, script: Script) -> None:
+def test_a_chat_returns_reasoning_separately(client: openai.OpenAI, script: Script) -> None:
     think(script)
     message = client.chat.completions.create(model="m", messages=TALK).choices[0].message
     assert (message.content, message.reasoning_content) == ("five", "hm")  # type: ignore[attr-defined]

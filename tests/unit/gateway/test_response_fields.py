@@ -130,7 +130,7 @@ def test_every_field_of_openai_has_one_row(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("answer", TYPES)
-def test_a_field_is_filled_where_the_table_says_so(
+def test_fields_are_filled_as_the_table_says(
     answers: Mapping[Answer, list[Any]], answer: Answer, script: Script, target: str
 ) -> None:
     found = [*answers[answer], *([failed_response(script, target)] if answer == "response" else [])]

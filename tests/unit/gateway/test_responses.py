@@ -45,7 +45,7 @@ def ask(served: Served, **fields: Any) -> Any:
     return served.openai.responses.create(**given)
 
 
-def test_a_response_is_the_chat_of_the_sdk(bundled: Served) -> None:
+def test_a_response_matches_the_sdks_chat(bundled: Served) -> None:
     expected = bundled.sdk.generate([{"role": "user", "content": INPUT}], **SDK)
     found = ask(bundled)
     assert (found.output_text, found.status, found.object) == (expected.text, "incomplete", "response")

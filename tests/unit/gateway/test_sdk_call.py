@@ -162,7 +162,7 @@ NAMES = st.sampled_from(
 
 
 @given(st.dictionaries(NAMES, JSON, max_size=5))
-def test_nothing_but_an_error_of_ours_is_raised(fields: dict[str, Any]) -> None:
+def test_only_pdserve_errors_are_raised(fields: dict[str, Any]) -> None:
     fields = {name: value for name, value in fields.items() if value is not None}
     for convert in (chat_call, text_call):
         try:

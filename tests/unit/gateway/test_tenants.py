@@ -81,7 +81,7 @@ def test_a_used_up_quota_is_a_rate_limit_error_with_the_time(tenanted: Tenanted)
     complete(tenanted.client(BETA), "x" * 580, 20)
 
 
-def test_openai_s_client_waits_as_long_as_it_is_told(tenanted: Tenanted) -> None:
+def test_openais_client_waits_for_the_retry_time(tenanted: Tenanted) -> None:
     complete(tenanted.client(ACME), "x" * 40, 10, extra_body={"ignore_eos": True})
     began_s = time.monotonic()
     assert complete(tenanted.client(ACME, max_retries=3), "xxxxxxxxx", 1).choices[0].text
@@ -99,7 +99,7 @@ def test_answers_in_progress_are_limited_over_http(tenanted: Tenanted) -> None:
     stream.close()
 
 
-def test_a_revoked_key_is_rejected_although_the_gateway_remembers_it(tenanted: Tenanted) -> None:
+def test_a_revoked_key_is_rejected_despite_the_cache(tenanted: Tenanted) -> None:
     client = tenanted.client(ACME)
     complete(client)
     write(tenanted.file, {"acme": keyed(FOREIGN)})
@@ -136,7 +136,7 @@ def test_a_wrong_key_is_rejected_before_the_body_comes(
     assert (status_of(answer), code_of(answer)) == (401, "invalid_api_key")
 
 
-def test_unknown_keys_at_rate_do_not_keep_a_tenant_out(tenanted: Tenanted) -> None:
+def test_a_flood_of_unknown_keys_does_not_block_a_tenant(tenanted: Tenanted) -> None:
     """Hundreds of different keys at a time; a tenant that was accepted before is served meanwhile."""
     address = tenanted.served.address
 
@@ -209,7 +209,7 @@ async def test_a_rejected_key_is_checked_once_a_second() -> None:
     assert router.checked == 2
 
 
-async def test_keys_that_were_accepted_before_are_checked_beside_a_flood() -> None:
+async def test_accepted_keys_are_checked_during_a_flood() -> None:
     router, clock = GatedRouter({"good"}), SetClock()
     door = Door(router, needs_token=False, clock=clock)  # type: ignore[arg-type]
     await door.admit("good")
@@ -228,7 +228,7 @@ async def test_keys_that_were_accepted_before_are_checked_beside_a_flood() -> No
         await door.admit("one more")
 
 
-async def test_the_door_remembers_a_limited_number_of_keys() -> None:
+async def test_the_number_of_remembered_keys_is_limited() -> None:
     router = GatedRouter({f"good {number}" for number in range(MAX_CALLERS + 9)})
     door = Door(router, needs_token=False)  # type: ignore[arg-type]
     for number in range(MAX_CALLERS + 9):

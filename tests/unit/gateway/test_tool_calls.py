@@ -91,7 +91,7 @@ def test_each_of_several_answers_has_its_calls(tooled: Served) -> None:
         check(call.function.arguments, ADD)
 
 
-def test_auto_leaves_the_answer_to_the_model(tooled: Served) -> None:
+def test_auto_does_not_constrain_the_answer(tooled: Served) -> None:
     expected = tooled.sdk.generate(TALK, tools=[ADD], max_tokens=20, temperature=1.0, seed=5)
     [choice] = ask(tooled, tools=[ADD], max_tokens=20).choices
     assert (choice.message.content, choice.message.tool_calls) == (expected.text, None)
@@ -104,7 +104,7 @@ def test_none_hides_the_tools(tooled: Served) -> None:
     assert ask(tooled, tools=[ADD], tool_choice="none", max_tokens=20).choices[0].message.content == expected.text
 
 
-def test_a_talk_with_calls_and_results_goes_on(tooled: Served) -> None:
+def test_a_conversation_with_tool_results_continues(tooled: Served) -> None:
     """The answer's message is sent back as it came."""
     first = ask(tooled, tools=[ADD], tool_choice="required", parallel_tool_calls=False).choices[0].message
     [call] = first.tool_calls

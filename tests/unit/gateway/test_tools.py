@@ -89,7 +89,7 @@ def read(form: str, pieces: list[str]) -> list[Event]:
 
 
 @pytest.mark.parametrize(("form", "text", "events"), CASES)
-def test_a_text_is_read_the_same_at_every_split(form: str, text: str, events: list[Event]) -> None:
+def test_a_text_is_parsed_equally_at_every_split(form: str, text: str, events: list[Event]) -> None:
     assert read(form, [text]) == events
     assert read(form, list(text)) == events
     for cuts in itertools.combinations(range(len(text) + 1), 2):
@@ -128,7 +128,7 @@ def test_a_text_is_read_the_same_at_every_split(form: str, text: str, events: li
         max_size=12,
     ),
 )
-def test_any_text_is_read_the_same_at_every_split(form: str, parts: list[str]) -> None:
+def test_any_text_is_parsed_equally_at_every_split(form: str, parts: list[str]) -> None:
     text = "".join(parts)
     assert read(form, parts) == read(form, [text]) == read(form, list(text))
 
@@ -173,7 +173,7 @@ def test_none_shows_no_tools() -> None:
     assert plan_tools([], "auto", True, MODEL) is None
 
 
-def test_the_template_gets_what_the_client_gave_but_strict() -> None:
+def test_the_template_gets_tools_without_strict() -> None:
     plan = plan_tools(TOOLS, None, True, MODEL)
     assert plan is not None
     assert plan.tools == [
@@ -202,7 +202,7 @@ def test_required_is_an_array_of_calls(is_parallel: bool, most: int) -> None:
     assert [one["properties"]["name"] for one in schema["items"]["anyOf"]] == [{"const": "add"}, {"const": "get"}]
 
 
-def test_references_lead_to_the_moved_schema() -> None:
+def test_references_point_to_the_moved_schema() -> None:
     parameters = {
         "type": "object",
         "properties": {"child": {"$ref": "#"}, "item": {"$ref": "#/$defs/item"}, "$ref": {"type": "string"}},

@@ -82,7 +82,7 @@ def test_page_may_not_be_framed_or_cached() -> None:
     assert headers["content-type"] == "text/html; charset=utf-8"
 
 
-def test_page_refers_to_nothing_outside() -> None:
+def test_the_page_has_no_external_references() -> None:
     found = Elements(page()[0])
     for tag, name, value in found.attributes:
         assert not name.startswith("on"), f"{tag} has a handler that the policy forbids"

@@ -74,7 +74,7 @@ def test_pools_of_the_bundled_model(settings: dict[str, Any], pool: int) -> None
     assert footprint(config, read_config(folder), None, FREE, is_on_cpu=False).pool == 0
 
 
-def test_a_toy_takes_little() -> None:
+def test_the_toy_engine_needs_little_memory() -> None:
     assert capacity_warnings(ClusterSpec(model="toy", settings={"worker": {"threads": 1}}, prefill=0)) == []
     huge = {"kv_blocks": 2**31 - 1, "block_size": 4096, "threads": 1}
     [said] = capacity_warnings(ClusterSpec(model="toy", prefill=0, settings={"worker": huge}))

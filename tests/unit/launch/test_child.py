@@ -77,7 +77,7 @@ async def test_a_fault_is_shown_with_its_class_rather_than_the_log_line_after_it
         await child.start(WAIT_S)
 
 
-async def test_a_silent_process_is_given_up_and_ended(make: Make) -> None:
+async def test_a_silent_process_is_ended(make: Make) -> None:
     child = make("import time; time.sleep(60)\n")
     with pytest.raises(StartFailed, match="did not listen within"):
         await child.start(0.5)
@@ -91,7 +91,7 @@ async def test_both_outputs_are_relayed_line_by_line(make: Make, lines: list[str
     await child.stop(0.0)
 
 
-async def test_a_line_without_end_does_not_stop_the_relay(make: Make, lines: list[str]) -> None:
+async def test_an_endless_line_does_not_stop_the_relay(make: Make, lines: list[str]) -> None:
     child = make(LISTENS + "print('x' * 300_000); print('after', flush=True); time.sleep(60)\n")
     await child.start(WAIT_S)
     await until(lambda: "after" in lines)

@@ -27,7 +27,7 @@ async def test_the_ready_line_names_what_is_missing() -> None:
     )
 
 
-async def test_nothing_is_missing_where_all_answer() -> None:
+async def test_nothing_is_missing_if_all_services_answer() -> None:
     with EmbeddedRedis.start() as redis, socket.create_server(("127.0.0.1", 0)) as collector:
         otlp = f"http://127.0.0.1:{collector.getsockname()[1]}"
         spec = dataclasses.replace(SPEC, redis=redis.url, settings={"router": {"otlp": otlp}})

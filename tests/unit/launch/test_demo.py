@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_demo_answers_four_prompts_and_shows_where_the_time_went() -> None:
+def test_the_demo_prints_four_answers_with_timelines() -> None:
     done = subprocess.run(
         [sys.executable, "examples/demo.py"], capture_output=True, text=True, cwd=ROOT, timeout=110, check=False
     )

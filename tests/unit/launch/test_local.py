@@ -31,7 +31,7 @@ def ask(cluster: Running, prompt: str = PROMPT, max_tokens: int = 8) -> Completi
         return client.generate(prompt, max_tokens=max_tokens, temperature=0)
 
 
-def test_ready_names_what_was_started_and_where(toy: Running) -> None:
+def test_the_ready_line_lists_processes_and_addresses(toy: Running) -> None:
     redis = toy.address("redis")
     assert toy.ready_line == f"pdserve ready: grpc {toy.target} (1 prefill, 1 decode, redis {redis}, model toy)"
 
@@ -48,7 +48,7 @@ def test_a_short_prompt_is_answered_by_the_decode_worker_alone(toy: Running) -> 
     assert ask(toy, "hi").timings.path == "local"
 
 
-def test_a_stream_that_is_left_frees_what_it_held(toy: Running) -> None:
+def test_an_abandoned_stream_frees_its_memory(toy: Running) -> None:
     def idle(client: Client) -> bool:
         topology = client.topology()
         return topology.running_requests == topology.queued_requests == 0 and not any(
@@ -67,7 +67,7 @@ async def test_the_asyncio_client_gets_the_same_answer(toy: Running) -> None:
     assert done.token_ids == (await asyncio.to_thread(ask, toy)).token_ids
 
 
-def test_the_router_knows_its_workers_and_why_it_chose(toy: Running) -> None:
+def test_topology_and_explain_work_through_the_cluster(toy: Running) -> None:
     with Client(toy.target) as client:
         assert {(one.worker_id, one.role, one.is_connected) for one in client.topology().workers} == {
             ("p0", "prefill", True),
@@ -92,7 +92,7 @@ def test_a_port_in_use_is_one_line_and_starts_nothing(toy: Running) -> None:
             Running.start("--model", "toy", "--port", port)
 
 
-def test_a_killed_worker_comes_back_under_its_id_and_on_its_port(toy: Running) -> None:
+def test_a_killed_worker_restarts_with_its_id_and_port(toy: Running) -> None:
     for name in ("p0", "d0"):
         pid, address = toy.pid(name), toy.address(name)
         with Client(toy.target) as client:
@@ -110,14 +110,14 @@ def test_a_killed_worker_comes_back_under_its_id_and_on_its_port(toy: Running) -
         assert len(ask(toy).token_ids) == 8
 
 
-def test_a_killed_router_comes_back_on_its_port(toy: Running) -> None:
+def test_a_killed_router_restarts_on_its_port(toy: Running) -> None:
     pid = toy.pid("router")
     os.kill(pid, signal.SIGKILL)
     toy.wait_restarted("router", pid)
     assert len(ask(toy).token_ids) == 8
 
 
-def test_a_killed_redis_fails_no_request_and_comes_back(toy: Running) -> None:
+def test_a_killed_redis_fails_no_request(toy: Running) -> None:
     pid = toy.pid("redis")
     os.kill(pid, signal.SIGKILL)
     assert len(ask(toy).token_ids) == 8
@@ -126,7 +126,7 @@ def test_a_killed_redis_fails_no_request_and_comes_back(toy: Running) -> None:
 
 
 @pytest.mark.parametrize("number", slow_except([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
-def test_a_signal_drains_and_leaves_no_process_behind(number: signal.Signals) -> None:
+def test_a_signal_drains_and_ends_all_processes(number: signal.Signals) -> None:
     with Running.start("--model", "toy", *SLOW) as cluster:
         pids = cluster.pids()
         with Client(cluster.target) as client, client.stream(PROMPT, max_tokens=40, temperature=0) as stream:
@@ -138,7 +138,7 @@ def test_a_signal_drains_and_leaves_no_process_behind(number: signal.Signals) ->
         assert [name for name, pid in pids.items() if is_alive(pid)] == []
 
 
-def test_a_second_signal_ends_everything_at_once() -> None:
+def test_a_second_signal_ends_the_cluster_at_once() -> None:
     with Running.start("--model", "toy", "--set", "worker.toy_step_s=0.2") as cluster:
         pids = cluster.pids()
         with Client(cluster.target) as client, client.stream(PROMPT, max_tokens=1000) as stream:
@@ -150,7 +150,7 @@ def test_a_second_signal_ends_everything_at_once() -> None:
         until(lambda: not any(is_alive(pid) for pid in pids.values()))
 
 
-def test_a_killed_launcher_leaves_no_process_and_no_file_behind(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
     shared = {path.name for path in Path("/dev/shm").glob("*")}
     cluster = Running.start("--model", "toy", env={"TMPDIR": str(tmp_path)})
     pids = cluster.pids()

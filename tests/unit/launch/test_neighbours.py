@@ -43,7 +43,7 @@ async def test_a_second_cluster_of_one_name_is_rejected(neighbour: Running, redi
     assert "--set cluster=NAME" in str(caught.value)
 
 
-async def test_names_of_their_own_let_clusters_share_a_redis(neighbour: Running, redis: EmbeddedRedis) -> None:
+async def test_clusters_with_different_names_share_a_redis(neighbour: Running, redis: EmbeddedRedis) -> None:
     await check_alone(asked(redis.url, cluster="blue"))
 
 
@@ -52,11 +52,11 @@ async def test_a_wrong_password_is_rejected(redis: EmbeddedRedis) -> None:
         await check_alone(asked(redis.url.replace(redis.password, "wrong")))
 
 
-async def test_a_redis_that_does_not_answer_stops_no_start() -> None:
+async def test_a_silent_redis_does_not_stop_the_start() -> None:
     await check_alone(asked("redis://127.0.0.1:1/0"))
 
 
-async def test_the_registrations_of_a_dead_cluster_stop_no_start() -> None:
+async def test_registrations_of_a_dead_cluster_do_not_stop_the_start() -> None:
     """What a killed launcher leaves behind, for as long as a lease lasts."""
     redis = EmbeddedRedis.start()
     try:

@@ -35,7 +35,7 @@ def test_an_own_ray_reads_its_token_from_a_private_file(environ: dict[str, str])
         folder.remove()
 
 
-def test_a_ray_of_others_is_sent_a_token_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_ray_is_sent_a_token_if_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for environ, mode in (
         ({"RAY_AUTH_TOKEN": "t"}, "token"),

@@ -20,7 +20,7 @@ def weights(done: float, seconds: float) -> PhaseProgress:
     return PhaseProgress(phase="weights", done=done, total=4e9, unit="bytes", seconds=seconds)
 
 
-def test_what_has_ended_counts_and_what_runs_is_named() -> None:
+def test_finished_steps_are_counted_and_running_ones_named() -> None:
     progress = ClusterProgress("starting", ["redis", "p0", "d0", "router"], 0.0)
     assert (progress.share, progress.detail(0.0)) == (0.0, "0 of 4")
     for name in ("redis", "p0", "d0"):

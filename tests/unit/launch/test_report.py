@@ -20,7 +20,7 @@ def test_each_process_has_its_file(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "d0.log").read_text(encoding="utf-8") == "a line of d0: é\n"
 
 
-def test_a_restarted_process_goes_on_in_its_file(tmp_path: Path) -> None:
+def test_a_restarted_process_appends_to_its_log(tmp_path: Path) -> None:
     report = LauncherReport(tmp_path)
     report.relay("p0")("before")
     report.relay("p0")("after")
@@ -54,7 +54,7 @@ class Disk:
         return len(data)
 
 
-def test_a_log_says_how_many_lines_it_lacks_when_there_is_room_again() -> None:
+def test_a_log_reports_lost_lines_after_a_full_disk() -> None:
     disk, told = Disk(), list[str]()
     file = LogFile(disk, told.append)  # type: ignore[arg-type]
     file.write("first")
@@ -92,7 +92,7 @@ def test_an_unread_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("folder", ["/dev/full", "/proc/nowhere"])
-def test_a_folder_for_logs_that_cannot_be_is_refused_by_name(folder: str) -> None:
+def test_an_unusable_log_folder_is_named(folder: str) -> None:
     with pytest.raises(ConfigError, match=f"log_dir: got {folder}, expected a folder that can be written to"):
         LauncherReport(Path(folder))
 

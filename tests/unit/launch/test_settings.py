@@ -37,7 +37,7 @@ max_queue = 7
 """
 
 
-def test_a_file_speaks_of_all_processes(tmp_path: Path) -> None:
+def test_a_file_configures_all_processes(tmp_path: Path) -> None:
     spec = read(None, FILE, folder=tmp_path).spec
     assert (spec.model, spec.prefill, spec.decode) == ("toy", 2, 1)
     _, decode = worker_config(spec, 2)
@@ -45,12 +45,12 @@ def test_a_file_speaks_of_all_processes(tmp_path: Path) -> None:
     assert spec.settings["router"] == {"max_queue": 7}
 
 
-def test_flags_win_over_words_and_words_over_the_file(tmp_path: Path) -> None:
+def test_flags_override_set_and_set_overrides_the_file(tmp_path: Path) -> None:
     spec = read({"prefill": 4}, FILE, "prefill=3", "decode=2", "worker.kv_blocks=5", folder=tmp_path).spec
     assert (spec.prefill, spec.decode, worker_config(spec, 0)[1].kv_blocks) == (4, 2, 5)
 
 
-def test_a_word_that_is_no_toml_value_is_a_string(tmp_path: Path) -> None:
+def test_a_set_value_that_is_not_toml_is_a_string(tmp_path: Path) -> None:
     asked = read(None, None, "model=toy", "cluster=blue", "worker.toy_step_s=0.5", folder=tmp_path)
     assert asked.spec.cluster == "blue"
     assert worker_config(asked.spec, 0)[1].toy_step_s == 0.5
@@ -66,16 +66,14 @@ def test_the_token_may_come_from_the_environment(tmp_path: Path, monkeypatch: py
     assert read({"model": "toy"}, folder=tmp_path).spec.settings["router"]["token"] == "secret"
 
 
-def test_each_start_makes_a_cluster_secret_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_start_makes_its_own_cluster_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PDSERVE_CLUSTER_SECRET", raising=False)
     made = [read({"model": "toy"}, folder=tmp_path).spec.cluster_secret for _ in range(2)]
     assert made[0] != made[1]
     assert min(map(len, made)) == 64
 
 
-def test_ranks_on_other_hosts_need_a_cluster_secret_that_they_can_know(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_on_other_hosts_need_a_configured_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PDSERVE_CLUSTER_SECRET", raising=False)
     remote = {"tensor_parallel": 2, "local_ranks": 1, "rendezvous": "10.0.0.1:7000", "insecure": True}
     with pytest.raises(ConfigError, match="cluster_secret: got nothing, expected one in PDSERVE_CLUSTER_SECRET, here"):
@@ -123,7 +121,7 @@ def test_metrics_are_for_clusters_without_ray(tmp_path: Path) -> None:
         read({"model": "toy", "metrics": 9500, "ray": ""}, folder=tmp_path)
 
 
-def test_gpus_are_those_that_this_process_may_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_visible_gpus_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert read({"model": "toy"}, folder=tmp_path).spec.gpus == ("3", "5")
 
@@ -220,7 +218,7 @@ def test_hopeless_keys_get_a_list(word: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["max_queue", "model.x=1", "=1"])
-def test_a_wrong_word_is_refused(word: str, tmp_path: Path) -> None:
+def test_an_invalid_set_is_rejected(word: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         read({"model": "toy"}, "model = 'toy'", word, folder=tmp_path)
 
@@ -260,7 +258,7 @@ def test_a_recording_goes_to_the_router_by_its_absolute_path(tmp_path: Path, mon
     assert asked.spec.settings["router"]["record"] == str(tmp_path / "here.jsonl")
 
 
-def test_faults_are_injected_where_the_flag_says_so_and_nowhere_else(tmp_path: Path) -> None:
+def test_faults_are_injected_only_by_the_flag(tmp_path: Path) -> None:
     plan = "seed=3,share=0.5,drop=1"
     asked = read({"model": "toy", "inject_faults": plan}, folder=tmp_path)
     configs = [one.config for one in processes(asked.spec) if one.module != "router"]
@@ -278,12 +276,12 @@ def test_faults_are_injected_where_the_flag_says_so_and_nowhere_else(tmp_path: P
         ("", ("decode_worker.inject_faults=drop=1",)),
     ],
 )
-def test_a_file_or_a_word_cannot_inject_faults(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_file_or_set_cannot_inject_faults(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="inject_faults"):
         read({"model": "toy"}, text, *words, folder=tmp_path)
 
 
-def test_a_plan_of_faults_is_read_before_anything_starts(tmp_path: Path) -> None:
+def test_a_fault_plan_is_checked_before_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="explode"):
         read({"model": "toy", "inject_faults": "explode=1"}, folder=tmp_path)
 
@@ -344,7 +342,7 @@ def test_configs_do_not_print_secrets(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
-def test_a_model_folder_lacks_nothing_that_a_start_needs(missing: str, tmp_path: Path) -> None:
+def test_a_model_folder_is_checked_before_the_start(missing: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(settings.bundled_model(), folder)
     (folder / missing).unlink()

@@ -95,7 +95,7 @@ async def test_cancel_while_decoding_stops_the_tokens(start: Any, attach: Any, a
     assert await d.on_engine(is_empty)
 
 
-async def test_cancel_of_what_is_gone_or_never_was_is_answered(start: Any, attach: Any, ask: Any) -> None:
+async def test_cancelling_an_unknown_attempt_is_answered(start: Any, attach: Any, ask: Any) -> None:
     p, d = start(Role.PREFILL), start(Role.DECODE)
     router = await attach(p, d)
     await router.remote(ask("r", PROMPT))

@@ -21,7 +21,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 LOCAL = (("grpc.use_local_subchannel_pool", 1),)
 
 
-async def test_a_hello_says_what_a_router_plans_with(start: Any, attach: Any) -> None:
+async def test_a_hello_has_the_facts_for_planning(start: Any, attach: Any) -> None:
     p, d = start(Role.PREFILL, toy_step_s=0.002), start(Role.DECODE, toy_step_s=0.002)
     router = await attach(p, d)
     hello = router.hellos[Role.DECODE]
@@ -55,7 +55,7 @@ async def test_load_is_reported_on_heartbeats_and_changes(start: Any, attach: An
     assert router.all("batch_timed")[0].step_s > 0
 
 
-async def test_cache_changes_go_to_the_routers_that_want_them(start: Any, attach: Any, ask: Any) -> None:
+async def test_cache_changes_go_to_subscribed_routers(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE)
     early = await attach(d, wants_kv_events=True, name="early")
     deaf = await attach(d, name="deaf")
@@ -97,7 +97,7 @@ async def test_health_has_a_real_watch_and_readiness_ends_with_a_drain(start: An
         watch.cancel()
 
 
-async def test_an_operator_drains_a_worker_and_takes_it_back(start: Any, attach: Any, ask: Any) -> None:
+async def test_an_operator_drains_and_undrains_a_worker(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE)
     router, other = await attach(d), await attach(d, name="other")
     async with grpc.aio.insecure_channel(d.address, options=LOCAL) as channel:
@@ -118,7 +118,7 @@ async def test_an_operator_drains_a_worker_and_takes_it_back(start: Any, attach:
     assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
 
 
-async def test_a_worker_that_is_about_to_end_is_not_taken_back(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_worker_that_shuts_down_cannot_be_undrained(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE, toy_step_s=0.005)
     router = await attach(d)
     reserve = worker_pb2.Reserve(sequence=ask("resident", PROMPT, max_tokens=40), is_local=True)

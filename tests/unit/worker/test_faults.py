@@ -48,9 +48,7 @@ def is_empty(program: Any) -> bool:
 # -- routers ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_lost_stream_frees_everything_of_that_router_and_nothing_of_another(
-    start: Any, attach: Any, ask: Any
-) -> None:
+async def test_a_lost_stream_frees_only_that_routers_attempts(start: Any, attach: Any, ask: Any) -> None:
     p = start(Role.PREFILL, toy_step_s=0.01, max_batch_tokens=4)
     d = start(Role.DECODE, toy_step_s=0.005)
     lost, kept = await attach(p, d, name="lost"), await attach(p, d, name="kept")
@@ -79,7 +77,7 @@ async def test_a_router_that_attaches_again_replaces_its_old_stream(start: Any, 
     await d.until(is_empty, "an empty worker")
 
 
-async def test_two_routers_of_one_name_do_not_end_each_others_streams(start: Any, attach: Any, ask: Any) -> None:
+async def test_routers_with_the_same_id_keep_their_streams(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE, toy_step_s=0.005)
     one = await attach(d, incarnation="1")
     await one.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("r", PROMPT, max_tokens=40), is_local=True))
@@ -123,9 +121,7 @@ async def test_a_stream_that_does_not_begin_with_hello_is_refused(start: Any, fi
 # -- messages --------------------------------------------------------------------------------------------------
 
 
-async def test_messages_that_come_twice_or_late_are_counted_and_change_nothing(
-    start: Any, attach: Any, ask: Any
-) -> None:
+async def test_repeated_and_late_messages_are_counted(start: Any, attach: Any, ask: Any) -> None:
     p, d = start(Role.PREFILL), start(Role.DECODE, toy_step_s=0.005)
     router = await attach(p, d)
     sequence = ask("r", PROMPT, attempt=2)
@@ -159,7 +155,7 @@ async def test_a_newer_attempt_ends_the_older_one(start: Any, attach: Any, ask: 
     assert [*got, *await router.finished("r", attempt=2)] == answer(PROMPT, len(got) + 5)
 
 
-async def test_a_request_id_may_be_used_again_once_nothing_is_held_for_it(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_released_request_id_may_be_reused(start: Any, attach: Any, ask: Any) -> None:
     """After a whole answer, and after one that was cancelled."""
     d = start(Role.DECODE, toy_step_s=0.005)
     router = await attach(d)
@@ -203,7 +199,7 @@ async def test_a_stale_grant_loses_the_transfer_and_frees_both_sides(start: Any,
         await worker.until(is_empty, "an empty worker")
 
 
-async def test_a_grant_that_is_used_twice_is_written_to_by_one_request_only(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_grant_is_used_by_one_request_only(start: Any, attach: Any, ask: Any) -> None:
     p, d = start(Role.PREFILL, toy_step_s=0.01, max_batch_tokens=16), start(Role.DECODE)
     router = await attach(p, d)
     good, bad = ask("good", PROMPT), ask("bad", PROMPT[::-1])
@@ -226,7 +222,7 @@ async def test_a_dead_receiver_ends_the_worker(start: Any) -> None:
     assert not d.host.is_healthy()
 
 
-async def test_a_grant_of_a_worker_that_is_gone_loses_the_transfer(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_grant_of_a_dead_worker_fails_the_transfer(start: Any, attach: Any, ask: Any) -> None:
     p, d = start(Role.PREFILL), start(Role.DECODE)
     router = await attach(p, d)
     sequence = ask("r", PROMPT)
@@ -272,7 +268,7 @@ async def test_a_decode_worker_of_another_model_is_not_written_to(start: Any, at
         ({"itl_s": -1.0}, "itl_s: got -1"),
     ],
 )
-async def test_a_wrong_sequence_fails_with_the_field_that_is_wrong(
+async def test_an_invalid_sequence_names_its_field(
     start: Any, attach: Any, ask: Any, changes: dict[str, Any], named: str
 ) -> None:
     d = start(Role.DECODE)
@@ -285,7 +281,7 @@ async def test_a_wrong_sequence_fails_with_the_field_that_is_wrong(
     await router.released("r", Role.DECODE)
 
 
-async def test_wrong_sampling_fails_with_the_field_that_is_wrong(start: Any, attach: Any, ask: Any) -> None:
+async def test_invalid_sampling_names_its_field(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE)
     router = await attach(d)
     for name, field, value in (("a", "temperature", float("nan")), ("b", "top_p", 0.0), ("c", "max_tokens", 0)):

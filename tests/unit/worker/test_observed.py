@@ -39,7 +39,7 @@ async def eventually(holds: Callable[[], Awaitable[bool]], what: str, deadline_s
         await asyncio.sleep(0.01)
 
 
-async def test_a_worker_registers_tells_its_cache_and_leaves(
+async def test_a_worker_registers_publishes_its_cache_and_leaves(
     start: Any, attach: Any, ask: Any, redis: EmbeddedRedis
 ) -> None:
     d = start(Role.DECODE, redis=redis.url)
@@ -66,7 +66,7 @@ async def has(registry: Registry, expected: list[tuple[str, str, Role]]) -> bool
     return [(one.worker_id, one.endpoint, one.role) for one in await registry.read()] == expected
 
 
-async def test_requests_go_on_without_redis(start: Any, attach: Any, ask: Any, redis: EmbeddedRedis) -> None:
+async def test_requests_continue_without_redis(start: Any, attach: Any, ask: Any, redis: EmbeddedRedis) -> None:
     p, d = start(Role.PREFILL, redis=redis.url), start(Role.DECODE, redis=redis.url)
     router = await attach(p, d)
     assert await router.remote(ask("before", PROMPT)) == answer(PROMPT, 8, prefilled=len(PROMPT))
@@ -124,7 +124,7 @@ async def test_a_worker_serves_its_metrics(start: Any, attach: Any, ask: Any, un
     await eventually(is_told, "the metrics of one request")
 
 
-async def test_what_transfers_meet_is_counted_once_for_each_time(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_transfer_events_are_counted_once(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     d = start(Role.DECODE)
     seen: list[tuple[str, float, str]] = []
     program = d.program

@@ -45,7 +45,7 @@ def num_groups(p: Any) -> int:
 
 
 @pytest.mark.parametrize("transport", slow_except(["tcp", "shm"], "tcp"))
-async def test_every_plan_gives_the_tokens_of_the_end(start: Any, attach: Any, ask: Any, transport: str) -> None:
+async def test_every_push_plan_gives_the_same_tokens(start: Any, attach: Any, ask: Any, transport: str) -> None:
     answers, chunks = {}, {}
     for push in ("end", "chunk", "layers"):
         p = start(Role.PREFILL, push=push, transport=transport, worker_id=f"p-{push}", **COMMON)
@@ -76,7 +76,7 @@ async def test_a_repeated_step_sends_no_layer_twice(start: Any, attach: Any, ask
     assert p.program._sender.stats.failed == 0
 
 
-async def test_blocks_of_the_cache_leave_whole_before_the_layers_of_the_rest(start: Any, attach: Any, ask: Any) -> None:
+async def test_cached_blocks_are_sent_whole_before_layer_groups(start: Any, attach: Any, ask: Any) -> None:
     settings = {**COMMON, "is_prefix_cache_on": True}
     p = start(Role.PREFILL, push="layers", **settings)
     first, second = (start(Role.DECODE, worker_id=name, **settings) for name in ("d0", "d1"))

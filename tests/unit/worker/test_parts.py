@@ -53,7 +53,7 @@ def test_the_watchdog_calls_once() -> None:
 # -- messages --------------------------------------------------------------------------------------------------
 
 
-def test_the_scores_of_a_long_prompt_travel_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_scores_are_sent_in_bounded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MAX_SCORED", 12)
     tokens = tuple(TokenOut(token_id=n, logprob=-1.0, top=((n, -1.0), (0, -2.0))) for n in range(9))
     effect = PromptScored(key=AttemptKey(1, "a", 2), first_position=5, tokens=tokens)
@@ -102,7 +102,7 @@ async def test_an_unread_outbox_closes_at_its_limit() -> None:
     assert [message async for message in outbox] == []
 
 
-async def test_what_is_ready_together_leaves_as_one_but_for_changes_of_the_cache() -> None:
+async def test_ready_messages_are_batched_except_cache_changes() -> None:
     outbox, seen = SessionOutbox(is_batching=True), []
     loads = [worker_pb2.AttachResponse(load=worker_pb2.Load(steps=n)) for n in range(5)]
     change = worker_pb2.AttachResponse(kv_events=worker_pb2.KvEvents(sequence=7))
@@ -130,7 +130,7 @@ async def test_a_batch_is_bounded() -> None:
     assert sizes == [[0, 600, 0, 600], [0, 600]]
 
 
-async def test_steps_that_wait_are_merged_in_their_order() -> None:
+async def test_waiting_steps_are_merged_in_order() -> None:
     outbox, seen = SessionOutbox(), []
     plain = worker_pb2.PlainTokens(request_ids=["a"], attempts=[1], output_indexes=[3], token_ids=[1])
     row = worker_pb2.TokenRow(request_id="a", tokens=[worker_pb2.Token(token_id=2)])
@@ -198,7 +198,7 @@ def test_a_small_pool_still_gives_a_prior(num_blocks: int, max_batch: int, max_b
     assert cost.prefill_base_s + cost.prefill_per_token_s + cost.prefill_per_token_context_s > 0.0
 
 
-def test_measuring_keeps_to_its_budget() -> None:
+def test_calibration_keeps_to_its_budget() -> None:
     engine = ToyEngine(num_blocks=256, step_s=0.05)
     started_s = time.monotonic()
     calibrate.measure_cost(engine, Role.DECODE, max_batch=64, max_batch_tokens=512, budget_s=0.1)
@@ -256,7 +256,7 @@ def row(token: int, block: int) -> Row:
     return Row(tokens=[token], start=0, blocks=[block], sample=greedy, history=[token], prompt_len=1)
 
 
-def test_a_bad_row_fails_and_the_others_give_what_they_would_have_given() -> None:
+def test_a_bad_row_fails_alone() -> None:
     engine = Picky()
     isolation = Isolation(engine, lambda: row(1, 9))
     good, bad, fine = isolation.step([row(1, 0), row(7, 1), row(2, 2)])
@@ -272,7 +272,7 @@ def test_an_engine_that_fails_the_probe_is_broken() -> None:
         Isolation(engine, lambda: row(1, 9)).step([row(1, 0), row(2, 1)])
 
 
-def test_without_a_block_to_probe_with_several_barren_steps_are_needed() -> None:
+def test_without_a_free_block_several_failed_steps_are_needed() -> None:
     engine = Picky()
     isolation = Isolation(engine, lambda: None)
     for _ in range(MAX_BARREN_STEPS - 1):
@@ -287,7 +287,7 @@ def test_without_a_block_to_probe_with_several_barren_steps_are_needed() -> None
 # -- the ledger ------------------------------------------------------------------------------------------------
 
 
-def test_the_ledger_tells_new_attempts_from_late_ones() -> None:
+def test_the_ledger_distinguishes_new_and_late_attempts() -> None:
     ledger = AttemptLedger()
     first, second, other = AttemptKey(1, "r", 1), AttemptKey(1, "r", 2), AttemptKey(2, "r", 1)
     assert ledger.newest(first) is None
@@ -298,7 +298,7 @@ def test_the_ledger_tells_new_attempts_from_late_ones() -> None:
     assert not ledger.begin(other)
 
 
-def test_the_ledger_forgets_what_is_no_longer_held_and_keeps_a_newer_attempt() -> None:
+def test_the_ledger_keeps_newer_attempts() -> None:
     ledger = AttemptLedger()
     first, second = AttemptKey(1, "r", 1), AttemptKey(1, "r", 2)
     assert ledger.begin(first)

@@ -12,9 +12,7 @@ from pdserve.v1 import worker_pb2
 PROMPT = list(b"The quick brown fox jumps over it")
 
 
-async def test_the_remote_path_gives_the_tokens_of_an_engine_that_read_prefilled_kv(
-    start: Any, attach: Any, ask: Any
-) -> None:
+async def test_the_remote_path_gives_the_engines_tokens(start: Any, attach: Any, ask: Any) -> None:
     p, d = start(Role.PREFILL), start(Role.DECODE)
     router = await attach(p, d)
     tokens = await router.remote(ask("r", PROMPT, max_tokens=8))
@@ -49,7 +47,7 @@ async def test_many_requests_at_once_do_not_mix(start: Any, attach: Any, ask: An
         assert got == answer(prompt, 10 + n)
 
 
-async def test_a_prefix_that_the_decode_worker_holds_does_not_travel_again(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_cached_prefix_is_not_transferred_again(start: Any, attach: Any, ask: Any) -> None:
     p, d = start(Role.PREFILL, model="toy"), start(Role.DECODE, model="toy")
     router = await attach(p, d)
     assert await router.remote(ask("first", PROMPT)) == answer(PROMPT, 8)
@@ -70,9 +68,7 @@ async def test_a_prefix_that_the_decode_worker_holds_does_not_travel_again(start
     assert router.all("first_token", "again")[0].cached_tokens == 32
 
 
-async def test_a_prefill_worker_learns_its_link_and_what_a_transfer_costs_its_steps(
-    start: Any, attach: Any, ask: Any
-) -> None:
+async def test_a_prefill_worker_learns_link_and_slowdown(start: Any, attach: Any, ask: Any) -> None:
     p, d = start(Role.PREFILL, model="toy", max_batch_tokens=8), start(Role.DECODE, model="toy")
     router = await attach(p, d)
     assert await router.remote(ask("r", PROMPT)) == answer(PROMPT, 8)

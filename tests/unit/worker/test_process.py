@@ -80,7 +80,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", WRONG)
-def test_wrong_settings_end_the_process_with_one_sentence(changes: dict[str, Any]) -> None:
+def test_invalid_settings_end_the_process_with_one_line(changes: dict[str, Any]) -> None:
     flags = {"model": "toy", "worker_id": "d", **changes}
     command = [sys.executable, "-m", "decode_worker", *(f"--{k.replace('_', '-')}={v}" for k, v in flags.items())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=ENV)

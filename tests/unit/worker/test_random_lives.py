@@ -87,7 +87,7 @@ class Life:
     ("transport", "seed", "async_scheduling"),
     slow_except([("tcp", 1, "off"), ("shm", 2, "off"), ("auto", 3, "on")], ("tcp", 1, "off"), ("auto", 3, "on")),
 )
-async def test_finished_texts_are_right_and_everything_is_free_at_the_end(
+async def test_random_requests_are_exact_and_leave_no_blocks(
     start: Any, attach: Any, ask: Any, transport: str, seed: int, async_scheduling: str
 ) -> None:
     rng = random.Random(seed)

@@ -17,9 +17,7 @@ from tests.unit.worker.conftest import TEXT
 from tests.unit.worker.test_tensor_parallel import BUNDLED, COMMON, PROMPTS
 
 
-async def test_a_rank_on_another_host_computes_and_moves_its_heads(
-    start: Any, attach: Any, ask: Any, tmp_path: Path
-) -> None:
+async def test_a_rank_on_another_host_transfers_its_heads(start: Any, attach: Any, ask: Any, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     command = [sys.executable, "-m", "pdserve", "rank", address, "--host=127.0.0.2"]

@@ -24,7 +24,7 @@ SIZES = [(4, 8), (8, 4), (4, 6), (6, 4), (1, 5), (16, 64)]
 
 @pytest.mark.parametrize(("prefill_size", "decode_size"), SIZES)
 @pytest.mark.parametrize("transport", slow_except(["tcp", "shm"], "tcp"))
-async def test_blocks_of_another_size_hold_the_same_cells(
+async def test_blocks_of_another_size_have_the_same_cells(
     start: Any, attach: Any, ask: Any, prefill_size: int, decode_size: int, transport: str
 ) -> None:
     p = start(Role.PREFILL, block_size=prefill_size, transport=transport)
@@ -37,7 +37,7 @@ async def test_blocks_of_another_size_hold_the_same_cells(
 
 
 @pytest.mark.parametrize(("prefill_size", "decode_size"), SIZES)
-async def test_a_held_prefix_is_counted_in_the_receivers_blocks(
+async def test_a_cached_prefix_is_counted_in_the_receivers_blocks(
     start: Any, attach: Any, ask: Any, prefill_size: int, decode_size: int
 ) -> None:
     p = start(Role.PREFILL, model="toy", block_size=prefill_size)
@@ -87,7 +87,7 @@ TEXT = ids_of(
         ({"block_size": 16, "kv_dtype": "int8"}, {"block_size": 32, "kv_dtype": "int8"}),
     ],
 )
-async def test_a_real_engine_goes_on_from_converted_blocks_as_from_its_own(
+async def test_a_real_engine_continues_from_converted_blocks(
     start: Any, attach: Any, ask: Any, prefill: dict[str, Any], decode: dict[str, Any]
 ) -> None:
     common: dict[str, Any] = {
@@ -124,9 +124,7 @@ def decoded(engine: Engine, blocks: list[int], history: list[int], start: int, c
     return history[len(TEXT) :]
 
 
-async def test_float32_sent_to_an_int8_pool_is_what_its_engine_would_have_stored(
-    start: Any, attach: Any, ask: Any
-) -> None:
+async def test_float32_sent_to_an_int8_pool_matches_its_engine(start: Any, attach: Any, ask: Any) -> None:
     common: dict[str, Any] = {
         "model": str(BUNDLED),
         "max_context_tokens": 512,
@@ -164,9 +162,7 @@ async def test_float32_sent_to_an_int8_pool_is_what_its_engine_would_have_stored
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-async def test_floats_travel_as_int8_where_the_operator_says_so(
-    start: Any, attach: Any, ask: Any, transport: str
-) -> None:
+async def test_floats_are_sent_as_int8_if_configured(start: Any, attach: Any, ask: Any, transport: str) -> None:
     """A third of the bytes, and the tokens of an engine that got the prompt's KV rounded."""
     common: dict[str, Any] = {
         "model": str(BUNDLED),
@@ -195,7 +191,7 @@ async def test_floats_travel_as_int8_where_the_operator_says_so(
     assert remote == decoded(engine, blocks, [*TEXT, first.sampled[0].token_id], len(TEXT), 24)
 
 
-async def test_shapes_that_no_conversion_joins_fail_by_a_typed_error(start: Any, attach: Any, ask: Any) -> None:
+async def test_inconvertible_shapes_fail_with_a_typed_error(start: Any, attach: Any, ask: Any) -> None:
     p, d = start(Role.PREFILL, model="toy"), start(Role.DECODE, model="toy", block_size=8)
     router = await attach(p, d)
     sequence = ask("r", PROMPT)

@@ -34,7 +34,7 @@ def counted(port: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_several_tokens_of_a_step_travel_in_one_row(
+async def test_several_tokens_of_a_step_are_sent_in_one_row(
     start: Any, attach: Any, ask: Any, unused_tcp_port: int, temperature: float
 ) -> None:
     port = unused_tcp_port
@@ -56,9 +56,7 @@ async def test_several_tokens_of_a_step_travel_in_one_row(
     assert 0 < seen["pdserve_speculated_steps_total"] <= len(rows)
 
 
-async def test_a_worker_that_shall_not_speculate_does_not(
-    start: Any, attach: Any, ask: Any, unused_tcp_port: int
-) -> None:
+async def test_speculation_can_be_disabled(start: Any, attach: Any, ask: Any, unused_tcp_port: int) -> None:
     d = start(Role.DECODE, load=load_terse, metrics_port=unused_tcp_port, speculation="off")
     router = await attach(d)
     assert await router.local(ask("r", PROMPT, max_tokens=60)) == answer(PROMPT, 60, num_answers=2)
@@ -67,6 +65,6 @@ async def test_a_worker_that_shall_not_speculate_does_not(
 
 
 @pytest.mark.parametrize(("field", "value"), [("speculation", "model"), ("max_drafts", 0), ("max_drafts", 16)])
-def test_settings_that_cannot_be_are_refused(field: str, value: Any) -> None:
+def test_impossible_settings_are_rejected(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
         WorkerConfig(model="toy", worker_id="d", **{field: value})

@@ -139,7 +139,7 @@ async def test_a_stranger_is_rejected_and_counted(start: Any, attach: Any, ask: 
     assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
 
 
-async def test_a_call_that_nothing_declares_is_rejected(start: Any) -> None:
+async def test_an_undeclared_call_is_rejected(start: Any) -> None:
     d = start(Role.DECODE)
     metrics = d.host._metrics = Metrics("worker")
     async with grpc.aio.insecure_channel(d.address, options=LOCAL) as channel:
@@ -156,7 +156,7 @@ async def test_health_needs_no_proof(start: Any) -> None:
     assert answered.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_rejected_caller_hears_why(start: Any) -> None:
+async def test_a_rejected_caller_gets_the_reason(start: Any) -> None:
     d = start(Role.DECODE)
     async with grpc.aio.insecure_channel(d.address, options=LOCAL) as channel:
         with pytest.raises(Unauthenticated, match="caller is a worker; only a router may call"):

@@ -76,7 +76,7 @@ DEGREES = ((1, 2), (2, 1), (2, 2), (2, 4), (4, 2))
         pytest.param(DEGREES[:3], "tcp", "int8", "auto", marks=pytest.mark.slow),
     ],
 )
-async def test_any_two_of_one_and_two_ranks_write_what_float64_does(
+async def test_any_pair_of_degrees_matches_float64(
     start: Any,
     attach: Any,
     ask: Any,
@@ -116,7 +116,7 @@ OWN: dict[str, Any] = {**COMMON, **ASYNC, "rank_pools": "own", "kv_check": "step
         pytest.param(DEGREES, "shm", "int8", "chunk", marks=pytest.mark.slow),
     ],
 )
-async def test_ranks_with_pools_of_their_own_write_what_float64_does(
+async def test_ranks_with_separate_pools_match_float64(
     start: Any,
     attach: Any,
     ask: Any,
@@ -219,7 +219,7 @@ async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(
 
 @pytest.mark.slow  # test_a_prefill_worker_survives_a_decode_rank_that_dies_in_a_transfer kills an idle rank too
 @pytest.mark.parametrize("role", Role)
-async def test_a_rank_that_dies_while_nothing_is_asked_ends_the_worker(start: Any, role: Role) -> None:
+async def test_an_idle_rank_that_dies_ends_the_worker(start: Any, role: Role) -> None:
     idle = start(role, **COMMON, tensor_parallel=2)
     kill_rank(idle)
     await idle.until_fatal()
@@ -264,7 +264,7 @@ def load_own_pools(config: WorkerConfig, role: Role) -> Any:
     return OwnPools(load_engine(config, role))
 
 
-async def test_ranks_with_pools_of_their_own_are_refused_before_a_block_moves(
+async def test_separate_pools_without_an_endpoint_are_rejected(
     start: Any, attach: Any, ask: Any, worker_config: Any
 ) -> None:
     """As a prefill worker at its start; a decode worker reads prompts itself, and grants nothing."""

@@ -25,7 +25,7 @@ def test_equal_decode_steps_are_reported_as_a_mean() -> None:
     assert steps.observe(decodes(2, 120), 0.004, 0.2) is None, "the next mean begins anew"
 
 
-def test_steps_of_other_rows_are_not_mixed_in_and_lose_nothing() -> None:
+def test_steps_with_other_rows_are_averaged_separately() -> None:
     steps = TimedSteps(0.025)
     told = []
     for number in range(2 * STEPS):
@@ -37,7 +37,7 @@ def test_steps_of_other_rows_are_not_mixed_in_and_lose_nothing() -> None:
     assert steps.observe(decodes(3, 300), 0.006, 1.0) == (decodes(3, 300), pytest.approx(0.006))
 
 
-def test_slow_spells_count_by_their_steps_not_by_their_time() -> None:
+def test_slow_periods_count_by_steps() -> None:
     steps, told, now_s = TimedSteps(0.025), [], 0.0
     for number in range(100 * STEPS):
         step_s = 0.004 if number // STEPS % 2 else 0.012
@@ -53,7 +53,7 @@ def test_long_steps_are_not_waited_for() -> None:
     assert steps.observe(decodes(1, 50), LONGEST_SPANS * 0.025, 1.0) == (decodes(1, 50), LONGEST_SPANS * 0.025)
 
 
-def test_a_step_with_prefill_is_reported_alone() -> None:
+def test_a_prefill_step_is_reported_individually() -> None:
     steps = TimedSteps(1.0)
     mixed = StepAccount(decode_rows=2, context_tokens=100, prefill_tokens=64, prefill_token_context=2048.0)
     assert steps.observe(decodes(2, 100), 0.010, 0.0) is None

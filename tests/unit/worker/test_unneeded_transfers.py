@@ -34,7 +34,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[str]]:
     return watch
 
 
-async def test_one_token_moves_no_kv(start: Any, attach: Any, ask: Any, outcomes: Any) -> None:
+async def test_one_token_needs_no_transfer(start: Any, attach: Any, ask: Any, outcomes: Any) -> None:
     p, d = start(Role.PREFILL), start(Role.DECODE)
     router, seen = await attach(p, d), outcomes(p, d)
     for number in range(8):
@@ -46,9 +46,7 @@ async def test_one_token_moves_no_kv(start: Any, attach: Any, ask: Any, outcomes
 
 
 @pytest.mark.parametrize("first", [Role.PREFILL, Role.DECODE])
-async def test_the_worker_that_hears_of_the_cancel_last_counts_no_failure(
-    start: Any, attach: Any, ask: Any, outcomes: Any, first: Role
-) -> None:
+async def test_a_late_cancel_counts_no_failure(start: Any, attach: Any, ask: Any, outcomes: Any, first: Role) -> None:
     """The other worker ends the transfer before the router's Cancel arrives here."""
     p, d = start(Role.PREFILL, push="chunk", max_batch_tokens=4, toy_step_s=0.02), start(Role.DECODE)
     router, seen = await attach(p, d), outcomes(p, d)

@@ -17,7 +17,7 @@ TILE = 64
     "case",
     [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name == LONG.name() else ()) for case in CASES],
 )
-def test_attention_over_parts_is_that_of_float64(case: Case, device: torch.device) -> None:
+def test_attention_over_parts_matches_float64(case: Case, device: torch.device) -> None:
     assert case.check(device) <= case.bound
 
 
@@ -49,7 +49,7 @@ def test_every_tile_has_one_program(seed: int) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 5, 513])
 @pytest.mark.parametrize("window", [None, 40])
-def test_the_device_divides_as_the_host(num_rows: int, window: int | None, device: torch.device) -> None:
+def test_device_and_host_divide_equally(num_rows: int, window: int | None, device: torch.device) -> None:
     rows, programs = draw_rows(random.Random(num_rows), num_rows), 49
     ranges = [tile_range(*row, TILE, window or 0) for row in rows]
     start_B, length_B = torch.tensor(rows, dtype=torch.int32, device=device).T.contiguous()

@@ -80,7 +80,7 @@ def test_bytes_in_flight_are_those_of_the_open_groups() -> None:
         least_in_flight(LOOP.replace("@%p55 bra", "@%p55 call"), num_warps=4)
 
 
-def test_a_tile_that_is_waited_for_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_without_loads_in_flight_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with three stages: nothing is on its way while a tile is computed."""
     told = {"cuobjdump": "REG:158 STACK:0 SHARED:0 LOCAL:0", "nvdisasm": CODE}
     monkeypatch.setattr(machine_code, "dump", lambda kernel, name, *_: told[name])

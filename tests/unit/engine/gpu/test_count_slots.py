@@ -4,14 +4,14 @@ from pdserve.core.errors import InternalError
 from pdserve.engine.gpu.count_slots import CountSlots
 
 
-def test_a_growing_sequence_is_known_from_step_two() -> None:
+def test_a_growing_sequence_keeps_its_slot() -> None:
     slots, one, other = CountSlots(4), [1, 2], [1, 2]
     assert slots.take([(one, 2), (other, 2)]) == [(0, False), (1, False)]
     assert slots.take([(other, 3), (one, 3)]) == [(1, True), (0, True)]
     assert slots.take([(one, 4)]) == [(0, True)]
 
 
-def test_a_sequence_that_was_passed_by_or_goes_back_is_filled_anew() -> None:
+def test_a_skipped_or_shortened_sequence_is_filled_again() -> None:
     slots, one = CountSlots(2), [1]
     slots.take([(one, 1)])
     assert slots.take([(one, 3)]) == [(0, False)]

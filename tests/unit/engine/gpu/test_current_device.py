@@ -79,7 +79,7 @@ def test_a_follower_process_launches_on_its_own_gpu(
         assert "_attend" in cuda.launches
 
 
-def test_the_stand_in_minds_the_device_of_each_thread() -> None:
+def test_the_stand_in_tracks_each_threads_device() -> None:
     with fake_cuda(num_devices=2) as cuda:
         x_TE, weight_E = (torch.empty(shape, device="cuda:1") for shape in ((3, 64), (64,)))
         with pytest.raises(WrongDevice, match="launched on cuda:0: argument 0 lies on cuda:1"):

@@ -8,7 +8,7 @@ from tests.gpu.cases import Case
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_extents_move_whole_and_mix_ups_show(case: Case, device: torch.device) -> None:
+def test_extents_are_copied_and_wrong_ones_detected(case: Case, device: torch.device) -> None:
     assert case.check(device) <= case.bound
 
 
@@ -19,7 +19,7 @@ def test_numpy_computes_the_checksum_on_the_host() -> None:
     assert checksum(words.tobytes()) == int((mixed ^ (mixed >> np.uint64(32))).sum())
 
 
-def test_a_change_of_one_word_or_of_two_words_places_changes_the_checksum() -> None:
+def test_changed_or_swapped_words_change_the_checksum() -> None:
     data = np.arange(64, dtype=np.uint32)
     whole = checksum(data.tobytes())
     for at in range(64):

@@ -44,7 +44,7 @@ def row(count: int, start: int, first_block: int, num_targets: int = 0) -> Row:
         ("gemma2", "auto", "int8"),
     ],
 )
-def test_torch_takes_every_operation(
+def test_torch_accepts_every_operation(
     name: str, dtype: str, kv_dtype: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_flash = prefill.flash
@@ -95,7 +95,7 @@ def test_torch_takes_every_operation(
         assert {"_attend", "_merge", "_place", "_look", "_settle"} <= set(cuda.launches)
 
 
-def test_the_rules_are_torchs_own() -> None:
+def test_fake_tensors_apply_torchs_rules() -> None:
     def on_gpu(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda:0")
 

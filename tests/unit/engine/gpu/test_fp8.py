@@ -25,7 +25,7 @@ from tests.gpu.cases import Case
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_activations_are_rounded_to_a_scale_for_each_token(case: Case, device: torch.device) -> None:
+def test_activations_are_rounded_with_a_scale_per_token(case: Case, device: torch.device) -> None:
     assert case.check(device) <= case.bound
 
 
@@ -71,6 +71,6 @@ def test_fusing_rounding_into_norms_and_gates_keeps_accuracy(
     assert (fused - behind).norm() < 1.5 * (behind - expected).norm()
 
 
-def test_fast_sums_are_lost_in_the_rounding_to_fp8() -> None:
+def test_fast_sums_err_less_than_fp8_rounding() -> None:
     rounding, fast, promoted = errors(4096)
     assert 4 * promoted < fast < rounding / 10

@@ -42,7 +42,7 @@ def bare(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.gpu_checks
 @pytest.mark.slow
-def test_a_rehearsal_without_the_packages_that_the_gpu_machine_lacks(bare: dict[str, str], tmp_path: Path) -> None:
+def test_a_rehearsal_without_optional_packages(bare: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--out", str(out)]
     done = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
@@ -63,7 +63,7 @@ def test_a_rehearsal_without_the_packages_that_the_gpu_machine_lacks(bare: dict[
     assert (out / "table.md").read_text().count("\n## ") + 1 == len(gpu.PARTS)
 
 
-def test_what_the_gpu_scripts_import_is_there(bare: dict[str, str]) -> None:
+def test_imports_of_the_gpu_scripts_exist(bare: dict[str, str]) -> None:
     code = "import importlib.util; assert importlib.util.find_spec('numba') is None\n" + "\n".join(
         f"import {name}"
         for name in (
@@ -83,7 +83,7 @@ def test_what_the_gpu_scripts_import_is_there(bare: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_without_grpc_or_protobuf_the_parts_that_need_none_go_on(bare: dict[str, str], tmp_path: Path) -> None:
+def test_parts_without_grpc_run_without_it(bare: dict[str, str], tmp_path: Path) -> None:
     site = Path(bare["PYTHONPATH"].split(":")[0]) / "sitecustomize.py"
     site.write_text(site.read_text().replace(repr(MISSING), repr((*MISSING, "grpc", "google"))))
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--only", "serving,device", "--out", str(tmp_path)]
@@ -95,7 +95,7 @@ def test_without_grpc_or_protobuf_the_parts_that_need_none_go_on(bare: dict[str,
     assert "No module named" in found["serving"].errors[0]
 
 
-def test_a_part_that_raises_or_is_cut_keeps_its_rows(tmp_path: Path) -> None:
+def test_a_failed_part_keeps_its_rows(tmp_path: Path) -> None:
     report = Report(tmp_path, "qwen", "a title", ["what", "value"])
     report.row("first", 1234.5)
 
@@ -115,7 +115,7 @@ def test_a_part_that_raises_or_is_cut_keeps_its_rows(tmp_path: Path) -> None:
     assert "exit code 1" in found["transfers"].errors[0]
 
 
-def test_a_part_that_hangs_is_ended_with_what_it_started_and_keeps_its_rows(tmp_path: Path) -> None:
+def test_a_hanging_part_is_ended_with_its_processes(tmp_path: Path) -> None:
     code = f"""
 import subprocess, sys, time
 from pathlib import Path
@@ -146,7 +146,7 @@ def is_running(process: int) -> bool:
     return state != "Z"
 
 
-def test_a_part_begins_anew_and_others_stay(tmp_path: Path) -> None:
+def test_a_repeated_part_replaces_only_its_own_rows(tmp_path: Path) -> None:
     for value in (1, 2):
         Report(tmp_path, "qwen", "a title", ["what", "value"]).row("it", value)
     Report(tmp_path, "device", "a title", ["what", "value"]).row("it", 3)
@@ -154,7 +154,7 @@ def test_a_part_begins_anew_and_others_stay(tmp_path: Path) -> None:
     assert {name: one.rows for name, one in read(tmp_path / FILE).items()} == {"qwen": [], "device": [["it", "3"]]}
 
 
-def test_parts_that_no_time_is_left_for_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_parts_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["benchmarks.gpu", "--rehearse", "--budget", "5", "--only", "device,qwen", "--out", str(tmp_path)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", flags)

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[4]
         ("graphs", 1, "| llama | float32 | 2 |"),
     ],
 )
-def test_the_entry_runs_what_can_be_rehearsed(name: str, num_right: int, told: str) -> None:
+def test_the_entry_point_runs_all_rehearsals(name: str, num_right: int, told: str) -> None:
     command = [sys.executable, "-m", "tests.gpu", "--rehearse", "--only", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -55,9 +55,7 @@ def test_failed_checks_are_repeated_at_the_end(tmp_path: Path, capsys: pytest.Ca
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_check_that_hangs_is_ended_and_one_that_comes_too_late_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_and_skipped_checks_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_LEAST_S", 1.0)
     assert checks.session({"graphs": ["sleep", "600"], "times": ["sleep", "600"]}, 2.0, tmp_path) == 1
     text = (tmp_path / "checks.md").read_text()

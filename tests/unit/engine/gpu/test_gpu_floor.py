@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[4] / "docs/gpu.md"
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 1024), (128, 1024), (64, 8192)])
-def test_the_kernels_move_what_the_model_has_to_read_and_little_else(rows: int, context: int) -> None:
+def test_kernels_read_little_more_than_the_model(rows: int, context: int) -> None:
     model = parse_config(SHAPES["llama-3.1-8b"], {})
     assert shape_of(model) == LLAMA_8B
     floor = decode_floor(LLAMA_8B, rows, context)
@@ -34,11 +34,11 @@ def test_a_step_is_longer_for_more_rows_longer_contexts_and_slower_memory() -> N
     assert decode_floor(LLAMA_8B, 8, 1024, copy_gb_s=2000.0).step_s > step_s
 
 
-def test_one_long_row_among_short_ones_costs_its_bytes() -> None:
+def test_a_long_row_costs_its_bytes() -> None:
     assert mixed_ratio(MIXED) <= MIXED_BOUND
 
 
-def test_the_documentation_has_the_tables() -> None:
+def test_the_documentation_has_the_current_tables() -> None:
     text = DOCS.read_text(encoding="utf-8")
     assert table() in text
     assert claims() in text

@@ -35,7 +35,7 @@ KEPT = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty")
 
 
 @pytest.mark.parametrize("name", slow_except(["qwen3", "gemma2"], "gemma2"))
-def test_tokens_are_those_of_the_eager_engine(
+def test_tokens_match_the_eager_engine(
     name: str, make_pair: Callable[..., Any], serve: Callable[..., list[list[int]]]
 ) -> None:
     eager, graph = make_pair(name)
@@ -172,7 +172,7 @@ def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_async: boo
     assert 1 <= made.count(2) <= 6
 
 
-def test_rows_that_continue_another_step_than_the_last_are_read(make_pair: Callable[..., Any]) -> None:
+def test_rows_that_continue_an_older_step_are_read_again(make_pair: Callable[..., Any]) -> None:
     eager, graph = make_pair("llama")
     text, blocks = [5, 6, 7], [0, 1]
     text.append(prefill(eager, text, blocks))
@@ -192,7 +192,7 @@ def test_rows_that_continue_another_step_than_the_last_are_read(make_pair: Calla
         graph.launch(following, None)
 
 
-def test_rows_that_no_graph_samples(make_pair: Callable[..., Any]) -> None:
+def test_rows_without_a_graph_are_eager(make_pair: Callable[..., Any]) -> None:
     eager, graph = make_pair("llama")
     prompt, blocks = [5, 9, 200, 31, 7], [1, 2]
     text = [*prompt, prefill(eager, prompt, blocks)]
@@ -212,7 +212,7 @@ def test_rows_that_no_graph_samples(make_pair: Callable[..., Any]) -> None:
     assert graph.step([drafted]) == eager.step([drafted])
 
 
-def test_more_rows_than_the_largest_bucket_go_the_eager_way(make_pair: Callable[..., Any]) -> None:
+def test_more_rows_than_the_largest_bucket_are_eager(make_pair: Callable[..., Any]) -> None:
     _, graph = make_pair("llama")
     rows = [
         Row(tokens=[7 + i], start=0, blocks=[i], sample=GREEDY, history=[7 + i], prompt_len=1)

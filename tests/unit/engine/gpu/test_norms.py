@@ -6,5 +6,5 @@ from tests.gpu.cases import Case
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_norms_and_gates_are_those_of_float64(case: Case, device: torch.device) -> None:
+def test_norms_and_gates_match_float64(case: Case, device: torch.device) -> None:
     assert case.check(device) <= case.bound

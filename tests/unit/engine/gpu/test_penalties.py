@@ -12,7 +12,7 @@ SAMPLING = Sampling(temperature=0.0, frequency_penalty=1.0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_device_counts_and_penalises_as_the_cpu_does(case: Case, device: torch.device) -> None:
+def test_device_penalties_match_the_cpu(case: Case, device: torch.device) -> None:
     assert case.check(device) <= case.bound
 
 
@@ -37,7 +37,7 @@ def test_a_token_that_the_host_has_not_read_counts(device: torch.device) -> None
         penalties.count(slot_P, torch.tensor([1], device=device))
 
 
-def test_counts_outlive_the_growth_of_the_table_and_a_stranger_cannot_follow(device: torch.device) -> None:
+def test_counts_survive_growth_of_the_table(device: torch.device) -> None:
     penalties, text = Penalties(4, 20, device), [3, 2]
     penalties.apply([row(text)], torch.zeros(1, 4, device=device), torch.tensor([0], device=device))
     others = [[3, 1] for _ in range(19)]

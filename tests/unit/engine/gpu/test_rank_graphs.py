@@ -79,7 +79,7 @@ def engine(folder: Path) -> Iterator[ParallelGraphEngine]:
         other.kill()
 
 
-def test_two_ranks_sample_the_tokens_of_one(
+def test_two_ranks_sample_the_same_tokens_as_one(
     engine: ParallelGraphEngine, folder: Path, serve: Callable[..., list[list[int]]]
 ) -> None:
     """Rows leave and change places between the steps, and a token that was sampled again behind a step is followed,
@@ -149,7 +149,7 @@ def read(flight: tuple[Flight, list[int]], texts: list[list[int]]) -> None:
         texts[which].append(out.sampled[0].token_id)
 
 
-def test_parts_of_a_step_become_numbers_and_parts_again() -> None:
+def test_parts_of_a_step_survive_encoding() -> None:
     drafts = [(1, 2, 3, 5, 6, 7, 8, 9), ()]
     drafted = [
         Row(tokens=(4,), start=17, blocks=[9, 8, 7, 6], sample=SEEDED, drafts=drafts[0]),

@@ -16,11 +16,11 @@ def numbers(*blocks: int, device: torch.device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_blocks_arrive_with_their_sums_and_nothing_else_changes(case: Case, device: torch.device) -> None:
+def test_relayed_blocks_arrive_with_checksums(case: Case, device: torch.device) -> None:
     assert case.check(device) == 0.0
 
 
-def test_no_blocks_and_blocks_that_do_not_fit(device: torch.device) -> None:
+def test_relay_of_no_blocks_and_wrong_sizes(device: torch.device) -> None:
     source = torch.zeros((2, 64), dtype=torch.uint8, device=device)
     assert relay(source, numbers(device=device)).shape == (0,)
     with pytest.raises(InternalError, match="64 bytes"):

@@ -134,7 +134,7 @@ def assert_same(ours: Text, theirs: Text) -> None:
         assert [logprob for _, logprob in mine.top] == pytest.approx([logprob for _, logprob in other.top], abs=1e-4)
 
 
-def test_they_sample_as_the_eager_engine_beside_plain_rows(make_pair: Callable[..., Any]) -> None:
+def test_resampled_rows_match_the_eager_engine(make_pair: Callable[..., Any]) -> None:
     eager, graph = make_pair("llama", most_rows=14, grammars=EveryThird())
     kinds = (*WITHOUT_HISTORY, *WITH_HISTORY)
     ours, theirs = texts_of(graph, kinds), texts_of(eager, kinds)
@@ -150,7 +150,7 @@ def test_they_sample_as_the_eager_engine_beside_plain_rows(make_pair: Callable[.
     assert all(40 <= token < 60 for token in ours[4].tokens[len(ours[4].prompt) :])
 
 
-def test_they_run_asynchronously(make_pair: Callable[..., Any]) -> None:
+def test_resampled_rows_run_asynchronously(make_pair: Callable[..., Any]) -> None:
     eager, graph = make_pair("llama", most_rows=9)
     run_asynchronously(eager, graph, WITHOUT_HISTORY, num_unsampled=0)
 
@@ -214,7 +214,7 @@ def test_a_step_is_sampled_before_it_is_waited_for_or_followed(make_pair: Callab
         assert_same(ours[which], theirs[which])
 
 
-def test_a_row_whose_grammar_is_stuck_fails_alone(make_pair: Callable[..., Any]) -> None:
+def test_a_row_with_a_stuck_grammar_fails_alone(make_pair: Callable[..., Any]) -> None:
     eager, graph = make_pair("llama", grammars=EveryThird())
     [plain, bound] = texts_of(graph, [{}, {"grammar": GRAMMAR}])
     [other, _] = texts_of(eager, [{}, {"grammar": GRAMMAR}])
@@ -226,7 +226,7 @@ def test_a_row_whose_grammar_is_stuck_fails_alone(make_pair: Callable[..., Any])
     assert_same(plain, other)
 
 
-def test_still_bans_are_kept_and_moving_ones_are_not() -> None:
+def test_only_constant_bans_are_cached() -> None:
     bans = Bans(70, (2,), 1)
 
     def row(num_output: int, **sampling: Any) -> Row:

@@ -69,7 +69,7 @@ def test_decode_graphs_are_captured(
         assert captures.num_graphs == num_graphs
 
 
-def test_a_step_launches_what_the_floor_counts(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_launches_only_counted_kernels(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel between the products that benchmarks/gpu/floor.py does not know."""
     folder = tiny("llama")
     monkeypatch.setattr(Resampler, "warm", lambda self: None)
@@ -97,9 +97,7 @@ class Group:
         return ask
 
 
-def test_ranks_capture_the_same_sums_in_the_same_order(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_capture_the_same_all_reduces(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each graph holds the sums of all ranks: a rank that captured another order would wait for ever."""
     folder, asked = tiny("llama"), []
     monkeypatch.setattr(Resampler, "warm", lambda self: None)

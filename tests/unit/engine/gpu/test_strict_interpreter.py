@@ -38,7 +38,7 @@ def test_fresh_memory_is_poisoned() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_programs_run_in_any_order() -> None:
+def test_the_strict_interpreter_shuffles_programs() -> None:
     def run(seed: int) -> list[float]:
         values = torch.ones(16, 4)
         with strict_interpreter(seed):

@@ -12,7 +12,7 @@ from pdserve.engine.gpu.tables import TableMirror
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_device_holds_every_table_of_a_step(seed: int) -> None:
+def test_the_device_has_every_table_of_a_step(seed: int) -> None:
     rng = random.Random(seed)
     num_seq_slots, num_pages = 6, 8
     device = [-1] * (num_seq_slots * num_pages)
@@ -47,7 +47,7 @@ def test_only_what_was_added_is_sent() -> None:
     assert mirror.update([table]).at == [first.seq_slots[0] * 4 + 2]
 
 
-def test_more_than_the_tables_hold_is_refused() -> None:
+def test_more_sequences_than_slots_are_rejected() -> None:
     mirror = TableMirror(2, 4)
     with pytest.raises(InternalError, match="a table has 4"):
         mirror.update([[1, 2, 3, 4, 5]])
@@ -58,7 +58,7 @@ def test_more_than_the_tables_hold_is_refused() -> None:
         mirror.update([shared, shared])
 
 
-def test_a_bucket_holds_its_rows_with_little_padding() -> None:
+def test_buckets_have_little_padding() -> None:
     buckets = buckets_for(200)
     assert buckets[-1] == 200
     assert list(buckets) == sorted(set(buckets))

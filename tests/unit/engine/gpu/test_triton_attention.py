@@ -52,7 +52,7 @@ def steps() -> list[list[Row]]:
         *(pytest.param(one, "auto", marks=pytest.mark.slow) for one in ("qwen3", "llama", "mistral-window")),
     ],
 )
-def test_states_and_blocks_are_those_of_torch(
+def test_states_and_blocks_match_torch(
     name: str, kv_dtype: str, tiny: Callable[[str], Path], open_engine: Callable[..., Any], device: torch.device
 ) -> None:
     settings = {"kv_blocks": 32, "block_size": SIZE, "max_context_tokens": 128, "kv_dtype": kv_dtype}
@@ -107,7 +107,7 @@ def flash(
     ("name", "most_positions", "most_calls"),
     [pytest.param("llama", 1024, 1, marks=pytest.mark.slow), ("mistral-window", 40, 2)],
 )
-def test_all_chunks_of_a_step_attend_by_one_call_a_layer(
+def test_chunks_attend_with_one_call_per_layer(
     name: str,
     most_positions: int,
     most_calls: int,
@@ -135,7 +135,7 @@ def test_all_chunks_of_a_step_attend_by_one_call_a_layer(
             assert sum(len(call.table_BP) for call in calls) == num_chunks * engine.pool.shape.num_layers
 
 
-def test_what_flash_attention_does_not_take_is_left_to_torch(tiny: Callable[[str], Path], open_engine: Any) -> None:
+def test_torch_handles_cases_without_flash_attention(tiny: Callable[[str], Path], open_engine: Any) -> None:
     heads = open_engine(tiny("llama"), kv_blocks=8).model.heads
     assert takes_flash(heads, torch.bfloat16)
     assert not takes_flash(heads, torch.float32)

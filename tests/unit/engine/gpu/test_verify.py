@@ -39,9 +39,7 @@ def drafted(text: Text, drafts: Sequence[int]) -> Row:
 
 
 @pytest.mark.parametrize("most_steps", slow_except([2, 5], 2))
-def test_drafts_give_the_eager_engine_tokens_however_many_are_right(
-    make_pair: Callable[..., Any], most_steps: int
-) -> None:
+def test_drafts_give_the_eager_engines_tokens(make_pair: Callable[..., Any], most_steps: int) -> None:
     eager, graph = make_pair("llama", most_rows=6, grammars=EveryThird(), most_tokens=16)
     truth = texts_of(eager, KINDS)
     for _ in range(6):
@@ -70,7 +68,7 @@ def test_drafts_give_the_eager_engine_tokens_however_many_are_right(
         assert_same(mine, other)
 
 
-def test_drafts_beside_prompts_that_are_read(make_pair: Callable[..., Any], serve: Callable[..., Any]) -> None:
+def test_drafts_with_prompts_in_the_same_step(make_pair: Callable[..., Any], serve: Callable[..., Any]) -> None:
     eager, graph = make_pair("gemma2", most_tokens=12)
 
     def requests() -> list[Request]:
