@@ -143,7 +143,7 @@ class Gate:
         if checksum is None:
             seen = [transfer_pb2.ChecksumKind.Name(k) for k in request.checksums if k in CHECKSUM_OF]
             expected = " or ".join(one.value for one in self._checksums)
-            raise ConfigError("checksums", ", ".join(seen) or "a known transport", expected)
+            raise ConfigError("checksums", ", ".join(seen) or "none that this worker supports", expected)
         transport, reason = self._transport(request)
         name, incarnation, dtype = request.sender_id, request.sender_incarnation, request.wire_dtype
         return Peer(name, incarnation, transport, reason, checksum, theirs.shape, dtype)

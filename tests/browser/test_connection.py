@@ -26,7 +26,7 @@ def some() -> tuple[list[Frame], FrameSource]:
     return recorded(Load(seed=3, rate_rps=10.0), 20.0)
 
 
-def test_a_token_is_asked_for_and_kept_in_the_tab(serve: Serve, open_page: Open, some: Any) -> None:
+def test_the_page_asks_for_a_token_and_keeps_it_in_the_tab(serve: Serve, open_page: Open, some: Any) -> None:
     server = serve(some[0])
     server.token = "right"
     page = open_page(server.url + "/ui")
@@ -44,7 +44,7 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(serve: Serve, open_page: Open,
     expect(page.locator("#connection-text")).to_have_text("live")
 
 
-def test_a_token_without_permission_is_said(serve: Serve, open_page: Open, some: Any) -> None:
+def test_a_token_without_permission_is_reported(serve: Serve, open_page: Open, some: Any) -> None:
     server = serve(some[0])
     server.refuse = (403, "only the operator may watch")
     page = open_page(server.url + "/ui")
@@ -55,7 +55,7 @@ def test_a_token_without_permission_is_said(serve: Serve, open_page: Open, some:
     expect(page.locator("#board")).to_be_visible()
 
 
-def test_a_lost_connection_returns_by_itself(serve: Serve, open_page: Open, some: Any) -> None:
+def test_a_lost_connection_is_restored(serve: Serve, open_page: Open, some: Any) -> None:
     server = serve(some[0])
     page = open_page(server.url + "/ui")
     expect(page.locator("#connection-text")).to_have_text("live")
@@ -71,7 +71,7 @@ def test_a_lost_connection_returns_by_itself(serve: Serve, open_page: Open, some
     expect(page.locator("#banner")).to_be_hidden()
 
 
-def test_an_overloaded_gateway_is_tried_again(serve: Serve, open_page: Open, some: Any) -> None:
+def test_an_overloaded_gateway_is_retried(serve: Serve, open_page: Open, some: Any) -> None:
     server = serve(some[0])
     server.refuse = (429, "too many streams")
     page = open_page(server.url + "/ui")
@@ -104,7 +104,7 @@ def test_a_recording_plays_without_a_network(open_page: Open, recording: Callabl
 
 
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
-def test_nothing_moves_where_motion_is_reduced(serve: Serve, open_page: Open, some: Any, motion: str) -> None:
+def test_reduced_motion_stops_animations(serve: Serve, open_page: Open, some: Any, motion: str) -> None:
     frames, _ = some
     page = open_page(serve(frames).url + "/ui", reduced_motion=motion)
     expect(page.locator("#served-count")).to_have_text(str(frames[-1]["totals"]["served"]))

@@ -161,7 +161,7 @@ def test_a_request_opens_with_its_candidates(serve: Serve, open_page: Open, busy
     expect(row).to_be_focused()
 
 
-def test_a_decision_that_is_no_longer_kept_is_said(serve: Serve, open_page: Open, busy: Any) -> None:
+def test_a_dropped_decision_is_reported(serve: Serve, open_page: Open, busy: Any) -> None:
     frames, _ = busy
     page = open_page(serve(frames).url + "/ui")
     settle(page, frames)
@@ -386,7 +386,7 @@ def test_the_theme_is_chosen_and_remembered(serve: Serve, open_page: Open, busy:
     expect(root).to_have_attribute("data-theme", "dark")
 
 
-def test_everything_that_can_be_pressed_has_a_name(serve: Serve, open_page: Open, busy: Any) -> None:
+def test_every_control_has_an_accessible_name(serve: Serve, open_page: Open, busy: Any) -> None:
     frames, _ = busy
     page = open_page(serve(frames).url + "/ui")
     settle(page, frames)

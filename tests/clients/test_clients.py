@@ -23,7 +23,7 @@ GREEDY: dict[str, Any] = {"max_tokens": 16, "temperature": 0.0}
 
 
 @pytest.mark.parametrize("environment", ["openai2", "openai3"])
-def test_openai_has_the_sdk_s_answers(
+def test_openai_gets_the_sdks_answers(
     environment: str, run_program: Callable[..., Any], cluster: Running, model: Path
 ) -> None:
     found = run_program(environment, "openai_sdk.py")
@@ -46,7 +46,7 @@ def test_openai_has_the_sdk_s_answers(
     assert found["async"] == {"chat": chat, "streamed": chat}
 
 
-def test_langchain_has_the_sdk_s_answers(run_program: Callable[..., Any], cluster: Running) -> None:
+def test_langchain_gets_the_sdks_answers(run_program: Callable[..., Any], cluster: Running) -> None:
     found = run_program("langchain", "langchain_chat.py")
     with Client(cluster.target) as sdk:
         greedy, text = sdk.generate(MESSAGES, **GREEDY).text, sdk.generate("def", **GREEDY).text
@@ -56,7 +56,7 @@ def test_langchain_has_the_sdk_s_answers(run_program: Callable[..., Any], cluste
     assert 0 <= found["structured"]["a"] <= 9
 
 
-def test_litellm_has_the_sdk_s_answers(run_program: Callable[..., Any], cluster: Running) -> None:
+def test_litellm_gets_the_sdks_answers(run_program: Callable[..., Any], cluster: Running) -> None:
     found = run_program("litellm", "litellm_chat.py")
     with Client(cluster.target) as sdk:
         greedy, text = sdk.generate(MESSAGES, **GREEDY).text, sdk.generate("def", **GREEDY).text

@@ -22,7 +22,7 @@ COLOCATED_TOO = ("mistral",)  # other families take the local path beside the re
 @pytest.mark.slow  # tests/unit/engine/test_exactness.py judges the engine of each family in `make test`
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
+def test_a_familys_answers_match_transformers(family: str, tmp_path: Path) -> None:
     """16 prompts of 1 to 700 tokens at once, remote or local, in one chunk or in many."""
     folder = build(family, tmp_path / family)
     texts = prompts(LENGTHS)
@@ -79,7 +79,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.timeout(400)
-def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(crowded: Cluster) -> None:
+def test_the_bundled_models_answers_match_transformers(crowded: Cluster) -> None:
     """Real text; a seed gives the same tokens in any batch, on both paths, cached or not."""
     texts = [
         "def fib(n):",
@@ -99,9 +99,7 @@ def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(crowded: C
 
 @pytest.mark.slow  # a document outlives its worker in test_options.py, with seeds too
 @pytest.mark.timeout(400)
-def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(
-    plain: Cluster, narrow: Cluster, metrics_port: int
-) -> None:
+def test_seeded_answers_survive_preemption_and_worker_death(plain: Cluster, narrow: Cluster, metrics_port: int) -> None:
     """With memory for a third of the requests, and a SIGKILL, each answer is that of its seed."""
     texts = ["import os\n" * 9 + f"\n\ndef work_{i}(self, value):\n" for i in range(9)]
     options = {"max_tokens": 96, "temperature": 0.3, "top_p": 0.95, "seed": 99, "ignore_eos": True}

@@ -128,7 +128,7 @@ async def over_http(client: openai.AsyncOpenAI, prompt: Any, fields: dict[str, A
     return [tuple(answers[index]) for index in sorted(answers)]
 
 
-def test_mixed_requests_have_the_sdk_s_answers(cluster: Cluster) -> None:
+def test_mixed_requests_get_the_sdks_answers(cluster: Cluster) -> None:
     draw = random.Random(11)
     wrong: list[str] = []
     called: list[str] = []  # finish reasons of requests with tools
@@ -167,13 +167,13 @@ def test_mixed_requests_have_the_sdk_s_answers(cluster: Cluster) -> None:
     cluster.wait_until_idle()
 
 
-def test_ready_names_the_url_of_the_gateway(cluster: Cluster) -> None:
+def test_the_ready_line_names_the_gateway_url(cluster: Cluster) -> None:
     assert f"grpc {cluster.target} http http://127.0.0.1:" in cluster.running.ready_line
     with openai.OpenAI(base_url=url(cluster), api_key="none") as client:
         assert [one.id for one in client.models.list()] == ["tooled"]
 
 
-def test_a_gateway_that_dies_is_started_again_on_its_port(cluster: Cluster) -> None:
+def test_a_dead_gateway_is_restarted_on_its_port(cluster: Cluster) -> None:
     pid = cluster.running.pid("gateway")
     os.kill(pid, signal.SIGKILL)
     cluster.running.wait_restarted("gateway", pid)

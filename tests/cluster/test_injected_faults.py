@@ -23,7 +23,7 @@ SLOW = (("shm", pytest.mark.slow), ("nixl", (pytest.mark.slow, NEEDS_NIXL)))
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", ["tcp", *(pytest.param(one, marks=marks) for one, marks in SLOW)])
-def test_answers_are_exact_or_typed_errors_while_transfers_meet_faults(transport: str, tmp_path: Path) -> None:
+def test_answers_are_exact_or_typed_errors_under_transfer_faults(transport: str, tmp_path: Path) -> None:
     prompts = [toy_prompt(60 + 11 * i, salt=i) for i in range(60)]
     flags = ("--model", "toy", "--prefill", "2", "--decode", "2", "--transport", transport, "--log-dir", str(tmp_path))
 

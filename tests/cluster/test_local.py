@@ -23,7 +23,7 @@ def test_two_prefill_and_two_decode_workers(cluster: Cluster, requests: Callable
     requests(cluster)
 
 
-def test_workers_of_different_memory_serve_together() -> None:
+def test_workers_with_different_memory_serve_together() -> None:
     """The decode worker prefills a prompt that only it can hold; the error for a longer one names the limit."""
     sizes = ("--set", "prefill_worker.kv_blocks=32", "--set", "decode_worker.kv_blocks=64")
     with Cluster("--model", "toy", *sizes) as uneven:
@@ -37,7 +37,7 @@ def test_workers_of_different_memory_serve_together() -> None:
         uneven.wait_until_idle()
 
 
-def test_short_requests_leave_nothing_open(cluster: Cluster) -> None:
+def test_short_requests_leak_no_resources(cluster: Cluster) -> None:
     """Descriptors, threads and segments; the slope of memory needs the 20,000 requests of benchmarks.memory.
 
     Concurrent requests open connections to Redis, so a count may rise a little, but not in proportion to requests.

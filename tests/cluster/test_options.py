@@ -59,7 +59,7 @@ def oracle() -> Oracle:
 
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
-def test_bans_bias_and_penalties_are_those_of_transformers(cluster: Cluster, oracle: Oracle, text: str) -> None:
+def test_bans_bias_and_penalties_match_transformers(cluster: Cluster, oracle: Oracle, text: str) -> None:
     client = cluster.client
     ids = client.tokenize(text)
     options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -82,7 +82,7 @@ def test_bans_bias_and_penalties_are_those_of_transformers(cluster: Cluster, ora
 
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
-def test_a_prompts_logprobs_are_those_of_transformers(cluster: Cluster, oracle: Oracle, text: str) -> None:
+def test_prompt_logprobs_match_transformers(cluster: Cluster, oracle: Oracle, text: str) -> None:
     """Twice: prompt logprobs are not read from a cache."""
     ids = cluster.client.tokenize(text)
     expected = oracle.logits(ids).log_softmax(-1)
@@ -97,7 +97,7 @@ def test_a_prompts_logprobs_are_those_of_transformers(cluster: Cluster, oracle: 
 
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
-def test_several_answers_are_those_of_their_seeds(cluster: Cluster, text: str) -> None:
+def test_several_answers_follow_from_their_seeds(cluster: Cluster, text: str) -> None:
     options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0.9, "top_p": 0.95}
     seeds = [one.seed for one in group.samplings(Sampling(seed=17), 4, 4)]
     alone = [cluster.client.generate(text, seed=seed, logprobs=0, **options).choices[0] for seed in seeds]
@@ -127,7 +127,7 @@ def test_beams_match_transformers(cluster: Cluster, oracle: Oracle) -> None:
         assert [beam.score for beam in again] == pytest.approx([beam.score for beam in beams], abs=1e-4)
 
 
-def test_each_kind_of_structured_output_reaches_the_answer(cluster: Cluster) -> None:
+def test_each_kind_of_structured_output_works(cluster: Cluster) -> None:
     client, greedy = cluster.client, {"max_tokens": 100, "temperature": 0.0}
     item = client.generate(PROMPT, json_schema=ITEM, **greedy)
     jsonschema.validate(json.loads(item.text), ITEM)
@@ -153,7 +153,7 @@ def test_each_kind_of_structured_output_reaches_the_answer(cluster: Cluster) -> 
     cluster.wait_until_idle()
 
 
-def test_a_document_outlives_the_worker_that_writes_it(cluster: Cluster) -> None:
+def test_a_document_survives_the_death_of_its_worker(cluster: Cluster) -> None:
     """Greedy, sampled and without a schema: each answer equals the undisturbed one, token for token."""
     asked: list[dict[str, Any]] = [
         {"json_schema": ITEMS, "temperature": 0.0},

@@ -62,12 +62,12 @@ def test_an_actor_keeps_its_log(cluster: Cluster) -> None:
         assert any("worker is ready" in one.text for one in client.worker_log("d0"))
 
 
-def test_a_killed_decode_actor_costs_no_token_and_comes_back(cluster: Cluster) -> None:
+def test_a_killed_decode_actor_loses_no_token(cluster: Cluster) -> None:
     a_decode_worker_dies_in_mid_stream(cluster)
 
 
 @pytest.mark.slow  # test_faults.py does the same with processes
-def test_a_killed_prefill_actor_costs_no_token_and_comes_back(cluster: Cluster) -> None:
+def test_a_killed_prefill_actor_loses_no_token(cluster: Cluster) -> None:
     a_prefill_worker_dies_while_it_prefills(cluster)
 
 
@@ -80,20 +80,20 @@ def test_two_of_each_role_are_placed_and_answer(cluster: Cluster) -> None:
     assert "(2 prefill, 2 decode, " in cluster.running.ready_line
 
 
-def test_ray_listens_on_loopback_alone(cluster: Cluster) -> None:
+def test_ray_listens_on_loopback_only(cluster: Cluster) -> None:
     found = listeners(session_of(cluster.running.pid("ray")))
     assert {"gcs_server", "raylet"} <= {one.process for one in found}
     assert [str(one) for one in found if not one.is_on_loopback] == []
     assert not any("others can reach" in line for line in cluster.running.lines)
 
 
-def test_ray_asks_for_a_token_that_only_this_user_can_read(cluster: Cluster) -> None:
+def test_ray_requires_a_private_token(cluster: Cluster) -> None:
     folder = ray_folder(cluster.running)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "auth_token").stat().st_mode & 0o777 == 0o600
 
 
-def test_what_ray_starts_inherits_no_secret(cluster: Cluster) -> None:
+def test_processes_of_ray_inherit_no_secret(cluster: Cluster) -> None:
     """Actors get the secret as an argument."""
     for pid in set(session_of(cluster.running.pid("ray"))) - {cluster.running.pid("ray")}:
         assert SECRET.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
@@ -101,7 +101,7 @@ def test_what_ray_starts_inherits_no_secret(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("name", slow_except(["p1", "d1"], "p1"))  # a decode actor is killed above
-def test_a_killed_actor_comes_back_under_its_id_as_a_new_incarnation(cluster: Cluster, name: str) -> None:
+def test_a_killed_actor_restarts_as_a_new_incarnation(cluster: Cluster, name: str) -> None:
     with Client(cluster.target) as client:
         [before] = [one.incarnation for one in client.topology().workers if one.worker_id == name]
         pid = cluster.kill(name)
@@ -117,7 +117,7 @@ def test_a_killed_actor_comes_back_under_its_id_as_a_new_incarnation(cluster: Cl
     assert len(ask(cluster).token_ids) == 8
 
 
-def test_losing_the_control_plane_stops_no_request_and_no_process_is_left(cluster: Cluster) -> None:
+def test_losing_the_control_plane_stops_no_request(cluster: Cluster) -> None:
     """The last test of the file: it ends the cluster."""
     pids, folder = cluster.running.pids(), ray_folder(cluster.running)
     members = session_of(pids["ray"])
@@ -133,7 +133,7 @@ def test_losing_the_control_plane_stops_no_request_and_no_process_is_left(cluste
 
 
 @pytest.mark.slow  # pdserve rank itself: tests/unit/worker/test_remote_ranks.py
-def test_further_ranks_of_a_worker_are_actors_of_their_own_and_join_again() -> None:
+def test_further_ranks_of_a_worker_are_separate_actors() -> None:
     """One node stands for two."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

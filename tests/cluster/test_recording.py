@@ -65,7 +65,7 @@ async def drive(cluster: Cluster, record: Path, num_events: int) -> dict[str, in
 
 
 @pytest.mark.parametrize("num_events", [1_500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_the_events_of_a_running_cluster_replay_to_equal_commands(
+def test_a_running_clusters_recording_replays(
     num_events: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "recording.jsonl"

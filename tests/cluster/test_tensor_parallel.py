@@ -21,7 +21,7 @@ LENGTHS = (1, 16, 17, 64, 200, 350, 511, 700)
 @pytest.mark.timeout(400)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_decode", [1, 2])
-def test_two_ranks_of_both_roles_answer_as_transformers_does_and_may_die(num_decode: int, tmp_path: Path) -> None:
+def test_two_ranks_match_transformers_and_survive_kills(num_decode: int, tmp_path: Path) -> None:
     """With two decode workers, a rank of one and a rank of the prefill worker are killed."""
     folder = build("llama-3", tmp_path / "model")
     texts = prompts(LENGTHS)

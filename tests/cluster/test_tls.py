@@ -71,7 +71,7 @@ def heard(host: str, port: int, words: bytes) -> bytes:
     return found
 
 
-def test_only_the_owner_can_read_keys_and_the_ca_key_is_nowhere(cluster: Running) -> None:
+def test_only_the_owner_can_read_keys(cluster: Running) -> None:
     folder = ca_of(cluster).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     keys = sorted(folder.rglob("*.key"))
@@ -87,7 +87,7 @@ def test_commands_on_this_host_find_the_ca(cluster: Running) -> None:
     assert "p0" in run("topology", "--target", cluster.target).stdout
 
 
-def test_a_command_with_another_ca_says_what_is_wrong(cluster: Running) -> None:
+def test_a_command_with_another_ca_reports_the_cause(cluster: Running) -> None:
     done = run("generate", "--target", cluster.target, "--tls", "hello")
     assert done.returncode == 1
     assert done.stderr == (
@@ -106,7 +106,7 @@ def test_the_sdk_and_openai_are_served(cluster: Running) -> None:
         assert client_of_openai.models.list().data[0].id == "toy"
 
 
-def test_a_killed_worker_comes_back_with_its_certificate(cluster: Running) -> None:
+def test_a_killed_worker_restarts_with_its_certificate(cluster: Running) -> None:
     old = cluster.pid("d0")
     os.kill(old, 9)
     cluster.wait_restarted("d0", old)
@@ -114,7 +114,7 @@ def test_a_killed_worker_comes_back_with_its_certificate(cluster: Running) -> No
         assert client.generate("hello", max_tokens=4, temperature=0.0).text == ANSWER
 
 
-def test_the_files_end_with_the_cluster() -> None:
+def test_tls_files_are_deleted_with_the_cluster() -> None:
     with Running.start("--model", "toy", "--prefill", "0", "--tls", "auto") as running:
         folder = ca_of(running).parent
         assert folder.exists()
@@ -130,7 +130,7 @@ def test_the_benchmark_finds_the_ca_by_itself(cluster: Running) -> None:
     assert [(one["server"], one["completed"]) for one in runs] == [("pdserve", 6), ("other", 6)]
 
 
-def test_the_benchmark_rejects_a_file_that_is_no_ca(cluster: Running, tmp_path: Path) -> None:
+def test_the_benchmark_rejects_an_invalid_ca_file(cluster: Running, tmp_path: Path) -> None:
     other = tmp_path / "none.crt"
     other.write_text("no certificate")
     done = run("bench", "--url", cluster.http_url, "--tls-ca", str(other))

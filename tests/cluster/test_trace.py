@@ -29,7 +29,7 @@ def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpSink]:
         provider.shutdown()
 
 
-def test_a_remote_and_a_local_request_leave_one_whole_tree_each(sink: OtlpSink) -> None:
+def test_each_request_has_one_complete_trace(sink: OtlpSink) -> None:
     with Cluster("--model", "toy", "--otlp", sink.endpoint) as cluster:
         until(lambda: any(one.kv_links for one in cluster.client.topology().workers))  # `up` has connected the workers
         remote = cluster.client.generate(toy_prompt(100), max_tokens=8, temperature=0)

@@ -60,7 +60,7 @@ def test_every_link_leads_somewhere(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if page not in NOT_OURS])
-def test_every_file_that_is_named_exists(page: str) -> None:
+def test_every_named_file_exists(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     named = re.findall(r"`([\w./-]+\.(?:md|proto|py|sh|svg|toml|yaml))`", text)
     assert [name for name in named if not is_file(name, page)] == []
@@ -77,7 +77,7 @@ def source(module: str) -> str:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_every_command_is_one_that_can_be_given(page: str) -> None:
+def test_every_command_is_valid(page: str) -> None:
     """`python -m MODULE --flag ..` of our modules, and `pdserve COMMAND --flag ..`."""
     text = (ROOT / page).read_text(encoding="utf-8")
     word = r"(?:[ \n]+(?:\\\n\s*)?[\w.,/:x@\[\]-]+)*"

@@ -40,7 +40,7 @@ def make_model(gain: float) -> Any:
     return model
 
 
-def test_a_token_that_float64_prefers_is_right_where_float32_sees_no_difference() -> None:
+def test_float64_decides_ties_of_float32() -> None:
     model = make_model(gain=1e-11)
     tokens = torch.tensor([PROMPT])
     by_float32 = int(make_model(gain=1e-11).float()(tokens).logits[0, -1].argmax())
@@ -71,7 +71,7 @@ def greedy(oracle: Oracle, answer: list[int], num_tokens: int) -> list[int]:
     return tokens[len(PROMPT) + len(answer) :]
 
 
-def test_positions_behind_a_first_difference_are_judged_too() -> None:
+def test_positions_after_a_difference_are_judged() -> None:
     oracle = Oracle("", make_model(gain=0.0))
     right = greedy(oracle, [], 12)
     assert oracle.assert_exact([PROMPT], [right]).num_positions == 12

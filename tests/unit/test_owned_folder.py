@@ -93,7 +93,7 @@ def test_a_folder_that_was_never_locked_is_removed_once_it_is_old(
     assert sweep(tmp_path) == [folder]
 
 
-def test_a_folder_that_a_sweep_removes_at_once_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_removed_by_a_concurrent_sweep_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     takes = iter([False, True])
     monkeypatch.setattr(owned_folder, "_take", lambda lock: next(takes))
     folder = OwnedFolder.make("ray", tmp_path)

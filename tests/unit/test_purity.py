@@ -208,12 +208,12 @@ def light() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("module", PURE)
-def test_a_pure_module_imports_nothing_that_acts(module: str, pure: dict[str, list[str]]) -> None:
+def test_a_pure_module_imports_only_pure_modules(module: str, pure: dict[str, list[str]]) -> None:
     assert pure.get(module) == []
 
 
 @pytest.mark.slow
-def test_each_pure_module_can_be_imported_alone_and_imports_nothing_that_acts() -> None:
+def test_importing_a_pure_module_loads_only_pure_modules() -> None:
     assert imported(dict.fromkeys(PURE, ACTING)) == {module: [] for module in PURE}
 
 
@@ -222,5 +222,5 @@ def test_a_light_module_does_not_import_the_heavy_libraries(module: str, light: 
     assert light.get(module) == []
 
 
-def test_what_a_module_imports_is_seen(light: dict[str, list[str]]) -> None:
+def test_the_import_check_detects_imports(light: dict[str, list[str]]) -> None:
     assert light[ACTIVE] == ["socket"]

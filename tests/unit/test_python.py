@@ -74,7 +74,7 @@ def test_make_demo_stops_before_it_installs_anything(checkout: Path) -> None:
     assert not (checkout / ".venv").exists()
 
 
-def test_the_newest_supported_interpreter_is_found_on_path_and_in_pyenv(checkout: Path, tmp_path: Path) -> None:
+def test_the_newest_supported_interpreter_is_found(checkout: Path, tmp_path: Path) -> None:
     first, pyenv = tmp_path / "bin", tmp_path / "pyenv"
     interpreter(first, "python3.12", "3.12")
     interpreter(first, "python3.13", "")  # a shim of a version that is not active

@@ -145,7 +145,7 @@ def test_metrics_page_lists_what_a_scrape_shows() -> None:
         assert set(first_cells(section("metrics.md", heading))) == scraped
 
 
-def test_label_values_are_those_of_the_code() -> None:
+def test_label_values_match_the_code() -> None:
     assert metric_names.REQUESTS.labels["outcome"] == tuple(one.value for one in Outcome)
     events = {*EVENTS, *issuer.events(), "layer_groups_withheld"}
     assert set(metric_names.TRANSFER_EVENTS.labels["event"]) == events

@@ -94,7 +94,7 @@ def test_a_rewritten_history_is_checked_at_its_end(repository: Path) -> None:
     assert check(repository, "--base", "1" * 40).returncode == 1
 
 
-def test_a_source_archive_and_a_host_without_git_pass_with_a_word(repository: Path, tmp_path: Path) -> None:
+def test_without_git_the_check_is_skipped_with_a_message(repository: Path, tmp_path: Path) -> None:
     archive = tmp_path / "archive"
     archive.mkdir()
     done = check(archive)

@@ -80,7 +80,7 @@ async def test_two_servers_get_the_same_prompts_in_turns() -> None:
     assert second.is_closed
 
 
-async def test_an_interrupted_turn_keeps_what_was_measured() -> None:
+async def test_an_interrupted_turn_keeps_its_results() -> None:
     async def script(number: int, reply: ServerReply) -> None:
         if number >= 5:
             await asyncio.Event().wait()

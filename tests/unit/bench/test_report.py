@@ -29,7 +29,7 @@ VLLM: tuple[str, ...] = (
 )
 
 
-def test_fields_are_those_of_vllm() -> None:
+def test_fields_have_vllms_names() -> None:
     found = vllm_fields(summarise_bench([turn(answer(chunks_s=[0.1, 0.3, 0.4]), lasted_s=2.0)], SLO))
     assert set(VLLM) <= set(found)
     assert found["mean_ttft_ms"] == pytest.approx(100.0)
@@ -40,7 +40,7 @@ def test_fields_are_those_of_vllm() -> None:
     assert (found["request_throughput"], found["output_throughput"], found["request_goodput"]) == (0.5, 1.5, 0.0)
 
 
-def test_metrics_are_those_of_aiperf() -> None:
+def test_metrics_have_aiperfs_names() -> None:
     found = aiperf_metrics(summarise_bench([turn(answer(chunks_s=[0.1, 0.3, 0.4]), lasted_s=2.0)], SLO))
     ttft = found["time_to_first_token"]
     assert (ttft["unit"], ttft["avg"], ttft["p99"], ttft["count"]) == (
@@ -53,7 +53,7 @@ def test_metrics_are_those_of_aiperf() -> None:
     assert found["goodput"]["unit"] == "requests/sec"
 
 
-def test_fields_are_json_even_where_nothing_completed() -> None:
+def test_fields_are_json_without_completed_requests() -> None:
     found = json.loads(to_json(vllm_fields(summarise_bench([turn(answer())], None))))
     assert found["mean_ttft_ms"] is None
     assert found["request_goodput"] is None

@@ -93,13 +93,13 @@ async def test_an_error_is_named_by_its_status(toy: Served) -> None:
     assert found.levels[0].summary.errors == {"gRPC INVALID_REQUEST": 1}
 
 
-async def test_another_model_is_refused_before_the_load(toy: Served) -> None:
+async def test_another_model_is_rejected_before_the_load(toy: Served) -> None:
     for server in (router(toy.router, model="other"), http(toy.url, model="other")):
         with pytest.raises(ConfigError, match="other"):
             await load(server)
 
 
-async def test_nobody_there_is_one_error() -> None:
+async def test_a_missing_server_is_one_error() -> None:
     for server in (router("127.0.0.1:9"), http("http://127.0.0.1:9")):
         with pytest.raises(Unavailable, match="no server answers"):
             await load(server)
@@ -116,7 +116,7 @@ async def test_a_token_is_needed_and_sent() -> None:
 @pytest.mark.parametrize(
     "url", ["", "x", "ftp://a", "http://", "http://a:99999", "http://a/?q=1", "http://u:p@a", "http://[::1"]
 )
-def test_only_urls_of_servers_are_taken(url: str) -> None:
+def test_only_server_urls_are_accepted(url: str) -> None:
     with pytest.raises(ConfigError):
         base_url(url)
 
@@ -126,7 +126,7 @@ def test_a_path_replaces_v1() -> None:
     assert base_url("https://a/openai/v2") == "https://a/openai/v2"
 
 
-def test_a_token_is_not_sent_over_a_network_in_the_clear() -> None:
+def test_the_benchmark_sends_no_token_in_plain_text() -> None:
     with pytest.raises(ConfigError, match="readable"):
         http("http://10.0.0.1:8000", token="secret")
 
@@ -203,7 +203,7 @@ async def test_a_list_of_many_models_is_read_to_its_end() -> None:
         await server.close()
 
 
-async def test_a_server_that_says_nothing_is_given_up() -> None:
+async def test_a_silent_server_is_an_error() -> None:
     async with scripted(STREAM + CHUNK) as url:
         server = http(url, timeout_s=0.2)
         await server.connect()

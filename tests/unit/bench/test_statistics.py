@@ -37,7 +37,7 @@ def test_goodput_needs_both_targets(chunks_s: list[float], expected: bool) -> No
 
 
 @given(strategies.lists(strategies.floats(0.0, 1e6), min_size=1, max_size=60))
-def test_a_distribution_is_that_of_numpy(values: list[float]) -> None:
+def test_a_distribution_matches_numpy(values: list[float]) -> None:
     found = distribution(values)
     assert found.of == len(values)
     assert found.mean == pytest.approx(np.mean(values), rel=1e-9, abs=1e-9)

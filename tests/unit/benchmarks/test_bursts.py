@@ -22,7 +22,7 @@ AT_ONCE = [0.07 + 0.0001 * number for number in range(20)]
         (AT_ONCE, AT_ONCE, 1, {"before the router": 1}),
     ],
 )
-def test_a_burst_is_where_tokens_first_come_together(
+def test_a_burst_starts_with_the_first_tokens_that_come_together(
     router_s: list[float], client_s: list[float], bursts: int, held_up: dict[str, int]
 ) -> None:
     told = report([BurstAnswer(router_s=router_s, client_s=client_s, decode_s=0.057)])
@@ -33,7 +33,7 @@ def test_an_answer_that_was_decoded_at_once_is_no_burst() -> None:
     assert not BurstAnswer(router_s=AT_ONCE, client_s=AT_ONCE, decode_s=0.003).is_burst
 
 
-def test_a_recording_gives_the_routers_times() -> None:
+def test_a_recording_has_the_routers_times() -> None:
     first = FirstToken(key=AttemptKey("p0", "a", 1), token=TokenOut(token_id=5))
     row = TokenRow(
         key=AttemptKey("d0", "a", 1),

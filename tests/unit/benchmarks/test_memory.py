@@ -46,7 +46,7 @@ def test_noise_widens_the_error() -> None:
         ([10, 11, 12, 13, 14, 15], ("descriptors",)),
     ],
 )
-def test_a_count_rises_where_it_never_comes_back(descriptors: list[int], rising: tuple[str, ...]) -> None:
+def test_a_count_rises_if_it_never_falls_back(descriptors: list[int], rising: tuple[str, ...]) -> None:
     assert rises(series([0] * 6, descriptors)) == rising
 
 
@@ -58,7 +58,7 @@ def test_a_process_that_grows_by_300_bytes_per_request_misses_the_bar() -> None:
     assert (router.endswith("missed"), worker.endswith("met")) == (True, True)
 
 
-def test_a_process_is_measured_as_the_kernel_sees_it() -> None:
+def test_a_process_is_measured_by_the_kernels_counts() -> None:
     before = sample(os.getpid(), 0)
     reader, writer = os.pipe()
     is_over = threading.Event()

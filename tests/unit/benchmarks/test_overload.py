@@ -66,7 +66,7 @@ def test_the_table_has_a_line_for_each_load() -> None:
     assert "| 5 | 200 | 10.0 | 100% | 50% | 0 | 2 | 0 | 1 / 1 / 500 / 500 ms | missed: p95 |" in table
 
 
-def test_loads_that_are_no_loads_are_rejected() -> None:
+def test_invalid_loads_are_rejected() -> None:
     assert loads_of("0.7,5") == [0.7, 5.0]
     for text in ("", "a", "0", "-1", "nan"):
         with pytest.raises(argparse.ArgumentTypeError, match="numbers above 0"):

@@ -89,7 +89,7 @@ def remote() -> list[RecordedAnswer]:
     return found
 
 
-def test_predictions_are_those_of_the_router() -> None:
+def test_replayed_predictions_match_the_router() -> None:
     """The answers are those of the run, and their errors are those that it measured itself."""
     result, _ = recorded()
     rows = [row for row in result.requests if row.outcome == "served" and row.arrival_s >= SETTLE_S]
@@ -103,7 +103,7 @@ def test_predictions_are_those_of_the_router() -> None:
         assert mine == pytest.approx(theirs, abs=1e-6)
 
 
-def test_a_crowd_that_is_partly_rejected_replays_as_it_was() -> None:
+def test_a_partly_rejected_burst_is_reproduced() -> None:
     result, lines = recorded(rate_rps=60.0)
     assert any(row.outcome == "rejected" for row in result.requests)
     found = account(lines, "r", 0.0)
@@ -111,7 +111,7 @@ def test_a_crowd_that_is_partly_rejected_replays_as_it_was() -> None:
     assert found.left_out == sum(row.outcome not in ("served", "late") for row in result.requests)
 
 
-def test_truth_everywhere_leaves_no_error() -> None:
+def test_exact_predictions_have_no_error() -> None:
     errors = ttft_errors(told().answers)
     assert errors[-1] == pytest.approx(0.0, abs=1e-9)
     assert errors[0] > 0.0
@@ -121,7 +121,7 @@ def test_truth_everywhere_leaves_no_error() -> None:
 
 
 @pytest.mark.parametrize("part", Parts._fields)
-def test_an_error_in_one_part_is_found_in_that_row(part: str) -> None:
+def test_an_error_in_one_part_is_attributed_to_it(part: str) -> None:
     """The router foretells 80 ms too much of one part of every first token."""
     wrong = []
     for one in remote():
@@ -137,7 +137,7 @@ def test_an_error_in_one_part_is_found_in_that_row(part: str) -> None:
     assert after[-1] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_an_error_in_the_first_gap_or_in_the_steps_is_found_in_that_row() -> None:
+def test_an_error_in_gaps_or_steps_is_attributed_to_them() -> None:
     late = [
         replace(one, predicted=replace(one.predicted, first_gap_s=one.predicted.first_gap_s + 0.2))
         for one in told().answers
@@ -151,7 +151,7 @@ def test_an_error_in_the_first_gap_or_in_the_steps_is_found_in_that_row() -> Non
     assert tpot_errors(slow)[gap] > 0.5
 
 
-def test_answers_beside_a_prompt_are_counted_apart() -> None:
+def test_answers_that_overlap_a_prefill_are_counted_separately() -> None:
     met = [one for one in told().answers if one.meets_prompt]
     free = [one for one in told().answers if not one.meets_prompt]
     assert min(len(met), len(free)) > 5
@@ -176,7 +176,7 @@ def test_a_run_of_another_policy_is_priced_as_it_was_placed(policy: str, prefill
     assert all((one.parts is not None) is bool(prefill) for one in found.answers)
 
 
-def test_what_other_rules_recorded_is_placed_as_it_was() -> None:
+def test_a_recording_of_other_rules_keeps_its_placements() -> None:
     """The recording says that round-robin was goodput: a router of that name decides otherwise, and is told."""
     lines = recorded("round-robin")[1]
     claimed = [(1, replay.encode_settings(RouterSettings(policy="goodput"))), *lines[1:]]
@@ -205,7 +205,7 @@ def test_a_cut_last_line_ends_the_recording() -> None:
     assert account([*lines[:-1], (number, text[:-9])], "r", SETTLE_S) == whole
 
 
-def test_what_comes_out_otherwise_even_so_is_counted() -> None:
+def test_differing_commands_are_counted() -> None:
     """The recorded router sent a token to the client twice; this one does not."""
     lines = list(recorded()[1])
     index = next(index for index, (_, text) in enumerate(lines) if '"is":"EmitTokens"' in text)
@@ -216,7 +216,7 @@ def test_what_comes_out_otherwise_even_so_is_counted() -> None:
     assert "1 steps came out otherwise" in report([found])
 
 
-def test_what_is_no_recording_is_named_with_its_line(tmp_path: Path) -> None:
+def test_an_invalid_recording_names_its_line(tmp_path: Path) -> None:
     lines = [text for _, text in recorded()[1]]
     for name, text, line, column in (
         ("empty", "", 1, "settings"),
@@ -231,7 +231,7 @@ def test_what_is_no_recording_is_named_with_its_line(tmp_path: Path) -> None:
         assert caught.value.column == column
 
 
-def test_nothing_to_tell_is_an_error(tmp_path: Path) -> None:
+def test_an_empty_result_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(recorded()[1][0][1] + "\n")
     with pytest.raises(ConfigError, match=r"r\.jsonl, expected a whole answer of 3 tokens"):

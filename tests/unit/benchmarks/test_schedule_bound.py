@@ -19,7 +19,7 @@ def question(spacing_s: float) -> Question:
     return Question(windows=(window,), profile=profile, num_workers=1, slo=Slo(ttft_s=0.5, tpot_s=1.0))
 
 
-def test_the_highest_rate_is_that_of_the_workers() -> None:
+def test_the_highest_possible_rate_follows_from_the_workers() -> None:
     """The prompts of 180 requests in the time in which 200 arrive, and half a second."""
     expected = 200 / (180 * 0.105 - 0.5)
     for given in (2.0, 9.0):
@@ -27,7 +27,7 @@ def test_the_highest_rate_is_that_of_the_workers() -> None:
         assert expected * 0.98 < found < expected * 1.02 * (1.0 + FINAL_TOLERANCE)
 
 
-def test_no_rate_is_possible_where_none_was_met() -> None:
+def test_no_rate_is_possible_if_none_was_met() -> None:
     assert highest_possible_rps(question(0.2), 0, 0.0) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""With the base dependencies alone every command works, or names the extra that it needs in one line."""
+"""With only the base dependencies, every command works, or names the extra that it needs in one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdserve.core.extras import EXTRAS, command, missing
 ROOT = Path(__file__).parents[3]
 BASE = ("grpcio", "protobuf", "googleapis-common-protos", "typing-extensions")
 HINT = "run pip install -c constraints.txt '.[server]' in the folder of the checkout"
-#: Modules of a distribution whose name says another one.
+#: Modules whose name differs from that of their distribution.
 MODULES = {
     "huggingface-hub": "huggingface_hub",
     "grpcio-health-checking": "grpc_health",
@@ -33,7 +33,7 @@ MODULES = {
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what `pip install .` brings, taken from this environment."""
+    """A folder with the packages that `pip install .` installs, taken from this environment."""
     folder = tmp_path_factory.mktemp("base")
     for name in BASE:
         files = importlib.metadata.files(name) or []
@@ -44,7 +44,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def link(source: Path, target: Path) -> None:
-    """`google` is shared with other distributions; its parts are linked one by one."""
+    """Several distributions share the package `google`, so its parts are linked one by one."""
     if source.name != "google":
         target.symlink_to(source)
         return
@@ -55,7 +55,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def run(packages: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """-S: no package of this environment but those; nothing is left of what an editable install puts on the path."""
+    """-S: only those packages of this environment, and no paths of an editable install."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PDSERVE"))}
     env |= {"PYTHONPATH": os.pathsep.join((str(packages), str(ROOT)))}
     return subprocess.run(
@@ -123,7 +123,7 @@ def test_simulation_and_plans_need_no_extra(packages: Path) -> None:
 
 @pytest.mark.parametrize("role", ["router", "prefill_worker", "decode_worker"])
 def test_a_role_lists_its_settings_and_names_the_extra(packages: Path, role: str) -> None:
-    """`python -m router --help` is where the README sends a reader."""
+    """The README refers to `python -m router --help`."""
     listed = run(packages, role, "--help")
     assert (listed.returncode, listed.stderr) == (0, "")
     flags = ("--model", "toy", "--router-id" if role == "router" else "--worker-id", "a")

@@ -1,4 +1,4 @@
-"""The commands as a person uses them, against a real cluster on the toy engine."""
+"""The commands as a user runs them, against a real cluster on the toy engine."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def test_a_closed_pipe_gives_no_traceback(target: str) -> None:
 def test_structured_output_flags_accept_text_or_a_file(
     target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The toy follows no grammar: the refusal names the field that the flag has filled."""
+    """The toy engine supports no grammar, so the error names the field that the flag has set."""
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     for field, flags in {
         "json_schema": ["--json-schema", f"@{tmp_path / 'schema.json'}"],

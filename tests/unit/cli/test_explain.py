@@ -1,4 +1,4 @@
-"""`pdserve explain`: against a real cluster, and what it prints of values made by hand."""
+"""`pdserve explain` against a real cluster, and its output for hand-made values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that break workers, and the bar."""
+"""Flags that inject worker faults."""
 
 from __future__ import annotations
 

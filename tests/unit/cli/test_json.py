@@ -1,4 +1,4 @@
-"""Every command with --json prints RFC 8259: no NaN, no Infinity, whatever it was asked."""
+"""Every command with --json prints RFC 8259: never NaN or Infinity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdserve import Client, Slo
 from pdserve.cli.main import COMMANDS, main
 from tests.unit.cli.test_replay import recorded
 
-HOPELESS: Final = "hopeless"  # a request whose targets nothing can meet
+HOPELESS: Final = "hopeless"  # A request whose targets cannot be met.
 TRACE: Final = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:00:{number:02d}.000,4000,40\n" for number in range(20)
 )
@@ -63,7 +63,7 @@ def test_every_command_with_json_is_tried() -> None:
 @pytest.mark.parametrize("command", sorted(ASKED))
 def test_json_output_is_json(command: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if command == "explain":
-        with Client(target) as client:  # tight enough for the local path to have no time left at all
+        with Client(target) as client:  # Tight enough that a local placement has no time left.
             client.generate(
                 "a prompt of some length", max_tokens=4, request_id=HOPELESS, slo=Slo(ttft_s=1e-6, tpot_s=1e-6)
             )

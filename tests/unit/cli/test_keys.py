@@ -1,4 +1,4 @@
-"""`pdserve keys` on a real file, and what a router reads from it."""
+"""`pdserve keys` on a real file, which a router then reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pdserve plan` as a person uses it."""
+"""`pdserve plan` as a user runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLO = ["--slo-ttft", "1", "--slo-tpot", "0.05"]
 
 
 def written(folder: Path, count: int) -> str:
-    """`count` requests a second apart, with some jitter: prompts of which a worker reads a few each second."""
+    """`count` requests, about one second apart. A worker prefills a few such prompts per second."""
     path = folder / "small.csv"
     rows = [f"2023-11-16 18:{n // 60:02d}:{n % 60:02d}.{n * 37 % 1000:03d},4000,4" for n in range(count)]
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows), encoding="utf-8")
@@ -36,7 +36,7 @@ def long_trace(tmp_path: Path) -> str:
 def test_json_is_one_object_and_does_not_depend_on_the_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
-    """40 requests are too few for a verdict, and enough to be compared."""
+    """40 requests are too few for a verdict, but enough for a comparison."""
     answers, is_enough = [], count == 500
     trace = written(tmp_path, count)
     for jobs in ("1", "2"):

@@ -1,4 +1,4 @@
-"""The flag `--plot`, where figures come from, and the figure of an explanation."""
+"""The flag `--plot`, the origin of figures, and the figure of an explanation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_explanation_shows_each_placement_and_what_happened() -> None:
     assert [one for one in texts if one in legends] == legends
     titles = [one.text for one in root.iter(f"{SVG}title")]
     assert [one for one in titles if one and " at " in one] == [
-        "misses a target: 20 ms at 1 s",  # from arrival: it waited 0.1 s
+        "misses a target: 20 ms at 1 s",  # From arrival: it waited 0.1 s.
         "chosen, as predicted: 20 ms at 400 ms",
         "what then happened: 25 ms at 500 ms",
     ]

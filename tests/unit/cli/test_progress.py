@@ -1,4 +1,4 @@
-"""Progress on a terminal, which a pty stands for, and in a log."""
+"""Progress on a terminal (a pty) and in a log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Now:
 
 @dataclass
 class Terminal:
-    """A pty of 80 columns: what programs write to `stream` comes back from `read`."""
+    """A pty of 80 columns. `read` returns the text that programs write to `stream`."""
 
     stream: TextIO
     master: int
@@ -47,7 +47,7 @@ class Terminal:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
     def read(self) -> str:
-        """Everything so far. The stream is closed then."""
+        """Closes the stream and returns everything written to it."""
         self.stream.write("<end>")
         self.stream.flush()
         while not self.held.endswith(b"<end>"):
@@ -150,7 +150,7 @@ def test_a_terminal_without_control_codes_gets_lines(terminal: Terminal, monkeyp
     progress = ProgressLine("a", 2.0, stream=terminal.stream, clock=now)
     now.at_s = 5.0
     progress.update(1.0)
-    assert terminal.read() == "a: 50%, 5 s left\r\n"  # the pty's own line end
+    assert terminal.read() == "a: 50%, 5 s left\r\n"  # The pty's own line end.
 
 
 def test_a_closed_terminal_does_not_end_the_task(terminal: Terminal) -> None:

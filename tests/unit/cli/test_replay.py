@@ -1,4 +1,4 @@
-"""`pdserve replay`: what it prints and how it ends."""
+"""The output and exit status of `pdserve replay`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pdserve simulate` as a person uses it."""
+"""`pdserve simulate` as a user runs it."""
 
 from __future__ import annotations
 

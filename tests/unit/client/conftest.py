@@ -1,4 +1,4 @@
-"""A real gRPC server on a free loopback port that plays answers which a test has written down."""
+"""A real gRPC server on a free loopback port that plays scripted answers."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def finished(**fields: Any) -> inference_pb2.GenerateResponse:
 
 
 def fail(context: grpc.ServicerContext, error: PdserveError) -> None:
-    """Ends the call of a blocking server the way wire.status.abort ends one of a grpc.aio server."""
+    """Ends a call of a blocking server like wire.status.abort on a grpc.aio server."""
     seen = status.to_status(error)
     context.set_trailing_metadata(((status.DETAILS_KEY, seen.SerializeToString()),))
     context.abort(status.BY_NUMBER[seen.code], seen.message)
 
 
 class Script(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_grpc.ClusterServiceServicer):
-    """Plays `plays` in turn, one per Generate call, and keeps what it was asked."""
+    """Plays `plays` in turn, one for each Generate call, and records the requests."""
 
     def __init__(self) -> None:
         self.plays: list[Play] = []

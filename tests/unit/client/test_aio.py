@@ -1,4 +1,4 @@
-"""The asyncio client, the twin, against the same server."""
+"""The asyncio client, against the same scripted server as the blocking one."""
 
 from __future__ import annotations
 

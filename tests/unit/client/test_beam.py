@@ -1,4 +1,4 @@
-"""Beam search finds what transformers' finds, and the same each time."""
+"""Beam search finds the same beams as transformers, and repeats exactly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def model() -> Any:
     made = transformers.LlamaForCausalLM(config)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.35)
-    return made.double().eval()  # near-ties are then none: float32 would round with the number of beams
+    # Float64, because float32 rounding would depend on the number of beams and decide near-ties.
+    return made.double().eval()
 
 
 def search(model: Any, prompt: list[int], **settings: Any) -> BeamSearch:

@@ -1,4 +1,4 @@
-"""The SDK is light: what a fresh interpreter loads for it."""
+"""The SDK loads few modules in a new interpreter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_importing_pdserve_alone_does_not_even_load_grpc() -> None:
 
 
 def test_the_client_loads_little_beside_grpc_and_protobuf() -> None:
-    """Modules, and not seconds: these differ with the machine and what else it does."""
+    """Counts modules instead of seconds, which depend on the machine."""
     theirs = modules_of("import grpc, google.protobuf.message")
     ours = modules_of("from pdserve import Client") - theirs
     assert len(ours) < 150, sorted(ours)

@@ -1,4 +1,4 @@
-"""What the SDK puts on the wire, and which types it refuses."""
+"""The SDK's request messages, and the types that it rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocking client against a real server that plays written answers."""
+"""The blocking client against a real server that plays scripted answers."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_the_timeout_covers_the_call_and_reaches_the_server(script: Script, targ
         client.generate("hi", timeout_s=0.3)
     assert 0.25 < time.monotonic() - begin_s < 5.0
     assert script.timeouts_s[0] is not None
-    assert script.timeouts_s[0] < 0.4  # gRPC rounds it on its way
+    assert script.timeouts_s[0] < 0.4  # gRPC rounds the timeout.
 
 
 def test_the_default_timeout_is_ten_minutes(script: Script, target: str) -> None:

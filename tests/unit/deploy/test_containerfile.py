@@ -28,7 +28,7 @@ def instructions(target: str = "cpu") -> list[tuple[str, str]]:
     return found
 
 
-def test_everything_that_is_copied_exists_and_is_not_ignored() -> None:
+def test_every_copied_file_exists() -> None:
     ignore = (ROOT / "deploy/Containerfile.dockerignore").read_text().split()
     sources = [source for word, rest in instructions() if word == "COPY" for source in rest.split()[:-1]]
     for source in sources:
@@ -36,7 +36,7 @@ def test_everything_that_is_copied_exists_and_is_not_ignored() -> None:
         assert f"!{source}" in ignore, source
 
 
-def test_the_whole_project_is_in_it() -> None:
+def test_the_image_has_the_whole_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
     copied = {source for word, rest in instructions() if word == "COPY" for source in rest.split()[:-1]}
@@ -46,14 +46,14 @@ def test_the_whole_project_is_in_it() -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_it_does_not_run_as_root(target: str) -> None:
+def test_the_image_does_not_run_as_root(target: str) -> None:
     [user] = [rest for word, rest in instructions(target) if word == "USER"]
     uid, _, gid = user.partition(":")
     assert int(uid) > 0
     assert gid == "0"
 
 
-def test_its_bases_are_pinned_and_fit_the_project() -> None:
+def test_base_images_are_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     arguments = dict(rest.split("=", 1) for word, rest in instructions() if word == "ARG")
     assert f">={arguments['PYTHON']}" == project["requires-python"]
@@ -61,13 +61,13 @@ def test_its_bases_are_pinned_and_fit_the_project() -> None:
     assert set(bases) == {"python:${PYTHON}-slim-bookworm", "installed"}
 
 
-def test_the_bundled_model_is_found_where_the_image_looks_for_it() -> None:
+def test_the_image_finds_the_bundled_model() -> None:
     [code] = re.findall(r"python -c '([^']+)'", FILE.read_text())
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (Path(done.stdout.strip()) / "config.json").is_file()
 
 
-def test_its_command_is_one_that_exists() -> None:
+def test_the_images_command_exists() -> None:
     [command] = [rest for word, rest in instructions() if word == "CMD"]
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert re.findall(r'"([^"]+)"', command)[0] in scripts
@@ -100,7 +100,7 @@ def test_the_image_check_compiles_a_kernel_and_imports_everything() -> None:
 
 
 @pytest.mark.gpu_checks
-def test_the_image_check_misses_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_image_check_detects_a_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert list(image_check.compiler_is_there()) == []
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
@@ -112,7 +112,7 @@ def test_the_image_check_misses_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.gpu_checks
-def test_the_image_check_misses_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_image_check_detects_missing_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """CuPy without an NCCL library imports all the same."""
     (tmp_path / "cupy/cuda").mkdir(parents=True)
     for name, text in (("__init__", ""), ("cuda/__init__", ""), ("cuda/nccl", "available = False")):
@@ -132,7 +132,7 @@ def test_the_image_check_misses_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.gpu_checks
-def test_the_image_check_misses_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_image_check_detects_a_missing_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "brokenkit").mkdir()
     (tmp_path / "brokenkit/__init__.py").write_text("")
     (tmp_path / "brokenkit/one.py").write_text("import nowhere_at_all")

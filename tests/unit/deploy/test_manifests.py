@@ -90,7 +90,7 @@ def asked(manifests: list[Manifest]) -> settings.Asked:
         return settings.read(flags, args["config"], args["set"])
 
 
-def test_every_resource_is_valid_by_kubernetes_own_schemas(manifests: list[Manifest], schemas: Any) -> None:
+def test_every_resource_matches_kubernetes_schemas(manifests: list[Manifest], schemas: Any) -> None:
     for one in manifests:
         if one["kind"] != "RayCluster":
             schemas.validate(one, KUBERNETES, strict=True)
@@ -119,7 +119,7 @@ def test_every_file_is_part_of_the_kustomization() -> None:
     assert files == set(kustomization["resources"]) | generated
 
 
-def test_the_launcher_runs_up_with_ray_and_flags_that_it_takes(manifests: list[Manifest]) -> None:
+def test_the_launchers_flags_are_valid(manifests: list[Manifest]) -> None:
     found = asked(manifests)
     assert found.ray == "auto"
     spec: ClusterSpec = found.spec
@@ -133,7 +133,7 @@ def test_the_launcher_runs_up_with_ray_and_flags_that_it_takes(manifests: list[M
     assert router.otlp == "pdserve-otel-collector:4317"
 
 
-def test_the_routers_run_with_flags_that_they_take(manifests: list[Manifest]) -> None:
+def test_the_routers_flags_are_valid(manifests: list[Manifest]) -> None:
     router = container(manifests, "pdserve-router")
     assert router["command"] == ["python", "-m", "router"]
     environ = environment(router, HELD, VALUES)
@@ -144,7 +144,7 @@ def test_the_routers_run_with_flags_that_they_take(manifests: list[Manifest]) ->
     assert (config.model, config.redis, config.cluster) == (spec.model, spec.redis, spec.cluster)
 
 
-def test_ray_takes_every_parameter(manifests: list[Manifest]) -> None:
+def test_ray_accepts_every_parameter(manifests: list[Manifest]) -> None:
     [cluster] = named(manifests, "RayCluster").values()
     script = container(manifests, "pdserve-launcher")["command"][2]
     [line] = re.findall(r"ray start .*", script)
@@ -161,7 +161,7 @@ def test_ray_is_the_version_in_the_image(manifests: list[Manifest]) -> None:
     assert cluster["spec"]["rayVersion"] == pins["ray"]
 
 
-def test_every_node_of_ray_brings_the_same_token(manifests: list[Manifest]) -> None:
+def test_every_ray_node_has_the_same_token(manifests: list[Manifest]) -> None:
     for name in ("ray-head", "ray-workers", "pdserve-launcher"):
         variables = {one["name"]: one for one in container(manifests, name)["env"]}
         assert variables["RAY_AUTH_MODE"]["value"] == "token", name
@@ -178,7 +178,7 @@ def test_no_secret_is_on_a_command_line(manifests: list[Manifest]) -> None:
                 assert f"$({variable})" not in words, name
 
 
-def test_ray_inherits_no_secret_of_ours(manifests: list[Manifest]) -> None:
+def test_ray_inherits_no_secret_of_pdserve(manifests: list[Manifest]) -> None:
     launcher = container(manifests, "pdserve-launcher")
     held = {
         name
@@ -216,7 +216,7 @@ def test_redis_reads_its_password_from_standard_input(manifests: list[Manifest],
         server.stdout.close()
 
 
-def test_probes_of_ray_pods_ask_ports_that_ray_opens(manifests: list[Manifest]) -> None:
+def test_probes_use_ports_that_ray_opens(manifests: list[Manifest]) -> None:
     [cluster] = named(manifests, "RayCluster").values()
     for group in cluster["spec"]["workerGroupSpecs"]:
         [only] = group["template"]["spec"]["containers"]
@@ -224,7 +224,7 @@ def test_probes_of_ray_pods_ask_ports_that_ray_opens(manifests: list[Manifest]) 
         assert {only[probe]["tcpSocket"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {port}
 
 
-def test_every_name_that_is_used_exists(manifests: list[Manifest]) -> None:
+def test_every_referenced_name_exists(manifests: list[Manifest]) -> None:
     services = named(manifests, "Service")
     text = json.dumps([template for _, template in pod_templates(manifests)])
     used = set(re.findall(r"(pdserve-[a-z-]+):(\d+)", text)) - {("pdserve-head-svc", "6379")}
@@ -253,7 +253,7 @@ def selects(selector: dict[str, str], manifests: list[Manifest]) -> set[str]:
     }
 
 
-def test_every_selector_finds_the_pods_that_it_means(manifests: list[Manifest]) -> None:
+def test_every_selector_matches_its_pods(manifests: list[Manifest]) -> None:
     services = {name: selects(one["spec"]["selector"], manifests) for name, one in named(manifests, "Service").items()}
     assert services == {
         "pdserve": {"pdserve-launcher", "pdserve-router"},
@@ -270,14 +270,14 @@ def test_every_selector_finds_the_pods_that_it_means(manifests: list[Manifest]) 
     assert scaler["spec"]["scaleTargetRef"]["name"] in named(manifests, "Deployment")
 
 
-def test_ports_of_services_lead_to_ports_of_pods(manifests: list[Manifest]) -> None:
+def test_service_ports_match_pod_ports(manifests: list[Manifest]) -> None:
     for one in named(manifests, "Service").values():
         for pod in selects(one["spec"]["selector"], manifests):
             names = {port["name"] for port in container(manifests, pod)["ports"]}
             assert {port["targetPort"] for port in one["spec"]["ports"]} <= names
 
 
-def test_every_pod_is_locked_down_and_bounded(manifests: list[Manifest]) -> None:
+def test_every_pod_is_restricted_and_has_limits(manifests: list[Manifest]) -> None:
     for name, template in pod_templates(manifests):
         spec = template["spec"]
         [only] = spec["containers"]
@@ -291,7 +291,7 @@ def test_every_pod_is_locked_down_and_bounded(manifests: list[Manifest]) -> None
         assert ":" in only["image"], name
 
 
-def test_our_own_image_is_of_this_version(manifests: list[Manifest]) -> None:
+def test_the_images_version_is_current(manifests: list[Manifest]) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     ours = {container(manifests, name)["image"] for name, _ in pod_templates(manifests)}
     assert {image for image in ours if image.startswith("pdserve")} == {f"pdserve:{version}"}
@@ -332,7 +332,7 @@ def test_a_pod_has_the_gpus_of_a_worker(folder: Path) -> None:
     assert shm["emptyDir"]["sizeLimit"] == ("8Gi" if max(needs) > 1 else "1Gi")
 
 
-def test_the_tls_overlay_encrypts_what_all_pods_serve() -> None:
+def test_the_tls_overlay_encrypts_all_ports() -> None:
     manifests = load(KUBERAY / "tls")
     text = json.dumps(manifests)
     assert "--insecure" not in text

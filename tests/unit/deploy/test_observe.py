@@ -42,7 +42,7 @@ def test_every_metric_exists_and_is_emitted_by_its_process() -> None:
             assert any(word.search(path.read_text()) for path in sources), f"nobody emits {name}"
 
 
-def test_every_label_is_one_that_the_metric_has() -> None:
+def test_every_used_label_exists() -> None:
     from_scraping = {"namespace", "cluster", "model", "pod", "instance", "component", "job"}
     for expression in expressions():
         labels = set().union(*(samples()[name].labels for name in used(expression))) | from_scraping | {"le"}
@@ -56,7 +56,7 @@ def test_every_label_is_one_that_the_metric_has() -> None:
         assert {label.strip() for label in grouped if label.strip()} <= labels, expression
 
 
-def test_counters_are_rated_and_histograms_are_asked_by_bucket() -> None:
+def test_counters_use_rate_and_histograms_use_buckets() -> None:
     for expression in expressions():
         for name in used(expression):
             spec = samples()[name]
@@ -72,7 +72,7 @@ def test_every_recorded_rule_that_is_used_is_defined() -> None:
         assert set(re.findall(r"\bpdserve:[a-z0-9_:]+", expression)) <= recorded, expression
 
 
-def test_every_alert_says_how_bad_and_what() -> None:
+def test_every_alert_has_severity_and_description() -> None:
     assert len({rule["alert"] for rule in alerts()}) == len(alerts())
     for rule in alerts():
         assert rule["labels"]["severity"] in ("critical", "warning")
@@ -121,7 +121,7 @@ def test_promtool_sees_each_alert_fire_and_clear() -> None:
     run(promtool(), "test", "rules", OBSERVE / "alerts.test.yml")
 
 
-def test_the_rule_tests_notice_an_alert_that_never_fires(tmp_path: Path) -> None:
+def test_the_rule_tests_detect_an_alert_that_never_fires(tmp_path: Path) -> None:
     tool = promtool()
     for name in ("rules.yml", "alerts.yml", "alerts.test.yml"):
         shutil.copy(OBSERVE / name, tmp_path)
@@ -131,7 +131,7 @@ def test_the_rule_tests_notice_an_alert_that_never_fires(tmp_path: Path) -> None
     assert done.returncode == 1
 
 
-def test_panels_do_not_overlap_and_have_ids_of_their_own(dashboard: dict[str, Any]) -> None:
+def test_panels_do_not_overlap_and_have_unique_ids(dashboard: dict[str, Any]) -> None:
     taken: set[tuple[int, int]] = set()
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -166,7 +166,7 @@ def test_no_dashboard_names_a_data_source(dashboard: dict[str, Any]) -> None:
     assert "id" not in dashboard, "an import with the id of another Grafana overwrites a dashboard there"
 
 
-def test_a_dashboard_asks_only_variables_that_it_has(dashboard: dict[str, Any]) -> None:
+def test_dashboards_use_only_their_variables(dashboard: dict[str, Any]) -> None:
     variables = {one["name"] for one in dashboard["templating"]["list"]}
     said = set(re.findall(r"\$\{?(\w+)\}?", json.dumps(dashboard["panels"]))) - {"__rate_interval"}
     assert said == variables
@@ -200,7 +200,7 @@ def test_prometheus_scrapes_the_ports_that_the_manifests_open() -> None:
     assert scraped == {"pdserve-launcher", "pdserve-router", "ray-workers"}
 
 
-def test_the_collector_takes_spans_where_our_processes_send_them() -> None:
+def test_the_collectors_address_is_the_exporters() -> None:
     config = yaml.safe_load((KUBERAY / "otel-collector-config.yaml").read_text())
     assert config["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].endswith(":4317")
     for pipeline in config["service"]["pipelines"].values():

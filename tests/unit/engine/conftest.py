@@ -112,7 +112,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 32,
             "num_hidden_layers": 5,
             "decoder_sparse_step": 2,
-            "mlp_only_layers": [1],  # of layers 1 and 3, which the step leaves
+            "mlp_only_layers": [1],  # Of layers 1 and 3, which sparse_step selects.
             "num_experts": 8,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 48,
@@ -167,7 +167,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 class Request:
     prompt: list[int]
     sampling: Sampling = GREEDY
-    arrival: int = 0  # the step at which it may begin
+    arrival: int = 0  # The step at which the request may begin.
     blocks: list[int] = field(default_factory=list)
     outs: list[TokenOut] = field(default_factory=list)
     num_computed: int = 0
@@ -178,7 +178,7 @@ class Request:
 
 
 def build_tiny(name: str, folder: Path, **changed: Any) -> Path:
-    """Random weights, wide enough that two tokens are rarely as likely; norms and biases are random too."""
+    """A model with random weights, norms and biases, wide enough that two tokens are rarely equally likely."""
     family, own = TINY[name]
     kind = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else family + "Config")
     config = kind(**COMMON | own | changed)
@@ -186,13 +186,14 @@ def build_tiny(name: str, folder: Path, **changed: Any) -> Path:
     model = getattr(transformers, family + "ForCausalLM")(config)
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name:
-            is_offset = "Gemma" in family and not re.search("post_|q_norm", parameter_name)  # stored less 1
+            is_offset = "Gemma" in family and not re.search("post_|q_norm", parameter_name)  # Stored minus 1.
             torch.nn.init.normal_(parameter, mean=0.0 if is_offset else 1.0, std=0.3)
         else:
             torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.25)
         if "q_proj" in parameter_name or ("q_norm" in parameter_name and "Gemma" not in family):
-            parameter.data *= 4.0  # attention that chooses: an even one would forget the order of a long prompt
-    if "Gemma" in family:  # its large tied embedding would repeat the last token: signs that make no token its own next
+            parameter.data *= 4.0  # Peaked attention. A uniform one would lose the order of a long prompt.
+    # The large tied embedding would repeat the last token, so signs are chosen such that no token predicts itself.
+    if "Gemma" in family:
         torch.nn.init.normal_(model.model.norm.weight, mean=-1.0)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
@@ -201,7 +202,7 @@ def build_tiny(name: str, folder: Path, **changed: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of the tiny model of that name."""
+    """The folder of the tiny model with that name."""
     built: dict[str, Path] = {}
 
     def get(name: str) -> Path:
@@ -215,7 +216,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def open_engine() -> Callable[..., Engine]:
     def get(folder: Path | str, **settings: Any) -> Engine:
-        settings = {"kv_blocks": 400, "device": "cpu", "dtype": "float32"} | settings  # auto depends on the processor
+        settings = {"kv_blocks": 400, "device": "cpu", "dtype": "float32"} | settings  # auto depends on the processor.
         return load_engine(WorkerConfig(model=str(folder), worker_id="w", **settings), Role.DECODE)
 
     return get
@@ -231,7 +232,7 @@ def oracle_of() -> Callable[[Path], Oracle]:
 def serve() -> Callable[..., list[list[int]]]:
     """Serves requests together: decode rows and prefill chunks mixed, blocks scattered. Returns their tokens.
 
-    `guess` gives drafts for a request that decodes.
+    `guess` returns drafts for a request that decodes.
     """
 
     def run(

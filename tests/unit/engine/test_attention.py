@@ -34,13 +34,13 @@ from tests.support.slow import slow_except
 CPU = torch.device("cpu")
 NUM_BLOCKS = 200
 STORED = [torch.float32, torch.bfloat16, torch.int8]
-VARIANTS = [(None, None), (0.3, None), (0.2, 5.0), (None, 30.0)]  # scale, softcap
+VARIANTS = [(None, None), (0.3, None), (0.2, 5.0), (None, 30.0)]  # Scale and softcap.
 
 
 def filled_pool(
     *, block_size: int = 16, num_kv_heads: int = 2, head_dim: int = 24, dtype: torch.dtype = torch.float32
 ) -> TorchPool:
-    """Every position of every block has been written through the pool."""
+    """A pool in which every position of every block was written."""
     shape = BlockShape(num_layers=2, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
     pool = TorchPool(num_blocks=NUM_BLOCKS, shape=shape, device=CPU)
     generator = torch.Generator().manual_seed(1)
@@ -99,7 +99,7 @@ def test_gathered_blocks_follow_the_formula(
     lengths: tuple[int, ...],
     num_queries: int,
 ) -> None:
-    """Few queries, and more than attend at a time."""
+    """Few queries, and more than one tile of queries."""
     pool = filled_pool(dtype=dtype)
     tables, starts = scattered(pool, lengths), [length - num_queries for length in lengths]
     q_BQHD = queries(len(lengths) * num_queries, 6, 24).view(len(lengths), num_queries, 6, 24)
@@ -116,7 +116,7 @@ needs_numba = pytest.mark.skipif(not jit.is_available(), reason="numba is not in
 @needs_numba
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("window", [None, 21])
-@pytest.mark.parametrize(("scale", "softcap"), slow_except(VARIANTS, VARIANTS[0], VARIANTS[2]))  # each is compiled
+@pytest.mark.parametrize(("scale", "softcap"), slow_except(VARIANTS, VARIANTS[0], VARIANTS[2]))  # Each is compiled.
 def test_blocks_read_in_place_follow_the_formula(
     dtype: torch.dtype, window: int | None, scale: float | None, softcap: float | None
 ) -> None:
@@ -137,7 +137,7 @@ def test_blocks_read_in_place_follow_the_formula(
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("is_paged", [True, False])
 def test_ranks_that_share_blocks_access_only_their_heads(dtype: torch.dtype, is_paged: bool) -> None:
-    """One of three ranks with two kv heads each, beside a pool of the six: the same bytes, the same bits."""
+    """Three ranks with two kv heads each in one pool, compared with one pool of six heads: equal bytes and results."""
     shape = BlockShape(num_layers=2, block_size=16, num_kv_heads=6, head_dim=24, dtype=dtype)
     alone = TorchPool(num_blocks=8, shape=shape, device=CPU)
     memory = HostMemory(8 * shape.block_bytes)
@@ -150,7 +150,7 @@ def test_ranks_that_share_blocks_access_only_their_heads(dtype: torch.dtype, is_
     cos_sin = torch.rand(2, 40, 1, 12, generator=torch.Generator().manual_seed(4)).unbind()
     row = Row(tokens=range(40), start=0, blocks=[5, 3, 6])
     parts, attentions = [qkv_TND, *cut(qkv_TND)], []
-    for pool in (alone, *ranks):  # ranks synchronise after they are made, which clears blocks, and before any stores
+    for pool in (alone, *ranks):  # Ranks synchronise after their creation, which clears blocks, and before any stores.
         num_kv_heads = len(pool.heads)
         kernel = PagedAttention(pool, 2 * num_kv_heads) if is_paged else None
         batch = pack([row], 16, CPU, most_short=40 if is_paged else 0)
@@ -169,12 +169,12 @@ def test_ranks_that_share_blocks_access_only_their_heads(dtype: torch.dtype, is_
 
 
 def heads_of(num_kv_heads: int) -> Heads:
-    """Two query heads for each kv head of size 24, no window, and rotations that the test gives."""
+    """Two query heads for each kv head of size 24, without a window, and with the test's rotations."""
     return Heads(2 * num_kv_heads, num_kv_heads, 24, 1e-6, 24**-0.5, None, (None,), (), (), ())
 
 
 def cut(qkv_TND: Tensor) -> list[Tensor]:
-    """Of 12 query heads and 6 kv heads, what each of three ranks computes."""
+    """The heads that each of three ranks computes, of 12 query heads and 6 kv heads."""
     q_THD, k_TKD, v_TKD = qkv_TND.split((12, 6, 6), dim=1)
     return [
         torch.cat((q_THD[:, 4 * rank : 4 * rank + 4], *(x[:, 2 * rank : 2 * rank + 2] for x in (k_TKD, v_TKD))), dim=1)
@@ -185,8 +185,8 @@ def cut(qkv_TND: Tensor) -> list[Tensor]:
 @needs_numba
 @pytest.mark.parametrize(
     ("block_size", "num_kv_heads", "head_dim"),
-    [  # each shape is a kernel to compile
-        (7, 3, 24),  # test_exactness.py needs it too
+    [  # Each shape needs its own compiled kernel.
+        (7, 3, 24),  # test_exactness.py also needs it.
         pytest.param(1, 1, 8, marks=pytest.mark.slow),
         pytest.param(64, 1, 96, marks=pytest.mark.slow),
         pytest.param(16, 6, 64, marks=pytest.mark.slow),
@@ -280,7 +280,7 @@ def test_every_query_and_head_is_one_task_and_the_longest_come_first(
 @needs_numba
 @pytest.mark.parametrize("dtype", STORED)
 def test_place_matches_torch(dtype: torch.dtype) -> None:
-    """Queries, keys and values lie side by side, as the product leaves them."""
+    """Queries, keys and values are adjacent in memory, as the product stores them."""
     placed, written = filled_pool(dtype=dtype), filled_pool(dtype=dtype)
     num_tokens, generator = 37, torch.Generator().manual_seed(4)
     qkv_THD = torch.randn(num_tokens, 6 + 2 + 2, 24, generator=generator)
@@ -294,8 +294,8 @@ def test_place_matches_torch(dtype: torch.dtype) -> None:
     got_THD = kernel.place(1, q_THD, k_TKD, v_TKD, *cos_sin, block_T, offset_T)
     written.write(1, rotate(k_TKD, *cos_sin), v_TKD, block_T, offset_T)
     torch.testing.assert_close(got_THD, rotate(q_THD, *cos_sin), atol=1e-6, rtol=1e-5)
-    tolerance = 1 if dtype == torch.int8 else 1e-6  # a value halfway between two steps may go either way
-    kernel_free = placed.tensor[1:], written.tensor[1:]  # compiling wrote to block 0
+    tolerance = 1 if dtype == torch.int8 else 1e-6  # A value halfway between two steps may be rounded either way.
+    kernel_free = placed.tensor[1:], written.tensor[1:]  # Compiling wrote to block 0.
     torch.testing.assert_close(*kernel_free, atol=tolerance, rtol=1e-5)
     if placed.scales is not None and written.scales is not None:
         torch.testing.assert_close(placed.scales[1:], written.scales[1:])
@@ -318,7 +318,7 @@ def test_place_keeps_values_that_are_not_finite() -> None:
 
 @pytest.mark.parametrize(("start", "num_queries"), [(0, 13), (29, 7), (64, 2)])
 def test_a_chunk_without_a_mask_equals_a_masked_one(start: int, num_queries: int) -> None:
-    """What CUDA does with a prompt's chunk, against the tiles that every device can do."""
+    """The computation of a chunk on CUDA, compared with the tiles that every device supports."""
     torch.manual_seed(1)
     shape = BlockShape(num_layers=1, block_size=8, num_kv_heads=2, head_dim=16, dtype=torch.float32)
     pool = TorchPool(num_blocks=12, shape=shape, device=CPU)

@@ -20,7 +20,7 @@ LENGTH = 400
 
 
 def scored(engine: Engine, tokens: Sequence[int], chunk: int) -> torch.Tensor:
-    """The logprob of each token but the first, computed in chunks over one table of blocks."""
+    """The logprob of each token except the first, computed in chunks over one block table."""
     found = []
     for start in range(0, len(tokens) - 1, chunk):
         end = min(start + chunk, len(tokens) - 1)
@@ -60,7 +60,7 @@ def test_families_are_as_accurate_as_transformers(
     oracle_of: Callable[[Path], Oracle],
     make_prompt: Callable[..., list[int]],
 ) -> None:
-    """Norms of queries and keys, norms behind a layer, biases, experts and soft caps."""
+    """With norms of queries and keys, norms after a layer, biases, experts and soft caps."""
     tokens = make_prompt(200)
     exact = oracle_of(tiny(name)).logits(tokens[:-1]).log_softmax(-1)
     exact = exact.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]

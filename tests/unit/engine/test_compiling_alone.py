@@ -14,7 +14,7 @@ WAIT_S = 30.0
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where numba would store `kernel`."""
+    """The folder in which numba would store `kernel`."""
     monkeypatch.setattr(jit, "cache_folder", lambda function: tmp_path)
     return tmp_path
 
@@ -23,7 +23,7 @@ def kernel() -> None: ...
 
 
 def test_a_second_process_waits_for_the_first(folder: Path) -> None:
-    """flock keeps two openings of a file apart, in one process or in two."""
+    """flock distinguishes two open descriptors of a file, even within one process."""
     entered = threading.Event()
 
     def wait() -> None:
@@ -36,7 +36,7 @@ def test_a_second_process_waits_for_the_first(folder: Path) -> None:
         assert not entered.wait(0.2), "the first still compiles"
         (folder / "paged.kernel-12.py311.nbi").touch()
         with jit.compiling_alone(kernel):
-            pass  # what is stored is loaded by all at once
+            pass  # A stored kernel is loaded by all processes at once.
     waiting.join(WAIT_S)
     assert entered.is_set()
 
@@ -56,7 +56,7 @@ def test_without_a_cache_nothing_is_locked(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_each_kernel_has_its_own_file() -> None:
-    """numba would number the kernels of one function in a shared index, which processes overwrite."""
+    """numba would number the kernels of a function in a shared index, which processes overwrite."""
     pytest.importorskip("numba")
     import torch
 

@@ -94,7 +94,7 @@ def test_configs_that_transformers_writes_are_read(family: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma2", "Gemma3"])
 def test_an_absent_field_means_what_the_full_config_says(family: str, tmp_path: Path) -> None:
-    """What transformers fills in for a config without a single number is what we fill in."""
+    """For a config without any number, we use the same defaults as transformers."""
     name = "Gemma3TextConfig" if family == "Gemma3" else family + "Config"
     config = getattr(transformers, name)(architectures=[family + "ForCausalLM"], num_hidden_layers=13)
     config.save_pretrained(tmp_path)
@@ -156,7 +156,7 @@ def test_both_spellings_of_gemma_ropes_and_windows_are_read() -> None:
     local, whole = RopeConfig(theta=5e3), RopeConfig(kind="linear", theta=1e6, factor=8.0)
     assert old.ropes == (local, local, whole, local)
     assert old.windows == (512, 512, None, 512)
-    assert old.max_context_tokens == 4096  # of Gemma it is the length after stretching
+    assert old.max_context_tokens == 4096  # For Gemma, it is the length after scaling.
 
 
 def test_a_null_softcap_differs_from_an_absent_one() -> None:
@@ -268,7 +268,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("hidden_activation", GEMMA3, {"hidden_activation": "gelu"}),
     ("hidden_act", GEMMA3, {"hidden_act": "silu"}),
     ("query_pre_attn_scalar", GEMMA3, {"query_pre_attn_scalar": 0}),
-    ("attn_logit_softcapping", GEMMA3, {"attn_logit_softcapping": 50.0}),  # transformers reads it and does not use it
+    ("attn_logit_softcapping", GEMMA3, {"attn_logit_softcapping": 50.0}),  # transformers reads it, but does not use it.
     ("final_logit_softcapping", GEMMA3, {"final_logit_softcapping": -1.0}),
     ("use_bidirectional_attention", GEMMA3, {"use_bidirectional_attention": True}),
     ("sliding_window_pattern", GEMMA3, {"sliding_window_pattern": 0}),

@@ -23,7 +23,7 @@ Logits = dict[tuple[int, ...], bytes]
 
 @pytest.fixture
 def seen_logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
-    """The bytes of every row of logits that is sampled from, by the text before it; two that differ are an error."""
+    """The bytes of every sampled row of logits, by the text before it. Two different values are an error."""
     seen: Logits = {}
     sample = torch_engine.sample
 

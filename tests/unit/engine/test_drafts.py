@@ -18,7 +18,7 @@ from pdserve.engine.toy import ToyEngine
 from tests.oracle import Oracle, assert_top
 from tests.support.slow import slow_except
 
-EVERY_TIME = ("gemma3", "mixtral-window")  # windows in some layers, experts
+EVERY_TIME = ("gemma3", "mixtral-window")  # Windows in some layers; experts.
 FAMILIES = [
     "llama",
     "llama-tied-biased",
@@ -55,7 +55,7 @@ MakePrompt = Callable[..., list[int]]
 
 
 class SpoiltDrafts:
-    """Drafts out of a known answer, some of them spoilt."""
+    """Drafts from a known answer, some of them wrong."""
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], seed: int) -> None:
         self._answers = answers
@@ -80,7 +80,7 @@ def test_drafts_change_no_token_and_no_logprob(
     make_prompt: MakePrompt,
 ) -> None:
     engine = open_engine(tiny(name))
-    engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)  # every float is NaN
+    engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)  # Every float is NaN.
 
     def requests() -> list[Any]:
         asked = list(ASKED.values())
@@ -104,7 +104,7 @@ def test_drafts_change_no_token_and_no_logprob(
             return step(rows)
 
     serve(Counted(), guessed, chunk=48, seed=1, guess=SpoiltDrafts(answers, seed=5))
-    assert num_steps < 40  # of the 54 that it takes without: the last arrives at step 14
+    assert num_steps < 40  # Without drafts it takes 54 steps. The last request arrives at step 14.
     oracle = oracle_of(tiny(name))
     for served in (plain, guessed):
         answered = [[out.token_id for out in one.outs] for one in served]
@@ -122,7 +122,7 @@ def test_drafts_change_no_token_and_no_logprob(
 
 
 def test_rejected_drafts_do_not_affect_later_tokens(tiny: Tiny, open_engine: OpenEngine) -> None:
-    """Drafts run over into a fresh block; its tail is finite, and the next step overwrites what was rejected."""
+    """Drafts extend into a new block. Its tail is finite, and the next step overwrites the rejected drafts."""
     engine = open_engine(tiny("llama"))
     engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)
     greedy = Sampling(temperature=0.0)
@@ -191,7 +191,7 @@ def test_wrong_drafts_are_refused(drafts: list[int], is_asked: bool, problem: st
 def test_a_draft_completes_no_bad_word(
     tiny: Tiny, open_engine: OpenEngine, serve: Serve, request_of: Any, make_prompt: MakePrompt
 ) -> None:
-    """Guessed are the tokens of the unbanned text, so that bad words end inside the drafts again and again."""
+    """The drafts are the tokens of the text without bans, so bad words often end within the drafts."""
     engine, prompt = open_engine(tiny("llama")), make_prompt(20)
     for own in ({"temperature": 0.0}, {"temperature": 0.7, "seed": 5}):
         [free] = serve(engine, [request_of(prompt=prompt, sampling=Sampling(max_tokens=40, **own))])

@@ -41,7 +41,7 @@ def test_noise_has_the_right_deviation(folder: Path) -> None:
     for matrix in (head_VE, weights.embedding_VE):
         assert matrix.std().item() == pytest.approx(64**-0.5, rel=0.01)
         assert matrix.mean().item() == pytest.approx(0, abs=1e-3)
-        assert not torch.equal(matrix[:16_384], matrix[16_384:32_768])  # one chunk and the next
+        assert not torch.equal(matrix[:16_384], matrix[16_384:32_768])  # One chunk and the next.
     assert not torch.equal(head_VE, weights.embedding_VE)
     assert weights.layers[0].mlp.down(torch.eye(96)).std().item() == pytest.approx(96**-0.5, rel=0.05)
     assert torch.equal(weights.norm_E, torch.ones(64))

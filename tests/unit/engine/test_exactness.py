@@ -58,10 +58,10 @@ def test_mixed_batches_match_transformers(
     got = serve(open_engine(folder), requests, chunk=48)
     assert [len(tokens) for tokens in got] == [64] * len(prompts)
     oracle_of(folder).assert_exact(prompts, got)
-    assert sum(len(set(tokens)) > 16 for tokens in got) >= 4  # random models may fall into loops, most do not
+    assert sum(len(set(tokens)) > 16 for tokens in got) >= 4  # Random models may fall into loops, but most do not.
 
 
-# Mixed batches take every family every time; these have soft caps, windows and experts.
+# Mixed batches test every family. These have soft caps, windows and experts.
 @pytest.mark.parametrize("name", slow_except(FAMILIES, "llama", "mixtral-window", "gemma2"))
 def test_every_logprob_matches_transformers(
     name: str,
@@ -72,7 +72,7 @@ def test_every_logprob_matches_transformers(
     request_of: Any,
     make_prompt: MakePrompt,
 ) -> None:
-    """Hot sampling visits what greedy decoding never would; transformers then reads the same text at once."""
+    """Sampling at a high temperature reaches unlikely texts. transformers then scores the same text at once."""
     asked = Sampling(temperature=2.0, seed=5, logprobs=3, max_tokens=40)
     lengths = (1, 30, 81, 260)
     requests = [request_of(prompt=make_prompt(length), sampling=asked, arrival=length % 7) for length in lengths]
@@ -99,7 +99,9 @@ def test_the_bundled_model_matches_transformers(
 
 @pytest.mark.parametrize(
     ("name", "other_size"),
-    [  # each pair of head size and block size is a kernel to compile: as few as show odd blocks, and windows in them
+    # Each pair of head size and block size needs a compiled kernel. These few cover odd blocks, and windows within
+    # them.
+    [
         pytest.param("llama-llama3-rope", 64, marks=pytest.mark.slow),
         ("qwen2-window-by-layer", 16),
         ("mistral-window", 7),
@@ -167,7 +169,7 @@ def test_old_contents_of_blocks_are_never_read(
     make_prompt: MakePrompt,
 ) -> None:
     engine = open_engine(tiny(name))
-    engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)  # every float is NaN
+    engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)  # Every float is NaN.
     prompts = [make_prompt(length) for length in (5, 16, 40, 130)]
     requests = [request_of(prompt=prompt, arrival=index) for index, prompt in enumerate(prompts)]
     got = serve(engine, requests, chunk=24)
@@ -207,7 +209,7 @@ def test_prefill_logprobs_equal_those_of_transformers(
 def test_bfloat16_is_as_close_to_float32_as_transformers(
     name: str, tiny: Tiny, open_engine: OpenEngine, make_prompt: MakePrompt
 ) -> None:
-    """Rounding differs between the two, but a factor left unrounded, or rounded early, would show in the mean."""
+    """The roundings of both differ, but a factor that is rounded too early, or not at all, would show in the mean."""
     prompts = [make_prompt(length) for length in range(20, 60)]
     asked = Sampling(temperature=0.0, logprobs=20)
     engine = open_engine(tiny(name), dtype="bfloat16")

@@ -77,7 +77,7 @@ def test_other_tokens_change_only_rounding(matrices: tuple[Tensor, Tensor, Tenso
 
 
 def test_expert_outputs_are_added_in_a_fixed_order() -> None:
-    """Sums of float32 show their order: 1e8 + 1 - 1e8 is 0, 1e8 - 1e8 + 1 is 1."""
+    """float32 sums depend on the order: 1e8 + 1 - 1e8 is 0, and 1e8 - 1e8 + 1 is 1."""
     config = replace(CONFIG, num_experts=3, num_chosen=3)
     values = (1.0e8, 1.0, -1.0e8)
     experts = tuple(

@@ -19,7 +19,7 @@ from pdserve.engine.safetensors_file import open_checkpoint
 from pdserve.engine.weights import load_weights
 
 CPU = torch.device("cpu")
-MANTISSA = 2.0**-4  # half a step of e4m3, relative
+MANTISSA = 2.0**-4  # Half a step of e4m3, relative.
 
 
 def test_rounding_errs_by_at_most_half_a_step() -> None:
@@ -29,7 +29,7 @@ def test_rounding_errs_by_at_most_half_a_step() -> None:
     rounded, scale = round_rows(x)
     back = rounded.float() * scale
     assert rounded.float().abs().max() <= MOST
-    # Relative to the value, or below the normal numbers to the step of the smallest ones.
+    # Relative to the value or, below the normal numbers, to the step of the smallest ones.
     assert ((back - x).abs() <= MANTISSA * x.abs() + 2.0**-9 * scale).all()
     assert (back[4] == 0).all()
 
@@ -42,7 +42,7 @@ def test_products_are_nearly_exact_in_any_batch() -> None:
     out = linear(x.bfloat16())
     assert out.dtype == torch.bfloat16
     exact = x @ weight.T + bias
-    # Each of 64 products is off by a sixteenth or so of itself, independently.
+    # Each of 64 products errs independently, by about a sixteenth of itself.
     assert (out.float() - exact).abs().max() < 6 * 2 * MANTISSA / 3**0.5 * 64**0.5
     assert torch.nn.functional.cosine_similarity(out.float().flatten(), exact.flatten(), dim=0) > 0.998
     assert torch.equal(linear(x[3:4].bfloat16()), out[3:4])

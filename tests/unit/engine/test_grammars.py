@@ -77,7 +77,7 @@ class Writer:
 
 
 def write(engine: Engine, samplings: Sequence[Sampling], **settings: Any) -> list[Writer]:
-    """All in one batch, each to its end."""
+    """Generates all texts in one batch, each to its end."""
     size = engine.spec.num_blocks // len(samplings)
     writers = [Writer(sampling=one, first_block=index * size, **settings) for index, one in enumerate(samplings)]
     while going := [one for one in writers if not one.is_over]:
@@ -144,7 +144,7 @@ def test_greedy_masked_tokens_match_transformers(
 
 
 def masked(engine: Engine, grammar: Grammar) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """What the grammar forbids behind the output, by a matcher of its own."""
+    """The tokens that the grammar forbids after the output, by a separate matcher."""
     compiler = Compiler(MODEL, engine.spec.vocab_size, (EOS,))
 
     def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def test_drafts_change_no_grammar_token(engine: Engine, oracle_of: Callable[[Pat
 
 
 def test_a_matcher_made_again_from_the_output_gives_the_same_masks() -> None:
-    """After a preemption, on another worker: from any prefix on."""
+    """As after a preemption or on another worker: from any prefix."""
     compiler = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,))
     matchers, grammar = Matchers(compiler), json_schema(PERSON)
     output = tuple(TOKENIZER.encode('{"name": "Ada", "age": 36, "tags": ["red", "blue"]}'))
@@ -194,7 +194,7 @@ def test_a_matcher_made_again_from_the_output_gives_the_same_masks() -> None:
 
 
 def test_batched_masks_equal_single_masks() -> None:
-    """Some take drafts meanwhile, end in a dead end, or come with another list."""
+    """Some have drafts in between, reach a dead end, or come with another list."""
     compiler, rng = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), random.Random(2)
     grammars = Grammars(compiler)
     dead = Grammar(GrammarKind.LARK, 'start: "a" | "b" X\nX: /a/ & /b/')
@@ -226,7 +226,7 @@ def test_batched_masks_equal_single_masks() -> None:
 
 
 def test_masks_by_cursor_equal_masks_by_row() -> None:
-    """Rows are read at first, where no cursor is given, and where a token of the batch is not allowed; else never."""
+    """Rows are read only at first, if no cursor is given, and if a token of the batch is not allowed."""
     compiler, rng = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), random.Random(3)
     grammars, num_words = Grammars(compiler), compiler.num_words
     dead = Grammar(GrammarKind.LARK, 'start: "a" | "b" X\nX: /a/ & /b/')
@@ -246,7 +246,7 @@ def test_masks_by_cursor_equal_masks_by_row() -> None:
             )
 
         if step == 6:
-            cursors = [cursors[0], None, *cursors[2:]]  # as after a step that was not taken ahead
+            cursors = [cursors[0], None, *cursors[2:]]  # As after a step that was not launched early.
         words_RW = np.zeros((len(texts), num_words), np.int32)
         filled = grammars.fill(row_at, words_RW, (cursors, [text[-1] for _, text in texts]))
         num_read.append(len(set(read)))
@@ -263,7 +263,7 @@ def test_masks_by_cursor_equal_masks_by_row() -> None:
         cursors = filled.cursors
         if len(staying) < len(texts):
             texts, cursors = [texts[index] for index in staying], [cursors[index] for index in staying]
-        assert (0 in filled.failed) == (step == 8)  # by the token that its grammar forbids
+        assert (0 in filled.failed) == (step == 8)  # The token is forbidden by its grammar.
     assert len(texts) >= 4
     assert num_read[0] == 9
     assert (sum(num_read[2:6]), num_read[6], num_read[7]) == (0, 1, 0)
@@ -276,7 +276,7 @@ def test_masks_after_drafts_do_not_advance_the_matcher() -> None:
     compiler, grammar = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), Grammar(GrammarKind.REGEX, "[ab][bc][ad][a-d]")
     a, b, c = (TOKENIZER.encode(letter)[0] for letter in "abc")
     fresh = [Matchers(compiler).masks(grammar, output, ()).masks[0] for output in ((), (a,), (a, b), (b,))]
-    assert len(set(fresh)) == 3  # behind a and behind b the same may follow
+    assert len(set(fresh)) == 3  # The same tokens may follow a and b.
     matchers = Matchers(compiler)
     assert matchers.masks(grammar, (), (a, b)).masks == tuple(fresh[:3])
     assert matchers.masks(grammar, (), (c, b)).masks == (fresh[0],)
@@ -296,7 +296,7 @@ def test_requests_with_a_common_prefix_have_their_own_matchers() -> None:
 
 
 def test_lexer_states_of_other_requests_do_not_fail_a_row() -> None:
-    """The lexer that requests of one grammar share counts its states; past the limit it is made afresh."""
+    """Requests with the same grammar share a lexer, which counts its states. Beyond the limit it is made again."""
     compiler = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,))
     compiler._limits = LLParserLimits(max_lexer_states=2000, verbose_errors=False)
     grammar = Grammar(GrammarKind.REGEX, "(a|b){0,5}(a|b|c)*a(a|b|c){14}(d|e).{3}[^x]*y.{40}")
@@ -361,7 +361,7 @@ def test_a_finished_grammar_always_ends_the_text(engine: Engine) -> None:
         temperature=0.0, max_tokens=30, min_tokens=20, ignore_eos=True, grammar=choice(["yes", "yes, no"])
     )
     [writer] = write(engine, [sampling])
-    assert writer.text == "yes, no"  # the longer one: min_tokens bans the end while anything else may follow
+    assert writer.text == "yes, no"  # The longer one, because min_tokens bans the end while other tokens may follow.
     rule = EndRule(eos_token_ids=frozenset({EOS}), max_context_tokens=100)
     assert rule.finish(sampling, EOS, 3, 10) is FinishReason.STOP
     assert rule.finish(dataclasses.replace(sampling, grammar=None), EOS, 3, 10) is None

@@ -1,4 +1,4 @@
-"""A pool's shared memory: what another process may do with it."""
+"""The access that another process has to a pool's shared memory."""
 
 from __future__ import annotations
 

@@ -56,10 +56,11 @@ def test_values_that_are_not_finite_stay_so() -> None:
 
 
 def test_the_kernel_stores_the_same_bits_as_torch() -> None:
-    """So that KV rounded on its way to an int8 pool is what that pool's own engine would have stored."""
+    """So KV that is rounded during a transfer equals KV that the int8 pool's own engine would store."""
     num_tokens, num_kv_heads, head_dim = 4096, 2, 16
     generator = torch.Generator().manual_seed(0)
-    spread_T11 = 10.0 ** torch.linspace(-45, 38, num_tokens)[:, None, None]  # from below what is normal to the end
+    # From below the normal numbers to the largest.
+    spread_T11 = 10.0 ** torch.linspace(-45, 38, num_tokens)[:, None, None]
     qkv_THD = torch.rand(num_tokens, 1 + 2 * num_kv_heads, head_dim, generator=generator).sub_(0.5) * spread_T11
     q_THD, k_TKD, v_TKD = qkv_THD.split((1, num_kv_heads, num_kv_heads), dim=1)
     shape = BlockShape(num_layers=1, block_size=16, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.int8)
@@ -78,7 +79,7 @@ def test_a_pool_returns_the_rounded_values() -> None:
     pool = TorchPool(num_blocks=6, shape=shape, device=CPU)
     k_TKD, v_TKD = torch.randn(2, 12, 3, 7, generator=torch.Generator().manual_seed(0))
     table = torch.tensor([[4, 0, 2]])
-    for layer in (1, 0):  # layer 1 first: layer 0 must not touch it
+    for layer in (1, 0):  # Layer 1 first: layer 0 must not change it.
         position_T = torch.arange(12)
         pool.write(layer, k_TKD + layer, v_TKD - layer, table[0, position_T // 5], position_T % 5)
     for layer in (0, 1):
@@ -107,7 +108,7 @@ def test_int8_kv_gives_nearly_four_times_the_blocks(open_engine: OpenEngine) -> 
 
 @pytest.mark.parametrize(
     ("name", "kv_dtype", "is_paged"),
-    [  # read in place and gathered, once each; the other pairs are slow
+    [  # Read in place and gathered, once each. The other pairs are slow.
         pytest.param(
             name, kv_dtype, is_paged, marks=() if (name, kv_dtype, is_paged) in EVERY_TIME else pytest.mark.slow
         )
@@ -126,7 +127,7 @@ def test_chunks_blocks_and_batches_change_nothing(
     make_prompt: Callable[..., list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A chunk reads rounded keys, its own too; else the cut of the chunks would show in the tokens."""
+    """A chunk reads rounded keys, including its own. Otherwise the tokens would depend on the division into chunks."""
     if not is_paged:
         monkeypatch.setattr(build_engine.jit, "is_available", lambda: False)
     asked = Sampling(temperature=0.0, max_tokens=64, logprobs=2)
@@ -143,9 +144,10 @@ def test_chunks_blocks_and_batches_change_nothing(
 
 
 def assert_same(ours: Sequence[TokenOut], theirs: Sequence[TokenOut], near_tie: float) -> None:
-    """Token for token up to a near-tie: a value halfway between two integers may be rounded either way, by a last bit.
+    """Equal tokens up to a near-tie: the last bit decides how a value halfway between two integers is rounded.
 
-    Such a step moves a logprob by 2e-4 at most; chunks that read their own keys unrounded, by 2e-3 and more.
+    Such a rounding changes a logprob by at most 2e-4. Chunks that read their own keys unrounded change it by 2e-3 or
+    more.
     """
     num_same = 0
     for one, other in zip(ours, theirs, strict=True):
@@ -161,7 +163,8 @@ def assert_same(ours: Sequence[TokenOut], theirs: Sequence[TokenOut], near_tie: 
 def test_copied_int8_blocks_give_the_same_tokens(
     kv_dtype: str, tiny: Tiny, open_engine: OpenEngine, make_prompt: Callable[..., list[int]]
 ) -> None:
-    """One worker reads the prompt, its blocks' bytes travel, another answers: as one that does both."""
+    """One worker prefills the prompt and another decodes from a copy of its blocks, with the tokens of a single
+    worker."""
     prompt, source, target = make_prompt(75), [9, 3, 100, 8, 50], [1, 0, 2, 399, 7]
     prefill, decode, alone = (open_engine(tiny("qwen3"), kv_dtype=kv_dtype) for _ in range(3))
     size = prefill.spec.block_bytes

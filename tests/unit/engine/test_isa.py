@@ -16,11 +16,11 @@ from tests import isa
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are those of x86-64"),
-    pytest.mark.timeout(600),  # processes that import torch, on a machine that may be busy
+    pytest.mark.timeout(600),  # Processes that import torch, on a machine that may be busy.
 ]
 
 
-@pytest.mark.slow  # tests of tests/isa.py itself, which `make test-isa` needs
+@pytest.mark.slow  # Tests of tests/isa.py itself, which `make test-isa` needs.
 @pytest.mark.parametrize("level", isa.LEVELS)
 def test_every_library_obeys_the_level(tmp_path: Path, level: str) -> None:
     if level == "avx2" and not torch.cpu._is_avx2_supported():
@@ -57,7 +57,7 @@ print(weight_levels())
 
 
 def test_int8_levels_are_halved_without_vnni() -> None:
-    """A CPU with VNNI says so whatever oneDNN may use; products of 127 would overflow 16 bits, silently."""
+    """A CPU reports VNNI even if oneDNN may not use it. Products of 127 would then overflow 16 bits silently."""
     done = subprocess.run(
         [sys.executable, "-c", OVERFLOW],
         env=isa.environment("avx2", OMP_NUM_THREADS="1"),
@@ -71,7 +71,7 @@ def test_int8_levels_are_halved_without_vnni() -> None:
 
 
 def test_weights_use_all_exact_levels() -> None:
-    """What was chosen is exact here; a product one level above half would not be, where half was chosen."""
+    """The chosen level is exact here. If half was chosen, one level more would not be."""
     levels = linear.weight_levels()
     assert levels in (63, 127)
     assert linear.is_exact(levels)

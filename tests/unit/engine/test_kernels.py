@@ -37,7 +37,7 @@ def states(num_rows: int, size: int) -> Tensor:
 @pytest.fixture(autouse=True)
 def _threads() -> object:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)  # so that large calls are split
+    torch.set_num_threads(2)  # So that large calls are split.
     yield
     torch.set_num_threads(before)
 
@@ -87,7 +87,7 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
 def test_rounding_handles_halves_and_limits() -> None:
     x = torch.tensor([[127.0, -127.0, 0.0, 63.5, 1.5, -2.5], [0.0] * 6])
     rounded, scale = ops.quantise(x)
-    assert rounded.tolist() == [[255, 1, 128, 192, 130, 126], [128] * 6]  # halves go to the even neighbour
+    assert rounded.tolist() == [[255, 1, 128, 192, 130, 126], [128] * 6]  # Halves are rounded to the even neighbour.
     assert scale[0, 0] == 1.0
     assert scale[1, 0] > 0.0
 
@@ -96,7 +96,7 @@ def test_rounding_handles_halves_and_limits() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 300])
 def test_rounded_results_match_the_plain_operation(name: str, dtype: torch.dtype, num_rows: int) -> None:
-    """Up to one unit of the rounded value: the two kernels may add in another order."""
+    """Up to one unit of the rounded value, because the two kernels may add in another order."""
     rounded, x, weight = ROUNDED[name], states(num_rows, 768), torch.linspace(-1, 2, 768)
     delta = states(num_rows, 768).flip(0).to(dtype).contiguous()
     total, other = x.clone(), x.clone()
@@ -149,7 +149,7 @@ def copy_widened(source: Any, target: Any) -> None:
 
 @pytest.mark.parametrize("size", [1, 511, 512, 513, 5000])
 def test_argmax_is_the_first_of_the_largest(size: int) -> None:
-    x = torch.randn(40, size).mul(3).round()  # many are equal
+    x = torch.randn(40, size).mul(3).round()  # Many are equal.
     x[0] = -torch.inf
     x[1] = -5.0
     x[2, -1] = torch.inf

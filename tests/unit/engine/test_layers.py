@@ -15,11 +15,11 @@ from pdserve.engine.toy import ToyEngine
 Tiny = Callable[[str], Path]
 OpenEngine = Callable[..., Engine]
 DRAWN = Sampling(temperature=0.0, max_tokens=4, logprobs=3)
-PROMPT = [3 + (7 * i) % 300 for i in range(75)]  # a block of 16 is partly filled
+PROMPT = [3 + (7 * i) % 300 for i in range(75)]  # A block of 16 is partly filled.
 
 
 def rows(tokens: Sequence[int] = PROMPT) -> list[Row]:
-    """A chunk that ends its prompt, one that does not, and a decode row behind neither."""
+    """A chunk that ends its prompt, one that does not, and an unrelated decode row."""
     return [
         Row(tokens=tokens, start=0, blocks=[9, 2, 7, 4, 30], sample=DRAWN, history=tokens, prompt_len=len(tokens)),
         Row(tokens=tokens[:32], start=0, blocks=[11, 12]),
@@ -69,7 +69,7 @@ def test_a_layer_callback_changes_no_bit(settings: dict[str, Any], tiny: Tiny, o
 
 
 def test_an_indivisible_block_is_reported_whole(tiny: Tiny, open_engine: OpenEngine) -> None:
-    engine = open_engine(tiny("llama"), kv_dtype="int8")  # the scales of all layers lie behind all values
+    engine = open_engine(tiny("llama"), kv_dtype="int8")  # The scales of all layers are stored after all values.
     told: list[int] = []
     engine.step(rows(), told.append)
     assert (engine.spec.num_layers, told) == (1, [1])

@@ -53,7 +53,7 @@ WEIGHTS: dict[Rounding, torch.dtype] = {"none": torch.float32, "bfloat16": torch
 def test_few_rows_have_the_same_bits_as_onednn(
     num_inputs: int, num_outputs: int, num_threads: int, rounding: Rounding
 ) -> None:
-    """So a sequence may be computed alone, in a batch, and in a chunk of its prompt, and nobody can tell."""
+    """So a sequence gets the same results alone, in a batch, and in a chunk of its prompt."""
     if bool(isa.level_of_this_process()) or not packed_gemm.is_supported(WEIGHTS[rounding]):
         pytest.skip("few rows go through oneDNN on this machine")
     weight, bias = tensors(num_inputs, num_outputs, has_bias=rounding != "bfloat16")
@@ -66,7 +66,7 @@ def test_few_rows_have_the_same_bits_as_onednn(
         assert linear._panels is not None or is_other  # type: ignore[attr-defined]
         num_rows = BFLOAT16_TRIAL // num_outputs if rounding == "bfloat16" else 40
         x = torch.randn(num_rows, num_inputs)
-        whole = linear(x)  # more rows than the kernel takes
+        whole = linear(x)  # More rows than the kernel accepts.
         assert torch.equal(torch.cat([linear(part) for part in x.split(32)]), whole)
         for rows in (1, 2, 5, 6, 7, 13, 16, 19, 32):
             assert torch.equal(linear(x[:rows]), whole[:rows])
@@ -84,9 +84,9 @@ def test_int8_multiplies_the_rounded_numbers(num_inputs: int, num_outputs: int, 
     scale_N = weight.abs().amax(1) / levels
     weight_NK = (weight / scale_N[:, None]).round().double() * scale_N[:, None].double()
     for rows in (1, 4, 33):
-        x = torch.randn(rows, num_inputs) * 10 ** torch.linspace(-3, 3, rows)[:, None]  # tokens of all sizes
+        x = torch.randn(rows, num_inputs) * 10 ** torch.linspace(-3, 3, rows)[:, None]  # Tokens of all magnitudes.
         x[0, 0] = 0.0
-        rounded_TK, scale_T1 = quantise(x)  # which of two integers a half becomes depends on the processor
+        rounded_TK, scale_T1 = quantise(x)  # The processor decides to which integer a half is rounded.
         x_TK = (rounded_TK.double() - 128) * scale_T1.double()
         assert ((x_TK - x.double()).abs() <= 0.50001 * scale_T1.double()).all()
         torch.testing.assert_close(scale_T1, x.abs().amax(1, keepdim=True) / 127, rtol=1e-6, atol=0)
@@ -101,7 +101,7 @@ def test_int8_multiplies_the_rounded_numbers(num_inputs: int, num_outputs: int, 
 def test_bfloat16_multiplies_the_rounded_numbers(
     is_packed: bool, num_inputs: int, num_outputs: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not is_packed:  # as on a CPU for which oneDNN has no such product
+    if not is_packed:  # As on a CPU without such a product in oneDNN.
         monkeypatch.setattr(linear_module, "multiplies_bfloat16", lambda: False)
     weight, bias = tensors(num_inputs, num_outputs, has_bias=has_bias)
     linear = make_linear(weight, bias, "bfloat16")
@@ -143,7 +143,7 @@ def test_the_form_follows_the_weight() -> None:
 
 @pytest.mark.parametrize("rounding", ["none", "bfloat16", "int8"])
 def test_packed_and_int8_rows_have_the_same_bits_in_any_number(rounding: Rounding) -> None:
-    """What the deterministic mode is cheap by; where a CPU's kernels differ, `make_invariant` pays for it."""
+    """This makes the deterministic mode cheap. On a CPU whose kernels differ, `make_invariant` pads the rows."""
     for num_inputs, num_outputs in SHAPES:
         weight, bias = tensors(num_inputs, num_outputs, has_bias=True)
         linear = make_invariant(make_linear(weight, bias, rounding=rounding), num_inputs)

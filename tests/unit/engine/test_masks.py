@@ -29,7 +29,7 @@ def masked(sampling: Sampling, history: list[int], prompt_len: int = 0, seed: in
 
 
 def mask_row(logits_V: Tensor, draw: Draw) -> Tensor:
-    """Between two rows that are not to be touched."""
+    """Masks a row between two rows that must not change."""
     raw_BV = torch.stack([logits(98), logits_V, logits(99)])
     masked_BV = raw_BV.clone()
     mask(masked_BV, raw_BV, {1: draw}, (EOS,))
@@ -43,7 +43,7 @@ def by_transformers(processor: Any, history: list[int], seed: int = 0) -> Tensor
 
 
 def test_bad_words_match_transformers() -> None:
-    """Few tokens, so that prefixes are met often. transformers reads the prompt too; here there is none."""
+    """Few tokens, so that prefixes occur often. There is no prompt, because transformers would also match it."""
     rng = random.Random(5)
     seen = 0
     for case in range(300):
@@ -102,11 +102,11 @@ def test_a_ban_that_leaves_no_token_is_skipped() -> None:
     bad = Sampling(allowed_token_ids=(2, 3), bad_token_ids=((7, 2), (8, 3), (1, 7, 3)), logit_bias=((2, 1.0),))
     assert masked(bad, [7]).isfinite().nonzero().flatten().tolist() == [3]
     assert masked(bad, [8]).isfinite().nonzero().flatten().tolist() == [2]
-    # All that is allowed would end a bad word: the bad words are passed over, the allowed tokens are not.
+    # Every allowed token would complete a bad word. The bad words are skipped, and the allowed tokens apply.
     both = masked(bad, [1, 7])
     assert both.isfinite().nonzero().flatten().tolist() == [2, 3]
     assert both[2] == logits(0)[2] + 1.0
-    # Bad words still count where only min_tokens must give way.
+    # Bad words still apply if skipping min_tokens is enough.
     last = Sampling(allowed_token_ids=(4, EOS), bad_token_ids=((4,),), min_tokens=9)
     assert masked(last, [1], 1).isfinite().nonzero().flatten().tolist() == [EOS]
 
@@ -146,7 +146,7 @@ def test_sampled_tokens_are_never_banned() -> None:
         may = mask_row(logits_BV[row], draw)
         assert may[out.token_id] > -math.inf
         assert out == sample(logits_BV[row : row + 1], [draw], (EOS,))[0]
-        if out.logprob is not None:  # the model's own, whatever was banned
+        if out.logprob is not None:  # The model's own logprobs, regardless of bans.
             assert out.logprob == pytest.approx(float(logits_BV[row].log_softmax(0)[out.token_id]), abs=1e-6)
 
 

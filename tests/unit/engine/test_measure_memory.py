@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu_checks
 
 
 class Device:
-    """A Meter of a device of 1,000,000 bytes. Engines and steps say what they take and give back."""
+    """A Meter of a device with 1,000,000 bytes. Engines and steps report the memory that they take and free."""
 
     total, context = 1_000_000, 30_000
 
@@ -53,12 +53,12 @@ class Device:
 
 
 class Profiled:
-    """A toy whose steps take memory of the device while they run."""
+    """A toy engine whose steps take memory of the device while they run."""
 
     def __init__(self, device: Device, num_blocks: int) -> None:
         self.device, self.pool_bytes = device, 100 * num_blocks
         self.spec = ToyEngine(num_blocks=num_blocks, block_size=4, max_context_tokens=400).spec
-        device.take(self.pool_bytes + 5_000)  # and tables
+        device.take(self.pool_bytes + 5_000)  # And tables.
         device.events.append(f"pool of {num_blocks}")
 
     def step(self, rows: list[Row]) -> None:
@@ -126,7 +126,7 @@ def test_ranks_measure_the_steps_of_the_smallest_rank() -> None:
 def test_a_long_context_is_measured_in_half_of_the_free_memory() -> None:
     device = Device(weights=960_000)
     measured(device, context_tokens=4000)
-    assert device.events[0] == "pool of 50"  # of 10,000 free bytes
+    assert device.events[0] == "pool of 50"  # Of 10,000 free bytes.
 
 
 def test_the_measured_steps_are_valid_rows() -> None:
@@ -139,12 +139,12 @@ def test_the_measured_steps_are_valid_rows() -> None:
 
 def test_measuring_stays_within_the_share() -> None:
     device = Device()
-    measured(device, share=0.102)  # two thousand bytes beside the weights
+    measured(device, share=0.102)  # Two thousand bytes in addition to the weights.
     assert device.events[0] == "pool of 10"
 
 
 class Steady:
-    """A Meter over a CPU engine: what the steps take is said beforehand."""
+    """A Meter over a CPU engine, with a given peak of the steps."""
 
     def __init__(self, total: int, activations: int) -> None:
         self.total, self.activations = total, activations
@@ -167,7 +167,7 @@ class Steady:
 def test_the_pool_takes_the_memory_that_is_left(tiny: Callable[[str], Path]) -> None:
     block_bytes = 3 * 2 * 8 * 2 * 16 * 4
     meter = Steady(total=400 * block_bytes, activations=50 * block_bytes)
-    meter.pool = 99 * block_bytes  # half of what the share leaves beside the weights
+    meter.pool = 99 * block_bytes  # Half of the rest of the share after the weights.
     config = WorkerConfig(
         model=str(tiny("llama")),
         worker_id="w",
@@ -178,7 +178,7 @@ def test_the_pool_takes_the_memory_that_is_left(tiny: Callable[[str], Path]) -> 
         gpu_memory_share=0.5,
     )
     engine = open_rank(config, None, WHOLE, None, meter=meter)
-    assert engine.spec.num_blocks == 149  # half of 400, without 50 and the thousand bytes of weights
+    assert engine.spec.num_blocks == 149  # Half of 400, without 50 and the thousand bytes of weights.
     assert engine.memory is not None
     assert (engine.memory.activations, engine.memory.kv_tokens) == (50 * block_bytes, 149 * 8)
     assert engine.spec.max_context_tokens == 1024

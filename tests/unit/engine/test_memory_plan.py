@@ -26,7 +26,7 @@ from pdserve.engine.memory_plan import (
     runtime_bytes,
 )
 
-LLAMA_8B = PoolUnit(block_bytes=2 * MIB, block_size=16)  # 32 layers, 8 kv heads of 128, bfloat16
+LLAMA_8B = PoolUnit(block_bytes=2 * MIB, block_size=16)  # 32 layers, 8 kv heads of 128, bfloat16.
 
 
 def h100(**changes: Any) -> DeviceUse:
@@ -38,7 +38,7 @@ def test_the_pool_takes_the_rest_of_the_share() -> None:
     num_blocks = device_blocks(h100(), 0.9, LLAMA_8B)
     assert num_blocks == (72 - 16 - 2 - 1 - 1) * 512
     plan = device_plan(h100(), 0.9, num_blocks, LLAMA_8B)
-    assert plan.kv_tokens == 52 * 512 * 16 == 425_984  # not the 4,096 of a pool of 512 MiB
+    assert plan.kv_tokens == 52 * 512 * 16 == 425_984  # Not the 4,096 blocks of a pool of 512 MiB.
     assert plan.usable == 72 * GIB
     parts = plan.weights + plan.activations + plan.graphs + plan.runtime + plan.kv_pool
     assert parts == plan.usable

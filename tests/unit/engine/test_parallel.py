@@ -34,7 +34,8 @@ def requests(vocab_size: int) -> list[Request]:
 
 
 def assert_exact(engine: Engine, serve: Callable[..., list[list[int]]], oracle: Oracle) -> None:
-    """Sums over ranks round in another order, so an answer is judged and not compared with that of one rank."""
+    """Sums over ranks round in another order, so the oracle judges the answers instead of a comparison with one
+    rank."""
 
     def guess(one: Request) -> list[int]:
         return [one.history[-1], 5] if len(one.outs) % 3 == 1 else []
@@ -47,7 +48,7 @@ def assert_exact(engine: Engine, serve: Callable[..., list[list[int]]], oracle: 
     oracle.assert_exact([one.prompt for one in made], tokens, sampling=[one.sampling for one in made])
 
 
-# Heads that neighbours share (gemma3: one kv head), experts, tied and biased weights, an odd number of tokens' ranks.
+# Shared heads (gemma3 has one kv head), experts, tied and biased weights, and an uneven division of the vocabulary.
 @pytest.mark.parametrize("name", slow_except(["gemma3", "llama-tied-biased", "qwen3-moe"], "gemma3"))
 def test_two_ranks_sample_the_same_tokens_as_one(
     name: str,
@@ -95,7 +96,7 @@ def test_three_ranks_score_and_sample_equally(
 
 
 def test_a_layer_is_reported_after_all_ranks_stored_it(open_engine: Callable[..., Any]) -> None:
-    """Whoever is told of a layer, or that a step which draws nothing has ended, may read it: no rank still stores."""
+    """After a layer is reported, or a step without sampling has ended, no rank still stores, so KV may be read."""
     engine = open_engine(BUNDLED, tensor_parallel=2)
     num_layers, snapshots = engine.spec.num_layers, []
     try:
@@ -117,7 +118,7 @@ def test_a_layer_is_reported_after_all_ranks_stored_it(open_engine: Callable[...
 
 
 def whole(engine: Any) -> Any:
-    """The pool with all ranks' heads."""
+    """The whole pool with all ranks' heads."""
     shape = engine.pool.shape
     inner = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
     return engine.pool.raw.view(shape.dtype).unflatten(1, inner)

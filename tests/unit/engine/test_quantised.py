@@ -46,7 +46,7 @@ def compressed(kind: str, strategy: str, **weights: object) -> Json:
 
 
 FP8: Json = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
-BLOCK = FP8 | {"weight_block_size": [40, 24]}  # neither divides a matrix of the tiny model
+BLOCK = FP8 | {"weight_block_size": [40, 24]}  # Neither divides a matrix of the tiny model.
 SCHEMES: dict[str, tuple[Json, tuple[int | None, int | None], torch.dtype]] = {
     "fp8-tensor": (FP8 | {"ignored_layers": ["lm_head"]}, (None, None), torch.float8_e4m3fn),
     "fp8-block": (BLOCK, (40, 24), torch.float8_e4m3fn),
@@ -66,7 +66,7 @@ def expanded(scale: Tensor, block: tuple[int | None, int | None], shape: torch.S
 
 
 def quantise(weight: Tensor, block: tuple[int | None, int | None], stored: torch.dtype) -> tuple[Tensor, Tensor]:
-    """By the definition, one block after the other, in float64."""
+    """Quantises by the definition, one block after the other, in float64."""
     rows, columns = (weight.shape[axis] if size is None else size for axis, size in enumerate(block))
     limit = 448.0 if stored == torch.float8_e4m3fn else 127.0
     parts = [[part.abs().max() for part in row.split(columns, 1)] for row in weight.double().split(rows, 0)]
@@ -76,7 +76,7 @@ def quantise(weight: Tensor, block: tuple[int | None, int | None], stored: torch
 
 
 def quantise_folder(folder: Path, name: str) -> Path:
-    """Turns `folder` into a quantised checkpoint; returns one beside it that holds the dequantised weights."""
+    """Makes `folder` a quantised checkpoint, and returns another folder with the dequantised weights."""
     settings, block, stored = SCHEMES[name]
     quantisation = read_quantisation(settings)
     reference = Path(shutil.copytree(folder, folder.parent / "reference"))
@@ -129,7 +129,7 @@ def test_quantised_weights_match_dequantised_ones(name: str, folder: Path, open_
     reference = quantise_folder(folder, name)
     after = logprobs(open_engine(folder))
     assert after == logprobs(open_engine(reference))
-    assert after != before  # the rounding is not so fine that a loader which skips it would pass
+    assert after != before  # The rounding is coarse enough that a loader without it would fail.
 
 
 def test_half_precision_scales_are_widened_first(folder: Path) -> None:
@@ -143,7 +143,7 @@ def test_half_precision_scales_are_widened_first(folder: Path) -> None:
 
 def test_int8_keeps_the_checkpoints_own_integers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantise_folder(folder, "int-channel")
-    # A channel whose largest integer is 100: rounded again it would get another scale and other integers.
+    # A channel whose largest integer is 100. Rounding it again would give another scale and other integers.
     name = "model.layers.1.mlp.down_proj.weight"
     rewrite(folder, lambda all_: all_.update({name: all_[name].clamp(-100, 100)}))
     seen: list[tuple[Tensor, Tensor]] = []
@@ -158,14 +158,14 @@ def test_int8_keeps_the_checkpoints_own_integers(folder: Path, monkeypatch: pyte
     stored = load_file(folder / "model.safetensors")
     if weight_levels() == 127:
         at = "model.layers.1.self_attn."
-        [qkv, o, gate_up, down] = seen[5:9]  # the head and layer 0 come before
+        [qkv, o, gate_up, down] = seen[5:9]  # The head and layer 0 come first.
         names = [f"{at}{part}_proj" for part in "qkv"]
         assert torch.equal(qkv[0], torch.cat([stored[f"{one}.weight"] for one in names]))
         assert torch.equal(qkv[1], torch.cat([stored[f"{one}.weight_scale"] for one in names]).flatten())
         assert torch.equal(down[0], stored[name])
         assert torch.equal(down[1], stored[f"{name}_scale"].flatten())
         assert len(o) == len(gate_up) == 2
-    else:  # products of 8 bits would overflow there
+    else:  # Products of 8 bits would overflow there.
         assert all(int(rounded.abs().max()) <= 63 for rounded, _ in seen)
 
 
@@ -173,7 +173,7 @@ def test_int8_keeps_the_checkpoints_own_integers(folder: Path, monkeypatch: pyte
 def test_int8_rounds_the_dequantised_weights(name: str, folder: Path, open_engine: Callable[..., Engine]) -> None:
     reference = quantise_folder(folder, name)
     stored, again = (logprobs(open_engine(one, dtype="int8")) for one in (folder, reference))
-    # A channel with 127 in it rounds to itself again.
+    # A channel that contains 127 is unchanged by rounding.
     assert dict(stored) == pytest.approx(dict(again), abs=1e-4 if name == "int-channel" else 0.0)
 
 

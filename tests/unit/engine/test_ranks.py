@@ -25,7 +25,7 @@ def test_ranks_agree_on_the_minimum(numbers: tuple[int, int]) -> None:
 
 
 def test_the_store_listens_on_loopback_only() -> None:
-    """It asks for no proof. 127.0.0.2 stands for another address of the host."""
+    """The store requires no proof. 127.0.0.2 stands for another address of the host."""
     leader = make_store(0, 2, is_leader=True, timeout_s=20.0)
     make_store(leader.port, 2, is_leader=False, timeout_s=20.0).set("key", "value")
     assert leader.get("key") == b"value"

@@ -1,4 +1,4 @@
-"""Ranks that join from another host (127.0.0.2 here): authentication, and what each rank learns of the others."""
+"""Ranks that join from another host (127.0.0.2 here): authentication, settings, and detection of lost ranks."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_joined_ranks_get_places_settings_and_the_store(lead: Callable[..., Lead
         leader.ranks[1].check()
     leader.ranks[2].check()
     with pytest.raises(ConfigError, match=r"no server answers in 0 s .*a rank has left, so this worker ends"):
-        Joined(leader.address, wait_s=0.0)  # and goes on asking, where it has time to
+        Joined(leader.address, wait_s=0.0)  # And it retries if it has time.
     assert leader.rejected == {"ALL_JOINED": 1, "RANK_LOST": 1}
     two.leave()
 
@@ -114,7 +114,7 @@ def test_joined_ranks_get_places_settings_and_the_store(lead: Callable[..., Lead
 def test_leader_and_ranks_detect_each_others_end(lead: Callable[..., Leader]) -> None:
     leader = lead(3)
     one, two = Joined(leader.address), Joined(leader.address)
-    one.membership._channel.close()  # as the end of its process does
+    one.membership._channel.close()  # Like the end of its process.
     wait_for(lambda: not leader.ranks[1].is_alive)
     leader.rendezvous.close()
     assert two.is_lost.wait(30.0)
@@ -157,7 +157,7 @@ def test_a_leader_that_starts_later_is_joined(lead: Callable[..., Leader]) -> No
     address = free_address()
     with ThreadPoolExecutor(1) as threads:
         joined = threads.submit(Joined, address)
-        time.sleep(0.2)  # whether the first call comes before or after it, it is joined
+        time.sleep(0.2)  # It joins, whether the first call comes before or after the start.
         leader = lead(2, address)
         assert joined.result(30.0).membership.rank == 1
     assert leader.ranks[1].peer
@@ -171,7 +171,7 @@ def test_a_host_knows_its_address_towards_another() -> None:
 
 @pytest.mark.parametrize("secrets", [(SECRET, SECRET), (SECRET, OTHER)])
 def test_rank_groups_require_the_secret(secrets: Sequence[ClusterSecret]) -> None:
-    """gloo takes whoever connects: a rank that found the store through a stranger, or a stranger in its place."""
+    """gloo accepts any connection: a rank that found a false store, or a foreign process in place of a rank."""
     leader = make_store(0, 2, is_leader=True, timeout_s=20.0)
 
     def meet(rank: int) -> int:
@@ -223,7 +223,7 @@ def test_a_rank_that_never_comes_ends_the_start(
 
 
 def test_another_checkpoint_on_another_host_is_rejected(lead: Callable[..., Leader]) -> None:
-    """Parts of two models would compute together, and say nonsense."""
+    """Parts of two models would compute together and give wrong results."""
     leader = lead(3)
     for rank, name in ((1, "a" * 64), (2, "b" * 64)):
         leader.store.set(f"loaded/{rank}", name)

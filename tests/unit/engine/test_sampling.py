@@ -19,7 +19,7 @@ from pdserve.engine.sampling import Draw, cutoffs, keep_top_sigma, sample
 GOLDEN = [760, 496, 921, 633, 866, 952, 808, 206, 259, 282, 798, 257]
 VOCAB = 12
 NUM_DRAWS = 10_000
-Z = 3.719  # one-sided normal quantile of 1 - 10^-4; seeds are fixed, so a test that passes once passes always
+Z = 3.719  # One-sided normal quantile of 1 - 10^-4. Seeds are fixed, so a test that passes once always passes.
 
 
 def logits() -> Tensor:
@@ -28,7 +28,7 @@ def logits() -> Tensor:
 
 
 def law(sampling: Sampling) -> list[float]:
-    """The distribution as its definition says, one token at a time."""
+    """The distribution by its definition, one token at a time."""
     values = [float(one) for one in logits().double()]
     if sampling.top_n_sigma:
         least = max(values) - sampling.top_n_sigma * statistics.pstdev(values)
@@ -55,7 +55,7 @@ def assert_follows(counts: Sequence[int], expected: Sequence[float]) -> None:
     total = sum(counts)
     assert all(count == 0 for count, share in zip(counts, expected, strict=True) if share == 0.0)
     cells = [(count, share * total) for count, share in zip(counts, expected, strict=True) if share > 0.0]
-    assert min(mean for _, mean in cells) >= 5  # below, chi-square is no measure
+    assert min(mean for _, mean in cells) >= 5  # Below this expected count, chi-square is not valid.
     assert sum((count - mean) ** 2 / mean for count, mean in cells) < chi_square_limit(max(1, len(cells) - 1))
 
 
@@ -185,7 +185,7 @@ def test_penalties_equal_their_definition() -> None:
 
 @pytest.mark.parametrize("sigma", [0.01, 1.0, 3.0, 100.0])
 def test_top_n_sigma_matches_float64(sigma: float) -> None:
-    """Over the logits that are not banned; what is at the limit to within float32 may stay or go."""
+    """Over the logits that are not banned. Tokens at the limit, within float32 rounding, may be kept or removed."""
     torch.manual_seed(2)
     rows_BV = 5.0 + torch.randn(3, 2000) * torch.tensor([[0.01], [2.0], [30.0]])
     rows_BV[:, ::7] = -math.inf
@@ -218,7 +218,7 @@ def test_equal_logits_are_kept_or_removed_together() -> None:
 
 @pytest.mark.parametrize("spread", [0.01, 3.0])
 def test_truncation_of_a_large_vocabulary_equals_sorting_all_of_it(spread: float) -> None:
-    """A flat row is looked into beyond the first tier, beside a peaked one that is not."""
+    """A flat row needs more than the first tier, and a peaked one in the same batch does not."""
     torch.manual_seed(5)
     rows_BV = torch.randn(6, 6000) * torch.tensor([spread, 3.0])[torch.arange(6) % 2, None]
     rows_BV -= rows_BV.amax(dim=-1, keepdim=True)

@@ -26,7 +26,7 @@ def test_scores_match_transformers(
     oracle_of: Callable[[Path], Oracle],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A second row decodes beside it; the vocabulary is projected a few positions at a time."""
+    """A second row decodes in the same steps. The vocabulary is projected for a few positions at a time."""
     folder = tiny("llama")
     engine, prompt, other = open_engine(folder), make_prompt(40), make_prompt(5, seed=3)
     monkeypatch.setattr(torch_engine, "MAX_LOGITS", 3 * engine.spec.vocab_size)

@@ -58,7 +58,7 @@ def test_a_cut_tensor_equals_a_part_of_the_whole(data: st.DataObject, tmp_path_f
 
 def test_scales_follow_their_blocks_and_are_never_divided() -> None:
     scheme = Scheme("F8_E4M3", "weight_scale_inv", (4, 2))
-    stored = StoredTensor(Path("f"), "s", "F32", (3, 4), 0, 48)  # of a matrix [12, 8]
+    stored = StoredTensor(Path("f"), "s", "F32", (3, 4), 0, 48)  # Of a matrix [12, 8].
     part = cut_scale(stored, scheme, (4, 12), (0, 8), (12, 8))
     assert (part.shape, part.begin) == ((2, 4), 16)
     part = cut_scale(stored, scheme, (0, 12), (4, 8), (12, 8))
@@ -93,7 +93,7 @@ def test_ranks_together_read_each_cut_matrix_once(tiny: Callable[[str], Path], n
 
 
 def test_indivisible_heads_are_rejected(tiny: Callable[[str], Path]) -> None:
-    config = read_config(tiny("llama"))  # 4 query heads, 2 kv heads
+    config = read_config(tiny("llama"))  # 4 query heads, 2 kv heads.
     assert rank_config(config, Shard(0, 2)).num_kv_heads == 1
     assert rank_config(config, Shard(3, 4)).num_kv_heads == 1, "two ranks hold the same kv head"
     with pytest.raises(ConfigError, match="divides 4 query heads"):

@@ -19,7 +19,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def generate(engine: ToyEngine, prompt: list[int], num_tokens: int, sampling: Sampling, blocks: list[int]) -> list[int]:
-    """Reads the prompt in chunks of 3, then decodes one token per step."""
+    """Prefills the prompt in chunks of 3, then decodes one token per step."""
     history, start = list(prompt), 0
     while start < len(prompt):
         chunk = prompt[start : start + 3]

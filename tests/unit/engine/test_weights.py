@@ -27,7 +27,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def folder(tiny: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A private copy that a test may spoil."""
+    """A private copy that a test may damage."""
     return Path(shutil.copytree(tiny("llama"), tmp_path / "model"))
 
 
@@ -55,7 +55,7 @@ def shard(folder: Path) -> dict[str, str]:
 
 
 def matrix(linear: Linear, num_inputs: int) -> Tensor:
-    """The weights [N, K], however they are stored: their product with the identity adds nothing but zeros."""
+    """The weights [N, K] in any stored form: their product with the identity matrix adds only zeros."""
     return linear(torch.eye(num_inputs)).T
 
 
@@ -81,7 +81,7 @@ def test_half_precision_weights_are_widened_exactly(folder: Path, dtype: torch.d
     tensors = load_file(folder / "model.safetensors")
     rewrite(folder, lambda stored: stored.update({name: one.to(dtype) for name, one in stored.items()}))
     weights = load(folder)
-    assert torch.equal(weights.embedding_VE, tensors["model.embed_tokens.weight"].to(dtype))  # widened row by row
+    assert torch.equal(weights.embedding_VE, tensors["model.embed_tokens.weight"].to(dtype))  # Widened row by row.
     assert torch.equal(matrix(weights.layers[1].mlp.gate_up, 64)[96:], tensors[NAME].to(dtype).float())
 
 
@@ -209,7 +209,7 @@ def test_the_hash_depends_on_config_and_weights(folder: Path) -> None:
     first = name_of()
     assert first == name_of()
     rewrite(folder, lambda stored: stored.update({name: one * 1.01 for name, one in stored.items()}))
-    tuned = name_of()  # a fine-tune: same config, header and size
+    tuned = name_of()  # A fine-tune has the same config, header and size.
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 1.5}))
     assert len({first, tuned, name_of()}) == 3
@@ -219,7 +219,7 @@ def test_the_spec_matches_the_pool(folder: Path, open_engine: Callable[..., Engi
     spec = open_engine(folder, kv_blocks=8).spec
     assert (spec.model, spec.dtype, spec.layout) == ("model", "float32", "block-major.v1")
     assert spec.block_bytes == 3 * 2 * 16 * 2 * 16 * 4
-    assert spec.max_context_tokens == 8 * 16  # less than the model's 1024: the pool holds no more
+    assert spec.max_context_tokens == 8 * 16  # Less than the model's 1024, because the pool is smaller.
     assert spec.eos_token_ids == (2,)
     engine = open_engine(folder, kv_blocks=0, kv_memory_bytes=10 * spec.block_bytes + 5, max_context_tokens=100)
     assert (engine.spec.num_blocks, engine.spec.max_context_tokens) == (10, 100)

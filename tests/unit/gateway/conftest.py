@@ -27,7 +27,7 @@ PATIENT = {"slo_ttft_s": 120.0, "slo_tpot_s": 20.0}
 @dataclass(frozen=True)
 class Served:
     router: str  # HOST:PORT
-    address: str  # of the gateway
+    address: str  # Of the gateway.
     openai: openai.OpenAI
     sdk: Client
     model: str
@@ -57,7 +57,7 @@ def serve(
     prefill: int = 1,
     **settings: Any,
 ) -> Iterator[Served]:
-    """Settings are those of the gateway."""
+    """Serves with these settings of the gateway."""
     both = {"model": model}
     with (
         Cluster(
@@ -102,7 +102,7 @@ def raw() -> Iterator[Callable[[str], socket.socket]]:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Until the server closes the connection; b"" at the end of a reset one."""
+    """Reads until the server closes or resets the connection."""
     found = bytearray()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's client sees them: its exception, the status, the code, and when to come again."""
+"""Errors as OpenAI's client sees them: exception, status, code and retry time."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_an_overloaded_router_s_prediction_reaches_the_client() -> None:
 
 @pytest.fixture
 def client(script: Script, target: str) -> Iterator[openai.OpenAI]:
-    """In front of a router that plays what the test has written down."""
+    """A client in front of a router that plays a script."""
     with (
         gateway(target) as host,
         openai.OpenAI(base_url=f"http://{host.address}/v1", api_key="x", max_retries=0) as client,

@@ -17,7 +17,7 @@ MESSAGES = [{"role": "user", "content": "add two numbers"}]
 PROMPT = "def add(a, b):"
 BASE = {"max_tokens": 12, "temperature": 0.9, "seed": 5}
 PARAMS: dict[Endpoint, Any] = {"chat": chat_params, "text": text_params}
-ENDPOINTS: tuple[Endpoint, ...] = ("chat", "text")  # test_responses.py has the third
+ENDPOINTS: tuple[Endpoint, ...] = ("chat", "text")  # test_responses.py has the third one.
 
 #: The SDK's option for a field and its value; both must give the same text.
 EQUAL: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -46,7 +46,7 @@ EQUAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "max_completion_tokens": (5, {"max_tokens": 5}),
     "best_of": (3, {"best_of": 3}),
 }
-#: What a field adds to the answer.
+#: Fields of requests that add a field to the answer.
 SHOWN: dict[str, tuple[dict[str, Any], typing.Callable[[Any], bool]]] = {
     "model": ({}, lambda found: found.model == "stdlib-5m"),
     "n": ({"n": 2}, lambda found: [one.index for one in found.choices] == [0, 1]),
@@ -70,7 +70,7 @@ SHOWN: dict[str, tuple[dict[str, Any], typing.Callable[[Any], bool]]] = {
 
 
 def ask(served: Served, endpoint: Endpoint, **fields: Any) -> Any:
-    """Fields that the client's methods do not know go as `extra_body`, as its users send them."""
+    """Fields that the client's methods do not know are sent as `extra_body`, as users do."""
     known = typing.get_type_hints(PARAMS[endpoint].CompletionCreateParamsStreaming)
     extra = {name: fields.pop(name) for name in list(fields) if name not in known}
     fields = {"model": served.model, **fields, "extra_body": extra}

@@ -1,4 +1,4 @@
-"""What the gateway's port bears: every limit holds, and a caller inside the limits is served meanwhile."""
+"""Limits of the gateway's port: each applies, and callers within the limits are served at the same time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_chunked_body_is_limited(toy: Served, raw: Connect) -> None:
             connection.sendall(chunk)
             sent += 1
     except OSError:
-        pass  # the server has closed the connection
+        pass  # The server has closed the connection.
     assert sent < 1600
     answer = read_all(connection)
     assert not answer or status_of(answer) == 413
@@ -105,7 +105,7 @@ def test_large_heads_are_rejected(toy: Served, raw: Connect, head: bytes) -> Non
     try:
         connection.sendall(head)
     except OSError:
-        return  # closed before everything was sent
+        return  # Closed before everything was sent.
     answer = read_all(connection)
     assert not answer or (status_of(answer), code_of(answer)) == (431, "headers_too_large")
 
@@ -159,7 +159,7 @@ def test_an_idle_connection_is_closed_after_its_answer(toy: Served, raw: Connect
 def test_a_new_connection_closes_the_longest_idle_one(toy: Served, raw: Connect) -> None:
     with gateway(toy.router, max_connections=3) as host:
         idle = [raw(host.address) for _ in range(3)]
-        for one in idle:  # in this order
+        for one in idle:  # In this order.
             one.sendall(post(connection="keep-alive"))
             assert status_of(read_one(one)) == 200
         assert status_of(exchange(raw(host.address), post())) == 200
@@ -171,7 +171,7 @@ def test_a_new_connection_closes_the_longest_idle_one(toy: Served, raw: Connect)
 def test_idle_connections_block_no_caller(toy: Served, raw: Connect) -> None:
     with gateway(toy.router, max_connections=20) as host:
         for wanted in (4, 8, 12, 16, 20, 20, 20, 20):
-            for _ in range(4):  # fewer than the backlog: the kernel would retry after 1 s
+            for _ in range(4):  # Fewer than the backlog, because the kernel would retry after 1 s.
                 raw(host.address)
             until(lambda wanted=wanted: host._connections.num_open >= wanted)
         assert status_of(exchange(raw(host.address), post())) == 200
@@ -256,7 +256,7 @@ def test_the_token_is_checked_before_the_body_is_read(raw: Connect) -> None:
     with serve(token="right") as served:
         for given in ("", "Bearer wrong"):
             connection = raw(served.address)
-            connection.sendall(post(b"", content_length="1000", authorization=given))  # the body never comes
+            connection.sendall(post(b"", content_length="1000", authorization=given))  # The body never comes.
             answer = read_all(connection)
             assert (status_of(answer), code_of(answer)) == (401, "invalid_api_key")
             assert b"www-authenticate: Bearer" in answer
@@ -292,7 +292,7 @@ def test_a_disconnected_client_frees_its_memory(raw: Connect, is_streamed: bool,
         connection.sendall(post(json.dumps(body).encode()))
         if after_s:
             until(lambda: served.sdk.topology().running_requests > 0)
-            time.sleep(after_s)  # at some moment of its life
+            time.sleep(after_s)  # At a random moment.
         connection.close()
         until(lambda: is_idle(served.sdk))
         text = served.openai.completions.create(model="toy", prompt="x", max_tokens=2).choices[0].text

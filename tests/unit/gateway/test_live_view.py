@@ -62,13 +62,13 @@ def test_a_worker_is_drained_and_resumed(bundled: Served) -> None:
     for command, expected in (("drain", True), ("undrain", False)):
         answer = httpx.post(f"{bundled.url}/ui/workers/{name}/{command}", headers=OWN)
         assert (answer.status_code, answer.content) == (204, b"")
-        until(partial(is_drained, expected))  # after the worker's next report
+        until(partial(is_drained, expected))  # After the worker's next report.
     assert httpx.post(f"{bundled.url}/ui/workers/nobody/drain", headers=OWN).status_code == 404
 
 
 def test_a_workers_log_is_read(bundled: Served) -> None:
     name = bundled.sdk.topology().workers[0].worker_id
-    logging.getLogger("x").warning("of the worker's process")  # which is this one
+    logging.getLogger("x").warning("of the worker's process")  # Which is this process.
     found = httpx.get(f"{bundled.url}/ui/workers/{name}/log").json()
     assert [(one["level"], one["text"]) for one in found["lines"]][-1] == ("WARNING", "x: of the worker's process")
     assert httpx.get(f"{bundled.url}/ui/workers/nobody/log").status_code == 404
@@ -109,7 +109,7 @@ def test_a_name_that_resolves_to_this_host_is_not_served_without_a_token(toy: Se
 
 
 def test_another_sites_page_cannot_start_requests(toy: Served) -> None:
-    """It could not read the answer, but start requests, and take the places of viewers."""
+    """It could not read the answer, but it could start requests and use up the viewer slots."""
     for method, path in (("POST", "v1/completions"), ("GET", "ui/events")):
         answer = httpx.request(
             method, f"{toy.url}/{path}", headers={"sec-fetch-site": "cross-site"}, content=b'{"prompt": "x"}'
@@ -138,6 +138,6 @@ def test_the_view_needs_the_operators_token() -> None:
 
 
 def test_closed_viewers_make_room(bundled: Served) -> None:
-    for _ in range(20):  # more than a router allows at a time
+    for _ in range(20):  # More than a router allows at a time.
         with httpx.stream("GET", f"{bundled.url}/ui/events", timeout=WAIT_S) as answer:
             assert answer.status_code in (200, 429), answer.read()

@@ -1,4 +1,4 @@
-"""Reasoning between marks, apart from the answer."""
+"""Reasoning between marks, which is separated from the answer."""
 
 from __future__ import annotations
 

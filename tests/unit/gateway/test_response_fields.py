@@ -1,4 +1,4 @@
-"""Every field of OpenAI's answers is filled or has a reason why it is not, as OpenAI's client sees it."""
+"""Every field of OpenAI's answers is filled, or has a documented reason, as OpenAI's client sees it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def seen(value: Any, path: str = "") -> Iterator[tuple[str, bool]]:
 
 
 def declared(model: type[pydantic.BaseModel], empty: Mapping[str, str], path: str = "") -> Iterator[str]:
-    """Paths of OpenAI's type; not into fields that are never filled."""
+    """Paths of fields of OpenAI's type, except within fields that are never filled."""
     for name, field in model.model_fields.items():
         full = f"{path}.{name}" if path else name
         yield full
@@ -72,7 +72,7 @@ def models_in(annotation: Any) -> Iterator[type[pydantic.BaseModel]]:
 
 @pytest.fixture(scope="module")
 def answers(bundled: Served, tooled: Served) -> Mapping[Answer, list[Any]]:
-    """Answers to requests for everything that an answer can show."""
+    """Answers to requests that ask for every optional field."""
     chat, text, respond = bundled.openai.chat.completions, bundled.openai.completions, bundled.openai.responses
     call: Any = {
         "model": tooled.model,

@@ -189,7 +189,7 @@ def test_a_failure_after_the_first_token_is_an_event(script: Script, target: str
         gateway(target) as host,
         openai.OpenAI(base_url=f"http://{host.address}/v1", api_key="x", max_retries=0) as client,
     ):
-        # The script's model has no chat template, and does not mind.
+        # The scripted model needs no chat template.
         *_, last = client.responses.create(model="m", input="hi", stream=True)
     assert (last.type, last.response.status) == ("response.failed", "failed")
     assert last.response.error is not None

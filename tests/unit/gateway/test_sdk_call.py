@@ -98,7 +98,7 @@ def test_every_field_becomes_its_option() -> None:
             logprobs=3,
         ),
     )
-    generate_request(call.prompts[0], call.options)  # the SDK takes them all
+    generate_request(call.prompts[0], call.options)  # The SDK accepts all of them.
 
 
 def test_a_chat_without_a_limit_may_use_the_server_s() -> None:

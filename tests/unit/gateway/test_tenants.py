@@ -1,4 +1,4 @@
-"""Tenants over HTTP, through OpenAI's own client: keys, quotas, and what a rejected key costs."""
+"""Tenants over HTTP, through OpenAI's own client: keys, quotas, and the cost of rejected keys."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_revoked_key_is_rejected_despite_the_cache(tenanted: Tenanted) -> None
         except openai.AuthenticationError as error:
             return error.code == "invalid_api_key"
         except openai.RateLimitError:
-            pass  # the key is still valid
+            pass  # The key is still valid.
         return False
 
     until(is_rejected)
@@ -131,13 +131,13 @@ def test_a_wrong_key_is_rejected_before_the_body_comes(
 ) -> None:
     connection = raw(tenanted.served.address)
     head = post(b"", content_length="4000000", authorization="KEY").replace(b"KEY", f"Bearer {key}".encode())
-    connection.sendall(head)  # and nothing of the body
+    connection.sendall(head)  # And none of the body is read.
     answer = read_all(connection)
     assert (status_of(answer), code_of(answer)) == (401, "invalid_api_key")
 
 
 def test_a_flood_of_unknown_keys_does_not_block_a_tenant(tenanted: Tenanted) -> None:
-    """Hundreds of different keys at a time; a tenant that was accepted before is served meanwhile."""
+    """Hundreds of different keys at a time, while a tenant that was accepted before is served."""
     address = tenanted.served.address
 
     async def flood(number: int) -> int:
@@ -166,7 +166,7 @@ def test_a_flood_of_unknown_keys_does_not_block_a_tenant(tenanted: Tenanted) -> 
 
 
 class GatedRouter:
-    """Counts the checks; each waits until the gate is open."""
+    """Counts the checks. Each waits until the gate is open."""
 
     def __init__(self, valid: set[str]) -> None:
         self.valid, self.checked = valid, 0

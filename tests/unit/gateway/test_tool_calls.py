@@ -149,7 +149,7 @@ def test_a_model_without_tools_in_its_template_rejects_them(bundled: Served) -> 
 
 
 def wrong_call(served: Served, number: int) -> str:
-    """Empty if the call of a random function validates."""
+    """The error of a call of a random function; empty if it validates."""
     draw = random.Random(number)
     value, num_bytes = schemas.schema(draw)
     shared = value.pop("$defs")
@@ -173,7 +173,7 @@ def wrong_call(served: Served, number: int) -> str:
     try:
         [call] = found.message.tool_calls
         check(call.function.arguments, ADD if call.function.name == "add" else tools[0])
-    except Exception as error:  # of any kind: a wrong call is counted
+    except Exception as error:  # Any exception counts as a wrong call.
         return f"call {number}: {type(error).__name__} {error}: {found}"
     return ""
 

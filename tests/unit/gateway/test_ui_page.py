@@ -1,4 +1,4 @@
-"""The live page as a document: what its policy allows, and what a recording may contain."""
+"""The live page as a document: its content security policy, and data in recordings."""
 
 from __future__ import annotations
 

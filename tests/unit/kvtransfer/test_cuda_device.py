@@ -218,7 +218,7 @@ def test_ipc_errors_fail_the_transfer(
         device.open(exported)
     with pytest.raises(TransferFailed, match="the sender's pool cannot be opened: a handle of 3 bytes"):
         device.open(exported[:-HANDLE_BYTES] + b"odd")
-    with pytest.raises(TransferFailed, match="7 bytes are no pool on a device"):
+    with pytest.raises(TransferFailed, match="7 bytes do not describe a pool on a device"):
         device.open(b"garbage")
     blocks.close()
     assert "another process's pool stays open" in caplog.text

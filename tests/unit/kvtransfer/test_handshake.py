@@ -140,7 +140,7 @@ def test_open_rejects_unsupported_transports_and_checksums(pair: Pair, transport
     for changes, details in (
         ({"transports": (3,)}, f"transports: got nccl, expected {transport}"),
         ({"transports": ()}, f"transports: got none, expected {transport}"),
-        ({"checksums": ()}, "checksums: got none that is known, expected xxh3-64 or blake2b-64"),
+        ({"checksums": ()}, "checksums: got none that this worker supports, expected xxh3-64 or blake2b-64"),
         ({"worker_id": ""}, "sender_id: got 0 characters, expected 1 to 256"),
         ({"worker_id": "x" * 999}, "sender_id: got 999 characters, expected 1 to 256"),
     ):
@@ -167,8 +167,8 @@ def test_shared_memory_is_not_offered_to_another_host(
     ("name", "chosen", "reason"),
     [
         ("auto", "shm", "the sender's first choice"),
-        ("shm", "shm", "the sender asks for no other"),
-        ("tcp", "tcp", "the sender asks for no other"),
+        ("shm", "shm", "the sender offers no other"),
+        ("tcp", "tcp", "the sender offers no other"),
     ],
 )
 def test_each_link_reports_its_transport_and_reason(

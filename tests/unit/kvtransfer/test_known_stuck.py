@@ -35,7 +35,7 @@ def kept(pair: Pair) -> dict[str, int]:
         "departures": sum(len(one._table._open) for one in outbounds),
         "owners of departures": sum(len(one._owners) for one in outbounds),
         "jobs": sum(len(one._jobs) for one in outbounds),
-        "words unsaid": sum(len(one._table._unsaid) for one in outbounds),
+        "words unsaid": sum(len(one._table._unsent) for one in outbounds),
     }
 
 

@@ -12,7 +12,7 @@ WAIT_S = 30.0
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie has ended; only its parent has not looked yet."""
+    """Whether the process runs. A zombie has ended, but its parent has not waited for it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -30,7 +30,7 @@ def until(holds: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
 def toy() -> Iterator[Running]:
     """One prefill and one decode worker on the toy engine, as real processes.
 
-    A test may kill any of them; it waits until what it killed is back.
+    A test may kill any of them, and then waits until it has been restarted.
     """
     with Running.start("--model", "toy") as cluster:
         yield cluster

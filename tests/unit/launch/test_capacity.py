@@ -1,4 +1,4 @@
-"""What `up` says before it starts more workers than this host can hold."""
+"""Warnings of `up` before it starts more workers than this host can run."""
 
 from __future__ import annotations
 

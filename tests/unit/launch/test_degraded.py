@@ -1,4 +1,4 @@
-"""What a ready cluster says that it must do without."""
+"""Missing services that the ready line of a cluster names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make demo` shows what it promises."""
+"""`make demo` prints answers and timelines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def test_the_demo_prints_four_answers_with_timelines() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^ +decode +[\d.]+ ", done.stdout, re.MULTILINE)) == 4
-    # Which way a prompt goes is the router's choice, and on a busy machine another one.
+    # The router chooses local or remote by prediction, which depends on how busy the machine is.
     assert done.stdout.count("local on d0:") + done.stdout.count("remote on p0 → d0:") == 4
     assert "topology" in done.stdout

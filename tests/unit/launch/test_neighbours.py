@@ -57,7 +57,7 @@ async def test_a_silent_redis_does_not_stop_the_start() -> None:
 
 
 async def test_registrations_of_a_dead_cluster_do_not_stop_the_start() -> None:
-    """What a killed launcher leaves behind, for as long as a lease lasts."""
+    """A killed launcher leaves registrations behind until their lease ends."""
     redis = EmbeddedRedis.start()
     try:
         with Running.start("--model", "toy", env={"PDSERVE_REDIS": redis.url}) as cluster:
@@ -67,7 +67,7 @@ async def test_registrations_of_a_dead_cluster_do_not_stop_the_start() -> None:
                 await check_alone(spec)
             cluster.kill()
             until(lambda: not any(is_alive(pid) for pid in pids.values()))
-            until(lambda: all(is_free("127.0.0.1", port) for port in ports))  # threads may outlive the first
+            until(lambda: all(is_free("127.0.0.1", port) for port in ports))  # Threads may outlive the first.
         await check_alone(spec)
         registry = Registry(redis.url, spec.cluster)
         assert {worker.worker_id for worker in await registry.read()} == {"p0", "d0"}, "nothing was left behind"

@@ -1,4 +1,4 @@
-"""A Ray of our own is confined to this host and this user; of another one we say what is open."""
+"""A Ray that we start is limited to this host and user. For a foreign one, we warn about open ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher shows while a cluster starts and drains."""
+"""The launcher's progress while a cluster starts and drains."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def test_a_worker_cannot_fill_the_table(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_log_gets_a_line_and_no_control_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pdserve.progress, "LINE_EVERY_S", 0.0)  # until the first line
+    monkeypatch.setattr(pdserve.progress, "LINE_EVERY_S", 0.0)  # Until the first line.
     report = LauncherReport()
     report.tick()
     report.expect("starting", ["p0", "d0"])
     report.begins("p0")
     report.tick()
-    report.tick()  # within five seconds
+    report.tick()  # Within five seconds.
     report.settled()
     report.tick()
     [line] = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""What the launcher tells the driver of Ray, in a file and not on a command line."""
+"""The launcher passes settings to the driver of Ray in a file, not on a command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher writes may fail; what it relays for must not notice."""
+"""Failed writes of the launcher do not affect the processes whose output it relays."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 class Disk:
-    """A file whose disk is full now and then."""
+    """A file whose disk is sometimes full."""
 
     def __init__(self) -> None:
         self.is_full, self.closed, self.kept = False, False, b""
@@ -68,7 +68,7 @@ def test_a_log_reports_lost_lines_after_a_full_disk() -> None:
 
 
 class Left:
-    """A stderr whose reader has left."""
+    """A stderr whose reader has closed the pipe."""
 
     def __init__(self) -> None:
         self.tries = 0

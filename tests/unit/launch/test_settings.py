@@ -1,4 +1,4 @@
-"""What an operator may ask for, and in which words."""
+"""Settings of `up`: file, flags, `--set` and environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes a cluster consists of, by table."""
+"""The processes of a cluster, derived from its settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def spec(**changes: Any) -> ClusterSpec:
         (0, 1, ["d0", "router"]),
     ],
 )
-def test_workers_come_before_the_router_that_knows_them(prefill: int, decode: int, names: list[str]) -> None:
+def test_workers_start_before_the_router(prefill: int, decode: int, names: list[str]) -> None:
     plan = processes(spec(prefill=prefill, decode=decode))
     assert [process.name for process in plan] == names
     router = plan[-1].config
@@ -49,7 +49,7 @@ def test_workers_come_before_the_router_that_knows_them(prefill: int, decode: in
     assert router.workers == tuple(f"127.0.0.1:{20_001 + index}" for index in range(prefill + decode))
 
 
-def test_flags_read_back_as_the_same_settings() -> None:
+def test_flags_parse_back_to_equal_settings() -> None:
     for process in processes(spec(settings={"worker": {"kv_blocks": 9}, "router": {"max_queue": 4}})):
         kind: Any = RouterConfig if process.module == "router" else WorkerConfig
         assert parse_flags(kind, process.argv[2:], prog="x") == process.config
@@ -63,13 +63,13 @@ def test_workers_of_a_host_share_its_cores(cores: int, workers: int, share: int)
     assert ("OMP_NUM_THREADS", str(share)) in processes(one)[0].env
 
 
-def test_threads_wait_with_a_short_spin_unless_the_environment_says_otherwise() -> None:
+def test_threads_spin_briefly_by_default() -> None:
     assert waiting_env({}) == {"GOMP_SPINCOUNT": "1000"}
     assert waiting_env({"GOMP_SPINCOUNT": "7", "HOME": "/"}) == {"GOMP_SPINCOUNT": "7"}
     assert waiting_env({"OMP_WAIT_POLICY": "ACTIVE"}) == {}
 
 
-def test_a_table_of_a_role_wins_over_the_table_of_all_workers() -> None:
+def test_a_roles_table_overrides_the_workers_table() -> None:
     one = spec(settings={"worker": {"max_batch": 8, "threads": 3}, "decode_worker": {"max_batch": 16}})
     assert [worker_config(one, index)[1].max_batch for index in (0, 1)] == [8, 16]
     assert worker_config(one, 0)[1].threads == 3
@@ -89,7 +89,7 @@ def test_metrics_ports_follow_that_of_the_launcher() -> None:
     assert {metrics_host(process.config) for process in [*processes(one), http]} == {"127.0.0.1"}
 
 
-def test_own_metrics_ports_win_over_the_common_one() -> None:
+def test_explicit_metrics_ports_override_the_common_one() -> None:
     one = spec(metrics=9500, settings={"worker": {"metrics_port": 9100}, "router": {"metrics_port": 0}})
     assert [process.config.metrics_port for process in processes(one)] == [9100, 9101, 0]
 
@@ -98,7 +98,7 @@ def test_metrics_without_a_port_are_off() -> None:
     assert {process.config.metrics_port for process in processes(spec())} == {0}
 
 
-def test_gpus_are_dealt_out_in_turn_unless_the_cpu_serves() -> None:
+def test_gpus_are_assigned_in_turn() -> None:
     def dealt(**changes: Any) -> list[str | None]:
         plan = processes(spec(prefill=2, decode=1, gpus=("0", "1"), **changes))
         return [dict(process.env).get("CUDA_VISIBLE_DEVICES") for process in plan]
@@ -126,7 +126,7 @@ def test_each_rank_has_a_gpu() -> None:
         parallel("01", 4, 1)
 
 
-def test_ranks_on_other_hosts_take_no_gpu_here_and_a_port_for_each_worker() -> None:
+def test_ranks_on_other_hosts_use_no_local_gpu() -> None:
     remote = {"tensor_parallel": 4, "local_ranks": 2, "rendezvous": "10.0.0.1:7000", "insecure": True}
     one = spec(prefill=1, decode=2, gpus=tuple("012345"), worker_ports=(1, 2, 3), settings={"decode_worker": remote})
     *workers, router = processes(one)
@@ -144,7 +144,7 @@ def test_ranks_on_other_hosts_take_no_gpu_here_and_a_port_for_each_worker() -> N
 
 
 @pytest.mark.parametrize(("ranks", "here", "others"), [(8, 4, [4]), (8, 2, [2, 2, 2]), (8, 3, [3, 2]), (4, 0, [])])
-def test_ranks_on_further_nodes_are_at_most_as_many_as_on_the_first(ranks: int, here: int, others: list[int]) -> None:
+def test_further_nodes_have_at_most_as_many_ranks(ranks: int, here: int, others: list[int]) -> None:
     remote = {"local_ranks": here, "rendezvous": "ray:7000", "insecure": True} if here else {}
     config = worker_config(spec(settings={"worker": {"tensor_parallel": ranks, **remote}}), 0)[1]
     assert remote_ranks(config) == others
@@ -177,13 +177,13 @@ def test_roles_are_reported_with_their_settings() -> None:
     assert [worker_config(spec(), index)[0] for index in (0, 1)] == [Role.PREFILL, Role.DECODE]
 
 
-def test_a_token_travels_in_the_environment_and_not_on_the_command_line() -> None:
+def test_a_token_is_passed_in_the_environment() -> None:
     router = processes(spec(settings={"router": {"token": "secret"}}))[-1]
     assert not any("secret" in word for word in router.argv)
     assert ("PDSERVE_TOKEN", "secret") in router.env
 
 
-def test_every_process_gets_the_cluster_secret_in_its_environment_alone() -> None:
+def test_the_cluster_secret_is_passed_in_the_environment() -> None:
     for process in processes(spec(cluster_secret="hidden")):
         assert not any("hidden" in word for word in process.argv)
         assert dict(process.env)["PDSERVE_CLUSTER_SECRET"] == "hidden"
@@ -212,7 +212,7 @@ def test_a_process_rejects_a_password_in_a_flag(kind: Any) -> None:
     assert "pa55" not in str(caught.value)
 
 
-def test_the_metrics_port_is_no_other_port() -> None:
+def test_the_metrics_port_is_unique() -> None:
     with pytest.raises(ConfigError, match="another port: metrics has the same"):
         fixed_ports(spec(worker_ports=(), metrics=50051), are_workers_here=True)
     found = fixed_ports(spec(worker_ports=(), metrics=9500), are_workers_here=True)
@@ -265,18 +265,18 @@ def test_a_router_open_to_others_needs_a_token() -> None:
         processes(spec(host="0.0.0.0"))
 
 
-def test_there_is_no_gateway_unless_it_is_asked_for() -> None:
+def test_the_gateway_is_optional() -> None:
     assert gateway(spec(), "127.0.0.1:1") is None
 
 
-def test_the_gateway_speaks_to_the_router_and_has_its_own_table() -> None:
+def test_the_gateway_has_its_own_table() -> None:
     process = gateway(spec(http=8000, settings={"gateway": {"max_connections": 7}}), "127.0.0.1:50051")
     assert process is not None
     assert process.argv == ("-m", "pdserve.gateway", "--router=127.0.0.1:50051", "--max-connections=7")
     assert parse_flags(GatewayConfig, process.argv[2:], "x") == process.config
 
 
-def test_the_gateway_s_port_is_its_own() -> None:
+def test_the_gateways_port_is_unique() -> None:
     with pytest.raises(ConfigError, match="http: got 50051"):
         fixed_ports(spec(port=50051, http=50051), are_workers_here=True)
     with pytest.raises(ConfigError, match="http: got 65536"):

@@ -92,7 +92,7 @@ def test_rays_driver_gets_the_same_files() -> None:
         (["tls_client_ca=/a.pem"], "tls_client_ca: got /a.pem, expected tls beside it"),
     ],
 )
-def test_what_cannot_work_is_rejected_before_a_start(words: list[str], message: str) -> None:
+def test_invalid_tls_settings_are_rejected_before_the_start(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings.read({"model": "toy"}, None, words)
 
@@ -108,11 +108,11 @@ def test_tls_allows_a_host_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("host", "own"), [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("192.0.2.9", "192.0.2.9"), ("127.0.0.1", "127.0.0.1")]
 )
-def test_this_host_calls_the_address_that_is_listened_on(host: str, own: str) -> None:
+def test_commands_call_the_listening_address(host: str, own: str) -> None:
     assert local_host(host) == own
 
 
-def test_wildcards_are_no_names() -> None:
+def test_wildcard_addresses_are_not_certificate_names() -> None:
     assert "0.0.0.0" not in certified_hosts("0.0.0.0")
 
 
@@ -125,7 +125,7 @@ def test_the_ca_is_found_by_the_port(temporary: Path) -> None:
     assert local_ca("50051") == ""
 
 
-def test_a_folder_that_others_could_write_is_no_proof(temporary: Path) -> None:
+def test_a_folder_writable_by_others_is_not_trusted(temporary: Path) -> None:
     folder = OwnedFolder.make(PURPOSE)
     announce(folder.path, (50051,))
     os.chmod(folder.path, 0o770)

@@ -18,7 +18,7 @@ HOLLOW = BarKind(name="hollow", colour=2, is_hollow=True)
 X = Axis(low=0.0, high=10.0, label="seconds")
 
 
-def test_bars_lie_where_their_times_and_lanes_say() -> None:
+def test_bars_are_at_their_times_and_lanes() -> None:
     rows = [
         GanttRow(name="p<0>", bars=[Bar(begin=0.0, end=5.0, kind=FULL, about="<a>")]),
         GanttRow(name="d0", bars=[Bar(begin=5.0, end=10.0, kind=FULL), Bar(begin=5.0, end=7.5, kind=THIN, lane=1)]),

@@ -25,7 +25,7 @@ def figure(*panels: Panel) -> Figure:
     return Figure(title="title", caption=["machine, commit and seed"], panels=panels)
 
 
-def test_charts_stand_side_by_side_below_the_texts() -> None:
+def test_charts_are_side_by_side_below_the_texts() -> None:
     panel = Panel(title="p", drawings=[chart(), chart(), chart(CONTENT)], note="n", legend=line_legend({"a": 0}))
     root = ET.fromstring(figure_svg(figure(panel)))
     drawn = [one for one in root.findall(f"{SVG}svg") if one.get("role") == "img"]

@@ -16,7 +16,7 @@ from pdserve.plot.thinning import means, thinned
 X, Y = Axis(low=0.0, high=10.0, label="x"), Axis(low=0.0, high=1.0, unit="%")
 
 
-def test_points_lie_where_the_axes_say() -> None:
+def test_points_are_at_their_coordinates() -> None:
     svg = line_chart([Series(name="a", points=[(0.0, 0.0), (5.0, 0.5), (10.0, 1.0)])], X, Y, title="t").inline
     [line] = ET.fromstring(svg).iter("polyline")
     points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
@@ -24,7 +24,7 @@ def test_points_lie_where_the_axes_say() -> None:
     assert points[0][1] - points[1][1] == points[1][1] - points[2][1] > 50
 
 
-def test_a_stepped_line_holds_its_level_until_the_next_point() -> None:
+def test_a_stepped_line_is_level_until_the_next_point() -> None:
     svg = line_chart([Series(name="a", points=[(0.0, 0.0), (10.0, 1.0)], is_stepped=True)], X, Y, title="t").inline
     [line] = ET.fromstring(svg).iter("polyline")
     points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
@@ -32,7 +32,7 @@ def test_a_stepped_line_holds_its_level_until_the_next_point() -> None:
     assert points[-2][1] == points[-1][1]
 
 
-def test_texts_are_escaped_and_measured_points_tell_their_values() -> None:
+def test_texts_are_escaped_and_points_have_tooltips() -> None:
     evil = "</title><script>&"
     svg = line_chart(
         [Series(name=evil, points=[(5.0, 0.5)], is_marked=True)],

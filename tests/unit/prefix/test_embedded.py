@@ -13,7 +13,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.prefix.embedded import EmbeddedRedis
 
 
-def test_it_is_a_real_server_on_loopback_that_keeps_nothing() -> None:
+def test_embedded_redis_listens_on_loopback_and_stores_nothing() -> None:
     with EmbeddedRedis.start() as server, redis.Redis.from_url(server.url) as client:
         assert client.set("key", "value")
         assert client.config_get("bind")["bind"] == "127.0.0.1"
@@ -61,7 +61,7 @@ def test_a_taken_port_is_a_config_error() -> None:
         EmbeddedRedis.start(port=server.port)
 
 
-def test_it_can_be_killed_and_started_again_on_its_port() -> None:
+def test_embedded_redis_restarts_on_its_port() -> None:
     with EmbeddedRedis.start() as server:
         server.kill()
         assert not server.is_alive
@@ -70,7 +70,7 @@ def test_it_can_be_killed_and_started_again_on_its_port() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
-def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_embedded_redis_ends_with_a_killed_parent(tmp_path: Path) -> None:
     code = "from pdserve.prefix.embedded import EmbeddedRedis as E; print(E.start().pid, flush=True); input()"
     parent = subprocess.Popen(
         [sys.executable, "-c", code],

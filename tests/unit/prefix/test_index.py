@@ -26,7 +26,7 @@ def index():
     index.check()
 
 
-def test_a_lookup_tells_the_leading_blocks_of_each_worker(index: PrefixIndex) -> None:
+def test_a_lookup_returns_leading_blocks_of_each_worker(index: PrefixIndex) -> None:
     blocks = chain(5)
     index.apply("long", "1", change(1, blocks))
     index.apply("short", "1", change(1, blocks[:2]))
@@ -44,7 +44,7 @@ def test_a_removed_block_ends_the_prefix_before_it(index: PrefixIndex) -> None:
     assert index.lookup(blocks) == {"w": 2}
 
 
-def test_a_gap_asks_for_a_snapshot_and_the_snapshot_heals_it(index: PrefixIndex) -> None:
+def test_a_gap_is_repaired_by_a_snapshot(index: PrefixIndex) -> None:
     blocks = chain(4)
     assert index.apply("w", "1", change(1, blocks[:1])) is Applied.APPLIED
     assert index.apply("w", "1", change(3, blocks[:3])) is Applied.NEEDS_SNAPSHOT
@@ -70,7 +70,7 @@ def test_a_router_that_attaches_late_needs_a_snapshot_first(index: PrefixIndex) 
     assert index.apply("v", "1", change(7, chain(1), snapshot=True)) is Applied.APPLIED
 
 
-def test_a_new_incarnation_voids_what_the_old_one_had(index: PrefixIndex) -> None:
+def test_a_new_incarnation_drops_the_old_ones_blocks(index: PrefixIndex) -> None:
     blocks = chain(3)
     index.apply("w", "old", change(1, blocks))
     index.apply("w", "new", change(1, blocks[:1]))
@@ -80,7 +80,7 @@ def test_a_new_incarnation_voids_what_the_old_one_had(index: PrefixIndex) -> Non
     assert index.lookup(blocks) == {"w": 1}
 
 
-def test_a_worker_out_of_reach_is_forgotten_and_may_come_back(index: PrefixIndex) -> None:
+def test_an_unreachable_worker_is_forgotten_and_may_return(index: PrefixIndex) -> None:
     blocks = chain(3)
     index.apply("w", "1", change(1, blocks))
     index.remove("w", "1")
@@ -90,7 +90,7 @@ def test_a_worker_out_of_reach_is_forgotten_and_may_come_back(index: PrefixIndex
     assert index.lookup(blocks) == {"w": 3}
 
 
-def test_the_slot_of_a_removed_worker_is_used_again(index: PrefixIndex) -> None:
+def test_the_slot_of_a_removed_worker_is_reused(index: PrefixIndex) -> None:
     for turn in range(100):
         index.apply(f"w{turn}", "1", change(1, chain(2)))
         index.remove(f"w{turn}", "1")
@@ -123,14 +123,14 @@ def test_tenants_cannot_see_each_others_prefixes(index: PrefixIndex) -> None:
     assert index.lookup(theirs) == {}
 
 
-async def test_memory_answers_as_the_index_does(index: PrefixIndex) -> None:
+async def test_the_memory_index_answers_like_the_redis_index(index: PrefixIndex) -> None:
     index.apply("w", "1", change(1, chain(3)))
     assert await MemoryLookup(index).lookup(chain(4)) == {"w": 3}
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given_any(st.integers(0, 2**32))
-def test_any_history_gives_what_a_plain_dictionary_of_sets_gives(seed: int) -> None:
+def test_any_history_matches_a_dictionary_of_sets(seed: int) -> None:
     chance = random.Random(seed)
     index, truth, sequences = PrefixIndex(), {}, {}
     blocks = chain(12)
@@ -153,6 +153,6 @@ def test_any_history_gives_what_a_plain_dictionary_of_sets_gives(seed: int) -> N
     assert index.lookup(blocks) == {worker: depth for worker, depth in depths.items() if depth}
 
 
-def test_a_skipped_place_is_implied_by_the_next() -> None:
+def test_a_skipped_position_is_implied_by_the_next() -> None:
     assert leading_blocks([(3, 0b111), (7, 0b011), (9, 0b001)], 0b111, 10) == {2: 7, 1: 9, 0: 10}
     assert leading_blocks([], 0b1, 0) == {}

@@ -18,7 +18,7 @@ from tests.unit.prefix.given import SEED, chain, crash, following, publisher, pu
 TAG = index_tag("test", fingerprint_of(SEED))
 
 
-async def test_what_a_worker_stores_is_found_and_what_it_removes_is_not(url: str) -> None:
+async def test_stored_blocks_are_found_and_removed_ones_are_not(url: str) -> None:
     blocks = chain(6)
     async with following(url) as index, publishing(url, "w") as worker:
         worker.offer(stored=blocks)
@@ -106,7 +106,7 @@ async def test_a_crash_is_masked_when_the_lease_ends_without_any_cleanup(url: st
             assert slots_bits(client.get(TAG.encode() + b":b:" + blocks[0])) == 1
 
 
-async def test_a_proper_stop_is_seen_at_once(url: str) -> None:
+async def test_a_clean_stop_is_visible_at_once(url: str) -> None:
     async with following(url) as index:
         async with publishing(url, "w", lease_s=60.0) as worker:
             worker.offer(stored=chain(2))
@@ -114,7 +114,7 @@ async def test_a_proper_stop_is_seen_at_once(url: str) -> None:
         assert await index.lookup(chain(2)) == {}
 
 
-async def test_a_slot_is_used_again_only_after_its_sweep(url: str) -> None:
+async def test_a_slot_is_reused_only_after_its_sweep(url: str) -> None:
     blocks = chain(3000)
     async with following(url) as index, publishing(url, "sweeper", lease_s=0.4) as sweeper:
         worker = publisher(url, "w", "first", lease_s=0.4)
@@ -134,7 +134,7 @@ async def test_a_slot_is_used_again_only_after_its_sweep(url: str) -> None:
             await until_found(index, blocks, {"other": 1})
 
 
-async def test_nothing_is_swept_while_most_workers_look_dead(url: str) -> None:
+async def test_nothing_is_swept_if_most_workers_seem_dead(url: str) -> None:
     async with publishing(url, "alive", lease_s=0.5) as alive:
         lost = [publisher(url, f"lost{number}", lease_s=0.2) for number in range(2)]
         for worker in lost:
@@ -149,7 +149,7 @@ async def test_nothing_is_swept_while_most_workers_look_dead(url: str) -> None:
         assert alive.is_connected
 
 
-async def test_a_gap_is_healed_by_a_snapshot_on_a_fresh_slot(url: str) -> None:
+async def test_a_gap_is_repaired_on_a_new_slot(url: str) -> None:
     blocks = chain(4)
     async with following(url) as index, publishing(url, "w") as worker:
         worker.offer(stored=blocks[:2])
@@ -186,7 +186,7 @@ async def test_a_lost_connection_resumes_without_a_snapshot(url: str) -> None:
         assert worker.num_snapshots == 1
 
 
-async def test_many_changes_while_redis_is_away_give_way_to_a_snapshot(mortal: EmbeddedRedis) -> None:
+async def test_many_missed_changes_are_replaced_by_a_snapshot(mortal: EmbeddedRedis) -> None:
     async with publishing(mortal.url, "w", lease_s=60.0) as worker:
         os.kill(mortal.pid, signal.SIGSTOP)
         try:
@@ -203,7 +203,7 @@ async def test_many_changes_while_redis_is_away_give_way_to_a_snapshot(mortal: E
         assert worker.num_snapshots == 2
 
 
-async def test_a_killed_redis_costs_nothing_and_refills_when_it_returns_empty(mortal: EmbeddedRedis) -> None:
+async def test_an_empty_redis_is_refilled_after_a_restart(mortal: EmbeddedRedis) -> None:
     blocks = chain(100)
     async with following(mortal.url) as index, publishing(mortal.url, "w") as worker:
         worker.offer(stored=blocks)
@@ -221,7 +221,7 @@ async def test_a_killed_redis_costs_nothing_and_refills_when_it_returns_empty(mo
             assert worker.num_snapshots == 2
 
 
-async def test_a_redis_that_hangs_is_given_up_after_a_few_late_answers(mortal: EmbeddedRedis) -> None:
+async def test_a_hanging_redis_is_skipped_after_a_few_late_answers(mortal: EmbeddedRedis) -> None:
     blocks = chain(8)
     async with following(mortal.url, timeout_s=0.02, refresh_s=60.0) as index, publishing(mortal.url, "w") as worker:
         worker.offer(stored=blocks)
@@ -245,7 +245,7 @@ async def test_a_redis_that_hangs_is_given_up_after_a_few_late_answers(mortal: E
         await until_found(index, blocks, {"w": 8})
 
 
-async def test_a_callers_own_budget_counts_as_late_too(mortal: EmbeddedRedis) -> None:
+async def test_exceeding_a_callers_budget_counts_as_late(mortal: EmbeddedRedis) -> None:
     async with following(mortal.url, timeout_s=0.02) as index, publishing(mortal.url, "w") as worker:
         worker.offer(stored=chain(4))
         await until_found(index, chain(4), {"w": 4})
@@ -316,7 +316,7 @@ async def test_offers_may_come_from_another_thread(url: str) -> None:
         assert worker.num_sent_batches < 1000
 
 
-async def test_stopping_ends_whatever_moment_it_comes_at(url: str) -> None:
+async def test_stopping_works_at_any_moment(url: str) -> None:
     # Python 3.11 loses a cancellation that comes together with the end of a send; that must not keep us.
     for turn in range(60):
         worker, index = publisher(url, f"w{turn % 3}"), RedisIndex(url, "test", hash_seed=SEED, refresh_s=0.0)
@@ -341,12 +341,12 @@ async def test_answers_that_are_in_flight_are_bounded(url: str) -> None:
 
 
 @pytest.mark.parametrize("bad", ["localhost:6379", "http://localhost", ""])
-def test_a_url_that_cannot_be_one_is_a_config_error(bad: str) -> None:
+def test_an_invalid_url_is_a_config_error(bad: str) -> None:
     with pytest.raises(ConfigError, match="redis"):
         RedisIndex(bad, "test")
 
 
-def test_a_name_cannot_break_out_of_its_tag() -> None:
+def test_a_name_cannot_escape_its_hash_tag() -> None:
     with pytest.raises(ConfigError, match="cluster"):
         RedisIndex("redis://localhost", "a}:b:", hash_seed=SEED)
 
@@ -357,7 +357,7 @@ def test_a_password_is_not_shown() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_bit_numbers_are_slots_whatever_the_length_of_the_value(url: str) -> None:
+def test_bit_numbers_are_slots_for_any_value_length(url: str) -> None:
     with redis.Redis.from_url(url) as client:
         for slot in (0, 7, 8, 63, 64, 100, 4095):
             client.setbit("key", bit_offset(slot), 1)
@@ -365,7 +365,7 @@ def test_bit_numbers_are_slots_whatever_the_length_of_the_value(url: str) -> Non
     assert slots_bits(None) == 0
 
 
-def test_long_chains_are_probed_and_only_the_doubtful_stretches_are_read() -> None:
+def test_only_uncertain_parts_of_long_chains_are_read() -> None:
     assert _probes(64) == list(range(64))
     probes = _probes(1000)
     assert len(probes) < 40

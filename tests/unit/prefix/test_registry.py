@@ -40,14 +40,14 @@ async def test_only_changes_of_workers_are_reported(url: str) -> None:
     assert all(before != after for before, after in pairwise(seen))
 
 
-async def test_a_new_incarnation_takes_the_place_of_the_old_at_once(url: str) -> None:
+async def test_a_new_incarnation_replaces_the_old_one_at_once(url: str) -> None:
     async with watching(url, forget_s=60.0) as (registry, _), publishing(url, "w", "old"):
         await until(lambda: registry.workers == (registration("w", "old"),))
         async with publishing(url, "w", "new"):
             await until(lambda: registry.workers == (registration("w", "new"),))
 
 
-async def test_a_crashed_worker_is_gone_when_its_lease_and_the_patience_are_over(url: str) -> None:
+async def test_a_crashed_worker_is_removed_after_its_lease(url: str) -> None:
     async with watching(url) as (registry, _):
         worker = publisher(url, "w", lease_s=0.4)
         await worker.start()
@@ -68,7 +68,7 @@ async def test_known_workers_stay_without_redis(mortal: EmbeddedRedis) -> None:
     assert len(seen) == 1
 
 
-async def test_what_is_not_a_registration_is_passed_over(url: str) -> None:
+async def test_invalid_registrations_are_skipped(url: str) -> None:
     with redis.Redis.from_url(url) as client:
         for name, facts in {
             "bad": "{",
@@ -88,7 +88,7 @@ async def test_what_is_not_a_registration_is_passed_over(url: str) -> None:
     ("field", "value"),
     [("worker_id", "a b"), ("worker_id", ""), ("incarnation", "x\n"), ("endpoint", "nowhere"), ("endpoint", ":1")],
 )
-def test_a_registration_names_what_is_wrong_with_it(field: str, value: str) -> None:
+def test_an_invalid_registration_names_its_field(field: str, value: str) -> None:
     facts = {"worker_id": "w", "incarnation": "1", "role": Role.DECODE, "endpoint": "h:1", field: value}
     with pytest.raises(ConfigError, match=field):
         Registration(**facts)

@@ -88,7 +88,7 @@ UNSUPPORTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_met_or_read_is_refused_with_the_reason(compiler: Compiler, name: str) -> None:
+def test_unsatisfiable_and_invalid_grammars_are_rejected(compiler: Compiler, name: str) -> None:
     grammar, reason = REFUSED[name]
     seen = reason_against(compiler, grammar)
     assert seen is not None
@@ -97,13 +97,13 @@ def test_what_cannot_be_met_or_read_is_refused_with_the_reason(compiler: Compile
 
 
 @pytest.mark.parametrize("keyword", UNSUPPORTED)
-def test_an_unsupported_keyword_is_refused_and_not_ignored(compiler: Compiler, keyword: str) -> None:
+def test_an_unsupported_keyword_is_rejected(compiler: Compiler, keyword: str) -> None:
     nested = {"type": "object", "properties": {"a": {keyword: UNSUPPORTED[keyword]}}}
     for schema in ({keyword: UNSUPPORTED[keyword]}, nested):
         assert f'"{keyword}"' in (reason_against(compiler, json_schema(schema)) or "")
 
 
-def test_a_document_has_at_most_one_space_after_comma_and_colon_and_no_other(compiler: Compiler) -> None:
+def test_json_whitespace_is_limited(compiler: Compiler) -> None:
     grammar = json_schema({"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]})
     for text in ('{"a":[1,2]}', '{"a": [1, 2]}', '{"a": [1,2], "b":{}}'):
         assert accepts(compiler, grammar, text), text
@@ -111,7 +111,7 @@ def test_a_document_has_at_most_one_space_after_comma_and_colon_and_no_other(com
         assert not accepts(compiler, grammar, text), text
 
 
-def test_each_kind_admits_its_documents_alone(compiler: Compiler) -> None:
+def test_each_kind_accepts_only_its_documents(compiler: Compiler) -> None:
     odd = ["yes", "no", "", "é 😀", 'a "b" \\', "a/b\n", "(.*)"]
     for text in odd:
         assert accepts(compiler, choice(odd), text), text
@@ -136,7 +136,7 @@ def test_a_grammar_is_checked_for_size_and_shape_before_anything_else() -> None:
             Grammar(GrammarKind.CHOICE, text)
 
 
-def test_a_model_that_cannot_be_masked_says_why(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_masked_names_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="end of sequence"):
         Compiler(MODEL, TOKENIZER.vocab_size, ())
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
@@ -146,7 +146,7 @@ def test_a_model_that_cannot_be_masked_says_why(tmp_path: Path) -> None:
         Compiler(tmp_path, 10, (0,))
 
 
-def test_a_token_that_the_configuration_names_is_never_part_of_a_document(tmp_path: Path) -> None:
+def test_special_tokens_are_never_part_of_a_document(tmp_path: Path) -> None:
     """As the detokenizer has it: its text is not shown, so it must not count as text."""
     text = json.loads((MODEL / "tokenizer.json").read_text())
     text["added_tokens"].append({**text["added_tokens"][0], "id": 4096, "content": "PADDING", "special": False})

@@ -49,15 +49,15 @@ FINITE = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_requires_itself_is_endless(name: str) -> None:
+def test_a_schema_that_requires_itself_is_endless(name: str) -> None:
     assert is_endless(ENDLESS[name])
 
 
 @pytest.mark.parametrize("name", FINITE)
-def test_what_can_end_is_not(name: str) -> None:
+def test_a_schema_that_can_end_is_not_endless(name: str) -> None:
     assert not is_endless(FINITE[name])
 
 
-def test_random_bounded_schemas_are_not() -> None:
+def test_random_bounded_schemas_are_not_endless() -> None:
     rng = random.Random(5)
     assert not any(is_endless(schema(rng)[0]) for _ in range(200))

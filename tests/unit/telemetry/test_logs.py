@@ -18,7 +18,7 @@ def line(message: str, **extra: object) -> str:
     return FORMATTER.format(record)
 
 
-def test_fields_stand_behind_the_message_in_their_order() -> None:
+def test_fields_follow_the_message_in_order() -> None:
     assert line("request finished", request_id="a", ttft_s=0.25, attempts=1) == (
         "INFO router x: request finished request_id=a ttft_s=0.25 attempts=1"
     )
@@ -32,7 +32,7 @@ def test_a_field_cannot_forge_another_line_or_field() -> None:
     assert line("refused", why="gone\nERROR all=lost") == "INFO router x: refused why='gone\\nERROR all=lost'"
 
 
-def test_what_a_library_stamps_on_every_record_is_no_field() -> None:
+def test_fields_of_libraries_are_ignored() -> None:
     assert line("request finished", _library_stamp=1, ttft_s=0.5) == "INFO router x: request finished ttft_s=0.5"
 
 
@@ -59,7 +59,7 @@ def test_a_record_is_one_json_object() -> None:
     }
 
 
-def test_fields_of_a_json_record_replace_no_standard_field_and_are_valid_json() -> None:
+def test_json_fields_replace_no_standard_field() -> None:
     found = as_json("a\nb", level="low", rate=float("nan"), what=ValueError("x"))
     assert (found["message"], found["level"], found["level_"]) == ("a\nb", "INFO", "low")
     assert (found["rate"], found["what"]) == ("nan", "x")

@@ -37,7 +37,7 @@ def served():
     metrics.close()
 
 
-def test_what_was_counted_is_scraped(served) -> None:
+def test_counted_values_are_scraped(served) -> None:
     metrics, port = served
     metrics.add(metric_names.REQUESTS, outcome="served")
     metrics.add(metric_names.REQUESTS, 2, outcome="served")
@@ -50,13 +50,13 @@ def test_what_was_counted_is_scraped(served) -> None:
     assert found["pdserve_ttft_seconds_bucket{le=0.06}{path=remote}"] == 1
 
 
-def test_a_bucket_leads_to_a_trace(served) -> None:
+def test_a_bucket_has_an_exemplar_trace(served) -> None:
     metrics, port = served
     metrics.observe(metric_names.TTFT, 0.055, path="local", trace_id="ab" * 16)
     assert f'trace_id="{"ab" * 16}"' in scrape(port, OPEN_METRICS)
 
 
-def test_each_process_shows_its_own_metrics_only() -> None:
+def test_each_process_shows_only_its_own_metrics() -> None:
     router, worker = Metrics("router").text(), Metrics("worker").text()
     assert "pdserve_engine_steps_total" in worker
     assert "pdserve_engine_steps_total" not in router
@@ -65,7 +65,7 @@ def test_each_process_shows_its_own_metrics_only() -> None:
         Metrics("router").add(metric_names.STEPS)
 
 
-def test_two_registries_live_in_one_process() -> None:
+def test_two_registries_can_share_a_process() -> None:
     one, other = Metrics("worker"), Metrics("worker")
     one.add(metric_names.STEPS)
     assert samples(one.text())["pdserve_engine_steps_total"] == 1
@@ -95,7 +95,7 @@ def test_a_process_shows_its_memory_and_cpu_time(served) -> None:
     assert found["process_cpu_seconds_total"] > 0
 
 
-def test_a_page_is_served_beside_the_metrics() -> None:
+def test_a_page_is_served_with_the_metrics() -> None:
     metrics = Metrics("launcher")
     port = metrics.serve(0, pages={"/targets": b"[1]"})
     try:
@@ -121,7 +121,7 @@ def test_a_long_request_is_closed_without_an_answer(served, head: bytes) -> None
     assert scrape(served[1])
 
 
-def test_off_costs_no_import() -> None:
+def test_disabled_metrics_import_nothing() -> None:
     code = """
 import sys
 from pdserve.telemetry import metric_names

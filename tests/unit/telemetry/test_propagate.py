@@ -5,7 +5,7 @@ from pdserve.telemetry.propagate import HEADER, TraceContext, extract, inject, p
 GOOD = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def test_a_traceparent_is_read_and_written_back() -> None:
+def test_a_traceparent_survives_parsing() -> None:
     context = parse(GOOD)
     assert context == TraceContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
     assert render(context) == GOOD
@@ -31,7 +31,7 @@ def test_a_traceparent_is_read_and_written_back() -> None:
         GOOD.replace("-", "_"),
     ],
 )
-def test_a_malformed_traceparent_is_no_context(bad: str | None) -> None:
+def test_a_malformed_traceparent_is_ignored(bad: str | None) -> None:
     assert parse(bad) is None
 
 
@@ -40,7 +40,7 @@ def test_a_later_version_may_carry_more() -> None:
     assert context == parse(GOOD)
 
 
-def test_metadata_carries_the_context_and_the_callers_own_wins() -> None:
+def test_metadata_has_the_context_unless_the_caller_set_one() -> None:
     assert inject(None, None) == ()
     assert inject((("a", "b"),), GOOD) == (("a", "b"), (HEADER, GOOD))
     assert inject(((HEADER, "mine"),), GOOD) == ((HEADER, "mine"),)

@@ -130,7 +130,7 @@ def test_only_a_kept_trace_becomes_an_exemplar(sink: OtlpSink) -> None:
     tracing.close()
 
 
-def test_off_passes_the_context_through_and_imports_nothing() -> None:
+def test_disabled_tracing_passes_the_context_through() -> None:
     code = f"""
 import sys
 from pdserve.telemetry.tracing import Service, Tracing, make_tracing
@@ -148,7 +148,7 @@ print(any(name.startswith(("opentelemetry", "grpc")) for name in sys.modules))
     assert done.stdout.strip() == "False"
 
 
-def test_a_process_without_the_extra_goes_on_and_says_so(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+def test_without_the_extra_tracing_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     assert not make_tracing(ROUTER, "127.0.0.1:1").is_on
     assert "pdserve[otel]" in caplog.text
@@ -164,7 +164,7 @@ def test_closing_is_bounded_without_a_collector() -> None:
     call(tracing, PARENT)
 
 
-def test_every_span_hangs_under_one_that_is_declared() -> None:
+def test_every_span_has_a_declared_parent() -> None:
     assert all(spec.parent is None or spec.parent in names.SPANS for spec in names.SPANS.values())
     assert {spec.name for spec in names.SPANS.values() if spec.kind != "internal"} == {names.CALL_NAME}
     assert all(spec.name == key for key, spec in names.SPANS.items() if spec.kind == "internal")

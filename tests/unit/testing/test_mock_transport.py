@@ -42,7 +42,7 @@ async def test_calls_with_one_response_get_its_message() -> None:
         assert await client.tokenize("ab") == [97, 98]
 
 
-def test_messages_are_passed_on_as_they_are() -> None:
+def test_messages_are_passed_on_unchanged() -> None:
     usage = inference_pb2.Usage(prompt_tokens=3, completion_tokens=1)
     finished = inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_LENGTH, usage=usage)
     messages = [
@@ -103,5 +103,5 @@ def test_a_closed_stream_ends() -> None:
         assert list(stream) == []
 
 
-def test_it_needs_nothing_beside_the_client() -> None:
+def test_mock_transport_needs_only_the_client() -> None:
     assert loaded_by("from pdserve.testing import MockTransport").isdisjoint(HEAVY)

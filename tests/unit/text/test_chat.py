@@ -34,7 +34,7 @@ def write(folder: Path, config: dict[str, object]) -> Path:
 
 
 @pytest.mark.parametrize("source", [CHATML, STRICT, HELPERS])
-def test_a_rendering_is_that_of_transformers(source: str) -> None:
+def test_rendering_matches_transformers(source: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     named = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -44,7 +44,7 @@ def test_a_rendering_is_that_of_transformers(source: str) -> None:
     assert [text] == (expected[0] if isinstance(expected, tuple) else expected)
 
 
-def test_a_template_that_refuses_the_messages_is_a_bad_request() -> None:
+def test_a_template_error_is_a_bad_request() -> None:
     with pytest.raises(InvalidRequest) as caught:
         ChatTemplate(STRICT, {"bos_token": "<s>"}).render([Message("assistant", "I begin")])
     assert caught.value.field == "chat.messages"
@@ -52,7 +52,7 @@ def test_a_template_that_refuses_the_messages_is_a_bad_request() -> None:
 
 
 @pytest.mark.parametrize(("messages", "field"), [([], "chat.messages"), ([Message("", "x")], "chat.messages.role")])
-def test_messages_without_words_or_roles_are_refused(messages: list[Message], field: str) -> None:
+def test_messages_without_content_or_role_are_rejected(messages: list[Message], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         ChatTemplate(CHATML).render(messages)
     assert caught.value.field == field
@@ -65,7 +65,7 @@ def test_messages_without_words_or_roles_are_refused(messages: list[Message], fi
         "{% for i in range(100000) %}{{ 'x' * 1000 }}{% endfor %}",
     ],
 )
-def test_a_template_that_runs_away_is_stopped(source: str) -> None:
+def test_a_template_with_an_endless_loop_is_stopped(source: str) -> None:
     with pytest.raises(ModelError):
         ChatTemplate(source, render_s=0.05, max_chars=100_000).render(TALK)
 
@@ -94,7 +94,7 @@ def test_a_template_that_does_not_parse_is_a_model_error() -> None:
     assert caught.value.field == "chat_template"
 
 
-def test_the_file_goes_before_the_config_and_named_templates_have_a_default(tmp_path: Path) -> None:
+def test_a_template_file_overrides_the_config(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path) is None
     write(tmp_path, {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}config"})
     template = load_chat_template(tmp_path)
@@ -138,7 +138,7 @@ def test_tools_and_their_calls_are_rendered() -> None:
     assert template.tool_format == "hermes"
 
 
-def test_a_template_without_tools_takes_none() -> None:
+def test_a_template_without_tools_rejects_them() -> None:
     template = ChatTemplate(CHATML)
     assert template.tool_format == ""
     with pytest.raises(InvalidRequest, match="takes no tools"):
@@ -165,5 +165,5 @@ def test_tools_are_counted_and_must_be_objects() -> None:
         ("other", ""),
     ],
 )
-def test_the_form_of_tool_calls_is_known_by_the_template(mark: str, expected: str) -> None:
+def test_the_template_shows_the_form_of_tool_calls(mark: str, expected: str) -> None:
     assert ChatTemplate("{% if tools %}" + mark + "{% endif %}").tool_format == expected

@@ -25,7 +25,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @SHARED_FOLDER
 @given(data=st.data())
-def test_any_ids_give_the_text_of_decoding_them_at_once(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_streaming_equals_decoding_at_once(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=30))
     assume(longest_byte_run(tokenizer, ids) <= detokenize.RUN_HELD_BYTES)
     assert "".join(streamed(tokenizer, ids, [])) == tokenizer.decode(ids)
@@ -33,7 +33,7 @@ def test_any_ids_give_the_text_of_decoding_them_at_once(tokenizer: Tokenizer, da
 
 @SHARED_FOLDER
 @given(data=st.data())
-def test_special_tokens_are_spelt_out_where_asked(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_special_tokens_are_written_if_requested(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, 3) | st.integers(0, tokenizer.vocab_size - 1), max_size=20))
     assume(longest_byte_run(tokenizer, ids) <= detokenize.RUN_HELD_BYTES)
     detokenizer = tokenizer.detokenizer([], has_special_tokens=True)
@@ -43,7 +43,7 @@ def test_special_tokens_are_spelt_out_where_asked(tokenizer: Tokenizer, data: st
 
 @SHARED_FOLDER
 @given(text=st.text(max_size=40))
-def test_real_text_gives_the_same_and_no_piece_holds_half_a_character(tokenizer: Tokenizer, text: str) -> None:
+def test_no_piece_splits_a_character(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     pieces = streamed(tokenizer, ids, [])
     whole = tokenizer.decode(ids)
@@ -54,7 +54,7 @@ def test_real_text_gives_the_same_and_no_piece_holds_half_a_character(tokenizer:
 
 @SHARED_FOLDER
 @given(data=st.data())
-def test_after_a_prompt_the_text_is_what_the_ids_add_to_it(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_text_after_a_prompt_is_the_added_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
     prompt = tokenizer.encode("the cat")
     ids = tokenizer.encode(data.draw(st.text("abc \n", max_size=20)), has_special_tokens=False)
     assume(tokenizer.decode(prompt))
@@ -74,17 +74,17 @@ def longest_byte_run(tokenizer: Tokenizer, ids: list[int]) -> int:
 
 
 @given(st.binary(max_size=60))
-def test_toy_bytes_decode_as_a_whole_does(data: bytes) -> None:
+def test_toy_bytes_decode_like_the_whole(data: bytes) -> None:
     toy = ToyTokenizer()
     pieces = streamed(toy, list(data), [])
     assert "".join(pieces) == data.decode("utf-8", "replace") == toy.decode(list(data))
 
 
-def test_an_emoji_goes_out_when_its_last_byte_is_there() -> None:
+def test_an_emoji_is_sent_with_its_last_byte() -> None:
     assert streamed(ToyTokenizer(), list("a🙂b".encode()), []) == ["a", "", "", "", "🙂", "b", ""]
 
 
-def test_text_that_ends_in_half_a_character_says_so_at_the_end() -> None:
+def test_an_incomplete_character_is_replaced_at_the_end() -> None:
     assert streamed(ToyTokenizer(), list("🙂".encode())[:2], []) == ["", "", detokenize.REPLACEMENT]
 
 
@@ -93,7 +93,7 @@ def long_run(text: str) -> tuple[detokenize.Detokenizer, list[int]]:
     return detokenize.make_detokenizer(rule, lambda n: f"<0x{n:02X}>", is_continued=True), list(text.encode())
 
 
-def test_a_long_run_of_byte_tokens_is_not_held_for_ever() -> None:
+def test_a_long_run_of_byte_tokens_is_released() -> None:
     detokenizer, ids = long_run("สวัสดีชาวโลก")
     out = ""
     for count, token_id in enumerate(ids, 1):
@@ -116,7 +116,7 @@ def test_a_long_run_of_byte_tokens_is_not_held_for_ever() -> None:
         {"type": "Replace", "pattern": {"Regex": "a+"}, "content": ""},
     ],
 )
-def test_a_decoder_that_cannot_be_followed_is_refused_by_name(decoder: dict[str, object]) -> None:
+def test_an_unsupported_decoder_is_rejected_by_name(decoder: dict[str, object]) -> None:
     with pytest.raises(ModelError) as caught:
         detokenize.read_rule(decoder)
     assert caught.value.field == "tokenizer.json decoder"

@@ -33,19 +33,17 @@ def streamed(pieces: Sequence[str], stops: Sequence[str], is_stop_included: bool
 
 
 @given(st.lists(LETTERS, max_size=12), STOPS, st.booleans())
-def test_a_stream_ends_where_a_naive_reading_of_the_whole_ends(
-    pieces: list[str], stops: list[str], is_stop_included: bool
-) -> None:
+def test_stop_strings_match_a_naive_search(pieces: list[str], stops: list[str], is_stop_included: bool) -> None:
     assert streamed(pieces, stops, is_stop_included) == naive("".join(pieces), stops, is_stop_included)
 
 
 @given(LETTERS, STOPS, st.booleans())
-def test_the_cuts_do_not_matter(text: str, stops: list[str], is_stop_included: bool) -> None:
+def test_pieces_do_not_change_the_result(text: str, stops: list[str], is_stop_included: bool) -> None:
     assert streamed([text], stops, is_stop_included) == streamed(list(text), stops, is_stop_included)
 
 
 @given(st.lists(LETTERS, max_size=12), STOPS)
-def test_what_went_out_never_holds_the_start_of_the_stop_that_follows(pieces: list[str], stops: list[str]) -> None:
+def test_sent_text_never_contains_part_of_a_stop_string(pieces: list[str], stops: list[str]) -> None:
     """Only a possible prefix is held back, and never more than the longest stop less one character."""
     matcher, out, given_text = StopMatcher(stops), "", ""
     for text in pieces:
@@ -68,12 +66,12 @@ def test_a_stop_string_over_three_pieces_is_held_back_then_dropped() -> None:
     ]
 
 
-def test_a_false_alarm_is_released() -> None:
+def test_a_partial_stop_string_is_released() -> None:
     matcher = StopMatcher(["###"])
     assert [matcher.push(text) for text in ("ab##", "c")] == [ReleasedText("ab"), ReleasedText("##c")]
 
 
-def test_an_included_stop_holds_nothing_back() -> None:
+def test_an_included_stop_string_delays_nothing() -> None:
     matcher = StopMatcher(["###"], is_stop_included=True)
     assert [matcher.push(text) for text in ("ab#", "##cd")] == [ReleasedText("ab#"), ReleasedText("##", "###")]
 
@@ -84,5 +82,5 @@ def test_text_before_min_tokens_neither_ends_nor_begins_a_stop() -> None:
     assert matcher.push("#c") == ReleasedText("#c")
 
 
-def test_no_stop_strings_pass_everything_at_once() -> None:
+def test_without_stop_strings_text_is_sent_at_once() -> None:
     assert StopMatcher([]).push("anything") == ReleasedText("anything")

@@ -87,7 +87,7 @@ def test_a_tail_has_the_last_tokens_of_the_text(name: str, text: str, num_tokens
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_long_text_is_cut_near_what_is_needed(name: str) -> None:
+def test_a_long_text_is_cut_near_the_needed_length(name: str) -> None:
     text = "the cat sat, " * 20_000
     bounds = bounds_of(name)
     needed = bounds.max_chars(10)
@@ -141,7 +141,7 @@ def test_a_tokenizer_with_unknown_parts_is_not_cut(change: Callable[[Tokenizer],
     assert text_bounds.text_bounds(serialized(change)).separators == ""
 
 
-def test_a_separator_that_a_token_crosses_is_none() -> None:
+def test_a_separator_inside_a_token_is_not_used() -> None:
     def add(one: Tokenizer) -> None:
         one.add_tokens(["<a b>", "<x.y>"])
 

@@ -16,7 +16,7 @@ TEXTS = ["the cat", " two  spaces ", "naïve café 你好 🙂", "", "<|end|>x",
 
 
 @pytest.mark.parametrize("explicit", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}])
-def test_ids_are_those_of_transformers(folder: Path, explicit: dict[str, bool], tmp_path: Path) -> None:
+def test_ids_match_transformers(folder: Path, explicit: dict[str, bool], tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
@@ -48,7 +48,7 @@ def test_toy_ids_are_bytes_and_the_end_has_no_text() -> None:
     assert toy.vocab_size == 257
 
 
-def test_a_folder_that_does_not_exist_or_holds_no_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     for folder in (tmp_path / "absent", tmp_path):
         with pytest.raises(ModelError) as caught:
             load_tokenizer(str(folder))
@@ -93,7 +93,7 @@ def test_a_long_text_leaves_other_threads_running() -> None:
     assert longest_s < 0.5 * (last_s - began_s), f"{longest_s:.3f} s of {last_s - began_s:.3f} s"
 
 
-def test_the_bytes_of_tokens_are_the_text_that_they_add(folder: Path) -> None:
+def test_token_bytes_are_the_added_text(folder: Path) -> None:
     tokenizer = HuggingFaceTokenizer(folder)
     before = tokenizer.encode("the", has_special_tokens=False)
     for text in ("the cat", "naïve café 你好 🙂"):

@@ -29,7 +29,7 @@ def read(files: TlsFiles) -> ReloadingCertificates:
     return ReloadingCertificates(files, is_mutual=True)
 
 
-def test_files_that_do_not_change_are_read_once(ours: TestAuthority) -> None:
+def test_unchanged_files_are_read_once(ours: TestAuthority) -> None:
     tls = ours.tls("one")
     assert tls.current() is tls.current()
 
@@ -42,9 +42,7 @@ def test_new_files_are_used(ours: TestAuthority) -> None:
     assert tls.current() is tls.current()
 
 
-def test_half_a_change_keeps_the_earlier_files_until_the_other_half(
-    ours: TestAuthority, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_partial_change_keeps_the_earlier_files(ours: TestAuthority, caplog: pytest.LogCaptureFixture) -> None:
     tls = ours.tls("one")
     before = tls.current()
     cert, key = ours.authority.issue("one", ["127.0.0.1"])
@@ -68,7 +66,7 @@ def test_a_broken_file_keeps_the_earlier_ones(ours: TestAuthority, name: str, co
 
 
 @pytest.mark.parametrize("name", ["cert", "key", "ca"])
-def test_a_file_that_is_gone_keeps_the_earlier_ones(
+def test_a_missing_file_keeps_the_earlier_ones(
     ours: TestAuthority, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tls = ours.tls("one")
@@ -135,7 +133,7 @@ def test_an_expired_certificate_does_not_start(ours: TestAuthority) -> None:
         read(ours.files("one", valid=-MINUTE))
 
 
-def test_an_encrypted_key_is_an_error_and_no_question(ours: TestAuthority) -> None:
+def test_an_encrypted_key_is_an_error(ours: TestAuthority) -> None:
     from cryptography.hazmat.primitives import serialization
 
     files = ours.files("one")
@@ -147,7 +145,7 @@ def test_an_encrypted_key_is_an_error_and_no_question(ours: TestAuthority) -> No
         read(files)
 
 
-def test_a_file_of_any_size_is_not_read(ours: TestAuthority) -> None:
+def test_an_oversized_file_is_not_read(ours: TestAuthority) -> None:
     files = ours.files("one")
     write_private(Path(files.ca), b"x" * (2**20 + 1))
     with pytest.raises(ConfigError, match="a PEM file of at most"):
@@ -167,7 +165,7 @@ def test_a_certificate_names_its_hosts(ours: TestAuthority) -> None:
         hosts_of(b"nothing")
 
 
-def test_the_files_pass_for_strict_verifiers(ours: TestAuthority) -> None:
+def test_generated_files_satisfy_strict_verifiers(ours: TestAuthority) -> None:
     files = ours.files("one")
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(files.cert, files.key)
@@ -209,7 +207,7 @@ def test_a_client_ca_needs_a_certificate() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::", "worker.example", ""])
-def test_plain_text_beyond_loopback_names_both_ways_out(host: str) -> None:
+def test_plain_text_beyond_loopback_names_both_options(host: str) -> None:
     certificate = {"tls_cert": "c", "tls_key": "k", "tls_ca": "a"}
     for kind, settings in (
         (WorkerConfig, WORKER),
@@ -223,6 +221,6 @@ def test_plain_text_beyond_loopback_names_both_ways_out(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])
-def test_loopback_may_be_plain(host: str) -> None:
+def test_loopback_may_be_plain_text(host: str) -> None:
     assert WorkerConfig(**WORKER, host=host).host == host
     assert RouterConfig(model="toy", host=host).host == host

@@ -83,11 +83,11 @@ def test_another_ca_is_not_trusted(served: TlsCluster, tmp_path: Path) -> None:
         over_https(replace(served, authority=other))
 
 
-def test_a_caller_without_tls_learns_why(served: TlsCluster) -> None:
+def test_a_caller_without_tls_gets_the_reason(served: TlsCluster) -> None:
     assert "it may require TLS" in error_of(served.cluster.address, None)
 
 
-def test_a_caller_with_tls_learns_that_a_server_has_none(served: TlsCluster) -> None:
+def test_a_caller_is_told_that_a_server_has_no_tls(served: TlsCluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as door:
 
         def answer() -> None:
@@ -109,7 +109,7 @@ def test_a_certificate_for_another_name_is_rejected(tmp_path: Path) -> None:
         assert error_of(address, tls).endswith("its certificate is for another host name")
 
 
-def test_workers_serve_nobody_without_a_certificate(served: TlsCluster) -> None:
+def test_workers_require_a_certificate(served: TlsCluster) -> None:
     roots = Path(served.ca).read_bytes()
     for worker in Client(served.cluster.address, tls=served.ca).topology().workers:
         with grpc.secure_channel(worker.endpoint, grpc.ssl_channel_credentials(roots)) as channel:
@@ -144,7 +144,7 @@ def over_https(served: TlsCluster, cert: str = "", key: str = "") -> str:
         return str(found.choices[0].text)
 
 
-async def test_rotation_keeps_streams_and_serves_new_connections_with_the_new_files(tmp_path: Path) -> None:
+async def test_rotation_keeps_streams_open(tmp_path: Path) -> None:
     with tls_cluster(tmp_path) as served:
         before = fingerprint_of(served.gateway.address, served.ca), fingerprint_of(served.cluster.address, served.ca)
         async with AsyncClient(served.cluster.address, tls=served.ca) as client:

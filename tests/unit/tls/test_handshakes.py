@@ -67,7 +67,7 @@ def test_https_closes_a_handshake_that_takes_too_long(ours: TestAuthority, first
         assert is_closed(sock)
 
 
-def test_handshakes_do_not_keep_callers_out(ours: TestAuthority) -> None:
+def test_open_handshakes_do_not_block_callers(ours: TestAuthority) -> None:
     with gateway(ours, max_connections=4, header_s=600.0) as host:
         waiting = [socket.create_connection(address_of(host)) for _ in range(12)]
         assert answer(host, ours) == 2
@@ -111,7 +111,7 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_not_lost(ours: Te
             assert heard.startswith(b"HTTP/1.1 200 OK"), heard
 
 
-def test_failed_handshakes_are_one_line_for_many(ours: TestAuthority, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_handshakes_are_logged_at_intervals(ours: TestAuthority, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), gateway(ours) as host:
         for _ in range(20):
             with socket.create_connection(address_of(host)) as sock:
@@ -145,7 +145,7 @@ def scrape(server: MetricsServer, ours: TestAuthority) -> bytes:
         return heard
 
 
-def test_metrics_are_served_while_another_client_does_not_greet(metrics: MetricsServer, ours: TestAuthority) -> None:
+def test_metrics_are_served_during_a_stalled_handshake(metrics: MetricsServer, ours: TestAuthority) -> None:
     with socket.create_connection(("127.0.0.1", metrics.server_port)):
         assert scrape(metrics, ours).endswith(b"pdserve_up 1")
 

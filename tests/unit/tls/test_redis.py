@@ -43,7 +43,7 @@ async def behind_tls(path: str, context: ssl.SSLContext) -> AsyncIterator[int]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_redis_with_tls_answers_to_those_who_know_its_ca(tmp_path: Path) -> None:
+async def test_redis_over_tls_needs_its_ca(tmp_path: Path) -> None:
     ours, other = TestAuthority(tmp_path / "ours"), TestAuthority(tmp_path / "other", "another CA")
     with EmbeddedRedis.start(is_unix=True) as redis:
         async with behind_tls(redis.url.removeprefix("unix://"), ours.tls("redis").current().caller_server) as port:
@@ -53,7 +53,7 @@ async def test_a_redis_with_tls_answers_to_those_who_know_its_ca(tmp_path: Path)
             assert not await redis_answers(f"redis://127.0.0.1:{port}/0"), "in plain text"
 
 
-async def test_a_cluster_runs_with_it(tmp_path: Path) -> None:
+async def test_a_cluster_uses_redis_over_tls(tmp_path: Path) -> None:
     ours = TestAuthority(tmp_path)
     with EmbeddedRedis.start(is_unix=True) as redis:
         async with behind_tls(redis.url.removeprefix("unix://"), ours.tls("redis").current().caller_server) as port:

@@ -78,7 +78,7 @@ async def test_a_frame_fills_the_screen() -> None:
 
 
 @pytest.mark.parametrize("name", ["[/x]", "a/[/x]", "[b]x[/b]", "[red"])
-async def test_ids_are_shown_as_they_are(name: str) -> None:
+async def test_ids_are_shown_unchanged(name: str) -> None:
     source = FakeSource()
     app = TopApp(source)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -88,7 +88,7 @@ async def test_ids_are_shown_as_they_are(name: str) -> None:
         assert (rows(app, "requests")[0][0], rows(app, "workers")[0][0]) == (name[:8], name)
 
 
-async def test_requests_with_one_id_have_rows_of_their_own() -> None:
+async def test_requests_with_the_same_id_have_separate_rows() -> None:
     source = FakeSource()
     app = TopApp(source)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -190,7 +190,7 @@ async def test_enter_explains_a_request_and_escape_closes_it() -> None:
 
 
 @pytest.mark.parametrize(("end", "expected"), [(None, "ended the stream"), (Unavailable("no answer"), "no answer")])
-async def test_the_end_of_the_stream_is_said(end: Exception | None, expected: str) -> None:
+async def test_the_end_of_the_stream_is_shown(end: Exception | None, expected: str) -> None:
     source = FakeSource()
     app = TopApp(source)
     async with app.run_test(size=(80, 24)) as pilot:

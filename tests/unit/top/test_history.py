@@ -8,11 +8,11 @@ from pdserve.top.history import MAX_ENDED, WINDOW_S, History, percentile
 from tests.unit.top.given import ended, frame, request, worker
 
 
-def test_before_the_first_frame_there_is_nothing() -> None:
+def test_history_is_empty_before_the_first_frame() -> None:
     assert (History().tiles(), History().requests()) == (None, [])
 
 
-def test_tiles_of_the_last_minute() -> None:
+def test_tiles_show_the_last_minute() -> None:
     history = History()
     history.ingest(frame(100.0))
     history.ingest(

@@ -27,7 +27,7 @@ def test_a_bar_has_a_letter_for_each_part_of_the_window() -> None:
     assert text.bar(one, 200.0, 10.0, 10) == " " * 10
 
 
-def test_a_short_phase_is_still_seen_and_messages_cover_nothing() -> None:
+def test_a_short_phase_stays_visible() -> None:
     one = request(arrived_s=95.0, phases=phases(("prefill", 1.0), ("messages", 0.001), ("decode", 0.001)))
     assert text.bar(one, 100.0, 10.0, 10) == "     PD   "
 

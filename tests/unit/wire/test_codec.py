@@ -114,7 +114,7 @@ def test_an_unknown_finish_is_rejected_and_an_unspecified_one_is_none() -> None:
         FIRST.decode(message, "p0")
 
 
-def test_a_client_takes_durations_and_names_that_it_does_not_know() -> None:
+def test_a_client_accepts_unknown_names() -> None:
     lenient = Codec(First, worker_pb2.FirstToken, nested=(SCORED,), renamed={"waited_s": "queue_s"}, is_lenient=True)
     message = worker_pb2.FirstToken(queue_s=90_000.0)
     message.finish = 99  # type: ignore[assignment]
@@ -181,7 +181,7 @@ class OtherEnum:
         (CostPrior, worker_pb2.Load, "has no field"),
     ],
 )
-def test_sides_that_do_not_fit_are_found_when_the_codec_is_built(kind: type, message: type, expected: str) -> None:
+def test_mismatched_fields_are_found_when_the_codec_is_built(kind: type, message: type, expected: str) -> None:
     renamed = {"waited_s": "queue_s"} if kind is First else {}
     with pytest.raises(TypeError, match=expected):
         Codec(kind, message, renamed=renamed)

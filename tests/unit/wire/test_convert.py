@@ -116,7 +116,7 @@ def test_bad_token_ids_are_bounded(words: list[list[int]]) -> None:
     assert caught.value.field == "bad_words"
 
 
-def test_an_slo_takes_absent_halves_from_the_default() -> None:
+def test_absent_slo_targets_get_defaults() -> None:
     default = Slo(ttft_s=1.0, tpot_s=0.5)
     assert convert.slo_from_proto(inference_pb2.Slo(ttft_s=3.0), default) == Slo(ttft_s=3.0, tpot_s=0.5)
     assert convert.slo_from_proto(inference_pb2.Slo(itl_s=3.0), default) == Slo(ttft_s=1.0, tpot_s=0.5, itl_s=3.0)
@@ -145,7 +145,7 @@ def test_blocks_survive_as_extents(blocks: list[int]) -> None:
     )
 
 
-def test_an_absurd_extent_is_refused_before_memory_is_spent() -> None:
+def test_a_huge_extent_is_rejected_before_allocation() -> None:
     from pdserve.v1 import transfer_pb2
 
     with pytest.raises(InvalidRequest):

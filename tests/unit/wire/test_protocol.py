@@ -41,7 +41,7 @@ FROM_WORKERS: list[pr.WorkerMessage] = [
 
 
 @pytest.mark.parametrize("message", FROM_WORKERS, ids=lambda message: type(message).__name__)
-def test_what_a_worker_says_survives_the_wire(message: pr.WorkerMessage) -> None:
+def test_worker_messages_survive_the_wire(message: pr.WorkerMessage) -> None:
     data = protocol.encode_response(message).SerializeToString()
     assert protocol.decode_response("w0", worker_pb2.AttachResponse.FromString(data)) == message
 
@@ -75,7 +75,7 @@ def test_every_message_has_a_codec_or_is_read_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("command", [pr.Reserve(key=KEY, is_local=True), pr.Prefill(key=KEY, grant=b"opaque")])
-def test_a_command_takes_the_sequence_along_and_leaves_it_as_it_was(command: pr.Reserve | pr.Prefill) -> None:
+def test_a_command_adds_the_sequence_without_changing_it(command: pr.Reserve | pr.Prefill) -> None:
     sequence = worker_pb2.Sequence(request_id="r", prompt_token_ids=[1, 2])
     kind = type(command)
     last = kind(**{**_fields(command), "output_token_ids": (8, 9), "deadline_s": 1.5})

@@ -17,7 +17,7 @@ DAYS_S = 3 * 86_400.0
 
 
 @pytest.mark.parametrize("path", [*Path, None])
-def test_timings_arrive_whole(path: Path | None) -> None:
+def test_timings_survive_the_wire(path: Path | None) -> None:
     timings = Timings(
         ttft_s=0.5,
         tpot_s=0.125,
@@ -38,13 +38,13 @@ def test_timings_arrive_whole(path: Path | None) -> None:
     assert TIMINGS.decode(inference_pb2.Timings.FromString(data)) == timings
 
 
-def test_a_path_that_only_a_newer_router_has_reads_as_none() -> None:
+def test_an_unknown_path_is_none() -> None:
     message = inference_pb2.Timings(ttft_s=1.0, total_s=2.0)
     message.path = 99  # type: ignore[assignment]
     assert TIMINGS.decode(message) == Timings(ttft_s=1.0, tpot_s=0.0, total_s=2.0)
 
 
-def test_usage_arrives_whole() -> None:
+def test_usage_survives_the_wire() -> None:
     usage = Usage(prompt_tokens=7, completion_tokens=3, cached_prompt_tokens=4)
     assert USAGE.decode(USAGE.encode(usage)) == usage
     assert usage.total_tokens == 10

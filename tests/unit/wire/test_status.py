@@ -53,7 +53,7 @@ def test_every_error_of_the_tree_has_a_row_and_an_example() -> None:
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
-def test_an_error_comes_back_with_its_class_message_and_fields(error: PdserveError) -> None:
+def test_errors_survive_the_wire(error: PdserveError) -> None:
     wire = status.to_status(error).SerializeToString()
     assert state(status.from_status(status_pb2.Status.FromString(wire))) == state(error)
 
@@ -67,12 +67,12 @@ def test_a_bad_field_is_named_in_bad_request_details() -> None:
     ]
 
 
-def test_a_long_value_is_cut_so_that_headers_stay_small() -> None:
+def test_a_long_value_is_shortened() -> None:
     packed = status.to_status(errors.InvalidRequest("stop", "x" * 100_000, "short"))
     assert len(packed.SerializeToString()) < 6_000
 
 
-def test_an_error_class_outside_the_table_travels_as_its_ancestor() -> None:
+def test_an_unknown_error_class_is_sent_as_its_ancestor() -> None:
     class Stranger(errors.Overloaded):
         pass
 
@@ -85,7 +85,7 @@ def test_every_bare_status_means_some_error(code: grpc.StatusCode) -> None:
     assert isinstance(status.from_code(code, "text"), PdserveError)
 
 
-def test_a_message_over_grpcs_own_limit_is_a_bad_request_that_names_both_sizes() -> None:
+def test_an_oversized_message_names_both_sizes() -> None:
     error = status.from_code(
         grpc.StatusCode.RESOURCE_EXHAUSTED, "SERVER: Received message larger than max (5000012 vs. 4194304)"
     )
@@ -147,7 +147,7 @@ async def address() -> AsyncIterator[str]:
         ("Socket closed", "Socket closed"),
     ],
 )
-def test_a_connection_that_did_not_come_about_names_the_address_and_the_reason(text: str, expected: str) -> None:
+def test_a_failed_connection_names_address_and_reason(text: str, expected: str) -> None:
     assert status.from_code(grpc.StatusCode.UNAVAILABLE, text).message == expected
 
 
@@ -176,7 +176,7 @@ def test_wire_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("retry_after_s", [float("inf"), 1e300, 1e12, float("nan")])
-def test_a_retry_time_that_no_message_can_carry_becomes_a_day(retry_after_s: float) -> None:
+def test_a_huge_retry_time_is_limited_to_a_day(retry_after_s: float) -> None:
     found = status.from_status(status.to_status(errors.Overloaded("full", retry_after_s)))
     assert isinstance(found, errors.Overloaded)
     assert found.retry_after_s == 86_400.0

@@ -1,4 +1,4 @@
-"""A P and a D host in this process on the toy engine, and a router written by hand that attaches to both."""
+"""A prefill and a decode host in this process on the toy engine, and a hand-written router that attaches to both."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config(role: Role, **changes: Any) -> WorkerConfig:
         heartbeat_s=0.05,
         transport="tcp",
         kv_check="step",
-        dtype="float32",  # auto may be bfloat16, by the processor
+        dtype="float32",  # auto may be bfloat16, depending on the processor.
         cluster_secret=TEXT,
     )
     return dataclasses.replace(base, **changes)
@@ -82,7 +82,7 @@ class Running:
         return self.programs[-1]
 
     async def on_engine(self, call: Callable[[RoleProgram], Any]) -> Any:
-        """What `call` returns on the engine thread, where the program may be looked at."""
+        """Runs `call` on the engine thread, where the program may be inspected, and returns its result."""
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
 
@@ -97,7 +97,7 @@ class Running:
         return await asyncio.wait_for(done, DEADLINE_S)
 
     def until_no_block_is_used(self) -> None:
-        """Once the routers have left, every block is free or in the prefix cache."""
+        """Waits until every block is free or in the prefix cache, after the routers have disconnected."""
         until_s = time.monotonic() + DEADLINE_S
         while not (self.fatal or self.host.wait(0)):
             used: Future[int] = Future()
@@ -108,7 +108,7 @@ class Running:
             time.sleep(0.005)
 
     async def until_fatal(self) -> None:
-        """The process would have ended."""
+        """Waits for the fatal error with which the process would end."""
         until_s = time.monotonic() + DEADLINE_S
         while self.fatal != ["died"]:
             assert time.monotonic() < until_s, self.fatal
@@ -156,7 +156,7 @@ def _plain_rows(plain: worker_pb2.PlainTokens) -> list[worker_pb2.TokenRow]:
 
 
 class Router:
-    """Attach streams to workers, and what came over each."""
+    """Attach streams to workers, with the messages received on each."""
 
     def __init__(self, name: str = "router-0", incarnation: str = "1") -> None:
         self.name = name
@@ -229,7 +229,7 @@ class Router:
         return (await self.wait_for(lambda: self.all(kind, request_id, role)))[0]
 
     def rows(self, request_id: str, attempt: int = 1) -> list[worker_pb2.TokenRow]:
-        """Plain tokens are given as rows too."""
+        """The received rows. Plain tokens are converted to rows."""
         return [
             row
             for message in self.all("tokens")
@@ -241,7 +241,7 @@ class Router:
         return [token.token_id for row in self.rows(request_id, attempt) for token in row.tokens]
 
     async def finished(self, request_id: str, attempt: int = 1) -> list[int]:
-        """Tokens of the rows up to the one that finished."""
+        """The tokens of all rows up to the last one."""
         await self.wait_for(lambda: any(row.finish for row in self.rows(request_id, attempt)))
         rows = self.rows(request_id, attempt)
         index = rows[0].output_index

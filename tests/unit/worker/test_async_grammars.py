@@ -1,4 +1,5 @@
-"""Rows with grammars and bad words beside plain ones, over real gRPC: asynchronous steps sample the same."""
+"""Rows with grammars and bad words together with plain ones, over real gRPC: asynchronous steps sample the same
+tokens."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PROMPT = list(range(10, 30))
 
 
 class FlakyEngine:
-    """Launches steps asynchronously; once it is `is_flaky`, every fifth step of several rows raises."""
+    """Launches steps asynchronously. While `is_flaky` is set, every fifth step with several rows raises."""
 
     def __init__(self, config: WorkerConfig, role: Role) -> None:
         self._engine = load_engine(config, role)
@@ -55,7 +55,7 @@ async def test_a_failed_step_drops_the_next_one(start: Any, attach: Any, ask: An
     router = await attach(d)
     lengths = {"a": 40, "b": 25, "c": 33}
     for name, length in lengths.items():
-        bad = {} if name == "a" else {"bad_token_ids": ((1, 2),)}  # sampled late in an asynchronous step
+        bad = {} if name == "a" else {"bad_token_ids": ((1, 2),)}  # Sampled late in an asynchronous step.
         sequence = ask(name, [*PROMPT, ord(name)], max_tokens=length, **bad)
         await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence, is_local=True))
     for name, length in lengths.items():
@@ -74,7 +74,8 @@ async def test_async_scheduling_is_automatic_or_forced(start: Any, attach: Any, 
 
 
 def test_successful_async_steps_clear_suspicion() -> None:
-    """Barren steps break an engine only in a row; with no block to probe with, nothing else may clear it."""
+    """Only consecutive failed steps break an engine. Without a free block for a probe, only a successful step resets
+    the count."""
 
     class Flying:
         is_failing = True

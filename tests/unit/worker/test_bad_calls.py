@@ -1,4 +1,4 @@
-"""What a stranger does to a worker's port: messages that do not parse, unknown methods, connections without calls."""
+"""Bad calls to a worker's port: messages that do not parse, unknown methods, connections without calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_idle_connections_are_closed_and_streams_are_not(
         for reader, writer in made:
             await asyncio.wait_for(reader.read(), 20)
             writer.close()
-        assert await asyncio.wait_for(call.read(), 20) is not grpc.aio.EOF  # a report of load
+        assert await asyncio.wait_for(call.read(), 20) is not grpc.aio.EOF  # A load report.
         assert not call.done()
         call.cancel()
 
@@ -84,7 +84,7 @@ async def test_a_message_that_does_not_parse_is_a_bad_request(
     assert [one.getMessage() for one in caplog.records].count("messages do not parse") == 1
 
 
-async def test_a_router_that_goes_in_mid_write_is_no_fault(
+async def test_a_router_that_disconnects_during_a_write_is_no_error(
     start: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC fails the write that was pending. Here it fails the first report of load."""
@@ -105,7 +105,7 @@ async def test_a_router_that_goes_in_mid_write_is_no_fault(
             assert time.monotonic() < until_s, "the stream's outbox is still there"
             await asyncio.sleep(0.005)
         call.cancel()
-    await asyncio.to_thread(worker.host.stop)  # the call has ended then
+    await asyncio.to_thread(worker.host.stop)  # The call has ended by then.
     assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR or one.exc_info] == []
 
 

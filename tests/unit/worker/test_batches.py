@@ -11,9 +11,7 @@ from pdserve.v1 import worker_pb2
 PROMPT = list(range(10, 70))
 
 
-async def test_each_message_of_a_batch_is_taken_and_answers_are_not_batched_unasked(
-    start: Any, attach: Any, ask: Any
-) -> None:
+async def test_batches_are_read_and_sent_only_on_request(start: Any, attach: Any, ask: Any) -> None:
     router = await attach(start(Role.DECODE))
     assert router.hellos[Role.DECODE].reads_batches
     reserves = [worker_pb2.Reserve(sequence=ask(name, PROMPT, max_tokens=8), is_local=True) for name in ("a", "b")]

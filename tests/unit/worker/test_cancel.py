@@ -1,4 +1,4 @@
-"""A request that is given up, at each stage: everything is free again, nothing too early, and nobody else notices."""
+"""Cancels at each stage: all memory is freed, nothing too early, and other requests are not affected."""
 
 from __future__ import annotations
 

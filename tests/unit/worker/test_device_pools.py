@@ -37,7 +37,7 @@ PATHS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", "tcp"])
 
 
 class DeviceEngine:
-    """An engine whose pool seems to lie on a device."""
+    """An engine whose pool seems to be on a device."""
 
     def __init__(self, engine: Engine) -> None:
         self.step, self.spec, self.close = engine.step, engine.spec, engine.close

@@ -1,4 +1,4 @@
-"""How a worker comes and goes: readiness, heartbeats, cache changes, drain."""
+"""Readiness, heartbeats, cache changes and drain of a worker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_hello_has_the_facts_for_planning(start: Any, attach: Any) -> No
     cost = hello.cost
     assert cost.prefill_base_s + 8 * cost.prefill_per_token_s > 0.001
     assert cost.decode_base_s + 8 * cost.decode_per_row_s > 0.001
-    assert router.hellos[Role.PREFILL].cost.decode_base_s == 0.0  # unknown to a prefill worker
+    assert router.hellos[Role.PREFILL].cost.decode_base_s == 0.0  # Unknown to a prefill worker.
 
 
 async def test_a_context_window_larger_than_the_pool_is_cut_to_it(start: Any, attach: Any) -> None:
@@ -114,7 +114,7 @@ async def test_an_operator_drains_and_undrains_a_worker(start: Any, attach: Any,
         watch.cancel()
     last = await router.wait_for(lambda: [one for one in router.all("load")[-1:] if not one.is_draining])
     assert not last[0].is_drained
-    assert not d.host._engine.is_idle.is_set()  # a later SIGTERM waits for what is there then
+    assert not d.host._engine.is_idle.is_set()  # A later SIGTERM waits for the attempts of that time.
     assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
 
 

@@ -1,4 +1,4 @@
-"""Routers that vanish, messages that come twice or late, prompts that are wrong, engines that break."""
+"""Lost routers, repeated and late messages, invalid prompts, and broken engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdserve.v1 import worker_pb2
 from tests.support.cluster_secret import attach as proven_attach
 
 PROMPT = list(range(10, 70))
-POISON = 200  # a token that the toy never draws
+POISON = 200  # A token that the toy engine never samples.
 
 
 class FaultyEngine:
@@ -156,7 +156,7 @@ async def test_a_newer_attempt_ends_the_older_one(start: Any, attach: Any, ask: 
 
 
 async def test_a_released_request_id_may_be_reused(start: Any, attach: Any, ask: Any) -> None:
-    """After a whole answer, and after one that was cancelled."""
+    """After a complete answer, and after a cancelled one."""
     d = start(Role.DECODE, toy_step_s=0.005)
     router = await attach(d)
     for times in (1, 2):
@@ -382,7 +382,7 @@ async def test_a_broken_engine_fails_everything_and_ends_the_worker(start: Any, 
 async def test_an_endless_deadline_fails_its_attempt_and_nothing_else(
     start: Any, attach: Any, ask: Any, unused_tcp_port: int
 ) -> None:
-    """A receiver that waited for it would end the worker, and its successor again."""
+    """A receiver that waited for such a deadline would end the worker, and then its successor."""
     d = start(Role.DECODE, metrics_port=unused_tcp_port)
     router = await attach(d)
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("endless", PROMPT, deadline_s=math.inf)))

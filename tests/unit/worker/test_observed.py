@@ -143,7 +143,7 @@ async def test_transfer_events_are_counted_once(start: Any, monkeypatch: pytest.
 
 @pytest.mark.parametrize("role", list(Role))
 async def test_rejected_rank_joins_are_counted(start: Any, role: Role) -> None:
-    """Also those from before the engine stood: a stranger calls while the leader waits for its ranks."""
+    """Including calls before the engine was ready: a foreign process calls while the leader waits for its ranks."""
     before = rejected_joins().get("ALL_JOINED", 0)
     count_rejected_join("ALL_JOINED")
     worker = start(role)

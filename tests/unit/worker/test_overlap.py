@@ -1,4 +1,5 @@
-"""KV that leaves while the prompt is computed, between two real workers on the bundled model: the tokens of the end."""
+"""KV that is sent during prefill, between two real workers on the bundled model: tokens equal those of sending at the
+end."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pdserve.engine.load import load_engine
 from tests.support.slow import slow_except
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
-TEXT = [(37 * n) % 4000 + 5 for n in range(75)]  # chunks of 32, 32 and 11; the last of 5 blocks is partly filled
+TEXT = [(37 * n) % 4000 + 5 for n in range(75)]  # Chunks of 32, 32 and 11. The last of 5 blocks is partly filled.
 COMMON: Final[dict[str, Any]] = {
     "model": str(BUNDLED),
     "block_size": 16,
@@ -25,7 +26,7 @@ COMMON: Final[dict[str, Any]] = {
 
 
 class Stumbling:
-    """An engine whose first step of a prompt's end fails after its layers were told."""
+    """An engine whose first step with the end of a prompt fails after its layers were reported."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -138,7 +138,7 @@ async def test_waiting_steps_are_merged_in_order() -> None:
     outbox.put([worker_pb2.AttachResponse(tokens=one) for one in steps])
     async for message in outbox:
         seen.append((len(message.tokens.plain.token_ids), len(message.tokens.rows)))
-        if len(seen) == 2:  # plain tokens are read before rows, so they cannot follow one
+        if len(seen) == 2:  # Plain tokens are read before rows, so they cannot follow one.
             outbox.close()
     assert seen == [(2, 1), (1, 0)]
 
@@ -156,7 +156,7 @@ def test_each_router_gets_the_plain_tokens_of_its_requests() -> None:
 
 
 class PricedEngine(ToyEngine):
-    """A toy whose clock says what the closed form says."""
+    """A toy engine whose steps take the time of the closed form."""
 
     def __init__(self, clock: Any) -> None:
         super().__init__(num_blocks=512, max_context_tokens=4096)
@@ -241,7 +241,7 @@ def test_an_engine_without_a_token_is_not_ready() -> None:
 
 
 class Picky(ToyEngine):
-    """Raises on a step that holds token 7, and on every step once it is broken."""
+    """Raises on a step that contains token 7, and on every step once it is broken."""
 
     is_broken = False
 

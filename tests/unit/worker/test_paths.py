@@ -1,4 +1,4 @@
-"""Requests through real workers over real gRPC: both paths, their tokens and their books."""
+"""Requests through real workers over real gRPC, on both paths: tokens and memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_cached_prefix_is_not_transferred_again(start: Any, attach: Any,
         if one.num_bytes
     }
     assert saved == {"first": 0, "again": 8}
-    assert moved == {"first": 9, "again": 1}  # the ninth block of "again" is not full in "first"'s prompt
+    assert moved == {"first": 9, "again": 1}  # The ninth block of "again" is not full in the prompt of "first".
     assert router.all("first_token", "again")[0].cached_tokens == 32
 
 
@@ -80,7 +80,7 @@ async def test_a_prefill_worker_learns_link_and_slowdown(start: Any, attach: Any
 
 
 async def test_preemption_changes_no_token_and_is_reported(start: Any, attach: Any, ask: Any) -> None:
-    d = start(Role.DECODE, kv_blocks=10, model="toy", toy_step_s=0.01)  # slow enough for all three to meet
+    d = start(Role.DECODE, kv_blocks=10, model="toy", toy_step_s=0.01)  # Slow enough that all three overlap.
     router = await attach(d)
     prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("abc")}
     tokens = await asyncio.gather(
@@ -111,7 +111,7 @@ async def test_a_grant_does_not_wait_for_the_next_step(start: Any, attach: Any, 
     await router.wait_for(lambda: len(router.rows("resident")) >= 2)
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("newcomer", PROMPT)))
     before = len(router.rows("resident"))
-    await router.wait_for(lambda: len(router.rows("resident")) > before)  # the step that the reserve fell into
+    await router.wait_for(lambda: len(router.rows("resident")) > before)  # The step during which Reserve arrived.
     await router.next("granted", "newcomer")
     assert len(router.rows("resident")) == before + 1, "the grant came behind another step"
     for name in ("resident", "newcomer"):

@@ -99,4 +99,4 @@ def test_a_hung_engine_ends_the_process() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 70
-    assert "engine_thread.py" in done.stderr  # the stack says where
+    assert "engine_thread.py" in done.stderr  # The stack shows the position.

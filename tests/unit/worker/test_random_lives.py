@@ -1,4 +1,4 @@
-"""Many requests at once over real gRPC and real transfers, given up at random moments, in too little memory."""
+"""Many concurrent requests over real gRPC and real transfers, cancelled at random moments, with too little memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def is_empty(program: Any) -> bool:
 
 
 class Life:
-    """One request: placed until it is taken, driven to its end or given up at a random point."""
+    """One request: placed until a worker accepts it, then run to its end or cancelled at a random point."""
 
     def __init__(self, router: Any, ask: Any, name: str, rng: random.Random) -> None:
         self.router, self.ask, self.name, self.rng = router, ask, name, rng
         self.is_local = rng.random() < 0.4
-        # Few letters, so that prefixes are shared; none is the toy's EOT.
+        # Few letters, so that prefixes are shared. None is the toy engine's EOT.
         self.prompt = [rng.choice((65, 66)) for _ in range(rng.randrange(1, 40))]
         self.num_tokens = rng.randrange(2, 30)
         self.patience_s = rng.random() * 0.15 if rng.random() < 0.5 else None

@@ -1,4 +1,4 @@
-"""A decode worker whose second rank lives on another host, for which 127.0.0.2 stands: `pdserve rank`, real gRPC."""
+"""A decode worker whose second rank is on another host (127.0.0.2): `pdserve rank`, real gRPC."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_rank_on_another_host_transfers_its_heads(start: Any, attach: An
         Oracle(BUNDLED).assert_exact([PROMPTS[2]], [tokens])
         moved = [one for one in router.all("transfer_ended", "r") if one.is_committed]
         assert sum(one.num_bytes for one in moved) > 0
-        # What a rank's end does to the worker, and a worker's end to its ranks.
+        # Effects of the end of a rank on its worker, and of the end of a worker on its ranks.
         [pid] = [int(one) for one in Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()]
         os.kill(pid, signal.SIGKILL)
         await d.until_fatal()

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker whose blocks differ, over real gRPC: tokens, bytes and the prefix that is held."""
+"""A prefill and a decode worker with different block shapes, over real gRPC: tokens, bytes and cached prefixes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdserve.v1 import transfer_pb2, worker_pb2
 from tests.support.slow import slow_except
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
-PROMPT = list(b"The quick brown fox jumps over it")  # 33 bytes
+PROMPT = list(b"The quick brown fox jumps over it")  # 33 bytes.
 SIZES = [(4, 8), (8, 4), (4, 6), (6, 4), (1, 5), (16, 64)]
 
 
@@ -141,7 +141,7 @@ async def test_float32_sent_to_an_int8_pool_matches_its_engine(start: Any, attac
     num_tokens = len(TEXT)
 
     def by_hand(prefill: Any, decode: Any) -> list[int]:
-        """Both workers' engines, and torch's own rounding between their pools."""
+        """The expected answer: both workers' engines, with torch's rounding between their pools."""
         source, target = [3, 9, 1, 7, 5, 4], [8, 2, 6, 10]
         [first] = prefill.step([row_of(TEXT, 0, source)])
         decode.pool.clear(torch.tensor(target))
@@ -163,7 +163,7 @@ async def test_float32_sent_to_an_int8_pool_matches_its_engine(start: Any, attac
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 async def test_floats_are_sent_as_int8_if_configured(start: Any, attach: Any, ask: Any, transport: str) -> None:
-    """A third of the bytes, and the tokens of an engine that got the prompt's KV rounded."""
+    """A third of the bytes, and the tokens of an engine that received rounded KV."""
     common: dict[str, Any] = {
         "model": str(BUNDLED),
         "max_context_tokens": 512,
@@ -198,14 +198,14 @@ async def test_inconvertible_shapes_fail_with_a_typed_error(start: Any, attach: 
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
     granted = await router.next("granted", "r")
     grant = transfer_pb2.Grant.FromString(granted.grant)
-    grant.fingerprint.shape.head_dim = 2  # of another model
+    grant.fingerprint.shape.head_dim = 2  # Of another model.
     prefill = worker_pb2.Prefill(sequence=sequence, grant=grant.SerializeToString())
     await router.send(Role.PREFILL, prefill=prefill)
     ended = await router.next("transfer_ended", "r", Role.PREFILL)
     assert "kv_shape.head_dim: got 1, expected 2" in ended.error
     await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="r", attempt=1))
     await router.released("r", Role.DECODE)
-    grant.fingerprint.shape.block_size = 0  # of no pool
+    grant.fingerprint.shape.block_size = 0  # Of no pool.
     for name, encoded, expected in (
         ("again", grant.SerializeToString(), "kv_shape.block_size: got 0"),
         ("nonsense", b"\xff\xff", "grant: got 2 bytes that do not parse"),

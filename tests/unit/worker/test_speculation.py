@@ -1,4 +1,4 @@
-"""A decode worker that speculates tells several tokens at once, counts them right, and is plain where it is told."""
+"""A decode worker with speculation reports several tokens at once and counts them; speculation can be disabled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = list(b"a b a b a b ")
 
 
 def load_terse(config: WorkerConfig, role: Role) -> Engine:
-    """A toy that says two characters only, so that its text repeats itself."""
+    """A toy engine with only two characters, so that its text repeats itself."""
     return ToyEngine(
         num_blocks=config.kv_blocks,
         block_size=config.block_size,

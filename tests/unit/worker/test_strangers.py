@@ -31,8 +31,8 @@ Attack = Callable[[Any, str], Awaitable[Any]]
 
 
 async def no_proof(channel: Any, address: str) -> Any:
-    """Sends its messages without waiting for an answer. grpc's own thread writes them: with grpc.aio, a write that
-    comes after the rejection replaces its status with INTERNAL."""
+    """Sends its messages without waiting for an answer. grpc's own thread writes them, because with grpc.aio a write
+    after the rejection replaces the status with INTERNAL."""
     messages = [
         worker_pb2.AttachRequest(hello=worker_pb2.RouterHello(router_id="stranger")),
         worker_pb2.AttachRequest(drain=worker_pb2.DrainWorker()),
@@ -81,7 +81,7 @@ async def replay(channel: Any, address: str) -> Any:
     proof = await peers.prove(channel, peers.introduce(ROUTER, peers.ATTACH, address))
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
     first = stub.Attach(metadata=proof)
-    await first.initial_metadata()  # it was let in
+    await first.initial_metadata()  # It was accepted.
     first.cancel()
     return await stub.Attach(metadata=proof).read()
 
@@ -135,7 +135,7 @@ async def test_a_stranger_is_rejected_and_counted(start: Any, attach: Any, ask: 
     assert isinstance(error, Unauthenticated) or error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert f'{metric_names.REJECTED_CALLS.name}{{reason="UNAUTHENTICATED"}} 1.0' in metrics.text()
     assert not await d.on_engine(lambda program: program.is_draining)
-    router = await attach(d)  # and the cluster goes on
+    router = await attach(d)  # And the cluster continues.
     assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
 
 

@@ -40,7 +40,7 @@ def ids_of(text: str) -> list[int]:
 
 
 LINES = "import os\nimport sys\n\n\nclass Path:\n    def __init__(self, name):\n        self.name = name\n\n"
-# From less than a block to several steps of 32 tokens; the last two begin alike and fill no block's end.
+# From less than a block to several steps of 32 tokens. The last two have a common prefix and end within a block.
 PROMPTS = [ids_of(LINES[:12]), ids_of(LINES), ids_of(LINES * 3), ids_of(LINES * 3 + "    def exists(self):\n")]
 
 
@@ -54,7 +54,7 @@ SAMPLINGS = [Sampling(max_tokens=32, **HOW[index % 2]) for index in range(len(PR
 
 
 async def answers(router: Any, ask: Any, name: str) -> list[list[int]]:
-    """Of all prompts at once; greedy and seeded."""
+    """The answers to all prompts at once, greedy and seeded."""
     asked = [
         ask(f"{name}-{index}", prompt, max_tokens=32, ignore_eos=True, **HOW[index % 2])
         for index, prompt in enumerate(PROMPTS)
@@ -91,12 +91,12 @@ async def test_any_pair_of_degrees_matches_float64(
     decode = {ranks: start(Role.DECODE, tensor_parallel=ranks, **common) for ranks in {one for _, one in degrees}}
     specs = [worker.program.engine.spec for worker in (*prefill.values(), *decode.values())]
     assert all(one == specs[0] for one in specs), "a block is the same for any number of ranks"
-    # Rounded keys and values move a logit by some percent of its deviation; sums over ranks by float32 rounding alone.
+    # Rounded KV changes a logit by some percent of the deviation. Sums over ranks change it only by float32 rounding.
     bounds = {"tie": 0.05, "most_ties": 0.1} if kv_dtype == "int8" else {}
     for ranks in degrees:
         router = await attach(prefill[ranks[0]], decode[ranks[1]], name=f"router-{ranks}")
         cold = await answers(router, ask, "cold")
-        warm = await answers(router, ask, "warm")  # by what both prefix caches hold
+        warm = await answers(router, ask, "warm")  # By the contents of both prefix caches.
         assert len({tuple(one) for one in cold}) == len(PROMPTS)
         oracle.assert_exact(PROMPTS * 2, [*cold, *warm], sampling=SAMPLINGS * 2, **bounds)
         moved = [one for one in router.all("transfer_ended") if one.is_committed and one.num_bytes]
@@ -111,7 +111,7 @@ OWN: dict[str, Any] = {**COMMON, **ASYNC, "rank_pools": "own", "kv_check": "step
 @pytest.mark.parametrize(
     ("degrees", "transport", "kv_dtype", "push"),
     [
-        (DEGREES[:1], "shm", "auto", "auto"),  # byte by byte all of them in kvtransfer/test_rank_link.py
+        (DEGREES[:1], "shm", "auto", "auto"),  # kvtransfer/test_rank_link.py compares all of them byte by byte.
         pytest.param(DEGREES, "tcp", "auto", "layers", marks=pytest.mark.slow),
         pytest.param(DEGREES, "shm", "int8", "chunk", marks=pytest.mark.slow),
     ],
@@ -148,7 +148,7 @@ async def test_ranks_with_separate_pools_match_float64(
 async def test_a_prefill_worker_survives_a_decode_rank_that_dies_in_a_transfer(
     start: Any, attach: Any, ask: Any, oracle: Oracle
 ) -> None:
-    """The part to the dead rank fails, the other part is given up, and both prefill ranks let go of their blocks."""
+    """The part for the dead rank fails, the other part is aborted, and both prefill ranks free their blocks."""
     p, broken = (start(role, tensor_parallel=2, **OWN) for role in Role)
     router = await attach(p, broken)
     sequence = ask("r", PROMPTS[2], max_tokens=16)
@@ -172,7 +172,7 @@ async def test_a_decode_worker_survives_a_prefill_rank_that_dies_in_a_transfer(
 ) -> None:
     broken, d = (start(role, tensor_parallel=2, **OWN) for role in Role)
     router = await attach(broken, d)
-    prompt = (PROMPTS[3] * 4)[:480]  # eight steps, whose blocks leave as they are computed
+    prompt = (PROMPTS[3] * 4)[:480]  # Eight steps, whose blocks are sent as they are computed.
     sequence = ask("r", prompt, max_tokens=16)
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
     granted = await router.next("granted", "r")
@@ -195,7 +195,7 @@ async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(
 ) -> None:
     broken, d = start(Role.PREFILL, **COMMON, tensor_parallel=2), start(Role.DECODE, **COMMON)
     router = await attach(broken, d)
-    prompt = (PROMPTS[3] * 4)[:480]  # fifteen steps
+    prompt = (PROMPTS[3] * 4)[:480]  # Fifteen steps.
     sequence = ask("r", prompt, max_tokens=16)
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
     granted = await router.next("granted", "r")
@@ -217,7 +217,7 @@ async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(
     oracle.assert_exact([prompt] * 2, [remote, local])
 
 
-@pytest.mark.slow  # test_a_prefill_worker_survives_a_decode_rank_that_dies_in_a_transfer kills an idle rank too
+@pytest.mark.slow  # test_a_prefill_worker_survives_a_decode_rank_that_dies_in_a_transfer also kills an idle rank.
 @pytest.mark.parametrize("role", Role)
 async def test_an_idle_rank_that_dies_ends_the_worker(start: Any, role: Role) -> None:
     idle = start(role, **COMMON, tensor_parallel=2)
@@ -250,7 +250,7 @@ def kill_rank(worker: Any) -> None:
 
 
 class OwnPools:
-    """An engine whose other ranks keep their heads in pools of their own, and have no KV endpoint."""
+    """An engine whose other ranks have separate pools for their heads, but no KV endpoint."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -267,7 +267,7 @@ def load_own_pools(config: WorkerConfig, role: Role) -> Any:
 async def test_separate_pools_without_an_endpoint_are_rejected(
     start: Any, attach: Any, ask: Any, worker_config: Any
 ) -> None:
-    """As a prefill worker at its start; a decode worker reads prompts itself, and grants nothing."""
+    """A prefill worker is rejected at its start. A decode worker only prefills locally and grants nothing."""
     p = start(Role.PREFILL, model="toy")
     with pytest.raises(ConfigError, match="tensor_parallel: got 2, expected 1 for KV transfer"):
         start(Role.PREFILL, load_own_pools, model="toy")

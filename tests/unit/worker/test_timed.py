@@ -1,4 +1,4 @@
-"""Routers are told the mean of like decode steps, and steps that read prompts one by one."""
+"""Routers receive the mean of similar decode steps, and prefill steps individually."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transfer that its request no longer needs is not a failed one: it is not begun, or counted as cancelled."""
+"""A transfer that is no longer needed is not begun, or is counted as cancelled instead of failed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_one_token_needs_no_transfer(start: Any, attach: Any, ask: Any, ou
         prompt = [number, *PROMPT]
         one = await router.remote(ask(f"r{number}", prompt, max_tokens=1))
         assert one == answer(prompt, 1, prefilled=len(prompt))
-    assert seen == {"cancelled": 8}  # the grants; nothing was sent
+    assert seen == {"cancelled": 8}  # The grants. Nothing was sent.
     assert (await p.on_engine(lambda program: program._sender.stats.transfers)) == 0
 
 

@@ -25,7 +25,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def strict(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Checks of single kernels watch every address, where kernels are interpreted."""
+    """In the interpreter, tests of single kernels check every address."""
     if "case" not in request.fixturenames or DEVICE.type == "cuda":
         yield
         return
@@ -38,7 +38,7 @@ MAX_ROWS = 3
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """As elsewhere, of two layers: an interpreted kernel takes milliseconds a program, and two differ like three."""
+    """The tiny model with two layers, because an interpreted kernel takes milliseconds per program."""
 
     @cache
     def get(name: str) -> Path:
@@ -49,9 +49,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def make_pair(tiny: Callable[[str], Path], open_engine: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """An eager engine, and one of static buffers over the same weights with a pool of its own.
+    """An eager engine, and one with static buffers over the same weights, each with its own pool.
 
-    `most_tokens`: of a step whose rows have drafts.
+    `most_tokens`: maximum of a step whose rows have drafts.
     """
     from pdserve.engine.gpu.buckets import buckets_for
     from pdserve.engine.gpu.engine import GraphEngine

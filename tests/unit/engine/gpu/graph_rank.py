@@ -1,4 +1,4 @@
-"""A rank on a CPU whose decode steps use static buffers, as on a GPU; kernels run one by one, ranks talk over gloo.
+"""A rank on a CPU whose decode steps use static buffers, as on a GPU. Kernels run one by one, and ranks use gloo.
 
 python -m tests.unit.engine.gpu.graph_rank RANK PORT FOLDER      a follower
 """
@@ -14,7 +14,7 @@ import torch
 from tests.gpu.interpreter import prepare
 
 if __name__ == "__main__":
-    prepare()  # before Triton is imported; among tests conftest.py has done it
+    prepare()  # Before Triton is imported. In tests, conftest.py has done this.
 
 from pdserve.config import WorkerConfig
 from pdserve.engine.build_engine import open_rank
@@ -33,7 +33,7 @@ TIMEOUT_S = 60.0
 
 
 def open_graph_rank(folder: Path, rank: int, store: Any) -> tuple[Ranks, Any, GraphEngine]:
-    """Its groups, its eager engine, and the one of static buffers over the same pool."""
+    """The rank's groups, its eager engine, and the engine with static buffers over the same pool."""
     torch.set_num_threads(1)
     ranks = Ranks(Shard(rank, SIZE), store, torch.device("cpu"), TIMEOUT_S)
     config = WorkerConfig(

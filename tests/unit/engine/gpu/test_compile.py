@@ -50,7 +50,7 @@ CODE = """
 """
 
 
-#: A loop of tiles as ptxas gets it: keys and values of two tiles ahead, and block numbers; one tile is left open.
+#: A loop of tiles as ptxas receives it: it loads keys and values two tiles ahead, and leaves one tile in flight.
 LOOP = """
 $L__BB0_2:
     mov.u32 %r1, 0;
@@ -71,7 +71,7 @@ $L__tmp7:
 
 
 def test_bytes_in_flight_are_those_of_the_open_groups() -> None:
-    """The wait comes first: what it leaves open is on its way while the tile is computed."""
+    """The wait comes first, so the groups that it leaves open are in flight while the tile is computed."""
     assert least_in_flight(LOOP, num_warps=4) == (16 + 16 + 8) * 128
     assert least_in_flight(LOOP.replace("wait_group 3", "wait_group 2"), num_warps=8) == 8 * 256
     assert least_in_flight(LOOP.replace("wait_group 3", "wait_group 5"), num_warps=4) == (2 * 8 + 32) * 128
@@ -81,7 +81,7 @@ def test_bytes_in_flight_are_those_of_the_open_groups() -> None:
 
 
 def test_a_tile_without_loads_in_flight_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with three stages: nothing is on its way while a tile is computed."""
+    """As with three stages, where nothing is in flight while a tile is computed."""
     told = {"cuobjdump": "REG:158 STACK:0 SHARED:0 LOCAL:0", "nvdisasm": CODE}
     monkeypatch.setattr(machine_code, "dump", lambda kernel, name, *_: told[name])
     monkeypatch.setattr(machine_code, "IN_FLIGHT_BYTES", 3 * 40 * 128)

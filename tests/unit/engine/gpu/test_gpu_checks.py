@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.gpu_checks
-@pytest.mark.slow  # what they check, test_graph_engine.py and test_device_paths.py do as well
+@pytest.mark.slow  # test_graph_engine.py and test_device_paths.py check the same.
 @pytest.mark.parametrize(
     ("name", "num_right", "told"),
     [
@@ -96,7 +96,7 @@ def test_a_token_beyond_rounding_is_reported(ours: int, is_broken: bool) -> None
 
 
 class WrongSender:
-    """Says that it sent, and sent something else."""
+    """Reports success, but has sent wrong bytes."""
 
     def __init__(self, pool: HostPool, block: int) -> None:
         self._pool, self._block = pool, block

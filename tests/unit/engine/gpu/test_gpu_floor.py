@@ -1,4 +1,4 @@
-"""The computed lower bound of a decode step: its bytes are those of the model, and the docs have its table."""
+"""The computed lower bound of a decode step: it counts the model's bytes, and the documentation has its table."""
 
 from __future__ import annotations
 

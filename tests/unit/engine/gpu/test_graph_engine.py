@@ -1,4 +1,4 @@
-"""The graph engine samples the eager engine's tokens: alone, beside prompts, and with asynchronous scheduling."""
+"""The graph engine samples the eager engine's tokens: alone, with prompts, and with asynchronous scheduling."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def prefill(engine: Engine, prompt: list[int], blocks: list[int]) -> int:
 
 
 def test_an_async_step_uses_tokens_not_yet_read(make_pair: Callable[..., Any]) -> None:
-    """Rows leave and change places between the steps; each launch comes before the wait for the one before."""
+    """Rows leave and change positions between steps. Each step is launched before the previous one is waited for."""
     eager, graph = make_pair("llama")
     rng = random.Random(1)
     prompts = [[3 + (7 * i + j) % 380 for j in range(4 + 3 * i)] for i in range(MAX_ROWS)]
@@ -69,7 +69,7 @@ def test_an_async_step_uses_tokens_not_yet_read(make_pair: Callable[..., Any]) -
     order: list[int] = []
     flights: list[tuple[Flight, list[int]]] = []
     for step in range(7):
-        # Of two rows one leaves in the middle; a row that has left does not come back.
+        # Half of the rows leave in the middle. A row that has left does not return.
         chosen = rng.sample(order or range(MAX_ROWS), MAX_ROWS if step < 3 else 2)
         rows = [
             Row(
@@ -102,7 +102,7 @@ def read(flight: tuple[Flight, list[int]], texts: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_async: bool) -> None:
-    """Rows join, leave and begin blocks; only those that continue none are looked at. Tokens are the eager engine's."""
+    """Rows join, leave and begin blocks. Only rows that continue no other are read. Tokens match the eager engine."""
     eager, graph = make_pair("llama")
     samplings = [GREEDY, SEEDED, Sampling(temperature=0.0, min_tokens=9, max_tokens=30)]
     prompts = [[3 + (7 * i + j) % 380 for j in range(5 + 3 * i)] for i in range(3)]
@@ -133,7 +133,7 @@ def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_async: boo
     made: list[int] = []
     flights: list[tuple[Flight, list[int]]] = []
     before: list[int] = []
-    launched = [len(text) for text in texts]  # tokens once every launched step has sampled
+    launched = [len(text) for text in texts]  # The tokens after every launched step has sampled.
     for step, chosen in enumerate(members):
         for which in chosen:
             while len(tables[which]) * size < launched[which]:
@@ -167,7 +167,7 @@ def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_async: boo
             texts[which].append(out.sampled[0].token_id)
     for text, full in zip(texts, expected, strict=True):
         assert text == full[: len(text)]
-    # The first step's rows, the one that joins, and the one that asks for more than a graph draws while it does.
+    # The rows of the first step, the row that joins, and the row while it needs more than the graph's sampling.
     assert (made.count(0), made.count(1)) == (1, 1)
     assert 1 <= made.count(2) <= 6
 

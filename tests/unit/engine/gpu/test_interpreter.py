@@ -1,4 +1,4 @@
-"""Triton's interpreter can be selected whatever the process imported before, and leaves no setting behind."""
+"""Triton's interpreter can be selected after any earlier imports, and leaves no setting behind."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ assert all(case.check(device) <= case.bound for case in CASES if case.name == "d
 """
 
 
-# Where nothing was imported is the easier case; it is that of nearly every process that runs the checks.
+# The easier case is that nothing was imported, as in nearly every process that runs the checks.
 @pytest.mark.parametrize(
     "before",
     [

@@ -82,11 +82,11 @@ def engine(folder: Path) -> Iterator[ParallelGraphEngine]:
 def test_two_ranks_sample_the_same_tokens_as_one(
     engine: ParallelGraphEngine, folder: Path, serve: Callable[..., list[list[int]]]
 ) -> None:
-    """Rows leave and change places between the steps, and a token that was sampled again behind a step is followed,
-    also where that had to wait for the token before it."""
+    """Rows leave and change positions between steps. Rows also follow tokens that were resampled after a step, even if
+    the resampling had to wait for the previous token."""
     oracle = Oracle(folder)
     made = [dataclasses.replace(one, sampling=short(one.sampling)) for one in requests()[1:3]]
-    tokens = serve(engine, made, chunk=8)  # prompts beside decode rows
+    tokens = serve(engine, made, chunk=8)  # Prompts together with decode rows.
     oracle.assert_exact([one.prompt for one in made], tokens, sampling=[one.sampling for one in made])
 
     rng, samplings = random.Random(1), [BAD_WORDS, SEEDED, PENALISED]

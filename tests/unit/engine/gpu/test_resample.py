@@ -19,7 +19,7 @@ from pdserve.engine.matchers import RowMasks
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "any")
 STUCK = Grammar(GrammarKind.REGEX, "none")
-#: Tokens so near to each other that every one that is sampled and counted decides who is next.
+#: Logits are so close that every counted token changes which token is next.
 RIVALS = {"logit_bias": ((5, 60.0), (9, 59.5), (12, 59.0), (14, 58.5))}
 SEEDED = {"temperature": 0.9, "seed": 5}
 WITHOUT_HISTORY: tuple[dict[str, Any], ...] = (
@@ -38,12 +38,13 @@ WITH_HISTORY: tuple[dict[str, Any], ...] = (
     {"grammar": GRAMMAR, "allowed_token_ids": tuple(range(300)), "logit_bias": ((6, 9.0),), "logprobs": 2},
     {"grammar": GRAMMAR, "repetition_penalty": 0.8, "frequency_penalty": 0.3, **RIVALS, **SEEDED},
     {"bad_token_ids": (*((token,) for token in range(3, 100)), (120, 121)), **SEEDED},
-    {"grammar": GRAMMAR, "allowed_token_ids": (383,)},  # at times they leave nothing: the grammar is stronger
+    # Sometimes these ban every token, and the grammar then takes precedence.
+    {"grammar": GRAMMAR, "allowed_token_ids": (383,)},
 )
 
 
 class EveryThird:
-    """In place of Grammars: two of three tokens are allowed, which ones the last token says."""
+    """Replaces Grammars: two of three tokens are allowed, depending on the last token."""
 
     num_words = 12
 
@@ -81,7 +82,7 @@ class EveryThird:
         last = row.history[-1]
         for draft in (*row.drafts, None):
             is_allowed = (np.arange(384) + last) % 3 > 0
-            # Shorter than the vocabulary: what it does not name is banned.
+            # Shorter than the vocabulary: the remaining tokens are banned.
             yield np.packbits(is_allowed, bitorder="little").tobytes()[:47]
             if draft is None or draft >= 376 or not is_allowed[draft]:
                 return
@@ -117,7 +118,7 @@ class Text:
 
 
 def texts_of(engine: Engine, kinds: Sequence[dict[str, Any]]) -> list[Text]:
-    """Each with its first token."""
+    """Texts with their first token."""
     kinds = [{"temperature": 0.0, "max_tokens": 16, **kind} for kind in kinds]
     texts = [Text(number, Sampling(**kind)) for number, kind in enumerate(kinds)]
     for text in texts:
@@ -156,7 +157,7 @@ def test_resampled_rows_run_asynchronously(make_pair: Callable[..., Any]) -> Non
 
 
 def test_rows_that_need_the_last_token_are_sampled_late(make_pair: Callable[..., Any]) -> None:
-    """Beside rows that do not; all that ask for more than the graph draws wait with them."""
+    """Together with rows that do not. All rows that are resampled wait with them."""
     grammars = EveryThird()
     eager, graph = make_pair("llama", most_rows=14, grammars=grammars)
     kinds = (*WITHOUT_HISTORY, *WITH_HISTORY)
@@ -175,7 +176,7 @@ def run_asynchronously(eager: Any, graph: Any, kinds: Sequence[dict[str, Any]], 
         before, was = flight, order
         order = order[1:] + order[:1] if step % 2 else order[::-1]
         flight = graph.launch([ours[which].row(1, was.index(which)) for which in order], before)
-        assert abs(len(flight.unsampled) - num_unsampled) <= 1  # min_tokens are asked for at first only
+        assert abs(len(flight.unsampled) - num_unsampled) <= 1  # min_tokens applies only at first.
         for which, out in zip(was, before.wait(), strict=True):
             ours[which].take(out)
         if num_unsampled:
@@ -187,7 +188,7 @@ def run_asynchronously(eager: Any, graph: Any, kinds: Sequence[dict[str, Any]], 
 
 
 def test_a_step_is_sampled_before_it_is_waited_for_or_followed(make_pair: Callable[..., Any]) -> None:
-    """A sequence that has ended is not sampled, and the row beside it draws what it draws alone."""
+    """An ended sequence is not sampled, and the other row samples the same as alone."""
     eager, graph = make_pair("llama", grammars=EveryThird())
     kinds: tuple[dict[str, Any], ...] = ({"grammar": GRAMMAR, **SEEDED}, {"grammar": GRAMMAR}, {})
     theirs, ours = texts_of(eager, kinds), texts_of(graph, kinds)

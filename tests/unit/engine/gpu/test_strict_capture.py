@@ -38,7 +38,7 @@ def config(folder: Path, **settings: Any) -> WorkerConfig:
 
 
 class Growing:
-    """A Meter of a device where each look finds one byte more."""
+    """A Meter whose every reading is one byte larger."""
 
     def __init__(self) -> None:
         self.num_looks = 0
@@ -55,7 +55,7 @@ def test_decode_graphs_are_captured(
     name: str, kv_dtype: str, most_drafts: int, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny(name)
-    monkeypatch.setattr(Resampler, "warm", lambda self: None)  # behind the graphs; it computes with the host's numbers
+    monkeypatch.setattr(Resampler, "warm", lambda self: None)  # After the graphs. It computes with numbers on the host.
     with strict_capture() as captures:
         eager = open_torch_engine(config(folder, kv_dtype=kv_dtype))
         meter = Growing()
@@ -63,14 +63,14 @@ def test_decode_graphs_are_captured(
         num_graphs = sum(len(buckets_for(most)) for most in sets)
         taken = measure_graphs(eager, meter, most_rows=MAX_ROWS, most_drafts=most_drafts)  # type: ignore[arg-type]
         assert captures.num_graphs == 2 * len(sets)
-        assert taken == num_graphs + 2 * sets[-1] * 384 * 4  # a byte for each capture, and counts for penalties
+        assert taken == num_graphs + 2 * sets[-1] * 384 * 4  # A byte for each capture, and the counts for penalties.
         captures.num_graphs = 0
         with_graphs(eager, eager.model, MAX_ROWS, "w", most_drafts)
         assert captures.num_graphs == num_graphs
 
 
 def test_a_step_launches_only_counted_kernels(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel between the products that benchmarks/gpu/floor.py does not know."""
+    """Every kernel between the products is counted in benchmarks/gpu/floor.py."""
     folder = tiny("llama")
     monkeypatch.setattr(Resampler, "warm", lambda self: None)
     with strict_capture() as captures:
@@ -82,7 +82,7 @@ def test_a_step_launches_only_counted_kernels(tiny: Callable[[str], Path], monke
 
 
 class Group:
-    """What a rank asks of the others, and whether in a capture."""
+    """Records a rank's collective calls, and whether each was during a capture."""
 
     def __init__(self, captures: Captures) -> None:
         self.asked: list[tuple[str, tuple[int, ...], bool]] = []
@@ -98,7 +98,7 @@ class Group:
 
 
 def test_ranks_capture_the_same_all_reduces(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each graph holds the sums of all ranks: a rank that captured another order would wait for ever."""
+    """Each graph contains the all-reduces of all ranks. A rank with another order would wait for ever."""
     folder, asked = tiny("llama"), []
     monkeypatch.setattr(Resampler, "warm", lambda self: None)
     for rank in range(2):
@@ -113,7 +113,7 @@ def test_ranks_capture_the_same_all_reduces(tiny: Callable[[str], Path], monkeyp
             asked.append(group.asked)
     assert asked[0] == asked[1]
     captured = [name for name, _, is_captured in asked[0] if is_captured]
-    layers = ["allreduce"] * 4  # two layers of attention and mlp
+    layers = ["allreduce"] * 4  # Two layers of attention and mlp.
     assert captured == ["broadcast", "allreduce", *layers, "allgather"] * len(buckets_for(MAX_ROWS))
 
 
@@ -127,7 +127,7 @@ def forbidden(act: Callable[[Tensor], object], kind: str) -> None:
 
 
 def act_outside(x: Tensor) -> None:
-    """The same are allowed before and after."""
+    """The same actions are allowed before and after a capture."""
     torch.zeros(4, pin_memory=True).to(x.device)
     torch.cuda.synchronize()
 

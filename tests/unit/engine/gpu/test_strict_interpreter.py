@@ -18,7 +18,7 @@ pytestmark = [
     ("loads", "stores", "kind"), [(True, True, None), (False, True, "a load"), (True, False, "a store")]
 )
 def test_access_stays_inside_tensors(loads: bool, stores: bool, kind: str | None) -> None:
-    # Both lie in the middle of memory that the launch is not given, so a plain interpreter reads and writes on.
+    # Both are in the middle of other memory, so a plain interpreter would silently access it.
     memory = torch.zeros(1000)
     source, target = (torch.frombuffer(memory.numpy()[at : at + 100], dtype=torch.float32) for at in (100, 300))
     source.fill_(1.0)

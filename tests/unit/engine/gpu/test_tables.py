@@ -26,7 +26,7 @@ def test_the_device_has_every_table_of_a_step(seed: int) -> None:
             live.append([rng.randrange(1000) for _ in range(rng.randrange(1, 5))])
         if live and rng.random() < 0.2:
             live.pop(rng.randrange(len(live)))
-        if live and rng.random() < 0.1:  # not as promised: changed in the middle
+        if live and rng.random() < 0.1:  # Changed in the middle, which callers should not do.
             rng.choice(live)[0] = rng.randrange(1000)
         chosen = rng.sample(live, rng.randrange(len(live) + 1))
         update = mirror.update(chosen)

@@ -30,7 +30,7 @@ def row_of(start: int, count: int, blocks: list[int], num_drafts: int = 0) -> Ro
         tokens=PROMPT[start:end],
         start=start,
         blocks=blocks,
-        targets=PROMPT[start + 1 : end + 1],  # so that every token's state is read
+        targets=PROMPT[start + 1 : end + 1],  # So that every token's state is read.
         drafts=PROMPT[end : end + num_drafts],
     )
 
@@ -78,7 +78,7 @@ def test_states_and_blocks_match_torch(
 def flash(
     q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: FlashCall, window: int | None, scale: float | None
 ) -> Tensor:
-    """What the operator documents, in float64, and what it demands."""
+    """The operator's documented result in float64, and checks of its requirements."""
     for tensor in (call.query_B1, call.key_B1):
         assert (tensor.dtype, tensor.device, tensor.is_contiguous()) == (torch.int32, q_THD.device, True)
     assert q_THD.stride(-1) == k_SKD.stride(-1) == v_SKD.stride(-1) == 1
@@ -91,7 +91,7 @@ def flash(
         q_HTD = q_THD[first:end].double().transpose(0, 1)
         group = q_THD.shape[1] // k_SKD.shape[1]
         k_HSD, v_HSD = (x[first_k:end_k].double().transpose(0, 1).repeat_interleave(group, 0) for x in (k_SKD, v_SKD))
-        # The corner is the lower right one.
+        # The mask is aligned to the lower right corner.
         asked = torch.arange(end - first)[:, None] + (end_k - first_k) - (end - first)
         key = torch.arange(end_k - first_k)[None]
         seen = (key <= asked) & (key >= asked - (window - 1) if window is not None else True)
@@ -146,7 +146,7 @@ def test_torch_handles_cases_without_flash_attention(tiny: Callable[[str], Path]
 def test_layers_are_reported_when_their_writes_are_queued(
     tiny: Callable[[str], Path], open_engine: Callable[..., Any], device: torch.device
 ) -> None:
-    """What on_layer finds of a layer in the pool is what the step leaves there."""
+    """The contents of a layer when on_layer reports it are those after the step."""
     engine = open_engine(tiny("llama"), kv_blocks=32, block_size=SIZE, device=device.type, dtype="float32")
     pool, heads = engine.pool, engine.model.heads
     engine._make_attention, engine._most_short = triton_attention(pool, heads, torch.float32, 128, 4), MOST_QUERIES
