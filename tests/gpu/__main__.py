@@ -1,4 +1,4 @@
-"""All checks that need a GPU, side by side, one table, one exit code, in under nine minutes.
+"""Runs all checks that need a GPU, several at once, within nine minutes. Prints one table.
 
     python -m tests.gpu [--out DIR] [--only kernels,engine] [--budget 500] [--rehearse]
 
@@ -9,11 +9,11 @@
   transfer   cuda_ipc and nccl between two processes, one of which is killed (check_transfer)
   times      every kernel's time against floors (check_kernels --times)
 
-Each runs in a process of its own, which has the others' compilers for company and not their errors, and is killed when
-it is over its time; the last two, which have deadlines and clocks, have the device to themselves. Lines are printed as
-they come, with the name of their check, and lie in DIR/checks.log; what failed is told again at the end, and lies in
-DIR/checks.md. Exit code 1 where one failed, 2 without a CUDA device. --rehearse runs graphs and transfer on a CPU; the
-kernels' checks run there in `make test`.
+Each check runs in a process of its own, so that an error in one does not affect the others, and is killed when its time
+is over. `transfer` and `times` have deadlines or measure time, so nothing else runs beside them. Output lines are
+printed as they arrive, with the name of their check, and are also written to DIR/checks.log. Failures are repeated at
+the end and written to DIR/checks.md. Exit code 1 if a check failed, 2 without a CUDA device. --rehearse runs graphs and
+transfer on a CPU; the kernels' checks run there in `make test`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.gpu.stages import module, run, why
 
-TOGETHER: Final = {  # commands; mostly compilers, which share a GPU well
+TOGETHER: Final = {  # that run at once; mostly compilers, which share a GPU well
     "kernels": module("tests.gpu.check_kernels", "--errors"),
     "graphs": module("tests.gpu.check_graphs", "--only", "stdlib-5m"),
     "graphs-1": module("tests.gpu.check_graphs", "--only", "llama,qwen3"),
@@ -45,8 +45,8 @@ REHEARSED: Final = {
 BUDGET_S: Final = 500.0
 TOGETHER_S: Final = 300.0  # of it at most, so that something is left for the others
 ALONE_S: Final = 110.0  # each
-_LEAST_S: Final = 20.0  # nothing is begun with less
-_MOST_TOLD: Final = 60  # lines of what failed: the end of the output is what comes back
+_LEAST_S: Final = 20.0  # no check is started with less time than this
+_MOST_TOLD: Final = 60  # lines of failures that are repeated at the end of the output
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Check:
 
 @final
 class Log:
-    """Lines of several checks at once, on the screen and in a file."""
+    """Prints the lines of several checks that run at once, and writes them to a file."""
 
     def __init__(self, folder: Path | None) -> None:
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ def main() -> int:
 
 
 def session(commands: dict[str, list[str]], budget_s: float, folder: Path | None) -> int:
-    """Those of ALONE after the others. Exit code."""
+    """Runs the checks; those of ALONE run after the others. Returns the exit code."""
     log, ends_s = Log(folder), time.monotonic() + budget_s
     together = [Check(name) for name in commands if name not in ALONE]
     alone = [Check(name) for name in commands if name in ALONE]
@@ -136,7 +136,8 @@ def perform(check: Check, command: list[str], seconds: float, log: Log) -> None:
 
 
 def summary(checks: list[Check]) -> str:
-    """What failed, then the table. Failed lines are bold in every check; of one that ended otherwise the last tell."""
+    """The failures, then the table. Every check prints failures in bold; if it ended without any, its last lines are
+    shown."""
     text = []
     for one in checks:
         failed = [line for line in one.lines if "**" in line] or one.lines[-12:]

@@ -1,6 +1,6 @@
 """Every kernel's cases and launches.
 
-On a machine without CUDA import it behind interpreter.prepare, or to compile only.
+On a machine without CUDA, call interpreter.prepare before this import, unless kernels are only compiled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of attention.py: rows of very different lengths, padding rows among them, blocks in any order."""
+"""Checks of attention.py with rows of very different lengths, padding rows, and blocks in any order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Setup:
 
 
 def _pool(setup: Setup) -> TorchPool:
-    """Two layers full of keys and values; the tail of each block pool's last page is NaN where floats allow it."""
+    """Two layers full of keys and values. The tail of each block pool's last page is NaN if the type has NaN."""
     shape = BlockShape(
         num_layers=2,
         block_size=setup.page,
@@ -67,7 +67,7 @@ def _to(pool: TorchPool, device: torch.device) -> TorchPool:
 
 
 def reference(pool: TorchPool, q_THD: Tensor, rows: Rows, setup: Setup) -> Tensor:
-    """In float64 from what the pool holds, one row and kv head at a time."""
+    """Attention in float64 over the pool's content, one row and kv head at a time."""
     num_queries, group = rows.num_queries, setup.num_heads // setup.num_kv_heads
     scale = setup.head_dim**-0.5 if setup.scale is None else setup.scale
     out_THD = torch.zeros(q_THD.shape, dtype=torch.float64)
@@ -101,7 +101,7 @@ def case(setup: Setup) -> Case:
         start_B[-1] = setup.lengths[-1]
         rows = Rows(setup.num_queries, torch.stack(tables).int(), start_B.int(), length_B.int())
         num_tokens = len(setup.lengths) * setup.num_queries
-        # Queries come from a wider tensor, as if it held keys and values as well.
+        # Queries are a slice of a wider tensor, as if it contained keys and values as well.
         q_THD = draw((num_tokens, setup.num_heads + 2, setup.head_dim), setup.dtype)[:, : setup.num_heads]
         expected = reference(pool, q_THD, rows, setup)
         group = setup.num_heads // setup.num_kv_heads
@@ -138,7 +138,7 @@ def case(setup: Setup) -> Case:
     return Case(setup.name(), check, 2 * BOUNDS[setup.dtype])
 
 
-#: Half a minute in the interpreter, of which the case before it has the half.
+#: These take half a minute in the interpreter; the case above takes half of that.
 LONG = Setup(num_queries=16, lengths=(300, 0, 5), dtype=torch.bfloat16, num_heads=8)
 CASES = [
     case(setup)
@@ -147,7 +147,7 @@ CASES = [
         Setup(programs=1),
         Setup(programs=3),
         Setup(page=8, programs=40, dtype=torch.bfloat16),
-        # One row of many parts, more than the merge takes at a time, among short ones.
+        # One row has more parts than the merge processes at a time; the others are short.
         Setup(page=16, programs=24, lengths=(3, 2400, 0, 17), num_heads=2, num_kv_heads=1),
         Setup(page=16, num_heads=5, num_kv_heads=1, head_dim=24, lengths=(130, 0, 33)),
         Setup(num_queries=16, lengths=(300, 0, 5), dtype=torch.bfloat16, num_heads=4, num_kv_heads=1),

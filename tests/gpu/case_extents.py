@@ -1,4 +1,4 @@
-"""Checks of extents.py: bytes arrive where they belong and nowhere else, and mix-ups show."""
+"""Checks of extents.py: bytes arrive at their places and nowhere else, and wrong blocks are detected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _extents(layers: range, heads: range) -> tuple[StridedExtent, ...]:
 
 
 def _wrongs(device: torch.device, extents: tuple[StridedExtent, ...], layers: range, heads: range) -> int:
-    """How many things are not as they should be."""
+    """The number of errors that were found."""
     generator = torch.Generator().manual_seed(0)
     source, target = (TorchPool(num_blocks=6, shape=_SHAPE, device=device) for _ in range(2))
     raw = torch.randint(0, 256, (6, _SHAPE.block_bytes), generator=generator, dtype=torch.uint8)
@@ -52,7 +52,7 @@ def _wrongs(device: torch.device, extents: tuple[StridedExtent, ...], layers: ra
         aside = torch.zeros_like(target.raw)
         status = scatter(aside, into_B, extent, other, staging, header).tolist()
         wrongs += status != [0, WRONG_STAMP, WRONG_CHECKSUM]
-        wrongs += int(aside[_INTO[1]].any())  # refused: not touched
+        wrongs += int(aside[_INTO[1]].any())  # rejected, so it must be unchanged
     expected = torch.zeros(6, _SHAPE.block_bytes, dtype=torch.uint8)
     there = TorchPool(num_blocks=6, shape=_SHAPE, device=torch.device("cpu"))
     full = TorchPool(num_blocks=6, shape=_SHAPE, device=torch.device("cpu"))
@@ -74,7 +74,7 @@ def _case(name: str, layers: range, heads: range) -> Case:
 
 
 def _large(device: torch.device) -> float:
-    """An extent of several programs, not a multiple of theirs."""
+    """An extent for several programs, whose size is not a multiple of a program's."""
     raw = torch.randint(-(2**31), 2**31 - 1, (2, 5000), generator=torch.Generator().manual_seed(1)).int()
     there = raw.to(device).view(torch.uint8)
     staging = torch.zeros(2, 20_000, dtype=torch.uint8, device=device)

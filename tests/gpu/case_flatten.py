@@ -1,4 +1,4 @@
-"""Checks of flatten.py: what pool.read gathers, row behind row."""
+"""Checks of flatten.py against pool.read: rows in order, without gaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of fp8.py: values times scales against float64, and never further off than fp8's rounding of the row."""
+"""Checks of fp8.py: values times scales against float64; the error must not exceed fp8's rounding of the row."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pdserve.engine.gpu import fp8
 from tests.gpu.cases import Case, Launch, draw
 
 _EPS = 1e-5
-#: e4m3 keeps four significant bits; below 2^-6 of 448 its step is 2^-9.
+#: e4m3 has four significant bits; for values below 2^-6 its step is 2^-9.
 _ROUNDING = 2.0**-4
 _STEP = 2.0**-9 / 448
 
 
 def _excess(ours: tuple[Tensor, Tensor], reference: Tensor) -> float:
-    """The largest error over what rounding may do to it: at most 1."""
+    """The largest error divided by the error that rounding allows; at most 1 if correct."""
     values, scales = ours[0].cpu().float().double(), ours[1].cpu().double()
     if values.shape != reference.shape or scales.shape != (len(reference), 1):
         return float("inf")
@@ -38,7 +38,7 @@ def _case(name: str, run: Callable[[torch.device, torch.dtype], tuple[tuple[Tens
 def _plain(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], Tensor]:
     x = draw((4, 100), dtype, size=5.0)
     x[1] = 0.0
-    x[2, 7] = 1e4  # an outlier: the rest becomes small
+    x[2, 7] = 1e4  # an outlier, beside which the other values are small
     return fp8.quantise(x.to(device)), x.double()
 
 

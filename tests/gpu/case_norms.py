@@ -14,7 +14,7 @@ _EPS = 1e-5
 
 def _norm(num_rows: int, size: int, dtype: torch.dtype, weight_dtype: torch.dtype, *, has_delta: bool) -> Case:
     def check(device: torch.device) -> float:
-        # A slice of wider rows: q and k lie in one tensor with v.
+        # A slice of wider rows, because q, k and v are in one tensor.
         wide = draw((num_rows, size + 8), dtype)
         x, there = wide[:, :size], wide.to(device, copy=True)[:, :size]
         delta, weight = draw((num_rows, size), dtype, 1), draw((size,), weight_dtype, 2)

@@ -22,7 +22,7 @@ _SAMPLINGS = (
 
 
 def _check(vocab_size: int, num_steps: int) -> Case:
-    """Rows draw on; the counts of later steps are the device's own."""
+    """Samples several steps; from the second one on, the device itself counts the tokens."""
 
     def check(device: torch.device) -> float:
         rng = random.Random(vocab_size)
@@ -42,7 +42,7 @@ def _check(vocab_size: int, num_steps: int) -> Case:
                 )
                 for text, prompt, sampling in zip(texts, prompts, _SAMPLINGS, strict=True)
             ]
-            # Among rows without penalties; some tokens are banned.
+            # Other rows have no penalties; some tokens are banned.
             logits_SV = draw((len(rows) + 2, vocab_size), torch.float32, step, size=4.0)
             logits_SV[:, ::7] = -torch.inf
             ours_SV = logits_SV.to(device, copy=True)

@@ -1,4 +1,4 @@
-"""Checks of place.py. int8 and fp8 blocks must hold bit for bit what pool.quantise makes of the same keys."""
+"""Checks of place.py. int8 and fp8 blocks must equal pool.quantise of the same keys, bit for bit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def case(setup: Setup) -> Case:
         qkv_TND = draw((num_tokens, num_heads + 2 * num_kv_heads, head_dim), setup.dtype, size=3.0)
         qkv_TND[1, num_heads] = 0.0  # a key of zeros: its scale is 0
         if setup.kv_dtype is not None:
-            qkv_TND[4, -1, 3], qkv_TND[0, -1, 2] = torch.nan, torch.inf  # broken values show in their scales
+            qkv_TND[4, -1, 3], qkv_TND[0, -1, 2] = torch.nan, torch.inf  # NaN and infinity must appear in the scales
         norms = [draw((head_dim,), setup.dtype, seed) for seed in (8, 9)] if setup.has_norm else [None, None]
         rope = RopeConfig(kind="default", theta=10_000.0)
         table_PD = make_table(inverse_frequencies(rope, head_dim), 1.0, 128, setup.dtype)
@@ -85,7 +85,7 @@ def case(setup: Setup) -> Case:
             )
 
         plain = _pool(setup, setup.dtype, device)
-        plain.raw.fill_(7)  # what no token asked for stays as it was
+        plain.raw.fill_(7)  # places of no token are unchanged
         q_THD = run(plain)
         expected = _pool(setup, setup.dtype, torch.device("cpu"))
         expected.raw.fill_(7)
@@ -109,7 +109,7 @@ def case(setup: Setup) -> Case:
             return float("inf")
         after = _pool(setup, setup.kv_dtype, torch.device("cpu"))
         after.raw.fill_(7)
-        # From the keys that the same kernel stored unrounded: so these must be the same bits.
+        # The expected bits are computed from the keys that the same kernel stored without rounding.
         for part in (0, 1):
             after_values, after_scales = quantise(plain.tensor[:, _LAYER, part].cpu()[block, offset], setup.kv_dtype)
             after.tensor[:, _LAYER, part][block, offset] = after_values

@@ -1,4 +1,4 @@
-"""Checks of prepare.py against torch's own lookups, and against the division of tiles as a launch of its own."""
+"""Checks of prepare.py against torch's own lookups, and against the separate kernel that divides tiles."""
 
 from __future__ import annotations
 

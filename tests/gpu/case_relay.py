@@ -1,4 +1,4 @@
-"""Checks of relay.py, on which every transfer between GPUs rests: blocks arrive, others stay, sums are the rule's."""
+"""Checks of relay.py, which every transfer between GPUs uses: copied blocks, unchanged other blocks, checksums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.gpu.cases import Case, Launch
 
 def _case(name: str, block_bytes: int) -> Case:
     def check(device: torch.device) -> float:
-        """The number of blocks, and of sums, that are wrong."""
+        """The numbers of wrong blocks and of wrong checksums."""
         generator = torch.Generator().manual_seed(5)
         source, target = (
             torch.randint(0, 256, (count, block_bytes), dtype=torch.uint8, generator=generator) for count in (6, 5)
@@ -34,7 +34,7 @@ def _case(name: str, block_bytes: int) -> Case:
 
 
 def _part(block_bytes: int, first: int, part_bytes: int) -> Case:
-    """A part of each block: to the same place in other blocks, into blocks of its own size, and from there back."""
+    """Copies a part of each block: to the same place in other blocks, into blocks of the part's size, and back."""
 
     def check(device: torch.device) -> float:
         generator = torch.Generator().manual_seed(6)

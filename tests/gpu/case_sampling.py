@@ -38,7 +38,7 @@ def _check_noise(device: torch.device) -> float:
     draws = list(zip((seed % 2**64 for seed in _SEEDS), position_B.tolist(), strict=True))
     expected_B = host_noise.streams(draws, torch.device("cpu"))
     if not torch.equal(state_B.cpu(), expected_B):
-        return float("inf")  # the bits are integers: all or nothing
+        return float("inf")  # random bits are integers: either all are equal or the check fails
     expected_BV = host_noise.gumbel(expected_B[:, None], torch.arange(1024))
     return float((noise_BV.cpu() - expected_BV).abs().max())
 
@@ -60,7 +60,7 @@ def draws_of(samplings: Sequence[Sampling], positions: Sequence[int], device: to
 def _agreement(
     name: str, vocab_size: int, samplings: Sequence[Sampling], logits_BV: Tensor, num_processors: int
 ) -> Case:
-    """The share of rows whose token differs from the CPU's, plus the largest error of a logprob."""
+    """The share of rows whose token differs from the CPU's token, plus the largest error of a logprob."""
 
     def check(device: torch.device) -> float:
         positions = list(range(5, 5 + len(samplings)))
@@ -101,7 +101,7 @@ _FLAT = [
 
 
 def _ties() -> Tensor:
-    """Equal logits: at the best, at the k-th and around the edge of top_p; and banned tokens."""
+    """Equal logits for the best token, for the k-th and around the limit of top_p; also banned tokens."""
     logits_BV = draw((len(_MIXED), 3000), torch.float32, 2).mul(4).round().div(2)
     logits_BV[:, 100:400] = -torch.inf
     return logits_BV

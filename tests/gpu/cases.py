@@ -1,7 +1,7 @@
-"""What a kernel's check is, and the table of all: the same checks run in the interpreter and on a CUDA device.
+"""Types and helpers for the checks of kernels, which run both in the interpreter and on a CUDA device.
 
-Each case file has CASES (small shapes, against float64 on the CPU) and LAUNCHES (real models' shapes, results unread):
-the launches are compiled for sm_90 without a device, and timed where there is one.
+Each case file has CASES (small shapes, compared with float64 on the CPU) and LAUNCHES (shapes of real models, whose
+results are not checked). The launches are compiled for sm_90 without a device, and timed if there is one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Launch:
-    """`make` allocates on the device and returns the launch, and its floor in torch where there is one."""
+    """`make` allocates on the device and returns the launch, and torch's equivalent operation if there is one."""
 
     name: str
     make: Callable[[torch.device], tuple[Callable[[], object], Callable[[], object] | None]]
-    num_bytes: int = 0  # that it must move
+    num_bytes: int = 0  # that the launch must move
 
 
 def worst(ours: Tensor, reference: Tensor, floor: float = 1e-3) -> float:
-    """The largest error, relative to the largest reference of the tensor; NaN and shapes count as infinite."""
+    """The largest error, relative to the largest reference of the tensor. NaN or a wrong shape counts as infinite."""
     if ours.shape != reference.shape:
         return float("inf")
     if not ours.numel():
@@ -46,5 +46,5 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, size: float 
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * size).to(dtype)
 
 
-#: Relative errors that a result of this dtype may have: a rounding, and the order of sums.
+#: Relative error that a result of this dtype may have, from rounding and from the order of sums.
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}

@@ -1,14 +1,14 @@
-"""Our engine against transformers on a CUDA device, float32 and bfloat16, eager, every family. Prints a table.
+"""Compares our eager engine with transformers on a CUDA device: each family, float32 and bfloat16. Prints a table.
 
     python -m tests.gpu.check_engine [--device cuda] [--tokens 64] [--only llama,stdlib-5m]
 
-Rules, where two greedy texts part for the first time:
-  trained model       each side's token is among the other's five likeliest (as vLLM's tests have it)
-  float32             moreover a near-tie: the two logprobs within 1e-3
-  random weights in   ours loses no more logprob, by transformers in float32, than four times what bfloat16 costs
-  bfloat16            transformers' own logprobs there: of random weights the five likeliest are too close for the rule
-Exit code 1 where a family breaks its rule; 2 where there is no such device. It runs on a CPU too (--device cpu), where
-nothing is proved about CUDA, but that this script works.
+Rules for the position at which two greedy texts first differ:
+  trained model       each side's token is among the other's five likeliest (as in vLLM's tests)
+  float32             also, the two logprobs are within 1e-3 of each other
+  random weights in   judged by transformers in float32, our token loses at most four times the logprob that bfloat16
+  bfloat16            costs transformers there; the rule of trained models fails, because logits are too close together
+Exit code 1 if a family breaks its rule, 2 if there is no such device. With --device cpu it only shows that this script
+works.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NEAR_TIE: Final = {"float32": 1e-3, "bfloat16": float("inf"), "fp8": float("inf"
 class Outcome:
     num_equal: int = 0
     num_texts: int = 0
-    worst_gap: float = 0.0  # of the logprobs where two texts part
+    worst_gap: float = 0.0  # between the logprobs at which two texts first differ
     broken: str = ""
 
 
@@ -68,7 +68,7 @@ def main() -> int:
                 began_s = time.monotonic()
                 try:
                     outcome = compare(folder, dtype, args.device, args.tokens)
-                except Exception as error:  # the other families still tell something
+                except Exception as error:  # so that the other families are still checked
                     outcome = Outcome(broken=f"**raised {type(error).__name__}: {str(error)[:300]!r}** ")
                 is_broken |= bool(outcome.broken)
                 print(
@@ -125,7 +125,7 @@ def judge(
     logits_TV: torch.Tensor,
     dtype: str,
     outcome: Outcome,
-    exact_logits: Callable[[int], torch.Tensor] | None = None,  # float32, behind so many of their tokens
+    exact_logits: Callable[[int], torch.Tensor] | None = None,  # in float32, after that number of their tokens
 ) -> None:
     parted = next((at for at, (one, token) in enumerate(zip(outs, theirs, strict=True)) if one.token_id != token), None)
     if parted is None:
@@ -149,7 +149,7 @@ def judge(
 
 
 def write(engine: Engine, prompts: list[list[int]], num_tokens: int) -> list[list[TokenOut]]:
-    """All prompts at once: one step that reads them (in two chunks), then decode steps; no end of sequence."""
+    """All prompts at once: they are prefilled (in two chunks), then decoded. The end of sequence is ignored."""
     sampling = Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=TOP)
     size = engine.spec.block_size
     histories = [list(prompt) for prompt in prompts]

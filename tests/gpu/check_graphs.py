@@ -1,16 +1,16 @@
-"""Decode steps that were captured as graphs draw what the same steps draw without: every bucket, asynchronously.
+"""Decode steps that were captured as graphs sample the same tokens as uncaptured ones: every bucket, asynchronously.
 
     python -m tests.gpu.check_graphs [--only llama,stdlib-5m] [--rehearse]
 
-For each model and dtype every bucket is filled and filled but for one row, with greedy and with seeded rows; both
-engines decode the same prompts, and tokens and logprobs must be equal, bit for bit. Contexts are short, but for one
-model whose rows are long and few, so that a row's positions are dealt to many programs and merged. Each launch runs
-under torch.cuda.set_sync_debug_mode("error"): what waits for the device raises. Rows that ask for more than a plain
-draw (grammars, bans, bias, penalties, likeliest tokens) and rows with drafts are compared with the eager engine
-(asking.py).
-Exit code 1 where a text differs or a launch waits; 2 without a CUDA device. --rehearse: a CPU, where the captured steps
-run kernel by kernel in Triton's interpreter and the others are the CPU engine's, whose logprobs may differ in their
-last bits.
+For each model and dtype, each bucket is tested full and with one row less, with greedy and with seeded rows. Both
+engines decode the same prompts, and their tokens and logprobs must be equal, bit for bit. Contexts are short, except
+for one model with a few long rows, whose positions are divided among many programs and merged. Each launch runs under
+torch.cuda.set_sync_debug_mode("error"), which raises an error if it waits for the device. Rows with sampling options
+(grammars, bans, bias, penalties, likeliest tokens) and rows with drafts are compared with the eager engine
+(extra_sampling.py).
+Exit code 1 if a text differs or a launch waits, 2 without a CUDA device. --rehearse uses a CPU: the captured steps run
+kernel by kernel in Triton's interpreter, and are compared with the CPU engine, whose logprobs may differ in their last
+bits.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Drawn = list[list[tuple[int, float]]]  # of each row
 class Rows:
     most: int
     num_blocks_each: int = 4
-    shortest: int = 2  # prompt
-    spread: int = 9  # of lengths
+    shortest: int = 2  # length of a prompt
+    spread: int = 9  # between the shortest and the longest prompt
 
     def prompt_of(self, vocab_size: int, row: int) -> list[int]:
         length = self.shortest + 211 * row % self.spread
@@ -72,7 +72,7 @@ def main() -> int:
     elif not torch.cuda.is_available():
         print("no CUDA device: nothing was checked (--rehearse runs the script)", file=sys.stderr)
         return 2
-    from tests.gpu import asking
+    from tests.gpu import extra_sampling
     from tests.unit.engine.conftest import build_tiny
 
     num_steps = 2 if args.rehearse else 16
@@ -93,18 +93,20 @@ def main() -> int:
                 is_broken |= bool(wrong)
                 print(f"| {label} | {dtype} | {line} | {f'**{wrong}**' if wrong else 'equal'} |", flush=True)
             try:
-                line, wrong = asking.compare(
+                line, wrong = extra_sampling.compare(
                     folder, num_steps, is_rehearsal=args.rehearse, quiet=lambda: no_waiting(is_cuda=not args.rehearse)
                 )
             except Exception as error:
                 line, wrong = "| | ", f"raised {type(error).__name__}: {str(error)[:300]}"
             is_broken |= bool(wrong)
-            print(f"| {name}, asking | float32 | {line} | {f'**{wrong}**' if wrong else 'equal'} |", flush=True)
+            print(
+                f"| {name}, sampling options | float32 | {line} | {f'**{wrong}**' if wrong else 'equal'} |", flush=True
+            )
     return int(is_broken)
 
 
 def compare(folder: Path, dtype: str, rows: Rows, num_steps: int, *, is_rehearsal: bool) -> tuple[str, str]:
-    """Facts of it, and why not."""
+    """Facts for the table, and the differences that were found."""
     from pdserve.engine.async_stepper import AsyncStepper
     from pdserve.engine.build_engine import open_torch_engine
     from pdserve.engine.gpu.buckets import buckets_for
@@ -161,7 +163,7 @@ def compare(folder: Path, dtype: str, rows: Rows, num_steps: int, *, is_rehearsa
 
 
 def first_tokens(engine: AsyncEngine, rows: Rows) -> list[int]:
-    """Reads every row's prompt. Decoding again and again writes behind it only."""
+    """Prefills every row's prompt. Repeated decoding writes only after it."""
     asked = []
     for row in range(rows.most):
         prompt, sampling = rows.prompt_of(engine.spec.vocab_size, row), SAMPLINGS[row % len(SAMPLINGS)]
@@ -184,7 +186,7 @@ def texts(engine: AsyncEngine, kind: Rows, firsts: list[int], num_steps: int, *,
     prompts = [kind.prompt_of(engine.spec.vocab_size, row) for row in range(num_rows)]
     tables = [kind.table_of(row) for row in range(num_rows)]
     samplings = [SAMPLINGS[row % len(SAMPLINGS)] for row in range(num_rows)]
-    sampled: Drawn = [[(first, 0.0)] for first in firsts]  # that logprob is not compared
+    sampled: Drawn = [[(first, 0.0)] for first in firsts]  # the first token's logprob is not compared
     flight: Flight | None = None
     for step in range(num_steps):
         rows = [

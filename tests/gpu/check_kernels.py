@@ -1,13 +1,13 @@
-"""Every Triton kernel on a CUDA device: largest error against float64, then time against floors. Prints two tables.
+"""Checks every Triton kernel on a CUDA device: its largest error against float64, and its time. Prints two tables.
 
     python -m tests.gpu.check_kernels [--errors] [--times] [--tune]
 
-From a bare checkout with torch, triton and numpy. The checks are those that `make test` runs in the interpreter;
-launches have real models' shapes. Floors: the bytes that a launch must move at the bandwidth of a device copy, which
-is measured first, and torch's own operation where there is one. Each launch is captured in a CUDA graph and replayed,
-so that a kernel that cannot be captured fails here, and no launch cost is in the times. --errors or --times for one
-of the two; --tune tries attention's tilings. Exit code 1 where an error is above its bound or a launch raises; 2 where
-there is no CUDA device.
+Needs only a checkout, torch, triton and numpy. The checks are those that `make test` runs in the interpreter; the timed
+launches have shapes of real models. A time is compared with two others: the bytes that the launch must move at the
+bandwidth of a device copy, which is measured first, and torch's own operation if there is one. Each launch is captured
+in a CUDA graph and replayed, so times exclude the cost of launching, and a kernel that cannot be captured fails here.
+--errors and --times select one of the two tables; --tune tries attention's tilings. Exit code 1 if an error exceeds its
+bound or a launch raises, 2 without a CUDA device.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_all(device: torch.device) -> int:
     for case in CASES:
         try:
             error = case.check(device)
-        except Exception as problem:  # the other checks still tell something
+        except Exception as problem:  # so that the other checks still run
             told = f"{type(problem).__name__}: {problem}"[:200]
             print(f"| {case.name} | {told!r} | {case.bound:.2g} | **raised** |", flush=True)
             num_wrong += 1
@@ -68,7 +68,7 @@ def check_all(device: torch.device) -> int:
 
 
 def time_all(device: torch.device) -> int:
-    """How many could not be."""
+    """The number of launches that could not be timed."""
     copy_gb_s = copy_bandwidth(device)
     print(f"\ndevice copy: {copy_gb_s:.0f} GB/s read and written")
     print("\n| launch | us | GB/s | share of a copy | torch us |\n|---|---|---|---|---|")
@@ -93,7 +93,7 @@ def timed(launch: Launch, device: torch.device, copy_gb_s: float) -> str:
 
 
 def graph_s(run: Callable[[], object]) -> float:
-    """Seconds of one call among many that are replayed from a graph: the median of some samples."""
+    """Seconds per call when many are replayed from a graph; the median of several samples."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         run()  # compiles
@@ -121,7 +121,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def tune(device: torch.device) -> None:
-    """attention_plan.choose_tiling was chosen by shared memory and registers alone; this tells what is fastest."""
+    """Measures which tiling is fastest. attention_plan.choose_tiling considers only shared memory and registers."""
     print("\n| launch | positions | warps | stages | us |\n|---|---|---|---|---|")
     choose = attention_plan.choose_tiling
     began_s = time.monotonic()
@@ -131,12 +131,12 @@ def tune(device: torch.device) -> None:
             for num_warps in (2, 4, 8):
                 for num_stages in (2, 3, 5, 7):
                     tiling = attention_plan.Tiling(positions, num_warps, num_stages, 12 // num_warps)
-                    for module in (attention, attention_plan):  # both hold the name
+                    for module in (attention, attention_plan):  # both have the name
                         module.choose_tiling = lambda *_, tiling=tiling, **__: replace(tiling)
                     try:
                         run, _ = launch.make(device)
                         found.append((graph_s(run), tiling))
-                    except Exception:  # too much shared memory: not a choice
+                    except Exception:  # needs too much shared memory, so this tiling is unusable
                         torch.cuda.synchronize()
         for took_s, tiling in sorted(found, key=lambda one: one[0])[:3]:
             parts = (tiling.positions, tiling.num_warps, tiling.num_stages)

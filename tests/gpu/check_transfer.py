@@ -1,11 +1,11 @@
-"""cuda_ipc and nccl between two processes on one GPU: the right bytes, and what a killed sender leaves. Prints a table.
+"""Checks cuda_ipc and nccl between two processes on one GPU, also when the sender is killed. Prints a table.
 
     python -m tests.gpu.check_transfer [--rehearse]
 
-For each transport: blocks land where they were granted and nowhere else; a sender that is killed while its blocks move
-is noticed before its deadline, the receiver lives, nothing is written once the failure was told; and a sender that is
-started after it does its work. Exit code 1 where something of this is not so; 2 without a CUDA device. --rehearse runs
-the same between processes of this host over stand-ins for CUDA and NCCL.
+For each transport, blocks are written only to the granted places. If the sender is killed during a transfer, the
+receiver keeps running, reports the failure before the deadline, and nothing is written after that report. Then a new
+sender's transfer succeeds. Exit code 1 if any of this fails, 2 without a CUDA device. --rehearse runs the same checks
+between processes of this host with stand-ins for CUDA and NCCL.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tests.support.transfer_ends import fingerprint
 NUM_BLOCKS: Final = 96
 SENT_BLOCKS: Final = 64
 DEADLINE_S: Final = 10.0
-FIRST_CHUNKS: Final = 8  # that have come when the sender is killed
-QUIET_S: Final = 1.0  # in which a writer that still lives would show
+FIRST_CHUNKS: Final = 8  # chunks that have arrived when the sender is killed
+QUIET_S: Final = 1.0  # long enough to notice a writer that is still alive
 
 
 def main() -> int:
@@ -91,7 +91,7 @@ def check(transport: str, memory: Memory, block_bytes: int, environment: dict[st
 
 
 def right_bytes(sender: ProcessSender, landing: Landing, pool: object, blocks: list[int]) -> str:
-    """Why not."""
+    """The reason of a failure; empty if the bytes are correct."""
     before = contents(pool)
     outcome, error, _ = sender.ask("send", landing.expect(blocks), 60.0)
     if outcome != "sent":

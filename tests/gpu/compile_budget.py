@@ -2,8 +2,8 @@
 
     with count_compiled() as compiled: ...; compiled.variants()
 
-Tensors lie on the CPU and hold whatever is there. A kernel's cache key is made by Triton's own rules; the address of a
-tensor counts from the beginning of its storage, since torch's storages on a GPU begin at multiples of 512 bytes.
+Tensors are on the CPU and uninitialised. A kernel's cache key follows Triton's own rules. A tensor's address is its
+offset in its storage, because torch's storages on a GPU begin at multiples of 512 bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triton.runtime import interpreter, jit
 
 @dataclass(frozen=True)
 class Pointer:
-    """What Triton asks of a tensor: its dtype and its address. Storages begin at multiples of 512, as torch's do."""
+    """What Triton reads of a tensor: its dtype and its address. Storages begin at multiples of 512, as torch's do."""
 
     dtype: torch.dtype
     address: int
@@ -42,8 +42,8 @@ def _target() -> Any:
 
 
 def cache_key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What Triton compiles anew for, by its own rules of specialisation: types, ones, sixteens and alignments of the
-    arguments, the values of constants, options."""
+    """Triton compiles again if this changes: the arguments' types and alignments, whether they are 1 or multiples of
+    16, the values of constants, and options."""
     options = kernel.kwargs if isinstance(kernel, interpreter.InterpretedFunction) else vars(kernel)
     plain = options.get("do_not_specialize") or ()
     unaligned = options.get("do_not_specialize_on_alignment") or ()
@@ -68,7 +68,7 @@ class Compiled:
     keys: dict[tuple[Any, ...], None] = field(default_factory=dict)
 
     def variants(self) -> dict[str, int]:
-        """How many there are of each kernel."""
+        """The number of compiled variants of each kernel."""
         return dict(Counter(name for name, *_ in self.keys))
 
 

@@ -2,10 +2,10 @@
 
     python -m tests.gpu.compile_kernels [--cases] [--short]
 
-The interpreter accepts what the compiler refuses (fp8 casts, small tl.dot tiles, branches whose types differ); this
-finds it where no GPU is at hand. --cases: at the checks' shapes too. --short: each kernel once for each file of cases,
-at the first shape and types that it is launched with. Exit code 1 where a kernel does not compile, spills more than a
-few registers, or lacks what it must consist of at real models' shapes (machine_code.py).
+The interpreter accepts code that the compiler rejects (fp8 casts, small tl.dot tiles, branches whose types differ);
+this finds such code without a GPU. --cases: also at the checks' shapes. --short: each kernel once per file of cases,
+with the shape and types of its first launch. Exit code 1 if a kernel does not compile, spills more than a few
+registers, or lacks instructions that it must have at real models' shapes (machine_code.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ META = torch.device("meta")
 
 
 class NoDevice:
-    """A Triton driver that names a target and has no device: enough to compile, not to launch."""
+    """A Triton driver with a target but without a device, which is enough to compile."""
 
     def get_current_device(self) -> int:
         return 0
@@ -72,7 +72,7 @@ def main() -> int:
     for name, run in runs:
         compiled.clear()
         began_s = time.monotonic()
-        # What a check computed is not there to be compared: it ends with its first look, behind the launches.
+        # Nothing is computed, so a check ends when it first reads a result, which is after its launches.
         with suppress(NotImplementedError):
             run()
         took_s = time.monotonic() - began_s

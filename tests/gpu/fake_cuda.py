@@ -1,10 +1,10 @@
-"""CUDA devices that are not there: torch's own shape, stride and device rules over fake tensors, and no bytes.
+"""Fake CUDA devices: torch's fake tensors, with its own rules for shapes, strides and devices, but without memory.
 
     with fake_cuda(num_devices=2) as cuda: ...
 
-Tensors say that they lie on cuda:N, so the code takes the ways of a GPU. Triton kernels are not run; each launch is
-noted, with the device that is current in its thread, where Triton would launch it, and the devices of its tensors.
-torch needs a CUDA build to index a tensor on a device from Python, so indexing is done by the operators behind it.
+A tensor's device is cuda:N, so the code runs as on a GPU. Triton kernels do not run. Each launch is recorded with the
+devices of its tensors and the current device of its thread, on which Triton would launch it. torch needs a CUDA build
+to index a device tensor from Python, so indexing calls the underlying operators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ H200_BYTES = 141 * 10**9
 
 
 class WrongDevice(RuntimeError):
-    """What Triton says of it: a pointer argument cannot be accessed."""
+    """Triton's error for a tensor on another device: a pointer argument cannot be accessed."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class FakeCuda:
 
 
 class WithoutGuards(TorchFunctionMode):
-    """Takes the operators behind those of Python's calls that set the current device first."""
+    """Replaces calls that first set the current device by their underlying operators."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -76,11 +76,11 @@ class WithoutGuards(TorchFunctionMode):
         if func is Tensor.copy_:
             return torch.ops.aten.copy_(*args, **kwargs)
         if func is Tensor.to and not isinstance(args[0], FakeTensor):
-            args = (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:])  # and not a constant
+            args = (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:])  # a real tensor would become a constant
         if func is Tensor.contiguous:
             x: Tensor = args[0]
             return x if x.is_contiguous() else torch.ops.aten.clone(x, memory_format=torch.contiguous_format)
-        if kwargs.pop("pin_memory", False):  # the host's own: real, and written by it
+        if kwargs.pop("pin_memory", False):  # host memory is real, because the host writes it
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         try:
@@ -112,7 +112,7 @@ def put(x: Tensor, key: Any, value: Any) -> None:
 
 
 def _view(x: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
-    """What the basic part of a key leaves, and the tensors of the advanced part by dimension."""
+    """The view that the basic part of a key selects, and the tensors of its advanced part by dimension."""
     keys = list(key) if isinstance(key, tuple) else [key]
     given = sum(one is not None and one is not Ellipsis for one in keys)
     if any(one is Ellipsis for one in keys):
@@ -135,7 +135,7 @@ def _view(x: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
 
 
 class Inline(Executor):
-    """Calls at once."""
+    """Runs each call immediately."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -170,11 +170,11 @@ def fake_cuda(num_devices: int = 1) -> Iterator[FakeCuda]:
                 cuda.launch(self, *args, **kwargs)
 
             stack.enter_context(mock.patch.object(kernels, "run", run))
-        # Weights are made up by one thread, since a fake device is known to its own thread alone.
+        # One thread creates the weights, because a fake device exists only in its own thread.
         stack.enter_context(mock.patch.object(dummy, "_fill_chunk"))
         stack.enter_context(mock.patch.object(dummy, "load_threads", one_thread))
         stack.enter_context(mock.patch.object(build_engine, "dummy_hash", return_value="made up"))
-        # Weights and pools of real sizes cost nothing; what the host makes is fake as well.
+        # Weights and pools of real sizes need no memory, because tensors of the host are fake as well.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(WithoutGuards())
         yield cuda

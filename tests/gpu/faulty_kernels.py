@@ -19,7 +19,7 @@ def copy(source, target, size, BLOCK: tl.constexpr, MASK_LOADS: tl.constexpr, MA
 
 @triton.jit
 def add_before(values, BLOCK: tl.constexpr):
-    """Each program adds what the one before it has left."""
+    """Each program adds the result of the previous one."""
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     before = tl.load(values + (program - 1) * BLOCK + at, mask=at + program * BLOCK >= BLOCK, other=0.0)

@@ -1,4 +1,5 @@
-"""Picks where kernels run: a CUDA device, or else Triton's interpreter. Call before importing pdserve.engine.gpu."""
+"""Selects where kernels run: on a CUDA device if there is one, otherwise in Triton's interpreter. Call `prepare` before
+importing pdserve.engine.gpu."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 
 import pdserve.engine.gpu
 
-#: Whether what triton.jit decorates is interpreted is settled when it is imported.
+#: Whether a triton.jit function is interpreted is decided when its module is imported.
 KERNELS: Final = (
     *(f"pdserve.engine.gpu.{module.name}" for module in pkgutil.iter_modules(pdserve.engine.gpu.__path__)),
     "tests.gpu.case_sampling",  # has a kernel of its own
@@ -22,7 +23,8 @@ KERNELS: Final = (
 
 
 def prepare() -> torch.device:
-    """The device for tensors. The environment is left as it was: other tests and their children see nothing of it."""
+    """The device for tensors. The environment is restored, so other tests and their child processes are not
+    affected."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     early = [name for name in KERNELS if hasattr(sys.modules.get(name), "triton")]
@@ -30,8 +32,8 @@ def prepare() -> torch.device:
         raise RuntimeError(
             f"{early[0]} was imported before the interpreter was chosen: its tests belong in unit/engine/gpu"
         )
-    # triton's own functions have to be interpreted as well; transformers' models import triton early. Its compiled
-    # part cannot be loaded twice, and has nothing to interpret.
+    # triton's own functions must be interpreted as well, so it is imported again if transformers' models have already
+    # imported it. Its compiled part cannot be loaded twice, and contains nothing to interpret.
     for name in [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]:
         del sys.modules[name]
     before = os.environ.get("TRITON_INTERPRET")
@@ -39,7 +41,7 @@ def prepare() -> torch.device:
     try:
         let_scalars_be_loop_bounds()
         patch_the_language_once()
-        import_module("triton.experimental.gluon")  # triton imports it late, and it must find itself interpreted
+        import_module("triton.experimental.gluon")  # triton imports it late, and it must be interpreted too
         for name in KERNELS:
             import_module(name)
     finally:
@@ -51,7 +53,7 @@ def prepare() -> torch.device:
 
 
 def let_scalars_be_loop_bounds() -> None:
-    """The interpreter holds scalars as arrays of one element, and numpy 2.4 refuses int() of these."""
+    """The interpreter stores scalars as arrays of one element, and numpy 2.4 rejects int() of these."""
     interpreter = import_module("triton.runtime.interpreter")
     patch = interpreter._patch_lang_tensor
 
@@ -63,8 +65,8 @@ def let_scalars_be_loop_bounds() -> None:
 
 
 def patch_the_language_once() -> None:
-    """The interpreter patches triton.language whenever a kernel calls a function, though it is patched by then; that
-    took a third of a test's time."""
+    """The interpreter patches triton.language at each call of a function in a kernel, although it is already patched.
+    Without this, that takes a third of a test's time."""
     interpreter = import_module("triton.runtime.interpreter")
     patch, language = interpreter._patch_lang, import_module("triton.language")
 

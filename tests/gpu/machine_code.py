@@ -1,11 +1,11 @@
-"""What the compiled kernels must consist of: wide loads, asynchronous copies, tensor cores, and room for each other.
+"""Requirements on compiled kernels: wide loads, asynchronous copies, tensor cores, and occupancy.
 
     shortcomings(kernel) -> what is missing, by name
 
-Kernels that are bound by memory must move 16 bytes with a load or store. Attention must copy keys and values
-asynchronously, multiply them on tensor cores, and leave registers and shared memory for as many programs on a
-multiprocessor as engine/gpu/attention.py counts on. While they compute, so many bytes must be on their way to each
-multiprocessor as Little's law asks for at the memory's bandwidth.
+Kernels that are bound by memory must move 16 bytes per load or store. Attention must copy keys and values
+asynchronously, multiply them on tensor cores, and leave registers and shared memory for the number of programs per
+multiprocessor that engine/gpu/attention.py assumes. While these programs compute, each multiprocessor must have enough
+loads in flight to use the memory's full bandwidth (Little's law).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import triton
 from benchmarks.gpu.floor import IN_FLIGHT_BYTES
 
 REGISTERS: Final = 65_536  # of a multiprocessor of sm_90; each warp has a multiple of 256
-SHARED_BYTES: Final = 227 * 1024  # and 1 KiB of each program is the system's
+SHARED_BYTES: Final = 227 * 1024  # of which the system reserves 1 KiB per program
 WIDE_LOAD, WIDE_STORE, ASYNC_COPY = "LDG.E.128", "STG.E.128", "LDGSTS.E.BYPASS.128"
 TENSOR_CORES: Final = ("HMMA", "HGMMA", "IMMA", "QGMMA")
-#: By kernel: instructions that it must have. What a kernel of few bytes moves does not matter.
+#: Instructions that each kernel must have. Kernels that move few bytes are not listed.
 NEEDED: Final = {
     "_norm": (WIDE_LOAD, WIDE_STORE),
     "_gate": (WIDE_LOAD, WIDE_STORE),
@@ -38,7 +38,7 @@ NEEDED: Final = {
     "_move": (WIDE_LOAD, WIDE_STORE),
     "_relay": (WIDE_LOAD,),
 }
-PROGRAMS: Final = {4: 3, 8: 2}  # of attention on a multiprocessor, by warps
+PROGRAMS: Final = {4: 3, 8: 2}  # of attention per multiprocessor, by number of warps
 
 
 def tool(name: str) -> Path:
@@ -67,7 +67,7 @@ def shortcomings(kernel: Any) -> list[str]:
     opcodes = opcodes_of(dump(kernel, "nvdisasm", "-c"))
     missing = [one for one in NEEDED.get(of.name, ()) if one not in opcodes]
     if of.name == "_attend":
-        # Products of float32 are exact, which tensor cores are not.
+        # Products of float32 must be exact, so they cannot use tensor cores.
         if "bf16" in kernel.asm["ptx"] and not any(one.startswith(TENSOR_CORES) for one in opcodes):
             missing.append("tensor cores")
         programs = resident(usage(kernel)[0], of.num_warps, of.shared)
@@ -81,17 +81,17 @@ def shortcomings(kernel: Any) -> list[str]:
 
 
 def in_flight(kernel: Any) -> int:
-    """Bytes of keys and values on their way to a multiprocessor at least, while all its programs compute."""
+    """The least number of bytes of keys and values in flight to a multiprocessor while all its programs compute."""
     num_warps = kernel.metadata.num_warps
     return PROGRAMS[num_warps] * least_in_flight(kernel.asm["ptx"], num_warps)
 
 
 def least_in_flight(ptx: str, num_warps: int) -> int:
-    """Bytes of keys and values that one program has on their way while it computes a tile: of the loop of tiles, the
-    newest groups of asynchronous copies, as many as its wait leaves open. 0 where it waits for all."""
+    """Bytes of keys and values in flight while one program computes a tile: the newest groups of asynchronous copies in
+    the loop of tiles, as many as its wait instruction permits to be unfinished. 0 if it waits for all of them."""
     for body in loops(ptx):
         waits = re.findall(r"cp\.async\.wait_group\s+(\w+)", body)
-        # Copies of 4 bytes are of block numbers and scales.
+        # Copies of 4 bytes contain block numbers and scales.
         groups = [
             sum(int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\S*\s[^;]*\],\s*(0x8|0x10)\b", group))
             for group in body.split("cp.async.commit_group")[:-1]
@@ -111,7 +111,7 @@ def loops(ptx: str) -> Iterator[str]:
 
 
 def opcodes_of(code: str) -> set[str]:
-    """With their suffixes, of what nvdisasm prints."""
+    """Opcodes with their suffixes, from the output of nvdisasm."""
     found = set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE))
     if not found:
         raise RuntimeError(f"nvdisasm shows no instructions: {code[:200]}")
@@ -119,6 +119,6 @@ def opcodes_of(code: str) -> set[str]:
 
 
 def resident(registers: int, num_warps: int, shared_bytes: int) -> int:
-    """Programs that a multiprocessor holds at once."""
+    """The number of programs that run on a multiprocessor at once."""
     of_warp = -(-32 * registers // 256) * 256
     return min(REGISTERS // (of_warp * num_warps), SHARED_BYTES // (shared_bytes + 1024))

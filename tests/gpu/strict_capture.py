@@ -1,9 +1,9 @@
-"""Graph capture on a fake device, stricter than CUDA's own: what a capture must not do raises where it is done.
+"""Graph capture on a fake device, stricter than CUDA's own: each forbidden operation raises an error at once.
 
     with strict_capture() as cuda: GraphReplays(...)
 
-Within `torch.cuda.graph` no kernel may be compiled (each must have been launched before), no number may be read by the
-host, nothing may be copied between host and device, no pinned memory may be taken, and nobody may wait.
+Within `torch.cuda.graph`, code must not compile a kernel (each must have been launched before), read a value on the
+host, copy between host and device, allocate pinned memory, or wait.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Captures:
     num_graphs: int = 0
     is_on: bool = False
     keys: set[tuple[Any, ...]] = field(default_factory=set)
-    launched: list[str] = field(default_factory=list)  # by the captures: kernels and operators that compute
+    launched: list[str] = field(default_factory=list)  # kernels and computing operators that the captures launched
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         key = cache_key(kernel, args, kwargs)

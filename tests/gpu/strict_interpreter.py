@@ -1,10 +1,9 @@
-"""Triton's interpreter, with the checks that a device makes late or never.
+"""Triton's interpreter with checks that a device makes late or never.
 
     with strict_interpreter(seed): ...
 
-Every load and store that its mask lets through must lie within the storage of a tensor of the launch. Memory that
-nobody has written holds NaN, or an integer's largest value. Programs run in a random order, since a device runs them in
-any: what depends on the order shows as a wrong result.
+Every unmasked load and store must be within the storage of a tensor of the launch. Unwritten memory contains NaN, or
+the largest integer. Programs run in a random order, so code that depends on the order gives a wrong result.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Registered:
         self._spans = [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]
 
     def check(self, kind: str, pointers: Any, mask: Any) -> None:
-        """`pointers`: of the interpreter, addresses with the type that they point to."""
-        # Some masks of the interpreter are integers, which numpy would take for places.
+        """`pointers`: the interpreter's addresses, with the type that they point to."""
+        # Some of the interpreter's masks are integers, which numpy would treat as indices.
         addresses = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)]
         if not addresses.size:
             return
@@ -46,7 +45,7 @@ class Registered:
         first, last = int(addresses.min()), int(addresses.max())
         if any(begin <= first and last + size <= end for begin, end in self._spans):
             return
-        is_inside = np.zeros(addresses.shape, bool)  # of several tensors, or of none
+        is_inside = np.zeros(addresses.shape, bool)  # whether each address belongs to a tensor of the launch
         for begin, end in self._spans:
             is_inside |= (addresses >= begin) & (addresses <= end - size)
         if not is_inside.all():
@@ -55,7 +54,7 @@ class Registered:
 
 
 class Shuffled:
-    """Which program the interpreter's next one is."""
+    """Assigns a random program number to the interpreter's next program."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -108,7 +107,7 @@ def strict_interpreter(seed: int = 0) -> Iterator[None]:
         return hosts, host_kwargs
 
     was_on = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what torch.empty returns
+    torch.use_deterministic_algorithms(True, warn_only=True)  # this fills the result of torch.empty
     try:
         with (
             mock.patch.multiple(

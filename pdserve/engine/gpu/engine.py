@@ -30,7 +30,7 @@ from pdserve.engine.gpu.graphs import Replays
 from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.plain_rows import PlainRows, follow, read
 from pdserve.engine.gpu.rank_words import Words, drafted_words, from_words, plain_words, row_words
-from pdserve.engine.gpu.resample import NO_EXTRAS, Asking, Resampler, RowsByNumber
+from pdserve.engine.gpu.resample import NO_EXTRAS, ResampledRows, Resampler, RowsByNumber
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.gpu.tables import TableMirror, Update
 from pdserve.engine.grammars import Moves
@@ -195,13 +195,13 @@ class GraphEngine:
         if self._send_words is not None:
             self._send_words(plain_words(plain, update))
         self._begin_plain(plain, update, bucket)
-        asking = self._asking(plain.seq_slot_B, plain.start_B + 1 - plain.prompt_len_B)
-        wants = decode.inputs.samplings.logprobs(plain.seq_slot_B.tolist()) if asking.has_logprobs else None
+        resampled = self._resampled_rows(plain.seq_slot_B, plain.start_B + 1 - plain.prompt_len_B)
+        wants = decode.inputs.samplings.logprobs(plain.seq_slot_B.tolist()) if resampled.has_logprobs else None
         self._last = plain if plain.number else None
-        if asking.rows and isinstance(after, GraphFlight) and self._awaits_tokens(rows, plain):
-            later = partial(self._sample_known, plain, asking, after)
-            return GraphFlight(len(rows), later, wants=wants, unsampled=asking.rows)
-        return GraphFlight(len(rows), self._sample(rows, range(len(rows)), asking, len(rows)), wants=wants)
+        if resampled.rows and isinstance(after, GraphFlight) and self._awaits_tokens(rows, plain):
+            later = partial(self._sample_known, plain, resampled, after)
+            return GraphFlight(len(rows), later, wants=wants, unsampled=resampled.rows)
+        return GraphFlight(len(rows), self._sample(rows, range(len(rows)), resampled, len(rows)), wants=wants)
 
     def _awaits_tokens(self, rows: Sequence[Row], plain: PlainRows) -> bool:
         """Whether the sampling of any row needs a token that the previous step samples."""
@@ -211,22 +211,24 @@ class GraphEngine:
         return bool((needs_history_B & (plain.follows_B != NEW_ROW)).any())
 
     @torch.inference_mode()
-    def _sample_known(self, plain: PlainRows, asking: Asking, before: GraphFlight, rows: Mapping[int, Row]) -> Sampled:
-        """The part after the graph of a step whose rows follow `before`, for those of `asking` in `rows`."""
-        asking, count = asking.of(rows), len(plain.follows_B)
-        moves = before.moves(plain.follows_B[asking.bound].tolist()) if asking.bound else None
-        return self._sample(rows, range(count), asking, count, moves)
+    def _sample_known(
+        self, plain: PlainRows, resampled: ResampledRows, before: GraphFlight, rows: Mapping[int, Row]
+    ) -> Sampled:
+        """The part after the graph of a step whose rows follow `before`, for those of `resampled` in `rows`."""
+        resampled, count = resampled.of(rows), len(plain.follows_B)
+        moves = before.moves(plain.follows_B[resampled.bound].tolist()) if resampled.bound else None
+        return self._sample(rows, range(count), resampled, count, moves)
 
     def _sample(
         self,
         rows: RowsByNumber,
         firsts: Sequence[int],
-        asking: Asking,
+        resampled: ResampledRows,
         count: int,
         moves: Moves | None = None,
     ) -> Sampled:
         """Launches everything beyond the graph for the rows, and the copy of all results to the host."""
-        extras = self._resampler.launch(rows, firsts, asking, moves) if asking.rows else NO_EXTRAS
+        extras = self._resampler.launch(rows, firsts, resampled, moves) if resampled.rows else NO_EXTRAS
         host, event = self._fetch(count)
         return Sampled(host, event, extras)
 
@@ -237,12 +239,14 @@ class GraphEngine:
             self._send_words(drafted_words(rows, update, self._eager.spec.block_size))
         firsts, count = self._begin_drafted(rows, update, verify)
         num_output_B = np.array([row.start + 1 - row.prompt_len for row in rows], np.int64)
-        asking = self._asking(np.array(update.seq_slots, np.int64), num_output_B)
+        resampled = self._resampled_rows(np.array(update.seq_slots, np.int64), num_output_B)
         # A grammar's mask changes after a draft, so these rows are masked one by one.
-        asking = Asking(rows=asking.rows, bound=[], others=asking.rows, has_logprobs=asking.has_logprobs)
-        has_logprobs = asking.has_logprobs
+        resampled = ResampledRows(
+            rows=resampled.rows, bound=[], others=resampled.rows, has_logprobs=resampled.has_logprobs
+        )
+        has_logprobs = resampled.has_logprobs
         wants = [sampling_of(row).logprobs for row in rows for _ in range(row.num_queries)] if has_logprobs else None
-        return GraphFlight(count, self._sample(rows, firsts, asking, count), drafted=list(rows), wants=wants)
+        return GraphFlight(count, self._sample(rows, firsts, resampled, count), drafted=list(rows), wants=wants)
 
     def _begin_plain(self, plain: PlainRows, update: Update, bucket: int) -> None:
         self._send_tables(update)
@@ -286,20 +290,20 @@ class GraphEngine:
         event.record()
         return event
 
-    def _asking(self, seq_slot_B: Any, num_output_B: Any) -> Asking:
+    def _resampled_rows(self, seq_slot_B: Any, num_output_B: Any) -> ResampledRows:
         samplings = self._decode.inputs.samplings
-        asks_B, min_tokens_B = samplings.asks_S[seq_slot_B], samplings.min_tokens_S[seq_slot_B]
+        is_resampled_B, min_tokens_B = samplings.is_resampled_S[seq_slot_B], samplings.min_tokens_S[seq_slot_B]
         if min_tokens_B.any():
-            asks_B |= num_output_B < min_tokens_B
-        rows = np.flatnonzero(asks_B).tolist()
+            is_resampled_B |= num_output_B < min_tokens_B
+        rows = np.flatnonzero(is_resampled_B).tolist()
         has_logprobs = bool(samplings.has_logprobs_S[seq_slot_B].any())
         if not rows:
-            return Asking(rows=[], bound=[], others=[], has_logprobs=has_logprobs)
+            return ResampledRows(rows=[], bound=[], others=[], has_logprobs=has_logprobs)
         is_bound_B = samplings.is_bound_S[seq_slot_B]
-        return Asking(
+        return ResampledRows(
             rows=rows,
-            bound=np.flatnonzero(asks_B & is_bound_B).tolist(),
-            others=np.flatnonzero(asks_B & ~is_bound_B).tolist(),
+            bound=np.flatnonzero(is_resampled_B & is_bound_B).tolist(),
+            others=np.flatnonzero(is_resampled_B & ~is_bound_B).tolist(),
             has_logprobs=has_logprobs,
         )
 

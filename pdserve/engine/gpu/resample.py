@@ -35,7 +35,7 @@ RowsByNumber = Sequence[Row] | Mapping[int, Row]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
+class ResampledRows:
     """Which rows of a step need more than the graph's sampling, by number, and whether any row needs logprobs."""
 
     rows: list[int]  # `bound` and `others`
@@ -109,20 +109,22 @@ class Resampler:
             logprobs=1,
         )
         row = Row(tokens=(0,), start=0, blocks=(), sample=sampling, history=[0], prompt_len=1)
-        self.launch([row], [0], Asking(rows=[0], bound=[], others=[0]))
+        self.launch([row], [0], ResampledRows(rows=[0], bound=[], others=[0]))
 
-    def launch(self, rows: RowsByNumber, firsts: Sequence[int], asking: Asking, moves: Moves | None = None) -> Extras:
+    def launch(
+        self, rows: RowsByNumber, firsts: Sequence[int], resampled: ResampledRows, moves: Moves | None = None
+    ) -> Extras:
         """Called after the replay of `rows`, for those that need more; `firsts`: the first token of each row. `moves`:
-        for each of `asking.bound`, the cursor of the previous step, if any, and the token that it sampled."""
-        others = asking.others
-        asked = [rows[index] for index in others]
-        masks_by_number = self._grammars.masks_of(asked) if asked else {}
+        for each of `resampled.bound`, the cursor of the previous step, if any, and the token that it sampled."""
+        others = resampled.others
+        resampled_rows = [rows[index] for index in others]
+        masks_by_number = self._grammars.masks_of(resampled_rows) if resampled_rows else {}
         masks_of = {others[number]: masks for number, masks in masks_by_number.items()}
         sampled_by: dict[int, Row] = {}  # by token of the step, as all below
         words_of: dict[int, Any] = {}
-        for index, asked_row in zip(others, asked, strict=True):
+        for index, resampled_row in zip(others, resampled_rows, strict=True):
             masks = masks_of.get(index)
-            for at, row in enumerate(draws_of(asked_row)):
+            for at, row in enumerate(draws_of(resampled_row)):
                 # Tokens after a draft that the grammar forbids are ignored.
                 if masks is not None and at >= len(masks.masks):
                     break
@@ -130,7 +132,7 @@ class Resampler:
                 words = self._bans.words(row, None if masks is None else masks.masks[at])
                 if words is not None:
                     words_of[firsts[index] + at] = words
-        bound = asking.bound
+        bound = resampled.bound
         mask_RW = self._take_masks(len(bound) + len(words_of))
         cursors: Sequence[Cursor | None] = ()
         if bound:

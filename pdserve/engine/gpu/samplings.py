@@ -57,7 +57,7 @@ class Samplings:
     def __init__(self, num_seq_slots: int) -> None:
         self._held: list[Sampling | None] = [None] * num_seq_slots
         self._fields = {name: np.zeros(num_seq_slots, kind) for name, kind, _ in FIELDS}
-        self.asks_S = np.zeros(num_seq_slots, bool)  # needs more than the graph's sampling at every token
+        self.is_resampled_S = np.zeros(num_seq_slots, bool)  # needs more than the graph's sampling at every token
         self.is_bound_S = np.zeros(num_seq_slots, bool)  # needs a grammar's mask and nothing else beyond the graph
         self.needs_history_S = np.zeros(num_seq_slots, bool)
         self.min_tokens_S = np.zeros(num_seq_slots, np.int64)
@@ -83,14 +83,14 @@ class Samplings:
         fields["seed"][seq_slot] = np.uint64(sampling.seed).astype(np.int64)
         fields["top_p"][seq_slot], fields["top_k"][seq_slot] = sampling.top_p, sampling.top_k
         fields["floor"][seq_slot], fields["temperature"][seq_slot] = floor_key(sampling.min_p), sampling.temperature
-        self.asks_S[seq_slot] = asks_for_more(sampling)
+        self.is_resampled_S[seq_slot] = needs_resampling(sampling)
         self.is_bound_S[seq_slot] = is_bound(sampling)
         self.needs_history_S[seq_slot] = sampling.needs_history
         self.min_tokens_S[seq_slot] = sampling.min_tokens
         self.has_logprobs_S[seq_slot] = sampling.logprobs is not None
 
 
-def asks_for_more(sampling: Sampling) -> bool:
+def needs_resampling(sampling: Sampling) -> bool:
     """Whether rows must be sampled again after a graph, or need top logprobs, for any length of their output."""
     return bool(sampling.needs_history or sampling.adjusts_logits or sampling.logprobs or sampling.allowed_token_ids)
 

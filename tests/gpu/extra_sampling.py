@@ -1,7 +1,7 @@
-"""Rows that ask for more than a plain draw, and rows with drafts: the graphs against the eager engine, in float32.
+"""Rows with sampling options, and rows with drafts: compares the graphs with the eager engine, in float32.
 
 Two engines over the same weights: one captures (in a rehearsal it runs the same step kernel by kernel), one computes
-every step eagerly. Import it behind interpreter.prepare.
+every step eagerly. Call interpreter.prepare before this import.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pdserve.engine.matchers import RowMasks
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS_EACH: Final = 4
 MOST_QUERIES: Final = 4
-NEAR: Final = 1e-3  # of logprobs: batches of other sizes round otherwise
-#: Tokens so near to each other that every one that is sampled and counted decides who is next.
+NEAR: Final = 1e-3  # of logprobs: rounding depends on the size of the batch
+#: Tokens with nearly equal logits, so that each sampled and counted token decides which one is next.
 RIVALS: Final = {"logit_bias": ((5, 60.0), (9, 59.5), (12, 59.0), (14, 58.5))}
 SEEDED: Final = {"temperature": 0.9, "seed": 5}
 AHEAD: Final[tuple[dict[str, Any], ...]] = (
@@ -53,7 +53,7 @@ BOUND: Final[tuple[dict[str, Any], ...]] = (
 
 
 class EveryThird:
-    """Stands for Grammars, which need a model's tokenizer: the last token says which two of three are allowed."""
+    """Replaces Grammars, which need a model's tokenizer: the last token decides which two of three are allowed."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -84,7 +84,7 @@ class Text:
 
     number: int
     sampling: Sampling
-    tokens: list[int] = field(default_factory=list)  # this very list and `blocks` are how engines know the sequence
+    tokens: list[int] = field(default_factory=list)  # engines identify a sequence by this list object and by `blocks`
     blocks: list[int] = field(default_factory=list)
     outs: list[TokenOut] = field(default_factory=list)
 
@@ -94,7 +94,7 @@ class Text:
         self.blocks += range(self.number * NUM_BLOCKS_EACH, (self.number + 1) * NUM_BLOCKS_EACH)
 
     def row(self, drafts: Sequence[int] = (), follows: int | None = None) -> Row:
-        """The next one; behind the row that a running step has of it where it follows that."""
+        """The sequence's next row. If a running step already has a row of it, the new one follows that row."""
         is_prompt = not self.outs
         return Row(
             tokens=self.tokens if is_prompt else self.tokens[-1:] if follows is None else (PENDING,),
@@ -113,7 +113,8 @@ class Text:
 
 
 def compare(folder: Path, num_steps: int, *, is_rehearsal: bool, quiet: Any) -> tuple[str, str]:
-    """Facts of it (graphs, seconds of capture, rows compared), and why not. `quiet()`: no wait is allowed within."""
+    """Facts (graphs, seconds of capture, rows compared), and the differences that were found. No wait is allowed
+    within `quiet()`."""
     plain, bound = (AHEAD[-3:], BOUND[:1]) if is_rehearsal else (AHEAD, BOUND)
     kinds = (*plain, *bound)
     eager = open_engine(folder, len(kinds), is_rehearsal=is_rehearsal)
@@ -121,7 +122,7 @@ def compare(folder: Path, num_steps: int, *, is_rehearsal: bool, quiet: Any) -> 
     began_s = time.monotonic()
     graph = with_graphs(inner, len(kinds), is_rehearsal=is_rehearsal)
     captured_s = time.monotonic() - began_s
-    # Drafts are made of the right texts, so those must be longer.
+    # Drafts are taken from the correct texts, so those must be longer.
     truth = texts_of(eager, kinds)
     for _ in range(2 * num_steps):
         take(truth, eager.step([text.row() for text in truth]))
@@ -166,7 +167,7 @@ def with_graphs(inner: Any, most_rows: int, *, is_rehearsal: bool) -> GraphEngin
 
 
 def texts_of(engine: Engine, kinds: Sequence[dict[str, Any]]) -> list[Text]:
-    """Each with its first token."""
+    """The texts, each with its first token."""
     given = ({"temperature": 0.0, "max_tokens": 64, **kind} for kind in kinds)
     texts = [Text(number, Sampling(**kind)) for number, kind in enumerate(given)]
     take(texts, engine.step([text.row() for text in texts]))
@@ -198,7 +199,7 @@ def asynchronous(graph: GraphEngine, kinds: Sequence[dict[str, Any]], num_steps:
 def drafted(
     graph: GraphEngine, kinds: Sequence[dict[str, Any]], truth: Sequence[Text], num_steps: int, quiet: Any
 ) -> list[Text]:
-    """Right drafts, wrong ones and none, in turns; every kind, grammars too."""
+    """Correct drafts, wrong drafts and none in turn, with every kind of option, including grammars."""
     texts = texts_of(graph, kinds)
     for step in range(num_steps):
         rows = []
