@@ -6,7 +6,7 @@ from collections import Counter, deque
 from itertools import islice
 from typing import Final, final
 
-from pdserve.core.live import LivePhase, LiveRequest
+from pdserve.core.live import LivePhases, LiveRequest
 from pdserve.core.phases import Slice
 from router.commands import Outcome
 from router.explaining import DecisionRecord, is_chosen
@@ -75,5 +75,9 @@ def live_request(
         predicted_tpot_s=None if chosen is None else chosen.tpot_s,
         transfer_bytes=request.reported.get("transfer_bytes", 0),
         transfer_s=request.reported.get("transfer_s", 0.0),
-        phases=tuple(LivePhase(phase=one.phase.value, begin_s=one.begin_s, seconds=one.seconds) for one in slices),
+        phases=LivePhases(
+            tuple([one.phase.value for one in slices]),
+            tuple([one.begin_s for one in slices]),
+            tuple([one.seconds for one in slices]),
+        ),
     )

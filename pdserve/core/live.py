@@ -5,19 +5,31 @@ Times are seconds of the router's monotonic clock, unless another origin is give
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from pdserve.core.types import Role
 
 PERIOD_S: Final = 0.25  # default time between two frames
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LivePhase:
+class LivePhase(NamedTuple):
     phase: str  # a name from pdserve.core.phases
     begin_s: float  # after the request's arrival
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LivePhases:
+    """The fields of all phases of a request, in the order of time."""
+
+    names: tuple[str, ...] = ()
+    begins_s: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+
+    def __iter__(self) -> Iterator[LivePhase]:
+        return map(LivePhase, self.names, self.begins_s, self.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +61,7 @@ class LiveRequest:
     predicted_tpot_s: float | None
     transfer_bytes: int
     transfer_s: float
-    phases: tuple[LivePhase, ...]
+    phases: LivePhases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ def frame_to_json(frame: LiveFrame) -> dict[str, Any]:
 
 def _request(one: LiveRequest) -> dict[str, Any]:
     row = {name: _rounded(getattr(one, name)) for name in _REQUEST}
-    row["phases"] = [[each.phase, _rounded(each.begin_s), _rounded(each.seconds)] for each in one.phases]
+    row["phases"] = [[name, _rounded(begin_s), _rounded(seconds)] for name, begin_s, seconds in one.phases]
     return row
 
 

@@ -95,12 +95,12 @@ def bar(request: LiveRequest, now_s: float, window_s: float, width: int) -> str:
     """The phases of a request in the last `window_s` seconds, a letter for each `window_s / width`."""
     cells = [" "] * width
     begin_s, scale = now_s - window_s, width / window_s
-    for phase in request.phases:
-        first = (request.arrived_s + phase.begin_s - begin_s) * scale
-        last = first + phase.seconds * scale
+    for name, phase_begin_s, seconds in request.phases:
+        first = (request.arrived_s + phase_begin_s - begin_s) * scale
+        last = first + seconds * scale
         for cell in range(max(int(first), 0), min(max(int(last), int(first) + 1), width)):
-            if phase.phase != "messages" or cells[cell] == " ":
-                cells[cell] = LETTERS.get(phase.phase, "-")
+            if name != "messages" or cells[cell] == " ":
+                cells[cell] = LETTERS.get(name, "-")
     return "".join(cells)
 
 

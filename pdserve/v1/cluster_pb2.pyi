@@ -239,15 +239,15 @@ class LiveWorker(_message.Message):
     preemptions: int
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., booked: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., silent_s: _Optional[float] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
-class LivePhase(_message.Message):
-    __slots__ = ("phase", "begin_s", "seconds")
-    PHASE_FIELD_NUMBER: _ClassVar[int]
-    BEGIN_S_FIELD_NUMBER: _ClassVar[int]
+class LivePhases(_message.Message):
+    __slots__ = ("names", "begins_s", "seconds")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_S_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
-    phase: str
-    begin_s: float
-    seconds: float
-    def __init__(self, phase: _Optional[str] = ..., begin_s: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+    names: _containers.RepeatedScalarFieldContainer[str]
+    begins_s: _containers.RepeatedScalarFieldContainer[float]
+    seconds: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., begins_s: _Optional[_Iterable[float]] = ..., seconds: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LiveRequest(_message.Message):
     __slots__ = ("request_id", "stage", "tenant", "priority", "prompt_tokens", "cached_tokens", "output_tokens", "max_tokens", "prefill_worker", "decode_worker", "attempt", "preemptions", "arrived_s", "ended_s", "outcome", "why", "retry_after_s", "ttft_s", "tpot_s", "slo_ttft_s", "slo_tpot_s", "predicted_ttft_s", "predicted_tpot_s", "transfer_bytes", "transfer_s", "phases")
@@ -302,5 +302,5 @@ class LiveRequest(_message.Message):
     predicted_tpot_s: float
     transfer_bytes: int
     transfer_s: float
-    phases: _containers.RepeatedCompositeFieldContainer[LivePhase]
-    def __init__(self, request_id: _Optional[str] = ..., stage: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempt: _Optional[int] = ..., preemptions: _Optional[int] = ..., arrived_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., outcome: _Optional[str] = ..., why: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_tpot_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[LivePhase, _Mapping]]] = ...) -> None: ...
+    phases: LivePhases
+    def __init__(self, request_id: _Optional[str] = ..., stage: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempt: _Optional[int] = ..., preemptions: _Optional[int] = ..., arrived_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., outcome: _Optional[str] = ..., why: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_tpot_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., phases: _Optional[_Union[LivePhases, _Mapping]] = ...) -> None: ...

@@ -18,7 +18,7 @@ FRAME: Final = Codec(
         Codec(
             live.LiveRequest,
             cluster_pb2.LiveRequest,
-            nested=(Codec(live.LivePhase, cluster_pb2.LivePhase, is_lenient=True),),
+            nested=(Codec(live.LivePhases, cluster_pb2.LivePhases),),
             is_lenient=True,
         ),
     ),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from pdserve.core.live import LiveFrame, LivePhase, LiveRequest, LiveTotals, LiveWorker
+from pdserve.core.live import LiveFrame, LivePhases, LiveRequest, LiveTotals, LiveWorker
 from pdserve.core.types import Role
 
 Frame = dict[str, Any]
@@ -392,7 +392,7 @@ def frame_from_json(frame: Frame) -> LiveFrame:
             **{
                 **one,
                 "transfer_s": one["transfer_s"] or 0.0,
-                "phases": tuple(LivePhase(phase=name, begin_s=at_s, seconds=s) for name, at_s, s in one["phases"]),
+                "phases": LivePhases(*zip(*one["phases"], strict=True)),
             }
         )
         for one in frame["requests"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdserve.core.live import LiveFrame, LivePhase, LiveRequest, LiveTotals, LiveWorker
+from pdserve.core.live import LiveFrame, LivePhases, LiveRequest, LiveTotals, LiveWorker
 from pdserve.core.types import Role
 
 
@@ -57,7 +57,7 @@ def request(request_id: str = "a", **fields: Any) -> LiveRequest:
         "predicted_tpot_s": 0.02,
         "transfer_bytes": 1024,
         "transfer_s": 0.01,
-        "phases": (LivePhase(phase="prefill", begin_s=0.0, seconds=0.25),),
+        "phases": LivePhases(("prefill",), (0.0,), (0.25,)),
     }
     return LiveRequest(request_id=request_id, **(values | fields))
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 
-from pdserve.core.live import LivePhase
+from pdserve.core.live import LivePhases
 from pdserve.top import text
 from pdserve.top.history import History
 from tests.unit.top.given import ended, frame, request, worker
 
 
-def phases(*parts: tuple[str, float]) -> tuple[LivePhase, ...]:
-    begin_s, found = 0.0, []
-    for phase, seconds in parts:
-        found.append(LivePhase(phase=phase, begin_s=begin_s, seconds=seconds))
-        begin_s += seconds
-    return tuple(found)
+def phases(*parts: tuple[str, float]) -> LivePhases:
+    names, seconds = zip(*parts, strict=True)
+    return LivePhases(names, tuple(accumulate(seconds, initial=0.0))[:-1], seconds)
 
 
 def test_a_bar_has_a_letter_for_each_part_of_the_window() -> None:
