@@ -59,7 +59,12 @@ function noticeWorker(old, worker, add) {
   if (old.is_draining && !worker.is_draining) add("resumed", worker, "resumed");
   const preempted = worker.preemptions - old.preemptions;
   if (preempted > 0) add("preempted", worker, `preempted ${preempted === 1 ? "a sequence" : `${preempted} sequences`} for lack of KV blocks`);
-  if (!old.is_drained && worker.is_drained) add("drained", worker, "drained: no requests left");
+  if (!hasDrained(old) && hasDrained(worker)) add("drained", worker, "drained: no requests left");
+}
+
+// Whether an operator has drained it and its last request has ended.
+export function hasDrained(worker) {
+  return worker.is_drained && worker.running + worker.waiting + worker.booked === 0;
 }
 
 // KV transfers per pair of workers that began in the seconds before `atS`: [{pair, from, to, count, bytes, times}].
