@@ -51,17 +51,17 @@ class Bound:
 
     @property
     def most(self) -> int:
-        """No scheduler serves more within their targets."""
+        """The bound: no scheduler serves more requests within their targets."""
         return min(self.alone, self.deadlines, self.periods)
 
     @property
     def limit(self) -> str:
-        """The relaxation that decides."""
+        """The relaxation with the lowest number."""
         found = {"alone": self.alone, "deadlines": self.deadlines, "periods": self.periods}
         return min(found, key=lambda one: found[one])
 
     def share(self, met: int) -> float:
-        """Of the bound; 1 if nothing can be served."""
+        """The share of the bound that `met` is; 1 if nothing can be served."""
         return met / self.most if self.most else 1.0
 
 

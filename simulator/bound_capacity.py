@@ -59,7 +59,7 @@ def least_slowness(config: SimConfig, shape: WorkerShape) -> float:
 
 
 def noise_factor(config: SimConfig) -> float:
-    """The least factor that noise gives a step, but for NOISE_SIGMAS."""
+    """The smallest factor by which noise changes a step's time, NOISE_SIGMAS below the mean."""
     return max(LEAST_FACTOR, 1.0 - NOISE_SIGMAS * config.noise) if config.noise else 1.0
 
 
@@ -73,7 +73,7 @@ def _rates(config: SimConfig, shape: WorkerShape, longest_step: float) -> list[t
         for one in _of(config, shape, WorkerFaultKind.STALL)
         if not any(begin_s <= one.at_s <= end_s for begin_s, end_s in deaths)
     ]
-    # A step that began before it does not have its factor; one that began in it and ends later does.
+    # Steps that began before the fault are not slowed; steps that began during it are, even if they end after it.
     factors = [
         (one.at_s + longest_s / one.factor, one.at_s + one.for_s)
         if one.factor >= 1.0
@@ -92,7 +92,7 @@ def _rates(config: SimConfig, shape: WorkerShape, longest_step: float) -> list[t
 
 
 def _deaths(config: SimConfig, shape: WorkerShape) -> list[tuple[float, float]]:
-    """From when until when there is no worker. A worker that is dead does not die again."""
+    """The periods without a worker. A dead worker does not die again."""
     periods: list[tuple[float, float]] = []
     for one in _of(config, shape, WorkerFaultKind.DIE):
         if not periods or one.at_s > periods[-1][1]:

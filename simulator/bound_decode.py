@@ -1,7 +1,7 @@
-"""What each answer takes at least of the decode workers' time. Pure.
+"""A lower bound on the decode workers' time that each answer takes. Pure.
 
 A step with decode rows takes hidden * D for the weights, and e = r + c * context for each row (simulator.bound_work).
-The rows share hidden * D. Three limits on the number of rows tell how much of it each one takes at least:
+The rows share hidden * D. Three limits on the number of rows give a lower bound on each row's share:
 
     ROWS    a step has at most R rows:                                    hidden * D / R
     MEMORY  the rows of a step hold at most K tokens of KV:               hidden * D * held / K

@@ -35,8 +35,8 @@ def late_in_periods(
     edges: Sequence[float],
     candidates: Iterable[tuple[Sequence[PeriodDemand], Callable[[float], float]]],
 ) -> int:
-    """`edges`: where periods may begin and end, in order. Each candidate is another measure of the work, with its
-    capacity until a time; every one holds, so each period has the best one."""
+    """`edges`: where periods may begin and end, in order. Each candidate is a way to measure work, with the capacity
+    until a time. All of them are valid, so the best one is used for each period."""
     count = len(edges) - 1
     late = [[0] * (count + 1) for _ in range(count)]
     for demands, until in candidates:

@@ -101,7 +101,7 @@ class Work:
 
 
 def costs(config: SimConfig, shapes: Sequence[WorkerShape]) -> Costs:
-    """Each the best of any of these workers."""
+    """Each cost is the lowest of any of these workers."""
     models = [CostModel(shape.cost) for shape in shapes]
     prefill = [model.prefill_coefficients for model in models]
     decode = [model.decode_coefficients for model in models]

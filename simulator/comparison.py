@@ -78,7 +78,7 @@ def rows_of(runs: Iterable[PolicyRun]) -> Iterator[dict[str, Any]]:
     return (as_row(run, row) for run in runs for row in run.result.requests)
 
 
-def highest_held(runs: Iterable[PolicyRun]) -> dict[str, float | None]:
+def highest_sustained(runs: Iterable[PolicyRun]) -> dict[str, float | None]:
     """By policy: the highest tried rate that met the target, as did all lower ones; 0 if none did.
 
     None: that run is too short for a verdict.

@@ -35,7 +35,7 @@ def attainment_chart(runs: Sequence[PolicyRun]) -> Drawing:
         Axis(low=0.0, high=1.05 * most_rps or 1.0, label="requests per second that arrived"),
         Axis(low=0.0, high=1.0, label="met both targets", unit="%"),
         title="share of requests that met both targets, by rate of arrival",
-        rules=[Rule(at=TARGET, label=f"{TARGET:.0%}: the rate holds")],
+        rules=[Rule(at=TARGET, label=f"{TARGET:.0%}: the rate is sustained")],
         width=HALF,
         height=300,
     )
@@ -95,7 +95,7 @@ def share_chart(
     )
 
 
-TIMELINE_COLOURS: Final = (6, 3)  # different from the colours of the first policies, which have another meaning
+TIMELINE_COLOURS: Final = (6, 3)  # must differ from the colours of the first policies
 TIMELINES: Final[tuple[tuple[str, tuple[tuple[str, Callable[[Sample], float]], ...]], ...]] = (
     ("queued requests", (("queued", lambda one: one.queued),)),
     ("running requests, and rows that decode", (("running", lambda one: one.running), ("rows", lambda one: one.rows))),
@@ -103,7 +103,7 @@ TIMELINES: Final[tuple[tuple[str, tuple[tuple[str, Callable[[Sample], float]], .
         "busy workers",
         (("prefill", lambda one: one.busy_prefills), ("decode", lambda one: one.busy_decodes)),
     ),
-    ("KV of decode workers that is held", (("KV", lambda one: one.kv_share),)),
+    ("KV memory of decode workers in use", (("KV", lambda one: one.kv_share),)),
 )
 
 

@@ -46,7 +46,7 @@ class StepRun:
         return self.since_s + self.times.after(steps) * self.jitter
 
     def steps_by(self, now_s: float) -> int:
-        """The number of the step that is running or ends now."""
+        """The number, in this run, of the step that is running or ends now."""
         return self.times.steps_until((now_s - self.since_s) / self.jitter)
 
 
@@ -139,8 +139,8 @@ class DecodeMachine(Machine):
             self._settle()  # the steps so far are applied
         super().cancel(key)
 
-    def note(self) -> None:
-        super().note()
+    def update_tally(self) -> None:
+        super().update_tally()
         preemptions = self._batching.num_preemptions
         self.tally.row.preemptions += preemptions - self._noted_preemptions
         self._noted_preemptions = preemptions
@@ -170,7 +170,7 @@ class DecodeMachine(Machine):
         assert run is not None
         if run.count > 1 and run.border == 0:
             under_way = run.steps_by(self.agenda.now_s)
-            if under_way < run.count:  # otherwise the end of the run reads the inbox
+            if under_way < run.count:  # otherwise the inbox is read at the end of the run
                 run.border = under_way
                 self.agenda.at(run.end_of(under_way), self._at_border, run)
 
@@ -181,7 +181,7 @@ class DecodeMachine(Machine):
         if self.is_stalled:
             self.agenda.at(self.stalled_until_s, self._at_border, run)
             return
-        self.note()
+        self.update_tally()
         changes = self._batching.num_changes
         self.read_inbox()
         if self._run is None:  # a message cannot be processed before the run's steps are applied
@@ -224,7 +224,7 @@ class DecodeMachine(Machine):
         if self.is_stalled:
             self.agenda.at(self.stalled_until_s, self._ended, run, count)
             return
-        self.note()
+        self.update_tally()
         self._settle()
         self.read_inbox()
         self._changed()
@@ -264,7 +264,7 @@ class DecodeMachine(Machine):
     def _report(self, rows: Iterable[pr.TokenRow]) -> None:
         """Sends the unreported tokens of the attempts of `rows`, one message per router."""
         for router, full in self._unreported.take(rows).items():
-            self.tell(router, pr.TokensArrived(worker_id=self.shape.worker_id, rows=tuple(full)))
+            self.send_event(router, pr.TokensArrived(worker_id=self.shape.worker_id, rows=tuple(full)))
 
     # -- effects -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""One simulated router: RouterState, the requests whose clients wait, and commands that become future events. Pure."""
+"""One simulated router: RouterState, the requests in progress, and its commands as future events. Pure."""
 
 from __future__ import annotations
 

@@ -71,30 +71,30 @@ class Probe:
         else:
             self.num_met += 1
             self.prompt_tokens_met += row.prompt_tokens
-        return self.can_hold
+        return self.can_meet
 
     @property
     def num_missed(self) -> int:
         return self.misses.total()
 
     @property
-    def can_hold(self) -> bool:
-        """The target can still be reached, or was. Compared in rows, to avoid rounding."""
+    def can_meet(self) -> bool:
+        """Whether the target was reached or still can be. Compares numbers of rows, which avoids rounding."""
         return self.num_rows - self.num_missed >= math.ceil(self.target * self.num_rows - 1e-9)
 
     @property
-    def has_held(self) -> bool:
-        return self.is_whole and self.can_hold
+    def has_met(self) -> bool:
+        return self.is_whole and self.can_meet
 
     @property
     def attainment(self) -> float:
-        """For a stopped run: what it could have reached at best."""
+        """For a stopped run, the highest attainment that it could have reached."""
         return (self.num_rows - self.num_missed) / self.num_rows
 
     @property
     def token_attainment(self) -> float:
-        """Share of prompt tokens whose requests met both targets: the goal allows a policy to give up the longest
-        prompts."""
+        """Share of prompt tokens whose requests met both targets. The share of requests alone would favour a policy
+        that gives up the longest prompts."""
         return self.prompt_tokens_met / max(1, self.prompt_tokens)
 
     @property
@@ -166,7 +166,7 @@ class HighestRate:
         return self.missed.limit if self.missed is not None else ""
 
     def shortage(self, slo_ttft_s: float, num_runs: int = 1) -> Shortage | None:
-        """What the runs lack to support this answer; None: nothing."""
+        """Why the runs are too short to support this answer; None: they are long enough."""
         one = self.held or self.missed
         assert one is not None
         if self.held is None and (self.is_bound or surely_misses(one.num_rows - one.num_missed, one.num_rows)):
@@ -225,23 +225,23 @@ def find_goodput(
     begin = floor * (1.0 + tolerance) if floor > 0.0 else first
     lowest, highest = min(begin, first) / TRICKLE, first * TRICKLE
     here = probe(begin)
-    if floor > 0.0 and not here.has_held:
+    if floor > 0.0 and not here.has_met:
         return answer(None, here, is_bound=True)
-    held, missed = (here, None) if here.has_held else (None, here)
+    held, missed = (here, None) if here.has_met else (None, here)
     while missed is None:
         assert held is not None
         if held.scale >= highest:
             return answer(held, None)
         here = probe(min(held.scale * step, highest))
-        held, missed, step = (here, None, min(step * STEP, 2.0)) if here.has_held else (held, here, step)
+        held, missed, step = (here, None, min(step * STEP, 2.0)) if here.has_met else (held, here, step)
     while held is None:
         if missed.scale <= lowest:
             return answer(None, missed)
         here = probe(max(missed.scale / step, lowest))
-        held, missed, step = (here, missed, step) if here.has_held else (None, here, min(step * STEP, 4.0))
+        held, missed, step = (here, missed, step) if here.has_met else (None, here, min(step * STEP, 4.0))
     while missed.scale > held.scale * (1.0 + tolerance):
         here = probe(math.sqrt(held.scale * missed.scale))
-        held, missed = (here, missed) if here.has_held else (held, here)
+        held, missed = (here, missed) if here.has_met else (held, here)
     return answer(held, missed)
 
 
@@ -263,7 +263,7 @@ def runner(
         for number, window in enumerate(windows):
             seeded = dataclasses.replace(config, seed=config.seed + number)
             result = simulate(Reshaped(window, rate_scaled(scale)), seeded, lambda row: probe.count(row) or to_end)
-            if not probe.can_hold and not to_end:
+            if not probe.can_meet and not to_end:
                 probe.is_whole = False
                 break
             # Requests that never ended were not counted in any row.

@@ -49,7 +49,7 @@ class LayoutPlan:
 
     @property
     def disaggregates(self) -> bool:
-        """Whether the best disaggregated layout gains more than MARGIN, which its network must earn."""
+        """Whether the best disaggregated layout gains more than MARGIN, which must pay for its network."""
         if self.top.is_colocated or not self.is_attainable:
             return False
         return self.ratio is None or self.ratio > 1.0 + MARGIN
@@ -97,8 +97,9 @@ def limiting_target(
 ) -> str:
     """The target that limits this layout at `scale`, a rate that it misses: "ttft", "tpot" or "both".
 
-    Each target in turn is relaxed by RELAXED, and the one whose relaxation serves more requests limits. Counting
-    missed targets would not tell: a router that foresees a miss rejects the request before it has either time.
+    Each target in turn is relaxed by RELAXED; the limiting one is that whose relaxation serves more requests. Missed
+    targets cannot be counted instead, because a router that predicts a miss rejects the request before it has a TTFT
+    or a TPOT.
     """
     slo = question.slo
     met = []
@@ -120,7 +121,7 @@ def verdict(plan: LayoutPlan, limits: Mapping[Layout, str]) -> str:
     top = plan.top
     if not plan.is_attainable:
         return plan.found[top].verdict
-    held = f"{top.text} holds {plan.found[top].verdict}"
+    held = f"{top.text} sustains {plan.found[top].verdict}"
     if plan.disaggregates:
         if colocated is None or plan.ratio is None:
             return f"disaggregate: {held}, and no colocated layout meets these targets at any rate"
@@ -129,14 +130,14 @@ def verdict(plan: LayoutPlan, limits: Mapping[Layout, str]) -> str:
             f"which {_limit(limits, colocated)}"
         )
     assert colocated is not None
-    held = f"{colocated.text} holds {plan.found[colocated].verdict}"
+    held = f"{colocated.text} sustains {plan.found[colocated].verdict}"
     if apart is None:
         return f"do not disaggregate: {held}; there is no disaggregated layout of these GPUs"
     if plan.ratio is None:
         return f"do not disaggregate: {held}, and {apart.text} meets these targets at no rate"
     return (
-        f"do not disaggregate: {held}; the best disaggregated layout, {apart.text}, holds {plan.ratio:.2f} times that, "
-        f"and {_limit(limits, apart)} it"
+        f"do not disaggregate: {held}; the best disaggregated layout, {apart.text}, "
+        f"sustains {plan.ratio:.2f} times that, and {_limit(limits, apart)} it"
     )
 
 

@@ -68,15 +68,15 @@ def all_layouts(gpus: int, prefill_degrees: Iterable[int], decode_degrees: Itera
 
 
 def by_degrees(layouts: Sequence[Layout]) -> list[list[Layout]]:
-    """Those of equal degrees together, ordered by the number of prefill workers; on each list goodput has one peak."""
+    """A list for each pair of degrees, ordered by the number of prefill workers. Goodput has one peak on each list."""
     return [list(group) for _, group in groupby(layouts, key=lambda one: (one.prefill_degree, one.decode_degree))]
 
 
 def usable_layouts(
     gpus: int, profiles: Mapping[int, Profile], requests: Iterable[TraceRequest], block_size: int
 ) -> list[Layout]:
-    """The layouts whose workers hold the requests. A decode worker must have KV memory for TARGET of the requests,
-    prompt and answer, and a prefill worker for that share of the prompts: otherwise no rate can be sustained.
+    """The layouts whose workers have enough KV memory: TARGET of the requests must each fit on a decode worker, prompt
+    and answer, and that share of the prompts on a prefill worker. Otherwise no rate can be sustained.
 
     Raises ConfigError if there is none, with the reason.
     """
@@ -95,7 +95,7 @@ def usable_layouts(
     layouts = all_layouts(gpus, [one for one, capacity in capacities.items() if capacity >= prompt], decode)
     if not layouts:
         fitting = ", ".join(map(str, decode))
-        raise ConfigError("gpus", gpus, f"a multiple of a degree whose memory holds the requests: {fitting}")
+        raise ConfigError("gpus", gpus, f"a multiple of a degree whose memory fits the requests: {fitting}")
     return layouts
 
 

@@ -35,13 +35,13 @@ class Environment:
     agenda: Agenda
     config: SimConfig
     network: Network
-    tell: Callable[[int, events.Event], None]  # a router, by its number
+    send_event: Callable[[int, events.Event], None]  # a router, by its number
     cache_changed: Callable[[str, str, CacheChange], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A router's command to a worker, with the request data that the runtime adds."""
+    """A router's command to a worker, with the data of the request that the runtime adds."""
 
     key: AttemptKey
     names: BlockNames
@@ -134,12 +134,12 @@ class Machine(ABC):
         """Workers that exist before the first request are known immediately."""
         delay_s = self.env.config.message_s if self.agenda.now_s > 0.0 else 0.0
         for router in range(self.env.config.num_routers):
-            self.agenda.after(delay_s, self.env.tell, router, self.hello())
+            self.agenda.after(delay_s, self.env.send_event, router, self.hello())
         self._beat(self.load())
         self.agenda.after(self.env.config.heartbeat_s or IDLE_BEAT_S, self._tick)
 
     def die(self) -> None:
-        self.note()
+        self.update_tally()
         self.is_dead = True
         self.inbox.clear()
         self.env.network.cut(self)
@@ -148,8 +148,8 @@ class Machine(ABC):
         self.stalled_until_s = max(self.stalled_until_s, self.agenda.now_s + for_s)
 
     def change_speed(self) -> None:
-        """Called before it changes."""
-        self.num_timed = 0  # what was learned is invalid
+        """Called before the speed changes."""
+        self.num_timed = 0  # the learned cost is no longer valid
 
     @property
     def is_stalled(self) -> bool:
@@ -167,7 +167,7 @@ class Machine(ABC):
             self.inbox.append((action, details))
             self._interrupt()
         else:
-            self.note()
+            self.update_tally()
             action(*details)
             self._changed()
             self._go()
@@ -195,7 +195,7 @@ class Machine(ABC):
 
     def moving(self, key: AttemptKey) -> None:
         """The transfer into granted blocks has begun."""
-        self.note()
+        self.update_tally()
         self.unstrand(key)
 
     def received(
@@ -229,13 +229,13 @@ class Machine(ABC):
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def tell(self, router: int, event: events.Event) -> None:
-        self.agenda.after(self.env.config.message_s, self.env.tell, router, event)
+    def send_event(self, router: int, event: events.Event) -> None:
+        self.agenda.after(self.env.config.message_s, self.env.send_event, router, event)
 
     def forward(self, message: pr.AttemptMessage) -> None:
         """Sends the message to the router of its attempt. There, the attempt's key has the worker's id."""
         theirs = message.key._replace(peer=self.shape.worker_id)
-        self.tell(message.key.router, replace(message, key=theirs))
+        self.send_event(message.key.router, replace(message, key=theirs))
 
     def act_on(self, effect: Any) -> None:
         """Carries out the effects that both roles have."""
@@ -251,7 +251,7 @@ class Machine(ABC):
             case fx.TransferCancelled():
                 pass  # for the statistics of a real worker
             case _:
-                raise AssertionError(f"nobody carries out {type(effect).__name__}")
+                raise AssertionError(f"no code carries out {type(effect).__name__}")
 
     # -- reports -------------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class Machine(ABC):
         self.num_timed += 1
         event = account.timed(step_s, self.shape.worker_id)
         for router in range(self.env.config.num_routers):
-            self.tell(router, event)
+            self.send_event(router, event)
         return True
 
     def strand(self, key: AttemptKey, num_blocks: int) -> None:
@@ -275,8 +275,8 @@ class Machine(ABC):
     def unstrand(self, key: AttemptKey) -> None:
         self._num_stranded -= self.stranded.pop(key, 0)
 
-    def note(self) -> None:
-        """Brings the worker's statistics up to now. Called before the held memory changes."""
+    def update_tally(self) -> None:
+        """Updates the worker's statistics to the present time. Called before the memory in use changes."""
         size = self.block_size
         self.tally.kv_held(self.agenda.now_s, self.blocks.num_referenced * size, self._num_stranded * size)
 
@@ -326,4 +326,4 @@ class Machine(ABC):
             is_draining=self.batching.is_draining,
         )
         for router in range(self.env.config.num_routers):
-            self.tell(router, report)
+            self.send_event(router, report)

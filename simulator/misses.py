@@ -28,10 +28,10 @@ def why(row: RequestRow) -> str:
     """One sentence."""
     if row.outcome == "rejected":
         after_s = (row.ended_s or row.arrival_s) - row.arrival_s
-        again = f"; asked to come again after {_time(row.retry_after_s)}" if row.retry_after_s is not None else ""
-        return f"rejected {_time(after_s)} after it came{again}"
+        again = f"; told to retry after {_time(row.retry_after_s)}" if row.retry_after_s is not None else ""
+        return f"rejected {_time(after_s)} after its arrival{again}"
     if row.outcome not in ("late", "served"):
-        lived = "" if row.ended_s is None else f" {_time(row.ended_s - row.arrival_s)} after it came"
+        lived = "" if row.ended_s is None else f" {_time(row.ended_s - row.arrival_s)} after its arrival"
         return f"{row.outcome}{lived}, with {row.tokens} of {row.output_tokens} tokens"
     parts = []
     if not is_in_time_ttft(row) and row.ttft_s is not None:

@@ -121,7 +121,7 @@ class SimConfig:
     workers: tuple[WorkerShape, ...]
     slo: Slo
     router: RouterSettings = field(default_factory=RouterSettings)
-    num_routers: int = 1  # requests go to each in turn; each sees the others' work only by the workers' reports
+    num_routers: int = 1  # requests go to each in turn; each learns of the others' work only from the workers' reports
     block_size: int = 512  # tokens of one KV block; must divide the trace's block_tokens if it has any
     seed: int = 0
     noise: float = 0.0  # relative standard deviation of a step's time
@@ -130,8 +130,8 @@ class SimConfig:
     index_delay_s: float = 0.01  # until the prefix index has a worker's new blocks
     report_s: float = 0.25  # a decode worker's tokens are reported in batches, at most this late
     deadline_s: float | None = None
-    # max_tokens if the trace has none; a multiple of it for longer answers. Routers plan with it: the answer's length
-    # would reveal what a router cannot know.
+    # max_tokens if the trace has none; a multiple of it for longer answers. Routers plan with it, because the answer's
+    # length would reveal what a router cannot know.
     max_tokens: int = 4096
     faults: tuple[WorkerFault, ...] = ()
     tenants: tuple[Tenant, ...] = ()  # with quotas, in each router; requests of others have none
@@ -194,7 +194,7 @@ class RequestRow:
 
     @property
     def has_met_slo(self) -> bool:
-        """The whole answer came and met both targets."""
+        """Whether the whole answer was received within both targets."""
         return self.outcome == "served"
 
 

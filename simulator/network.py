@@ -20,7 +20,7 @@ from simulator.model import NetworkLink
 
 
 class End(Protocol):
-    """What a transfer needs from a worker."""
+    """The interface of a worker that a transfer uses."""
 
     link: NetworkLink
     flows: dict[TransferKey, Transfer]
@@ -34,7 +34,7 @@ class End(Protocol):
         """Every block has arrived and was verified."""
 
     def not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
-        """The transfer ended incomplete, and there are no writers any more."""
+        """The transfer ended incomplete, and nothing writes to the blocks any more."""
 
     def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float = 0.0) -> None:
         """The source blocks are no longer read. If complete, it arrived `exposed_s` after its last push."""
@@ -42,7 +42,7 @@ class End(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedGrant:
-    """What a simulated prefill worker needs of a grant. Routers carry it as bytes, as they do a real one."""
+    """The part of a grant that a simulated prefill worker needs. Routers forward it as bytes, like a real one."""
 
     key: TransferKey
     worker_id: str
@@ -72,11 +72,11 @@ class Transfer:
     sender: End | None = None
     sender_key: AttemptKey | None = None
     latency_s: float = 0.0
-    pushed: deque[tuple[int, int]] = field(default_factory=deque)  # chunks that are not being sent yet
+    pushed: deque[tuple[int, int]] = field(default_factory=deque)  # chunks that wait to be sent
     chunk: tuple[int, int] | None = None  # the chunk that is being sent
     left_bytes: float = 0.0  # of it
     bytes_per_s: float = 0.0
-    as_of_s: float = 0.0  # time at which left_bytes was valid
+    as_of_s: float = 0.0  # time at which `left_bytes` was computed
     turn: int = 0  # invalidates earlier predictions of the end
     began_s: float | None = None
     chunk_began_s: float = 0.0
@@ -118,7 +118,7 @@ class Network:
         transfer.inward.handle(Event.ABORTED, "aborted by the receiver")
         self._still(transfer)
         if transfer.inward.has_ended:
-            self._tell_receiver(transfer)
+            self._report_to_receiver(transfer)
         else:  # the chunk in flight arrives first
             self._agenda.after(transfer.latency_s, self._receiver_ends, transfer)
         self._agenda.after(transfer.latency_s, self._sender_ends, transfer, Event.CANCELLED, "the receiver gave up")
@@ -253,9 +253,9 @@ class Network:
         if fault is not None:
             inward.handle(fault, error)
         inward.writer_gone()
-        self._tell_receiver(transfer)
+        self._report_to_receiver(transfer)
 
-    def _tell_receiver(self, transfer: Transfer) -> None:
+    def _report_to_receiver(self, transfer: Transfer) -> None:
         inward = transfer.inward
         transfer.receiver.not_received(transfer.receiver_key, transfer.key, inward.error or inward.state.value)
         self._forget_if_over(transfer)

@@ -5,8 +5,8 @@ Every split runs the same requests, with their full distribution of lengths, and
 disaggregation.
 
 There are two searches. `sweep` covers all splits, coarse to fine, and gives a curve; its rounds can run in parallel,
-and the answer does not depend on the number of processes. `climb` finds only the best split, and tests of each other
-split only whether it sustains a higher rate than the best so far.
+and the answer does not depend on the number of processes. `climb` finds only the best split; of each other split it
+tests only whether that sustains a higher rate than the best so far.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanDemand:
-    """Mean seconds that one request takes of one worker without waiting, from which a search begins."""
+    """Mean seconds of a worker's time that one request needs, without waiting. A search begins from it."""
 
     prefill_s: float
     decode_s: float
@@ -91,7 +91,7 @@ class MeanDemand:
 
 
 def demand(question: Question) -> MeanDemand:
-    """Over the whole distribution, without caches, with as many rows per decode step as fit."""
+    """The mean over the whole distribution, without caches, with as many rows per decode step as fit."""
     decoding = question.decode_profile or question.profile
     cost, decode, num_requests, prefill_s, decode_s, context = question.profile.cost, decoding.cost, 0, 0.0, 0.0, 0.0
     for one in question.windows[0]:
@@ -173,21 +173,21 @@ def climb(num_workers: int, splits: range, begin: int, evaluate: Evaluate) -> Pl
     """Runs 0:K if it is one of `splits`, then goes from `begin` towards more goodput, in steps that halve."""
     curve: dict[int, HighestRate] = {}
 
-    def ask(one: int) -> None:
+    def measure_split(one: int) -> None:
         floor = max((seen.scale for seen in curve.values()), default=0.0)
         [curve[one]] = evaluate([one], floor)
 
     if 0 in splits:
-        ask(0)
+        measure_split(0)
     top, step = min(max(begin, 1), splits[-1]), max(1, len(splits) // 4)
     if top:
-        ask(top)
+        measure_split(top)
     while step:
         found = next(iter(_near(top, step, splits, curve)), None)
         if found is None:
             step //= 2
             continue
-        ask(found)
+        measure_split(found)
         top = _top(curve)
     return Plan(num_workers=num_workers, curve=curve)
 
@@ -207,11 +207,11 @@ def _top(curve: Mapping[int, HighestRate]) -> int:
 
 
 def workers_for(
-    rate_rps: float, plan: Plan, holds: Callable[[int, int], bool], most: int = MAX_WORKERS
+    rate_rps: float, plan: Plan, sustains: Callable[[int, int], bool], most: int = MAX_WORKERS
 ) -> tuple[int, int] | None:
     """The fewest workers, as (prefill, decode), that sustain `rate_rps` in simulation; None: not even `most` do.
 
-    `holds(num_prefill, num_decode)` runs it. The search begins with the plan's best split, scaled to the rate, and
+    `sustains(num_prefill, num_decode)` runs it. The search begins with the plan's best split, scaled to the rate, and
     keeps its proportion, give or take one worker.
     """
     if not 0.0 < rate_rps < math.inf:
@@ -225,7 +225,7 @@ def workers_for(
         if count not in found:
             middle = round(share * count)
             tries = [one for one in (middle, middle + 1, middle - 1) if 0 <= one < count] if share else [0]
-            found[count] = next(((one, count - one) for one in tries if holds(one, count - one)), None)
+            found[count] = next(((one, count - one) for one in tries if sustains(one, count - one)), None)
         return found[count]
 
     per_worker = plan.curve[plan.advice].rate_rps / plan.num_workers

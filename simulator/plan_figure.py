@@ -28,7 +28,7 @@ class PlannedLayout:
 def plan_figure(layouts: Sequence[PlannedLayout], slo: Slo, *, title: str, caption: Sequence[str]) -> Figure:
     """`layouts` in the order in which they are shown. `caption` names the profile, the machine, the commit and the
     seed."""
-    panels = [_rates(layouts), frontier_panel(_best(layouts), slo, "at the highest rate that was held")]
+    panels = [_rates(layouts), frontier_panel(_best(layouts), slo, "at the highest rate that was sustained")]
     return Figure(title=title, caption=caption, panels=[one for one in panels if one is not None])
 
 
@@ -61,8 +61,8 @@ def _bar(one: PlannedLayout) -> NamedBar:
         text=f"{'< ' if is_bound else ''}{value:.3g}",
         is_bound=is_bound,
         colour=COLOCATED if one.is_colocated else DISAGGREGATED,
-        held=[probe.rate_rps for probe in found.probes if probe.has_held],
-        missed=[probe.rate_rps for probe in found.probes if not probe.has_held and probe.rate_rps <= _FAR * value],
+        held=[probe.rate_rps for probe in found.probes if probe.has_met],
+        missed=[probe.rate_rps for probe in found.probes if not probe.has_met and probe.rate_rps <= _FAR * value],
     )
 
 

@@ -107,7 +107,7 @@ class PrefillMachine(Machine):
         if self.is_stalled:
             self.agenda.at(self.stalled_until_s, self._ended, step)
             return
-        self.note()
+        self.update_tally()
         self._step = None
         self.num_steps += 1
         step_s = now_s - self._started_s

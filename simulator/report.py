@@ -13,11 +13,11 @@ from pdserve.plot.figure import caption as caption_html
 from pdserve.plot.figure import section
 from pdserve.plot.marks import Legend, line_legend
 from pdserve.plot.page import document, key, legend, table, tiles
-from simulator.comparison import TARGET, PolicyRun, highest_held
+from simulator.comparison import TARGET, PolicyRun, highest_sustained
 from simulator.curves import TIMELINE_COLOURS, TIMELINES, colours, timeline
 from simulator.figures import caption, focused, panels
 from simulator.misses import why, worst
-from simulator.tables import details, held_text, line, seconds, short_note
+from simulator.tables import details, line, seconds, short_note, sustained_text
 
 _WORST: Final = 20
 _LEFT: Final = ("policy", "time", "path", "workers")  # columns of text
@@ -58,7 +58,7 @@ def _runs(runs: Sequence[PolicyRun]) -> str:
     rows = [[key(colour_of[run.policy]) + safe(run.policy), *map(safe, line(run)[1:])] for run in runs]
     held = ""
     if len({run.rate_scale for run in runs}) > 1:
-        best = ", ".join(f"{policy} {held_text(rate)}" for policy, rate in highest_held(runs).items())
+        best = ", ".join(f"{policy} {sustained_text(rate)}" for policy, rate in highest_sustained(runs).items())
         note = short_note(runs)
         said = f"Highest of these rates that held with {TARGET:.0%} of the requests: {best}. {note}"
         held = f"<p>{safe(said.strip())}</p>"

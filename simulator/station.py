@@ -42,7 +42,7 @@ class Station:
                 machine.die()
                 lost = WorkerLost(worker_id=self._shape.worker_id, reason="it died")
                 for router in range(self._env.config.num_routers):
-                    machine.tell(router, lost)
+                    machine.send_event(router, lost)
                 if fault.for_s < math.inf:
                     agenda.after(fault.for_s, self.start)
             case WorkerFaultKind.SLOW:
@@ -64,4 +64,4 @@ class Station:
     def finish(self) -> None:
         """The statistics up to now."""
         if self.machine is not None:
-            self.machine.note()
+            self.machine.update_tally()

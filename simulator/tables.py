@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from simulator.comparison import TARGET, PolicyRun, highest_held
+from simulator.comparison import TARGET, PolicyRun, highest_sustained
 from simulator.sufficiency import surely_misses
 
 _TIMES = ("TTFT p50", "p99", "TPOT p50", "p99")
@@ -26,13 +26,13 @@ def render(runs: Sequence[PolicyRun], cluster: str) -> str:
         lines += ["", *details(first)]
     elif len({run.rate_scale for run in runs}) > 1:
         lines += ["", f"highest of these rates at which {TARGET:.0%} of the requests met both targets:"]
-        lines += [f"  {policy}: {held_text(held)}" for policy, held in highest_held(runs).items()]
+        lines += [f"  {policy}: {sustained_text(held)}" for policy, held in highest_sustained(runs).items()]
         if note := short_note(runs):
             lines.append(note)
     return "\n".join(lines)
 
 
-def held_text(rate_rps: float | None) -> str:
+def sustained_text(rate_rps: float | None) -> str:
     return "no verdict" if rate_rps is None else f"{rate_rps:.3g} requests/s"
 
 
@@ -50,7 +50,7 @@ def short_note(runs: Sequence[PolicyRun]) -> str:
     times = math.ceil(worst.needed_requests / max(worst.requests, 1))
     return (
         f"no verdict on {count(len(short), 'run')}, which are too short; for example {worst.text}\n"
-        f"for one, make the trace {times} times as long (--duration of a built-in workload)"
+        f"for a verdict, make the trace {times} times as long (--duration of a built-in workload)"
     )
 
 

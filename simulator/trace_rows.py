@@ -4,7 +4,7 @@ Mooncake JSONL: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (o
 
 Azure CSV: `TIMESTAMP` (date and time), `ContextTokens`, `GeneratedTokens`; columns in any order, others ignored.
 
-An invalid row is an error and never skipped, because a trace with gaps is another trace.
+An invalid row is an error and is never skipped, because a trace with gaps is a different trace.
 """
 
 from __future__ import annotations

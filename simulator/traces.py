@@ -105,4 +105,4 @@ class FileTrace:
         except OSError as error:
             raise ConfigError("trace", self._path, f"a file that can be read ({error.strerror})") from None
         except UnicodeDecodeError:
-            raise TraceError(self.name, line + 1, "row", "bytes that are no UTF-8", "a text file") from None
+            raise TraceError(self.name, line + 1, "row", "bytes that are not UTF-8", "a text file") from None

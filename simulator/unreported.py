@@ -13,7 +13,7 @@ from simulator.prompts import TOKEN
 
 @dataclass(slots=True)
 class _Tokens:
-    """Of one attempt."""
+    """The tokens of one attempt."""
 
     output_index: int  # of the first
     count: int

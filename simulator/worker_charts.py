@@ -1,4 +1,4 @@
-"""Timelines of workers: what their time went to, and the requests that they served. Pure."""
+"""Timelines of workers: how they spent their time, and which requests they served. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REQUEST_KINDS: Final = (WAIT, PREFILL, TRANSFER, DECODE, LOST)
 
 
 def steps_panel(run: PolicyRun, *, is_folded: bool = False) -> Panel | None:
-    """What each worker's time went to, over the whole run. None: nothing was recorded."""
+    """How each worker spent its time, over the whole run. None: nothing was recorded."""
     workers = [one for one in run.result.workers if any(map(any, one.shares))]
     if not workers:
         return None

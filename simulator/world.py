@@ -26,7 +26,7 @@ from simulator.prompts import block_names
 from simulator.samples import Samples
 from simulator.station import Station
 
-LONGEST_S: Final = 86_400.0  # after the last arrival; requests that have not ended by then never will
+LONGEST_S: Final = 86_400.0  # after the last arrival; requests that have not ended by then will never end
 SETTLE_S: Final = 300.0  # after the last request has ended, for workers to release memory
 
 OnEnded = Callable[[RequestRow], bool]
@@ -51,7 +51,7 @@ def simulate(
 
 @final
 class World:
-    """One run. Separate from `simulate` so that callers can inspect it afterwards."""
+    """One run. A class of its own, so that callers can inspect it afterwards."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class World:
             agenda=self.agenda,
             config=config,
             network=self.network,
-            tell=self._tell,
+            send_event=self._send_event,
             cache_changed=self._cache_changed,
         )
         self.fronts = [
@@ -187,7 +187,7 @@ class World:
             if request.cancel_after_s is not None and not request.cancel_after_s >= 0.0:
                 raise ConfigError(f"{where}.cancel_after_s", request.cancel_after_s, "at least 0")
             if request.block_ids and not self._block_tokens:
-                raise ConfigError(f"{where}.block_ids", "ids", "a trace that says how many tokens one stands for")
+                raise ConfigError(f"{where}.block_ids", "ids", "a trace with the number of tokens per id")
             yield number, request
 
     def _next_arrival(self) -> None:
@@ -223,7 +223,7 @@ class World:
     def _machine(self, worker_id: str) -> Machine | None:
         return self.stations[worker_id].machine
 
-    def _tell(self, router: int, event: Event) -> None:
+    def _send_event(self, router: int, event: Event) -> None:
         if isinstance(event, WorkerLost) and router == 0:
             self._forget_cache(event.worker_id)
         self.fronts[router].submit(event)

@@ -196,7 +196,7 @@ def open_rank(
 
     if num_blocks is None:
         assert meter is not None
-        agree = int if ranks is None else ranks.least
+        agree = int if ranks is None else ranks.minimum
         use = measure_use(
             meter,
             str(device),

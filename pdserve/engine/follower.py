@@ -97,7 +97,7 @@ def obey(ranks: Ranks, engine: TorchEngine, replaying: GraphEngine | None, serve
     `replaying` if the steps run as graphs.
     """
     while True:
-        order = ranks.hear()
+        order = ranks.receive_order()
         if order[0] != STEP:
             return 0
         rows_at = 2 + order[1]

@@ -51,10 +51,10 @@ class Decoder:
         """Whether this rank samples the tokens."""
         return self._ranks is None or self._ranks.shard.rank == 0
 
-    def spread(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor) -> None:
         """Replaces every rank's tensor by the leader's."""
         if self._ranks is not None:
-            self._ranks.spread(x)
+            self._ranks.broadcast(x)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,7 +106,7 @@ class Decoder:
             return self._plain_head.into(x_TE, out_TV)
         logits_TV = self._weights.head(x_TE)
         if self._ranks is not None:
-            logits_TV = self._ranks.join(logits_TV.float(), [end - begin for begin, end in self._tokens_of])
+            logits_TV = self._ranks.concat_columns(logits_TV.float(), [end - begin for begin, end in self._tokens_of])
         logits_TV = logits_TV.float() if out_TV is None else out_TV.copy_(logits_TV)
         softcap = self._config.logit_softcap
         return logits_TV if softcap is None else logits_TV.div_(softcap).tanh_().mul_(softcap)

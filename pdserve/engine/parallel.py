@@ -121,7 +121,7 @@ class _Leading:
     def _order_step(self, words: Words) -> None:
         self._is_sent = True
         head = np.array([STEP, *self._begun_words()], np.int64)
-        self._ranks.tell(np.concatenate([head, np.asarray(words, np.int64)]))
+        self._ranks.send_order(np.concatenate([head, np.asarray(words, np.int64)]))
 
     def _begun_words(self) -> list[int]:
         """The number of values that follow, then the blocks that were reassigned since the last step, each with its
@@ -132,7 +132,7 @@ class _Leading:
     def close(self) -> None:
         try:
             if not self._broken:
-                self._ranks.tell([STOP])
+                self._ranks.send_order([STOP])
         except RuntimeError:
             log.warning("a tensor-parallel rank was gone already")
         for follower in self._followers:

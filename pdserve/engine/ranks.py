@@ -81,19 +81,19 @@ class Ranks:
         self._tensors.allreduce([x]).wait()
         return x
 
-    def join(self, x_TW: Tensor, widths: Sequence[int]) -> Tensor:
-        """All ranks' columns beside each other, [T, sum of widths]; rank r has widths[r] of them."""
+    def concat_columns(self, x_TW: Tensor, widths: Sequence[int]) -> Tensor:
+        """Concatenates the columns of all ranks: [T, sum of widths]; rank r has widths[r] of them."""
         widest = max(widths)
         mine = F.pad(x_TW, (0, widest - x_TW.shape[1])) if x_TW.shape[1] < widest else x_TW.contiguous()
         parts = [torch.empty_like(mine) for _ in widths]
         self._tensors.allgather([parts], [mine]).wait()
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
-    def spread(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor) -> None:
         """Replaces the tensor by the leader's."""
         self._tensors.broadcast([x], _from_leader()).wait()
 
-    def least(self, count: int) -> int:
+    def minimum(self, count: int) -> int:
         """The minimum over all ranks."""
         one = torch.tensor([count], dtype=torch.int64)
         options = _dist.AllreduceOptions()
@@ -101,29 +101,29 @@ class Ranks:
         self._orders.allreduce([one], options).wait()
         return int(one[0])
 
-    def tell(self, words: Sequence[int] | np.ndarray[Any, Any]) -> None:
-        """The leader's order to all others; 64-bit numbers."""
+    def send_order(self, words: Sequence[int] | np.ndarray[Any, Any]) -> None:
+        """Sends the leader's order, 64-bit numbers, to all other ranks."""
         order = torch.zeros(_FIRST_WORDS, dtype=torch.int64)
         body = torch.from_numpy(np.asarray(words, np.int64))
         order[0] = len(words)
         order[1 : 1 + len(words)] = body[: _FIRST_WORDS - 1]
-        self._broadcast(order)
+        self._broadcast_order(order)
         if len(words) >= _FIRST_WORDS:
-            self._broadcast(body[_FIRST_WORDS - 1 :].clone())
+            self._broadcast_order(body[_FIRST_WORDS - 1 :].clone())
 
-    def hear(self) -> list[int]:
+    def receive_order(self) -> list[int]:
         """Waits for the next order without a time limit."""
         order = torch.empty(_FIRST_WORDS, dtype=torch.int64)
-        self._broadcast(order)
+        self._broadcast_order(order)
         num_words = int(order[0])
         words: list[int] = order[1 : 1 + num_words].tolist()
         if num_words >= _FIRST_WORDS:
             rest = torch.empty(num_words - (_FIRST_WORDS - 1), dtype=torch.int64)
-            self._broadcast(rest)
+            self._broadcast_order(rest)
             words += rest.tolist()
         return words
 
-    def _broadcast(self, x: Tensor) -> None:
+    def _broadcast_order(self, x: Tensor) -> None:
         self._orders.broadcast([x], _from_leader()).wait()
 
 

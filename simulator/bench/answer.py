@@ -1,4 +1,4 @@
-"""What the load generator measured of one request. Pure data.
+"""The load generator's measurements of one request. Pure data.
 
 All times are seconds of the generator's clock since its turn began.
 """
@@ -20,7 +20,7 @@ class BenchOutcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchAnswer:
-    """One request. `chunk_s` has the arrival of each part of the answer that carried tokens."""
+    """One request. `chunk_s` has the arrival times of those parts of the answer that contained tokens."""
 
     number: int
     due_s: float  # its arrival time; in a closed loop the time at which it was sent
@@ -37,7 +37,7 @@ class BenchAnswer:
     request_id: str = ""  # the router's; only over gRPC, like the fields below
     prefill_worker: str = ""  # empty if the decode worker prefilled
     decode_worker: str = ""
-    predicted_ttft_s: float | None = None  # when it was placed; only where the benchmark asked for it afterwards
+    predicted_ttft_s: float | None = None  # at placement; only if the benchmark read it afterwards
     predicted_tpot_s: float | None = None
 
     @property
@@ -47,7 +47,7 @@ class BenchAnswer:
 
     @property
     def e2el_s(self) -> float:
-        """From send to the last token, as vLLM's benchmark has it. Only for a completed request."""
+        """From send to the last token, as in vLLM's benchmark. Only for a completed request."""
         return self.chunk_s[-1] - self.sent_s
 
     @property
@@ -64,7 +64,7 @@ class BenchAnswer:
 
     @property
     def lag_s(self) -> float:
-        """How late the generator sent it."""
+        """How late the generator sent the request."""
         return max(self.sent_s - self.due_s, 0.0)
 
     def has_met(self, slo: Slo) -> bool:

@@ -35,7 +35,7 @@ def load_chart(
     unit: str = "",
     rules: Sequence[Rule] = (),
 ) -> Drawing:
-    """A figure of each server by the load: arrivals per second, or requests at once."""
+    """One figure of each server over the load, which is arrivals per second or concurrent requests."""
     is_open = levels[0].level.is_open
     series = []
     for name, colour in colour_of.items():
@@ -54,7 +54,7 @@ def load_chart(
 
 
 def load_of(one: LevelResult) -> float:
-    """Requests at once, or arrivals per second. A trace's own rate is the measured one."""
+    """Concurrent requests, or arrivals per second. For a trace at its own rate, the measured rate."""
     if one.level.concurrency is not None:
         return float(one.level.concurrency)
     if one.level.rate_rps is not None:
@@ -65,8 +65,8 @@ def load_of(one: LevelResult) -> float:
 def distribution_chart(
     shown: Sequence[tuple[str, int, Sequence[float], int]], title: str, *, target_s: float | None = None
 ) -> Drawing | None:
-    """`shown`: name, colour, seconds, and of how many. The share of all whose time was at most x. A curve that ends
-    below 100% is one with requests that failed."""
+    """The share of requests whose time was at most x. `shown`: name, colour, times in seconds, number of requests. A
+    curve ends below 100% if requests failed."""
     every = [one for _, _, values, _ in shown for one in values if one > 0.0]
     if target_s is not None:
         every.append(target_s)
@@ -113,7 +113,7 @@ def timeline_chart(answers: Sequence[BenchAnswer], title: str) -> Drawing | None
 
 
 def workers_chart(answers: Sequence[BenchAnswer], title: str) -> Drawing | None:
-    """The requests on each worker, for a router, which says where it placed them. None: it did not."""
+    """The requests on each worker. None: the server does not report the placement; only a router does."""
     chosen = sorted((one for one in answers if one.decode_worker), key=lambda one: one.sent_s)[:_MOST_PLACED]
     if not chosen:
         return None

@@ -1,4 +1,4 @@
-"""Drives one turn of load: an open loop, whose arrivals wait for no answer, or a closed loop of callers.
+"""Drives one turn of load: an open loop, whose arrivals do not wait for answers, or a closed loop of callers.
 
 An open loop prepares all requests before it begins, and measures how late it sends each. A sampler measures how late
 timers fire meanwhile, because a late event loop also reads answers late. Cancelling a turn ends its requests and
@@ -149,7 +149,7 @@ class _Turn:
         reply = ServerReply(chunk_s=[])
         sent_s = self._now_s()
         try:
-            await self._server.ask(prepared.body, reply)
+            await self._server.send(prepared.body, reply)
         except asyncio.CancelledError:
             reply.outcome = BenchOutcome.INTERRUPTED
             self._add(prepared, reply, sent_s, due_s)

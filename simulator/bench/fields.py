@@ -1,6 +1,6 @@
 """A summary as the fields of `vllm bench serve`, and as the metrics of aiperf's export. Pure.
 
-Times are milliseconds in both. Fields of our own are those that neither has.
+Times are milliseconds in both. `own_fields` are those that neither of the two has.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def own_fields(one: BenchSummary) -> dict[str, Any]:
 
 
 def aiperf_metrics(one: BenchSummary) -> dict[str, Any]:
-    """aiperf's inter-token latency is the mean of a request, which is vLLM's TPOT; its inter-chunk latency is vLLM's
+    """aiperf's inter-token latency is a mean per request, so it is vLLM's TPOT. Its inter-chunk latency is vLLM's
     ITL."""
     found: dict[str, Any] = {
         "request_throughput": _single("requests/sec", one.rate(one.completed)),

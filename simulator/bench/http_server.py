@@ -23,7 +23,7 @@ from pdserve.core.json_text import to_json
 from pdserve.core.urls import has_password, hide_password
 from simulator.bench.answer import BenchAnswer
 from simulator.bench.prompts import as_text
-from simulator.bench.server import AskedSampling, ServerReply, most_chunks
+from simulator.bench.server import RequestOptions, ServerReply, most_chunks
 from simulator.bench.sse import DONE, BrokenStream, EventReader, error_message, read_chunk
 
 Endpoint = Literal["completions", "chat"]
@@ -40,7 +40,7 @@ class HttpServer:
         name: str,
         url: str,
         *,
-        sampling: AskedSampling,
+        sampling: RequestOptions,
         endpoint: Endpoint = "completions",
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
@@ -102,9 +102,9 @@ class HttpServer:
             body["prompt"] = list(token_ids)
         return to_json(body).encode()
 
-    async def ask(self, prepared: Any, reply: ServerReply) -> None:
+    async def send(self, prepared: Any, reply: ServerReply) -> None:
         try:
-            await self._ask(prepared, reply)
+            await self._stream(prepared, reply)
         except BrokenStream as error:
             reply.fail("not a stream of OpenAI's API", str(error))
         except TimeoutError:
@@ -116,7 +116,7 @@ class HttpServer:
                 "no connection" if isinstance(error, aiohttp.ClientConnectorError) else "lost connection", _cause(error)
             )
 
-    async def _ask(self, body: bytes, reply: ServerReply) -> None:
+    async def _stream(self, body: bytes, reply: ServerReply) -> None:
         url = self.address + PATHS[self._endpoint]
         headers = {"content-type": "application/json"}
         async with self._opened().post(url, data=body, headers=headers) as answer:
@@ -162,7 +162,7 @@ class HttpServer:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # Without limits: a request that waits for a connection would close an open loop.
+            # Connections are not limited, because an open loop must not wait for a free connection.
             connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
             self._session = aiohttp.ClientSession(
                 connector=connector, headers=self._headers, timeout=self._timeout, auto_decompress=False

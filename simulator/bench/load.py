@@ -75,7 +75,8 @@ class SyntheticLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What every turn of a level sends. At least one of `num_requests` and `duration_s` bounds a synthetic load."""
+    """The requests of every turn of a level. At least one of `num_requests` and `duration_s` bounds a synthetic
+    load."""
 
     source: SyntheticLoad | Trace
     num_requests: int | None

@@ -1,8 +1,7 @@
 """Makes the prompts of a benchmark. Pure.
 
-A prompt is a list of random token ids. Requests with equal block ids in the trace share those tokens. Each turn has
-texts of its own, so that no turn finds an earlier one's prompts in a prefix cache, while both servers of a comparison
-get the same ones.
+A prompt is a list of random token ids. Requests with equal block ids in the trace share those tokens. Each turn has new
+texts, so that prompts of earlier turns are not in a prefix cache. Both servers of a comparison get the same texts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Final, final
 from pdserve.core.errors import ConfigError
 from simulator.model import TraceRequest
 
-#: Ids that are ordinary tokens in every tokenizer that we know: neither special nor out of range.
+#: These ids are ordinary tokens in all tokenizers that we know: neither special nor out of range.
 DEFAULT_IDS: Final = (32, 127)
 MAX_ID: Final = 2**31
 _KEPT_BLOCKS: Final = 4096
@@ -42,7 +41,7 @@ class PromptMaker:
         self._block = lru_cache(maxsize=_KEPT_BLOCKS)(self._make_block)
 
     def token_ids(self, number: int, request: TraceRequest) -> list[int]:
-        """As many as the request's prompt has. `number` is the request's in its turn."""
+        """The prompt of the request. `number` counts the requests of a turn."""
         found: list[int] = []
         for block_id in request.block_ids if self._block_tokens else ():
             if len(found) >= request.prompt_tokens:

@@ -1,7 +1,8 @@
 """Compares two servers that took turns with the same requests. Pure.
 
-Each pair of turns gives one ratio, first server to second. Both turns of a pair met the machine in nearly the same
-state, so the spread of the ratios shows what the machine's other work changes. The result is their median.
+Each pair of turns gives one ratio, first server to second. The two turns of a pair are close together in time, so other
+load on the machine affects both nearly equally; the spread of the ratios shows the rest of its effect. The result is
+their median.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pdserve.client.results import Explanation
 from pdserve.client.retry import Retries
 from pdserve.core.errors import ConfigError, DeadlineExceeded, NotFound, Overloaded, PdserveError
 from simulator.bench.answer import BenchAnswer, BenchOutcome
-from simulator.bench.server import AskedSampling, ServerReply, most_chunks
+from simulator.bench.server import RequestOptions, ServerReply, most_chunks
 
 log = logging.getLogger(__name__)
 MAX_EXPLAINED: Final = 500  # requests of a turn; a router remembers the last 1,024
@@ -30,7 +30,7 @@ class GrpcServer:
         name: str,
         address: str,
         *,
-        sampling: AskedSampling,
+        sampling: RequestOptions,
         token: str | None = None,
         tls: Tls | None = None,
         insecure: bool = False,
@@ -59,7 +59,7 @@ class GrpcServer:
     def prepare(self, token_ids: Sequence[int], max_tokens: int) -> Any:
         return list(token_ids), max_tokens
 
-    async def ask(self, prepared: Any, reply: ServerReply) -> None:
+    async def send(self, prepared: Any, reply: ServerReply) -> None:
         token_ids, max_tokens = prepared
         client = self._clients[self._next % CHANNELS]
         self._next += 1
@@ -90,14 +90,15 @@ class GrpcServer:
             reply.complete()
 
     async def with_predictions(self, answers: Sequence[BenchAnswer]) -> Sequence[BenchAnswer]:
-        """Of the last completed requests, because a router remembers only some, and one answer of each call."""
+        """Only for the last completed requests, because a router remembers a limited number, and for one answer per
+        call."""
         asked = [one.request_id for one in answers if one.outcome is BenchOutcome.COMPLETED and one.request_id]
         found: dict[str, Explanation] = {}
         try:
             for name in asked[-MAX_EXPLAINED:]:
                 with suppress(NotFound):
                     found[name] = await self._clients[0].explain(name)
-        except PdserveError as error:  # the caller may not ask, or the router has gone
+        except PdserveError as error:  # the caller is not permitted to read them, or the router has stopped
             log.warning("no predictions of %s: %s", self.name, error.message)
         return [
             replace(

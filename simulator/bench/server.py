@@ -1,4 +1,4 @@
-"""The interface between the load generator and a server that it loads."""
+"""The interface between the load generator and a server under test."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any, Protocol
 
 from simulator.bench.answer import BenchAnswer, BenchOutcome
 
-MAX_CHUNKS_PER_TOKEN = 4  # a stream with more parts than that does not come from a language model
+MAX_CHUNKS_PER_TOKEN = 4  # a stream with more parts per token does not come from a language model
 SPARE_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedSampling:
-    """What all requests ask for beside prompt and length."""
+class RequestOptions:
+    """Options that all requests of a benchmark share."""
 
     temperature: float = 1.0
     ignore_eos: bool = True
-    slo_ttft_s: float | None = None  # sent along, for servers that schedule by targets
+    slo_ttft_s: float | None = None  # part of the request, for servers that schedule by targets
     slo_tpot_s: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class ServerReply:
-    """What came of one request, filled in while it arrives; times are those of time.perf_counter()."""
+    """The answer to one request, filled in while it arrives. Times are those of time.perf_counter()."""
 
     outcome: BenchOutcome = BenchOutcome.FAILED
     chunk_s: list[float]
@@ -61,15 +61,15 @@ class BenchServer(Protocol):
         ...
 
     def prepare(self, token_ids: Sequence[int], max_tokens: int) -> Any:
-        """The request as it is sent, made before its time."""
+        """The request in the form in which it is sent. Called before it is due."""
         ...
 
-    async def ask(self, prepared: Any, reply: ServerReply) -> None:
+    async def send(self, prepared: Any, reply: ServerReply) -> None:
         """Sends it and fills in the reply. Raises nothing but CancelledError."""
         ...
 
     async def with_predictions(self, answers: Sequence[BenchAnswer]) -> Sequence[BenchAnswer]:
-        """The same answers, with the times that the server predicted, where it tells. Raises nothing but
+        """The same answers, with the times that the server predicted, if it reports them. Raises nothing but
         CancelledError."""
         ...
 

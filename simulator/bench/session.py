@@ -1,4 +1,4 @@
-"""Runs a whole benchmark: connects, warms up, and gives each level of load to each server in alternating turns."""
+"""Runs a whole benchmark: connects, warms up, and runs each level of load on each server in alternating turns."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class BenchPlan:
     warm_requests: int = 0  # to each server, before its first turn
     seed: int = 0
     token_ids: tuple[int, int]
-    asks_predictions: bool = False  # after each turn, of servers that predict
+    reads_predictions: bool = False  # after each turn, of servers that predict
 
 
 class BenchObserver:
-    """Follows a benchmark. Does nothing by itself."""
+    """Called as a benchmark progresses. This base class does nothing."""
 
     def turn_begins(self, server: str, level: LoadLevel, turn: int, turns: int) -> None: ...
 
@@ -91,7 +91,7 @@ class BenchSession:
                 label = f"{level.label} turn {number}"
                 turn = await self._one_turn(server, level, self._plan.load.requests(level), label, is_counted=True)
                 self._observer.turn_ends()
-                if self._plan.asks_predictions:
+                if self._plan.reads_predictions:
                     turn = replace(turn, answers=await server.with_predictions(turn.answers))
                 if not found.turns:
                     self.result.levels.append(found)

@@ -1,4 +1,4 @@
-"""Reads the events of a stream of server-sent events, and what a chunk of OpenAI's API says. Pure."""
+"""Reads server-sent events, and the chunks of OpenAI's API in them. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DELTA_TEXTS: Final = ("content", "reasoning_content", "reasoning", "tool_calls"
 
 
 class BrokenStream(Exception):
-    """The server sent something that is no event of OpenAI's API."""
+    """The server sent something that is not an event of OpenAI's API."""
 
 
 @final
@@ -53,7 +53,7 @@ def read_chunk(event: str) -> StreamChunk:
     except (ValueError, RecursionError):
         raise BrokenStream("an event that is not JSON") from None
     if not isinstance(found, dict):
-        raise BrokenStream("an event that is no JSON object")
+        raise BrokenStream("an event that is not a JSON object")
     error = found.get("error")
     usage = found.get("usage")
     counts = usage if isinstance(usage, dict) else {}
@@ -69,7 +69,7 @@ def read_chunk(event: str) -> StreamChunk:
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
-    """Some servers send a token without text, and some send a chunk of its own for the role or the finish reason."""
+    """Some servers send a token without text; some send the role or the finish reason in a separate chunk."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
         has_text = any(delta.get(name) for name in _DELTA_TEXTS)
@@ -80,7 +80,7 @@ def _has_tokens(choice: dict[str, Any]) -> bool:
 
 
 def error_message(error: Any) -> str:
-    """The message of OpenAI's error object, or the start of anything else, without a terminal's control characters."""
+    """The message of OpenAI's error object, or the start of any other text, without control characters."""
     if isinstance(error, dict):
         error = error.get("message") or error.get("error") or error
     words = " ".join(str(error)[:400].split())

@@ -18,13 +18,13 @@ from pdserve.core.types import Slo
 from simulator.bench.answer import BenchAnswer, BenchOutcome
 
 SHARES: Final = (0.5, 0.9, 0.95, 0.99)
-LATE_S: Final = 0.010  # lag of the generator, at the 99th percentile, above which its figures are doubtful
-LATE_SHARE: Final = 0.05  # the same as a share of the median TTFT, whichever is more
+LATE_S: Final = 0.010  # p99 lag of the generator above which the figures are doubtful
+LATE_SHARE: Final = 0.05  # the same as a share of the median TTFT; the larger of the two limits applies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Of `of` values; nan if there are none. `shares` has the percentiles of SHARES."""
+    """Figures of `of` values; nan if there are none. `shares` has the percentiles of SHARES."""
 
     of: int
     mean: float = math.nan
@@ -44,7 +44,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTurn:
-    """One stretch of load on one server. `lasted_s`: from its begin to the end of its last request."""
+    """One period of load on one server. `lasted_s`: from its start to the end of its last request."""
 
     answers: Sequence[BenchAnswer]
     lasted_s: float
@@ -88,13 +88,13 @@ class BenchSummary:
 
     @property
     def is_generator_late(self) -> bool:
-        """The figures then include delays of the generator itself."""
+        """If true, the figures include delays of the generator itself."""
         bar_s = max(LATE_S, LATE_SHARE * (self.ttft_s.median if self.ttft_s.of else 0.0))
         return any(one.of > 0 and one.p99 > bar_s for one in (self.send_lag_s, self.loop_delay_s))
 
 
 def summarise_bench(turns: Sequence[BenchTurn], slo: Slo | None) -> BenchSummary:
-    """Of all turns of one server at one load."""
+    """The figures of all turns of one server at one load."""
     counted = [one for turn in turns for one in turn.answers if one.outcome is not BenchOutcome.INTERRUPTED]
     done = [one for one in counted if one.outcome is BenchOutcome.COMPLETED]
     failed = [one for one in counted if one.outcome is BenchOutcome.FAILED]
@@ -142,7 +142,7 @@ def distribution(values: Iterable[float]) -> Distribution:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values, at least one: linear interpolation between the two values around the rank."""
+    """A quantile of at least one sorted value: interpolates linearly between the two values around the rank."""
     rank = share * (len(ordered) - 1)
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)
@@ -161,7 +161,7 @@ def _busiest_second(turn: BenchTurn) -> float:
 
 
 def _most_at_once(turn: BenchTurn) -> int:
-    """A request that ends at the moment at which another one is sent does not overlap it."""
+    """A request that ends exactly when another one is sent does not overlap it."""
     edges = [(one.sent_s, 1) for one in turn.answers] + [(one.ended_s, -1) for one in turn.answers]
     at_once = most = 0
     for _, change in sorted(edges):

@@ -1,2 +1,2 @@
-"""The commands `pdserve simulate`, `pdserve plan` and `pdserve bench`. The modules with their names hold the flags and
-import little."""
+"""The commands `pdserve simulate`, `pdserve plan` and `pdserve bench`. The modules with these names define the flags
+and import little else."""

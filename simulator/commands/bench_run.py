@@ -28,7 +28,7 @@ from simulator.bench.load import LoadLevel, LoadPlan, SyntheticLoad
 from simulator.bench.page import bench_page
 from simulator.bench.prompts import DEFAULT_IDS
 from simulator.bench.result import BenchResult
-from simulator.bench.server import AskedSampling, BenchServer
+from simulator.bench.server import BenchServer, RequestOptions
 from simulator.bench.session import BenchPlan, BenchSession
 from simulator.bench.text import NO_TARGET_S, render_bench
 from simulator.commands.bench import COMPARE_TOKEN_ENV
@@ -90,7 +90,7 @@ def make_plan(args: argparse.Namespace) -> BenchPlan:
     else:
         levels = [LoadLevel()]
     load = LoadPlan(source=source, num_requests=requests, duration_s=args.duration, length_scale=args.length_scale)
-    next(load.requests(levels[0]), None)  # an invalid length or trace is reported before anything is sent
+    next(load.requests(levels[0]), None)  # reports an invalid length or trace before anything is sent
     return BenchPlan(
         load=load,
         levels=list(dict.fromkeys(levels)),
@@ -98,7 +98,7 @@ def make_plan(args: argparse.Namespace) -> BenchPlan:
         warm_requests=args.warmup,
         seed=args.seed,
         token_ids=args.token_ids or DEFAULT_IDS,
-        asks_predictions=bool(args.plot or args.rows),
+        reads_predictions=bool(args.plot or args.rows),
     )
 
 
@@ -137,7 +137,7 @@ def _slo(args: argparse.Namespace) -> Slo | None:
 
 
 def _servers(args: argparse.Namespace, slo: Slo | None) -> list[BenchServer]:
-    sampling = AskedSampling(
+    sampling = RequestOptions(
         temperature=args.temperature,
         ignore_eos=not args.stop_at_eos,
         slo_ttft_s=args.slo_ttft,
@@ -149,7 +149,8 @@ def _servers(args: argparse.Namespace, slo: Slo | None) -> list[BenchServer]:
     if args.compare:
         if args.compare_name == first_name:
             raise ConfigError("compare-name", first_name, "another name than that of the first server")
-        other_token = from_env(COMPARE_TOKEN_ENV) or None  # not the first server's, which may be another's secret
+        # Not the first server's token, which must not be sent to another server.
+        other_token = from_env(COMPARE_TOKEN_ENV) or None
         servers.append(
             _server(args, args.compare_name, args.compare, other_token, sampling, is_url="://" in args.compare)
         )
@@ -157,7 +158,7 @@ def _servers(args: argparse.Namespace, slo: Slo | None) -> list[BenchServer]:
 
 
 def _server(
-    args: argparse.Namespace, name: str, address: str, token: str | None, sampling: AskedSampling, *, is_url: bool
+    args: argparse.Namespace, name: str, address: str, token: str | None, sampling: RequestOptions, *, is_url: bool
 ) -> BenchServer:
     if is_url:
         from simulator.bench.http_server import HttpServer, base_url  # needs the extra `bench`
@@ -192,7 +193,7 @@ def _with_target(args: argparse.Namespace, address: str) -> argparse.Namespace:
 
 
 async def _run(session: BenchSession) -> BenchResult:
-    """The first Ctrl-C ends the benchmark with a report, the second one at once."""
+    """The first Ctrl-C ends the benchmark with a report; the second one ends it immediately."""
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(ignore_poller_races)
 
@@ -265,5 +266,5 @@ def rows_of(result: BenchResult) -> Iterator[dict[str, Any]]:
 
 
 def _command() -> str:
-    """What the user typed; it holds no secret, because tokens come from the environment."""
+    """The command line of the user. It contains no secret, because tokens come from the environment."""
     return shlex.join(["pdserve", *sys.argv[1:]])

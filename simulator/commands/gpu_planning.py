@@ -15,7 +15,7 @@ from pdserve.core.json_text import to_json
 from pdserve.core.profile import Profile
 from pdserve.profiles import load_degrees
 from pdserve.progress import ProgressLine
-from simulator.commands.planning import TOO_SHORT, UNATTAINABLE, ask, measured_together, plot_plan, pool
+from simulator.commands.planning import TOO_SHORT, UNATTAINABLE, measured_together, plot_plan, pool, question_from
 from simulator.goodput import HighestRate
 from simulator.gpu_plan import LayoutPlan, compare, limiting_target, measure_layout, verdict
 from simulator.layouts import MAX_DEGREES, MAX_GPUS, Layout, usable_layouts
@@ -31,14 +31,14 @@ def carry_out(args: argparse.Namespace) -> int:
     """The exit status: 0, UNATTAINABLE or TOO_SHORT."""
     check_plot(args)
     if args.rate is not None:
-        raise ConfigError("rate", args.rate, "no --gpus beside it: --rate asks for a number of workers (--workers)")
+        raise ConfigError("rate", args.rate, "no --gpus beside it: --rate computes a number of workers (--workers)")
     if not 1 <= args.gpus <= MAX_GPUS:
         raise ConfigError("gpus", args.gpus, f"1 to {MAX_GPUS}")
     wanted = args.degrees or ()
     if len(wanted) > MAX_DEGREES:
         raise ConfigError("degrees", ",".join(map(str, wanted)), f"at most {MAX_DEGREES}")
     profiles = load_degrees(args.profile, wanted)
-    question = ask(args, args.gpus, next(iter(profiles.values())))
+    question = question_from(args, args.gpus, next(iter(profiles.values())))
     layouts = usable_layouts(args.gpus, profiles, question.windows[0], question.block_size)
     if question.router.policy == "colocated":
         layouts = [one for one in layouts if one.is_colocated]
@@ -126,7 +126,7 @@ def render(
         lines += ["", f"* derived from another degree, not measured: {'; '.join(derived)}"]
     lines += ["", verdict(plan, limits) if shortage is None else f"no verdict: {shortage.text}"]
     if shortage is not None:
-        lines.append("ask with more --requests, or record for longer; --seeds pools runs of the same requests")
+        lines.append("set more --requests, or record for longer; --seeds pools runs of the same requests")
     return "\n".join(lines)
 
 

@@ -23,7 +23,7 @@ from simulator.workloads import DEFAULT_RATE_RPS, make_workload
 BLOCK_TOKENS: Final = 64  # for traces without block ids; a divisor of the built-in workloads' blocks
 LEAST_REQUESTS: Final = 600
 _SAMPLE: Final = 400  # requests from which the needed number is computed
-_RESERVE: Final = 1.5  # how many times the predicted number of requests
+_RESERVE: Final = 1.5  # multiple of the predicted number of requests
 _SPREAD: Final = 0.5  # of the logarithm of the lengths of --lengths
 _MOST_TIMES_MEDIAN: Final = 16  # the longest of these lengths
 
@@ -55,8 +55,8 @@ def plan_windows(
 
 
 def needed_requests(question: Question) -> int:
-    """The requests that a verdict on this workload needs (simulator/sufficiency.py), from the workers' capacity and the
-    longest time that a request in time takes, with a reserve."""
+    """The number of requests that a verdict on this workload needs (simulator/sufficiency.py), with a reserve. Computed
+    from the workers' capacity and the longest time of a request that meets its targets."""
     needed, window = demand(question), question.windows[0]
     rate_rps = question.num_workers / (needed.prefill_s + needed.decode_s)
     answer_tokens = sum(one.output_tokens for one in window) / len(window)

@@ -31,7 +31,7 @@ from simulator.world import simulate
 
 _MOST_SEEDS: Final = 16
 _BAR: Final = 30
-_TICK_S: Final = 0.5  # between two looks at the processes, so that the progress moves
+_TICK_S: Final = 0.5  # between checks of the processes, to update the progress display
 UNATTAINABLE: Final = 1  # exit status: no split meets the targets at any rate
 TOO_SHORT: Final = 3  # exit status: the requests are too few, or arrive within too short a time, to say anything
 
@@ -41,13 +41,13 @@ def carry_out(args: argparse.Namespace) -> int:
     check_plot(args)
     if args.degrees is not None:
         raise ConfigError("degrees", ",".join(map(str, args.degrees)), "--gpus beside it, not --workers")
-    question = ask(args, args.workers, load_profile(args.profile))
+    question = question_from(args, args.workers, load_profile(args.profile))
     with ProgressLine("planning") as bar, pool(args.jobs) as processes:
         plan = sweep(question.num_workers, question.splits, lambda *asked: _measured(question, processes, bar, *asked))
         needed = None
         shortage = lacking(question, plan)
         if args.rate is not None and shortage is None:
-            hold = Holds(question, args.rate, bar)
+            hold = Sustains(question, args.rate, bar)
             needed = workers_for(args.rate, plan, hold)
     shown = as_object(question, plan, shortage)
     if args.rate is not None:
@@ -62,7 +62,7 @@ def carry_out(args: argparse.Namespace) -> int:
     return TOO_SHORT if shortage is not None else UNATTAINABLE if not plan.is_attainable else 0
 
 
-def ask(args: argparse.Namespace, num_workers: int, profile: Profile) -> Question:
+def question_from(args: argparse.Namespace, num_workers: int, profile: Profile) -> Question:
     """Raises ConfigError or InvalidRequest on invalid values."""
     for name, value, most in (("seeds", args.seeds, _MOST_SEEDS), ("jobs", args.jobs, 1024)):
         if not 1 <= value <= most:
@@ -88,7 +88,7 @@ def ask(args: argparse.Namespace, num_workers: int, profile: Profile) -> Questio
 def plot_plan(
     args: argparse.Namespace, question: Question, layouts: Sequence[PlannedLayout], what: str, verdict: str
 ) -> None:
-    """Writes the charts, if asked for."""
+    """Writes the charts if --plot is given."""
     if args.plot is None:
         return
     slo, window = question.slo, question.windows[0]
@@ -144,7 +144,7 @@ def measured_together(
         ended, waiting = wait(waiting, timeout=_TICK_S, return_when=FIRST_COMPLETED)
         bar.update(len(tasks) - len(waiting), f"{len(tasks) - len(waiting)} of {len(tasks)}")
         for one in ended:
-            one.result()  # an error ends the others' wait
+            one.result()  # raises the error of a process without waiting for the others
     return [one.result() for one in futures]
 
 
@@ -153,7 +153,7 @@ def _measure(question: Question, num_prefill: int, *, floor: float) -> HighestRa
 
 
 @dataclass(frozen=True, slots=True)
-class Holds:
+class Sustains:
     """Whether this many workers sustain the requested rate."""
 
     question: Question
@@ -164,7 +164,7 @@ class Holds:
         self.bar.begin(f"{self.rate_rps:g} requests/s on {num_prefill}:{num_decode}")
         self.bar.update(0)
         scale = self.rate_rps / self.question.windows[0].rate_rps
-        return self.question.resized(num_prefill + num_decode).run(num_prefill, simulate)(scale).has_held
+        return self.question.resized(num_prefill + num_decode).run(num_prefill, simulate)(scale).has_met
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------
@@ -197,12 +197,12 @@ def render(
         )
     lines += ["", advice(plan) if shortage is None else f"no verdict: {shortage.text}"]
     if shortage is not None:
-        lines.append("record for longer, or ask with more --requests; --seeds pools runs of the same requests")
+        lines.append("record for longer, or set more --requests; --seeds pools runs of the same requests")
     elif rate_rps is not None:
         lines.append(
             f"{rate_rps:g} requests/s: {sum(needed)} workers, {needed[0]}:{needed[1]}"
             if needed
-            else f"{rate_rps:g} requests/s: no number of workers that was tried holds it"
+            else f"{rate_rps:g} requests/s: no number of workers that was tried sustains it"
         )
     return "\n".join(lines)
 
@@ -218,15 +218,17 @@ def advice(plan: Plan) -> str:
             if whole
             else f"where {plan.split(0)} meets these targets at no rate"
         )
-        return f"disaggregate: {plan.split(plan.best)} holds {best.verdict}, {rest}"
+        return f"disaggregate: {plan.split(plan.best)} sustains {best.verdict}, {rest}"
     gain = best.rate_rps / plan.curve[0].rate_rps - 1.0
-    why = f"{plan.split(plan.best)} gains {gain:.1%}, below {MARGIN:.0%}" if plan.best else "no other split holds more"
-    return f"do not disaggregate: {plan.split(0)} holds {plan.curve[0].verdict}; {why}"
+    why = (
+        f"{plan.split(plan.best)} gains {gain:.1%}, below {MARGIN:.0%}" if plan.best else "no other split sustains more"
+    )
+    return f"do not disaggregate: {plan.split(0)} sustains {plan.curve[0].verdict}; {why}"
 
 
 def lacking(question: Question, plan: Plan) -> Shortage | None:
-    """What the requests lack to decide which split is best. The best split ran at the highest rate, so it needs the
-    most."""
+    """Why the requests are too few to decide which split is best. The best split ran at the highest rate, so it needs
+    the most requests."""
     return plan.curve[plan.best].shortage(question.slo.ttft_s, len(question.windows))
 
 

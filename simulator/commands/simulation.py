@@ -19,7 +19,7 @@ from pdserve.progress import ProgressLine
 from router.recording import RecordFile
 from simulator.bound import Bound, upper_bound
 from simulator.commands.simulation_input import make_input
-from simulator.comparison import PolicyRun, as_json, highest_held, rows_of
+from simulator.comparison import PolicyRun, as_json, highest_sustained, rows_of
 from simulator.figures import figure
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimConfig, Trace, WorkerShape
@@ -91,7 +91,7 @@ def _object(runs: Sequence[PolicyRun], cluster: str) -> dict[str, object]:
     """The first run's figures; with several runs, also a comparison of all."""
     found = {"cluster": cluster} | as_json(runs[0])
     if len(runs) > 1:
-        found |= {"highest_held_rps": highest_held(runs), "runs": [as_json(run) for run in runs]}
+        found |= {"highest_held_rps": highest_sustained(runs), "runs": [as_json(run) for run in runs]}
     return found
 
 

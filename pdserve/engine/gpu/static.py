@@ -101,7 +101,7 @@ class StaticDecode:
         every rank needs the token of a row that is continued, even if it was sampled again after the step.
         """
         field = self.inputs.field
-        self._model.spread(self.sampled_B)
+        self._model.broadcast(self.sampled_B)
         token_B = self._token_B[:bucket]
         start_B, length_B, scratch = field("start", bucket), field("length", bucket), self._scratch(num_queries)
         division = self._kernels.division(self._model.first_window, num_queries, scratch)

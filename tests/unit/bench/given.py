@@ -72,7 +72,7 @@ class ScriptedServer:
         self.prompts.append((tuple(token_ids), max_tokens))
         return None
 
-    async def ask(self, prepared: Any, reply: ServerReply) -> None:
+    async def send(self, prepared: Any, reply: ServerReply) -> None:
         number, self._count = self._count, self._count + 1
         await self.script(number, reply)
 

@@ -17,12 +17,12 @@ from simulator.bench.load import LoadLevel, LoadPlan, SyntheticLoad
 from simulator.bench.prompts import DEFAULT_IDS
 from simulator.bench.result import BenchResult
 from simulator.bench.router_server import GrpcServer
-from simulator.bench.server import AskedSampling, BenchServer, ServerReply
+from simulator.bench.server import BenchServer, RequestOptions, ServerReply
 from simulator.bench.session import BenchPlan, BenchSession
 from tests.unit.gateway.conftest import Served, serve
 
 PATIENT_S = 120.0
-SAMPLING = AskedSampling(temperature=0.0, slo_ttft_s=PATIENT_S, slo_tpot_s=20.0)
+SAMPLING = RequestOptions(temperature=0.0, slo_ttft_s=PATIENT_S, slo_tpot_s=20.0)
 
 
 def router(address: str, **values: Any) -> GrpcServer:
@@ -187,7 +187,7 @@ async def test_every_end_of_an_answer_has_its_outcome(answer: bytes, outcome: Be
         server = http(url)
         await server.connect()
         reply = ServerReply(chunk_s=[])
-        await server.ask(server.prepare([1, 2], 4), reply)
+        await server.send(server.prepare([1, 2], 4), reply)
         await server.close()
     assert (reply.outcome, reply.error) == (outcome, error)
 
@@ -210,7 +210,7 @@ async def test_a_silent_server_is_an_error() -> None:
         silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
         server.address = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
         reply = ServerReply(chunk_s=[])
-        await server.ask(server.prepare([1, 2], 4), reply)
+        await server.send(server.prepare([1, 2], 4), reply)
         await server.close()
         silent.close()
     assert (reply.outcome, reply.error) == (BenchOutcome.FAILED, "timeout")

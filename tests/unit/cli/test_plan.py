@@ -57,7 +57,7 @@ def test_the_table_shows_limits_and_worker_counts(long_trace: str, capsys: pytes
     lines = seen.out.splitlines()
     assert lines[0].endswith("policy goodput, 1 workers, 500 requests of small.csv")
     assert lines[4].split()[0] == "0:1"
-    assert "do not disaggregate: 0:1 holds" in seen.out
+    assert "do not disaggregate: 0:1 sustains" in seen.out
     assert lines[-1] == "2 requests/s: 1 workers, 0:1"
     assert "error" not in seen.err
 

@@ -18,7 +18,7 @@ def test_ranks_agree_on_the_minimum(numbers: tuple[int, int]) -> None:
 
     def agree(rank: int) -> int:
         store = make_store(leader.port, 2, is_leader=False, timeout_s=20.0) if rank else leader
-        return Ranks(Shard(rank, 2), store, torch.device("cpu"), 20.0).least(numbers[rank])
+        return Ranks(Shard(rank, 2), store, torch.device("cpu"), 20.0).minimum(numbers[rank])
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(agree, (0, 1), timeout=60.0)) == [min(numbers)] * 2

@@ -178,7 +178,7 @@ def test_rank_groups_require_the_secret(secrets: Sequence[ClusterSecret]) -> Non
         store = make_store(leader.port, 2, is_leader=False, timeout_s=20.0) if rank else leader
         host = f"127.0.0.{1 + rank}"
         ranks = Ranks(Shard(rank, 2), store, torch.device("cpu"), 20.0, host, secrets[rank])
-        return ranks.least(7 - rank)
+        return ranks.minimum(7 - rank)
 
     with ThreadPoolExecutor(2) as threads:
         found = [threads.submit(meet, rank) for rank in (0, 1)]

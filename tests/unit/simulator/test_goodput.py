@@ -57,7 +57,7 @@ def test_with_noise_every_rate_up_to_the_answer_was_met() -> None:
     run, _ = edge(lambda scale: 1.0 if scale < 3.0 or 3.5 < scale < 5.0 else 0.8)
     found = find_goodput(run, 3.2, tolerance=0.02)
     assert 3.0 / 1.02 <= found.scale < 3.0
-    assert all(one.has_held for one in found.probes if one.scale <= found.scale)
+    assert all(one.has_met for one in found.probes if one.scale <= found.scale)
 
 
 def test_a_target_missed_at_low_load_is_reported() -> None:
@@ -141,8 +141,8 @@ class Fake:
 
 
 def test_exactly_nine_in_ten_suffice() -> None:
-    assert runner([WINDOW], CONFIG, Fake(set(range(10))))(1.0).has_held
-    assert not runner([WINDOW], CONFIG, Fake(set(range(11))))(1.0).has_held
+    assert runner([WINDOW], CONFIG, Fake(set(range(10))))(1.0).has_met
+    assert not runner([WINDOW], CONFIG, Fake(set(range(11))))(1.0).has_met
 
 
 def test_a_run_stops_when_its_target_is_impossible() -> None:
@@ -152,7 +152,7 @@ def test_a_run_stops_when_its_target_is_impossible() -> None:
     assert not probe.is_whole
     assert probe.attainment == pytest.approx(0.89)
     last_moment = Fake(set(range(90, 100)))
-    assert runner([WINDOW], CONFIG, last_moment)(1.0).has_held
+    assert runner([WINDOW], CONFIG, last_moment)(1.0).has_met
     assert last_moment.ended == 100
 
 
@@ -174,7 +174,7 @@ def test_the_rows_of_all_seeds_are_pooled() -> None:
         return Fake(next(calls))(trace, config, on_ended)
 
     probe = runner([WINDOW, WINDOW], CONFIG, simulate)(1.0)
-    assert probe.has_held
+    assert probe.has_met
     assert probe.attainment == pytest.approx(0.94)
 
 

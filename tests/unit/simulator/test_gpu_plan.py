@@ -56,12 +56,12 @@ def test_disaggregation_must_gain_more_than_the_margin(gain: float, is_advised: 
 def test_the_verdict_is_one_sentence_with_the_limit_of_the_loser() -> None:
     plan = LayoutPlan(found={WHOLE: worth(10.0), APART: worth(15.0)})
     assert verdict(plan, {WHOLE: "tpot", APART: "ttft"}) == (
-        "disaggregate: 1 x tp2 prefill + 2 x tp1 decode holds at least 15 requests/s: so few requests never overload "
-        "this cluster, 1.50 times the best colocated layout, 4 x tp1, which the TPOT target limits"
+        "disaggregate: 1 x tp2 prefill + 2 x tp1 decode sustains at least 15 requests/s: so few requests never "
+        "overload this cluster, 1.50 times the best colocated layout, 4 x tp1, which the TPOT target limits"
     )
     plan = LayoutPlan(found={WHOLE: worth(10.0), APART: worth(8.0)})
     assert verdict(plan, {WHOLE: "tpot", APART: "both"}).endswith(
-        "the best disaggregated layout, 1 x tp2 prefill + 2 x tp1 decode, holds 0.80 times that, and both targets "
+        "the best disaggregated layout, 1 x tp2 prefill + 2 x tp1 decode, sustains 0.80 times that, and both targets "
         "limit it"
     )
 

@@ -1,4 +1,4 @@
-"""Layouts of GPUs: every one uses all GPUs, and only workers whose memory holds the requests."""
+"""Layouts of GPUs: every one uses all GPUs, and only workers whose memory fits the requests."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_reasons_are_shown_in_words() -> None:
     late = row(2, "late", ttft_s=1.5, queue_s=1.1, transfer_s=0.1, preemptions=2, attempts=2)
     assert why(late) == "first token 500 ms late, mostly queue (1.1 s of 1.5 s); preempted twice; placed twice"
     assert why(MIXED[3]) == "2 times the target time per token"
-    assert why(MIXED[5]) == "rejected 10 ms after it came; asked to come again after 2 s"
-    assert why(MIXED[6]) == "cancelled 500 ms after it came, with 4 of 11 tokens"
+    assert why(MIXED[5]) == "rejected 10 ms after its arrival; told to retry after 2 s"
+    assert why(MIXED[6]) == "cancelled 500 ms after its arrival, with 4 of 11 tokens"
     assert why(MIXED[8]) == "unfinished, with 0 of 11 tokens"
     assert why(MIXED[0]) == "met both targets"

@@ -83,11 +83,11 @@ def test_the_fewest_workers_for_a_rate_are_found() -> None:
     plan = Plan(num_workers=4, curve={0: worth(1.0), 1: worth(4.0)})
     ran: list[tuple[int, int]] = []
 
-    def holds(num_prefill: int, num_decode: int) -> bool:
+    def sustains(num_prefill: int, num_decode: int) -> bool:
         ran.append((num_prefill, num_decode))
         return min(4 * num_prefill, 4 / 3 * num_decode) >= 12.0
 
-    assert workers_for(12.0, plan, holds) == (3, 9)
+    assert workers_for(12.0, plan, sustains) == (3, 9)
     assert len(ran) <= 8
     assert workers_for(12.0, plan, lambda *_: False, most=16) is None
 

@@ -15,7 +15,7 @@ from pdserve.core.latency import CostPrior
 from pdserve.core.types import Path, Role, Slo
 from router.settings import RouterSettings
 from simulator.bound import Bound
-from simulator.comparison import PolicyRun, as_json, highest_held, rows_of
+from simulator.comparison import PolicyRun, as_json, highest_sustained, rows_of
 from simulator.figures import focused
 from simulator.metrics import summarise
 from simulator.model import RequestRow, Sample, SimConfig, SimResult, WorkerRow, WorkerShape
@@ -115,7 +115,7 @@ def test_a_page_shows_rates_times_timelines_and_the_worst() -> None:
     assert titles[:2] == ["goodput by rate of arrival", "share of requests that met both targets, by rate of arrival"]
     assert [title for title in titles if "first token" in title] == ["share of all requests by time to first token"]
     assert titles.count("queued requests over time") == 2
-    assert "rejected 1 s after it came" in "".join(read(text).texts)
+    assert "rejected 1 s after its arrival" in "".join(read(text).texts)
     alone = page([run()], cluster="h100")
     assert "by rate of arrival" not in alone
     assert "90.0%" in alone
@@ -155,7 +155,7 @@ HELD = (("a", 1.0, 900), ("a", 2.0, 500), ("a", 3.0, 900), ("b", 1.0, 200))  # L
 
 def test_the_highest_met_rate_has_no_missed_rate_below() -> None:
     runs = [run(policy, scale, met, of=1000) for policy, scale, met in HELD]
-    assert highest_held(runs) == {"a": runs[0].summary.rate_rps, "b": 0.0}
+    assert highest_sustained(runs) == {"a": runs[0].summary.rate_rps, "b": 0.0}
 
 
 def test_the_json_object_has_documented_names() -> None:

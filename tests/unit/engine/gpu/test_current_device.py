@@ -36,13 +36,13 @@ class Alone:
         self.shard = shard
         self.orders = [[parallel.STEP, 0, *to_words([CHUNK, TOKEN])], [parallel.STOP]]
 
-    def hear(self) -> list[int]:
+    def receive_order(self) -> list[int]:
         return self.orders.pop(0)
 
     def sum(self, x: Tensor) -> Tensor:
         return x.contiguous()
 
-    def join(self, x_TW: Tensor, widths: Sequence[int]) -> Tensor:
+    def concat_columns(self, x_TW: Tensor, widths: Sequence[int]) -> Tensor:
         return torch.cat([x_TW[:, :1].expand(-1, width) for width in widths], dim=1)
 
 
