@@ -211,7 +211,7 @@ class Gateway:
         pairs = [(name.encode(), value.encode()) for name, value in found.headers]
         if is_unread:
             pairs.append((b"connection", b"close"))  # the rest of the body is never read
-        await send_json(sent, found.status, sse.to_json(found.body).encode(), tuple(pairs))
+        await send_json(sent, found.status, sse.to_json(found.body), tuple(pairs))
         return found.status
 
 
@@ -251,7 +251,7 @@ class _Sent:
 
 
 async def _send(send: Any, status: int, value: dict[str, Any]) -> int:
-    await send_json(send, status, sse.to_json(value).encode())
+    await send_json(send, status, sse.to_json(value))
     return status
 
 
@@ -275,4 +275,4 @@ class _Whole:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         pairs = tuple((name.lower().encode(), value.encode()) for name, value in self._reply.headers)
-        await send_json(send, self._reply.status, sse.to_json(self._reply.body).encode(), pairs)
+        await send_json(send, self._reply.status, sse.to_json(self._reply.body), pairs)

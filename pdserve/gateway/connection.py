@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             return
         self._is_rejected = True
         self._stop_waiting()
-        body = sse.to_json(errors.body(message, kind, code)).encode()
+        body = sse.to_json(errors.body(message, kind, code))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()

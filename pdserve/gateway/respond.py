@@ -84,7 +84,7 @@ class Responder:
             await self._tokens.learn(client, logprobs.token_ids(one.prompt_logprobs))
             for choice in one.choices:
                 await self._tokens.learn(client, logprobs.token_ids(choice.logprobs))
-        body = sse.to_json(writer.answer(completions)).encode()
+        body = sse.to_json(writer.answer(completions))
         await send_json(send, 200, body, ((REQUEST_ID.encode(), answers.request_id.encode()),))
         return 200
 
