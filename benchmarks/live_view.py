@@ -64,9 +64,9 @@ async def measure(flags: argparse.Namespace, cluster: Running) -> list[ViewTurn]
     turns: list[ViewTurn] = []
     async with AsyncClient(cluster.target) as sdk:
 
-        async def ask(prompt: str, tokens: int) -> float:
+        async def ask(prompt: str, tokens: int) -> tuple[float, int]:
             done = await sdk.generate(prompt, max_tokens=tokens, ignore_eos=True)
-            return done.timings.ttft_s
+            return done.timings.ttft_s, 1
 
         await turn(ask, flags.rate, 3.0, TOKENS, 0, Seen())
         for number in range(flags.rounds):
