@@ -94,7 +94,10 @@ class Gateway:
                 fields = json_body.parse(await self._body(receive))
                 call = make_call(fields, caller.model, headers.options(given))
                 del fields
-                return await self._responder.respond(endpoint, call, caller.client, caller.model, receive, send)
+                try:
+                    return await self._responder.respond(endpoint, call, caller.client, caller.model, receive, send)
+                except InvalidRequest as error:
+                    raise call.renamed(error) from None
 
         return handle
 

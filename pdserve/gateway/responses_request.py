@@ -59,10 +59,14 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
     try:
         call = chat_call({name: value for name, value in chat.items() if value is not None}, model, headers)
     except InvalidRequest as error:
-        name, _, rest = error.field.partition(".")
-        place = _NAMES.get(name) or (f"{name}.{rest}" if rest else name)
-        raise InvalidRequest(place, error.seen, error.expected) from None
-    return replace(call, echoed=_echoed(request))
+        raise InvalidRequest(_name(error.field), error.seen, error.expected) from None
+    names = {theirs: _name(ours) for theirs, ours in call.names.items()} | {"max_tokens": "max_output_tokens"}
+    return replace(call, names=names, echoed=_echoed(request))
+
+
+def _name(field: str) -> str:
+    """Of a chat's field."""
+    return _NAMES.get(field.partition(".")[0], field)
 
 
 def _messages(found: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ from pdserve.gateway.tools.plan import ToolPlan, plan_tools
 
 MAX_PROMPTS: Final = 128
 _STRUCTURES: Final = {one.value for one in GrammarKind}
+_MESSAGES: Final = ("prompt", "chat", "chat.messages", "chat.messages.role", "chat.messages.tool_calls")
 DEFAULT_TEXT_TOKENS: Final = 16  # OpenAI's, of /v1/completions
 MAX_MESSAGES: Final = 4096  # the router's limit, before anything is converted
 _PASSED: Final = (  # under the same name
@@ -76,7 +77,13 @@ class SdkCall:
     answers_each: int
     shown: Shown
     tools: ToolPlan | None = None
+    names: Mapping[str, str] = field(default_factory=dict)  # of the request's fields, where the SDK's are others
     echoed: Mapping[str, Any] = field(default_factory=dict)  # what an answer of /v1/responses repeats
+
+    def renamed(self, error: InvalidRequest) -> InvalidRequest:
+        """The error about a field of the SDK's call, as one about the request's field."""
+        name = self.names.get(error.field)
+        return error if name is None else InvalidRequest(name, error.seen, error.expected)
 
 
 def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:
@@ -100,7 +107,10 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
         options |= {**plan.options, "tools": plan.tools}
     elif has_form:
         plan = None  # a grammar leaves no place for marks of reasoning
-    return _call(request, [sdk_messages(request.messages)], {**options, **headers}, logprobs, plan)
+    names = dict.fromkeys(_MESSAGES, "messages") | ({"logprobs": "top_logprobs"} if logprobs else {})
+    if plan is not None and plan.tools:
+        names |= dict.fromkeys(_STRUCTURES, "tools")
+    return _call(request, [sdk_messages(request.messages)], {**options, **headers}, logprobs, names, plan)
 
 
 def text_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:
@@ -113,7 +123,7 @@ def text_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
     prompts = _prompts(request.prompt)
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequest("prompt", f"{len(prompts)} prompts", f"at most {MAX_PROMPTS} prompts")
-    return _call(request, prompts, {**options, **headers}, request.logprobs)
+    return _call(request, prompts, {**options, **headers}, request.logprobs, {})
 
 
 def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
@@ -122,11 +132,28 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
         return cast(AnyModel, kind.model_validate(given))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "missing":
+        kind_of_error, place = first["type"], _place(first["loc"], given, is_missing=first["type"] == "missing")
+        if kind_of_error == "missing":
             raise InvalidRequest(place, "no value", "a value, because the field is required") from None
+        if kind_of_error == "extra_forbidden":
+            raise InvalidRequest(place, "an unknown field", "no such field") from None
+        about = kind.model_fields[str(first["loc"][0])].description if first["loc"] else None
+        is_union = kind_of_error == "union_tag_invalid" or len(place.split(".")) < len(first["loc"])
         expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-        raise InvalidRequest(place or "body", "another value", expected) from None
+        expected = expected.replace("String should match pattern", "a text that matches")
+        raise InvalidRequest(place or "body", "another value", about if is_union and about else expected) from None
+
+
+def _place(location: Sequence[str | int], given: Any, *, is_missing: bool) -> str:
+    """Without the names that pydantic gives to the alternatives of a union: they are no part of the request."""
+    found = []
+    for index, part in enumerate(location):
+        if (isinstance(given, list) and isinstance(part, int)) or (isinstance(given, dict) and part in given):
+            given = given[part]
+        elif not (is_missing and index == len(location) - 1):
+            continue
+        found.append(str(part))
+    return ".".join(found)
 
 
 def check_model(name: object, model: Model) -> None:
@@ -172,6 +199,7 @@ def _call(
     prompts: Sequence[Prompt],
     options: Mapping[str, Any],
     logprobs: int | None,
+    names: Mapping[str, str],
     tools: ToolPlan | None = None,
 ) -> SdkCall:
     is_streamed = bool(request.stream)
@@ -180,6 +208,7 @@ def _call(
     if request.stream_options is not None and not is_streamed:
         raise InvalidRequest("stream_options", "an object", "stream to be true beside it")
     told = request.stream_options or StreamOptions()
+    structure = "response_format" if request.structured_outputs is None else "structured_outputs"
     return SdkCall(
         prompts=prompts,
         options=cast(Options, options),
@@ -193,6 +222,7 @@ def _call(
             logprobs=logprobs,
         ),
         tools=tools,
+        names={**dict.fromkeys(_STRUCTURES, structure), **names},
     )
 
 

@@ -40,4 +40,7 @@ async def detokenize(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]
     """Raises InvalidRequest and UnknownModel. Special tokens have no text."""
     check_model(given.get("model"), caller.model)
     request = validated(DetokenizeRequest, given)
-    return {"prompt": await caller.client.detokenize(request.tokens)}
+    try:
+        return {"prompt": await caller.client.detokenize(request.tokens)}
+    except InvalidRequest as error:
+        raise InvalidRequest(error.field.replace("token_ids", "tokens"), error.seen, error.expected) from None

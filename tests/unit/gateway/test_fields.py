@@ -201,6 +201,51 @@ def test_a_wrong_value_names_its_field(bundled: Served, endpoint: Endpoint, fiel
     assert (caught.value.param or "").startswith(param)
 
 
+SCHEMA = {"type": "nope"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "param", "says"),
+    [
+        ("text", {"prompt": ["a", [1]]}, "prompt", "a text, token ids"),
+        ("text", {"prompt": [True]}, "prompt", "a text, token ids"),
+        ("text", {"stop": ["a", 1]}, "stop", "strings"),
+        ("text", {"structured_outputs": {"regex": "["}}, "structured_outputs", "a grammar that compiles"),
+        ("chat", {"response_format": {"type": "xml"}}, "response_format", "json_object"),
+        ("chat", {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        (
+            "chat",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+            "response_format",
+            "a grammar that compiles",
+        ),
+        ("chat", {"logprobs": True, "top_logprobs": 65}, "top_logprobs", "0 and 64"),
+        ("chat", {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "a function"),
+        ("chat", {"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages", "context window"),
+        ("chat", {"messages": [{"role": "user", "content": "x", "weight": 1}]}, "messages.0.weight", "no such field"),
+        ("responses", {"input": "x" * 200_000}, "input", "context window"),
+        ("responses", {"max_output_tokens": 10**6}, "max_output_tokens", "at most"),
+        (
+            "responses",
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
+            "text.format",
+            "a grammar that compiles",
+        ),
+    ],
+)
+def test_an_error_names_the_field_of_the_request(
+    bundled: Served, endpoint: str, fields: dict[str, Any], param: str, says: str
+) -> None:
+    """Neither the SDK's field nor the name of an alternative in our types."""
+    path = {"text": "/completions", "chat": "/chat/completions", "responses": "/responses"}[endpoint]
+    base = {"text": {"prompt": "x"}, "chat": {"messages": MESSAGES}, "responses": {"input": "x"}}[endpoint]
+    with pytest.raises(openai.BadRequestError) as caught:
+        bundled.openai.post(path, body={**base, **fields}, cast_to=object)
+    body: Any = caught.value.body
+    assert (caught.value.param, body["message"].partition(":")[0]) == (param, param)
+    assert says in body["message"]
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [

@@ -58,9 +58,11 @@ def test_every_field_becomes_its_option() -> None:
         best_of=4,
         logprobs=3,
     )
+    structures = ("json_schema", "json_object", "regex", "choice", "grammar")
     assert call == SdkCall(
         prompts=["hi"],
         answers_each=2,
+        names=dict.fromkeys(structures, "structured_outputs"),
         options={
             "max_tokens": 7,
             "temperature": 1.0,
