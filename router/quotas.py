@@ -21,7 +21,7 @@ from pdserve.core.key_file import DEFAULT_TENANT, Tenant
 RESERVED_TOKENS: Final = 256
 # Short, because a tenant may use a full bucket at once and delay other tenants (benchmarks/tenants.py). A call that
 # needs more than a full bucket is admitted, and the tenant waits longer afterwards.
-BURST_S: Final = 5.0
+BURST_S: Final = 1.0
 WEIGHT: Final = 0.2  # weight of the last answer in the mean duration
 FIRST_RETRY_S: Final = 1.0  # retry time before the first answer has ended
 RETRY_S: Final = (0.05, 30.0)  # shortest and longest retry time for answers in progress

@@ -120,10 +120,10 @@ def test_an_idle_bucket_fills_up_to_its_size() -> None:
     assert [level(quotas, now_s) for now_s in (1.0, 10.0, 31.0, 1e9)] == [300, 390, 600, 600]
 
 
-def test_a_bucket_holds_the_tokens_of_five_seconds_by_default() -> None:
+def test_a_bucket_holds_the_tokens_of_one_second_by_default() -> None:
     quotas = Quotas()
     call(quotas, 300, 10)
-    assert [level(quotas, now_s) for now_s in (0.0, 26.0, 31.0, 36.0, 99.0)] == [-260, 0, 50, 50, 50]
+    assert [level(quotas, now_s) for now_s in (0.0, 30.0, 31.0, 36.0, 99.0)] == [-300, 0, 10, 10, 10]
 
 
 def test_a_clock_that_goes_back_refills_nothing() -> None:

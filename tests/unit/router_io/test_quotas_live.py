@@ -43,8 +43,8 @@ async def test_a_used_up_bucket_names_its_quota_and_the_time(connect: Connect, d
         with pytest.raises(QuotaExceeded) as caught:
             await acme.generate("x" * 60, max_tokens=20)
         assert caught.value.quota == "tokens_per_minute"
-        # The bucket held 100 tokens, and 2000 were used.
-        assert 0.0 < caught.value.retry_after_s <= (1900 + 80) / 20
+        # The bucket held 20 tokens, 2000 were used, and the next request needs a full bucket.
+        assert 0.0 < caught.value.retry_after_s <= 2000 / 20
         assert "tokens_per_minute of tenant acme" in caught.value.message
         await beta.generate("x" * 60, max_tokens=20)
         assert await acme.tokenize("hello"), "what costs no tokens needs none"
@@ -78,7 +78,7 @@ async def test_an_invalid_request_costs_nothing(connect: Connect, decode: Progra
         for _ in range(3):
             with pytest.raises(Exception, match="temperature"):
                 await acme.generate("hello", temperature=1000.0)
-    assert (running(front), front.server._tenants.quotas._accounts["acme"].level) == (0, 500)
+    assert (running(front), front.server._tenants.quotas._accounts["acme"].level) == (0, 100)
 
 
 async def test_answers_in_progress_are_limited(connect: Connect, slow_decode: Program, tmp_path: Path) -> None:
