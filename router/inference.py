@@ -129,6 +129,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GetTokenBytes(
         self, request: inference_pb2.GetTokenBytesRequest, context: Any
     ) -> inference_pb2.GetTokenBytesResponse:
+        # No quota: it is a lookup, and the gateway needs it within answers that have their slot already.
         try:
             found = self._admission.token_bytes(request)
         except PdserveError as error:

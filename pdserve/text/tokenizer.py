@@ -111,6 +111,7 @@ class HuggingFaceTokenizer:
         )
         self._tokens: dict[int, str | None] = {}
         self._bytes: dict[int, bytes] = {}
+        self._written: dict[int, bytes] = {}
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -145,10 +146,17 @@ class HuggingFaceTokenizer:
         return make_detokenizer(self._rule, lookup, is_continued=is_continued)
 
     def token_bytes(self, token_id: int) -> bytes:
-        if token_id in self._special:
-            return (self._backend.id_to_token(token_id) or "").encode()
-        token = self._token(token_id)
-        return b"" if token is None else token_bytes(self._rule, token)
+        """Cached, because a call may ask for thousands; the size is bounded by the vocabulary."""
+        found = self._written.get(token_id)
+        if found is None:
+            if token_id in self._special:
+                found = (self._backend.id_to_token(token_id) or "").encode()
+            else:
+                token = self._token(token_id)
+                found = b"" if token is None else token_bytes(self._rule, token)
+            if found:
+                self._written[token_id] = found
+        return found
 
     def _token(self, token_id: int) -> str | None:
         """Cached; the size is bounded by the vocabulary."""
