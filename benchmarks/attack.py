@@ -2,11 +2,12 @@
 
     python -m benchmarks.attack
     python -m benchmarks.attack --only 2,5 --seconds 20
+    python -m benchmarks.attack --tls
 
 One cluster of the bundled model serves all rows, with a token for callers. Beside each attack an honest caller sends
 requests; each of its answers must equal the one given in peace. A row is met if the attack was rejected as the row
 requires, every honest answer was exact, no process was restarted, and the cluster became idle. Otherwise the exit
-status is 1.
+status is 1. `--tls` attacks a cluster with TLS, in the rows that can.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def run_row(row: AttackRow, target: AttackTarget, expected: list[tuple[int, ...]
     """Attacks, and adds to the finding's complaints what the attack did to the cluster."""
     before = {name: target.pid(name) for name in ALL}
     complaints: list[str] = []
-    with LegitimateTraffic(target.router, target.token, expected) as honest:
+    with LegitimateTraffic(target.router, target.token, expected, target.ca) as honest:
         try:
             finding = row.attack(target)
         except Exception as error:  # the other rows still run
@@ -80,7 +81,7 @@ def run_row(row: AttackRow, target: AttackTarget, expected: list[tuple[int, ...]
 def wait_until_idle(target: AttackTarget) -> str:
     """Empty once both workers are attached, nothing runs, and every block is free or cached; else what is not so."""
     ends_s = time.monotonic() + REST_S
-    with Client(target.router, token=target.token) as client:
+    with Client(target.router, token=target.token, tls=target.ca) as client:
         while True:
             topology = client.topology()
             busy = [w.worker_id for w in topology.workers if w.running or w.waiting or not w.is_connected]
@@ -115,8 +116,8 @@ def show(results: Sequence[tuple[AttackRow, AttackResult, CallTally]], peace_s: 
             print(f"{row.number}: MISSED: {complaint}")
 
 
-def _chosen(only: str) -> list[AttackRow]:
-    known = rows()
+def _chosen(only: str, *, has_tls: bool) -> list[AttackRow]:
+    known = [row for row in rows() if row.has_tls or not has_tls]
     if not only:
         return [row for row in known if not row.is_slow]
     numbers = {int(word) for word in only.split(",") if word.isdigit()}
@@ -130,11 +131,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.attack", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="N,N", help="these rows, slow ones too")
     parser.add_argument("--seconds", type=float, default=15.0, help="that a row may take")
+    parser.add_argument("--tls", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not 1 <= args.seconds <= 600:
         raise ConfigError("seconds", args.seconds, "between 1 and 600")
-    chosen = _chosen(args.only)
+    chosen = _chosen(args.only, has_tls=args.tls)
     token = secrets.token_urlsafe(24)
     ports = dict(zip(PROCESSES, free_ports(len(PROCESSES)), strict=True))
     metrics = (
@@ -145,11 +147,17 @@ def main() -> int:
     )
     results: list[tuple[AttackRow, AttackResult, CallTally]] = []
     with Running.start(
-        *FLAGS, *metrics, "--http", "0", env={"PDSERVE_TOKEN": token, "OMP_NUM_THREADS": "1"}
+        *FLAGS,
+        *metrics,
+        *(("--tls", "auto") if args.tls else ()),
+        "--http",
+        "0",
+        env={"PDSERVE_TOKEN": token, "OMP_NUM_THREADS": "1"},
     ) as cluster:
-        target = AttackTarget(cluster=cluster, token=token, seconds=args.seconds, metrics_ports=ports)
-        expected = answers_in_peace(cluster.target, token)
-        with LegitimateTraffic(cluster.target, token, expected) as peace:
+        ca = cluster.ready_line.rpartition(", ca ")[2].rstrip(")") if args.tls else None
+        target = AttackTarget(cluster=cluster, token=token, seconds=args.seconds, metrics_ports=ports, ca=ca)
+        expected = answers_in_peace(cluster.target, token, ca)
+        with LegitimateTraffic(cluster.target, token, expected, ca) as peace:
             time.sleep(3.0)
         peace_s = statistics.median(peace.tally.took_s)
         for row in chosen:

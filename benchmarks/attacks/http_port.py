@@ -1,6 +1,7 @@
 """Row 12: the HTTP port. 10,000 idle connections, heads that drip or do not end, and bodies of 100 MB.
 
 An honest caller sends completions meanwhile, on a new connection each time. Each answer must be the one given in peace.
+With TLS, heads and bodies come over TLS, idle connections begin no handshake, and 200 more drip a handshake.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import contextlib
 import http.client
 import json
 import socket
+import ssl
 import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, final
 from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]
@@ -33,13 +36,31 @@ LATE_S: Final = 10.0
 _REQUEST: Final = json.dumps({"prompt": "def fib(n):", "max_tokens": 12, "temperature": 0}).encode()
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Port:
+    host: str
+    number: int
+    token: str
+    tls: ssl.SSLContext | None
+
+    def connect(self, timeout_s: float) -> socket.socket:
+        """With its handshake, if the port has TLS."""
+        plain = self.connect_plain(timeout_s)
+        return plain if self.tls is None else self.tls.wrap_socket(plain, server_hostname=self.host)
+
+    def connect_plain(self, timeout_s: float) -> socket.socket:
+        return socket.create_connection((self.host, self.number), timeout_s)
+
+
 def attack(target: AttackTarget) -> AttackResult:
     parts = urlsplit(target.cluster.http_url)
-    address = (str(parts.hostname), int(parts.port or 0))
+    tls = ssl.create_default_context(cafile=target.ca) if target.ca else None
+    port = Port(str(parts.hostname), int(parts.port or 0), target.token, tls)
     gateway = psutil.Process(target.pid("gateway"))
-    expected = _ask(address, target.token)
+    expected = _ask(port)
     before_bytes = gateway.memory_info().rss
-    honest = _Honest(lambda: _ask(address, target.token), expected)
+    honest = _Honest(lambda: _ask(port), expected)
     errors: Counter[str] = Counter()
     attempts = 0
     with honest:
@@ -47,9 +68,10 @@ def attack(target: AttackTarget) -> AttackResult:
             ("heads", _large_heads),
             ("bodies", _large_bodies),
             ("slow", _slow_heads),
+            ("handshakes", _slow_handshakes),
             ("idle", _idle_connections),
         ):
-            count, closed = part(address, target.token)
+            count, closed = part(port)
             attempts += count
             errors[name] += closed
     grown_bytes = gateway.memory_info().rss - before_bytes
@@ -70,52 +92,62 @@ def attack(target: AttackTarget) -> AttackResult:
     )
 
 
-def _large_heads(address: tuple[str, int], token: str) -> tuple[int, int]:
+def _large_heads(port: Port) -> tuple[int, int]:
     bombs = (b"x-bomb: " + b"v" * 2**20, b"\r\n".join(b"x-%d: v" % n for n in range(100_000)))
     closed = 0
     for number in range(NUM_HEADS):
-        closed += _send(address, b"POST /v1/completions HTTP/1.1\r\n" + bombs[number % 2] + b"\r\n\r\n")
+        closed += _send(port, b"POST /v1/completions HTTP/1.1\r\n" + bombs[number % 2] + b"\r\n\r\n")
     return NUM_HEADS, closed
 
 
-def _large_bodies(address: tuple[str, int], token: str) -> tuple[int, int]:
+def _large_bodies(port: Port) -> tuple[int, int]:
     """Declared and undeclared sizes, by a caller with the token."""
     closed = 0
     piece = b" " * 2**20
     for number in range(NUM_BODIES):
-        head = f"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer {token}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer {port.token}\r\n"
         if number % 2:
-            closed += _send(address, f"{head}content-length: {BODY_BYTES}\r\n\r\n".encode(), piece, BODY_BYTES >> 20)
+            closed += _send(port, f"{head}content-length: {BODY_BYTES}\r\n\r\n".encode(), piece, BODY_BYTES >> 20)
         else:
             chunk = f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
-            closed += _send(address, f"{head}transfer-encoding: chunked\r\n\r\n".encode(), chunk, BODY_BYTES >> 20)
+            closed += _send(port, f"{head}transfer-encoding: chunked\r\n\r\n".encode(), chunk, BODY_BYTES >> 20)
     return NUM_BODIES, closed
 
 
-def _slow_heads(address: tuple[str, int], token: str) -> tuple[int, int]:
-    """One byte now and then, until the server has closed all of them."""
+def _slow_heads(port: Port) -> tuple[int, int]:
+    return _drip(port.connect, b"G")
+
+
+def _slow_handshakes(port: Port) -> tuple[int, int]:
+    return (0, 0) if port.tls is None else _drip(port.connect_plain, b"\x16\x03\x01\x02\x00" + bytes(512))
+
+
+def _drip(connect: Callable[[float], socket.socket], data: bytes) -> tuple[int, int]:
+    """One byte now and then, until the server has closed all connections."""
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(NUM_SLOW)]
+        opened = [stack.enter_context(connect(10)) for _ in range(NUM_SLOW)]
         for one in opened:
             one.setblocking(False)
+        sent = 0
         ends_s = time.monotonic() + LIMITS.header_s + LATE_S
         left = set(opened)
         while left and time.monotonic() < ends_s:
             for one in list(left):
                 with contextlib.suppress(OSError):
-                    one.send(b"G")
+                    one.send(data[sent % len(data) :][:1])
                 if is_closed(one):
                     left.discard(one)
+            sent += 1
             time.sleep(0.2)
         return NUM_SLOW, NUM_SLOW - len(left)
 
 
-def _idle_connections(address: tuple[str, int], token: str) -> tuple[int, int]:
+def _idle_connections(port: Port) -> tuple[int, int]:
     """Those beyond the limit are closed for newer ones, the others when their time for a head is over."""
     with contextlib.ExitStack() as stack:
         opened = []
         for _ in range(NUM_IDLE):
-            opened.append(stack.enter_context(socket.create_connection(address, 30)))
+            opened.append(stack.enter_context(port.connect_plain(30)))
         for one in opened:
             one.setblocking(False)
         ends_s = time.monotonic() + LIMITS.header_s + LATE_S
@@ -126,9 +158,9 @@ def _idle_connections(address: tuple[str, int], token: str) -> tuple[int, int]:
         return NUM_IDLE, NUM_IDLE - len(left)
 
 
-def _send(address: tuple[str, int], head: bytes, piece: bytes = b"", count: int = 0) -> int:
+def _send(port: Port, head: bytes, piece: bytes = b"", count: int = 0) -> int:
     """1 if the server closes the connection without an answer of success, else 0."""
-    with socket.create_connection(address, 30) as one:
+    with port.connect(30) as one:
         try:
             one.sendall(head)
             for _ in range(count):
@@ -146,10 +178,14 @@ def _send(address: tuple[str, int], head: bytes, piece: bytes = b"", count: int 
         return int(b"HTTP/1.1 2" not in found[:16])
 
 
-def _ask(address: tuple[str, int], token: str) -> str:
-    connection = http.client.HTTPConnection(*address, timeout=60)
+def _ask(port: Port) -> str:
+    connection = (
+        http.client.HTTPConnection(port.host, port.number, timeout=60)
+        if port.tls is None
+        else http.client.HTTPSConnection(port.host, port.number, timeout=60, context=port.tls)
+    )
     try:
-        headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+        headers = {"authorization": f"Bearer {port.token}", "content-type": "application/json"}
         connection.request("POST", "/v1/completions", _REQUEST, headers)
         answer = connection.getresponse()
         body = json.loads(answer.read())
@@ -193,4 +229,4 @@ class _Honest:
                 self.complaints.append("an honest HTTP answer was wrong")
 
 
-ROW = AttackRow(number=12, name="the HTTP port", attack=attack, needs="token")
+ROW = AttackRow(number=12, name="the HTTP port", attack=attack, needs="token", has_tls=True)

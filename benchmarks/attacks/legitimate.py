@@ -35,8 +35,8 @@ class CallTally:
 class LegitimateTraffic:
     """Sends one request after another from `start` until the block is left; `tally` says how they ended."""
 
-    def __init__(self, target: str, token: str, expected: list[tuple[int, ...]]) -> None:
-        self._client = Client(target, token=token, retries=Retries(limit=0))
+    def __init__(self, target: str, token: str, expected: list[tuple[int, ...]], ca: str | None = None) -> None:
+        self._client = Client(target, token=token, tls=ca, retries=Retries(limit=0))
         self._expected = expected
         self._stop = threading.Event()
         self._has_ended_one = threading.Event()
@@ -79,6 +79,6 @@ def answer(client: Client, number: int) -> tuple[int, ...]:
     return tuple(client.generate(prompt, **OPTIONS, **options).token_ids)
 
 
-def answers_in_peace(target: str, token: str) -> list[tuple[int, ...]]:
-    with Client(target, token=token) as client:
+def answers_in_peace(target: str, token: str, ca: str | None = None) -> list[tuple[int, ...]]:
+    with Client(target, token=token, tls=ca) as client:
         return [answer(client, number) for number in range(len(PROMPTS))]

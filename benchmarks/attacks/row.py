@@ -16,6 +16,7 @@ The benchmark itself sends legitimate requests meanwhile and compares each answe
 from __future__ import annotations
 
 import socket
+import ssl
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -36,6 +37,7 @@ class AttackTarget:
     token: str
     seconds: float  # that a row may take
     metrics_ports: Mapping[str, int]  # process name -> port of its /metrics
+    ca: str | None = None  # file with the cluster's CA, if it has TLS
 
     @property
     def router(self) -> str:
@@ -83,6 +85,7 @@ class AttackRow:
     attack: Callable[[AttackTarget], AttackResult]
     needs: str = ""  # "token" where the attacker is a caller with a token
     is_slow: bool = False  # left out unless named by --only
+    has_tls: bool = False  # also attacks a cluster with TLS
 
 
 def is_closed(one: socket.socket) -> bool:
@@ -90,7 +93,7 @@ def is_closed(one: socket.socket) -> bool:
     try:
         while one.recv(4096):
             pass
-    except BlockingIOError:
+    except (BlockingIOError, ssl.SSLWantReadError):
         return False
     except OSError:
         pass
