@@ -7,6 +7,7 @@ connections, and this protocol turns each into a TLS connection, with the certif
 from __future__ import annotations
 
 import asyncio
+import asyncio.sslproto
 from typing import TYPE_CHECKING, Any, final
 
 from pdserve.tls.certificates import ReloadingCertificates
@@ -14,6 +15,9 @@ from pdserve.tls.reasons import tls_failure
 
 if TYPE_CHECKING:
     from pdserve.gateway.connection import Connection, Connections
+
+# asyncio gives each TLS connection a buffer of this size for reading; its own 256 KiB would be 128 MiB for 512 of them.
+asyncio.sslproto.SSLProtocol.max_size = 32 * 1024  # type: ignore[attr-defined]
 
 
 @final
