@@ -281,6 +281,8 @@ class GatewayConfig(CallerTlsSettings):
     """One HTTP gateway process. It holds no secret: its callers' tokens are checked by the router."""
 
     router: str = setting("HOST:PORT of the router")
+    router_cert: str = setting("PEM file with the certificate that the router sees; tls_cert when empty", "")
+    router_key: str = setting("PEM file with the private key of router_cert", "")
     gateway_id: str = setting("name of this gateway", "gateway-0", is_name=True)
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("HTTP port; 0 picks a free one", 8000, within=PORTS)
@@ -307,6 +309,9 @@ class GatewayConfig(CallerTlsSettings):
     def __post_init__(self) -> None:
         check_fields(self)
         check_tls(self, self.host)
+        if bool(self.router_cert) is not bool(self.router_key):
+            absent = "router_key" if self.router_cert else "router_cert"
+            raise ConfigError(absent, "no file", "both router_cert and router_key, or neither")
 
 
 def _check_ranks(config: WorkerConfig) -> None:

@@ -26,7 +26,7 @@ from pdserve.gateway.handshake import Handshake
 from pdserve.listening import bind_error, ignore_poller_races
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
-from pdserve.tls.certificates import ReloadingCertificates, certificates_of
+from pdserve.tls.certificates import ReloadingCertificates, TlsFiles, certificates_of
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,10 @@ class GatewayHost:
         self._config = config
         # The certificate may be from another CA than the router's.
         self._tls = certificates_of(config, is_mutual=False)
+        self._router_tls: ReloadingCertificates | None = None
+        if config.router_cert:
+            files = TlsFiles(cert=config.router_cert, key=config.router_key, ca=config.tls_ca)
+            self._router_tls = ReloadingCertificates(files, peer_name=config.tls_peer_name)
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(ignore_poller_races)
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
@@ -119,7 +123,7 @@ class GatewayHost:
 
     def _client(self) -> AsyncClient:
         config, tls = self._config, self._tls
-        transport = ReloadingTransport(tls) if tls is not None and tls.files.ca else None
+        transport = ReloadingTransport(self._router_tls or tls) if tls is not None and tls.files.ca else None
         return AsyncClient(
             config.router,
             tls=transport is not None,

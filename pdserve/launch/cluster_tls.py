@@ -36,6 +36,8 @@ class ClusterTls:
         found = {"tls_cert": str(folder / CERT), "tls_key": str(folder / KEY), "tls_ca": str(folder / CA)}
         if self.peer_name:
             found["tls_peer_name"] = self.peer_name
+        if process == "gateway":  # its tls_cert may be one of a public CA, which the router does not accept
+            found |= {"router_cert": found["tls_cert"], "router_key": found["tls_key"]}
         if self.client_ca and process in CALLERS:
             found["tls_client_ca"] = self.client_ca
         return found

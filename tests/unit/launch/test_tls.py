@@ -77,6 +77,7 @@ def test_a_table_gives_a_process_another_certificate() -> None:
     assert http is not None
     assert isinstance(http.config, GatewayConfig)
     assert (http.config.tls_cert, http.config.tls_ca) == ("public.crt", "/certs/ca.crt")
+    assert (http.config.router_cert, http.config.router_key) == ("/certs/tls.crt", "/certs/tls.key")
 
 
 def test_rays_driver_gets_the_same_files() -> None:

@@ -18,8 +18,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve import AsyncClient, Client, Tls
-from pdserve.config import RouterConfig
+from pdserve.config import GatewayConfig, RouterConfig
 from pdserve.core.errors import Unavailable
+from pdserve.gateway.server import GatewayHost
 from pdserve.testing import toy_answer
 from pdserve.tls.authority import write_private
 from pdserve.tls.names import CA
@@ -131,6 +132,25 @@ def test_callers_need_a_certificate_of_the_client_ca(mutual: TlsCluster, tmp_pat
     with Client(address, tls=Tls.from_files(ca=mutual.ca, cert=known.cert, key=known.key)) as client:
         assert client.generate("hello", max_tokens=4, temperature=0.0).text == ANSWER
     assert over_https(mutual, cert=known.cert, key=known.key) == ANSWER
+
+
+def test_a_gateway_with_a_public_certificate_shows_the_router_the_clusters(mutual: TlsCluster, tmp_path: Path) -> None:
+    """Because the router takes certificates of the cluster's CA and of its callers' CA only."""
+    assert mutual.callers is not None
+    public, own = TestAuthority(tmp_path / "public", "public CA"), mutual.authority.settings("gateway-1")
+    files = {**public.settings("gateway-1"), "tls_ca": own["tls_ca"], "tls_client_ca": mutual.callers.ca.as_posix()}
+    host = GatewayHost(
+        GatewayConfig(
+            router=mutual.cluster.address, port=0, **files, router_cert=own["tls_cert"], router_key=own["tls_key"]
+        )
+    )
+    host.start()
+    try:
+        known = mutual.callers.files("caller")
+        served = replace(mutual, authority=public, gateway=host)
+        assert over_https(served, cert=known.cert, key=known.key) == ANSWER
+    finally:
+        host.stop()
 
 
 def over_https(served: TlsCluster, cert: str = "", key: str = "") -> str:
