@@ -6,6 +6,7 @@ from typing import Final
 
 #: The text in a template that only templates of this family have, by format.
 _MARKS: Final = (
+    ("", "<function="),  # Qwen3-Coder and Qwen3.5: <tool_call><function=..><parameter=..>, not JSON
     ("hermes", "<tool_call>"),  # Hermes, Qwen2.5 and Qwen3
     ("mistral", "[TOOL_CALLS]"),
     ("llama3", "<|python_tag|>"),
