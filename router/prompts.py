@@ -85,7 +85,7 @@ class PromptReader:
         tools = list(chat.tools)
 
         def work() -> list[int]:
-            text = template.render(messages, tools)
+            text = template.render(messages, tools, chat.template_arguments)
             # The template has written the special tokens.
             if keep is not None:
                 return self._tokenizer.encode_tail(text, keep, has_special_tokens=False)
@@ -102,11 +102,14 @@ def _message(one: inference_pb2.ChatMessage) -> Message:
         tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in one.tool_calls),
         tool_call_id=one.tool_call_id if one.HasField("tool_call_id") else None,
         name=one.name if one.HasField("name") else None,
+        reasoning_content=one.reasoning_content if one.HasField("reasoning_content") else None,
     )
 
 
 def _num_chars(message: Message) -> int:
-    return len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
+    return sum(
+        map(len, (message.content, message.reasoning_content or "", *(one.arguments for one in message.tool_calls)))
+    )
 
 
 def _max_chars(tokenizer: Tokenizer, model: ModelFacts) -> int | None:

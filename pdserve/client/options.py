@@ -50,6 +50,8 @@ class Options(TypedDict, total=False):
     grammar: str | None  # Lark; of these five at most one
     n: int | None  # answers, 1 to 16; over 1 only with a temperature
     tools: Sequence[Mapping[str, Any]] | None  # of a chat: functions that the model may call, in OpenAI's form
+    # of a chat: values for names that the model's chat template reads, such as {"enable_thinking": False} for Qwen3
+    chat_template_kwargs: Mapping[str, Any] | None
     best_of: int | None  # n to 16: samples this many and returns the n with the largest mean logprob, at the end
     slo: Slo | Mapping[str, float] | None  # a mapping sets only the targets that it names: ttft_s, tpot_s, itl_s
     timeout_s: float | None  # limit of the whole call, including retries

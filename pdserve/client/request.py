@@ -25,7 +25,8 @@ MAX_TIMEOUT_S: Final = 1e9  # gRPC turns much larger ones into past times
 _OF_REQUEST: Final = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
 _OF_SAMPLING: Final = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 _OF_OUTPUT: Final = inference_pb2.StructuredOutput.DESCRIPTOR.fields_by_name
-_OF_TOOLS: Final = ("tool_calls", "tool_call_id", "name")
+_TEXTS: Final = ("role", "content", "tool_call_id", "name", "reasoning_content")  # of a message
+_OPTIONAL: Final = ("tool_calls", *_TEXTS[2:])
 _TARGETS: Final = tuple(inference_pb2.Slo.DESCRIPTOR.fields_by_name)
 _WHOLE: Final = {
     FieldDescriptor.CPPTYPE_INT32: "a signed 32-bit integer",
@@ -104,12 +105,12 @@ def _chat(messages: Sequence[Any]) -> inference_pb2.ChatPrompt:
         name = f"prompt[{index}]"
         if not isinstance(message, Mapping):
             raise _wrong(name, "a dict with role and content (or an int, in a list of ints)", message)
-        if not {"role", "content"} <= set(message) <= {"role", "content", *_OF_TOOLS}:
+        if not {"role", "content"} <= set(message) <= {"role", "content", *_OPTIONAL}:
             raise TypeError(
-                f"{name} must have the keys role and content, and may have {', '.join(_OF_TOOLS)}, "
+                f"{name} must have the keys role and content, and may have {', '.join(_OPTIONAL)}, "
                 f"not {sorted(map(str, message))}"
             )
-        texts = {key: message[key] for key in ("role", "content", "tool_call_id", "name") if key in message}
+        texts = {key: message[key] for key in _TEXTS if key in message}
         for key, value in texts.items():
             if not isinstance(value, str):
                 raise _wrong(f"{name}[{key!r}]", "str", value)
@@ -142,6 +143,15 @@ def _set_tools(request: inference_pb2.GenerateRequest, name: str, value: Any) ->
         raise InvalidRequest(name, f"{len(texts)} tools", "messages as the prompt")
     if texts:
         request.chat.tools.extend(texts)
+
+
+def _set_template_arguments(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise _wrong(name, "a dict", value)
+    if not request.HasField("chat"):
+        raise InvalidRequest(name, "a dict", "messages as the prompt")
+    if value:
+        request.chat.template_arguments = _utf8(name, json.dumps(dict(value), ensure_ascii=False))
 
 
 def _tools(name: str, tools: Any) -> list[str]:
@@ -265,6 +275,7 @@ def checked_timeout_s(name: str, value: object) -> float:
 _Setter = Callable[[inference_pb2.GenerateRequest, str, Any], None]
 _BY_NAME: Final[Mapping[str, _Setter]] = {
     "allowed_token_ids": _set_allowed,
+    "chat_template_kwargs": _set_template_arguments,
     "logit_bias": _set_logit_bias,
     **dict.fromkeys(_OF_OUTPUT, _set_structured),
     "slo": _set_slo,

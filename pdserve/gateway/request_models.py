@@ -154,7 +154,8 @@ class Message(Strict):
     audio: None = None
     function_call: None = None
     annotations: list[None] | None = None
-    reasoning_content: str | None = None  # of an earlier answer; the template does not see it
+    reasoning_content: str | None = None  # of an earlier answer; the template decides what the model sees of it
+    reasoning: str | None = None  # vLLM's newer name of it
 
 
 class ChatRequest(SamplingRequest):
@@ -167,6 +168,9 @@ class ChatRequest(SamplingRequest):
         "`none`, `auto`, `required` or a function; the last two are enforced by a grammar"
     )
     parallel_tool_calls: bool | None = described("false allows one call")
+    chat_template_kwargs: dict[str, str | bool | int | float] | None = described(
+        "vLLM; values for names that the model's chat template reads, such as `enable_thinking`"
+    )
     logprobs: bool | None = described("logprobs of the generated tokens")
     top_logprobs: int | None = described("0 to 64 most likely tokens, with `logprobs`")
 

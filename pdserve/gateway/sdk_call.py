@@ -99,7 +99,16 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     most = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
     options = _options(request, model.max_new_tokens if most is None else most, logprobs)
-    plan = plan_tools(request.tools or (), request.tool_choice, request.parallel_tool_calls is not False, model)
+    switches = request.chat_template_kwargs or {}
+    if switches:
+        options["chat_template_kwargs"] = switches
+    plan = plan_tools(
+        request.tools or (),
+        request.tool_choice,
+        model,
+        is_parallel=request.parallel_tool_calls is not False,
+        is_thinking=switches.get("enable_thinking") is not False,
+    )
     has_form = not options.keys().isdisjoint(_STRUCTURES)
     if plan is not None and plan.tools:
         if has_form:
@@ -132,13 +141,14 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
         return cast(AnyModel, kind.model_validate(given))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        kind_of_error, place = first["type"], _place(first["loc"], given, is_missing=first["type"] == "missing")
-        if kind_of_error == "missing":
+        place = _place(first["loc"], given, is_missing=first["type"] == "missing")
+        if first["type"] == "missing":
             raise InvalidRequest(place, "no value", "a value, because the field is required") from None
-        if kind_of_error == "extra_forbidden":
+        if first["type"] == "extra_forbidden":
             raise InvalidRequest(place, "an unknown field", "no such field") from None
-        about = kind.model_fields[str(first["loc"][0])].description if first["loc"] else None
-        is_union = kind_of_error == "union_tag_invalid" or len(place.split(".")) < len(first["loc"])
+        field = kind.model_fields.get(str(first["loc"][0])) if first["loc"] else None
+        about = None if field is None else field.description
+        is_union = first["type"] == "union_tag_invalid" or len(place.split(".")) < len(first["loc"])
         expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
         expected = expected.replace("String should match pattern", "a text that matches")
         raise InvalidRequest(place or "body", "another value", about if is_union and about else expected) from None
@@ -149,7 +159,8 @@ def _place(location: Sequence[str | int], given: Any, *, is_missing: bool) -> st
     found = []
     for index, part in enumerate(location):
         if (isinstance(given, list) and isinstance(part, int)) or (isinstance(given, dict) and part in given):
-            given = given[part]
+            inside: Any = given
+            given = inside[part]
         elif not (is_missing and index == len(location) - 1):
             continue
         found.append(str(part))
@@ -181,7 +192,9 @@ def _sdk_message(place: str, message: Message) -> dict[str, Any]:
     found: dict[str, Any] = {"role": role, "content": _text(message.content)}
     if message.tool_calls:
         found["tool_calls"] = [one.model_dump() for one in message.tool_calls]
-    found |= {name: getattr(message, name) for name in ("tool_call_id", "name") if getattr(message, name) is not None}
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    optional = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": reasoning}
+    found |= {name: value for name, value in optional.items() if value is not None}
     return found
 
 

@@ -32,6 +32,8 @@ RENDER_S: Final = 1.0
 MAX_RENDERED_CHARS: Final = 16 * 2**20
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 128
+MAX_ARGUMENTS_CHARS: Final = 4096
+_OWN: Final = ("messages", "add_generation_prompt", "tools", "documents")  # what render() gives to every template
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
     tool_call_id: str | None = None  # of a tool's result
     name: str | None = None
+    reasoning_content: str | None = None  # of an assistant
 
 
 @final
@@ -70,12 +73,14 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError("chat_template", f"line {error.lineno}: {error.message}", "a jinja template") from error
-        self._takes_tools = "tools" in jinja2.meta.find_undeclared_variables(self._environment.parse(source))
+        read = jinja2.meta.find_undeclared_variables(self._environment.parse(source))
+        self._takes_tools = "tools" in read
+        self._arguments = read.difference(_OWN, self._named_tokens, self._environment.globals)
         self.tool_format = tool_format(source) if self._takes_tools else ""
         self.has_reasoning_marks = "</think>" in source
 
-    def render(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> str:
-        """`tools` are JSON objects.
+    def render(self, messages: Sequence[Message], tools: Sequence[str] = (), arguments: str = "") -> str:
+        """`tools` are JSON objects. So is `arguments`, with values for names that the template reads.
 
         Raises InvalidRequest if the template rejects the messages, and ModelError if it exceeds a limit.
         """
@@ -90,6 +95,7 @@ class ChatTemplate:
             raise InvalidRequest("tools", f"{len(tools)} tools", f"at most {MAX_TOOLS} tools")
         if tools and not self._takes_tools:
             raise InvalidRequest("tools", f"{len(tools)} tools", "none: this model's chat template takes no tools")
+        given = self._checked(arguments) if arguments else {}
         plain = [_plain(message) for message in messages]
         clock = _RenderClock(self._render_s)
         chunks: list[str] = []
@@ -100,6 +106,7 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 tools=[_object("tools", one) for one in tools] or None,
                 documents=None,
+                **given,
                 **self._named_tokens,
                 **{_CLOCK: clock},
             ):
@@ -115,6 +122,20 @@ class ChatTemplate:
         except (MemoryError, RecursionError) as error:
             raise ModelError("chat_template", type(error).__name__, "a template that ends") from error
         return "".join(chunks)
+
+    def _checked(self, arguments: str) -> dict[str, Any]:
+        """Raises InvalidRequest: a name that the template does not read would change nothing."""
+        field = "chat_template_kwargs"
+        if len(arguments) > MAX_ARGUMENTS_CHARS:
+            raise InvalidRequest(field, f"{len(arguments)} characters", f"at most {MAX_ARGUMENTS_CHARS} characters")
+        found = _object(field, arguments)
+        for name, value in found.items():
+            if name not in self._arguments:
+                known = ", ".join(sorted(self._arguments)) or "no name"
+                raise InvalidRequest(field, repr(name[:64]), f"what this model's chat template reads: {known}")
+            if not isinstance(value, (str, bool, int, float)):
+                raise InvalidRequest(field, f"another value of {name}", "a text, a number or a boolean")
+        return found
 
 
 def reasoning_format(template: ChatTemplate) -> str:
@@ -162,6 +183,8 @@ def _plain(message: Message) -> dict[str, Any]:
         found["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         found["name"] = message.name
+    if message.reasoning_content is not None:
+        found["reasoning_content"] = message.reasoning_content
     return found
 
 

@@ -1,4 +1,4 @@
-"""The bundled model with a chat template that shows tools."""
+"""The bundled model with a chat template that shows tools, and reads the argument `style`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pdserve
 
 BUNDLED = Path(pdserve.__file__).parent / "models" / "stdlib-5m"
 TEMPLATE = (
+    "{{- style or '' }}"
     "{%- for tool in tools or [] %}{{- '# tool <tool_call> ' + tool.function.name + '\\n' }}{%- endfor %}"
     "{%- for message in messages %}{{- '# ' + message.role + ': ' + message.content + '\\n' }}"
     "{%- for call in message.tool_calls or [] %}{{- call.function.name + (call.function.arguments | tojson) + '\\n' }}"

@@ -32,16 +32,24 @@ class ToolPlan:
 
 
 def plan_tools(
-    tools: Sequence[Tool], choice: str | NamedChoice | None, is_parallel: bool, model: Model
+    tools: Sequence[Tool], choice: str | NamedChoice | None, model: Model, *, is_parallel: bool, is_thinking: bool
 ) -> ToolPlan | None:
-    """None if the answer is text alone: neither calls nor marks of reasoning. Raises InvalidRequest."""
+    """None if the answer is text alone: neither calls nor marks of reasoning. Raises InvalidRequest.
+
+    `is_thinking`: the request does not turn the reasoning off. A template then closes it in the prompt.
+    """
+    is_open = is_thinking and model.reasoning_format == "open"
+
+    def with_reasoning(reader: Reader) -> Reader:
+        return ReasoningReader(reader, is_open=is_open) if model.reasoning_format else reader
+
     names = [one.function.name for one in tools]
     if len(set(names)) != len(names):
         raise InvalidRequest("tools", "several functions of one name", "different names")
     if not tools or choice == "none":
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice", "a choice without tools", "tools beside it")
-        return ToolPlan((), {}, lambda: with_reasoning(TextReader(), model)) if model.reasoning_format else None
+        return ToolPlan((), {}, lambda: with_reasoning(TextReader())) if model.reasoning_format else None
     shown = [_for_template(one) for one in tools]
     most = None if is_parallel else 1
     is_short = model.tool_format == "mistral"
@@ -58,13 +66,7 @@ def plan_tools(
         expected = "required or a named function: the form of this model's calls is not known"
         raise InvalidRequest("tool_choice", "auto", expected)
     shows = {"skip_special_tokens": False} if model.tool_format in _SPECIAL_MARKS else {}
-    return ToolPlan(shown, shows, lambda: with_reasoning(make_reader(model.tool_format, names), model), most, is_short)
-
-
-def with_reasoning(reader: Reader, model: Model) -> Reader:
-    if not model.reasoning_format:
-        return reader
-    return ReasoningReader(reader, is_open=model.reasoning_format == "open")
+    return ToolPlan(shown, shows, lambda: with_reasoning(make_reader(model.tool_format, names)), most, is_short)
 
 
 def calls_schema(tools: Sequence[Tool], most_calls: int) -> dict[str, Any]:

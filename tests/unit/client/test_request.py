@@ -110,7 +110,12 @@ def test_every_field_of_a_request_is_an_option() -> None:
     sampling = set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"bad_token_ids", "structured_output"}
     request = set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids", "chat", "sampling"}
     output = set(inference_pb2.StructuredOutput.DESCRIPTOR.fields_by_name)
-    assert Options.__annotations__.keys() == {*sampling, *request, *output, "timeout_s", "traceparent", "tools"}
+    assert Options.__annotations__.keys() == {
+        *sampling,
+        *request,
+        *output,
+        *("timeout_s", "traceparent", "tools", "chat_template_kwargs"),
+    }
 
 
 def test_one_stop_string_needs_no_list() -> None:

@@ -123,6 +123,12 @@ def test_a_supported_field_has_its_effect(bundled: Served, tooled: Served, endpo
         fields = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
         [choice] = ask(tooled, endpoint, **{**BASE, **fields, "max_tokens": 60}).choices
         assert [call.function.name for call in choice.message.tool_calls] == ["stop"]
+    elif name == "chat_template_kwargs":
+        sizes = [
+            ask(tooled, endpoint, **{**BASE, name: value}).usage.prompt_tokens
+            for value in ({}, {"style": "# Write short names.\n"})
+        ]
+        assert sizes[0] < sizes[1]
     elif name == "cache_salt":
         text = "def add(a, b):\n    return a + b\n" * 10
         long: dict[str, Any] = (

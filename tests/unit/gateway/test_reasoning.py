@@ -68,11 +68,13 @@ def test_the_template_shows_how_reasoning_is_marked(source: str, expected: str) 
 
 
 class ThinkingScript(Script):
+    reasoning_format = "tagged"
+
     def GetModel(
         self, request: inference_pb2.GetModelRequest, context: grpc.ServicerContext
     ) -> inference_pb2.GetModelResponse:
         found = super().GetModel(request, context)
-        found.reasoning_format = "tagged"
+        found.reasoning_format = self.reasoning_format
         return found
 
 
@@ -111,7 +113,25 @@ def test_a_chat_returns_reasoning_separately(client: openai.OpenAI, script: Scri
     think(script)
     again: Any = [*TALK, message, *TALK]
     assert client.chat.completions.create(model="m", messages=again).choices[0].message.content == "five"
-    assert [one.content for one in script.requests[-1].chat.messages] == ["2+3?", "five", "2+3?"]
+    sent = script.requests[-1].chat.messages
+    assert [(one.content, one.reasoning_content) for one in sent] == [("2+3?", ""), ("five", "hm"), ("2+3?", "")]
+    assert [one.HasField("reasoning_content") for one in sent] == [False, True, False]
+    think(script)
+    newer: Any = {"role": "assistant", "content": "five", "reasoning": "hm"}  # vLLM's name
+    client.chat.completions.create(model="m", messages=[*TALK, newer, *TALK])
+    assert script.requests[-1].chat.messages[1].reasoning_content == "hm"
+
+
+def test_reasoning_can_be_turned_off(client: openai.OpenAI, script: Script) -> None:
+    """A template whose prompt ends with <think> then closes it in the prompt, so that the answer is only text."""
+    script.reasoning_format = "open"  # type: ignore[attr-defined]
+    end = finished(reason=inference_pb2.FINISH_REASON_STOP, usage=inference_pb2.Usage(completion_tokens=1))
+    for switches, seen in (({"enable_thinking": False}, ("five", None)), ({}, ("", "five"))):
+        script.says(started(), delta("five", 1), end)
+        found = client.chat.completions.create(model="m", messages=TALK, extra_body={"chat_template_kwargs": switches})
+        message = found.choices[0].message
+        assert (message.content, getattr(message, "reasoning_content", None)) == seen
+    assert [one.chat.template_arguments for one in script.requests] == ['{"enable_thinking": false}', ""]
 
 
 def test_a_response_has_an_item_of_reasoning(client: openai.OpenAI, script: Script) -> None:

@@ -169,12 +169,12 @@ def named(name: str) -> NamedChoice:
 
 
 def test_none_shows_no_tools() -> None:
-    assert plan_tools(TOOLS, "none", True, MODEL) is None
-    assert plan_tools([], "auto", True, MODEL) is None
+    assert plan_tools(TOOLS, "none", MODEL, is_parallel=True, is_thinking=True) is None
+    assert plan_tools([], "auto", MODEL, is_parallel=True, is_thinking=True) is None
 
 
 def test_the_template_gets_tools_without_strict() -> None:
-    plan = plan_tools(TOOLS, None, True, MODEL)
+    plan = plan_tools(TOOLS, None, MODEL, is_parallel=True, is_thinking=True)
     assert plan is not None
     assert plan.tools == [
         {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}},
@@ -184,18 +184,18 @@ def test_the_template_gets_tools_without_strict() -> None:
 
 
 def test_a_named_function_s_schema_is_the_grammar() -> None:
-    plan = plan_tools(TOOLS, named("add"), True, MODEL)
+    plan = plan_tools(TOOLS, named("add"), MODEL, is_parallel=True, is_thinking=True)
     assert plan is not None
     assert plan.options == {"json_schema": PARAMETERS}
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
-    other = plan_tools(TOOLS, named("get"), True, MODEL)
+    other = plan_tools(TOOLS, named("get"), MODEL, is_parallel=True, is_thinking=True)
     assert other is not None
     assert other.options == {"json_schema": nothing}
 
 
 @pytest.mark.parametrize(("is_parallel", "most"), [(True, 16), (False, 1)])
 def test_required_is_an_array_of_calls(is_parallel: bool, most: int) -> None:
-    plan = plan_tools(TOOLS, "required", is_parallel, MODEL)
+    plan = plan_tools(TOOLS, "required", MODEL, is_parallel=is_parallel, is_thinking=True)
     assert plan is not None
     schema = plan.options["json_schema"]
     assert (schema["minItems"], schema["maxItems"]) == (1, most)
@@ -231,11 +231,11 @@ def test_references_point_to_the_moved_schema() -> None:
 def test_impossible_choices_are_rejected(tools: list[Tool], choice: Any, model_format: str, field: str) -> None:
     model = Model(**{**{name: getattr(MODEL, name) for name in Model.__slots__}, "tool_format": model_format})
     with pytest.raises(InvalidRequest, match=field):
-        plan_tools(tools, choice, True, model)
+        plan_tools(tools, choice, model, is_parallel=True, is_thinking=True)
 
 
 def test_deltas_add_up_to_the_message() -> None:
-    plan = plan_tools(TOOLS, "auto", True, MODEL)
+    plan = plan_tools(TOOLS, "auto", MODEL, is_parallel=True, is_thinking=True)
     assert plan is not None
     tools = AnswerTools(plan)
     text = f"Hm.<tool_call>{ADD}</tool_call><tool_call>{GET}</tool_call>"
@@ -247,7 +247,7 @@ def test_deltas_add_up_to_the_message() -> None:
 
 
 def test_calls_over_the_limit_are_dropped() -> None:
-    plan = plan_tools(TOOLS, "auto", False, MODEL)
+    plan = plan_tools(TOOLS, "auto", MODEL, is_parallel=False, is_thinking=True)
     assert plan is not None
     tools = AnswerTools(plan)
     found = message([*tools.feed(f"<tool_call>{ADD}</tool_call><tool_call>{GET}</tool_call>"), *tools.end()])

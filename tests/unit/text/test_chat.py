@@ -162,8 +162,43 @@ def test_tools_are_counted_and_must_be_objects() -> None:
         ("[TOOL_CALLS]", "mistral"),
         ("<|python_tag|>", "llama3"),
         ('"parameters"', "llama3"),
+        ("<tool_call>\n<function=f>", ""),
         ("other", ""),
     ],
 )
 def test_the_template_shows_the_form_of_tool_calls(mark: str, expected: str) -> None:
     assert ChatTemplate("{% if tools %}" + mark + "{% endif %}").tool_format == expected
+
+
+SWITCHES = (
+    "{{ messages[0].content }}{{ messages[0].reasoning_content }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ level }}"
+)
+
+
+def test_a_request_sets_what_the_template_reads() -> None:
+    template = ChatTemplate(SWITCHES, {"bos_token": "<s>"})
+    talk = [Message("user", "hi", reasoning_content="-hm-")]
+    assert template.render(talk) == "hi-hm-"
+    assert template.render(talk, arguments='{"enable_thinking": false, "level": 3}') == "hi-hm-<think></think>3"
+    assert template.render(talk, arguments='{"enable_thinking": true, "level": "<b>"}') == "hi-hm-<b>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ('{"thinking": true}', "reads: enable_thinking, level"),
+        ('{"messages": "x"}', "reads: enable_thinking, level"),
+        ('{"_pdserve_clock": 1}', "reads: enable_thinking, level"),
+        ('{"bos_token": "x"}', "reads: enable_thinking, level"),
+        ('{"level": [1]}', "a text, a number or a boolean"),
+        ('{"level": null}', "a text, a number or a boolean"),
+        ("[]", "a JSON object"),
+        ('{"level": "' + "x" * 4096 + '"}', "at most 4096 characters"),
+    ],
+)
+def test_a_request_sets_nothing_else(arguments: str, says: str) -> None:
+    source = SWITCHES + "{{ bos_token }}{{ raise_exception }}"
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs") as caught:
+        ChatTemplate(source, {"bos_token": "<s>"}).render([Message("user", "hi")], arguments=arguments)
+    assert says in caught.value.message
