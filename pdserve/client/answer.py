@@ -45,7 +45,7 @@ class AnswerBuilder:
         return bool(self._pieces)
 
     def take(self, message: inference_pb2.GenerateResponse) -> Piece | None:
-        """Returns the piece that the message carries, if it carries one."""
+        """Returns the piece that the message contains, if any."""
         event = message.WhichOneof("event")
         if event == "started":
             self.request_id = message.started.request_id

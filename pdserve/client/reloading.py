@@ -1,6 +1,6 @@
 """A transport for programs that run long: it opens a new channel when the certificate files have changed.
 
-Calls that run keep their channel; it is closed after them.
+Running calls keep their channel, which is closed after they have ended.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ReloadingTransport:
 
 @final
 class ReloadingChannel:
-    """What generated stubs use of a grpc.aio channel. Lives on one event loop."""
+    """The methods of a grpc.aio channel that generated stubs use. Belongs to one event loop."""
 
     def __init__(self, transport: ReloadingTransport, target: Target) -> None:
         self._transport, self._target = transport, target

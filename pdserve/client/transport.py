@@ -11,7 +11,7 @@ from pdserve.client.connect import Target
 
 
 class ClientTransport(Protocol):
-    """Each method returns a channel of its kind: what generated stubs call, and `close`."""
+    """Each method returns a channel of its kind: the methods that generated stubs call, and `close`."""
 
     def open(self, target: Target) -> Any: ...
 

@@ -36,7 +36,7 @@ class AttemptKey(NamedTuple):
 
 
 class RefusalReason(Enum):
-    """Why a worker declines an attempt. It then holds no memory for it."""
+    """Why a worker declines an attempt. The worker then keeps no memory for the attempt."""
 
     INBOX_FULL = "inbox_full"
     NO_BLOCKS = "no_blocks"

@@ -13,7 +13,7 @@ from pdserve.gateway.sdk_call import SdkCall
 
 MAX_WAITING: Final = 64  # pieces of several streams
 MAX_BYTES_OF: Final = 8192  # tokens in one call
-MAX_KNOWN: Final = 2**19  # more than a vocabulary has; then all are forgotten
+MAX_KNOWN: Final = 2**19  # more than a vocabulary has; at this number the table is cleared
 
 
 @final
@@ -39,7 +39,7 @@ class Answers:
 
     @property
     def prompt_tokens(self) -> list[int]:
-        """Of each prompt whose first piece has come; 0 of the others."""
+        """The number of each prompt whose first piece has arrived; 0 for the others."""
         return [one.prompt_tokens or 0 for one in self._streams]
 
     def prompt_of(self, index: int) -> int:
@@ -51,12 +51,12 @@ class Answers:
         return [one.completion for one in self._streams]
 
     def close(self) -> None:
-        """Cancels what still runs. Idempotent."""
+        """Cancels the running streams. Idempotent."""
         for one in self._streams:
             one.close()
 
     def pieces(self) -> AsyncIterator[Piece]:
-        """Pieces with the number of their answer over all prompts. The first error of a stream ends all."""
+        """Pieces with the number of their answer over all prompts. The first error of a stream ends all streams."""
         return self._streams[0] if len(self._streams) == 1 else self._merged()
 
     async def _merged(self) -> AsyncIterator[Piece]:
@@ -83,13 +83,13 @@ class Answers:
             async for piece in self._streams[number]:
                 await queue.put(dataclasses.replace(piece, index=number * self._each + piece.index))
             await queue.put(None)
-        except Exception as error:  # passed on to the reader of all
+        except Exception as error:  # passed on to the reader of all streams
             await queue.put(error)
 
 
 @final
 class TokenTable:
-    """The bytes of tokens, asked for once."""
+    """The bytes of tokens, each read once from the router."""
 
     def __init__(self) -> None:
         self._known: dict[int, bytes] = {}

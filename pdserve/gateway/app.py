@@ -1,7 +1,7 @@
-"""The ASGI application: routes, and for each request admission, limits, its answer and its count.
+"""The ASGI application: its routes, and admission, limits, answer and metrics of each request.
 
-The order is: the token, the size that the client declares, the body, its fields. Nothing is read before the check that
-precedes it.
+Checks are in this order: the token, the declared size, the body, its fields. A part is read only if the previous check
+has passed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 @final
 class Gateway:
-    """The handlers. Each returns the status that it answered, or raises before its answer has begun."""
+    """The handlers. Each returns the status of its answer, or raises before its answer has begun."""
 
     def __init__(self, config: GatewayConfig, client: AsyncClient, metrics: Metrics, *, needs_token: bool) -> None:
         self._config = config
@@ -129,12 +129,12 @@ class Gateway:
         return 200
 
     async def _answer_health(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
-        """Open to everyone: load balancers have no token."""
+        """Needs no token, because load balancers have none."""
         is_serving = await self._health.is_serving()
         return await _send(send, 200 if is_serving else 503, {"status": "ok" if is_serving else "unavailable"})
 
     async def _live_page(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
-        """Open to everyone: the page holds nothing, and asks for the token."""
+        """Needs no token: the page contains no data, and the viewer enters the token in it."""
         body, pairs = page()
         await send_whole(send, 200, body, ((name.encode(), value.encode()) for name, value in pairs.items()))
         return 200
@@ -198,9 +198,9 @@ class Gateway:
             raise
         except PdserveError as error:
             status = await self._fail(sent, error, is_unread=has_body and not received.is_complete)
-        except Exception:  # the caller gets an answer, and the log the traceback
+        except Exception:  # the traceback is logged, and the caller gets an error
             log.exception("a request crashed", extra={"trace_id": trace_id_of(given.get(HEADER, ""))})
-            failure = InternalError("the gateway failed; its log says why")
+            failure = InternalError("the gateway failed; its log has the reason")
             status = await self._fail(sent, failure, is_unread=has_body and not received.is_complete)
         finally:
             self._running -= 1
@@ -210,7 +210,7 @@ class Gateway:
     async def _fail(self, sent: _Sent, error: PdserveError, *, is_unread: bool) -> int:
         found = errors.reply(error)
         if sent.has_begun:
-            raise error  # the server then closes the connection, which tells the client that the answer is incomplete
+            raise error  # the server then closes the connection, so the client knows that the answer is incomplete
         pairs = [(name.encode(), value.encode()) for name, value in found.headers]
         if is_unread:
             pairs.append((b"connection", b"close"))  # the rest of the body is never read
@@ -220,7 +220,7 @@ class Gateway:
 
 @final
 class _Endpoint:
-    """An ASGI application, which Starlette calls without a request object of its own."""
+    """An ASGI application, which Starlette calls without building a request object."""
 
     def __init__(self, gateway: Gateway, path: str, handler: Handler) -> None:
         self._gateway, self._path, self._handler = gateway, path, handler

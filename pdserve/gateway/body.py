@@ -10,7 +10,7 @@ from pdserve.gateway.errors import BodyTooLarge
 
 
 def declared_bytes(content_length: str | None, most: int) -> int:
-    """The size that the client declares; `most` where it declares none. Raises BodyTooLarge before a byte is read."""
+    """The size that the client declares, or `most` if it declares none. Raises BodyTooLarge before a byte is read."""
     if content_length is None:
         return most
     if not (content_length.isascii() and content_length.isdecimal() and len(content_length) <= 18):

@@ -1,7 +1,7 @@
-"""One HTTP connection: uvicorn's protocol with limits on the number of connections, on heads and on waits.
+"""One HTTP connection: uvicorn's protocol, with limits on connections, headers and waits.
 
-uvicorn itself waits without limit for a request's head, accepts heads of any size, and never drops a client that stops
-reading. Bodies are limited in body.py.
+uvicorn itself waits without limit for a request's headers, accepts headers of any size, and never drops a client that
+stops reading. Bodies are limited in body.py.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ KEEPALIVE_PROBES: Final = 2
 class ConnectionLimits:
     max_connections: int
     max_header_bytes: int  # of a request line and its headers
-    header_s: float  # for them
+    header_s: float  # time to receive these
     idle_s: float  # between two requests
-    stall_s: float  # that a client may read nothing
+    stall_s: float  # time that a client may read nothing
 
 
 @final
@@ -71,7 +71,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._all = connections
         self._timer: asyncio.TimerHandle | None = None
-        self._head_bytes = 0  # of the request whose head is being read
+        self._head_bytes = 0  # of the request whose headers are being read
         self._is_in_head = True
         self._is_rejected = False
         self._is_open = False
@@ -99,7 +99,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         if self._is_rejected or self.parser is None:
             return
         if self._is_in_head:
-            # What came before belongs to the head alone; with this data, a body may come too.
+            # All earlier data belongs to the headers; this data may also contain a part of the body.
             if self._head_bytes > self._all.limits.max_header_bytes:
                 self._reject_head()
                 return
@@ -110,7 +110,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            # A second request before the answer to the first: nobody's client does it, and it could queue thousands.
+            # A second request before the answer to the first. No common client does this, and it could queue thousands.
             raise httptools.HttpParserError("pipelined requests are not supported")
         self._is_in_head = True
         super().on_message_begin()
@@ -144,7 +144,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self.drop()  # an error would stand within the running answer
+            self.drop()  # an error message would be inserted into the running answer
             return
         self._reject(400, "invalid_request_error", "invalid_http", "a request that is not HTTP/1.1")
 
@@ -178,8 +178,8 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
 
 
 def _set_options(transport: asyncio.Transport, stall_s: float) -> None:
-    """The kernel sends each chunk at once; it closes a connection whose client reads nothing, or whose host has
-    vanished (Linux only)."""
+    """Makes the kernel send each chunk at once, and close a connection whose client reads nothing or whose host has
+    disappeared (Linux only)."""
     sock = transport.get_extra_info("socket")
     # asyncio sets it only on sockets that were made with the number of TCP; without it, a chunk waits 40 ms for an ACK.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,7 +1,7 @@
-"""Admits callers before their bodies are read. The router knows the tokens; the gateway holds none.
+"""Admits callers before their bodies are read. Only the router knows the tokens; the gateway stores none.
 
 A token that the router accepts is remembered for some seconds, together with the model that the router serves. Each
-call carries its caller's token, so a token that is withdrawn works no longer than that, and only up to the router.
+call carries its caller's token, so a revoked token passes the gateway for at most that time, and the router rejects it.
 
 A rejected token is remembered too, for a second, so that a caller that repeats it costs the router nothing. A flood of
 unknown tokens is limited to MAX_CHECKS at a time. Tokens that were accepted before are checked beside that limit, so
@@ -28,7 +28,7 @@ REMEMBER_S: Final = 10.0
 REMEMBER_REJECTED_S: Final = 1.0
 MAX_CALLERS: Final = 1024
 MAX_REJECTED: Final = 1024
-MAX_CHECKS: Final = 64  # unknown tokens that the router is asked about at a time
+MAX_CHECKS: Final = 64  # unknown tokens that are checked at a time
 RETRY_S: Final = 0.1
 
 Entry = TypeVar("Entry")
@@ -43,13 +43,15 @@ class Caller:
 @final
 class Door:
     def __init__(self, client: AsyncClient, *, needs_token: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        """`needs_token`: a caller without one is rejected, whatever the router says."""
+        """`needs_token`: a caller without a token is rejected even if the router would accept it."""
         self._client = client
         self._needs_token = needs_token
         self._clock = clock
-        self._known: OrderedDict[bytes, tuple[Caller, float]] = OrderedDict()  # with its end, oldest first
+        # With the time at which the entry expires, oldest first.
+        self._known: OrderedDict[bytes, tuple[Caller, float]] = OrderedDict()
         self._rejected: OrderedDict[bytes, tuple[Unauthenticated, float]] = OrderedDict()  # the same
-        self._open: tuple[bool, float] = (False, -math.inf)  # the last answer of is_open, with its end
+        # The last answer of `is_open`, with the time at which it expires.
+        self._open: tuple[bool, float] = (False, -math.inf)
         self._num_unknown = 0  # checks of tokens that are not in _known
         self._checks: dict[bytes, asyncio.Task[Caller]] = {}
 
@@ -57,7 +59,7 @@ class Door:
         """Raises Unauthenticated, Unavailable if the router does not answer, and Overloaded."""
         if token is None and self._needs_token:
             raise Unauthenticated("no bearer token in the authorization header")
-        # A digest, so that neither the comparison's time nor the table tells a token.
+        # A digest, so that neither the time of a comparison nor the table reveals a token.
         key = hashlib.blake2b((token or "").encode(), digest_size=16).digest() if token is not None else b""
         known = self._known.get(key)
         if known is not None and self._clock() < known[1]:
@@ -75,7 +77,7 @@ class Door:
         return await asyncio.shield(check)
 
     async def is_open(self) -> bool:
-        """Whether the router accepts a token that nobody gave out. Raises Unavailable."""
+        """Whether the router accepts a made-up token, which means that it needs none. Raises Unavailable."""
         if self._needs_token:
             return False
         if self._clock() >= self._open[1]:
@@ -112,6 +114,6 @@ def _remember(table: OrderedDict[bytes, Entry], key: bytes, entry: Entry, most: 
 
 
 def _note_error(check: asyncio.Task[Caller]) -> None:
-    """An error without a waiter, because all have left, is no defect."""
+    """Ignores an error for which no caller waits any more."""
     if not check.cancelled():
         check.exception()

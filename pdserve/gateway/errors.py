@@ -44,14 +44,14 @@ class UnknownModel(NotFound):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How an error and its subclasses are answered. `code` None: the error's reason in lower case."""
+    """The HTTP answer for an error and its subclasses. `code` None: the error's reason in lower case."""
 
     status: int
     type: str
     code: str | None = None
 
 
-#: OpenAI's clients choose the exception by the status, and retry 408, 409, 429 and 5xx.
+#: OpenAI's clients choose the exception by the status. They retry 408, 409, 429 and 5xx.
 ROWS: Final[Mapping[type[PdserveError], Row]] = {
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large"),
     UnknownField: Row(400, "invalid_request_error", "unknown_parameter"),
@@ -111,7 +111,7 @@ def body(message: str, kind: str, code: str, param: str | None = None) -> dict[s
 
 
 def _retry_headers(retry_after_s: float | None) -> tuple[tuple[str, str], ...]:
-    """Both that OpenAI's clients read: milliseconds, and whole seconds for everybody else."""
+    """Two headers: milliseconds for OpenAI's clients, and whole seconds for all others."""
     if not retry_after_s or retry_after_s < 0.0:
         return ()
     return (("retry-after-ms", str(math.ceil(retry_after_s * 1000))), ("retry-after", str(math.ceil(retry_after_s))))

@@ -1,7 +1,7 @@
-"""What happens to every field of OpenAI's and vLLM's requests: supported, ignored or rejected. Pure.
+"""Whether each field of OpenAI's and vLLM's requests is supported, ignored or rejected. Pure.
 
-A field that changes nothing in the answer may be ignored. Any other is rejected unless its value asks for what happens
-anyway. A name that is in no table is rejected as unknown (docs/decisions/0017-http-gateway.md).
+A field that cannot change the answer may be ignored. Any other unsupported field is rejected, unless its value requests
+the default behaviour. A name that is in no table is rejected as unknown (docs/decisions/0017-http-gateway.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODELS: Final[Mapping[Endpoint, type[BaseModel]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """`harmless` values are what happens anyway; with one of them the field is ignored."""
+    """`harmless` values request the default behaviour; with one of them the field is ignored."""
 
     reason: str
     harmless: tuple[Any, ...] = ()
@@ -35,7 +35,7 @@ class Rejected:
 _NOT_STORED: Final = "for OpenAI's account pages; nothing is stored"
 #: Both endpoints.
 _IGNORED: Final[Mapping[str, str]] = {
-    "user": "the caller's own label; the token says who calls",
+    "user": "the caller's own label; the token identifies the caller",
 }
 _IGNORED_CHAT: Final[Mapping[str, str]] = {
     **_IGNORED,

@@ -1,7 +1,7 @@
 """HTTPS: the TLS handshake of an accepted connection, under the same limits as a connection that sends nothing.
 
-uvicorn would know of a connection only after its handshake, and would wait a minute for it. So it accepts plain
-connections, and this protocol turns each into a TLS connection, with the certificates of that moment.
+uvicorn by itself would learn of a connection only after its handshake, and would wait a minute for it. So it accepts
+plain connections, and this protocol turns each into a TLS connection, with the current certificates.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Handshake(asyncio.Protocol):
                 ssl_handshake_timeout=limit_s,
                 ssl_shutdown_timeout=limit_s,
             )
-        except OSError as error:  # it does not speak TLS, does not trust the certificate, or lacks one
+        except OSError as error:  # the client does not use TLS, does not trust the certificate, or lacks one
             self._all.handshake_failed(tls_failure(str(error)) or str(error) or type(error).__name__)
             secured = None
         finally:

@@ -19,7 +19,7 @@ _SCHEME: Final = "bearer "
 
 
 def bearer_token(authorization: str | None) -> str | None:
-    """None without the header. Raises Unauthenticated if it holds something else than a bearer token."""
+    """The token; None without the header. Raises Unauthenticated if the header has no bearer token."""
     if authorization is None:
         return None
     token = authorization[len(_SCHEME) :].strip()
@@ -31,11 +31,12 @@ def bearer_token(authorization: str | None) -> str | None:
 
 
 def foreign(headers: Mapping[str, str]) -> str:
-    """Why the call may come from a page of another site in a browser on this host; empty if nothing says so."""
+    """Why the call may come from a page of another site in a browser on this host; empty if there is no such sign."""
     host = headers.get("host", "")
     if not is_own_host(host):
         return f"the call is for the name {host[:256]!r}"
-    if headers.get("sec-fetch-site", "").lower() == "cross-site":  # browsers send it to the loopback
+    # Browsers also send this header to loopback addresses.
+    if headers.get("sec-fetch-site", "").lower() == "cross-site":
         return "the call comes from a page of another site"
     return ""
 

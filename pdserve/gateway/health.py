@@ -1,4 +1,4 @@
-"""Whether the router serves, asked at most once in a while whoever asks."""
+"""Whether the router serves. The router is asked at most once per period, however many callers there are."""
 
 from __future__ import annotations
 

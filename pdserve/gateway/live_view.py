@@ -19,12 +19,13 @@ from pdserve.gateway import sse
 from pdserve.gateway.door import Caller
 from pdserve.gateway.respond import EVENT_STREAM, disconnected
 
-#: A page of another site cannot set it without the gateway's consent, which is never given.
+#: A page of another site cannot set this header without the gateway's permission (CORS), which it never gives.
 OWN_HEADER: Final = "x-pdserve-ui"
 
 
 async def stream_frames(caller: Caller, receive: Any, send: Any) -> int:
-    """Until the viewer leaves or the router ends the stream. Raises PdserveError before the first frame."""
+    """Sends frames until the viewer leaves or the router ends the stream. Raises PdserveError before the first
+    frame."""
     gone = asyncio.create_task(disconnected(receive))
     frames = caller.client.watch(PERIOD_S)
     try:

@@ -1,7 +1,7 @@
 """Answers in OpenAI's form: whole, or as the chunks of a stream. Pure.
 
-A writer belongs to one request. It gets the SDK's pieces with the number of their answer over all prompts, and at the
-end the completions, one for each prompt.
+A writer belongs to one request. It receives the SDK's pieces with the number of their answer over all prompts, and at
+the end one completion for each prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdserve.gateway.tools.answer_tools import AnswerTools, message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What each chunk of an answer repeats."""
+    """The fields that each chunk of an answer repeats."""
 
     request_id: str
     model: str
@@ -32,7 +32,7 @@ class Head:
 
 
 class Writer(ABC):
-    """`bytes_of` knows every token whose logprob it is given."""
+    """`bytes_of` has an entry for every token whose logprob is written."""
 
     @abstractmethod
     def answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Writer(ABC):
 
     @abstractmethod
     def error(self, reply: ErrorReply) -> bytes:
-        """The last frame of a stream that broke."""
+        """The last frame of a stream that failed."""
 
 
 class ReplyWriter(Writer):
@@ -199,7 +199,7 @@ class ChatWriter(ReplyWriter):
             deltas = self._tools_of(piece.index).feed(piece.text)
         if not deltas and (piece.logprobs or self._shown.has_token_ids):
             deltas = [{}]
-        # The logprobs are those of the piece's tokens, so they stand once.
+        # A piece has logprobs for its tokens, so only one of its chunks contains them.
         scores = [self._logprobs(piece.logprobs), *(None for _ in deltas[1:])]
         return [{"delta": delta, "logprobs": score} for delta, score in zip(deltas, scores, strict=False)]
 
@@ -264,7 +264,8 @@ class TextWriter(ReplyWriter):
         return found
 
     def _add_prompt_logprobs(self, reply: dict[str, Any], completions: Sequence[Completion]) -> None:
-        """In each choice, as in vLLM, because a request may have several prompts."""
+        """The prompt's logprobs and token ids, in each choice as in vLLM, because a request may have several
+        prompts."""
         for choice in reply["choices"]:
             scored = completions[choice["index"] // self._answers_each].prompt_logprobs
             choice["prompt_logprobs"] = logprobs.prompt_logprobs(scored, self._bytes_of)

@@ -1,6 +1,6 @@
 """The fields of OpenAI's requests, and vLLM's additions, as pydantic models. Pure: types and meanings only.
 
-docs/reference/http.md lists them; field_support.py says what happens to the API's other fields.
+docs/reference/http.md lists them; field_support.py has the API's other fields.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Strict(BaseModel):
-    """Neither converts types nor accepts unknown fields: a value that is ignored would change the answer silently."""
+    """Converts no types and accepts no unknown fields, because an ignored value would silently change the answer."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -61,7 +61,7 @@ def described(text: str) -> Any:
 
 
 class SamplingRequest(Strict):
-    """What chat and text completions share. An absent field has the server's default."""
+    """The fields that chat and text completions share. An absent field has the server's default."""
 
     model: str | None = described("name of the served model; may be absent")
     stream: bool | None = described("server-sent events")
@@ -97,7 +97,7 @@ class SamplingRequest(Strict):
     structured_outputs: StructuredOutputs | None = described(
         "vLLM; one of `json`, `json_object`, `regex`, `choice`, `grammar`"
     )
-    priority: int | None = described("vLLM; smaller goes first among requests of equal slack")
+    priority: int | None = described("vLLM; a smaller value is served first among requests of equal slack")
     cache_salt: str | None = described(
         "vLLM; only requests with the same salt share cached prefixes; 1 to 256 characters"
     )
@@ -143,7 +143,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """Also what an answer of ours holds, because clients send it back as it came."""
+    """Has all fields of a message in our answers, because clients send those back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None

@@ -1,4 +1,4 @@
-"""Every field of OpenAI's answers: when the gateway fills it, or why it never does. Pure.
+"""For every field of OpenAI's answers, when the gateway fills it, or why it never does. Pure.
 
 A field that is not filled is null or absent. `choices.message.role` is the role in the message of each choice. Tests
 compare the tables with what OpenAI's client receives.
@@ -116,9 +116,9 @@ EMPTY: Final[Mapping[Answer, Mapping[str, str]]] = {
     "response": {
         "access_programs": "of OpenAI's accounts",
         "background": "an answer comes at once",
-        "completed_at": "`created_at` and the stream's end tell it",
+        "completed_at": "`created_at` and the end of the stream show it",
         "conversation": _NOT_STORED,
-        **{f"error.{name}": "`code` and `message` say it" for name in ("misalignment", "param", "type")},
+        **{f"error.{name}": "`code` and `message` contain it" for name in ("misalignment", "param", "type")},
         "image": _TEXT_ONLY,
         "input_transformations": "the input is used as it is",
         "max_tool_calls": "of OpenAI's own tools",

@@ -12,7 +12,7 @@ LOGPROBS: Final = "message.output_text.logprobs"
 
 
 class InputPart(Strict):
-    """Of a message; annotations and logprobs come back with an earlier answer."""
+    """A part of a message. Clients send annotations and logprobs back with an earlier answer."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -47,7 +47,7 @@ class InputResult(Strict):
 
 
 class InputReasoning(Strict):
-    """Of an earlier answer; the template does not see it."""
+    """Reasoning of an earlier answer, which is not passed to the template."""
 
     type: Literal["reasoning"]
     id: str | None = None

@@ -28,7 +28,7 @@ from pdserve.gateway.responses_models import (
 )
 from pdserve.gateway.sdk_call import MAX_MESSAGES, SdkCall, chat_call, check_model, validated
 
-#: Names here of a chat's fields.
+#: The name that a chat's field has here.
 _NAMES: Final = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
@@ -124,7 +124,7 @@ def _choice(choice: str | FunctionChoice | None) -> Any:
 
 
 def _echoed(request: ResponsesRequest) -> dict[str, Any]:
-    """What an answer repeats of its request."""
+    """The fields of a request that its answer repeats."""
     form = None if request.text is None else request.text.format
     return {
         "instructions": request.instructions,

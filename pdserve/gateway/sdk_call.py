@@ -58,7 +58,7 @@ AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What of an answer its caller wants to see."""
+    """The optional parts of an answer that the caller requested."""
 
     is_streamed: bool = False
     has_usage: bool = False  # in a last chunk
@@ -77,8 +77,8 @@ class SdkCall:
     answers_each: int
     shown: Shown
     tools: ToolPlan | None = None
-    names: Mapping[str, str] = field(default_factory=dict)  # of the request's fields, where the SDK's are others
-    echoed: Mapping[str, Any] = field(default_factory=dict)  # what an answer of /v1/responses repeats
+    names: Mapping[str, str] = field(default_factory=dict)  # from an option of the SDK to the field of the request
+    echoed: Mapping[str, Any] = field(default_factory=dict)  # fields that an answer of /v1/responses repeats
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """The error about a field of the SDK's call, as one about the request's field."""
@@ -115,7 +115,7 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
             raise InvalidRequest("response_format", "a form beside tools", "no form, or the tool_choice none")
         options |= {**plan.options, "tools": plan.tools}
     elif has_form:
-        plan = None  # a grammar leaves no place for marks of reasoning
+        plan = None  # a grammar does not allow the marks of reasoning
     names = dict.fromkeys(_MESSAGES, "messages") | ({"logprobs": "top_logprobs"} if logprobs else {})
     if plan is not None and plan.tools:
         names |= dict.fromkeys(_STRUCTURES, "tools")
@@ -249,7 +249,7 @@ def _options(request: SamplingRequest, max_tokens: int, logprobs: int | None) ->
     if request.seed is not None:
         found["seed"] = request.seed & MAX_SEED if -(2**63) <= request.seed < 0 else request.seed
     if request.priority is not None:
-        found["priority"] = -request.priority  # vLLM serves small values first
+        found["priority"] = -request.priority  # in vLLM, smaller values are served first
     if request.include_stop_str_in_output is not None:
         found["include_stop_in_output"] = request.include_stop_str_in_output
     if request.logit_bias is not None:

@@ -170,13 +170,14 @@ class GatewayHost:
 
 
 def make_gateway(config: GatewayConfig) -> GatewayHost:
-    # uvicorn writes a line for each request that is not HTTP, so a stranger could fill the log.
+    # uvicorn logs each request that is not HTTP, so any client could fill the log.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     return GatewayHost(config)
 
 
 async def _check_closed(client: AsyncClient, host: str) -> None:
-    """Raises ConfigError if the router accepts a token that nobody gave out; Unavailable if it does not answer."""
+    """Raises ConfigError if the router needs no token, which it shows by accepting a made-up one, and Unavailable if it
+    does not answer."""
     try:
         await client.with_token(secrets.token_hex(16)).model()
     except Unauthenticated:
@@ -223,6 +224,8 @@ def _uvicorn_config(
         proxy_headers=False,
         server_header=False,
         timeout_graceful_shutdown=max(1, round(config.drain_s)),
-        # asyncio accepts so many at a time. Few, so that a connection among many is read before it counts as idle.
+        # asyncio accepts this many connections at a time. The number is small so that each one is read before it counts
+        # as
+        # idle.
         backlog=max(1, min(MAX_BACKLOG, config.max_connections // 4)),
     )

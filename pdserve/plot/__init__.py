@@ -1,1 +1,1 @@
-"""Charts and pages of every command, as text of SVG and HTML. Pure functions, which import nothing that acts."""
+"""Charts and pages of all commands, as SVG and HTML text. Pure functions, which import nothing that does I/O."""

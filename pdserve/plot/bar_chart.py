@@ -20,25 +20,25 @@ _HOLLOW: Final = 'fill="none" stroke="{shade}" stroke-dasharray="3 3"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedBar:
-    """`text` stands at its end. `held` and `missed` are tried values, shown as dots and crosses."""
+    """`text` is written at the bar's end. `held` and `missed` are tried values, shown as dots and crosses."""
 
     name: str
     value: float
     text: str
-    is_bound: bool = False  # only known to be below `value`, and drawn without a filling
+    is_bound: bool = False  # only known to be below `value`; drawn without filling
     colour: int = 0
     held: Sequence[float] = ()
     missed: Sequence[float] = ()
 
 
 def bar_legend(families: Sequence[tuple[str, int]]) -> Legend:
-    """`families`: what a colour means."""
+    """`families`: the meaning of each colour."""
     middle_x, middle_y = SWATCH_WIDTH / 2, SWATCH_HEIGHT / 2
     box = f'<rect x="1" y="1" width="{SWATCH_WIDTH - 2}" height="{SWATCH_HEIGHT - 2}"'
     return (
         *((name, f'{box} fill="{colour(number)}"/>') for name, number in families),
         ("upper bound", f"{box} {_HOLLOW.format(shade='var(--soft)')}/>"),
-        ("tried and held", _held(middle_x, middle_y, "var(--soft)")),
+        ("tried and sustained", _held(middle_x, middle_y, "var(--soft)")),
         ("tried and missed", _missed(middle_x, middle_y, "var(--soft)")),
     )
 

@@ -1,4 +1,4 @@
-"""A chart as a piece of SVG of known size, for a page or for a place in an SVG file. Pure."""
+"""A chart as SVG of known size, for an HTML page or as a part of an SVG file. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Drawing:
 
     @property
     def inline(self) -> str:
-        """For a page, as wide as its place there."""
+        """For a page, with the width of its container."""
         return self._svg("")
 
     def placed(self, x: float, y: float) -> str:
-        """Within another SVG, in its own size."""
+        """Within another SVG, with its own size."""
         return self._svg(f'x="{x:g}" y="{y:g}" width="{self.width}" height="{self.height}" ')
 
     def _svg(self, place: str) -> str:

@@ -1,4 +1,4 @@
-"""Bars over time, in rows such as one per worker: what each did when. Pure.
+"""Bars over time in rows, such as one row per worker. Pure.
 
 Kinds of bars differ by colour and by height or filling, so that charts can be read without colours.
 """

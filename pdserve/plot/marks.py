@@ -32,7 +32,7 @@ def dash(number: int) -> str:
 
 
 def marker(number: int, x: float, y: float, *, about: str = "", is_hollow: bool = False, scale: float = 1.0) -> str:
-    """`about` is what a pointer over it shows."""
+    """`about` is shown when the pointer is over the marker."""
     size = f" scale({scale:g})" if scale != 1.0 else ""
     look = f'class="ring" stroke="{colour(number)}"' if is_hollow else f'class="dot" fill="{colour(number)}"'
     head = f'<path {look} transform="translate({x:g} {y:g}){size}" d="{MARKERS[_variant(number)]}"'

@@ -1,6 +1,6 @@
 """The frame of our HTML pages: one self-contained document without network and scripts, light and dark. Pure.
 
-Every text is escaped, whatever it comes from.
+Every text is escaped, whatever its source.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:
-    """Large figures, each with what it is."""
+    """Large figures, each with its description."""
     shown = "".join(
         f'<div class="tile"><b>{safe(figure)}</b><span>{safe(text)}</span></div>' for figure, text in figures
     )

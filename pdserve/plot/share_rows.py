@@ -1,4 +1,4 @@
-"""Rows of stacked shares over time, such as what each worker's time went to. Pure.
+"""Rows of stacked shares over time, such as how each worker spent its time. Pure.
 
 The kinds of shares differ by colour and by opacity, so that charts can be read without colours.
 """

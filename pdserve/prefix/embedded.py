@@ -142,7 +142,7 @@ def socket_url(path: Path) -> str:
 
 
 def loopback_url(port: int, password: str) -> str:
-    """The URL of a server that listens on `port` and asks for `password`."""
+    """The URL of a server that listens on `port` and requires `password`."""
     return f"redis://:{password}@127.0.0.1:{port}/0"
 
 
@@ -204,7 +204,7 @@ class _Server:
         started.put(process)
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(OSError):  # it ended; its output says why
+        with contextlib.suppress(OSError):  # it ended; its output has the reason
             process.stdin.write("\n".join([*settings, ""]).encode())
             process.stdin.close()
         for raw in process.stdout:

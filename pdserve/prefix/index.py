@@ -1,4 +1,4 @@
-"""The prefix index in memory: how much of a prompt's prefix each worker holds. Pure.
+"""The prefix index in memory: how many leading blocks of a prompt each worker has cached. Pure.
 
 It receives each worker's cache changes in order. A gap in their numbers is detected, and repaired by the next snapshot.
 The index is a hint: workers verify every block again, so a stale entry costs a recomputation, but never causes a wrong

@@ -15,7 +15,7 @@ class PrefixLookup(Protocol):
         ...
 
     async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """Leading blocks that each worker holds of the chain `hashes`, by worker id.
+        """The number of leading blocks of the chain `hashes` that each worker has cached, by worker id.
 
         Never raises: an index that cannot answer in time returns nothing, and routing continues by load.
         """

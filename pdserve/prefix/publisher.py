@@ -1,4 +1,4 @@
-"""A worker's side of the registry and the prefix index: publishes that it is alive, its address, and its cached blocks.
+"""A worker's side of the registry and the prefix index: publishes its address, heartbeats and cached blocks.
 
 It never blocks or fails the worker: `offer` only records a change, and one task sends it to Redis, with unlimited
 retries. Memory is bounded by the worker's own cache: changes are merged into the set of held blocks, and if there are
@@ -154,7 +154,7 @@ class WorkerPublisher:
                     await self._index.give_up()
                     await self._registry.give_up()
             except TROUBLE as error:
-                log.info("left without a word to Redis", extra={"redis": self._where, "why": repr(error)})
+                log.info("could not deregister from Redis", extra={"redis": self._where, "why": repr(error)})
             self._is_connected = False
         await self._redis.aclose()
 
@@ -174,7 +174,7 @@ class WorkerPublisher:
                 return
             except TROUBLE as error:
                 if self._is_connected:
-                    log.warning("Redis is out of reach", extra={"redis": self._where, "why": repr(error)})
+                    log.warning("Redis cannot be reached", extra={"redis": self._where, "why": repr(error)})
             self._is_connected = False
             self.num_failures += 1
             heed_cancellation()

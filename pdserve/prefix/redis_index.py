@@ -1,4 +1,4 @@
-"""Asks Redis which workers hold a prompt's leading blocks. The schema is in keys.py.
+"""Looks up in Redis which workers have cached a prompt's leading blocks. The schema is in keys.py.
 
 Fails open: a late or missing answer counts as empty. While Redis cannot be reached, a lookup costs nothing, because
 only a background task retries.
@@ -43,7 +43,7 @@ _NOBODY: Final = _Slots(worker_of_slot={})
 
 @final
 class RedisIndex:
-    """A PrefixLookup. Lives on one event loop: start() and close() there."""
+    """A PrefixLookup. Belongs to one event loop; call start() and close() on it."""
 
     def __init__(
         self, url: str, cluster: str, *, hash_seed: bytes = b"", timeout_s: float = 0.01, refresh_s: float = 0.25
@@ -103,7 +103,7 @@ class RedisIndex:
         try:
             done, _ = await asyncio.wait((task,), timeout=self._timeout_s)
         except asyncio.CancelledError:
-            # A caller's own time limit ends at about the same time; a caller that left early says nothing about Redis.
+            # A caller's own time limit ends at about the same time. A cancelled lookup is no sign of a slow Redis.
             if loop.time() - began_s > 0.5 * self._timeout_s:
                 self._note_late()
             raise
@@ -179,7 +179,8 @@ class RedisIndex:
                 backoff.reset()
             wait_s = self._refresh_s if self._is_available else backoff.next_s()
             is_woken = await self._woken_within(wait_s)
-            if is_woken and not self._is_available and self._slots is not _NOBODY:  # a trip, and not bind()
+            # Woken because lookups were stopped, not by bind().
+            if is_woken and not self._is_available and self._slots is not _NOBODY:
                 await asyncio.sleep(backoff.next_s())
 
     async def _woken_within(self, wait_s: float) -> bool:
@@ -195,7 +196,8 @@ class RedisIndex:
         if not self._is_available:
             log.info("the prefix index answers", extra={"redis": self._where})
             self._is_available = True
-            # Half open: the next late answer stops lookups again, an answer in time resumes them.
+            # Like a half-open circuit breaker: the next late answer stops lookups again, an answer in time resumes
+            # them.
             self._late = min(self._late, LATE_IN_A_ROW - 1)
 
     def _ended(self, task: asyncio.Task[Mapping[str, int]]) -> None:
@@ -204,7 +206,7 @@ class RedisIndex:
         if error is None:
             return
         if not isinstance(error, TROUBLE):
-            log.error("a prefix lookup broke", exc_info=error)
+            log.error("a prefix lookup failed", exc_info=error)
         self._trip(repr(error))
 
     def _note_late(self) -> None:
@@ -217,7 +219,7 @@ class RedisIndex:
         if self._is_available:
             self._is_available = False
             self._wake.set()
-            log.warning("the prefix index is out of reach", extra={"redis": self._where, "why": why})
+            log.warning("the prefix index cannot be reached", extra={"redis": self._where, "why": why})
 
 
 def _probes(count: int) -> list[int]:
@@ -233,7 +235,7 @@ def _probes(count: int) -> list[int]:
 
 
 def _between(probes: Sequence[int], holders: Mapping[int, int], alive: int) -> list[int]:
-    """The blocks before each probe at which some worker's prefix ends, where its exact depth is still unknown."""
+    """The blocks before each probe at which some worker's prefix ends, because its exact depth is still unknown."""
     wanted: list[int] = []
     before = -1
     for at in probes:

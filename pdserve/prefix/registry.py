@@ -25,12 +25,12 @@ REDIS_TIMEOUT_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What a router needs to attach to a worker. Raises ConfigError on values that cannot be stored."""
+    """The data with which a router attaches to a worker. Raises ConfigError on values that cannot be stored."""
 
     worker_id: str
     incarnation: str  # new for each start of the process
     role: Role
-    endpoint: str  # HOST:PORT that routers reach the worker at
+    endpoint: str  # HOST:PORT at which routers reach the worker
 
     def __post_init__(self) -> None:
         checked_name("worker_id", self.worker_id)
@@ -62,7 +62,7 @@ def read_registration(worker_id: bytes, incarnation: bytes, facts: bytes) -> Reg
 
 @final
 class Registry:
-    """The router's side: follows who is registered."""
+    """The router's side: follows which workers are registered."""
 
     def __init__(self, url: str, cluster: str, *, poll_s: float = 0.5, forget_s: float = 5.0) -> None:
         """`forget_s`: how long a worker must be missing from an answering Redis before it counts as gone.
@@ -148,6 +148,6 @@ class Registry:
         if is_available is not self._is_available:
             self._is_available = is_available
             if is_available:
-                log.info("the registry is back", extra={"redis": self._where})
+                log.info("the registry can be reached again", extra={"redis": self._where})
             else:
-                log.warning("the registry is out of reach", extra={"redis": self._where, "why": repr(error)})
+                log.warning("the registry cannot be reached", extra={"redis": self._where, "why": repr(error)})

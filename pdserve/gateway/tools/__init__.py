@@ -1,4 +1,4 @@
-"""Tool calls: what a request asks for, and readers that find calls in the text of an answer. Pure.
+"""Tool calls: the plan that follows from a request, and readers that find calls in the text of an answer. Pure.
 
-A reader is fed the text in any pieces, and gives the same calls wherever it is split.
+A reader receives the text in pieces, and finds the same calls wherever the text is split.
 """

@@ -22,11 +22,11 @@ class AnswerTools:
         self._is_dropped = False  # the last call is over the limit
 
     def feed(self, text: str) -> list[dict[str, Any]]:
-        """The deltas that the text completes."""
+        """The deltas that are complete after this text."""
         return self._deltas(self._reader.feed(text))
 
     def end(self) -> list[dict[str, Any]]:
-        """Those that were held back, after the last text."""
+        """After the last text, the deltas that were held back."""
         return self._deltas(self._reader.end())
 
     def _deltas(self, events: Iterable[Event]) -> list[dict[str, Any]]:

@@ -30,7 +30,8 @@ class JsonValue:
         return self.text.startswith('"')
 
     def feed(self, char: str) -> bool:
-        """False if `char` does not belong to the value any more, which a number or a literal shows only then."""
+        """False if `char` comes after the value: the end of a number or a literal is only visible at the next
+        character."""
         if not self.text and char in _SPACE:
             return True
         if not self._in_string and not self._depth and self.text and not self.is_text and char in _SPACE + ",]}":
@@ -129,7 +130,7 @@ class CallObject:
                 self._take_name()
             elif key in _ARGUMENTS and value.text[:1] not in ("{", "["):
                 self._has_arguments = True
-                # Some models write the object as a text, and none as null.
+                # Some models write the object as a string, or null for an empty one.
                 self._pending += (_text(value.text) or "{}") if value.is_text else "{}"
         if not belongs and self._place is _Place.COMMA:
             self.feed(char)

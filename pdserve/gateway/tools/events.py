@@ -1,4 +1,4 @@
-"""What a reader finds in an answer's text. Pure."""
+"""The events that a reader finds in an answer's text. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model thinks before its answer."""
+    """The model's reasoning before its answer."""
 
     text: str
 
@@ -40,16 +40,16 @@ Event = Text | CallBegan | Arguments | Reasoning
 
 class Reader(Protocol):
     def feed(self, text: str) -> list[Event]:
-        """What the text completes; may be empty."""
+        """The events that are complete after this text; may be empty."""
         ...
 
     def end(self) -> list[Event]:
-        """What was held back, after the last text."""
+        """After the last text, the events that were held back."""
         ...
 
 
 def joined(events: Sequence[Event]) -> list[Event]:
-    """Neighbours of one kind as one event, and no empty ones."""
+    """Merges adjacent events of one kind, and drops empty ones."""
     found: list[Event] = []
     for one in events:
         last = found[-1] if found else None

@@ -1,4 +1,4 @@
-"""Finds a mark in a text that comes character by character. Pure."""
+"""Finds a mark in a text that arrives character by character. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import final
 
 @final
 class Mark:
-    """Holds back what may be the beginning of the mark."""
+    """Holds back text that may be the beginning of the mark."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.held = ""
 
     def feed(self, char: str) -> str:
-        """The text that is surely not part of the mark."""
+        """The text that is certainly not part of the mark."""
         self.held += char
         size = next(
             size for size in range(min(len(self.held), len(self.text)), -1, -1) if self._may_begin(self.held, size)

@@ -1,7 +1,7 @@
-"""What a request asks of tools, and the options and the reader that follow. Pure.
+"""Converts the tool fields of a request to options of the SDK's call and a reader for the answer. Pure.
 
-`auto` leaves the answer to the model, whose form of calls its chat template shows. `required` and a named function are
-enforced by a grammar, so their arguments always validate; the answer then is JSON of our form.
+With `auto` the model decides whether to call; the form of its calls is found from its chat template. `required` and a
+named function are enforced by a grammar, so their arguments always validate, and the answer is JSON in our own form.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdserve.gateway.tools.readers import ArrayReader, NamedReader, make_reader
 from pdserve.gateway.tools.reasoning import ReasoningReader, TextReader
 
 MAX_CALLS: Final = 16  # of one answer with a grammar
-#: Forms whose marks are special tokens, which have no text unless asked for.
+#: Forms whose marks are special tokens, which have text only on request.
 _SPECIAL_MARKS: Final = ("mistral",)
 
 
@@ -70,7 +70,8 @@ def plan_tools(
 
 
 def calls_schema(tools: Sequence[Tool], most_calls: int) -> dict[str, Any]:
-    """Of an array of calls. A schema with references stands in $defs, and its references lead there."""
+    """The schema of an array of calls. A function's schema with references is moved to $defs, and its references are
+    changed accordingly."""
     definitions: dict[str, Any] = {}
     calls = []
     for index, tool in enumerate(tools):
@@ -101,7 +102,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _moved(value: Any, root: str) -> Any:
-    """With every reference within the schema, such as #/$defs/a, made one from `root`."""
+    """The schema with `root` before each of its own references, such as #/$defs/a."""
     if isinstance(value, list):
         return [_moved(one, root) for one in value]
     if not isinstance(value, dict):

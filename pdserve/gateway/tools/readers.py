@@ -3,7 +3,7 @@
 hermes (Hermes, Qwen2.5, Qwen3): text, then calls, each `<tool_call>{"name": .., "arguments": {..}}</tool_call>`.
 llama3 (Llama 3.x): the whole answer is `{"name": .., "parameters": {..}}`, or several with a semicolon between them.
 mistral: text, then `[TOOL_CALLS] [{"name": .., "arguments": {..}}, ..]`, or `[TOOL_CALLS]name[ARGS]{..}` for each call.
-What turns out not to be a call before its name is known, is text; an array without calls is dropped.
+An object that proves not to be a call before its name is known is text. An array without calls is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CALL_ID: Final = "[CALL_ID]"  # may follow a name in Mistral's second form
 
 
 class CharReader(Reader):
-    """Feeds one character at a time, so that a reader cannot depend on where its text is split."""
+    """Passes one character at a time, so that the result cannot depend on where the text is split."""
 
     def __init__(self) -> None:
         self._found: list[Event] = []
@@ -51,7 +51,7 @@ class _Calls(CharReader):
     def __init__(self) -> None:
         super().__init__()
         self._object: CallObject | None = None
-        self._raw = ""  # what becomes text if the object is no call
+        self._raw = ""  # becomes text if the object is not a call
         self._is_named = False
         self._space = ""  # space after text, which is dropped before a call
         self._has_calls = False
@@ -93,7 +93,7 @@ class _Calls(CharReader):
         self._found.append(CallBegan(name))
 
     def _give_up(self) -> None:
-        """The object is no call: its text is the answer's, unless its name was already given out."""
+        """The object is not a call. Its text is part of the answer, unless its name was already returned."""
         if self._object is not None and not self._is_named:
             self._write_all(self._raw)
         self._object, self._raw = None, ""
@@ -133,7 +133,7 @@ class HermesReader(_Calls):
 
 @final
 class Llama3Reader(_Calls):
-    """Only objects that name one of the tools are calls, because an answer may be JSON."""
+    """Only objects with the name of a tool are calls, because an answer may itself be JSON."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Llama3Reader(_Calls):
 
 @final
 class ArrayReader(_Calls):
-    """`[{..}, {..}]`: what the grammar of a required call produces."""
+    """Reads `[{..}, {..}]`, which the grammar of a required call produces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class ArrayReader(_Calls):
 
 @final
 class NamedReader(CharReader):
-    """The whole answer is the arguments of one function, as its grammar makes sure."""
+    """The whole answer is the arguments of one function, which its grammar enforces."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class MistralReader(_Calls):
         self._mark = Mark("[TOOL_CALLS]")
         self._args = Mark("[ARGS]")
         self._array: ArrayReader | None = None
-        self._name: str | None = None  # being read, of the second form
+        self._name: str | None = None  # in the second form, the name that is being read
         self._value: JsonValue | None = None
 
     def _char(self, char: str) -> None:
@@ -272,7 +272,7 @@ class MistralReader(_Calls):
     def _feed_value(self, char: str) -> None:
         value = self._value
         assert value is not None
-        if value.feed(char) and value.text:  # space before it does not count
+        if value.feed(char) and value.text:  # space before the array is skipped
             self._found.append(Arguments(char))
         if value.is_done:
             self._value = None
@@ -285,7 +285,7 @@ class MistralReader(_Calls):
 
 
 def make_reader(tool_format: str, names: Collection[str]) -> Reader:
-    """For the form in which a model writes calls by itself. Raises KeyError on another one."""
+    """The reader for the form in which a model writes calls. Raises KeyError for an unknown form."""
     if tool_format == "llama3":
         return Llama3Reader(names)
     return {"hermes": HermesReader, "mistral": MistralReader}[tool_format]()

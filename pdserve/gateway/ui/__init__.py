@@ -1,1 +1,1 @@
-"""The live page: its sources, and how they become one HTML document."""
+"""The live page: its sources, and the code that joins them into one HTML document."""

@@ -1,7 +1,7 @@
 """Joins ES modules into one script, in the order of their imports. Pure.
 
-The modules share one scope afterwards. So a name that two modules define, an import of a name that its module does not
-export, and a cycle of imports are errors here, and not surprises in the browser.
+The joined modules share one scope. A name that two modules define, an import of a name that is not exported, and a
+cycle of imports are therefore errors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OTHER: Final = re.compile(r"^(?:import|export)\b", re.MULTILINE)
 
 
 def bundle(sources: Mapping[str, str], entry: str) -> str:
-    """`sources`: text of each module by file name. Returns `entry` behind everything that it imports. Raises ValueError
+    """`sources`: text of each module by file name. Returns `entry` after everything that it imports. Raises ValueError
     for a missing module or name, a cycle, a name that two modules define, or a form of import or export that is not
     `import { a, b } from "./file.js";` or `export` before a declaration."""
     order = _in_order(sources, entry)

@@ -69,7 +69,7 @@ def _document(title: str, style: str, scripts: Sequence[str], meta: str = "") ->
         if any(sequence in text for sequence in _BREAKS_OUT):
             raise ValueError(f"a script or style of the page contains one of {_BREAKS_OUT}")
     template = (_FOLDER / "page.html").read_text("utf-8")
-    # The recording's script is no module, so that it runs first: modules are deferred.
+    # The recording's script is not a module, because modules are deferred and it must run first.
     elements = [f"<script>{text}</script>" for text in scripts[:-1]]
     elements.append(f'<script type="module">{scripts[-1]}</script>')
     values = {
@@ -106,5 +106,5 @@ def _hash(text: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that may stand in a script element, whatever the strings contain."""
+    """JSON that is safe in a script element for any strings."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
