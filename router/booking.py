@@ -44,6 +44,19 @@ class Totals:
     arriving: int = 0
     landing_tokens: int = 0  # tokens of the bookings with `is_landing`
 
+    def copy(self) -> Totals:
+        """Like copy.copy, which takes ten times as long. Every report of a worker needs a copy."""
+        return Totals(
+            self.blocks,
+            self.tokens,
+            self.rows,
+            self.prefill_tokens,
+            self.prefill_s,
+            self.prefills,
+            self.arriving,
+            self.landing_tokens,
+        )
+
     def check(self, bookings: Collection[Booking]) -> None:
         rows = [one for one in bookings if one.tpot_s is not None]
         assert self.blocks == sum(one.blocks for one in bookings), "blocks"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from copy import copy
 
 from pdserve.core.latency import CostModel
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
@@ -334,7 +333,7 @@ class WorkerView:
             self.is_drain_requested = False
         self.freed_s = now_s
         self.cached_load = None
-        self._at_report = copy(self.totals)
+        self._at_report = self.totals.copy()
         # The worker is slower than predicted, or has other routers' work. Use the report's pending tokens.
         self.free_at_s = max(self.free_at_s, now_s + self._pending_s(report.pending_prefill_tokens))
 
