@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 from typing import Final
 
 from pdserve.core.durations import DAY_S
@@ -64,9 +65,7 @@ class Fit:
         self._streak: list[float] = []  # log ratios of consecutive outliers on one side
 
     def predict(self, features: Sequence[float]) -> float:
-        total = 0.0
-        for coefficient, feature in zip(self.coefficients, features, strict=True):
-            total += coefficient * feature
+        total: float = sum(map(mul, self.coefficients, features))
         return min(total, LONGEST_S)
 
     def observe(self, features: Sequence[float], seconds: float, known_s: float = 0.0) -> bool:
@@ -86,8 +85,7 @@ class Fit:
         else:
             believed = 1.0 + math.tanh(_clip(ratio, CLIP_SIGMAS * self.error))
         x = [feature / scale / predicted for feature, scale in zip(features, self._scales, strict=True)]
-        explained = sum(theta * one for theta, one in zip(self._theta, x, strict=True))
-        self._correct(x, believed - known_s / predicted - explained)
+        self._correct(x, believed - known_s / predicted - sum(map(mul, self._theta, x)))
         shown = _clip(ratio, CLIP_SIGMAS * self.error)
         # The first residuals come from a model that is still learning, and FIRST_ERROR is only an assumption. The n-th
         # sample has weight n, so both count little by the time the error is used.
@@ -138,8 +136,8 @@ class Fit:
     def _correct(self, x: list[float], residual: float) -> None:
         covariance, noise = self._covariance, NOISE**2
         size = len(x)
-        px = [sum(row[j] * x[j] for j in range(size)) for row in covariance]
-        denominator = noise + sum(x[i] * px[i] for i in range(size))
+        px = [sum(map(mul, row, x)) for row in covariance]
+        denominator = noise + sum(map(mul, x, px))
         gain = [one / denominator for one in px]
         theta = [old + step * residual for old, step in zip(self._theta, gain, strict=True)]
         if min(theta) < 0.0:
@@ -147,12 +145,15 @@ class Fit:
             # away from the sample. So they are treated as independent, and all move in the same direction.
             covariance = [[covariance[i][i] if i == j else 0.0 for j in range(size)] for i in range(size)]
             px = [covariance[i][i] * x[i] for i in range(size)]
-            denominator = noise + sum(x[i] * px[i] for i in range(size))
+            denominator = noise + sum(map(mul, x, px))
             gain = [one / denominator for one in px]
             theta = [max(0.0, old + step * residual) for old, step in zip(self._theta, gain, strict=True)]
         # Uncertainty in directions without samples would grow without bound, so forgetting stops at the prior's spread.
         forget = FORGETTING if all(covariance[i][i] < self._widest[i] for i in range(size)) else 1.0
-        updated = [[(covariance[i][j] - gain[i] * px[j]) / forget for j in range(size)] for i in range(size)]
+        updated = [
+            [(held - step * one) / forget for held, one in zip(row, px, strict=True)]
+            for row, step in zip(covariance, gain, strict=True)
+        ]
         for i in range(size):
             updated[i][i] = min(max(updated[i][i], 1e-12 * self._widest[i]), self._widest[i])
             for j in range(i):  # kept symmetric and positive despite rounding

@@ -14,7 +14,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any, Final, final
 
 from pdserve.core.errors import ConfigError
@@ -90,9 +89,9 @@ def json_line(process: str, line: str) -> str:
     )
 
 
-def _fields(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
+def _fields(record: logging.LogRecord) -> list[tuple[str, object]]:
     """Those of `extra`. Names that begin with an underscore belong to libraries: Ray adds one to every record."""
-    return ((name, value) for name, value in vars(record).items() if name not in _STANDARD and name[0] != "_")
+    return [(name, value) for name, value in vars(record).items() if name not in _STANDARD and name[0] != "_"]
 
 
 def _plain(value: object) -> bool | int | float | str | None:
@@ -105,4 +104,4 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
-    return repr(text) if not text or any(one.isspace() or not one.isprintable() for one in text) else text
+    return repr(text) if not text or " " in text or not text.isprintable() else text  # no other space is printable

@@ -22,17 +22,18 @@ _ROLES: Final = numbers_of(Role, worker_pb2.Role.DESCRIPTOR)
 _FINISHES: Final = numbers_of(FinishReason, inference_pb2.FinishReason.DESCRIPTOR)
 
 
-def _scalars() -> tuple[str, ...]:
+def _scalars() -> frozenset[str]:
     """The scalar fields, whose names in Sampling and in its message are equal. Raises TypeError if they are not."""
     message = inference_pb2.SamplingParams.DESCRIPTOR.fields
-    scalars = [one.name for one in message if not one.is_repeated and one.message_type is None]
+    scalars = [one.name for one in message if one.has_presence and one.message_type is None]
     if missing := {one.name for one in dataclasses.fields(Sampling)} ^ {*scalars, *_NOT_SCALARS}:
         raise TypeError(f"Sampling and SamplingParams differ in {sorted(missing)}")
-    return tuple(scalars)
+    return frozenset(scalars)
 
 
 _NOT_SCALARS: Final = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_token_ids", "grammar")
 _SCALARS: Final = _scalars()
+_ATTRIBUTES: Final = tuple(one.name for one in dataclasses.fields(RequestAttributes))
 
 
 def sampling_from_proto(
@@ -48,7 +49,7 @@ def sampling_from_proto(
     field.
     """
     check_counts(message)
-    values: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    values: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in _SCALARS}
     if "seed" not in values and draw_seed is not None:
         values["seed"] = draw_seed()
     if "max_tokens" not in values and default_max_tokens is not None:
@@ -102,8 +103,7 @@ def grammar_to_proto(grammar: Grammar) -> inference_pb2.StructuredOutput:
 
 def attributes_from_proto(message: inference_pb2.GenerateRequest) -> RequestAttributes:
     """Fields that the client has not set get their defaults."""
-    names = [one.name for one in dataclasses.fields(RequestAttributes)]
-    return RequestAttributes(**{name: getattr(message, name) for name in names if message.HasField(name)})  # type: ignore[arg-type]
+    return RequestAttributes(**{name: getattr(message, name) for name in _ATTRIBUTES if message.HasField(name)})  # type: ignore[arg-type]
 
 
 def slo_from_proto(message: inference_pb2.Slo, default: Slo) -> Slo:
