@@ -123,7 +123,13 @@ class WorkerView:
         others = report.context_tokens - then.tokens
         if others > 0:
             context += others
-        return rows, arriving, context, report.free_blocks + report.evictable_blocks + then.blocks - totals.blocks
+        return rows, arriving, context, self.free_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Its estimated free blocks now."""
+        report = self.report
+        return report.free_blocks + report.evictable_blocks + self._at_report.blocks - self.totals.blocks
 
     @property
     def load(self) -> DecodeLoad:

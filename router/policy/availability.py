@@ -23,7 +23,7 @@ def can_start(view: WorkerView, num_tokens: int, now_s: float) -> bool:
         view.closed_until_s <= now_s
         and view.totals.prefills < view.hello.inbox_depth
         and (view.free_at_s <= now_s or view.free_at_s - now_s <= view.batch_s)
-        and (not view.bookings or view.estimated_load()[3] >= view.blocks_for(num_tokens))
+        and (not view.bookings or view.free_blocks >= view.blocks_for(num_tokens))
     )
 
 

@@ -85,10 +85,8 @@ def rank_decodes(
 ) -> RankedDecodes:
     """The best decode workers among those with a free row, and blocks for the whole expected answer: the emptiest
     receivers, and the cheapest workers for a local prefill."""
-    tokens, own_s = (
-        float(request.num_tokens),
-        request.slo.tpot_s,
-    )  # all floats, because mixed arithmetic takes twice as long
+    # all floats, because mixed arithmetic takes twice as long
+    tokens, own_s = float(request.num_tokens), request.slo.tpot_s
     if request.is_resumed:
         own_s = request.answer_left_s / request.expected_tokens
     growth = 0.5 * request.expected_tokens
@@ -200,13 +198,13 @@ def remote_options(
             if queued_s > late_s:
                 late_s = queued_s
             key = misses, round((cost_s + late_s) / TRANSFER_TIE_S), order, prefill_id
-            pairs.append((key, opens_s, delay_s, work_s, late_s, prefill, *where))
+            pairs.append((key, opens_s, delay_s, work_s, late_s, prefill, where))
     pairs.sort(key=_RANK)
     best = pairs[:DECODES_PAIRED]
     if not any(pair[1] == 0.0 for pair in best):
         best += [pair for pair in pairs[DECODES_PAIRED:] if pair[1] == 0.0][:1]
     steps = _steps(request)
-    return [_remote(request, steps, *pair[1:]) for pair in best]
+    return [_remote(request, steps, *pair[1:6], *pair[6]) for pair in best]
 
 
 def local_options(
