@@ -1,4 +1,4 @@
-"""What admission control costs and gains, by simulation: `python -m benchmarks.admission [--jobs 2]`.
+"""Measures the costs and benefits of admission control by simulation: `python -m benchmarks.admission [--jobs 2]`.
 
 Workloads of simulator/workloads.py on 2 prefill and 2 decode workers of the H100 profile, targets 2 s / 50 ms, at rates
 from 0.3 to 1.5 of each workload's capacity: the highest rate at which `goodput` without the rule `rejection` keeps

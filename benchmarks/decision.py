@@ -1,4 +1,4 @@
-"""What one decision of the router costs: `python -m benchmarks.decision [--workers 64 1024] [--seconds 2]`.
+"""Measures the cost of one decision of the router: `python -m benchmarks.decision [--workers 64 1024] [--seconds 2]`.
 
 Measures RouterState.handle(RequestArrived) with every worker loaded (an eighth prefill, the rest decode, and half and
 half), full scoring and explanations on. It measures CPU time of one thread, so other work on the machine matters only

@@ -1,4 +1,5 @@
-"""What deterministic mode costs: `python -m benchmarks.deterministic [--model FOLDER] [--dtype float32] [--wall]`.
+"""Measures the cost of deterministic mode: `python -m benchmarks.deterministic [--model FOLDER] [--dtype float32]
+[--wall]`.
 
 Two engines with the same weights run in one process, one of them deterministic. Their steps alternate, and the order
 changes from round to round. Decode: one step of --batches sequences after prompts of 64 tokens. Prefill: a whole prompt

@@ -1,4 +1,4 @@
-"""What HTTP adds to gRPC: latency of the gateway, and its CPU time per request and per 100 streamed tokens.
+"""Measures the gateway's overhead over gRPC: latency, CPU time per request, and CPU time per 100 streamed tokens.
 
     python -m benchmarks.http [--rate 50] [--seconds 10] [--rounds 3] [--json]
     python -m benchmarks.http --rate 5 --model pdserve/models/stdlib-5m --peer http://127.0.0.1:8001/v1 --peer-pid PID

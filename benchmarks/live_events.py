@@ -1,4 +1,4 @@
-"""How soon the live page shows what happens: rejections, drained workers, preemptions and killed workers.
+"""Measures how soon the live page shows an event: rejections, drained workers, preemptions and killed workers.
 
     python -m benchmarks.live_events [--rounds 5]
 

@@ -1,4 +1,4 @@
-"""What an open live view costs: CPU of the router and of the gateway, answers, and the router's memory.
+"""Measures the cost of an open live view: CPU time of router and gateway, delay of answers, and the router's memory.
 
     python -m benchmarks.live_view [--rate 60] [--seconds 20] [--rounds 6] [--json]
 

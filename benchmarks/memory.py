@@ -1,4 +1,4 @@
-"""Whether a cluster's memory stays flat under many short requests.
+"""Checks that a cluster's memory does not grow under many short requests.
 
     python -m benchmarks.memory [--requests 20000] [--warm-up 8000] [--every 500] [--at-once 16] [--json]
 

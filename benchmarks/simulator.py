@@ -1,4 +1,5 @@
-"""How fast the simulator is: `python -m benchmarks.simulator [--policies NAME...] [--split P:D ...] [--requests N]`.
+"""Measures the speed of the simulator: `python -m benchmarks.simulator [--policies NAME...] [--split P:D ...]
+[--requests N]`.
 
 It simulates the published Mooncake conversation trace (12,031 requests, folder in PDSERVE_TRACES or ../shared/traces)
 on 16 workers of the H100 profile; without the trace, a synthetic one of equal shape. It prints CPU seconds of one

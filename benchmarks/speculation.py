@@ -1,4 +1,5 @@
-"""What speculative decoding gains and costs: `python -m benchmarks.speculation [--repeats 5] [--model FOLDER]`.
+"""Measures the benefit and cost of speculative decoding: `python -m benchmarks.speculation [--repeats 5] [--model
+FOLDER]`.
 
 Two decode batchings run in one process over the same torch engine, one with speculation and one without; they are built
 as in the decode program, and their turns alternate. The measured time starts with a sequence's first token and includes

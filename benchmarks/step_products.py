@@ -1,10 +1,10 @@
-"""A decode step beside the sum of its matrix products, measured alone in the same process.
+"""Compares a decode step with the sum of its matrix products, which are measured separately in the same process.
 
     python -m benchmarks.step_products --model FOLDER [--dtypes float32,bfloat16,int8,int4] [--batches 1,2,4,8,16,32]
 
-Each round measures one step and then all its products, on inputs that are rounded already: the same weights in the same
-order, so that both read them from memory. The ratio is that of the two medians. A prompt has 32 tokens; the KV that a
-step reads, sampling, and the work of the host are part of the step and not of the products.
+Each round measures one step and then all its products, with inputs that are already rounded. Both use the same weights
+in the same order, so both read them from memory. The ratio is that of the two medians. A prompt has 32 tokens. Reading
+KV, sampling, and the host's work are part of the step but not of the products.
 """
 
 from __future__ import annotations

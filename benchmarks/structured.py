@@ -1,4 +1,4 @@
-"""What structured output costs: valid documents, compile ms, mask us per token, share of a step.
+"""Measures the cost of structured output: valid documents, compile ms, mask us per token, share of a step.
 
     python -m benchmarks.structured [--schemas 200] [--rows 8] [--peer]
 

@@ -1,4 +1,5 @@
-"""What a tenant that floods the cluster at its quota costs another one: `python -m benchmarks.tenants [--split 4:4]`.
+"""Measures the effect of a tenant that sends at its quota on another tenant: `python -m benchmarks.tenants [--split
+4:4]`.
 
 Simulated, by the router's own code: workers of the H100 profile, and conversations of random lengths. Without
 `--capacity` it first finds the cluster's capacity: the highest rate at which 90 % of the requests meet their targets.

@@ -1,4 +1,4 @@
-"""How many compute threads a prefill and a decode process should have on the cores that they share.
+"""Measures the best number of compute threads for a prefill and a decode process that share cores.
 
     python -m benchmarks.threads --model FOLDER [--seconds 4] [--rounds 3] [--busy N]
 

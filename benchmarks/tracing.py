@@ -1,4 +1,4 @@
-"""What tracing costs: tokens per second with every request traced to a collector, compared with no tracing.
+"""Measures the cost of tracing: tokens per second with every request traced to a collector, compared with no tracing.
 
     python -m benchmarks.tracing [--pairs 8] [--requests 48] [--model DIR|toy]
 

@@ -1,8 +1,8 @@
-"""What the transports between GPUs need from a device. Pure.
+"""The interface of a device that the transports between GPUs use. Pure.
 
 Each call queues work on one of the device's own streams and returns. `wake` is called when the work is done. Work runs
-concurrently and ends in any order, unless the caller asks for an order: `behind` other work, or after the work that the
-engine had queued at a fence. CUDA implements this protocol, and so does a fake in plain memory for tests without a GPU.
+concurrently and ends in any order, unless the caller sets an order: `behind` other work, or after the work that the
+engine had queued at a fence. CUDA implements this protocol; tests without a GPU use a fake in plain memory.
 """
 
 from __future__ import annotations

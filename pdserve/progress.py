@@ -1,7 +1,7 @@
 """Draws progress on stderr: a bar on a terminal, and a line every few seconds in a log.
 
-It draws when it is told of progress, so there is no thread that an error could leave behind. It moves no cursor but to
-the start of its own line, and uses no colours. Nothing is drawn in the first second.
+It draws when progress is reported, so it needs no thread, which an error could leave running. It moves the cursor only
+to the start of its own line, and uses no colours. Nothing is drawn in the first second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PATIENCE_S: Final = 1.0  # shorter tasks show nothing on a terminal
 BAR_EVERY_S: Final = 0.1
 LINE_EVERY_S: Final = 5.0
 WORDS_EVERY_S: Final = 0.25  # between two reports to the launcher
-_COLUMNS: Final = 80  # of a terminal that does not tell its width
+_COLUMNS: Final = 80  # of a terminal that does not report its width
 
 Clock = Callable[[], float]
 

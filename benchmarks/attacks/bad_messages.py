@@ -1,6 +1,6 @@
-"""Row 6: messages that do not parse, to the router with a token, and to the workers without the secret.
+"""Row 6: messages that do not parse, sent to the router with a token, and to the workers without the secret.
 
-Before, each ended in UNKNOWN and a traceback in the log.
+Before the fix, each ended with the status UNKNOWN and a traceback in the log.
 """
 
 from __future__ import annotations

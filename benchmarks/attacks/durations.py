@@ -1,7 +1,8 @@
-"""Row 1: durations that are endless, negative or no numbers, from a caller and on a worker's stream.
+"""Row 1: durations that are infinite, negative or NaN, from a caller and on a worker's stream.
 
-A caller with a token sends SLO targets, and deadlines that gRPC itself carries; a stranger sends a decode worker
-reservations without an end. Before, one of those ended the worker's receiver, and its successor's again.
+A caller with a token sends them as SLO targets and as gRPC deadlines; an attacker without the secret sends them to a
+decode worker as deadlines of reservations. Before the fix, one such reservation ended the worker's receiver, and the
+next one ended the restarted receiver.
 """
 
 from __future__ import annotations

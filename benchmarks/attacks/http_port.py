@@ -1,7 +1,8 @@
-"""Row 12: the HTTP port. 10,000 idle connections, heads that drip or do not end, and bodies of 100 MB.
+"""Row 12: the HTTP port. 10,000 idle connections, slow or endless headers, and bodies of 100 MB.
 
-An honest caller sends completions meanwhile, on a new connection each time. Each answer must be the one given in peace.
-With TLS, heads and bodies come over TLS, idle connections begin no handshake, and 200 more drip a handshake.
+Meanwhile a legitimate caller sends completions, on a new connection each time. Each answer must equal the answer
+without an attack. With TLS, headers and bodies are sent over TLS, idle connections begin no handshake, and 200 more
+connections send a handshake slowly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Row 9: a launcher that is killed, and what it leaves: processes, files in the temporary directory, shared memory.
+"""Row 9: the launcher is killed. Looks for left processes, temporary files and shared memory.
 
-Attacks a cluster of its own, since the benchmark's must live. A folder whose owner was killed must be gone after the
-next start, and a folder of a living owner must stay.
+Attacks a cluster of its own, because the benchmark's cluster must keep running. A folder whose owner was killed must be
+deleted by the next start, and a folder of a running owner must stay.
 """
 
 from __future__ import annotations

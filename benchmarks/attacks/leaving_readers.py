@@ -1,6 +1,6 @@
-"""Row 7: readers that disconnect in the middle of an answer, half of them with a full window.
+"""Row 7: clients that disconnect in the middle of an answer, half of them with a full flow-control window.
 
-Before, 200 of them left 197 tracebacks in the log.
+Before the fix, 200 of them left 197 tracebacks in the log.
 """
 
 from __future__ import annotations

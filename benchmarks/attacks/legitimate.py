@@ -1,4 +1,4 @@
-"""Requests of an honest caller beside an attack: each answer must be the one that was given in peace."""
+"""Requests of a legitimate caller during an attack. Each answer must equal the answer without an attack."""
 
 from __future__ import annotations
 

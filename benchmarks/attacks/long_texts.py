@@ -1,7 +1,7 @@
 """Row 2: sixteen texts of 3.9 MB at a time, as prompts, chat messages, truncated prompts and texts to tokenize.
 
-Before, each was tokenized to 2.3 million tokens before its length was checked. The router's memory grew from 85 MB to
-1.6 GB, and prompts over 256 characters waited for 30 s.
+Before the fix, each was tokenized to 2.3 million tokens before its length was checked. The router's memory grew from 85
+MB to 1.6 GB, and prompts over 256 characters waited for 30 s.
 """
 
 from __future__ import annotations

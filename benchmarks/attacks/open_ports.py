@@ -1,8 +1,8 @@
 """Row 4: workers' gRPC and KV ports, without the cluster's secret.
 
-The stranger attaches as a router, to compute for free and to drain the worker; asks for a ticket as p0; replays and
-guesses proofs; and connects to the KV ports, with tickets that it made up and without a word. It asks the router to
-drain a worker without the token. Before, all of that was served.
+The attacker attaches as a router, to use the worker and to drain it; requests a ticket as p0; replays and guesses
+proofs; and connects to the KV ports with invented tickets and without sending anything. It also calls Drain on the
+router without the token. Before the fix, all of this succeeded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Row 11: the ports of a Ray that `up --ray` starts. Slow, since a Ray is started for it.
+"""Row 11: the ports of the Ray cluster that `up --ray` starts. Slow, because it starts one.
 
-No process of it may listen beyond loopback, its control plane must reject a caller without the token, and only its
-user may read that token.
+Its processes must listen on loopback only, its control plane must reject a caller without the token, and only its user
+may read that token.
 """
 
 from __future__ import annotations

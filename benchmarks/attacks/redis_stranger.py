@@ -1,8 +1,8 @@
-"""Row 3: a stranger in the embedded Redis, who would register a worker of its own and attract the router.
+"""Row 3: an attacker tries to register its own worker in the embedded Redis, so that the router connects to it.
 
-Listens as a decode worker. Reads the server's port from the launcher's lines, and asks without a password and with
-wrong ones. That a registered worker is told nothing before it has proven the secret, whatever Redis says, is tested in
-tests/unit/router_io/test_forged_workers.py: no stranger gets that far any more.
+It listens as a decode worker, reads the server's port from the launcher's output, and sends commands without a password
+and with wrong passwords. The next line of defence is not reached here and is tested in
+tests/unit/router_io/test_forged_workers.py: a registered worker receives nothing before it has proven the secret.
 """
 
 from __future__ import annotations

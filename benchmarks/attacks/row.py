@@ -1,16 +1,16 @@
-"""What one row of `python -m benchmarks.attack` is, and what it may know of the cluster that it attacks.
+"""The interface of one row of `python -m benchmarks.attack`, and the facts about the attacked cluster that it may use.
 
-A row is a module of this folder with a constant `ROW`. Its function attacks a live cluster as a stranger would: from
-this host, with what a stranger can learn (addresses, process ids), without a secret. A row that needs a caller with a
-token says so in its `needs` and takes `target.token`. It ends within `target.seconds` and cleans up after itself.
-The benchmark itself sends legitimate requests meanwhile and compares each answer with the one given in peace.
+A row is a module of this folder with a constant `ROW`. Its function attacks a live cluster from this host like a
+process of another user: it may use addresses and process ids, but no secret. If the attacker is a caller with a token,
+the row's `needs` is "token", and it uses `target.token`. It ends within `target.seconds` and cleans up after itself.
+Meanwhile the benchmark sends legitimate requests, and compares each answer with the answer without an attack.
 
-    ROW = Row(number=6, name="protobufs that do not parse", attack=attack)
+    ROW = AttackRow(number=6, name="protobufs that do not parse", attack=attack)
 
-    def attack(target: Target) -> CheckResult:
+    def attack(target: AttackTarget) -> AttackResult:
         before = target.metric("router", names.REJECTED...)
         ...
-        return CheckResult(attempts=200, rejected=200, counted=..., errors=Counter({"INVALID_ARGUMENT": 200}))
+        return AttackResult(attempts=200, rejected=200, counted=..., errors=Counter({"INVALID_ARGUMENT": 200}))
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AttackTarget:
 
     cluster: Running
     token: str
-    seconds: float  # that a row may take
+    seconds: float  # time limit of a row
     metrics_ports: Mapping[str, int]  # process name -> port of its /metrics
     ca: str | None = None  # file with the cluster's CA, if it has TLS
 
@@ -52,7 +52,7 @@ class AttackTarget:
         return self.cluster.pid(name)
 
     def metric(self, name: str, metric: str, **labels: str) -> float:
-        """The sum of the samples of `metric` (its Prometheus name) in process `name` that carry these labels."""
+        """The sum of the samples of `metric` (its Prometheus name) in process `name` that have these labels."""
         where = f"http://127.0.0.1:{self.metrics_ports[name]}/metrics"
         with urllib.request.urlopen(where, timeout=SCRAPE_S) as answer:
             lines = answer.read().decode().splitlines()
@@ -67,11 +67,11 @@ class AttackTarget:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttackResult:
-    """What an attack achieved. `complaints` is empty where the row's required behaviour was seen."""
+    """The result of an attack. `complaints` is empty if the cluster behaved as the row requires."""
 
     attempts: int
-    rejected: int  # attempts that ended in the typed error that the row requires
-    counted: float | None = None  # rise of the counter of rejections; None where the row has no counter
+    rejected: int  # attempts that ended with the typed error that the row requires
+    counted: float | None = None  # increase of the counter of rejections; None if the row has no counter
     errors: Counter[str] = field(default_factory=Counter)  # status or error type -> count
     note: str = ""
     complaints: tuple[str, ...] = ()
@@ -83,13 +83,13 @@ class AttackRow:
     number: int  # as in the issue's section B
     name: str
     attack: Callable[[AttackTarget], AttackResult]
-    needs: str = ""  # "token" where the attacker is a caller with a token
+    needs: str = ""  # "token" if the attacker is a caller with a token
     is_slow: bool = False  # left out unless named by --only
     has_tls: bool = False  # also attacks a cluster with TLS
 
 
 def is_closed(one: socket.socket) -> bool:
-    """Whether the other side has closed the non-blocking socket. What it still sent is dropped."""
+    """Whether the other side has closed the non-blocking socket. Unread data is dropped."""
     try:
         while one.recv(4096):
             pass

@@ -1,6 +1,6 @@
-"""Row 5: 24 callers with slow grammars, each a new one; another caller asks for new, quick grammars meanwhile.
+"""Row 5: 24 callers send slow grammars, each a new one; meanwhile another caller sends new, quick grammars.
 
-Before, a new grammar of the other caller waited for 7 to 15 s behind one checker.
+Before the fix, a new grammar of the other caller waited 7 to 15 s for the only checker.
 """
 
 from __future__ import annotations

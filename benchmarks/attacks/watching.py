@@ -1,4 +1,4 @@
-"""What rows watch of the attacked cluster beside its answers: memory, and lines of its log."""
+"""Watches the attacked cluster's memory and the lines of its log during a row."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def session_of(leader_pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            # pid (name) state ppid pgrp session; the name may hold anything.
+            # pid (name) state ppid pgrp session; the name may contain any characters.
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == leader_pid and fields[0] != "Z":
                 found.append(int(entry.name))

@@ -1,6 +1,6 @@
 """How a Ray that `up --ray` starts for itself is confined to this host and this user. Imports no ray.
 
-Its processes listen on loopback, ask for a token, and keep their sockets, logs and token in a folder of mode 0700.
+Its processes listen on loopback, require a token, and keep their sockets, logs and token in a folder of mode 0700.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def confine(environ: MutableMapping[str, str]) -> OwnedFolder:
     folder = OwnedFolder.make("ray", parent if len(str(parent)) <= _LONGEST_PARENT else SHORT)
     environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # With clusters disabled, Ray uses 127.0.0.1 as the address of its node, and all its servers listen only there.
-    # Otherwise it looks for another address, even if _node_ip_address is this one.
+    # Otherwise it chooses another address, even if _node_ip_address is this one.
     environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     # By default a raylet ends with its actors a minute after the control plane is lost.
     environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")

@@ -27,7 +27,7 @@ BUCKETS: Final[Mapping[str, tuple[float, ...]]] = {
     TIME_PER_CHUNK: GEN_AI_DURATION_BUCKETS,
 }
 TOKEN_TYPE: Final = "gen_ai.token.type"
-#: Attributes of the span that the metrics have too.
+#: Attributes that both the span and the metrics have.
 LABELS: Final = (
     names.OPERATION, names.PROVIDER, names.REQUEST_MODEL, names.RESPONSE_MODEL, names.SERVER_ADDRESS,
     names.SERVER_PORT, names.ERROR_TYPE,
@@ -46,7 +46,7 @@ class ClientCall:
         self._has_ended = False
         self._attributes: dict[str, Any] = {**attributes, **({names.REQUEST_STREAM: True} if is_stream else {})}
         self._began_s = time.monotonic()
-        self._chunk_s: float | None = None  # when the last piece came
+        self._chunk_s: float | None = None  # when the last piece arrived
         self._span: Any = None
         self.traceparent: str | None = None
         if self._trace is not None:

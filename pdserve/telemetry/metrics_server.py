@@ -14,7 +14,7 @@ from typing import Any, Final, final
 from pdserve.tls.certificates import ReloadingCertificates
 
 MAX_CONNECTIONS: Final = 16
-MAX_REQUEST_BYTES: Final = 16_384  # request line and headers; nothing reads a body
+MAX_REQUEST_BYTES: Final = 16_384  # request line and headers; bodies are not read
 REQUEST_S: Final = 10.0  # time limit of a connection, the TLS handshake included
 
 
@@ -66,7 +66,7 @@ class MetricsServer(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServe
                 held[0] = request = context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
                 request.do_handshake()
             super().process_request_thread(request, client_address)
-        except (OSError, ssl.SSLError):  # not a client that may read it
+        except (OSError, ssl.SSLError):  # the handshake failed
             self.shutdown_request(request)
         finally:
             limit.cancel()

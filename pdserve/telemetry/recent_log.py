@@ -21,7 +21,7 @@ class RecentLog(logging.Handler):
         try:
             text = self.format(record)[:MAX_CHARS]
             self._lines.append(LogLine(at_unix_s=record.created, level=record.levelname, text=text))
-        except Exception:  # as in logging's own handlers: a record that cannot be formatted stops nothing
+        except Exception:  # as in logging's own handlers, a record that cannot be formatted must not raise
             self.handleError(record)
 
     def lines(self) -> tuple[LogLine, ...]:

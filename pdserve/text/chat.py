@@ -1,7 +1,7 @@
 """Converts chat messages to a prompt by the chat template in the model's folder.
 
-A template is a program by the model's author. It runs in jinja2's immutable sandbox, with the helpers of Hugging Face
-templates, and with limits on its time and the size of its output. Templates never come from a request.
+A template is a program written by the model's author. It runs in jinja2's immutable sandbox, with the helpers of
+Hugging Face templates, and with limits on its time and the size of its output. Templates never come from a request.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Both are used to reject or shorten a text before it is tokenized. If a tokenizer has an unknown part, there is no bound.
 
 **Cutting.** A text can be cut between a letter and a separator if neither depends on what follows:
-1. no token holds a letter directly before the separator, so no merge of BPE crosses the cut;
+1. no token contains a letter directly before the separator, so no merge of BPE crosses the cut;
 2. no match of a pre-tokenizer's pattern crosses it, so the pattern finds the same pieces after it;
 3. the normalizers change no character because of its neighbours across the cut.
 Then the tokens after the cut are those of the whole text.

@@ -1,9 +1,9 @@
 """The certificate files of a process, read again when they change. Standard library only.
 
-Every new connection asks for `current()`, which compares the files' metadata with those of the last reading. Files that
+Every new connection calls `current()`, which compares the files' metadata with those of the last reading. Files that
 cannot be used are reported once, and the certificates that were read before stay in use: a file may be half written, or
 a certificate may have been replaced before its key. They are tried again after TRY_AGAIN_S, because a certificate may
-be valid only some seconds later by this host's clock. Open connections keep what they began with.
+become valid only some seconds later by this host's clock. Open connections keep their certificates.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Certificates:
     def peer_server(self) -> ssl.SSLContext:
         """For a server whose clients are the cluster's own processes."""
         context = self._server(self.ca)
-        context.num_tickets = 0  # nobody resumes a session
+        context.num_tickets = 0  # peers do not resume sessions
         return context
 
     @cached_property

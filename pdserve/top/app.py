@@ -123,8 +123,8 @@ class TopApp(App[int]):
     def _fill(self, table: DataTable[Any], rows: list[tuple[str, tuple[Any, ...]]]) -> None:
         """Replaces the rows and keeps the cursor on its row."""
         keys = [key.value for key in table.rows]
-        # The first request stays selected until somebody selects another: each soon moves down, and would take the
-        # screen with it. A worker does not, because `d` drains the selected one.
+        # The top row stays selected until the user selects another one. If its request stayed selected instead, the
+        # screen would scroll with it as it moves down. A worker stays selected, because `d` drains the selected one.
         first = 1 if table is self._request_table else 0
         at = keys[table.cursor_row] if first <= table.cursor_row < len(keys) else None
         scroll = table.scroll_y
@@ -169,7 +169,7 @@ class TopApp(App[int]):
                 lines = text.log_lines(await self._source.worker_log(name))
             elif (request_id := self._ids.get(name)) is not None:
                 lines = text.explanation_lines(await self._source.explain(request_id))
-            else:  # the row has just left
+            else:  # the row has just disappeared
                 return
         except PdserveError as error:
             lines = [error.message]
