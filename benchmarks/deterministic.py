@@ -75,7 +75,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _decode(engine: Engine, batch: int) -> Callable[[], None]:
-    """The same steps again and again: they overwrite their own KV."""
+    """Repeats the same steps, which overwrite their own KV."""
     histories = prompts(batch, DECODE_PROMPT_TOKENS, engine.spec.vocab_size, salt=batch)
     step(engine, histories, [0] * batch, DECODE_PROMPT_TOKENS)
 

@@ -1,4 +1,4 @@
-"""What polling device events from another thread costs an engine, by the polling interval. Needs no GPU.
+"""Measures how polling device events from another thread slows an engine, by polling interval. Needs no GPU.
 
     python -m benchmarks.device_poll [--rounds 7]
 

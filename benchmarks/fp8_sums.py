@@ -1,4 +1,4 @@
-"""What fast accumulation costs an fp8 product in accuracy, by emulation. Needs no GPU.
+"""Measures the accuracy that fast accumulation costs an fp8 product, by emulation. Needs no GPU.
 
     python -m benchmarks.fp8_sums
 

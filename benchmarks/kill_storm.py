@@ -50,7 +50,7 @@ class StormRequest:
 
 @dataclass(slots=True, kw_only=True)
 class StormAnswer:
-    """What a client received."""
+    """The answer that a client received."""
 
     tokens: list[int] = field(default_factory=list)
     attempts: int = 0  # placements of a finished request

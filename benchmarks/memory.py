@@ -56,7 +56,7 @@ class Verdict:
 
 
 def judge(samples: Mapping[str, Sequence[MemorySample]]) -> list[Verdict]:
-    """Of each process's samples after the warm-up."""
+    """A verdict for each process, from its samples after the warm-up."""
     return [
         Verdict(process=name, first=ones[0], last=ones[-1], slope=slope(ones), rising=rises(ones))
         for name, ones in samples.items()

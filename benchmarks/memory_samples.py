@@ -67,5 +67,5 @@ def rises(samples: Sequence[MemorySample]) -> tuple[str, ...]:
 
 
 def rise_per_request(samples: Sequence[MemorySample], name: str) -> float:
-    """How much the count `name` has risen for each request."""
+    """The increase of the count `name` per request."""
     return float(getattr(samples[-1], name) - getattr(samples[0], name)) / (samples[-1].requests - samples[0].requests)

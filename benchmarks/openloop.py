@@ -174,7 +174,7 @@ async def ask(
     if finished is None:
         return None
     ttft_s = first - begin
-    # The worker's own share of queue_s is not told apart from the router's, so only computing is taken off.
+    # queue_s does not separate the worker's share from the router's, so only the compute time is subtracted.
     added_s = ttft_s - finished.timings.phases.prefill_s
     return TimedAnswer(
         ttft_s=ttft_s,

@@ -1,5 +1,5 @@
-"""What rounded weights and KV cost: perplexity, and changed choices, of the bundled model on Python files outside its
-training set.
+"""Measures the loss from rounded weights and KV: perplexity and changed choices of the bundled model on Python files
+outside its training set.
 
     python -m benchmarks.perplexity [--kinds float32,bfloat16,int8,int4] [--window 512] [--chunk 64] [--choices]
 
@@ -173,7 +173,7 @@ def mean_loss(losses: Sequence[float], windows: Sequence[Sequence[int]]) -> floa
 
 
 def difference(first: Sequence[float], losses: Sequence[float], windows: Sequence[Sequence[int]]) -> str:
-    """Of perplexity, relative, with two standard errors over the windows."""
+    """The relative change of perplexity, with two standard errors over the windows."""
     own = mean_loss(losses, windows) - mean_loss(first, windows)
     apart = [(b - a) / (len(window) - 1) for a, b, window in zip(first, losses, windows, strict=True)]
     error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan

@@ -1,4 +1,4 @@
-"""What the router predicted for each recorded answer, part by part, beside the result. Pure: opens nothing.
+"""Compares the router's prediction for each recorded answer with the result, part by part. Pure: opens nothing.
 
 A new router handles the recorded events. If its rules have changed since and it decides otherwise, it is made to place
 each request where the recorded router did, so that both know the same of each worker. Each first placement is priced as
@@ -85,7 +85,7 @@ class Account:
 
 
 def account(lines: Sequence[NumberedLine], name: str, settle_s: float) -> Account:
-    """Of the requests that arrived at least `settle_s` after the first, in order of their ends.
+    """The answers to requests that arrived at least `settle_s` after the first, in order of their ends.
 
     Raises TraceError at the first line that no router wrote, ConfigError where no such request has an answer.
     """
@@ -217,7 +217,7 @@ class _Run:
 
 @final
 class _Seen:
-    """What is true, and the decode steps as the model has them."""
+    """The true values, and the decode steps according to the model."""
 
     def __init__(self, cluster: ClusterState, guide: _Guide) -> None:
         self._cluster, self._guide = cluster, guide

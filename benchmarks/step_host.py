@@ -1,4 +1,4 @@
-"""The host's time of a decode step on a GPU worker, measured without a GPU: all but the launches.
+"""Measures the host's time of a decode step on a GPU worker, without a GPU: everything except the launches.
 
     python -m benchmarks.step_host [--rows 128 256] [--context 1024] [--steps 200] [--grammars all]
 
@@ -55,21 +55,22 @@ SESSION: Final = 1
 SECRET: Final = "0" * 64
 BLOCK_SIZE: Final = 16
 CONTEXT_LIMIT: Final = 2048  # of the bundled model
-TRIED: Final = 64  # tokens, before all are looked at
+TRIED: Final = 64  # random tokens, before all tokens are checked
 SCHEMA: Final = (
     '{"type": "object", "properties": {"words": {"type": "array", "items": {"type": "string"}}}, "required": ["words"]}'
 )
 
 
 class Spent(NamedTuple):
-    """Seconds of a clock, and of all threads' CPU."""
+    """Elapsed seconds, and CPU seconds of all threads."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
     @classmethod
     def begin(cls) -> Spent:
-        """The clock is read last, and first in `end`: reading CPU time takes up to 0.25 ms while threads run."""
+        """Reads the clock last, and `end` reads it first, because reading CPU time takes up to 0.25 ms while threads
+        run."""
         cpu_s = time.process_time()
         return cls(time.perf_counter(), cpu_s)
 
@@ -82,7 +83,7 @@ class Spent(NamedTuple):
 
 
 class TimedThreads:
-    """llguidance's threads, and seconds spent in them."""
+    """llguidance's threads, and the seconds that were spent in them."""
 
     def __init__(self, threads: Any) -> None:
         self._threads = threads
@@ -101,7 +102,7 @@ class TimedThreads:
 
 
 class Stubs:
-    """Stands in for the device: draws a token that each row may draw. `spent_s` is what that takes."""
+    """Replaces the device: draws an allowed token for each row. `spent_s` is the time that this takes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.spent = Spent()
@@ -128,12 +129,12 @@ class Stubs:
         self.words_RW = words_RW.numpy().view(np.uint8)
 
     def draw(self, logits: Any, draws: Any, **_: Any) -> tuple[torch.Tensor, None]:
-        began = Spent.end()  # unlike a step, what reading the times takes is part of it
+        began = Spent.end()  # here, unlike in a step, the time to read the clocks is included
         sampled = []
         for words in self.words_RW:
             self._turn += 1
             first = self._turn * TRIED % (LARGE - TRIED)
-            tried = self._order[first : first + TRIED]  # few, so that the caches keep what the step has in them
+            tried = self._order[first : first + TRIED]  # few, so that the step's data stays in the CPU caches
             those = tried[(words[tried >> 3] >> (tried & 7) & 1).astype(bool) & self._goes_on[tried]]
             if not len(those):
                 allowed = np.unpackbits(words, bitorder="little")[:LARGE].astype(bool)
@@ -144,7 +145,7 @@ class Stubs:
 
 
 class NoLaunch:
-    """Replays that draw as texts do, few tokens often and many seldom, and none that ends one."""
+    """Replays that draw tokens with the frequencies of real text: few tokens often, many rarely. None ends the text."""
 
     def __init__(self, decode: StaticDecode, most_rows: int) -> None:
         self.buckets = buckets_for(most_rows)
@@ -161,7 +162,7 @@ class NoLaunch:
 
 
 class NoPrompts:
-    """In place of the eager engine's step."""
+    """Replaces the eager engine's step."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._opening = tokenizer.encode('{"')[0]  # a document begins with it
@@ -225,7 +226,7 @@ def opened(folder: Path, most_rows: int, num_blocks: int) -> Iterator[tuple[Deco
 
 
 def reserve(number: int, context: int, max_tokens: int, grammar: Grammar | None) -> worker_pb2.AttachRequest:
-    # Prompts differ from their first token on, so that no cache shortens them.
+    # Prompts differ from their first token on, so that no prefix is cached.
     prompt = [1000 + number, *(2 + at % 900 for at in range(context - 1))]
     sampling = Sampling(
         temperature=0.8, top_p=0.95, seed=number, max_tokens=max_tokens, ignore_eos=True, grammar=grammar
@@ -238,7 +239,7 @@ def reserve(number: int, context: int, max_tokens: int, grammar: Grammar | None)
 
 @contextmanager
 def running(folder: Path, rows: int, context: int, with_grammar: int) -> Iterator[tuple[Any, Stubs]]:
-    """A program all of whose rows decode."""
+    """A program in which all rows decode."""
     num_blocks = rows * (CONTEXT_LIMIT // BLOCK_SIZE)
     with opened(folder, rows, num_blocks) as (program, stubs):
         for number in range(rows):
@@ -252,18 +253,18 @@ def running(folder: Path, rows: int, context: int, with_grammar: int) -> Iterato
 
 
 class Measured(NamedTuple):
-    """Of each step."""
+    """Measurements of each step."""
 
     took: list[Spent]
     library_s: list[float]
-    bytes_s: list[float]  # of serialising its messages
+    bytes_s: list[float]  # time to serialise its messages
 
 
 def measure(folder: Path, rows: int, context: int, steps: int, with_grammar: int) -> Measured:
     with running(folder, rows, context, with_grammar) as (program, stubs):
         program.take_messages()
         gc.collect()
-        gc.freeze()  # as a worker does when it has started
+        gc.freeze()  # like a worker after its start
         threads = program.engine._eager.grammars._executor = TimedThreads(grammars.make_threads())
         measured = Measured([], [], [])
         for number in range(20 + steps):

@@ -197,7 +197,7 @@ def _steps(
             _row(documents[i][:1], documents[i][1:count], place, Sampling(temperature=0.0))
             for place, i in enumerate(longest)
         ]
-        # The grammar sees the document whole: its first token stands in the prompt's place only for the engine.
+        # The grammar matches the whole document; its first token replaces the prompt only for the engine.
         constrained = [
             replace(row, sample=Sampling(temperature=0.0, grammar=asked[i].grammar), prompt_len=0)
             for row, i in zip(rows, longest, strict=True)

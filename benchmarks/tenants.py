@@ -70,7 +70,7 @@ class TenantRow:
     seconds: float
 
     def p(self, share: float) -> float:
-        """Of the TTFT of *light*; a request without a first token has none, and counts as slowest."""
+        """A percentile of the TTFT of *light*. A request without a first token counts as the slowest."""
         return nearest_rank(sorted(row.ttft_s if row.ttft_s is not None else float("inf") for row in self.light), share)
 
     @property

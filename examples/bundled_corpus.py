@@ -114,7 +114,7 @@ def train_tokenizer(files: Sequence[SourceFile], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_config(max_length: int) -> dict[str, object]:
-    """What ``tokenizer_config.json`` holds."""
+    """The content of ``tokenizer_config.json``."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,

@@ -34,7 +34,7 @@ PROMPTS = ("def fib(n):", "import json\n\n", "class Stack:", "# Return the")
 
 @dataclass
 class Progress:
-    """How far a run has come; stored in its checkpoint."""
+    """The progress of a run; stored in its checkpoint."""
 
     step: int = 0
     tokens: int = 0

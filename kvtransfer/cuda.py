@@ -39,7 +39,7 @@ _EXPORT: Final = struct.Struct("<QQQ16s")  # offset in the allocation, blocks, b
 
 
 def why_no_cuda(*packages: str) -> str:
-    """What this system lacks for CUDA; empty if it can be used."""
+    """Why CUDA cannot be used on this system; empty if it can."""
     for package in ("torch", "triton", *packages):
         if find_spec(package) is None:
             return f"the package {package} is not installed"

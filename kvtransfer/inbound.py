@@ -47,7 +47,7 @@ AUTHENTICATION_S: Final = 3.0  # a sender sends its greeting as soon as it is co
 
 
 class Hub(Protocol):
-    """What a connection needs from its receiver. Every method may be called from any thread."""
+    """The interface of a receiver that its connections use. Every method may be called from any thread."""
 
     pool: KvPool
     memory: memoryview

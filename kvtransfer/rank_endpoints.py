@@ -27,7 +27,7 @@ def joined_receiver(
     incarnation: str,
     tls: ReloadingCertificates | None = None,
 ) -> Receiver:
-    """`local` is this process's. Raises ConfigError where a rank cannot be reached; then `local` is closed."""
+    """`local` is this process's receiver. Raises ConfigError, and closes `local`, if a rank cannot be reached."""
     leader = Identity.of(secret, "leader", worker_id, incarnation)
     links = _links(local, engine, leader, incarnation, tls, is_sender=False)
     if not links:
@@ -46,7 +46,7 @@ def joined_sender(
     incarnation: str,
     tls: ReloadingCertificates | None = None,
 ) -> Sender:
-    """`local` is this process's. Raises ConfigError where a rank cannot be reached; then `local` is closed.
+    """`local` is this process's sender. Raises ConfigError, and closes `local`, if a rank cannot be reached.
 
     Also used for a worker of one rank, because a decode worker may have several.
     """

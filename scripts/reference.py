@@ -194,7 +194,7 @@ def interval(within: Range) -> str:
 
 
 def value(default: Any) -> str:
-    """As TOML writes it; empty for an empty text."""
+    """The value in TOML syntax; empty for an empty text."""
     if isinstance(default, bool):
         return code("true" if default else "false")
     return code(str(default)) if default not in ("", (), None) else ""

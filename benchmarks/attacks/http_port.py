@@ -144,7 +144,7 @@ def _drip(connect: Callable[[float], socket.socket], data: bytes) -> tuple[int, 
 
 
 def _idle_connections(port: Port) -> tuple[int, int]:
-    """Those beyond the limit are closed for newer ones, the others when their time for a head is over."""
+    """Connections beyond the limit are closed in favour of newer ones, the others when the time for headers is over."""
     with contextlib.ExitStack() as stack:
         opened = []
         for _ in range(NUM_IDLE):

@@ -142,7 +142,7 @@ def _end(sock: socket.socket, words: bytes) -> str:
 
 
 def _kv_ports(target: AttackTarget) -> Iterator[int]:
-    """Of the decode worker: the ports that it listens on, beside gRPC's and that of its metrics. Linux only."""
+    """The decode worker's open ports, except those for gRPC and metrics. Linux only."""
     known = {int(target.address("d0").rpartition(":")[2]), target.metrics_ports["d0"]}
     sockets: set[str] = set()
     for entry in Path(f"/proc/{target.pid('d0')}/fd").iterdir():

@@ -18,7 +18,7 @@ def resident_bytes(pid: int) -> int:
 
 @final
 class MemoryPeak:
-    """Of one process, from `with` to the end of the block; `rise` is in bytes."""
+    """Measures the memory of one process within the `with` block; `rise` is in bytes."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

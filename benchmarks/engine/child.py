@@ -24,7 +24,7 @@ Orders = Mapping[str, Callable[..., dict[str, Any]]]
 
 def serve(load: Callable[[], Orders]) -> None:
     """Loads, then runs orders until stdin closes. If an order raises, answers with the error and ends the process."""
-    # The kernel ends this process with the one that started it, even while it stands stopped.
+    # The kernel ends this process when its parent ends, even while it is stopped.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Libraries print to stdout: the answers get a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w")

@@ -25,7 +25,7 @@ from pdserve.engine.interface import Engine, Row
 
 BLOCK_SIZE: Final = 16
 MATRIX_SIDE: Final = 2048
-PROBES: Final = 3  # of which the best counts: a limit is what the machine can do
+PROBES: Final = 3  # of which the best counts, because a limit is the machine's best result
 
 
 def ours(model: str, dtype: str, kv_dtype: str, threads: int, kv_tokens: int) -> Orders:

@@ -105,7 +105,7 @@ def percent(shares: Sequence[float]) -> str:
 
 
 def _ratio(own: Mapping[int, Turn], other: Mapping[int, Turn]) -> str:
-    """How many times faster than the other, round by round."""
+    """The speed relative to the other peer, for each round."""
     return spread([other[number].seconds / turn.seconds for number, turn in own.items()], "{:.2f}")
 
 

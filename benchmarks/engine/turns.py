@@ -1,4 +1,4 @@
-"""The peers of benchmarks.engine as processes, and the turns they take: one computes, all others stand stopped.
+"""Runs the peers of benchmarks.engine as processes in turns: one computes while all others are stopped.
 
 A stopped process (SIGSTOP to its group) cannot spin in its thread pool and so cannot take from the one that is
 measured; each peer keeps the thread settings that it chose for itself. In every round of a point the peers come in
@@ -82,7 +82,7 @@ class PeerEngine:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What every peer is asked at one point: `size` is the batch of a decode step, or the tokens of a prefill."""
+    """One measurement, the same for every peer. `size` is the batch of a decode step, or the tokens of a prefill."""
 
     kind: str  # decode or prefill
     size: int

@@ -88,7 +88,7 @@ def text_of(number: int, count: int) -> Text:
 
 
 class StormRanks:
-    """All ranks but the first, from start to end."""
+    """Runs all ranks except the first."""
 
     def __init__(
         self, storage: RankedStorage, transport: str, name: str, incarnation: str, disturb: FaultInjector
@@ -150,7 +150,8 @@ def _spec(degree: int, rank: int, pool: KvPool) -> EngineSpec:
 
 
 def in_order(pieces: Sequence[tuple[float, tuple[int, ...]]]) -> list[tuple[float, tuple[int, ...]]]:
-    """The same pushes in block order, which converted blocks need; a block that is sent twice stays so."""
+    """The same pushes in block order, which converted blocks require. Blocks that are sent twice are still sent
+    twice."""
     indices = [index for _, piece in pieces for index in piece]
     twice = indices[-1:] if indices.count(indices[-1]) > 1 else []
     left = sorted(indices[: len(indices) - len(twice)]) + twice

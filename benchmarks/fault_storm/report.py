@@ -53,7 +53,7 @@ class Result:
     transfers: int = 0
     seconds: float = 0.0
     kills: int = 0
-    cuts: int = 0  # of a process's network
+    cuts: int = 0  # of the network of a process
     quarantined: int = 0
     rests: int = 0  # how often all processes were checked at rest
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)  # (fault, how the transfer ended)

@@ -1,4 +1,4 @@
-"""What both roles of a fault storm share: the loop of a worker process with a pool and a transfer end, but no model."""
+"""The common part of both roles of a fault storm: the loop of a worker process with a pool and a transfer end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Setup:
     shape: str
     host: str
     netns: str = ""
-    device_kills: float = 0.0  # of stand-ins
+    device_kills: float = 0.0  # only with stand-ins for CUDA
     memory: Memory = "host"
     ranks: int = 0  # tensor-parallel ranks, each with its own pool; 0: one pool of plain bytes
 
@@ -52,7 +52,8 @@ NUM_LAYERS: Final = 2  # of a block, in the fingerprint; every other transfer is
 
 
 def trouble_of(setup: Setup) -> Trouble:
-    """How the stand-ins of this process fail. Two of a storm's four processes get an error when a peer is killed."""
+    """The faults of the stand-ins in this process. Two of a storm's four processes get an error when a peer is
+    killed."""
     return Trouble(
         seed=setup.seed + os.getpid(),  # a restarted process fails differently
         late=0.002,

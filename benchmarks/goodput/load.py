@@ -37,7 +37,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What the client measured."""
+    """The client's measurements."""
 
     outcome: str  # served, or the status code of the error
     tokens: int = 0

@@ -76,7 +76,8 @@ def device_of(memory: Memory, pool: Any) -> Any:
 
 
 def nccl_environment(role: str) -> dict[str, str]:
-    """What lets two ranks share a GPU: before NCCL 2.30 they pass for two hosts, which then talk over sockets."""
+    """Settings with which two ranks can share a GPU: before NCCL 2.30 they must appear as two hosts, which communicate
+    over sockets."""
     from cupy.cuda import nccl
 
     told = {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}  # why a pair could not be made
@@ -93,7 +94,7 @@ class SenderSetup:
     num_blocks: int
     seed: int = 7
     environment: dict[str, str] = field(default_factory=dict)
-    is_thread: bool = False  # of this process, for a rehearsal that kills nobody
+    is_thread: bool = False  # a thread instead of a process, for a rehearsal without kills
     limits: CopyLimits | None = None  # None: a worker's
 
 

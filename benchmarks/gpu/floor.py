@@ -1,4 +1,4 @@
-"""What a decode step through a graph should take, kernel by kernel, from the model's shape alone. Pure.
+"""Computes the time that a decode step with a graph should take, per kernel, from the model's shape. Pure.
 
     python -m benchmarks.gpu.floor
 
@@ -76,7 +76,7 @@ class Kernel:
     imbalance: float = 1.0  # the load of the fullest program over the mean
 
     def seconds(self, copy_gb_s: float) -> float:
-        """Of one launch."""
+        """The time of one launch."""
         return START_S + self.num_bytes * self.imbalance / (self.share * copy_gb_s * 1e9)
 
 
@@ -99,7 +99,7 @@ class Floor:
 
 
 def attention_parts(shape: Shape, contexts: Sequence[int]) -> list[TilePart]:
-    """What the programs of one kv head compute, of rows of one query."""
+    """The operations of the programs of one kv head, for rows of one query."""
     programs = num_programs(shape.num_kv_heads, PROCESSORS, PER_PROCESSOR)
     return parts([tile_range(length - 1, length, TILE) for length in contexts], programs, least_tiles(TILE))
 
@@ -125,7 +125,7 @@ def attention_kernels(shape: Shape, contexts: Sequence[int]) -> tuple[Kernel, Ke
 
 
 def decode_floor(shape: Shape, rows: int, context: int, copy_gb_s: float = COPY_GB_S) -> Floor:
-    """Of greedy rows in bfloat16."""
+    """The launches for greedy rows in bfloat16."""
     layers, hidden, mlp, vocab = shape.num_layers, shape.hidden, shape.mlp, shape.vocab
     queries, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     share = PRODUCT_SHARE if rows <= FEW_ROWS else WIDE_PRODUCT_SHARE

@@ -73,7 +73,7 @@ def serve(
     """Sends requests one after the other, then several at once; the warm-up is not counted."""
     common: dict[str, Any] = {
         "device": setting.clock.device.type,
-        "threads": 1 if setting.is_rehearsal else 8,  # which make weights up
+        "threads": 1 if setting.is_rehearsal else 8,  # that generate weights
         "speculation": "off",
         "max_batch": setting.serve_at_once,
         "max_batch_tokens": setting.chunk_tokens,

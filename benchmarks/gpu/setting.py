@@ -92,7 +92,7 @@ class Setting:
     serve_at_once: int
 
     def folder(self, shape: str, parent: Path) -> Path:
-        """Of a model that is a config alone."""
+        """A folder with the model's config.json only."""
         folder = parent / shape
         folder.mkdir(exist_ok=True)
         config = SHAPES[shape] | (_SMALL if self.is_rehearsal else {})

@@ -71,7 +71,7 @@ class Seen:
     num_tokens: int  # of the prompt
     num_bytes: int
     saved_bytes: int
-    plan: str  # that the prefill worker took
+    plan: str  # that the prefill worker chose
     tokens: tuple[int, ...]
 
 

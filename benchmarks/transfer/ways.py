@@ -313,7 +313,7 @@ class Ways:
         return float(answer["seconds"])
 
     def is_equal(self, num_bytes: int) -> bool:
-        """Whether the receiver's pool holds the source's bytes where the last turn moved them."""
+        """Whether the receiver's pool has the source's bytes at the places to which the last turn moved them."""
         return bool(self._child.ask({"compare": (self._at - num_bytes, self._at)})["is_equal"])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Every message between router and worker survives the wire, and its oneof has a codec or a reason to have none."""
+"""Messages between router and worker are equal after encoding and decoding, and each kind of message has a codec."""
 
 from __future__ import annotations
 
