@@ -213,7 +213,7 @@ class WorkerRow:
     stranded_token_s: float = 0.0  # the part that is not computed, transferred or decoded
     preemptions: int = 0
     #: Shares of its time, in intervals of `shares_width_s`: steps that only prefill, mixed ones, and ones that only
-    #: decode (simulator/step_shares.py).
+    #: decode (simulator/over_time.py).
     shares_width_s: float = 0.0
     shares: Sequence[Sequence[float]] = ()
 

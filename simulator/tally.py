@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pdserve.core.effects import StepAccount
 from simulator.model import WorkerRow, WorkerShape
-from simulator.step_shares import StepShares
+from simulator.over_time import StepShares
 
 
 @dataclass(slots=True)

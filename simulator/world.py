@@ -22,8 +22,8 @@ from simulator.front import Front, OnStep
 from simulator.machine import Environment, Machine
 from simulator.model import RequestRow, Sample, SimConfig, SimResult, TraceRequest
 from simulator.network import Network
+from simulator.over_time import Samples
 from simulator.prompts import block_names
-from simulator.samples import Samples
 from simulator.station import Station
 
 LONGEST_S: Final = 86_400.0  # after the last arrival; requests that have not ended by then will never end

@@ -19,9 +19,9 @@ from simulator.frontier import frontier, staircase
 from simulator.goodput import HighestRate, Probe
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimConfig
+from simulator.over_time import DECODE, FIRST_WIDTH_S, MIXED, MOST, PREFILL, StepShares
 from simulator.plan_figure import MAX_LAYOUTS, PlannedLayout, plan_figure
 from simulator.reshape import Reshaped, first, rate_scaled
-from simulator.step_shares import DECODE, FIRST_WIDTH_S, MIXED, MOST, PREFILL, StepShares
 from simulator.synthetic import chat
 from simulator.time_charts import TimedRequests, frontier_panel, prediction_panel
 from simulator.worker_charts import MAX_REQUESTS, requests_gantt, window

@@ -1,17 +1,40 @@
-"""What a worker's time went to, in equal intervals and bounded memory: a run twice as long has intervals twice as
-long. Pure."""
+"""The cluster's state and the workers' steps over time, in bounded memory. Pure.
+
+A run that is twice as long is sampled half as often.
+"""
 
 from __future__ import annotations
 
 from typing import Final, final
 
+from simulator.model import Sample
+
+FIRST_INTERVAL_S: Final = 0.1
+MOST_SAMPLES: Final = 2048
 FIRST_WIDTH_S: Final = 0.05
 MOST: Final = 256
 PREFILL, MIXED, DECODE = 0, 1, 2  # kinds of steps
 
 
 @final
+class Samples:
+    """The state of the cluster at equal intervals."""
+
+    def __init__(self) -> None:
+        self.interval_s = FIRST_INTERVAL_S
+        self.kept: list[Sample] = []
+
+    def add(self, sample: Sample) -> None:
+        self.kept.append(sample)
+        if len(self.kept) >= MOST_SAMPLES:
+            del self.kept[1::2]
+            self.interval_s *= 2.0
+
+
+@final
 class StepShares:
+    """What a worker's time went to, in equal intervals."""
+
     def __init__(self) -> None:
         self.width_s = FIRST_WIDTH_S
         self._busy_s: tuple[list[float], ...] = ([], [], [])  # by kind and interval
