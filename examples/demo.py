@@ -66,9 +66,18 @@ def main() -> int:
             show_topology(client)
         print(dim("  draining"))
         status = cluster.stop()
-    took = f"{bold('done')} in {time.monotonic() - began_s:.1f} s"
-    print(f"{took}; now try: .venv/bin/pdserve up, and beside it .venv/bin/pdserve chat")
+    print(f"{bold('done')} in {time.monotonic() - began_s:.1f} s")
+    show_next()
     return status
+
+
+def show_next() -> None:
+    """Where to look: a page on which something moves within seconds."""
+    print(f"\n{bold('watch a cluster')}: start one, send it requests from a second terminal, and open the page")
+    print("  .venv/bin/pdserve up --http 8000")
+    print("  .venv/bin/pdserve bench --url http://127.0.0.1:8000 --rate 4")
+    print("  http://127.0.0.1:8000/ui   or in a third terminal: .venv/bin/pdserve top")
+    print(f"{bold('talk to it')}: .venv/bin/pdserve chat")
 
 
 def run_one(client: Client, number: int, title: str, prompt: str) -> Completion:
@@ -183,7 +192,6 @@ def show_topology(client: Client) -> None:
         for worker in topology.workers
     )
     print(f"\n{bold('topology')}: {topology.router_id} → {workers}")
-    print(f"{bold('next')}: pdserve up --http 8000, then open http://127.0.0.1:8000/ui to watch the cluster")
 
 
 def show_start(line: str) -> None:
