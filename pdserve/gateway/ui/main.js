@@ -8,7 +8,7 @@ import { createFlow } from "./flow.js";
 import { count, rate } from "./format.js";
 import { bindKeys } from "./keys.js";
 import { createEventList, createReasonTable, createRecentTable, createTransferTable } from "./lists.js";
-import { increase, summary } from "./metrics.js";
+import { perMinute, summary } from "./metrics.js";
 import { createPanel } from "./panel.js";
 import { createPlayback } from "./playback.js";
 import { createRequestDetail } from "./request_detail.js";
@@ -97,13 +97,14 @@ function drawSlowly(turn = null) {
   cards(workers);
   const snapshot = store.snapshotAt(atS);
   empty(snapshot, isRecording);
-  setText(byId("queue-count"), count(snapshot?.queued));
-  for (const name of ["rejected", "served", "late"]) setText(byId(`${name}-count`), count(increase(store, atS, 60, name)[0]));
   if (turn === null || turn === 0) charts(store, atS);
   if (turn === null || turn === 1) {
     const now = summary(store, atS);
     tiles(store, atS, now);
+    // In the same turn as the tiles, so that the page never shows two values of one number.
     setText(byId("flow-rate"), rate(now.transfer_per_s));
+    setText(byId("queue-count"), count(now.queued));
+    for (const name of ["rejected", "served", "late"]) setText(byId(`${name}-count`), count(perMinute(store, atS, name)));
   }
   if (turn === null || turn === 2) for (const draw of lists) draw(store, atS);
   // An event is listed at once: the rest of the page runs half a second behind, so that it moves evenly.

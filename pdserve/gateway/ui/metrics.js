@@ -24,6 +24,13 @@ function perSecond(store, atS, name) {
   return covered > 0 ? total / covered : null;
 }
 
+// Increase in the last minute. Scaled to a minute only when half of it is known: one rejection after a second is not
+// sixty per minute.
+export function perMinute(store, atS, name) {
+  const [total, covered] = increase(store, atS, WINDOW_S, name);
+  return covered > WINDOW_S / 2 ? (total * 60) / covered : total;
+}
+
 // Share of the requests that met both targets, of those that ended in the span and were not cancelled; null if none did.
 export function attainment(store, atS, spanS) {
   const [served] = increase(store, atS, spanS, "served");
@@ -54,7 +61,6 @@ export function latencies(store, atS) {
 export function summary(store, atS) {
   const { ttft, tpot } = latencies(store, atS);
   const snapshot = store.snapshotAt(atS);
-  const [rejected, covered] = increase(store, atS, WINDOW_S, "rejected");
   return {
     requests_per_s: perSecond(store, atS, "arrived"),
     attainment: attainment(store, atS, WINDOW_S),
@@ -66,8 +72,7 @@ export function summary(store, atS) {
     transfer_per_s: perSecond(store, atS, "transfer_bytes"),
     queued: snapshot ? snapshot.queued : null,
     running: snapshot ? snapshot.running : null,
-    // Scaled up only when half of the minute is known: one rejection after a second is not sixty per minute.
-    rejected_per_min: rejected === null ? null : covered > WINDOW_S / 2 ? (rejected * 60) / covered : rejected,
+    rejected_per_min: perMinute(store, atS, "rejected"),
     targets: commonTargets(store, atS),
   };
 }
