@@ -220,6 +220,7 @@ def _panel(panel: Panel, panel_id: int, place: dict[str, int]) -> dict[str, Any]
                 "expr": query.expr,
                 "legendFormat": query.legend,
                 "range": True,
+                **({"exemplar": True} if "histogram_quantile" in query.expr else {}),
             }
             for number, query in enumerate(panel.queries)
         ],

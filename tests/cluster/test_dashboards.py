@@ -23,6 +23,7 @@ from pdserve.core.key_file import key_hash, make_key
 from tests.cluster.cluster import Cluster, free_ports
 from tests.support.prometheus_server import BINARY, PrometheusServer, until
 from tests.unit.deploy.observed import alerts, dashboards, queries, rules
+from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="prometheus is not installed (Debian: prometheus)")
 
@@ -98,7 +99,13 @@ def metrics_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterator[Cluster]:
+def sink() -> Iterator[OtlpSink]:
+    with running_sink() as sink:
+        yield sink
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, metrics_port: int, sink: OtlpSink) -> Iterator[Cluster]:
     file = tmp_path_factory.mktemp("keys") / "keys.json"
     tenants = {
         name: {"keys": [{"sha256": key_hash(key), "created": "2026-11-24"}], **(QUOTA if "quota" in name else {})}
@@ -108,6 +115,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iter
     file.chmod(0o600)
     flags = ["--model", "toy", "--decode", "2", "--http", "0", "--metrics", str(metrics_port), "--key-file", str(file)]
     flags += ["--set", "router.policy=mooncake"]  # prefills on prefill workers, and rejects
+    flags += ["--otlp", sink.endpoint, "--set", "router.trace_share=0.5"]
     with Cluster(*flags, env={"PDSERVE_TOKEN": TOKEN}) as found:
         yield found
 
@@ -155,6 +163,16 @@ def test_every_query_of_a_dashboard_returns_data(prometheus: PrometheusServer, n
             return bool(values) and (title in MAY_BE_ZERO or max(values) > 0)
 
         until(has_data, f"{title}: {expression}", within_s=30.0)
+
+
+def test_exemplars_lead_to_traces_that_were_exported(prometheus: PrometheusServer, sink: OtlpSink) -> None:
+    def linked() -> set[str]:
+        found = prometheus.get("query_exemplars", query="pdserve_ttft_seconds_bucket", start="0", end="9999999999")
+        return {one["labels"]["trace_id"] for series in found for one in series["exemplars"]}
+
+    until(lambda: len(linked()) > 1, "exemplars")
+    found = linked()
+    until(lambda: found <= {span.trace_id for span in sink.spans}, "their traces")
 
 
 def test_every_series_of_an_alert_exists(prometheus: PrometheusServer) -> None:

@@ -44,6 +44,7 @@ class PrometheusServer:
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",
                 "--log.level=warn",
+                "--enable-feature=exemplar-storage",
             ],
             stdout=self._log,
             stderr=subprocess.STDOUT,
