@@ -7,6 +7,7 @@ the wall clock is read once, at the beginning of the call.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import logging
@@ -138,7 +139,7 @@ class Tracing:
         )
         try:
             yield opened
-        except GeneratorExit:  # the reader has stopped, which is not a failure
+        except (GeneratorExit, asyncio.CancelledError):  # the reader has stopped, which is not a failure
             raise
         except BaseException as error:
             opened.fail(str(getattr(error, "reason", type(error).__name__)))
