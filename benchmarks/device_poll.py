@@ -24,7 +24,7 @@ INTERVALS_S: Final = (None, 50e-6, 200e-6, 1e-3)  # None: nobody looks
 
 
 class PendingEvent:
-    """An event that passes when it is told to."""
+    """An event that passes when the benchmark sets it."""
 
     def __init__(self) -> None:
         self.is_over, self.num_looks = False, 0

@@ -40,7 +40,7 @@ Ask = Callable[[str, int], Awaitable[tuple[float, int]]]  # prompt and tokens to
 
 @dataclass(slots=True)
 class Seen:
-    """The figures of all turns of one protocol."""
+    """Times of all requests of one protocol, over all turns."""
 
     first_s: list[float] = field(default_factory=list)
     whole_s: list[float] = field(default_factory=list)

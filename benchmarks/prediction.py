@@ -114,7 +114,7 @@ def report(accounts: Sequence[Account]) -> str:
     lines += ["", "| TPOT of answers | share | ms | bias | error |", "|---|---|---|---|---|"]
     for name, meets_prompt in (("that met a prompt being read", True), ("that met none", False)):
         lines.append(f"| {name} | {' | '.join(_population(each, meets_prompt))} |")
-    if any(one.is_told for one in accounts):
+    if any(one.uses_recorded_placement for one in accounts):
         otherwise = sum(one.otherwise for one in accounts)
         lines += [
             "",

@@ -80,7 +80,7 @@ class Account:
 
     answers: tuple[RecordedAnswer, ...]
     left_out: int  # requests that failed or ran at the end, were placed again, or answered in too few messages
-    is_told: bool  # the router had to be told where to place
+    uses_recorded_placement: bool  # the router had to use the recorded placements
     otherwise: int  # steps to which it answers otherwise than the recorded one did even so, alarms apart
 
 
@@ -89,9 +89,9 @@ def account(lines: Sequence[NumberedLine], name: str, settle_s: float) -> Accoun
 
     Raises TraceError at the first line that no router wrote, ConfigError where no such request has an answer.
     """
-    found = _account(lines, name, settle_s, is_told=False)
+    found = _account(lines, name, settle_s, uses_recorded_placement=False)
     if found.otherwise:
-        found = _account(lines, name, settle_s, is_told=True)
+        found = _account(lines, name, settle_s, uses_recorded_placement=True)
     if not found.answers:
         expected = (
             f"a whole answer of {FEWEST_MESSAGES} tokens, asked for {settle_s:g} s or more after its first request"
@@ -100,13 +100,13 @@ def account(lines: Sequence[NumberedLine], name: str, settle_s: float) -> Accoun
     return found
 
 
-def _account(lines: Sequence[NumberedLine], name: str, settle_s: float, *, is_told: bool) -> Account:
+def _account(lines: Sequence[NumberedLine], name: str, settle_s: float, *, uses_recorded_placement: bool) -> Account:
     _, sent = steps(lines, name, (Prefill,))
     senders = {(one.request_id, one.attempt): one.worker_id for _, found in sent for one in found}
     settings, rows = steps(lines, name, _KINDS)
     state = RouterState(settings)
     cluster = state._cluster
-    guide = cluster.policy = _Guide(cluster, senders if is_told else None)
+    guide = cluster.policy = _Guide(cluster, senders if uses_recorded_placement else None)
     seen = _Seen(cluster, guide)
     otherwise = 0
     for now_s, (event, *commands) in rows:
@@ -116,7 +116,9 @@ def _account(lines: Sequence[NumberedLine], name: str, settle_s: float, *, is_to
         otherwise += _but_alarms(replayed) != _but_alarms(commands)
         seen.after(event, commands, now_s)
     answers, left_out = seen.answers(settle_s)
-    return Account(answers=tuple(answers), left_out=left_out, is_told=is_told, otherwise=otherwise)
+    return Account(
+        answers=tuple(answers), left_out=left_out, uses_recorded_placement=uses_recorded_placement, otherwise=otherwise
+    )
 
 
 def _but_alarms(commands: Sequence[object]) -> list[object]:

@@ -80,7 +80,7 @@ class ClusterState:
         after = MOVES.get((request.stage, move))
         if after is None:
             if self.settings.is_strict:
-                raise IllegalMove(request.request_id, request.stage, move, request.told())
+                raise IllegalMove(request.request_id, request.stage, move, request.story_text())
             self.counters["illegal"] += 1
             return False
         request.timeline.moved(request.stage, move, self.now_s, request.attempt, request.attempt_token_s)

@@ -178,8 +178,8 @@ class Request:
         if len(self.story) > STORY_LENGTH:
             del self.story[0]
 
-    def told(self) -> tuple[str, ...]:
-        """The story in words."""
+    def story_text(self) -> tuple[str, ...]:
+        """The last moves as text, oldest first."""
         return tuple(
             [
                 f"{move.value} from the wrong side" if after is None else f"{move.value} -> {after.value}"

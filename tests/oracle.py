@@ -68,12 +68,12 @@ class Oracle:
         )
         self._model = self._model.double().eval()
         self._known: dict[tuple[int, ...], Tensor] = {}  # by the tokens and the first row, the latest last
-        self._judged: dict[str, list[tuple[int, int, int, float]]] = {}  # what is not the choice of float64
+        self._judged: dict[str, list[tuple[int, int, int, float]]] = {}  # tokens that differ from the choice of float64
 
     def logits(self, tokens: Sequence[int], first: int = 0) -> Tensor:
-        """[T - first, V] in float64: row i is what follows tokens[: first + i + 1]. Not to be written to.
+        """[T - first, V] in float64: row i has the logits after tokens[: first + i + 1]. Do not modify it.
 
-        The last answers are kept: engines and batches that are compared give equal texts, which are read once.
+        The last results are cached, because compared engines and batches give equal texts.
         """
         key = *tokens, first
         known = self._known.pop(key, None)
@@ -182,7 +182,7 @@ class Oracle:
 
 
 def assert_top(top: Sequence[tuple[int, float]], logprob_V: Tensor, tolerance: float) -> None:
-    """`top` holds the largest logprobs in their order; which of two equal ones comes first is nobody's business."""
+    """`top` has the largest logprobs in order; equal ones may be in any order."""
     tokens = [token for token, _ in top]
     assert len(set(tokens)) == len(tokens)
     seen = torch.tensor([value for _, value in top], dtype=torch.float64)
@@ -216,7 +216,7 @@ def _sampled(logits_V: Tensor, ours: int, tie: float, draw: Draw, end_ids: Seque
 
 
 class _Float64Only(TorchFunctionMode):
-    """Parts that transformers computes in float32 whatever the model's dtype: norms, rotations, softmax, routers."""
+    """Parts that transformers computes in float32 for any dtype of the model: norms, rotations, softmax, routers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:

@@ -70,9 +70,9 @@ class Decode(StormWorker):
         deadline_s = self.setup.deadline_s(case)
         self._landings[number] = (case, blocks, time.monotonic() + deadline_s)
         content_hashes = [content_hash_of(number, place) for place in range(case.count)]
-        told = partial(self._granted, number, grant)
-        if self.end.expect(grant, self.on_end, deadline_s, content_hashes, lambda: self.soon(told)):
-            told()
+        granted = partial(self._granted, number, grant)
+        if self.end.expect(grant, self.on_end, deadline_s, content_hashes, lambda: self.soon(granted)):
+            granted()
         if case.fault is OwnerFault.RECEIVER_ABORTS:
             self.after(case.hold_s / 10, lambda: self.end.abort(case.key))
 

@@ -100,12 +100,12 @@ def main() -> None:
                 record = folder / f"{contender.label}-{seed}.jsonl".replace(" ", "-")
                 ran: list[Cell] = []
 
-                def told(cell: Cell, ran: list[Cell] = ran) -> None:
+                def on_cell(cell: Cell, ran: list[Cell] = ran) -> None:
                     ran.append(cell)
                     kept = cell.kept(course.slo)
                     progress.step(f"{cell.contender}, {cell.rate_rps:g} requests/s, seed {cell.seed}: {kept:.0%} kept")
 
-                run(contender, course, seed, record, told)
+                run(contender, course, seed, record, on_cell)
                 if contender.policy != VLLM:
                     add_simulated(record, ran)
                 cells += ran

@@ -89,11 +89,11 @@ class Course:
     peer_python: str = ""  # of an environment with vllm
 
 
-def run(contender: Contender, course: Course, seed: int, record: Path | None, told: Callable[[Cell], None]) -> None:
-    """Starts the cluster, warms it up, and runs the rates in ascending order; calls `told` after each."""
+def run(contender: Contender, course: Course, seed: int, record: Path | None, on_cell: Callable[[Cell], None]) -> None:
+    """Starts the cluster, warms it up, and runs the rates in ascending order; calls `on_cell` after each."""
     if contender.policy == VLLM:
         with vllm_server.serve(course.peer_python, course.model, contender.dtype) as server:
-            asyncio.run(_run_peer(server, contender, course, seed, told))
+            asyncio.run(_run_peer(server, contender, course, seed, on_cell))
         return
     threads = max((os.cpu_count() or 1) // (contender.prefill + contender.decode), 1)
     record_flags = () if record is None else ("--record", str(record))
@@ -102,10 +102,10 @@ def run(contender: Contender, course: Course, seed: int, record: Path | None, to
     for word in words:
         flags += ["--set", word]
     with Running.start(*flags, *record_flags, timeout_s=120.0, env={"OMP_NUM_THREADS": str(threads)}) as cluster:
-        asyncio.run(_run(cluster.target, contender, course, seed, told))
+        asyncio.run(_run(cluster.target, contender, course, seed, on_cell))
 
 
-async def _run(target: str, contender: Contender, course: Course, seed: int, told: Callable[[Cell], None]) -> None:
+async def _run(target: str, contender: Contender, course: Course, seed: int, on_cell: Callable[[Cell], None]) -> None:
     async with grpc.aio.insecure_channel(target) as channel:
         begin_s = time.perf_counter()
         ask = partial(_ask, inference_pb2_grpc.InferenceServiceStub(channel), course.slo)
@@ -128,11 +128,11 @@ async def _run(target: str, contender: Contender, course: Course, seed: int, tol
             )
             settled = [one for one in planned if cell_s + one.at_s >= course.settle_s]
             await _explain(channel, settled, cell)
-            told(cell)
+            on_cell(cell)
 
 
 async def _run_peer(
-    server: vllm_server.Server, contender: Contender, course: Course, seed: int, told: Callable[[Cell], None]
+    server: vllm_server.Server, contender: Contender, course: Course, seed: int, on_cell: Callable[[Cell], None]
 ) -> None:
     ask = partial(vllm_server.ask, server)
     if course.warm_s:
@@ -140,7 +140,7 @@ async def _run_peer(
     for rate_rps in course.rates:
         planned = plan(rate_rps, course.seconds, seed, f"{rate_rps}-{seed}", course.lengths)
         rows, late_start_s = await drive(planned, ask)
-        told(Cell(contender=contender.label, rate_rps=rate_rps, seed=seed, rows=rows, late_start_s=late_start_s))
+        on_cell(Cell(contender=contender.label, rate_rps=rate_rps, seed=seed, rows=rows, late_start_s=late_start_s))
 
 
 async def _ask(stub: inference_pb2_grpc.InferenceServiceStub, slo: Slo, one: Planned) -> Seen:
@@ -181,9 +181,9 @@ async def _floor(channel: grpc.aio.Channel, slo: Slo) -> Floor:
             name = f"floor-{tokens}-{number}"
             await _ask(ask, slo, Planned(request_id=name, at_s=0.0, prompt=prompt, max_tokens=answer))
             await _until_idle(channel, pause_s=0.005)
-            told = await explain.Explain(cluster_pb2.ExplainRequest(request_id=name))
-            for chosen in (each for each in told.candidates if each.is_chosen):
-                took[tokens, chosen.prefill_worker].append((told.actual_ttft_s, told.actual_tpot_s))
+            explained = await explain.Explain(cluster_pb2.ExplainRequest(request_id=name))
+            for chosen in (each for each in explained.candidates if each.is_chosen):
+                took[tokens, chosen.prefill_worker].append((explained.actual_ttft_s, explained.actual_tpot_s))
     return Floor(*([one for like in took.values() for one in _off([each[i] for each in like])] for i in range(2)))
 
 
@@ -197,17 +197,19 @@ async def _explain(channel: grpc.aio.Channel, planned: Sequence[Planned], cell: 
     stub = cluster_pb2_grpc.ClusterServiceStub(channel)
     for one in planned:
         try:
-            told = await stub.Explain(cluster_pb2.ExplainRequest(request_id=one.request_id))
+            explained = await stub.Explain(cluster_pb2.ExplainRequest(request_id=one.request_id))
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 raise
             continue
-        for chosen in (each for each in told.candidates if each.is_chosen and not told.is_resumed):
-            if told.HasField("actual_ttft_s"):
-                predicted_s = told.waited_s + chosen.predicted_ttft_s
-                cell.ttft_errors.append(abs(predicted_s - told.actual_ttft_s) / told.actual_ttft_s)
-            if told.HasField("actual_tpot_s") and told.actual_tpot_s > 0.0:
-                cell.tpot_errors.append(abs(chosen.predicted_tpot_s - told.actual_tpot_s) / told.actual_tpot_s)
+        for chosen in (each for each in explained.candidates if each.is_chosen and not explained.is_resumed):
+            if explained.HasField("actual_ttft_s"):
+                predicted_s = explained.waited_s + chosen.predicted_ttft_s
+                cell.ttft_errors.append(abs(predicted_s - explained.actual_ttft_s) / explained.actual_ttft_s)
+            if explained.HasField("actual_tpot_s") and explained.actual_tpot_s > 0.0:
+                cell.tpot_errors.append(
+                    abs(chosen.predicted_tpot_s - explained.actual_tpot_s) / explained.actual_tpot_s
+                )
 
 
 async def _until_idle(channel: grpc.aio.Channel, within_s: float = 90.0, pause_s: float = 0.1) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.gpu import stages
-from benchmarks.gpu.report import FILE, append, read, table, told
+from benchmarks.gpu.report import FILE, append, error_text, read, table
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def guarded(name: str, out: Path, run: Callable[[], None]) -> None:
 
 def note(out: Path, name: str, error: Exception) -> None:
     """Adds an error to the findings of the part."""
-    print(f"# {told(name, error)}", flush=True)
-    append(out / FILE, name, error=told(name, error))
+    print(f"# {error_text(name, error)}", flush=True)
+    append(out / FILE, name, error=error_text(name, error))
 
 
 def write_table(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""The two ends of a device transfer: the sender in a process of its own, told what to do over a pipe.
+"""The two ends of a device transfer: the sender in a process of its own, which receives commands over a pipe.
 
 A rehearsal uses memory files instead of devices (tests/support/fake_device.py). If no process is killed, the sender may
 be a thread of this process; it gets the same messages over the same pipe.
@@ -80,10 +80,10 @@ def nccl_environment(role: str) -> dict[str, str]:
     over sockets."""
     from cupy.cuda import nccl
 
-    told = {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}  # why a pair could not be made
+    debug = {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}  # why a pair could not be made
     if nccl.get_version() >= 23000:
-        return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **told}
-    return {"NCCL_HOSTID": f"pdserve-{role}", **told}
+        return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **debug}
+    return {"NCCL_HOSTID": f"pdserve-{role}", **debug}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,7 @@ def attention_kernels(shape: Shape, contexts: Sequence[int]) -> tuple[Kernel, Ke
 
 
 def decode_floor(shape: Shape, rows: int, context: int, copy_gb_s: float = COPY_GB_S) -> Floor:
-    """The launches for greedy rows in bfloat16."""
+    """The floor for greedy rows in bfloat16."""
     layers, hidden, mlp, vocab = shape.num_layers, shape.hidden, shape.mlp, shape.vocab
     queries, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     share = PRODUCT_SHARE if rows <= FEW_ROWS else WIDE_PRODUCT_SHARE

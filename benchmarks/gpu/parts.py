@@ -52,7 +52,7 @@ def facts(setting: Setting) -> list[tuple[str, str]]:
     """The installed versions; a part reports a missing package itself."""
     found = [("python", platform.python_version()), ("torch", str(torch.__version__))]
     modules = ("triton", "numpy", "transformers", "tokenizers", "safetensors", "grpc", "google.protobuf", "cupy")
-    found += [(name, told(lambda name=name: importlib.import_module(name).__version__)) for name in modules]  # type: ignore[misc]
+    found += [(name, text_of(lambda name=name: importlib.import_module(name).__version__)) for name in modules]  # type: ignore[misc]
     if setting.clock.device.type != "cuda":
         return [*found, ("device", "CPU: a rehearsal, no figure counts")]
     properties: Any = torch.cuda.get_device_properties(0)
@@ -60,15 +60,15 @@ def facts(setting: Setting) -> list[tuple[str, str]]:
     found += [("free, GB", f"{torch.cuda.mem_get_info()[0] / 1e9:.1f}")]
     found += [("multiprocessors", str(properties.multi_processor_count)), ("CUDA", str(torch.version.cuda))]
     found += [(name, value) for name, value in os.environ.items() if name.split("_")[0] in _TELLING]
-    found += [("cuDNN", told(torch.backends.cudnn.version)), ("NCCL of CuPy", told(nccl_version))]
+    found += [("cuDNN", text_of(torch.backends.cudnn.version)), ("NCCL of CuPy", text_of(nccl_version))]
     found += [
-        ("driver", told(driver_version)),
+        ("driver", text_of(driver_version)),
         ("C compiler, for Triton", str(shutil.which("gcc") or shutil.which("cc"))),
     ]
     return found
 
 
-def told(ask: Callable[[], object]) -> str:
+def text_of(ask: Callable[[], object]) -> str:
     try:
         return str(ask())
     except Exception as error:

@@ -61,7 +61,7 @@ class Report:
         self._write(bar=asdict(self.findings.bars[-1]))
 
     def error(self, where: str, error: BaseException) -> None:
-        self.findings.errors.append(told(where, error))
+        self.findings.errors.append(error_text(where, error))
         print(self.findings.errors[-1], flush=True)
         self._write(error=self.findings.errors[-1])
 
@@ -69,7 +69,7 @@ class Report:
         append(self._path, self.findings.part, **what)
 
 
-def told(where: str, error: BaseException) -> str:
+def error_text(where: str, error: BaseException) -> str:
     return f"{where}: {type(error).__name__}: {error}"[:500]
 
 

@@ -40,8 +40,8 @@ def serving(setting: Setting, folder: Path) -> None:
     theirs = transformers_tokens(setting, prompts, setting.serve_tokens)
     for transport in ("shm",) if setting.is_rehearsal else ("cuda_ipc", "nccl"):
         try:
-            told = f"stdlib-5m, float32|{transport}".split("|")
-            serve(setting, report, told, bundled | {"transport": transport}, prompts, theirs)
+            labels = f"stdlib-5m, float32|{transport}".split("|")
+            serve(setting, report, labels, bundled | {"transport": transport}, prompts, theirs)
         except Exception as error:
             report.error(f"stdlib-5m over {transport}", error)
     with tempfile.TemporaryDirectory() as parent:
@@ -65,7 +65,7 @@ def serving(setting: Setting, folder: Path) -> None:
 def serve(
     setting: Setting,
     report: Report,
-    told: list[str],
+    labels: list[str],
     flags: dict[str, Any],
     prompts: list[list[int]],
     theirs: list[list[int]] | None,
@@ -96,11 +96,11 @@ def serve(
         if theirs is not None:
             same = sum(answer.tokens == expected for answer, expected in zip(answers, theirs, strict=True))
             equal = f"{same} of {len(theirs)}"
-            report.bar(f"{', '.join(told)}, {at_once} at once: equal texts", same, least=len(theirs))
+            report.bar(f"{', '.join(labels)}, {at_once} at once: equal texts", same, least=len(theirs))
         ttft_ms, tpot_ms = (
             statistics.median(getattr(one, name) * 1e3 for one in answers) for name in ("ttft_s", "tpot_s")
         )
-        report.row(*told, at_once, float(size), ttft_ms, tpot_ms, equal)
+        report.row(*labels, at_once, float(size), ttft_ms, tpot_ms, equal)
 
 
 async def drive(

@@ -98,15 +98,15 @@ def _goodput(cell: Cell, out: Path) -> dict[str, Any]:
     chosen = plan.curve[plan.best]
     line = {"split": plan.best, "decode": short.num_workers - plan.best, "searched": _curve(plan.curve)}
     if not chosen.scale:
-        return line | _told(chosen)
+        return line | _result(chosen)
     full = question(cell.trace, cell.pair, cell.policy, FINAL_REQUESTS, FINAL_TOLERANCE)
     # The longer window has another rate; the capacity of a cluster is a rate, not a scale.
     first = chosen.rate_rps / full.windows[0].rate_rps
     found = measure(full, plan.best, simulate, first=first)
-    return line | _told(found) | {"bound_rps": highest_possible_rps(full, plan.best, found.rate_rps)}
+    return line | _result(found) | {"bound_rps": highest_possible_rps(full, plan.best, found.rate_rps)}
 
 
-def _told(found: HighestRate) -> dict[str, Any]:
+def _result(found: HighestRate) -> dict[str, Any]:
     missed, held = found.missed, found.held
     return {
         "met_rps": held.rate_rps * held.attainment if held is not None else 0.0,
@@ -169,7 +169,7 @@ def _spread(ordered: list[float]) -> dict[str, float]:
 def _ablation(cell: Cell, out: Path) -> dict[str, Any]:
     peak = _read(out, Cell("goodput", cell.trace, cell.pair))
     asked = question(cell.trace, cell.pair, "goodput", FINAL_REQUESTS, FINAL_TOLERANCE, (cell.rule,))
-    return {"split": peak["split"], "with_rps": peak["rate_rps"]} | _told(
+    return {"split": peak["split"], "with_rps": peak["rate_rps"]} | _result(
         measure(asked, peak["split"], simulate, first=peak["scale"])
     )
 
@@ -241,8 +241,8 @@ def main() -> None:
     with ProcessPoolExecutor(args.jobs) as processes:
         for wave in cells():
             left = [one for one in wave if args.only in one.name and not (args.out / f"{one.name}.json").exists()]
-            for told in processes.map(_compute_and_keep, left, itertools.repeat(args.out)):
-                print(told, flush=True)
+            for line in processes.map(_compute_and_keep, left, itertools.repeat(args.out)):
+                print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def _call(
         raise InvalidRequest("prompt_logprobs", request.prompt_logprobs, "no value beside stream")
     if request.stream_options is not None and not is_streamed:
         raise InvalidRequest("stream_options", "an object", "stream to be true beside it")
-    told = request.stream_options or StreamOptions()
+    stream_options = request.stream_options or StreamOptions()
     structure = "response_format" if request.structured_outputs is None else "structured_outputs"
     return SdkCall(
         prompts=prompts,
@@ -228,9 +228,9 @@ def _call(
         answers_each=request.n or 1,
         shown=Shown(
             is_streamed=is_streamed,
-            has_usage=told.include_usage,
-            has_running_usage=told.include_usage and told.continuous_usage_stats,
-            is_padded=told.include_obfuscation,
+            has_usage=stream_options.include_usage,
+            has_running_usage=stream_options.include_usage and stream_options.continuous_usage_stats,
+            is_padded=stream_options.include_obfuscation,
             has_token_ids=bool(request.return_token_ids),
             logprobs=logprobs,
         ),

@@ -69,7 +69,7 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., UiServer]]:
-    """Starts a server that sends all frames at once and then stays silent: what the page shows is exact."""
+    """Starts a server that sends all frames at once and then nothing, so that the page's content is exact."""
     servers: list[UiServer] = []
 
     def start(frames: list[Frame], source: FrameSource | None = None) -> UiServer:

@@ -45,7 +45,7 @@ def need() -> Callable[[str], Path]:
 
 @pytest.fixture
 def run_program(need: Callable[[str], Path], cluster: Running, model: Path, tmp_path: Path) -> Callable[..., Any]:
-    """Runs a program of tests/clients/programs, and returns the object that its last line holds."""
+    """Runs a program of tests/clients/programs, and returns the object in its last line."""
 
     def run(environment: str, program: str) -> Any:
         words = [str(need(environment)), str(PROGRAMS / program), cluster.http_url, model.name]

@@ -1,7 +1,7 @@
 """Which mutants exist, and which of them a sample takes.
 
 Left out: typing (annotations, decorators, `if TYPE_CHECKING`), which `make check` judges; the values of constants and
-defaults, which are choices and not decisions; and what does not compile.
+defaults, which are choices and not decisions; and mutants that do not compile.
 
 A mutant's name does not contain a line number, and a sample takes the mutants whose names hash lowest. Therefore a
 change of one function changes the sample in that function alone, and the list of survivors stays valid.
@@ -106,7 +106,7 @@ def _is_typing(node: Any) -> bool:
 
 
 def _is_default(node: Any) -> bool:
-    """Whether no function's body is around it, or it stands among parameters."""
+    """Whether the node is outside of function bodies or is part of a parameter list."""
     while (node := node.parent) is not None:
         if node.type in ("param", "parameters"):
             return True

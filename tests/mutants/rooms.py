@@ -121,7 +121,7 @@ _REST = {
 }
 _LAST = ("test_replay.py", "test_random_runs.py", "test_batching_stateful.py", "test_leases.py")
 
-# More than five seconds of CPU each; what they find, faster tests of the same files find too.
+# These take more than five seconds of CPU each, and faster tests of the same files find the same mutants.
 TOO_SLOW = (
     "tests/unit/router/test_random_runs.py::test_random_runs_cover_every_outcome_and_loss",
     "tests/unit/router/test_replay.py::test_thousands_of_recorded_events_replay_to_equal_commands",

@@ -78,7 +78,7 @@ class Copy:
 
 
 def load_libraries() -> None:
-    """Before the first run. Hypothesis draws the same examples in every run, and does not shrink what fails."""
+    """Called before the first run. Hypothesis draws the same examples in every run, and does not shrink failures."""
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in LOADED:
         importlib.import_module(name)
@@ -111,7 +111,7 @@ def run(copy: Copy, tests: Sequence[str], left_out: Sequence[str], log: Path, *,
         _test(copy, [*args, *tests], log, cpu_s)
     code = _wait(pid, started_s + WALL_S)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # what the tests have started and left
+        os.killpg(pid, signal.SIGKILL)  # processes that the tests have left running
     wall_s = time.monotonic() - started_s
     if code is None or code < 0:
         return Ran(passed=False, how="out of time or memory", wall_s=wall_s)

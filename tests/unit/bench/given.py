@@ -17,7 +17,7 @@ SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 
 
 def answer(number: int = 0, *, sent_s: float = 0.0, chunks_s: Sequence[float] = (), **values: Any) -> BenchAnswer:
-    """`chunks_s` are seconds after it was sent; one token each unless `output_tokens` says otherwise."""
+    """`chunks_s`: seconds after sending. Each chunk has one token unless `output_tokens` is given."""
     given: dict[str, Any] = {
         "due_s": sent_s,
         "ended_s": sent_s + (chunks_s[-1] if chunks_s else 0.0),

@@ -20,7 +20,7 @@ from simulator.bench.text import render_bench
 from tests.unit.bench.given import SLO, answer, result, turn
 from tests.unit.simulator.test_report import read
 
-#: Of the result of `vllm bench serve`, less what has one entry per request and what only speculative decoding has.
+#: Fields of the result of `vllm bench serve`, without those per request and those of speculative decoding.
 VLLM: tuple[str, ...] = (
     *("duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput"),
     *("request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s"),

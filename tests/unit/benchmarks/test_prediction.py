@@ -44,7 +44,7 @@ class Requests:
 
 
 class Recorder:
-    """Stands before a router and writes down what passes."""
+    """Records the events and commands of a router."""
 
     def __init__(self, router: Any) -> None:
         self._router = router
@@ -69,7 +69,7 @@ def recorded(policy: str = "goodput", prefill: int = 1, rate_rps: float = 8.0) -
         block_size=16,
         message_s=1e-3,
         noise=0.05,
-        report_s=1e-6,  # every step is told, as live workers do
+        report_s=1e-6,  # every step is reported, as by live workers
     )
     world = World(Requests(rate_rps), config)
     (front,) = world.fronts
@@ -107,7 +107,7 @@ def test_a_partly_rejected_burst_is_reproduced() -> None:
     result, lines = recorded(rate_rps=60.0)
     assert any(row.outcome == "rejected" for row in result.requests)
     found = account(lines, "r", 0.0)
-    assert (found.is_told, found.otherwise) == (False, 0)
+    assert (found.uses_recorded_placement, found.otherwise) == (False, 0)
     assert found.left_out == sum(row.outcome not in ("served", "late") for row in result.requests)
 
 
@@ -117,7 +117,7 @@ def test_exact_predictions_have_no_error() -> None:
     assert errors[0] > 0.0
     tpot = tpot_errors(told().answers)
     assert tpot[0] > tpot[-1]
-    assert tpot[-1] < 0.05  # of the noise of single steps what a mean over them leaves
+    assert tpot[-1] < 0.05  # the noise of a mean over single steps
 
 
 @pytest.mark.parametrize("part", Parts._fields)
@@ -172,16 +172,17 @@ def test_the_report_has_every_row_in_order() -> None:
 @pytest.mark.parametrize(("policy", "prefill"), [("round-robin", 1), ("colocated", 0)])
 def test_a_run_of_another_policy_is_priced_as_it_was_placed(policy: str, prefill: int) -> None:
     found = told(policy, prefill)
-    assert (found.is_told, found.otherwise) == (False, 0)
+    assert (found.uses_recorded_placement, found.otherwise) == (False, 0)
     assert all((one.parts is not None) is bool(prefill) for one in found.answers)
 
 
 def test_a_recording_of_other_rules_keeps_its_placements() -> None:
-    """The recording says that round-robin was goodput: a router of that name decides otherwise, and is told."""
+    """The recording names goodput, but round-robin made it. A router with goodput decides differently, which is
+    reported."""
     lines = recorded("round-robin")[1]
     claimed = [(1, replay.encode_settings(RouterSettings(policy="goodput"))), *lines[1:]]
     found = account(claimed, "r", SETTLE_S)
-    assert (found.is_told, found.otherwise) == (True, 0)
+    assert (found.uses_recorded_placement, found.otherwise) == (True, 0)
     for one, other in zip(found.answers, told("round-robin").answers, strict=True):
         assert one.predicted.ttft_s == pytest.approx(other.predicted.ttft_s)
         assert one.predicted.tpot_s == pytest.approx(other.predicted.tpot_s)

@@ -1,4 +1,4 @@
-"""Every manifest is valid by published schemas, names only what exists, and says flags that our programs take."""
+"""Every manifest matches its published schema, refers only to existing objects, and has valid flags."""
 
 import argparse
 import atexit
@@ -77,7 +77,7 @@ def secret_folder() -> str:
 
 
 def asked(manifests: list[Manifest]) -> settings.Asked:
-    """What the launcher's arguments come to, read by the program itself."""
+    """The config that the program reads from the launcher's arguments."""
     program, command, *words = launcher_words(manifests)
     assert (program, command) == ("pdserve", "up")
     parser = argparse.ArgumentParser(exit_on_error=False)

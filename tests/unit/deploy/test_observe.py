@@ -180,7 +180,7 @@ def test_dashboards_show_series_without_a_label(dashboard: dict[str, Any]) -> No
 
 
 def test_a_share_is_not_negative() -> None:
-    """What the receiver says comes after the last byte, so exposed seconds may exceed the busy ones."""
+    """The receiver's answer comes after the last byte, so the exposed time may exceed the busy time."""
     for expression in expressions():
         if re.search(r"(?:^|\()\s*1 - ", expression):
             assert expression.startswith(("clamp_min(", "clamp(")), expression

@@ -190,7 +190,7 @@ def explore(num_members: int) -> int:
             for action in actions:
                 if isinstance(action, EndPart):
                     rank = ranks[action.member]
-                    assert rank.end is None, "a part that has ended is told nothing"
+                    assert rank.end is None, "a part that has ended received a message"
                     ranks[action.member] = replace(rank, told=(*rank.told, action.error))
                 else:
                     told.append(action.end)

@@ -73,7 +73,7 @@ async def test_a_new_incarnation_masks_the_old_one_at_once(url: str) -> None:
         index.bind(SEED)
         await until_found(index, blocks, {"w": 4})
         async with publishing(url, "w", "new", lease_s=60.0) as new:
-            # No refresh is due for a minute: the epoch in the answer tells.
+            # No refresh is due for a minute, so the change is detected by the epoch in the answer.
             assert await index.lookup(blocks) == {}
             new.offer(stored=blocks[:1])
             await until_found(index, blocks, {"w": 1})

@@ -65,7 +65,7 @@ def test_many_slow_clients_do_not_delay_another() -> None:
         queue.charge(client, 0.5 if is_slow else 0.01, float(step))
         if is_slow:
             queue.put(item, client, 10, 1.0)  # Each sends another grammar at once.
-    # At first nothing is known about any client. Later the fast client goes before all slow ones.
+    # At first nothing is known about any client. Later the fast client is served before all slow ones.
     assert [at for at, item in enumerate(served) if item == "quick"] == [24, 25, 40, 41]
 
 

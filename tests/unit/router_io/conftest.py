@@ -57,7 +57,7 @@ def slow_decode(start_for_session: Start) -> Program:
 
 @dataclass
 class Front:
-    """A router and what a test calls it with."""
+    """A router, and the client of a test."""
 
     server: RouterServer
     client: AsyncClient
@@ -78,7 +78,7 @@ class Front:
         return await self.cluster.GetTopology(cluster_pb2.GetTopologyRequest())
 
     async def all_free(self) -> bool:
-        """No worker holds a block for anybody, and the router remembers no request."""
+        """No worker has a referenced block, and the router has no request."""
         topology = await self.topology()
         is_free = all(one.load.running == 0 and one.load.waiting == 0 for one in topology.workers)
         return is_free and self.server.runtime.state.is_empty

@@ -140,7 +140,7 @@ async def test_disconnected_readers_are_not_an_error(
     metrics = Metrics("router")
     front = await connect(decode, metrics=metrics, max_new_tokens=8000)
     num_readers = 6
-    # A window that does not grow is soon full where nobody reads: the router is then in the middle of a write.
+    # If the client does not read, a small fixed flow-control window is soon full, and the router waits in a write.
     options = [
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.http2.bdp_probe", 0),

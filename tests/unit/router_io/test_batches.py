@@ -16,7 +16,7 @@ from tests.unit.router_io.conftest import until
 
 
 class Worker(worker_pb2_grpc.WorkerServiceServicer):
-    """Says hello, then `answers`, and keeps what it is facts."""
+    """A worker that sends its hello and then `answers`, and stores the messages that it receives."""
 
     def __init__(self, *answers: worker_pb2.AttachResponse, reads_batches: bool) -> None:
         hello = worker_pb2.WorkerHello(worker_id="d0", incarnation="1", reads_batches=reads_batches)
@@ -45,7 +45,7 @@ class Ears:
 
 
 async def exchange(worker: Worker, *, say: int, hear: int) -> Ears:
-    """One session that says `say` cancels at once and hears `hear` messages."""
+    """One session that sends `say` cancels at once and receives `hear` messages."""
     interceptor = proofs()
     server, ears = grpc.aio.server(interceptors=(interceptor,)), Ears()
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)

@@ -1,4 +1,4 @@
-"""What stands beside a router: Redis, the trace, Prometheus, and a real model's text."""
+"""A router with Redis, a trace collector, Prometheus, and a real model's text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefix caches of tenants on live workers: what they share, in the allocators and in the answers."""
+"""Which cached prefixes tenants share on live workers, according to the allocators and the answers."""
 
 from __future__ import annotations
 

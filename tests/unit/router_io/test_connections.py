@@ -1,4 +1,4 @@
-"""The router's port: how many connections a stranger can hold, for how long, and what callers notice of the limits."""
+"""Limits of the router's port on the number and age of connections, and their effect on callers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_connections_without_a_preface_are_closed(
 
 
 async def test_a_client_does_not_notice_the_limits(connect: Connect, slow_decode: Program) -> None:
-    """A stream goes on past the age of its connection; later calls find a new one."""
+    """A stream continues after its connection's maximum age; later calls use a new connection."""
     front = await connect(slow_decode, connection_age_s=0.2, connection_idle_s=0.1)
     expected = bytes(answer(list(b"hello"), 60))  # 60 steps of 20 ms: several ages
 

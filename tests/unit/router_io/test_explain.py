@@ -1,4 +1,4 @@
-"""ClusterService.Explain of real routers: each explains what it decided itself."""
+"""ClusterService.Explain of real routers: each explains its own decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A false worker that a router is facts of, in its list or in Redis: it sees no prompt and forges no token."""
+"""A forged worker in a router's list or in Redis receives no prompt and cannot forge a token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ PROMPT = "a private matter"
 
 
 class Forged(worker_pb2_grpc.WorkerServiceServicer, peer_pb2_grpc.PeerServiceServicer):
-    """Notes all that it is facts. `victim` is a real worker, which it asks in the caller's words where it can."""
+    """Stores all messages that it receives. `victim` is a real worker, to which it forwards the caller's proof if it
+    can."""
 
     def __init__(self, victim: str = "") -> None:
         self.heard: list[Any] = []

@@ -174,7 +174,7 @@ def test_a_router_process_serves_records_and_drains_on_sigterm(
     )
     prompt = "through three processes, with a prompt of more than sixteen tokens"
     with Client(router.address) as client:
-        wait_for_workers(client, 2)  # the line says that it listens, not that workers are attached
+        wait_for_workers(client, 2)  # the line is printed when the router listens, before workers are attached
         done = client.generate(prompt, max_tokens=10, temperature=0)
     assert done.text.encode() == bytes(answer(list(prompt.encode()), 10))
     assert done.timings.path == "remote"

@@ -1,4 +1,4 @@
-"""Admission of grammars: reasons, bounds, and that nobody else waits."""
+"""Admission of grammars: reasons and limits, without delaying other callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: each is what its seed gives, they share the prompt, and they end as one."""
+"""Several answers to one prompt: each follows from its seed, they share the prompt's blocks, and they end together."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_all_answers_are_admitted_or_none(connect: Connect, start: Start) 
 
 
 async def test_best_of_returns_the_likeliest_answers(connect: Connect, decode: Program) -> None:
-    """The toy's logprobs are all alike, so the first ones win; what is sampled counts, what is dropped too."""
+    """The toy's logprobs are all equal, so the first answers win. Usage also counts the tokens of dropped answers."""
     front = await connect(decode)
     stream = front.client.stream("hello", n=2, best_of=4, max_tokens=30, seed=5)
     pieces = [piece async for piece in stream]

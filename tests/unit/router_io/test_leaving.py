@@ -160,7 +160,7 @@ async def test_a_worker_of_another_model_is_rejected(
 
 
 class Ears:
-    """Hears what a session reports."""
+    """Receives a session's reports."""
 
     def __init__(self, complaint: str | None = None) -> None:
         self.complaint = complaint

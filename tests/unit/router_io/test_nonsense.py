@@ -1,4 +1,4 @@
-"""What a worker says is bounded before the router's state hears it."""
+"""A worker's messages are checked before the router's state handles them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large prompts: rejected by their size before they are tokenized, or cut; and what waits is bounded."""
+"""Large prompts are cut, or rejected by their size before they are tokenized. Waiting requests are bounded."""
 
 from __future__ import annotations
 

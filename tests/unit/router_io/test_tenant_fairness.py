@@ -1,4 +1,4 @@
-"""Fairness between tenants in front of a live worker: who waits for whom."""
+"""Fairness between tenants in front of a live worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": Tru
 async def test_a_flood_of_one_tenant_does_not_delay_another(
     connect: Connect, start: Start, tmp_path: Path, key: str
 ) -> None:
-    """The second case shows that the order comes from the tenants."""
+    """The second case shows that the order is due to the tenants."""
     file = tmp_path / "keys.json"
     tenants = {name: {"keys": [{"sha256": key_hash(one)}]} for name, one in (("flood", FLOOD), ("light", LIGHT))}
     file.write_text(json.dumps({"tenants": tenants}))

@@ -47,7 +47,7 @@ async def test_callers_share_an_answer() -> None:
     answers: list[Sequence[worker_pb2.LogLine]] = await asyncio.gather(*asking)
     assert sent == ["d0"]
     assert all(one == LINES[1:] for one in answers)
-    logs.reported("d0", LINES)  # that nobody asked for
+    logs.reported("d0", LINES)  # of an answer without a request
 
 
 async def test_a_worker_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ async def test_a_worker_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
         return is_connected
 
     logs = WorkerLogs(send)
-    for _ in range(2):  # and is asked again
+    for _ in range(2):  # and the log is requested again
         with pytest.raises(Unavailable, match="did not answer"):
             await logs.read("d0")
     assert sent == ["d0", "d0"]

@@ -1,4 +1,4 @@
-"""What compiles, what is refused with which reason, and that the checker bounds both time and memory."""
+"""Which grammars compile, why others are rejected, and the checker's limits of time and memory."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class SeenSpan:
 
 @dataclass
 class OtlpSink:
-    endpoint: str = ""  # what --otlp takes
+    endpoint: str = ""  # value for --otlp
     refuses: bool = False  # answers UNAVAILABLE, as a collector that is starting does
     _spans: list[SeenSpan] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)

@@ -13,7 +13,7 @@ MODEL = Path(pdserve.__file__).parent / "models" / "stdlib-5m"
 
 def test_byte_tokens_need_no_second_sequence() -> None:
     assert bad_word_ids(["no", " no", "o!"], ToyTokenizer()) == [(110, 111), (111, 33)]
-    assert bad_word_ids(["no", "o"], ToyTokenizer()) == [(111,)]  # who never says "o" never says "no"
+    assert bad_word_ids(["no", "o"], ToyTokenizer()) == [(111,)]  # a text without "o" has no "no"
     assert bad_word_ids(["\n"], ToyTokenizer()) == [(10,)]
     assert bad_word_ids([], ToyTokenizer()) == []
 

@@ -245,7 +245,7 @@ def fingerprint_of(address: str, ca: str) -> bytes:
 
 
 class Rejections(logging.Handler):
-    """What a router says of workers that it rejects."""
+    """The router's messages about rejected workers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Clients that do not finish a TLS handshake: they are closed in time, and keep nobody else out."""
+"""Clients that do not finish a TLS handshake are disconnected in time, and do not delay other clients."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ async def test_enter_explains_a_request_and_escape_closes_it() -> None:
         await until(pilot, lambda: isinstance(app.screen, Details))
         await until(pilot, lambda: app.screen.query("#details"))
         assert "recent request" in str(app.screen.query_one("#details", Static).content)
-        source.queue.put_nowait(frame(101.0, request("a"), request("b")))  # the page below goes on
+        source.queue.put_nowait(frame(101.0, request("a"), request("b")))  # the view behind continues
         await until(pilot, lambda: len(rows(app, "requests")) == 2)
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, Details))

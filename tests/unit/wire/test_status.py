@@ -18,7 +18,7 @@ EXAMPLES: list[PdserveError] = [
     errors.UnknownMethod("/pdserve.v1.InferenceService/Explode"),
     errors.ConfigError("port", "90000", "a port between 0 and 65535"),
     errors.ModelError("config.json", "absent", "a Hugging Face checkpoint"),
-    errors.Overloaded("no placement keeps the promise", 1.25),
+    errors.Overloaded("no placement meets the targets", 1.25),
     errors.QuotaExceeded("tokens_per_minute", "used up", 2.5),
     errors.Unavailable("draining"),
     errors.Unavailable("restarting", 0.5),

@@ -111,7 +111,7 @@ async def test_a_worker_serves_its_metrics(start: Any, attach: Any, ask: Any, un
     await router.local(ask("r", PROMPT))
     url = f"http://127.0.0.1:{unused_tcp_port}/metrics"
 
-    async def is_told() -> bool:
+    async def uses_recorded_placement() -> bool:
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
         wanted = (
             "pdserve_sampled_tokens_total 8.0",
@@ -121,7 +121,7 @@ async def test_a_worker_serves_its_metrics(start: Any, attach: Any, ask: Any, un
         )
         return all(one in text for one in wanted)
 
-    await eventually(is_told, "the metrics of one request")
+    await eventually(uses_recorded_placement, "the metrics of one request")
 
 
 async def test_transfer_events_are_counted_once(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +152,8 @@ async def test_rejected_rank_joins_are_counted(start: Any, role: Role) -> None:
     series = f'{metric_names.REJECTED_RANK_JOINS.name}{{reason="ALL_JOINED"}}'
     for count in (before + 1, before + 2):
 
-        async def is_told(line: str = f"{series} {count}.0") -> bool:
+        async def uses_recorded_placement(line: str = f"{series} {count}.0") -> bool:
             return line in metrics.text()
 
-        await eventually(is_told, f"{count} rejected joins")
+        await eventually(uses_recorded_placement, f"{count} rejected joins")
         count_rejected_join("ALL_JOINED")
