@@ -1,6 +1,7 @@
 """Compares a decode step with the sum of its matrix products, which are measured separately in the same process.
 
     python -m benchmarks.step_products --model FOLDER [--dtypes float32,bfloat16,int8,int4] [--batches 1,2,4,8,16,32]
+        [--load dummy]
 
 Each round measures one step and then all its products, with inputs that are already rounded. Both use the same weights
 in the same order, so both read them from memory. The ratio is that of the two medians. A prompt has 32 tokens. Reading
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--dtypes", default="float32,bfloat16,int8,int4")
     parser.add_argument("--batches", default="1,2,4,8,16,32")
+    parser.add_argument("--load", default="auto", help="dummy: random weights, for a folder with config.json only")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--threads", type=int, default=2)
     flags = parser.parse_args()
@@ -53,7 +55,7 @@ def main() -> None:
         engine = open_torch_engine(
             WorkerConfig(
                 model=str(flags.model), worker_id="bench", dtype=dtype, threads=flags.threads, kv_blocks=room,
-                block_size=BLOCK_SIZE,
+                block_size=BLOCK_SIZE, load=flags.load,
             )
         )  # fmt: skip
         for batch in batches:
