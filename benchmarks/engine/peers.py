@@ -25,6 +25,7 @@ from pdserve.engine.interface import Engine, Row
 
 BLOCK_SIZE: Final = 16
 MATRIX_SIDE: Final = 2048
+GREEDY: Final = Sampling(temperature=0.0, max_tokens=4096, ignore_eos=True)
 PROBES: Final = 3  # of which the best counts, because a limit is the machine's best result
 
 
@@ -73,7 +74,7 @@ def step(engine: Engine, histories: list[list[int]], starts: list[int], prompt_l
             tokens=history[start:],
             start=start,
             blocks=range(index * each, index * each - len(history) // -BLOCK_SIZE),
-            sample=Sampling(temperature=0.0, max_tokens=4096, ignore_eos=True),
+            sample=GREEDY,
             history=history,
             prompt_len=prompt_len,
         )
