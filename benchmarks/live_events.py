@@ -29,16 +29,16 @@ from pdserve.launch.running import Running
 from tests.support.ui_browser import find_chromium, launch
 
 FLAGS: Final = ("--model", "toy", "--prefill", "2", "--decode", "2", "--http", "0")
-# Two sequences of 80 tokens do not fit into 6 blocks of 16, so the younger one is preempted after about 0.1 s.
+# Two sequences of 150 tokens do not fit into 14 blocks of 16, so the younger one is preempted after about 0.3 s.
 _VALUES: Final = (
     "worker.toy_step_s=0.002",
-    "worker.kv_blocks=6",
+    "worker.kv_blocks=14",
     "worker.max_batch=2",
     "router.max_queue=4",
     "router.policy=least-loaded",
 )
 SETTINGS: Final = tuple(flag for value in _VALUES for flag in ("--set", value))
-TOKENS: Final = 80
+TOKENS: Final = 150
 BURST: Final = 24
 LIMIT_S: Final = 1.0
 WAIT_MS: Final = 30_000
