@@ -154,11 +154,13 @@ def remote_options(
             held = min(float(cached[view.worker_id]), tokens - 1.0)
             uncached = tokens - held
         wait_s = view.free_at_s - now_s if view.free_at_s > now_s else 0.0
-        _, per_token_s, per_token_context_s = cost.prefill_coefficients
-        least_s = uncached * (per_token_s + per_token_context_s * (held + 0.5 * uncached))
-        if wait_s + (1.0 + WORK_WEIGHT) * least_s > last_s:
-            continue  # its queue and its arithmetic alone take longer
-        work_s = cost.prefill_s(uncached, held, view.hello.max_batch_tokens)
+        if uncached <= view.hello.max_batch_tokens:  # CostModel.prefill_s, inlined like the step in rank_decodes
+            base_s, per_token_s, per_token_context_s = cost.prefill_coefficients
+            weights_s, batch_s = cost.decode_coefficients[0], base_s + per_token_s * uncached
+            work_s = per_token_context_s * uncached * (held + 0.5 * uncached)
+            work_s += batch_s if batch_s > weights_s else weights_s
+        else:
+            work_s = cost.prefill_s(uncached, held, view.hello.max_batch_tokens)
         delay_s = work_s + wait_s
         cost_s = delay_s + WORK_WEIGHT * work_s
         if cost_s <= last_s:

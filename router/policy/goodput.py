@@ -144,7 +144,7 @@ def _candidate(option: PlacementOption) -> Candidate:
         option.ttft_s,
         option.tpot_s,
         option.slack,
-        is_feasible=option.tpot_slack >= 0.0,
+        option.tpot_slack >= 0.0,
     )
 
 
