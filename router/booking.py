@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class Booking:
     tpot_s: float | None = None  # TPOT target; None if the attempt has no row in a decode batch here
     itl_s: float | None = None  # ITL target, as in Slo
     prompt_tokens: int = 0  # the part of `tokens` that is prompt
+    due_at_s: float = math.inf  # when its first token is due; infinite for an answer that was interrupted
     first_token_s: float | None = None  # when the client got the first token; None until the sequence decodes here
     is_sent: bool = False
     is_arriving: bool = True  # the worker has not begun to compute the request (decode: it is not in the batch yet)

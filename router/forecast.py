@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, final
 
 from router.view import WorkerView
@@ -23,31 +23,20 @@ SLOWEST: Final = 0.05  # lower limit of the utilization
 FASTEST: Final = 4.0  # upper limit: short prompts share batches, so the weights are read once for all
 HORIZON: Final = 2.0  # TTFT targets over which demand is measured; shorter peaks can wait
 MIN_REQUESTS: Final = 256  # over which demand is measured
-SHORTEST_S: Final = 1e-6  # resolution of prefill times
-SIZES: Final = 4  # size classes per factor of two
 BINS: Final = 128  # time bins of the horizon; requests within one bin are aggregated
 GAIN: Final = 0.05  # weight of each new target in the mean
-INTERVAL_GAIN: Final = 0.2  # weight of each new interval in the error of the predicted drain
 
 
 @final
 class Capacity:
     """The capacity at one moment; all times are relative to that moment."""
 
-    __slots__ = ("_openings", "_whole", "rate")
+    __slots__ = ("_openings", "rate")
 
     def __init__(self, openings: Sequence[tuple[float, float]]) -> None:
         """`openings`: (seconds until it is free, prefill seconds per second from then on)."""
         self._openings = sorted(one for one in openings if one[1] > 0.0)
         self.rate = sum(rate for _, rate in self._openings)
-        self._whole = sum(free_in_s * rate for free_in_s, rate in self._openings)
-
-    def done_by(self, in_s: float) -> float:
-        """Prefill seconds of work that can be done within `in_s`."""
-        openings = self._openings
-        if openings and in_s >= openings[-1][0]:
-            return self.rate * in_s - self._whole
-        return sum(rate * (in_s - free_in_s) for free_in_s, rate in openings if in_s > free_in_s)
 
     def start_in_s(self, work_s: float) -> float:
         """Seconds until a request behind `work_s` of other work starts; infinite without workers."""
@@ -95,45 +84,6 @@ def capacity(
 
 
 @final
-class DrainError:
-    """The error of the predicted drain of the queue, over intervals of one TTFT target each.
-
-    A full decode worker takes no requests until answers end, and then many at once. The standard error of the mean
-    drain rate does not show these waves, but a request that waits for less than a wave can be late because of them.
-    """
-
-    __slots__ = ("_contended_s", "_offered_s", "_predicted", "_square", "_used_s")
-
-    def __init__(self) -> None:
-        self._contended_s = self._offered_s = self._used_s = 0.0  # in the current interval
-        self._predicted = 0.0  # share predicted at the start of the interval; 0: no prediction yet
-        self._square = 0.0  # moving mean of the squared relative errors; 0 at first
-
-    @property
-    def relative(self) -> float:
-        """Root mean square of the relative errors."""
-        return math.sqrt(self._square)
-
-    def offered(self, work_s: float, for_s: float) -> None:
-        self._offered_s += work_s
-        self._contended_s += for_s
-
-    def used(self, work_s: float) -> None:
-        self._used_s += work_s
-
-    def end_interval(self, share: float, target_s: float) -> None:
-        """Ends the interval if it has lasted for `target_s`. `share` is the prediction for the next one."""
-        if not 0.0 < target_s <= self._contended_s:
-            return
-        predicted_s = self._predicted * self._offered_s
-        if predicted_s > 0.0:
-            miss = min(self._used_s / predicted_s - 1.0, 1.0)
-            self._square += INTERVAL_GAIN * (miss * miss - self._square)
-        self._contended_s = self._offered_s = self._used_s = 0.0
-        self._predicted = share
-
-
-@final
 class Utilization:
     """The share of the predicted capacity that the router has used lately while requests waited.
 
@@ -141,7 +91,7 @@ class Utilization:
     takes less time than the prompts one by one.
 
     The error of single steps says little about this ratio: it is a mean over many requests, and its standard error
-    follows from their variation. `variation` is the deviation of single intervals from this mean.
+    follows from their variation.
     """
 
     __slots__ = (
@@ -155,11 +105,9 @@ class Utilization:
         "_since_s",
         "_used_s",
         "standstill_s",
-        "variation",
     )
 
     def __init__(self) -> None:
-        self.variation = DrainError()
         self.standstill_s = 0.0  # time since the last placement, while requests waited
         self._offered_s = self._used_s = self._mean_s = 0.0
         self._open_s = 0.0  # work offered since the last placement
@@ -188,18 +136,16 @@ class Utilization:
         squares = squared_used - 2.0 * share * mixed + share * share * (squared_offered + offered_s * offered_s)
         return min(math.sqrt(max(squares, 0.0) + prior_s * prior_s) / used_s, 1.0)
 
-    def offers(self, rate: float, now_s: float, target_s: float = 0.0) -> None:
-        """Sets the work per second at full utilization, from now on, and the mean TTFT target."""
+    def offers(self, rate: float, now_s: float) -> None:
+        """Sets the work per second at full utilization, from now on."""
         self._pass(now_s)
         self._rate = rate
-        self.variation.end_interval(self.share, target_s)
 
     def placed(self, prefill_s: float, now_s: float) -> None:
         self._pass(now_s)
         self.standstill_s = 0.0
         self._mean_s += 0.05 * (prefill_s - self._mean_s) if self._mean_s else prefill_s
         if self._is_contended:
-            self.variation.used(prefill_s)
             offered_s, self._open_s = self._open_s, 0.0
             self._used_s = MEMORY * self._used_s + prefill_s
             self._offered_s = MEMORY * self._offered_s + offered_s
@@ -218,7 +164,6 @@ class Utilization:
             waited_s = now_s - self._since_s
             self.standstill_s += waited_s
             self._open_s += self._rate * waited_s
-            self.variation.offered(self._rate * waited_s, waited_s)
         self._since_s = now_s
 
 
@@ -230,7 +175,6 @@ class ArrivalBin:
     requests: int = 0
     work_s: float = 0.0
     squares: float = 0.0  # sum of the squares of their work
-    by_size: dict[int, float] = field(default_factory=dict)  # size class -> sum of their work
 
 
 @final
@@ -239,13 +183,12 @@ class RecentDemand:
 
     It is measured over the last HORIZON TTFT targets, and at least MIN_REQUESTS requests."""
 
-    __slots__ = ("_bins", "_by_size", "_count", "_horizon_s", "_squares", "_work_s")
+    __slots__ = ("_bins", "_count", "_horizon_s", "_squares", "_work_s")
 
     def __init__(self) -> None:
         self._bins: deque[ArrivalBin] = deque()
         self._count, self._work_s, self._squares = 0, 0.0, 0.0
         self._horizon_s = 0.0  # HORIZON mean TTFT targets
-        self._by_size: dict[int, float] = {}  # as in the bins
 
     def arrived(self, prefill_s: float, target_s: float, now_s: float) -> None:
         horizon_s = HORIZON * target_s
@@ -258,14 +201,9 @@ class RecentDemand:
         last.requests += 1
         last.work_s += prefill_s
         last.squares += prefill_s * prefill_s
-        size = _size_class(prefill_s)
-        for by_size in (last.by_size, self._by_size):
-            by_size[size] = by_size.get(size, 0.0) + prefill_s
         while self._count - bins[0].requests >= MIN_REQUESTS and now_s - bins[0].at_s > self._horizon_s:
             gone = bins.popleft()
             self._add(-gone.requests, -gone.work_s, -gone.squares)
-            for size, work_s in gone.by_size.items():
-                self._by_size[size] = max(self._by_size[size] - work_s, 0.0)
 
     def rate(self, now_s: float) -> float:
         """Prefill seconds per second. The first bin marks the start of the span, and its work is not included."""
@@ -287,37 +225,7 @@ class RecentDemand:
         """Relative standard error of the rate, for independent arrivals; 1 for a single request."""
         return min(math.sqrt(max(self._squares, 0.0)) / self._work_s, 1.0) if self._work_s > 0.0 else 1.0
 
-    @property
-    def target_s(self) -> float:
-        """Mean TTFT target of the requests."""
-        return self._horizon_s / HORIZON
-
-    def of_others(self, own_s: float, now_s: float) -> tuple[float, float]:
-        """Rate of the work since the first bin, and its relative standard error, without one request of `own_s`."""
-        if not self._bins:
-            return 0.0, 1.0
-        first = self._bins[0]
-        span_s, work_s = now_s - first.at_s, self._work_s - first.work_s - own_s
-        if span_s <= 0.0 or work_s <= 0.0:
-            return 0.0, 1.0
-        squares = self._squares - first.squares - own_s * own_s
-        return work_s / span_s, min(math.sqrt(max(squares, 0.0)) / work_s, 1.0)
-
-    def size_within(self, share: float) -> float:
-        """Prefill seconds of the longest request that is served if the workers can do only this share of all work, and
-        shorter requests are served first. Infinite if all requests can be served."""
-        left_s = share * self._work_s
-        for size in sorted(self._by_size):
-            left_s -= self._by_size[size]
-            if left_s < 0.0:
-                return float(2.0 ** ((size + 0.5) / SIZES))
-        return math.inf
-
     def _add(self, count: int, work_s: float, squares: float) -> None:
         self._count += count
         self._work_s = max(self._work_s + work_s, 0.0)
         self._squares = max(self._squares + squares, 0.0)
-
-
-def _size_class(work_s: float) -> int:
-    return math.floor(SIZES * math.log2(max(work_s, SHORTEST_S)))

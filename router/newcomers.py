@@ -1,46 +1,26 @@
-"""Admission control: decides whether a request may wait in the queue. Pure.
+"""Admission control: decides which of the waiting requests are given up when a new one arrives. Pure.
 
-A request is rejected only if serving it would cost others: if demand is above BUSY_SHARE of the capacity, and above
-what the other workers can serve while one worker serves this request. Otherwise a request that cannot meet its target
-is served late, behind those that can. The KV that it leaves in the prefix cache helps the next turn of its session.
+If not all waiting requests can start in time, as many as possible shall. They are taken in the order in which they
+will start (queue.py). Whenever one of them would start too late, the longest one so far is given up: a met target
+counts the same for every prompt, and the longest one makes room for the most others. It may be the new request, or one
+that has waited. This is Moore's rule (simulator/bound_deadlines.py), which is optimal for one worker and known work.
 
-forecast.py predicts when a request starts, from the work ahead of it in the order of queue.py:
+forecast.py predicts when a request starts, from the work ahead of it:
 
     start(r) = when the capacity has done the work ahead of r, at the observed drain rate
     ttft(r)  = waited + prefill of r on the worker that would finish it first, from start(r) or when that is free
 
 While decode workers are full, nothing starts. This standstill is expected to last as long again as it has lasted so
-far.
+far. Until the cost model or the drain rate is known, no request is given up.
 
-Errors of the prediction: the errors of single prefills are independent, so the relative error of their sum falls with
-the number of requests ahead. The error of the drain rate is common to all. It is the standard error of the observed
-drain rate or, before a queue was observed, the relative error of the cost model, if it has enough samples. The drain
-also varies around its mean, especially if decode workers are full and nothing starts until answers end
-(forecast.DrainError).
+Only requests of one level compete, so no request is given up because of a lower class. Other tenants count only with
+the work that they may receive before they yield (fairness.py), and no request is given up for one whose tenant yields
+to its own.
 
-    error(start) = start * hypot(error of the drain rate, variation of the drain over one target TTFT,
-                                 error of one prefill / sqrt(requests ahead + 1))
-    error(ttft)  = hypot(error(start), error of one prefill * own prefill)
-
-If demand is certainly above capacity, some requests must be rejected, as early as possible. A request is rejected if
-its predicted TTFT plus one standard error misses the target or, while others wait, if ROOM times its prefill plus one
-standard error does not fit. A met target counts the same for every prompt, so the longest requests are given up. The
-longest admitted request becomes shorter as the queue grows, so the queue settles below the target, and prediction
-errors make no request late. If demand is certainly below capacity, the queue will shrink again, and a request is
-rejected only if it misses its target even if the prediction is SIGMAS standard errors too long. In between, the margin
-decreases as overload becomes more likely, and a long request must leave a standard error to spare.
-
-A new request is also rejected if others wait and it is expected to displace more than one of them (_displaced):
-serving it would meet one target and make several requests miss theirs.
-
-A rejection is most useful at arrival. A request that was admitted and has become late is rejected only if demand is
-certainly above capacity, if it is long, or if the late requests before it take longer than its TTFT target. Otherwise
-it is served late.
-
-A new request r is rejected, too, if it would make an earlier request q miss its target: q goes behind r, and would
-start in time only without r. Only requests of the same level count, so no request is rejected because of a lower class.
-The check takes one pass over the waiting requests. If r's tenant is less served, other tenants count only with the work
-that they may receive before they yield (fairness.py), and requests that must yield to r are not harmed by it.
+A request that is given up is rejected only if serving it would cost others: if demand is above BUSY_SHARE of the
+capacity, and above what the other workers can serve while one worker serves this request. Otherwise it is served late,
+behind those that can meet their target. The KV that it leaves in the prefix cache helps the next turn of its session.
+late_requests.py decides about requests that become late in the queue.
 """
 
 from __future__ import annotations
@@ -48,162 +28,95 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import NamedTuple
 
 from router.cluster_state import ClusterState
 from router.commands import FailKind
-from router.forecast import HORIZON, Capacity
-from router.overload import clamped_retry_s, drain_error, is_certain, is_long, least_s, present_capacity, reject_late
+from router.forecast import Capacity
+from router.overload import clamped_retry_s, drain_error, least_s, present_capacity, reject_late
 from router.policy.interface import Obstacle, UnloadedEstimate
 from router.policy.unloaded import SIGMAS
-from router.queue import Entry, Queue
+from router.queue import Entry, Level, Queue
 from router.request import Request
 from router.transitions import Reject
 
-# Multiple of its own prefill that must fit. Results are equal from 2.5 to 3 (docs/benchmarks/scheduling.md).
-ROOM: Final = 2.5
-DISPLACING: Final = frozenset({"rejection", "shortest"})  # rules that reject a request for the sake of others
-QUARTERS: Final = (-1.15, -0.32, 0.32, 1.15)  # medians of a normal distribution's four quarters
 
+class Forecast(NamedTuple):
+    """Predicts first tokens. The errors of single prefills are independent, so the relative error of their sum falls
+    with the number of prompts. A first token counts as late if it may be late by one standard error."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ahead:
-    """The work ahead of a waiting request."""
+    present: Capacity
+    standstill_s: float = 0.0
+    error: float = 0.0  # relative, of one prefill
 
-    work_s: float  # prefill seconds
-    count: int  # requests
-    harmed: str = ""  # a request behind it that would start too late because of it
+    def done_in_s(self, ahead_s: float, count: int, own_s: float) -> float:
+        """The first token of a request of `own_s` behind work of `ahead_s`; they are `count` requests together."""
+        start_s = self.present.start_in_s(ahead_s) + self.standstill_s
+        error_s = self.error * math.hypot(start_s / math.sqrt(count), own_s)
+        return self.present.done_in_s(start_s, own_s) + error_s
 
 
 def reject_before_placing(cluster: ClusterState, request: Request) -> Iterator[Reject]:
-    """Rejects a new request, while others wait, if it would displace more than one of them. This check comes first,
-    because a long request is first in the queue (it must start the soonest), and would otherwise be placed before
-    `reject_or_queue` sees it."""
-    unloaded = request.unloaded
-    if not cluster.rules >= DISPLACING or unloaded is None or request.request_id not in cluster.queue:
-        return
-    if not _others_wait(cluster.queue, cluster.queue.entry(request.request_id)):
-        return
-    present = present_capacity(cluster)
-    displaced = _displaced(cluster, unloaded, present)
-    if displaced > 1.0:
-        message = f"its prefill of {unloaded.ttft_s:.3f} s would displace {displaced:.1f} other requests"
-        retry_after_s = clamped_retry_s(present.start_in_s(cluster.queue.on_time_s))
-        yield Reject(request, FailKind.OVERLOADED, message, retry_after_s)
+    """`reject_waiting` for a new request while others wait. This check comes first, because a long request must start
+    the soonest, and would otherwise be placed before it is compared with the others."""
+    queue, name = cluster.queue, request.request_id
+    if name in queue and any(one.request_id != name for one in queue.on_time(queue.entry(name).level)):
+        yield from reject_waiting(cluster, request)
 
 
-def reject_or_queue(cluster: ClusterState, request: Request) -> Iterator[Reject]:
-    """Rejects a new request that could not be placed immediately, or lets it wait."""
-    unloaded = request.unloaded
-    if "rejection" not in cluster.rules or unloaded is None or request.request_id not in cluster.queue:
+def reject_waiting(cluster: ClusterState, request: Request) -> Iterator[Reject]:
+    """Gives up requests of the level of `request`, which is new, until all others of it can start in time."""
+    unloaded, queue = request.unloaded, cluster.queue
+    if "rejection" not in cluster.rules or unloaded is None or request.request_id not in queue:
         return
-    queue, slo, waited_s = cluster.queue, request.facts.slo, cluster.now_s - request.arrived_s
     entry, present = queue.entry(request.request_id), present_capacity(cluster)
-    is_overloaded = is_certain(cluster, unloaded, present)
-    ahead = work_ahead(entry, queue, present, cluster.now_s)
-    start_s, own_s = present.start_in_s(ahead.work_s) + _standstill_s(cluster), unloaded.ttft_s
-    done_s = present.done_in_s(start_s, own_s)
-    predicted_s = waited_s + done_s
-    error_s = _error_s(cluster, unloaded, max(done_s - own_s, 0.0), ahead.count)
-    longest_s = max(slo.ttft_s - waited_s - start_s - error_s, 0.0) / ROOM
-    benefit_s = _benefit_of_doubt(cluster, unloaded, present) * error_s if error_s < math.inf else math.inf
-    surely_s = predicted_s - benefit_s
-    if surely_s > slo.ttft_s or _misses_tpot(unloaded, slo.tpot_s):
-        message = f"first token predicted after {predicted_s:.3f} s"
-        rejection = reject_late(cluster, request, message, max(predicted_s, surely_s) - slo.ttft_s)
-        if rejection is None:
-            queue.turn_late(request.request_id)
-    elif is_overloaded and "shortest" in cluster.rules and _others_wait(queue, entry) and own_s > longest_s:
-        message = f"demand exceeds capacity: prompts with a prefill of up to {longest_s:.3f} s are admitted"
-        rejection = reject_late(cluster, request, message, predicted_s + (ROOM - 1.0) * own_s - slo.ttft_s)
-    elif ahead.harmed and drain_error(cluster, unloaded) < 1.0:
-        message = f"{ahead.harmed} was admitted earlier and would miss its TTFT target"
-        rejection = Reject(request, FailKind.OVERLOADED, message, clamped_retry_s(own_s))
-    else:
-        return
-    if rejection is not None:
-        yield rejection
+    if _misses_tpot(unloaded, request.facts.slo.tpot_s):
+        yield from _give_up(cluster, entry, f"at least {unloaded.tpot_s:.3f} s per token", present)
+    elif drain_error(cluster, unloaded) < 1.0:
+        error = unloaded.band_s / unloaded.ttft_s / SIGMAS if unloaded.ttft_s > 0.0 else 0.0
+        forecast = Forecast(present, _standstill_s(cluster), error)
+        by_length = "shortest" in cluster.rules
+        while found := excess(queue, entry.level, forecast, cluster.now_s, by_length=by_length):
+            message = f"its prefill of {found.prefill_s:.3f} s does not fit"
+            yield from _give_up(cluster, found, message, present)
 
 
-def work_ahead(entry: Entry, queue: Queue, present: Capacity, now_s: float) -> Ahead:
-    """The work ahead of the entry, and a later request that would become late because of it."""
-    fairness = queue.fairness
-    before: defaultdict[str, float] = defaultdict(float)  # tenant -> prefill seconds ahead of the entry
-    behind, count = [], 0
-    for one in queue.on_time(entry.level):
-        if one < entry:
-            before[one.tenant] += one.prefill_s
-            count += 1
-        elif one is not entry:
-            behind.append(one)
-    room_s = fairness.served_s(entry.tenant) + before[entry.tenant] + fairness.quantum_s
-    work_s = sum(
-        seconds if tenant == entry.tenant else min(seconds, max(room_s - fairness.served_s(tenant), 0.0))
-        for tenant, seconds in before.items()
-    )
-    for level in queue.levels:
-        if level >= entry.level:
-            break
-        higher = queue.at_level(level)
-        work_s += sum(one.prefill_s for one in higher)
-        count += len(higher)
-    before_s, own_s = work_s, entry.prefill_s
-    for one in behind:
-        spare_s = present.done_by(one.late_at_s - now_s) - work_s
-        if 0.0 <= spare_s < own_s and not fairness.is_ahead(one.tenant, entry.tenant):
-            return Ahead(work_s=before_s, count=count, harmed=one.request_id)
-        work_s += one.prefill_s
-    return Ahead(work_s=before_s, count=count)
+def excess(queue: Queue, level: Level, forecast: Forecast, now_s: float, *, by_length: bool = True) -> Entry | None:
+    """The waiting request to give up so that others of this level can start in time; None if all of them can.
 
-
-def _others_wait(queue: Queue, entry: Entry) -> bool:
-    """Whether other requests of the entry's level wait that can still be on time."""
-    return any(one is not entry for one in queue.on_time(entry.level))
-
-
-def _displaced(cluster: ClusterState, unloaded: UnloadedEstimate, present: Capacity) -> float:
-    """How many other requests are expected to miss their target if this one is served.
-
-    If demand exceeds capacity, the requests up to some size can be served, and each second of this request displaces
-    one request of that size. `sustainable` is the demand at which the queue just reaches the target within the
-    horizon. Demand is uncertain, so the result is a mean over QUARTERS of its distribution. The queue is assumed to
-    fill up with a probability equal to its fullness, because demand that has lasted for some time is expected to last
-    as long again.
+    `by_length`: the longest one, and the last of equal ones; otherwise the last that came.
     """
-    demand = cluster.demand
-    rate, error = demand.of_others(unloaded.ttft_s, cluster.now_s)
-    error = rate * math.hypot(error, drain_error(cluster, unloaded))
-    if demand.target_s <= 0.0 or present.rate <= 0.0:
-        return 0.0
-    full = present.start_in_s(cluster.queue.on_time_s) / demand.target_s  # includes its own prefill
-    sustainable = present.rate * max(1.0 + (1.0 - full) / HORIZON, 0.0)
-    demands = [rate + sigmas * error for sigmas in QUARTERS]
-    sizes_s = [demand.size_within(sustainable / each) for each in demands if each > sustainable]
-    return min(full, 1.0) * sum(unloaded.ttft_s / size_s for size_s in sizes_s) / len(QUARTERS)
+    fairness = queue.fairness
+    higher_s = sum(one.prefill_s for other in queue.levels if other < level for one in queue.at_level(other))
+    before: defaultdict[str, float] = defaultdict(float)  # tenant -> prefill seconds ahead
+    first: list[Entry] = []
+    for entry in queue.on_time(level):
+        first.append(entry)
+        own_s = before[entry.tenant]
+        work_s = higher_s + own_s
+        if len(before) > 1:
+            room_s = fairness.served_s(entry.tenant) + own_s + fairness.quantum_s
+            others = ((one, seconds) for one, seconds in before.items() if one != entry.tenant)
+            work_s += sum(min(seconds, max(room_s - fairness.served_s(one), 0.0)) for one, seconds in others)
+        done_s = forecast.done_in_s(work_s, len(first), entry.prefill_s)
+        if now_s + done_s > entry.late_at_s + entry.prefill_s:
+            able = [one for one in first if not fairness.is_ahead(entry.tenant, one.tenant)]
+            return max(able, key=lambda one: (one.prefill_s if by_length else 0.0, one.serial))
+        before[entry.tenant] += entry.prefill_s
+    return None
 
 
-def _benefit_of_doubt(cluster: ClusterState, unloaded: UnloadedEstimate, present: Capacity) -> float:
-    """The number of standard errors by which the prediction must miss the target for a rejection: SIGMAS if demand is
-    certainly below capacity, and less if that is uncertain. For long requests, and for all requests if demand is
-    certainly above capacity, it can fall to -1: the target must then be met with one standard error to spare."""
-    rate = cluster.demand.rate(cluster.now_s)
-    error = rate * math.hypot(cluster.demand.error, drain_error(cluster, unloaded))
-    if error <= 0.0:
-        return SIGMAS
-    spare = (present.rate - rate) / error
-    least = -1.0 if spare < -SIGMAS or is_long(cluster, unloaded) else 0.0
-    return min(max(spare, least), SIGMAS)
-
-
-def _error_s(cluster: ClusterState, unloaded: UnloadedEstimate, start_s: float, num_ahead: int) -> float:
-    """Error of the predicted TTFT of a request behind `num_ahead` others; infinite if nothing is known."""
-    drain = drain_error(cluster, unloaded)
-    if drain >= 1.0:
-        return math.inf
-    single = unloaded.band_s / unloaded.ttft_s / SIGMAS if unloaded.ttft_s > 0.0 else 0.0
-    own_s, variation = single * unloaded.ttft_s, cluster.utilization.variation.relative
-    return math.hypot(start_s * drain, start_s * variation, start_s * single / math.sqrt(num_ahead + 1), own_s)
+def _give_up(cluster: ClusterState, entry: Entry, message: str, present: Capacity) -> Iterator[Reject]:
+    """Rejects the request, or serves it late if that costs no other request and few late ones wait."""
+    queue, request = cluster.queue, cluster.requests[entry.request_id]
+    retry_after_s = clamped_retry_s(present.start_in_s(queue.on_time_s))
+    rejection = reject_late(cluster, request, message, retry_after_s)
+    if rejection is None and present.start_in_s(queue.late_ahead_s(entry.request_id)) > request.facts.slo.ttft_s:
+        rejection = Reject(request, FailKind.OVERLOADED, f"{message}, and late requests wait", retry_after_s)
+    if rejection is None:
+        queue.turn_late(entry.request_id)
+    else:
+        yield rejection
 
 
 def _standstill_s(cluster: ClusterState) -> float:

@@ -28,7 +28,7 @@ def present_capacity(cluster: ClusterState) -> Capacity:
     prefills, decodes = cluster.fleet.usable(cluster.now_s)
     share, with_local = cluster.utilization.share, "path-choice" in cluster.rules
     present = capacity(prefills, decodes, cluster.now_s, share, with_local=with_local)
-    cluster.utilization.offers(present.rate / share, cluster.now_s, cluster.demand.target_s)
+    cluster.utilization.offers(present.rate / share, cluster.now_s)
     return present
 
 

@@ -21,7 +21,7 @@ from router.cluster_state import ClusterState
 from router.commands import FailKind
 from router.late_requests import delay_if_late, reject_newly_late
 from router.lifecycle import WAITING, Move
-from router.newcomers import reject_before_placing, reject_or_queue
+from router.newcomers import reject_before_placing, reject_waiting
 from router.overload import clamped_retry_s
 from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Choice, Decision, Obstacle
@@ -329,6 +329,7 @@ def _book(cluster: ClusterState, request: Request, view: WorkerView, *, has_row:
         tpot_s=request.facts.slo.tpot_s if has_row else None,
         itl_s=request.facts.slo.itl_s,
         prompt_tokens=request.facts.num_prompt_tokens,
+        due_at_s=math.inf if request.output else request.arrived_s + request.facts.slo.ttft_s,
     )
     view.book(booking, cluster.now_s)
     request.bookings.add((view.worker_id, request.attempt))
@@ -351,4 +352,4 @@ def _queue_newcomer(cluster: ClusterState, request: Request) -> Iterator[Step]:
         message = f"the queue is full ({cluster.settings.max_queue} requests wait)"
         yield Reject(request, FailKind.OVERLOADED, message, _retry_after_s(cluster))
     else:
-        yield from reject_or_queue(cluster, request)
+        yield from reject_waiting(cluster, request)

@@ -46,6 +46,7 @@ class WorkerView:
         "is_drain_requested",
         "last_step_s",
         "max_tokens",
+        "prefilling",
         "queue",
         "replies",
         "report",
@@ -75,6 +76,7 @@ class WorkerView:
         self.heard_s = now_s
         self.report = Load(worker_id=hello.worker_id, steps=0, free_blocks=hello.num_blocks)
         self.bookings: dict[tuple[str, int], Booking] = {}
+        self.prefilling: dict[tuple[str, int], Booking] = {}  # those with a prompt to compute
         self.totals = Totals()
         self._at_report = Totals()
         self.tpot_targets_s: Counter[float] = Counter()  # TPOT target -> rows booked with it
@@ -219,6 +221,13 @@ class WorkerView:
         wait_s = self.free_at_s - now_s
         return wait_s if wait_s > 0.0 else 0.0
 
+    def timely_queue_s(self, now_s: float) -> float:
+        """`queue_s` for a request that can be on time: without late prompts, which are computed later."""
+        wait_s = self.free_at_s - now_s
+        if wait_s > 0.0:
+            wait_s -= sum(one.prefill_s for one in self.prefilling.values() if one.due_at_s < now_s)
+        return wait_s if wait_s > 0.0 else 0.0
+
     @property
     def prefills_ahead(self) -> int:
         """Number of prompts to compute here before a new one: booked, queued, and of other routers."""
@@ -267,6 +276,7 @@ class WorkerView:
             totals.prefill_tokens += booking.prefill_tokens
             totals.prefill_s += booking.prefill_s
             totals.prefills += 1
+            self.prefilling[key] = booking
             self.free_at_s = max(self.free_at_s, now_s) + booking.prefill_s
 
     def joined(self, booking: Booking, first_token_s: float) -> None:
@@ -308,6 +318,7 @@ class WorkerView:
             totals.prefills -= 1
             totals.prefill_s = totals.prefill_s - booking.prefill_s if totals.prefills else 0.0
             booking.prefill_tokens, booking.prefill_s = 0, 0.0
+            del self.prefilling[booking.request_id, booking.attempt]
             self.free_at_s = now_s + max(totals.prefill_s, self._others_prefill_s)
             self.freed_s = self.computed_s = now_s
 

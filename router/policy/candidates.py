@@ -22,6 +22,7 @@ from router.policy.availability import can_start, opens_in_s
 from router.policy.interface import Links, PolicyInput
 from router.policy.tuning import (
     DECODES_PAIRED,
+    EARLY_SHARE,
     LOCALS_PRICED,
     PREFILLS_PAIRED,
     TRANSFER_TIE_S,
@@ -298,7 +299,9 @@ def _local(
 ) -> PlacementOption:
     slo, held = request.slo, min(cached.get(decode.worker_id, 0), request.num_tokens - 1)
     uncached = request.num_tokens - held
-    slack, queue_s, stall_share = decode.slack(now_s), decode.queue_s(now_s), load.decode_stall_share
+    slack, stall_share = decode.slack(now_s), load.decode_stall_share
+    is_late = request.waited_s >= slo.ttft_s
+    queue_s = decode.queue_s(now_s) if is_late else decode.timely_queue_s(now_s)
     read_s = decode.prefill_time_s(uncached, held, slack)
     ttft_s = max(queue_s, decode.rest_of_step_s(now_s)) + read_s + decode.first_tokens.typical_s
     # Running requests wait while this prompt and those before it are prefilled, as far as that exceeds their slack.
@@ -311,9 +314,12 @@ def _local(
         alone_s = decode.prefill_s(uncached, held)
         left = 1.0 - alone_s / left_s if alone_s < left_s else 0.0
         residents_s = max(residents_s, step_s / (TARGET_SHARE * left)) if left > 0.0 else math.inf
-    # The end of a prefill is known only roughly. So one prompt may wait behind it; otherwise some steps would have no
-    # prompt to prefill.
-    opens_s = 0.0 if queue_s <= load.batch_s or decode.totals.prefills <= 1 else queue_s - load.batch_s
+    # The end of a prefill is known only roughly, so the next prompt is sent a little earlier. Until then it stays in
+    # the router, where it can still be given up for shorter ones. But if the worker's prompt takes longer than the
+    # target, a shorter one is sent at once, because the worker computes that first.
+    early_s = min(load.batch_s, EARLY_SHARE * slo.ttft_s)
+    goes_first = decode.totals.prefills <= 1 and queue_s > max(slo.ttft_s, read_s)
+    opens_s = 0.0 if queue_s <= early_s or goes_first else queue_s - early_s
     cost = (ttft_s + WORK_WEIGHT * read_s) / slo.ttft_s + read_s * stall_share / (steps * slo.tpot_s)
     if short < math.inf:
         cost += WORTH_WAITING if uncached > short else -WORTH_WAITING

@@ -15,7 +15,7 @@ RULES: Final[dict[str, str]] = {
     "fairness": "tenants share predicted GPU-seconds; off: tenants are ignored",
     "priority": "higher classes go first; off: all are one class",
     "rejection": "under overload, requests that will miss their target are rejected; off: no request is rejected",
-    "shortest": "under overload, the longest prompts are rejected; off: the prompts that happen not to fit",
+    "shortest": "of the requests that do not fit, the longest is given up; off: the last that came",
     "deadline-drop": "a request past its deadline is dropped before prefill or decode; off: it is computed",
     "transfer-price": "the part of the transfer that prefill does not hide counts; off: transfers cost nothing",
     "prefix-value": "a cached prefix counts as the time that it saves; off: caches are ignored",

@@ -12,6 +12,9 @@ WORK_WEIGHT: Final = 1.0
 # placement instead of a remote one. Predictions are not more accurate than that.
 WORTH_WAITING: Final = 0.03
 
+# Share of the TTFT target before the predicted end of a decode worker's prompt at which the next one is sent.
+EARLY_SHARE: Final = 0.15
+
 # How long a late request waits, in TTFT targets, for a placement that makes no other request miss its target. Then it
 # takes any placement, so waiting is bounded.
 PATIENCE: Final = 2.0

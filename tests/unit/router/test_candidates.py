@@ -26,6 +26,7 @@ from router.policy.candidates import (
 from router.policy.interface import PolicyInput
 from router.policy.tuning import (
     DECODES_PAIRED,
+    EARLY_SHARE,
     LOCALS_PRICED,
     PREFILLS_PAIRED,
     WORK_WEIGHT,
@@ -192,8 +193,9 @@ def test_local_costs_match_the_documented_formula(seed: int, is_only: bool, shor
             cost += WORTH_WAITING if uncached > short else -WORTH_WAITING
         assert option.cost == pytest.approx(cost)
         check_slack(request, option, residents_s, decode.cost.step_error)
-        may_wait = queue_s <= load.batch_s or decode.totals.prefills <= 1
-        assert option.opens_in_s == pytest.approx(0.0 if may_wait else queue_s - load.batch_s)
+        early_s = min(load.batch_s, EARLY_SHARE * slo.ttft_s)
+        goes_first = decode.totals.prefills <= 1 and read_s < queue_s and slo.ttft_s < queue_s
+        assert option.opens_in_s == pytest.approx(0.0 if queue_s <= early_s or goes_first else queue_s - early_s)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -13,13 +13,11 @@ from router.forecast import (
     BINS,
     FASTEST,
     HORIZON,
-    INTERVAL_GAIN,
     MEMORY,
     MIN_REQUESTS,
     PRIOR_REQUESTS,
     SLOWEST,
     Capacity,
-    DrainError,
     RecentDemand,
     Utilization,
 )
@@ -30,18 +28,18 @@ def test_work_starts_when_the_work_ahead_is_done() -> None:
     assert capacity.start_in_s(0.0) == 1.0
     assert capacity.start_in_s(1.0) == 2.0
     assert capacity.start_in_s(2.0 + 1.5) == 4.0
-    assert (capacity.done_by(0.5), capacity.done_by(2.0), capacity.done_by(4.0)) == (0.0, 1.0, 3.5)
 
 
 def test_nothing_starts_without_workers() -> None:
     assert Capacity([]).start_in_s(1.0) == math.inf
-    assert Capacity([(0.0, 0.0)]).done_by(10.0) == 0.0
+    assert Capacity([(0.0, 0.0)]).start_in_s(1.0) == math.inf
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.1, 2.0)), min_size=1, max_size=6), st.floats(0.0, 100.0))
-def test_start_and_done_are_inverse_functions(openings: list[tuple[float, float]], work_s: float) -> None:
-    capacity = Capacity(openings)
-    assert capacity.done_by(capacity.start_in_s(work_s)) == pytest.approx(work_s, abs=1e-6)
+def test_workers_do_the_work_ahead_until_a_start(openings: list[tuple[float, float]], work_s: float) -> None:
+    start_s = Capacity(openings).start_in_s(work_s)
+    done_s = sum(rate * max(start_s - free_in_s, 0.0) for free_in_s, rate in openings)
+    assert done_s == pytest.approx(work_s, abs=1e-6)
 
 
 def test_a_request_ends_on_the_worker_that_finishes_first() -> None:
@@ -61,60 +59,6 @@ def test_no_worker_ends_a_request_sooner(openings: list[tuple[float, float]], st
     fastest = max(rate for _, rate in openings)
     ends_s = [max(start_s, free_in_s) + own_s * fastest / rate for free_in_s, rate in openings]
     assert Capacity(openings).done_in_s(start_s, own_s) == pytest.approx(min(ends_s))
-
-
-def test_a_steady_drain_does_not_vary() -> None:
-    drain = drained([0.5] * 20)
-    assert drain.relative == 0.0
-
-
-def test_an_intermittent_drain_has_a_large_variation() -> None:
-    assert drained([1.0, 0.0] * 20).relative == pytest.approx(1.0, abs=0.01)
-
-
-def test_the_first_interval_has_no_prediction() -> None:
-    assert drained([0.0]).relative == 0.0
-    assert drained([0.5, 1.0]).relative == pytest.approx(INTERVAL_GAIN**0.5)
-
-
-def test_an_interval_lasts_one_ttft_target() -> None:
-    drain = DrainError()
-    for target_s in (2.0, 0.0):
-        drain.end_interval(1.0, target_s)
-    drain.offered(1.0, 1.0)
-    drain.end_interval(1.0, 2.0)
-    drain.used(1.0)
-    drain.offered(1.0, 1.0)
-    drain.end_interval(1.0, 2.0)
-    drain.offered(2.0, 2.0)
-    drain.end_interval(1.0, 2.0)
-    assert drain.relative == pytest.approx(INTERVAL_GAIN**0.5), "one interval of two seconds in which nothing was used"
-
-
-def drained(used_s: list[float]) -> DrainError:
-    """After intervals of one second, in each of which half of the offered work was predicted to be used."""
-    drain = DrainError()
-    for one_s in used_s:
-        drain.offered(1.0, 1.0)
-        drain.used(one_s)
-        drain.end_interval(0.5, 1.0)
-    return drain
-
-
-def test_the_mean_drain_rate_hides_waves() -> None:
-    utilization, now_s = Utilization(), 0.0
-    utilization.offers(1.0, now_s, 1.0)
-    utilization.contended(True, now_s)
-    for _ in range(30):
-        for _ in range(10):
-            now_s += 0.1
-            utilization.placed(0.1, now_s)
-        utilization.offers(1.0, now_s, 1.0)
-        now_s += 1.0
-        utilization.offers(1.0, now_s, 1.0)
-    assert utilization.share == pytest.approx(0.5, abs=0.1)
-    assert utilization.error < 0.3
-    assert utilization.variation.relative > 0.8
 
 
 def test_a_standstill_lasts_until_the_next_placement() -> None:
@@ -270,7 +214,7 @@ def test_simultaneous_requests_share_a_bin() -> None:
 
 def test_only_free_workers_supply_capacity() -> None:
     capacity = Capacity([(1.0, 1.0), (3.0, 0.5)])
-    assert (capacity.rate, capacity.done_by(1.0), capacity.done_by(1.5), capacity.done_by(3.0)) == (1.5, 0.0, 0.5, 2.0)
+    assert (capacity.rate, capacity.start_in_s(0.5), capacity.start_in_s(2.0)) == (1.5, 1.5, 3.0)
     assert Capacity([(0.0, 0.0), (1.0, -1.0), (2.0, 1.0)]).start_in_s(1.0) == 3.0
 
 
@@ -280,33 +224,3 @@ def test_the_mean_request_follows_demand() -> None:
     for index, prefill_s in enumerate((0.1, 0.2, 0.6)):
         demand.arrived(prefill_s, 1.0, 0.1 * index)
     assert demand.mean_s == pytest.approx(0.3)
-
-
-def test_a_share_of_the_work_serves_the_shorter_requests() -> None:
-    demand = RecentDemand()
-    for index in range(100):
-        demand.arrived(1.0 if index % 10 == 9 else 0.1, 1.0, 0.01 * index)
-    short, long = 90 * 0.1, 10 * 1.0
-    assert demand.size_within(1.01) == math.inf
-    assert demand.size_within(1.01 * short / (short + long)) == pytest.approx(1.0, rel=0.2)
-    assert demand.size_within(0.5 * short / (short + long)) == pytest.approx(0.1, rel=0.2)
-
-
-def test_sizes_are_dropped_with_their_requests() -> None:
-    demand = RecentDemand()
-    demand.arrived(5.0, 1.0, 0.0)
-    for second in range(1, 2 * MIN_REQUESTS):
-        demand.arrived(0.1, 1.0, float(second))
-    assert demand.size_within(0.999) == pytest.approx(0.1, rel=0.2)
-
-
-def test_a_request_is_excluded_from_the_demand_of_others() -> None:
-    demand = RecentDemand()
-    assert demand.of_others(1.0, 0.0) == (0.0, 1.0)
-    for index in range(11):
-        demand.arrived(0.1, 1.0, 0.1 * index)
-    demand.arrived(3.0, 1.0, 1.0)
-    rate, error = demand.of_others(3.0, 1.0)
-    assert rate == pytest.approx(1.0)
-    assert error == pytest.approx(10**-0.5)
-    assert demand.target_s == pytest.approx(1.0)

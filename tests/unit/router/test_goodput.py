@@ -15,6 +15,7 @@ from router.booking import Booking
 from router.policy import make_policy
 from router.policy.goodput import Goodput
 from router.policy.interface import Choice, Decision, Links, Obstacle, PolicyInput
+from router.policy.tuning import EARLY_SHARE
 from router.settings import RouterSettings
 from router.view import WorkerView
 from tests.unit.router.router_events import hello
@@ -212,13 +213,18 @@ def test_a_worker_whose_rows_leave_too_little_time_is_not_chosen() -> None:
 
 
 def test_late_binding_applies_to_local_placements() -> None:
-    # One prompt may wait while another is prefilled, so no step is without a prompt. The next one waits in the router.
-    busy = with_queue(with_rows(view("d0"), 4), 1.0)
-    assert decide([], [busy], ask()).choice is Choice.LOCAL
-    busy.book(Booking(request_id="r", attempt=1, tokens=0, blocks=0, prefill_tokens=40_000, prefill_s=1.0), 0.0)
-    decision = decide([], [busy], ask())
+    request = ask()
+    early_s = min(with_rows(view("d0"), 4).load.batch_s, EARLY_SHARE * request.slo.ttft_s)
+    assert decide([], [with_queue(with_rows(view("d0"), 4), 0.9 * early_s)], request).choice is Choice.LOCAL
+    decision = decide([], [with_queue(with_rows(view("d0"), 4), 1.1 * early_s)], request)
     assert (decision.choice, decision.obstacle) == (Choice.WAIT, Obstacle.PREFILL)
-    assert decision.retry_in_s is not None
+    assert decision.retry_in_s == pytest.approx(0.1 * early_s)
+
+
+def test_a_prompt_is_sent_behind_one_that_takes_longer_than_the_target() -> None:
+    request = ask()
+    long = with_queue(with_rows(view("d0"), 4), 1.1 * request.slo.ttft_s)
+    assert decide([], [long], request).choice is Choice.LOCAL
 
 
 # -- random views ------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from router import newcomers
 from router.cluster_state import ClusterState
 from router.late_requests import delay_if_late
 from router.policy.interface import Candidate, Choice, Decision, UnloadedEstimate
-from router.policy.unloaded import SIGMAS
 from tests.unit.router.test_rejection import cluster as make_cluster
 from tests.unit.router.test_rejection import short
 
@@ -38,10 +37,6 @@ def test_time_spent_in_the_queue_counts_when_a_request_is_placed(
     assert cluster.now_s - request.arrived_s == pytest.approx(0.25, abs=0.02)
     assert list(delay_if_late(cluster, request, about_to_be_placed(ttft_s))) == []
     assert cluster.queue.is_late("waits") is is_late
-
-
-def test_the_prediction_includes_the_error_of_its_own_prefill(cluster: ClusterState) -> None:
-    assert newcomers._error_s(cluster, SURE, 0.0, 0) == pytest.approx(SURE.band_s / SIGMAS)
 
 
 @pytest.mark.parametrize(("tpot_s", "misses"), [(0.0499, True), (0.05, False)])
