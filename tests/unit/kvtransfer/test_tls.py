@@ -52,9 +52,10 @@ def test_plain_text_gets_no_application_bytes(pair: Pair, words: bytes) -> None:
     with socket.create_connection(address_of(pair)) as sock:
         sock.settimeout(WAIT_S)
         sock.sendall(words)
-        sock.shutdown(socket.SHUT_WR)
         heard = b""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError):  # the receiver may have reset the connection already
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
             while data := sock.recv(4096):
                 heard += data
     assert heard == b"" or heard[0] == 21, "at most a TLS alert"
