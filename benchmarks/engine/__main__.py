@@ -62,6 +62,7 @@ def main() -> int:
             turns += done
             left_s = (time.monotonic() - began_s) / number * (num_rounds - number)
             _say(f"{done[0].point.label}: round {done[0].round + 1} of {flags.rounds}; about {left_s:.0f} s left")
+        (out / "engine.json").write_text(json.dumps([asdict(turn) for turn in turns]) + "\n")
         memory = {peer.name: _memory(peer) for peer in peers}
         check = _check_generate(peers, turns, flags.steps)
     others = [name for name in memory if not name.startswith("pdserve ")]
@@ -76,7 +77,6 @@ def main() -> int:
     )
     print(report)
     (out / "engine.md").write_text(report + "\n")
-    (out / "engine.json").write_text(json.dumps([asdict(turn) for turn in turns]) + "\n")
     (out / "engine.svg").write_text(_plot(model, flags, turns))
     _say(f"written to {out}: engine.md, engine.json, engine.svg, and each peer's output")
     return 0
