@@ -87,7 +87,7 @@ async def test_a_worker_starts_without_redis(start: Any, attach: Any, ask: Any, 
 async def test_log_records_about_an_attempt_name_its_trace(
     start: Any, attach: Any, ask: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    d = start(Role.DECODE)
+    d = start(Role.DECODE, toy_step_s=0.02)
     router = await attach(d)
     sequence = ask("r", PROMPT, max_tokens=500)
     sequence.traceparent = f"00-{TRACE}-b7ad6b7169203331-01"
