@@ -1,9 +1,10 @@
 """Admission control: decides which of the waiting requests are given up when a new one arrives. Pure.
 
-If not all waiting requests can start in time, as many as possible shall. They are taken in the order in which they
-will start (queue.py). Whenever one of them would start too late, the longest one so far is given up: a met target
-counts the same for every prompt, and the longest one makes room for the most others. It may be the new request, or one
-that has waited. This is Moore's rule (simulator/bound_deadlines.py), which is optimal for one worker and known work.
+If not all waiting requests can start in time, as many as possible shall. They are taken in the order in which their
+first tokens are due, in which they also start (queue.py). Whenever one of them would be late, the longest one so far is
+given up: a met target counts the same for every prompt, and the longest one makes room for the most others. It may be
+the new request, or one that has waited. This is Moore's rule (simulator/bound_deadlines.py), which is optimal for one
+worker and known work.
 
 forecast.py predicts when a request starts, from the work ahead of it:
 
@@ -57,8 +58,8 @@ class Forecast(NamedTuple):
 
 
 def reject_before_placing(cluster: ClusterState, request: Request) -> Iterator[Reject]:
-    """`reject_waiting` for a new request while others wait. This check comes first, because a long request must start
-    the soonest, and would otherwise be placed before it is compared with the others."""
+    """`reject_waiting` for a new request while others wait. This check comes first, because a long request whose first
+    token is due soon would otherwise be placed before it is compared with the others."""
     queue, name = cluster.queue, request.request_id
     if name in queue and any(one.request_id != name for one in queue.on_time(queue.entry(name).level)):
         yield from reject_waiting(cluster, request)

@@ -70,15 +70,15 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
         return Entry(due_s, request.serial, request.request_id, level, tenant, prefill_s)
     if is_begun or "least-slack" not in rules:
         return Entry(request.serial, request.serial, request.request_id, level, tenant, prefill_s)
-    start_by_s = request.arrived_s + facts.slo.ttft_s - prefill_s
+    due_s = request.arrived_s + facts.slo.ttft_s
     return Entry(
-        key=start_by_s,
+        key=due_s,
         serial=request.serial,
         request_id=request.request_id,
         level=level,
         tenant=tenant,
         prefill_s=prefill_s,
-        late_at_s=start_by_s,
+        late_at_s=due_s - prefill_s,
     )
 
 

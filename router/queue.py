@@ -4,7 +4,7 @@
     2. on time   requests that can still meet their target, before those that cannot: otherwise one late request makes
                  the next one late (under overload, an order by deadline alone makes every request late)
     3. tenant    a tenant that is ahead of the least served waiting tenant yields (fairness.py)
-    4. key       the smallest one: the latest time to start and meet the target, or the order of arrival
+    4. key       the smallest one: when the first token is due, or the order of arrival
 
 Ageing: while late requests wait, LATE_SHARE of the placed work is credited to the late request that arrived first, of
 any level and tenant. That request is placed next when the credit covers its prefill.

@@ -10,7 +10,7 @@ from pdserve.core.errors import ConfigError
 RULES: Final[dict[str, str]] = {
     "path-choice": "a placement is local if that costs less than remote; off: remote if there is a prefill worker",
     "tandem": "TPOT includes arriving requests and their growth; off: only running ones, as the worker reports them",
-    "least-slack": "the request with the least time to spare goes first; off: order of arrival",
+    "least-slack": "the request whose first token is due first goes first; off: order of arrival",
     "ageing": "a share of the work is reserved for late requests, in order of arrival; off: they wait for idle time",
     "fairness": "tenants share predicted GPU-seconds; off: tenants are ignored",
     "priority": "higher classes go first; off: all are one class",

@@ -18,11 +18,11 @@ jobs = st.lists(st.tuples(st.sampled_from([0.125, 0.25, 0.5, 1.0]), st.sampled_f
 
 
 def waiting(jobs: list[Job], *tenants: str) -> Queue:
-    """In the order of their latest start, as the goodput policy orders them."""
+    """In the order of their due times, as the goodput policy orders them."""
     queue = Queue()
     for serial, (prefill_s, due_s) in enumerate(jobs):
         entry = Entry(
-            key=due_s - prefill_s,
+            key=due_s,
             serial=serial,
             request_id=f"r{serial}",
             level=LEVEL,

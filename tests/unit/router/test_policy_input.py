@@ -103,7 +103,8 @@ def test_queue_entries_sort_by_level_then_start_time(fleet: Fleet) -> None:
     assert sorted(entries, key=lambda name: entries[name].level) == ["begun", "urgent", "plain"]
     assert plain.unloaded is not None
     one = entries["plain"]
-    assert one.key == one.late_at_s == pytest.approx(4.0 + 2.0 - plain.unloaded.ttft_s)
+    assert one.key == 4.0 + 2.0
+    assert one.late_at_s == pytest.approx(4.0 + 2.0 - plain.unloaded.ttft_s)
     assert (one.prefill_s, one.tenant, one.serial) == (plain.unloaded.ttft_s, "blue", 7)
     assert entries["begun"].key == pytest.approx(4.6)
 
