@@ -277,16 +277,16 @@ def make_invariant(linear: Linear, num_inputs: int) -> Linear:
     """`linear` if a row's bits do not depend on the number of rows; otherwise a product that always multiplies 64 rows.
 
     On the CPUs that we have seen, oneDNN's packed and int8 products add in the same order for any number of rows. This
-    is not guaranteed, so it is tested on numbers whose sums round at every step, once for each shape.
+    is not guaranteed, so it is tested on numbers whose sums round at every step, once for each shape and number of
+    threads.
     """
-    few_TK = torch.randn(_FIXED_ROWS, num_inputs, generator=torch.Generator().manual_seed(0))
-    few_TN = linear(few_TK)
-    key = type(linear), num_inputs, few_TN.shape[1]
+    one_TN = linear(torch.zeros(1, num_inputs))
+    key = type(linear), num_inputs, one_TN.shape[1], torch.get_num_threads()
     if key not in _is_invariant:
         num_rows = _FIXED_ROWS
-        if few_TN.dtype == torch.bfloat16:
-            num_rows = max(num_rows, -(-BFLOAT16_TRIAL // few_TN.shape[1]))
-        x_TK = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(1))
+        if one_TN.dtype == torch.bfloat16:
+            num_rows = max(num_rows, -(-BFLOAT16_TRIAL // one_TN.shape[1]))
+        x_TK = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(0))
         whole_TN = linear(x_TK)
         _is_invariant[key] = all(
             torch.equal(torch.cat([linear(part) for part in x_TK.split(rows)]), whole_TN) for rows in _TRIED_ROWS
@@ -294,7 +294,7 @@ def make_invariant(linear: Linear, num_inputs: int) -> Linear:
     return linear if _is_invariant[key] else FixedRowsLinear(linear)
 
 
-_is_invariant: Final[dict[tuple[type[Linear], int, int], bool]] = {}  # oneDNN chooses its algorithm by the shape
+_is_invariant: Final[dict[tuple[type[Linear], int, int, int], bool]] = {}  # by type, inputs, outputs and threads
 
 
 @final
