@@ -18,7 +18,8 @@ from typing import Final, NamedTuple, final
 from pdserve.core.fit import WIDEST_BAND
 from pdserve.core.latency import CostModel
 from pdserve.core.memory_price import held_share
-from pdserve.core.step_rule import DUE_SHARE, TARGET_SHARE, StepLimit, chunk_tokens, step_limit
+from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP, TARGET_SHARE, StepLimit, chunk_tokens, step_limit
+from router.booking import Booking
 from router.events import WorkerConnected
 
 MID_PROMPT: Final = 4096  # assumed context in the cost of a prompt token, independent of prompts
@@ -32,6 +33,26 @@ class Slack(NamedTuple):
 
 
 NO_SLACK: Final = Slack(0.0, 0.0)
+
+
+def due_and_gap(bookings: Iterable[Booking], alone_s: float, step_s: float) -> tuple[float, float]:
+    """When the first running request needs its next token, and the longest gap between two tokens of each; infinite
+    without requests that can meet their target. A step takes `alone_s` for one request, and `step_s` for all."""
+    least_s = gap_s = math.inf
+    for one in bookings:
+        tpot_s, first_token_s, own_s = one.tpot_s, one.first_token_s, one.itl_s
+        if first_token_s is None or tpot_s is None or tpot_s <= alone_s:
+            continue
+        due_s = first_token_s + (one.tokens - one.prompt_tokens) * DUE_SHARE * tpot_s
+        if due_s < least_s:
+            least_s = due_s
+        if own_s is None:
+            own_s = LONGEST_GAP * (tpot_s if tpot_s > step_s else step_s)
+        if own_s < gap_s:
+            gap_s = own_s
+    return least_s, gap_s
+
+
 TRUSTED_SAMPLES: Final = 16  # that a cost model must have before its errors are used
 
 

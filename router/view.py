@@ -12,11 +12,10 @@ from collections import Counter
 
 from pdserve.core.latency import CostModel
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
-from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP
 from pdserve.core.types import Role
 from router.booking import Booking, Totals
 from router.events import WorkerConnected
-from router.load import NO_SLACK, DecodeLoad, Slack
+from router.load import NO_SLACK, DecodeLoad, Slack, due_and_gap
 from router.message_latency import MessageLatency
 from router.step_clock import StepClock
 from router.worker_queue import WorkerQueue
@@ -166,29 +165,11 @@ class WorkerView:
         if load.rows > totals.rows:
             return NO_SLACK
         if load.due is None:
-            load.due = self._due(load)
+            load.due = due_and_gap(self.bookings.values(), load.alone_s, load.step_s)
         due_s, gap_s = load.due
         if gap_s == math.inf:
             return NO_SLACK
         return Slack(max(due_s - max(self.free_at_s, now_s), 0.0), gap_s)
-
-    def _due(self, load: DecodeLoad) -> tuple[float, float]:
-        """When the first running request needs its next token, and the longest gap between two tokens of each;
-        infinite without requests that can meet their target."""
-        alone_s, step_s = load.alone_s, load.step_s
-        least_s = gap_s = math.inf
-        for one in self.bookings.values():
-            tpot_s, first_token_s, own_s = one.tpot_s, one.first_token_s, one.itl_s
-            if first_token_s is None or tpot_s is None or tpot_s <= alone_s:
-                continue
-            due_s = first_token_s + (one.tokens - one.prompt_tokens) * DUE_SHARE * tpot_s
-            if due_s < least_s:
-                least_s = due_s
-            if own_s is None:
-                own_s = LONGEST_GAP * (tpot_s if tpot_s > step_s else step_s)
-            if own_s < gap_s:
-                gap_s = own_s
-        return least_s, gap_s
 
     @property
     def half_step_s(self) -> float:
