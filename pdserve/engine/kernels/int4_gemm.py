@@ -27,7 +27,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from pdserve.engine.kernels import jit
+from pdserve.engine.kernels import instructions, jit
 from pdserve.engine.kernels.task import FLOAT32, UINT8, TaskKernel, pointer, take
 from pdserve.engine.rounding import ZERO_POINT
 
@@ -78,12 +78,6 @@ def _multiply(
         words, singles = ir.VectorType(word, _LANES), ir.VectorType(single, _LANES)
         _, block, wide, x, x_stride, sums, sum_stride, totals, steps = args
         asm = ir.InlineAsm(ir.FunctionType(words, [words, words, words]), "vpdpbusd $3, $2, $0", "=v,0,v,v")
-        fma = builder.module.declare_intrinsic(
-            f"llvm.fma.v{_LANES}f32", fnty=ir.FunctionType(singles, [singles, singles, singles])
-        )
-        fetch = builder.module.declare_intrinsic(
-            "llvm.prefetch.p0", fnty=ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])
-        )
 
         def at(address: Any, offset: int) -> Any:
             return builder.add(address, long(offset))
@@ -93,16 +87,11 @@ def _multiply(
             value.align = 1
             return value
 
-        def every(one: Any, of: Any) -> Any:
-            undefined = ir.Constant(of, ir.Undefined)
-            lanes = ir.Constant(words, [0] * _LANES)
-            return builder.shuffle_vector(builder.insert_element(undefined, one, word(0)), undefined, lanes)
-
         def constant(value: int) -> Any:
             return ir.Constant(words, [value] * _LANES)
 
         def prefetch(address: Any) -> None:
-            builder.call(fetch, [builder.inttoptr(at(address, _AHEAD), byte.as_pointer()), word(0), word(2), word(1)])
+            instructions.prefetch(builder, builder.inttoptr(at(address, _AHEAD), byte.as_pointer()))
 
         tiles = [(row, part) for row in range(num_rows) for part in range(_VECTORS)]
         row_x = [builder.add(x, builder.mul(x_stride, long(row))) for row in range(num_rows)]
@@ -132,7 +121,7 @@ def _multiply(
         for half, weights in enumerate(halves):
             for row in range(num_rows):
                 inputs_at = at(builder.add(row_x[row], builder.mul(step, long(STEP))), STEP // 2 * half)
-                inputs = every(load(inputs_at, word), words)
+                inputs = instructions.broadcast(builder, load(inputs_at, word), _LANES)
                 for part in range(_VECTORS):
                     tile = row * _VECTORS + part
                     added[tile] = builder.call(asm, [added[tile], weights[part], inputs])
@@ -152,12 +141,12 @@ def _multiply(
         zeros = [builder.uitofp(builder.zext(load(at(zeros_at, part), bytes_), words), singles) for part in parts]
         for row in range(num_rows):
             total = load(builder.add(sums, builder.mul(sum_stride, long(row))), single)
-            negative = every(builder.fneg(total), singles)
+            negative = instructions.broadcast(builder, builder.fneg(total), _LANES)
             for part in range(_VECTORS):
                 whole = builder.sitofp(added[row * _VECTORS + part], singles)
-                exact = builder.call(fma, [negative, zeros[part], whole])
+                exact = instructions.fused(builder, negative, zeros[part], whole)
                 target = at(totals, 4 * (row * PANEL + parts[part]))
-                new = builder.call(fma, [exact, scales[part], load(target, singles)])
+                new = instructions.fused(builder, exact, scales[part], load(target, singles))
                 builder.store(new, builder.inttoptr(target, singles.as_pointer())).align = 4
         return context.get_dummy_value()
 

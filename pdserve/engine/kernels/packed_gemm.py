@@ -24,7 +24,7 @@ from numba import carray, types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from pdserve.engine.kernels import jit
+from pdserve.engine.kernels import instructions, jit
 from pdserve.engine.kernels.bfloat16 import narrow
 from pdserve.engine.kernels.task import BFLOAT16, FLOAT32, INT32, TaskKernel, pointer, take
 from pdserve.engine.rounding import BFLOAT16_TRIAL
@@ -81,19 +81,12 @@ def _multiply(
         _, _, w, x, x_stride, sums, count, is_first, ahead, step = args
         w, x = (builder.inttoptr(one, in_type.as_pointer()) for one in (w, x))
         sums = builder.inttoptr(sums, sum_type.as_pointer())
-        fma = builder.module.declare_intrinsic(
-            f"llvm.fma.v{_LANES}f32", fnty=ir.FunctionType(vector, [vector, vector, vector])
-        )
         asm = ir.InlineAsm(ir.FunctionType(vector, [vector, in_vector, in_vector]), fused, "=v,0,v,v")
 
         def add(held: Any, inputs: Any, weights: Any) -> Any:
-            return (
-                builder.call(fma, [inputs, weights, held]) if is_float else builder.call(asm, [held, inputs, weights])
-            )
-
-        fetch = builder.module.declare_intrinsic(
-            "llvm.prefetch.p0", fnty=ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])
-        )
+            if is_float:
+                return instructions.fused(builder, inputs, weights, held)
+            return builder.call(asm, [held, inputs, weights])
 
         def place(base: Any, row: int, part: int, of: Any = vector) -> Any:
             return builder.bitcast(builder.gep(base, [long(row * PANEL + part * _LANES)]), of.as_pointer())
@@ -120,15 +113,13 @@ def _multiply(
             value.add_incoming(start, entry)
         line = builder.inttoptr(builder.add(ahead, builder.mul(k, step)), byte.as_pointer())
         for offset in (0, _LINE):
-            builder.call(fetch, [builder.gep(line, [long(offset)]), word(0), word(2), word(1)])
+            instructions.prefetch(builder, builder.gep(line, [long(offset)]))
         w_k = builder.gep(w, [builder.mul(k, long(PANEL))])
         weights = [load(place(w_k, 0, part, in_vector)) for part in range(_VECTORS)]
-        undefined = ir.Constant(in_vector, ir.Undefined)
-        lanes = ir.Constant(ir.VectorType(word, _LANES), [0] * _LANES)
         added = []
         for row in range(num_rows):
             one = builder.load(builder.gep(x, [builder.add(builder.mul(x_stride, long(row)), k)]))
-            every = builder.shuffle_vector(builder.insert_element(undefined, one, word(0)), undefined, lanes)
+            every = instructions.broadcast(builder, one, _LANES)
             added += [add(held[row * _VECTORS + part], every, weights[part]) for part in range(_VECTORS)]
         following = builder.add(k, long(1))
         k.add_incoming(following, loop)

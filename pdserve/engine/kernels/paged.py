@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
+from pdserve.engine.kernels import instructions
 from pdserve.engine.kernels.bfloat16 import widen
 from pdserve.engine.kernels.exponential import exp2
 from pdserve.engine.kernels.rows import largest
@@ -39,12 +40,7 @@ def _prefetch(_context: Any, array: Any, index: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = builder.module.declare_intrinsic(
-            "llvm.prefetch.p0", fnty=ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
-        )
-        address = builder.bitcast(builder.gep(data, [args[1]]), pointer)
-        builder.call(function, [address, word(0), word(2), word(1)])
+        instructions.prefetch(builder, builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer()))
         return context.get_dummy_value()
 
     return types.none(array, index), generate
