@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine.int4 import has_kernel
+from pdserve.engine.int4 import has_amx, has_kernel
 from pdserve.engine.linear import Rounding, multiplies_bfloat16
 
 
@@ -73,5 +73,5 @@ def choose_precision(dtype: str, device: torch.device, stored: str = "") -> Prec
 
 def has_fast_bfloat16() -> bool:
     """Whether oneDNN multiplies bfloat16 faster than float32 on this CPU."""
-    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or has_amx()
     return has_instructions and multiplies_bfloat16()

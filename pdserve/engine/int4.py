@@ -1,13 +1,11 @@
 """Products with 4-bit weights in groups of inputs, on a CPU. Activations are rounded per token, as for int8.
 
-        w[n, k] ~ (q_w[n, k] - zero[n, g]) * s_w[n, g]         0 <= q_w <= 15; g is the group of input k
-
-A group's scale is stored in half precision, relative to the largest scale of the matrix. kernels/int4_gemm.py has the
-layout and multiplies; without AVX-512 VNNI or numba, a few outputs at a time are dequantised and multiplied by torch,
-which is slow. So are many rows with AMX, which is faster in bfloat16.
+Weights are stored as kernels/int4_layout.py says, with a group's scale in half precision, relative to the largest scale
+of the matrix. kernels/int4_gemm.py multiplies them. Without AVX-512 VNNI or numba, a few outputs at a time are
+dequantised and multiplied by torch, which is slow. So are many rows with AMX, which is faster in bfloat16.
 """
 
-# Shapes: T tokens, K inputs, N outputs, G groups of inputs, S inputs of a group, P panels of 64 outputs.
+# Shapes: T tokens, K inputs, N outputs, G groups of inputs, S inputs of a group.
 
 from __future__ import annotations
 
@@ -21,16 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine.kernels import jit
+from pdserve.engine.kernels.int4_layout import LEVELS, PANEL, dequantise, pack
 from pdserve.engine.ops import quantise
-from pdserve.engine.rounding import LEAST_SCALE, ZERO_POINT
+from pdserve.engine.rounding import LEAST_SCALE, WEIGHTS_AT_ONCE, ZERO_POINT
 
 GROUP: Final = 64  # inputs that share a scale, for weights that are rounded here
-MOST_BYTES: Final = 0.6  # of a weight, in groups of 32 or more
-LEVELS: Final = 15
-_PANEL: Final = 64
-_STEP: Final = 8
 _LARGEST_EXPONENT: Final = 15  # of a scale in half precision
-_AT_ONCE: Final = 2**20  # weights at a time: as many as fit into the cache
 _MOST_BEFORE_AMX: Final = 64
 
 
@@ -45,7 +39,7 @@ class Int4Linear:
         self._size = self._num_inputs // scale_NG.shape[1]
         exponent = _LARGEST_EXPONENT - math.frexp(float(scale_NG.amax()))[1]
         self._factor = 2.0**-exponent
-        self._blocks = _pack(rounded_NK, torch.ldexp(scale_NG.float(), torch.tensor(exponent)), zero_NG, self._size)
+        self._blocks = pack(rounded_NK, torch.ldexp(scale_NG.float(), torch.tensor(exponent)), zero_NG, self._size)
         self._bias_N = bias_N
         self._most_rows = 0 if not has_kernel() else _MOST_BEFORE_AMX if has_amx() else sys.maxsize
 
@@ -66,7 +60,7 @@ class Int4Linear:
         dtype = torch.bfloat16 if has_amx() else torch.float32
         x_TK = (quantised_TK.float() - ZERO_POINT).to(dtype)  # exact
         x_TK = F.pad(x_TK, (0, self._blocks.shape[1] * self._size - x_TK.shape[1]))
-        num_panels = max(1, _AT_ONCE // (_PANEL * x_TK.shape[1]))
+        num_panels = max(1, WEIGHTS_AT_ONCE // (PANEL * x_TK.shape[1]))
         parts = [F.linear(x_TK, dequantise(part, self._size).to(dtype)) for part in self._blocks.split(num_panels)]
         return torch.cat(parts, dim=1)[:, : self._num_outputs].float() * (scale_T1 * self._factor)
 
@@ -82,7 +76,7 @@ def round_groups(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rounded_NK = torch.empty(weight_NK.shape, dtype=torch.uint8)
     scale_NG = torch.empty(num_outputs, num_inputs // GROUP)
     zero_NG = torch.empty(scale_NG.shape, dtype=torch.uint8)
-    num_at_once = max(1, _AT_ONCE // num_inputs)
+    num_at_once = max(1, WEIGHTS_AT_ONCE // num_inputs)
     parts = (tensor.split(num_at_once) for tensor in (weight_NK, rounded_NK, scale_NG, zero_NG))
     for weight_PK, rounded_PK, scale_PG, zero_PG in zip(*parts, strict=True):
         weight_PGS = weight_PK.float().view(*scale_PG.shape, GROUP)
@@ -93,34 +87,6 @@ def round_groups(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rounded_PGS = (weight_PGS / scale_PG[..., None]).round_().add_(zero[..., None]).clamp_(0, LEVELS)
         rounded_PK.copy_(rounded_PGS.view_as(weight_PK))
     return rounded_NK, scale_NG, zero_NG
-
-
-def dequantise(blocks: Tensor, size: int) -> Tensor:
-    """The weights of panels [P, G, bytes], relative to the factor of the matrix: float32 [64 P, G S]."""
-    num_panels, num_groups, _ = blocks.shape
-    packed, scale, zero = blocks.split([_PANEL * size // 2, 2 * _PANEL, _PANEL], dim=-1)
-    packed = packed.reshape(num_panels, num_groups, size // _STEP, _PANEL, 1, _STEP // 2)
-    rounded = torch.cat([packed & LEVELS, packed >> 4], dim=-2).permute(0, 3, 1, 2, 4, 5)
-    scale_PG = scale.contiguous().view(torch.float16).transpose(1, 2)[..., None]
-    weight: Tensor = rounded.reshape(num_panels, _PANEL, num_groups, size).float() - zero.transpose(1, 2)[..., None]
-    return weight.mul_(scale_PG).view(num_panels * _PANEL, num_groups * size)
-
-
-def _pack(rounded_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor, size: int) -> Tensor:
-    """[P, G, bytes] as kernels/int4_gemm.py reads them."""
-    num_groups = scale_NG.shape[1]
-    num_panels = -(-len(rounded_NK) // _PANEL)
-    blocks = torch.empty((num_panels, num_groups, _PANEL * (size // 2 + 3)), dtype=torch.uint8)
-    num_at_once = max(1, _AT_ONCE // (_PANEL * num_groups * size))
-    parts = (tensor.split(num_at_once * _PANEL) for tensor in (rounded_NK, scale_NG.half(), zero_NG))
-    for block, *part in zip(blocks.split(num_at_once), *parts, strict=True):
-        rounded, scale, zero = (F.pad(one, (0, 0, 0, len(block) * _PANEL - len(one))) for one in part)
-        packed, scales, zeros = block.split([_PANEL * size // 2, 2 * _PANEL, _PANEL], dim=-1)
-        halves = rounded.view(len(block), _PANEL, num_groups, size // _STEP, 2, _STEP // 2).unbind(-2)
-        packed.copy_((halves[0] | halves[1] << 4).permute(0, 2, 3, 1, 4).reshape(packed.shape))
-        scales.copy_(scale.view(len(block), _PANEL, num_groups).transpose(1, 2).contiguous().view(torch.uint8))
-        zeros.copy_(zero.view(len(block), _PANEL, num_groups).transpose(1, 2))
-    return blocks
 
 
 @cache

@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine.fp8 import make_fp8_linear
-from pdserve.engine.int4 import make_int4_linear
+from pdserve.engine.int4 import has_amx, make_int4_linear
 from pdserve.engine.kernels import jit
 from pdserve.engine.ops import quantise
-from pdserve.engine.rounding import BFLOAT16_TRIAL, LEAST_SCALE, LEVELS, ZERO_POINT
+from pdserve.engine.rounding import BFLOAT16_TRIAL, LEAST_SCALE, LEVELS, WEIGHTS_AT_ONCE, ZERO_POINT
 
 Product = Callable[[Tensor, Tensor], Tensor]  # of rounded inputs and their scales
 Rounding = Literal["none", "bfloat16", "int8", "int4", "fp8"]  # of a product's weights and inputs
@@ -42,7 +42,6 @@ _HINT_ROWS: Final = 32  # oneDNN chooses the same layout for 4 to 32 rows
 # With more rows, oneDNN is as fast as kernels.packed_gemm; with AMX, which that does not use, it is so earlier.
 _MOST_PANEL_ROWS: Final = {"none": 32, "bfloat16": 32, "int8": 16}  # by rounding
 _MOST_BEFORE_AMX: Final = 8
-_ROUNDED_AT_ONCE: Final = 2**20  # weights at a time: as many as fit into the cache
 _FIXED_ROWS: Final = 64  # number of rows of a product that would otherwise depend on it
 _TRIED_ROWS: Final = (1, 2, 3, 5, 8, 17, 33)
 
@@ -137,7 +136,7 @@ def _panels(packed: Tensor, weight_NK: Tensor) -> Callable[[Tensor], Tensor] | N
 
 
 def _most_panel_rows(rounding: Rounding) -> int:
-    return _MOST_BEFORE_AMX if torch.cpu._is_amx_tile_supported() else _MOST_PANEL_ROWS[rounding]
+    return _MOST_BEFORE_AMX if has_amx() else _MOST_PANEL_ROWS[rounding]
 
 
 def _int8_panels(packed: Tensor, rounded_NK: Tensor, scale_N: Tensor, product: Product) -> Product | None:
@@ -262,7 +261,7 @@ def round_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [N, K] and the scale of each output [N]; a few outputs at a time, because intermediate results are large."""
     rounded_NK = torch.empty(weight_NK.shape, dtype=torch.int8)
     scale_N = torch.empty(weight_NK.shape[0])
-    num_at_once = max(1, _ROUNDED_AT_ONCE // weight_NK.shape[1])
+    num_at_once = max(1, WEIGHTS_AT_ONCE // weight_NK.shape[1])
     step_PK = torch.empty((min(num_at_once, len(weight_NK)), weight_NK.shape[1]))
     parts = (tensor.split(num_at_once) for tensor in (weight_NK, rounded_NK, scale_N))
     for weight_PK, rounded_PK, scale_P in zip(*parts, strict=True):

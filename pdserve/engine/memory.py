@@ -9,17 +9,17 @@ from typing import Final
 import torch
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine import int4
 from pdserve.engine.checkpoint_spec import Needs
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.host_limits import free_bytes
 from pdserve.engine.linear import Rounding
 from pdserve.engine.parameters import build_weights
+from pdserve.engine.rounding import INT4_BYTES
 from pdserve.engine.sharding import WHOLE, Shard
 from pdserve.engine.weights import rounding_beside
 
 _GB: Final = 1e9
-_ITEM_BYTES: Final = {"bfloat16": 2, "int8": 1, "fp8": 1, "int4": int4.MOST_BYTES}  # of a weight, by rounding
+_ITEM_BYTES: Final = {"bfloat16": 2, "int8": 1, "fp8": 1, "int4": INT4_BYTES}  # of a weight, by rounding
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, rounding: Rounding, shard: Shard = WHOLE) -> int:

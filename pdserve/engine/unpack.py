@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pdserve.core.errors import ModelError
 from pdserve.engine.packed_scheme import PER_WORD, PackedScheme
+from pdserve.engine.rounding import WEIGHTS_AT_ONCE
 
 _ZERO: Final = 8  # of symmetric weights
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where the integer of each of eight outputs is
-_AT_ONCE: Final = 2**20  # weights dequantised at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def unpack(scheme: PackedScheme, module: str, read: Callable[[str], Tensor]) -> 
 
 def dequantise_groups(groups: Groups, out_NK: Tensor) -> None:
     """float32 products, rounded once to `out_NK`'s dtype."""
-    num_at_once = max(1, _AT_ONCE // out_NK.shape[1])
+    num_at_once = max(1, WEIGHTS_AT_ONCE // out_NK.shape[1])
     tensors = (groups.rounded_NK, groups.scale_NG, groups.zero_NG, out_NK)
     for rounded, scale, zero, out in zip(*(one.split(num_at_once) for one in tensors), strict=True):
         weight = rounded.float().view(*scale.shape, -1).sub_(zero[..., None]).mul_(scale[..., None])

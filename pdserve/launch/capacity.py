@@ -13,6 +13,7 @@ from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.host_limits import free_bytes, usable_cores
 from pdserve.engine.load import toy_blocks
 from pdserve.engine.memory_plan import PoolUnit, host_blocks
+from pdserve.engine.rounding import INT4_BYTES
 from pdserve.engine.safetensors_file import Checkpoint, open_checkpoint
 from pdserve.engine.toy import CELL_BYTES
 from pdserve.launch.spec import ClusterSpec, worker_config
@@ -22,7 +23,6 @@ _TOY_PROCESS_BYTES: Final = 60 * 2**20  # resident memory of interpreter and lib
 _PROCESS_BYTES: Final = 300 * 2**20
 # bytes per stored weight; other dtypes take one byte, and an int32 packs eight weights
 _ITEM_BYTES: Final = {"F64": 8.0, "F32": 4.0, "BF16": 2.0, "F16": 2.0, "I32": 0.5}
-_INT4_BYTES: Final = 0.6  # of a 4-bit weight, with its share of the scales
 _SCALE_BYTES: Final = 4
 
 
@@ -112,9 +112,9 @@ def weight_bytes(config: WorkerConfig, stored: Checkpoint) -> int:
     Both int4 and auto keep what is stored in 4 bits. int4 rounds the rest of such a checkpoint to int8.
     """
     is_4_bit = any(one.dtype == "I32" for one in stored.tensors.values())
-    int4 = 1.0 if is_4_bit else _INT4_BYTES
+    int4 = 1.0 if is_4_bit else INT4_BYTES
     kept = {"int8": 1.0, "bfloat16": 2.0, "int4": int4}.get(config.dtype, 4.0)
-    packed = _INT4_BYTES if config.dtype in ("int4", "auto") else kept
+    packed = INT4_BYTES if config.dtype in ("int4", "auto") else kept
     return math.ceil(
         sum(
             one.num_bytes / _ITEM_BYTES.get(one.dtype, 1.0) * (packed if one.dtype == "I32" else kept)

@@ -1,16 +1,9 @@
 """The product with 4-bit weights in groups, for any number of rows.
 
-        w[n, k] ~ (q_w[n, k] - zero[n, g]) * s_w[n, g]         0 <= q_w <= 15; g is the group of input k
         y[t, n] ~ s_x[t] * sum_g s_w[n, g] * (sum_k q_x[t, k] q_w[n, k] - zero[n, g] * sum_k q_x[t, k])
 
-Activations are rounded as for int8. The sums of a group are exact: integers, then float32 below 2^24. Groups are added
-in order, so a row has the same bits in any batch.
-
-Weights are stored in panels of 64 outputs, in blocks of one group each: [N / 64, K / G, 32 G + 192] bytes.
-
-    32 G bytes   [G / 8, 64, 4]: byte i holds input i of eight in its lower half, and input i + 4 in its upper half
-    128 bytes    [64] scales, float16
-    64 bytes     [64] zeros
+int4_layout.py says how weights are stored. Activations are rounded as for int8. The sums of a group are exact:
+integers, then float32 below 2^24. Groups are added in order, so a row has the same bits in any batch.
 """
 
 # Shapes: M rows, K inputs, N outputs, G inputs of a group.
@@ -28,13 +21,11 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from pdserve.engine.kernels import instructions, jit
+from pdserve.engine.kernels.int4_layout import PANEL, STEP
 from pdserve.engine.kernels.task import FLOAT32, UINT8, TaskKernel, pointer, take
 from pdserve.engine.rounding import ZERO_POINT
 
 binding.initialize_native_asmparser()  # for the instruction that has no stable name in LLVM
-
-PANEL: Final = 64  # outputs
-STEP: Final = 8  # inputs of two halves of a byte and its three neighbours
 
 _FEATURES: Final = {"+avx512f", "+avx512vnni"}
 _LANES: Final = 16

@@ -28,6 +28,7 @@ from pdserve.engine.memory import weight_bytes
 from pdserve.engine.ops import quantise
 from pdserve.engine.packed_scheme import PackedScheme
 from pdserve.engine.quantisation_config import read_quantisation
+from pdserve.engine.rounding import INT4_BYTES
 from pdserve.engine.safetensors_file import open_checkpoint
 from pdserve.engine.sharding import Shard
 from pdserve.engine.weights import load_weights
@@ -120,7 +121,7 @@ def test_rounding_is_to_the_nearest_and_keeps_zero() -> None:
 
 def test_a_matrix_takes_at_most_the_bytes_of_the_estimate() -> None:
     linear = Int4Linear(*random_groups(256, 512, 32), None)
-    assert linear._blocks.nbytes <= int4.MOST_BYTES * 256 * 512
+    assert linear._blocks.nbytes <= INT4_BYTES * 256 * 512
 
 
 def words_of(integers: Tensor, axis: int) -> Tensor:
