@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 USAGE_EXIT_CODE: Final = 2
 YOUNG_OBJECTS: Final = 10_000  # new objects between two collections of cyclic garbage
+SIGNAL_CHECK_S: Final = 0.5  # longest delay of a signal that does not interrupt the main thread
 
 
 class Host(Protocol):
@@ -80,7 +81,10 @@ def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv
     memory = f"{name} {own_id} memory {host.memory}\n" if host.memory else ""
     sys.stdout.write(f"{name} {own_id} listening on {address}\n{memory}")
     sys.stdout.flush()
-    host.wait()
+    # A signal that another thread receives, or that comes just before the main thread blocks, does not interrupt it.
+    # Its handler runs when the main thread wakes up.
+    while not host.wait(SIGNAL_CHECK_S):
+        pass
     return 0
 
 

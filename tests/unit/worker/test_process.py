@@ -89,6 +89,29 @@ def test_invalid_settings_end_the_process_with_one_line(changes: dict[str, Any])
     assert "Traceback" not in done.stderr
 
 
+def test_a_signal_that_another_thread_receives_ends_the_process() -> None:
+    code = (
+        "import signal, sys, threading, time\n"
+        "from pdserve.config import WorkerConfig; from pdserve.program import run\n"
+        "class Host:\n"
+        "    memory = ''\n"
+        "    ended, waiting = threading.Event(), threading.Event()\n"
+        "    def start(self):\n"
+        "        threading.Thread(target=self.signal, daemon=True).start(); return '127.0.0.1:1'\n"
+        "    def signal(self):\n"
+        "        self.waiting.wait(); time.sleep(0.2)  # the main thread is blocked\n"
+        "        signal.pthread_kill(threading.get_ident(), signal.SIGTERM); time.sleep(60)\n"
+        "    def wait(self, timeout_s=None):\n"
+        "        self.waiting.set(); return self.ended.wait(timeout_s)\n"
+        "    def drain(self):\n"
+        "        self.ended.set()\n"
+        "flags = ['--model=toy', '--worker-id=d']\n"
+        "sys.exit(run('decode_worker', WorkerConfig, lambda config: Host(), flags))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False, env=ENV)
+    assert (done.returncode, done.stdout) == (0, "decode_worker d listening on 127.0.0.1:1\n"), done.stderr
+
+
 def test_a_hung_engine_ends_the_process() -> None:
     code = (
         "import time\n"
