@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.text.chat import MAX_MESSAGES, ChatTemplate, Message, ToolCall
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
@@ -37,9 +37,9 @@ class PromptReader:
                 _check_tokens(len(given), model)
             ids = list(given[-keep:] if keep else given)
         elif kind == "text":
-            ids = await self._text(request.text, keep, _max_chars(self._tokenizer, model), num_bytes)
+            ids = await self._text(request.text, keep, model, num_bytes)
         elif kind == "chat":
-            ids = await self._chat(request.chat, keep, _max_chars(self._tokenizer, model), num_bytes)
+            ids = await self._chat(request.chat, keep, model, num_bytes)
         else:
             raise InvalidRequest("prompt", "nothing", "text, token_ids or chat")
         if not ids:
@@ -52,19 +52,18 @@ class PromptReader:
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None) -> list[int]:
         """Tokenizes a text. The limit is a prompt's number of characters, not of tokens."""
-        max_chars = MAX_CHARS_WITHOUT_MODEL if model is None else _max_chars(self._tokenizer, model)
         kind = request.WhichOneof("prompt")
         if kind == "text":
-            return await self._text(request.text, None, max_chars, request.ByteSize())
+            return await self._text(request.text, None, model, request.ByteSize())
         if kind == "chat":
-            return await self._chat(request.chat, None, max_chars, request.ByteSize())
+            return await self._chat(request.chat, None, model, request.ByteSize())
         raise InvalidRequest("prompt", "nothing", "text or chat")
 
-    async def _text(self, text: str, keep: int | None, max_chars: int | None, num_bytes: int) -> list[int]:
+    async def _text(self, text: str, keep: int | None, model: ModelFacts | None, num_bytes: int) -> list[int]:
         if not text:
             raise InvalidRequest("prompt", "an empty text", "at least one character")
         if keep is None:
-            _check_chars(len(text), max_chars)
+            self._check_chars(len(text), model)
 
         def work() -> list[int]:
             return self._tokenizer.encode(text) if keep is None else self._tokenizer.encode_tail(text, keep)
@@ -74,7 +73,7 @@ class PromptReader:
         return await self._threads.run(len(text), num_bytes, work)
 
     async def _chat(
-        self, chat: inference_pb2.ChatPrompt, keep: int | None, max_chars: int | None, num_bytes: int
+        self, chat: inference_pb2.ChatPrompt, keep: int | None, model: ModelFacts | None, num_bytes: int
     ) -> list[int]:
         template = self._chat_template
         if template is None:
@@ -89,10 +88,20 @@ class PromptReader:
             # The template has written the special tokens.
             if keep is not None:
                 return self._tokenizer.encode_tail(text, keep, has_special_tokens=False)
-            _check_chars(len(text), max_chars)  # checked here, because a template may omit content
+            self._check_chars(len(text), model)  # checked here, because a template may omit content
             return self._tokenizer.encode(text, has_special_tokens=False)
 
         return await self._threads.run(sum(map(len, tools)) + sum(map(_num_chars, messages)), num_bytes, work)
+
+    def _check_chars(self, num_chars: int, model: ModelFacts | None) -> None:
+        if model is None:
+            if num_chars > MAX_CHARS_WITHOUT_MODEL:
+                most = f"at most {MAX_CHARS_WITHOUT_MODEL} characters until the first worker has started"
+                raise InvalidRequest("prompt", f"{num_chars} characters", most)
+            return
+        max_chars = self._tokenizer.bounds.max_chars(model.max_prompt_tokens)
+        if max_chars is not None and num_chars > max_chars:
+            raise _too_long(f"{num_chars} characters", f"{max_chars} characters", model)
 
 
 def _message(one: inference_pb2.ChatMessage) -> Message:
@@ -112,28 +121,20 @@ def _num_chars(message: Message) -> int:
     )
 
 
-def _max_chars(tokenizer: Tokenizer, model: ModelFacts) -> int | None:
-    return tokenizer.bounds.max_chars(model.max_prompt_tokens)
-
-
-def _check_chars(num_chars: int, max_chars: int | None) -> None:
-    if max_chars is not None and num_chars > max_chars:
-        raise InvalidRequest(
-            "prompt",
-            f"{num_chars} characters",
-            f"at most {max_chars} characters, since more cannot fit the context window; "
-            "truncate_prompt_tokens keeps the last tokens",
-        )
-
-
 def _check_tokens(num_tokens: int, model: ModelFacts) -> None:
     if num_tokens > model.max_prompt_tokens:
-        raise InvalidRequest(
-            "prompt",
-            f"{num_tokens} tokens",
-            f"at most {model.max_prompt_tokens} tokens (the context window is {model.max_context_tokens}); "
-            "truncate_prompt_tokens keeps the last ones",
-        )
+        raise _too_long(f"{num_tokens} tokens", f"{model.max_prompt_tokens} tokens", model)
+
+
+def _too_long(seen: str, most: str, model: ModelFacts) -> ContextLengthExceeded:
+    # Some clients do not read the code. litellm and langchain-openai recognize the error by "prompt is too long", older
+    # ones by "this model's maximum context length is".
+    return ContextLengthExceeded(
+        "prompt",
+        seen,
+        f"at most {most}; the prompt is too long, because this model's maximum context length is "
+        f"{model.max_context_tokens} tokens; truncate_prompt_tokens keeps the last ones",
+    )
 
 
 def _truncation(request: inference_pb2.GenerateRequest, model: ModelFacts) -> int | None:

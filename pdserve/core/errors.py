@@ -2,6 +2,7 @@
 
     PdserveError
     ├── InvalidRequest        a field of the request is wrong; a retry cannot succeed
+    │   └── ContextLengthExceeded   the prompt is too long for the model
     ├── NotFound              no such request, worker or model
     │   └── UnknownMethod     the server does not implement the method that was called
     ├── ConfigError           a setting is wrong
@@ -23,7 +24,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from pdserve.core.urls import hide_password
 
@@ -56,6 +57,16 @@ class InvalidRequest(PdserveError):
     def __init__(self, field: str, seen: object, expected: str) -> None:
         super().__init__(f"{field}: got {seen}, expected {expected}")
         self.field, self.seen, self.expected = field, seen, expected
+
+    def renamed(self, field: str) -> Self:
+        """The same error, for a caller to whom the field has another name."""
+        return type(self)(field, self.seen, self.expected)
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt does not fit the model's context window; a shorter one may succeed."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"  # in lower case, OpenAI's code of this error
 
 
 class NotFound(PdserveError):

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pdserve.core.errors import (
     Cancelled,
+    ContextLengthExceeded,
     DeadlineExceeded,
     InvalidRequest,
     NotFound,
@@ -56,6 +57,7 @@ ROWS: Final[Mapping[type[PdserveError], Row]] = {
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large"),
     UnknownField: Row(400, "invalid_request_error", "unknown_parameter"),
     UnsupportedField: Row(400, "invalid_request_error", "unsupported_parameter"),
+    ContextLengthExceeded: Row(400, "invalid_request_error"),
     InvalidRequest: Row(400, "invalid_request_error", "invalid_value"),
     Unauthenticated: Row(401, "invalid_request_error", "invalid_api_key"),
     PermissionDenied: Row(403, "invalid_request_error"),

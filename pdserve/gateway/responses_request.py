@@ -59,7 +59,7 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
     try:
         call = chat_call({name: value for name, value in chat.items() if value is not None}, model, headers)
     except InvalidRequest as error:
-        raise InvalidRequest(_name(error.field), error.seen, error.expected) from None
+        raise error.renamed(_name(error.field)) from None
     names = {theirs: _name(ours) for theirs, ours in call.names.items()} | {"max_tokens": "max_output_tokens"}
     return replace(call, names=names, echoed=_echoed(request))
 
@@ -88,7 +88,7 @@ def _add(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> No
     try:
         one: Any = validated(model, item)
     except InvalidRequest as error:
-        raise InvalidRequest(f"{place}.{error.field}", error.seen, error.expected) from None
+        raise error.renamed(f"{place}.{error.field}") from None
     if isinstance(one, InputCall):
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})

@@ -83,7 +83,7 @@ class SdkCall:
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """The error about a field of the SDK's call, as one about the request's field."""
         name = self.names.get(error.field)
-        return error if name is None else InvalidRequest(name, error.seen, error.expected)
+        return error if name is None else error.renamed(name)
 
 
 def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:

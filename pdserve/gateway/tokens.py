@@ -43,4 +43,4 @@ async def detokenize(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]
     try:
         return {"prompt": await caller.client.detokenize(request.tokens)}
     except InvalidRequest as error:
-        raise InvalidRequest(error.field.replace("token_ids", "tokens"), error.seen, error.expected) from None
+        raise error.renamed(error.field.replace("token_ids", "tokens")) from None

@@ -21,6 +21,7 @@ from pdserve.core.durations import clamped_s
 from pdserve.core.errors import (
     Cancelled,
     ConfigError,
+    ContextLengthExceeded,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -64,6 +65,9 @@ def _field_error(kind: type[InvalidRequest] | type[ConfigError]) -> Callable[[st
 TABLE: Final[Mapping[type[PdserveError], Mapped]] = {
     InvalidRequest: Mapped(
         grpc.StatusCode.INVALID_ARGUMENT, ("field", "seen", "expected"), _field_error(InvalidRequest)
+    ),
+    ContextLengthExceeded: Mapped(
+        grpc.StatusCode.INVALID_ARGUMENT, ("field", "seen", "expected"), _field_error(ContextLengthExceeded)
     ),
     NotFound: Mapped(
         grpc.StatusCode.NOT_FOUND, ("kind", "name"), lambda _, fields, __: NotFound(fields["kind"], fields["name"])

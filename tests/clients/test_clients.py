@@ -43,6 +43,7 @@ def test_openai_gets_the_sdks_answers(
     assert sync["response"] == ["response", "incomplete", greedy]  # ended by max_output_tokens
     assert sync["response_streamed"] == [greedy, "response.created", "response.incomplete"]
     assert sync["error"] == ["model_not_found", 404]
+    assert sync["too_long"] == ["context_length_exceeded", 400, "messages"]
     assert found["async"] == {"chat": chat, "streamed": chat}
 
 
@@ -54,13 +55,14 @@ def test_langchain_gets_the_sdks_answers(run_program: Callable[..., Any], cluste
     assert found["tool"][0] == "add"
     assert 0 <= found["tool"][1]["a"] <= 9
     assert 0 <= found["structured"]["a"] <= 9
+    assert found["too_long"] is True
 
 
 def test_litellm_gets_the_sdks_answers(run_program: Callable[..., Any], cluster: Running) -> None:
     found = run_program("litellm", "litellm_chat.py")
     with Client(cluster.target) as sdk:
         greedy, text = sdk.generate(MESSAGES, **GREEDY).text, sdk.generate("def", **GREEDY).text
-    assert found == {"chat": greedy, "tokens": 16, "streamed": greedy, "text": text}
+    assert found == {"chat": greedy, "tokens": 16, "streamed": greedy, "text": text, "too_long": True}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -3,6 +3,7 @@
 import json
 import sys
 
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
@@ -29,4 +30,8 @@ responses = ChatOpenAI(
 found["response"] = responses.invoke(MESSAGES).text
 text = OpenAI(base_url=URL, api_key="none", model=MODEL, max_tokens=16, temperature=0, max_retries=0)
 found["text"] = text.invoke("def")
+try:
+    chat.invoke("x = 1\n" * 10_000)
+except ContextOverflowError:
+    found["too_long"] = True
 print(json.dumps(found, default=str))

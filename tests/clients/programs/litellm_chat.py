@@ -15,6 +15,11 @@ MESSAGES = [{"role": "user", "content": "add two numbers"}]
 chat = litellm.completion(model=f"openai/{MODEL}", messages=MESSAGES, **COMMON)
 stream = litellm.completion(model=f"openai/{MODEL}", messages=MESSAGES, stream=True, **COMMON)
 text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt="def", **COMMON)
+is_too_long = False
+try:
+    litellm.completion(model=f"openai/{MODEL}", messages=[{"role": "user", "content": "x = 1\n" * 10_000}], **COMMON)
+except litellm.ContextWindowExceededError:
+    is_too_long = True
 print(
     json.dumps(
         {
@@ -22,6 +27,7 @@ print(
             "tokens": chat.usage.completion_tokens,
             "streamed": "".join(one.choices[0].delta.content or "" for one in stream),
             "text": text.choices[0].text,
+            "too_long": is_too_long,
         }
     )
 )

@@ -62,6 +62,10 @@ def sync() -> dict:
             client.chat.completions.create(model="other", messages=MESSAGES)
         except openai.NotFoundError as error:
             found["error"] = [error.code, error.status_code]
+        try:
+            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x = 1\n" * 10_000}])
+        except openai.BadRequestError as error:
+            found["too_long"] = [error.code, error.status_code, error.param]
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import openai
@@ -33,10 +34,11 @@ from pdserve.v1 import inference_pb2
 from tests.unit.client.conftest import Script, delta, fail, started
 from tests.unit.client.conftest import script as script
 from tests.unit.client.conftest import target as target
-from tests.unit.gateway.conftest import WAIT_S, gateway, serve
+from tests.unit.gateway.conftest import WAIT_S, Served, gateway, serve
 
 STATUS = [
     (InvalidRequest("top_p", 2, "a number"), 400, "invalid_value", "top_p"),
+    (core.ContextLengthExceeded("text", "9 tokens", "at most 7"), 400, "context_length_exceeded", "prompt"),
     (UnknownField("foo", "x", "y"), 400, "unknown_parameter", "foo"),
     (UnsupportedField("tools", "x", "y"), 400, "unsupported_parameter", "tools"),
     (BodyTooLarge("body", 9, "at most 8"), 413, "body_too_large", "body"),
@@ -95,6 +97,27 @@ def test_an_overloaded_router_s_prediction_reaches_the_client() -> None:
         assert caught.value.code == "overloaded"
         retry_ms = int(caught.value.response.headers["retry-after-ms"])
         assert 0 < retry_ms <= int(caught.value.response.headers["retry-after"]) * 1000
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_prompt_that_is_too_long_names_the_context_length(bundled: Served, is_streamed: bool) -> None:
+    """In the words by which litellm and others recognize the error, beside OpenAI's code of it."""
+    most = bundled.sdk.model().max_context_tokens
+    prompt = "x = 1\n" * most
+    common: dict[str, Any] = {"model": bundled.model, "stream": is_streamed}
+    found = []
+    for call, given in (
+        (bundled.openai.completions.create, {"prompt": prompt}),
+        (bundled.openai.completions.create, {"prompt": [1] * most}),
+        (bundled.openai.chat.completions.create, {"messages": [{"role": "user", "content": prompt}]}),
+        (bundled.openai.responses.create, {"input": prompt}),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            call(**common, **given)
+        found.append((caught.value.code, caught.value.type, caught.value.param))
+        assert f"prompt is too long, because this model's maximum context length is {most} tokens" in str(caught.value)
+    kind = ("context_length_exceeded", "invalid_request_error")
+    assert found == [(*kind, name) for name in ("prompt", "prompt", "messages", "input")]
 
 
 @pytest.fixture
