@@ -80,6 +80,15 @@ class AttentionBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What differs between two steps of as many tokens; the address of the attention's tasks is the last."""
+
+    addresses: tuple[int, ...]
+    num_tasks: int
+    work: int
+
+
 MakeAttention = Callable[[PackedBatch, OnLayer | None], AttentionBackend]
 
 
@@ -110,10 +119,20 @@ class EagerAttention:
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
             q_THD = ops.rms_norm(q_THD, layer.q_norm_D, heads.norm_eps)
             k_TKD = ops.rms_norm(k_TKD, layer.k_norm_D, heads.norm_eps)
-        q_THD = self.place(index, q_THD, k_TKD, v_TKD, self._rotation(heads.rope_of_layer[index], q_THD))
+        q_THD = self.place(index, q_THD, k_TKD, v_TKD, self._rotation(heads.rope_of_layer[index], q_THD.dtype))
         if self._on_layer is not None:
             self._on_layer(index + 1)
         return self.attend(index, q_THD, layer.window)
+
+    def inputs(self) -> StepInputs | None:
+        """None if the step is not computed by kernels alone."""
+        batch, plan = self._batch, self._paged
+        if plan is None or batch.groups or self.read_U is not None or self._on_layer is not None:
+            return None
+        angles = [x for rope in range(len(self._heads.ropes)) for x in self._rotation(rope, torch.float32)]
+        tensors = (*angles, batch.block_T, batch.offset_T)
+        addresses = (*(x.data_ptr() for x in tensors), plan.tables.ctypes.data, plan.tasks.ctypes.data)
+        return StepInputs(addresses, len(plan.tasks), plan.work)
 
     def place(self, index: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """Stores the step's rotated keys and its values, and returns the rotated queries."""
@@ -133,10 +152,10 @@ class EagerAttention:
             parts.append(attend(self._pool, index, rows_of(q_THD, group), contexts[window], scale, softcap))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _rotation(self, rope: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, rope: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if rope not in self._rotations:
             factor = self._heads.ropes[rope].attention_factor
-            dtype = like.dtype if self._kernel is None else torch.float32
+            dtype = dtype if self._kernel is None else torch.float32
             self._rotations[rope] = rotation(self._heads.frequencies[rope], factor, self._batch.position_T, dtype)
         return self._rotations[rope]
 

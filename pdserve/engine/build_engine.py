@@ -184,6 +184,11 @@ def open_rank(
             return TorchEngine(spec, model, pool, grammars, make_attention, MAX_SHORT)
         computed = torch.bfloat16 if precision.rounding == "bfloat16" else torch.float32
         kernel = compiled(pool, rank_model.num_heads, computed, config.worker_id) if is_paged else None
+        hidden = None
+        if kernel is not None and ranks is None:
+            from pdserve.engine.recorded import RecordedSteps  # needs numba
+
+            hidden = RecordedSteps(model).hidden
         most_short = 0 if kernel is None else sys.maxsize if config.deterministic == "on" else MOST_QUERIES
         return TorchEngine(
             spec,
@@ -192,6 +197,7 @@ def open_rank(
             grammars,
             lambda batch, on_layer: EagerAttention(batch, pool, model.heads, kernel, on_layer),
             most_short,
+            hidden,
         )
 
     if num_blocks is None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from pdserve.engine.fp8 import make_fp8_linear
 from pdserve.engine.int4 import has_amx, make_int4_linear
 from pdserve.engine.kernels import jit
-from pdserve.engine.ops import quantise
+from pdserve.engine.ops import quantise, to_bfloat16
 from pdserve.engine.rounding import BFLOAT16_TRIAL, LEAST_SCALE, LEVELS, WEIGHTS_AT_ONCE, ZERO_POINT
 
 Product = Callable[[Tensor, Tensor], Tensor]  # of rounded inputs and their scales
@@ -170,7 +170,7 @@ class Bf16Linear:
         self._weight = weight_NK
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        return self.product(x_TK.bfloat16())
+        return self.product(to_bfloat16(x_TK))
 
     def product(self, x_TK: Tensor) -> Tensor:
         if self._panels is not None and x_TK.shape[0] <= self._most_rows:

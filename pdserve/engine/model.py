@@ -72,9 +72,10 @@ class Decoder:
         Ranks synchronise before the first store, between layers and after the last store, so no rank clears, stores or
         reads a block while another one is in an earlier or later step.
         """
-        x_TE = self._embed(attention.token_T)
-        if self._embedding_scale != 1.0:
-            x_TE.mul_(self._embedding_scale)
+        return self.through_layers(self.embed(attention.token_T), attention)
+
+    def through_layers(self, x_TE: Tensor, attention: AttentionBackend) -> Tensor:
+        """`hidden` of embedded tokens, which it may overwrite."""
         delta_TE: Tensor | None = None  # output of the previous sublayer, to be added
         for index, layer in enumerate(self._weights.layers):
             qkv_TN = self._normed_product(layer.qkv, x_TE, delta_TE, layer.attention_norm_E)
@@ -110,6 +111,10 @@ class Decoder:
         logits_TV = logits_TV.float() if out_TV is None else out_TV.copy_(logits_TV)
         softcap = self._config.logit_softcap
         return logits_TV if softcap is None else logits_TV.div_(softcap).tanh_().mul_(softcap)
+
+    def embed(self, token_T: Tensor) -> Tensor:
+        x_TE = self._embed(token_T)
+        return x_TE if self._embedding_scale == 1.0 else x_TE.mul_(self._embedding_scale)
 
     def _embed(self, token_T: Tensor) -> Tensor:
         table_VE, dtype = self._weights.embedding_VE, self._weights.dtype

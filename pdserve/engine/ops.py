@@ -122,3 +122,11 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     rounded_TK, scale_T1 = torch.empty(x_TK.shape, dtype=torch.uint8), torch.empty(x_TK.shape[0], 1)
     rows.rounded(x_TK, rounded_TK, scale_T1)
     return rounded_TK, scale_T1
+
+
+def to_bfloat16(x_TK: Tensor) -> Tensor:
+    if x_TK.dtype == torch.bfloat16 or x_TK.ndim != 2 or not is_readable(x_TK):
+        return x_TK.bfloat16()
+    rounded_TK = torch.empty(x_TK.shape, dtype=torch.bfloat16)
+    rows.rounded(x_TK, rounded_TK, rounded_TK)
+    return rounded_TK

@@ -69,12 +69,7 @@ class HostRoundedOps:
         return (out, scale_T1) if self._dtype == torch.uint8 else (out,)
 
 
-def to_bfloat16(x_TK: Tensor) -> Rounded:
-    """[T, K] as Bf16Linear takes it."""
-    return (x_TK.bfloat16(),)
-
-
 ROUNDED: Final[Mapping[str, HostRoundedOps]] = {
     "int8": HostRoundedOps(torch.uint8, ops.quantise),
-    "bfloat16": HostRoundedOps(torch.bfloat16, to_bfloat16),
+    "bfloat16": HostRoundedOps(torch.bfloat16, lambda x_TK: (ops.to_bfloat16(x_TK),)),
 }

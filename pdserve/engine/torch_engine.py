@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pdserve.core.types import TokenOut
-from pdserve.engine.attention import MakeAttention
+from pdserve.engine.attention import AttentionBackend, MakeAttention
 from pdserve.engine.batch import pack
 from pdserve.engine.grammars import Grammars
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
@@ -42,8 +42,12 @@ class TorchEngine:
         grammars: Grammars,
         make_attention: MakeAttention,
         most_short: int,
+        hidden: Callable[[AttentionBackend], Tensor] | None = None,
     ) -> None:
-        """`make_attention` makes the device's attention for a batch; rows of up to `most_short` queries are short."""
+        """`make_attention` makes the device's attention for a batch; rows of up to `most_short` queries are short.
+
+        `hidden` computes `model.hidden` in another way.
+        """
         self.grammars = grammars
         self.spec = spec
         self.pool = pool
@@ -52,6 +56,7 @@ class TorchEngine:
         self._reports_layers = spec.num_layers > 1
         self._make_attention = make_attention
         self._most_short = most_short
+        self._hidden = hidden or model.hidden
         self.memory: MemoryPlan | None = None
 
     @torch.inference_mode()
@@ -96,7 +101,7 @@ class TorchEngine:
 
     def _states(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Tensor:
         batch = pack(rows, self.spec.block_size, self._device, self._most_short)
-        return self.model.hidden(self._make_attention(batch, on_layer if self._reports_layers else None))
+        return self._hidden(self._make_attention(batch, on_layer if self._reports_layers else None))
 
     def close(self) -> None:
         """Nothing to free: weights and pool end with their last reader."""

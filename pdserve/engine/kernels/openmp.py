@@ -33,12 +33,32 @@ def run(kernel: Callable[[int], None], task: int) -> None:
         parallel(kernel, task, num_threads, 0)
 
 
+def barrier() -> int:
+    """The address of a function at which the threads of `run` wait for each other; 0 if there is one thread."""
+    library = _library()
+    if torch.get_num_threads() == 1 or library is None:
+        return 0
+    return ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value or 0
+
+
+def has_barrier() -> bool:
+    return _library() is not None
+
+
 @cache
 def _parallel() -> Callable[..., None] | None:
     """GOMP_parallel(function, data, num_threads, flags), the function to which GCC compiles `omp parallel`."""
+    library = _library()
+    if library is None:
+        return None
+    parallel = library.GOMP_parallel
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+    return parallel  # type: ignore[no-any-return]
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        parallel = ctypes.CDLL(str(path)).GOMP_parallel
-        parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        parallel.restype = None
-        return parallel  # type: ignore[no-any-return]
+        return ctypes.CDLL(str(path))
     return None

@@ -8,13 +8,17 @@ among threads through a counter, so an item's bits do not depend on the division
     number 1   how many threads have begun
     number 2   the number of items
     from 3 on  the kernel's own numbers
+
+Between `recording()` and its end, this thread's calls are only noted, for program.py.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 from llvmlite import ir
@@ -29,7 +33,29 @@ KINDS: Final = {"float32": FLOAT32, "bfloat16": BFLOAT16, "uint8": UINT8, "int8"
 ANY: Final = 1 << 40  # the size of an array whose size a kernel does not need
 
 _compiling: Final = threading.Lock()  # engines of one process share kernels
+_recording: Final = threading.local()
 _TYPES: Final = (types.float32, types.uint16, types.uint8, types.int8, types.int32, types.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A call that was noted: of the machine code at `address`. Work below `least` uses one thread."""
+
+    address: int
+    num_items: int
+    work: int
+    least: int
+    numbers: tuple[int, ...]
+
+
+@contextmanager
+def recording() -> Iterator[list[KernelCall]]:
+    calls: list[KernelCall] = []
+    _recording.calls = calls
+    try:
+        yield calls
+    finally:
+        del _recording.calls
 
 
 @final
@@ -45,6 +71,10 @@ class TaskKernel:
 
     def __call__(self, num_items: int, work: int, *numbers: int) -> None:
         kernel = self._compiled or self._compile()
+        calls = getattr(_recording, "calls", None)
+        if calls is not None:
+            calls.append(KernelCall(self._keep.address, num_items, work, self._least, numbers))
+            return
         task = (ctypes.c_int64 * (FIRST + len(numbers)))(0, 0, num_items, *numbers)
         if work < self._least:
             kernel(ctypes.addressof(task))
