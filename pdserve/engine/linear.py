@@ -40,7 +40,7 @@ Rounding = Literal["none", "bfloat16", "int8", "int4", "fp8"]  # of a product's 
 _LEAST_ROWS: Final = 4  # with packed weights, oneDNN is faster for four rows than for one, two or three
 _HINT_ROWS: Final = 32  # oneDNN chooses the same layout for 4 to 32 rows
 # With more rows, oneDNN is as fast as kernels.packed_gemm; with AMX, which that does not use, it is so earlier.
-_MOST_PANEL_ROWS: Final = {"none": 32, "bfloat16": 32, "int8": 16}  # by rounding
+_MOST_PANEL_ROWS: Final = 32
 _MOST_BEFORE_AMX: Final = 8
 _FIXED_ROWS: Final = 64  # number of rows of a product that would otherwise depend on it
 _TRIED_ROWS: Final = (1, 2, 3, 5, 8, 17, 33)
@@ -118,7 +118,7 @@ class PackedLinear:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         num_tokens = x_TK.shape[0]
-        if self._panels is not None and num_tokens <= _MOST_PANEL_ROWS["none"]:
+        if self._panels is not None and num_tokens <= _MOST_PANEL_ROWS:
             out_TN = self._panels(x_TK)
             return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
         if num_tokens >= _LEAST_ROWS:
@@ -135,8 +135,8 @@ def _panels(packed: Tensor, weight_NK: Tensor) -> Callable[[Tensor], Tensor] | N
     return make_panels(packed, weight_NK.shape[0], weight_NK.shape[1], weight_NK.dtype)
 
 
-def _most_panel_rows(rounding: Rounding) -> int:
-    return _MOST_BEFORE_AMX if has_amx() else _MOST_PANEL_ROWS[rounding]
+def _most_rounded_rows() -> int:
+    return _MOST_BEFORE_AMX if has_amx() else _MOST_PANEL_ROWS
 
 
 def _int8_panels(packed: Tensor, rounded_NK: Tensor, scale_N: Tensor, product: Product) -> Product | None:
@@ -162,7 +162,7 @@ class Bf16Linear:
         self._bias_N = None if bias_N is None else bias_N.bfloat16()
         self._is_packed = multiplies_bfloat16()
         self._panels: Callable[[Tensor], Tensor] | None = None
-        self._most_rows = _most_panel_rows("bfloat16")
+        self._most_rows = _most_rounded_rows()
         if self._is_packed:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _HINT_ROWS)
             self._panels = None if bias_N is not None else _panels(packed, weight_NK)
@@ -204,7 +204,7 @@ class Int8Linear:
         self._scale_N = scale_N
         self._zero_N = torch.zeros(scale_N.shape, dtype=torch.int64)
         self._bias_N = bias_N
-        self._most_rows = _most_panel_rows("int8")
+        self._most_rows = _most_rounded_rows()
         self._panels = _int8_panels(self._packed, rounded_NK, scale_N, self._whole)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
