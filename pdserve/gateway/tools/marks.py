@@ -1,4 +1,4 @@
-"""Finds a mark in a text that arrives character by character. Pure."""
+"""Finds marks in a text that arrives character by character. Pure."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import final
 
 @final
 class Mark:
-    """Holds back text that may be the beginning of the mark."""
+    """Holds back text that may be the beginning of a mark. No mark begins with another one."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, *texts: str) -> None:
+        self._texts = texts
+        self._longest = max(map(len, texts))
         self.held = ""
 
     def feed(self, char: str) -> str:
-        """The text that is certainly not part of the mark."""
+        """The text that is certainly not part of a mark."""
         self.held += char
         size = next(
-            size for size in range(min(len(self.held), len(self.text)), -1, -1) if self._may_begin(self.held, size)
+            size
+            for size in range(min(len(self.held), self._longest), -1, -1)
+            if self._may_begin(self.held[len(self.held) - size :])
         )
         passed, self.held = self.held[: len(self.held) - size], self.held[len(self.held) - size :]
         return passed
 
-    def is_found(self) -> bool:
-        """True once, when the mark is complete."""
-        if self.held != self.text:
-            return False
-        self.held = ""
-        return True
+    def found(self) -> str | None:
+        """Once, the mark that is complete."""
+        return self.rest() if self.held in self._texts else None
 
     def rest(self) -> str:
         held, self.held = self.held, ""
         return held
 
-    def _may_begin(self, text: str, size: int) -> bool:
-        return size == 0 or text.endswith(self.text[:size])
+    def _may_begin(self, text: str) -> bool:
+        return any(one.startswith(text) for one in self._texts)

@@ -11,102 +11,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final, final
 
-from pdserve.gateway.tools.call_object import CallObject, JsonValue
-from pdserve.gateway.tools.events import Arguments, CallBegan, Event, Reader, Text, joined
+from pdserve.gateway.tools.call_object import JsonValue
+from pdserve.gateway.tools.call_reader import SPACE, CallReader, CharReader
+from pdserve.gateway.tools.events import Arguments, CallBegan, Reader
 from pdserve.gateway.tools.marks import Mark
 
-_SPACE: Final = " \t\r\n"
 _CALL_ID: Final = "[CALL_ID]"  # may follow a name in Mistral's second form
 
 
-class CharReader(Reader):
-    """Passes one character at a time, so that the result cannot depend on where the text is split."""
-
-    def __init__(self) -> None:
-        self._found: list[Event] = []
-
-    def feed(self, text: str) -> list[Event]:
-        for char in text:
-            self._char(char)
-        return self._taken()
-
-    def end(self) -> list[Event]:
-        self._end()
-        return self._taken()
-
-    def _char(self, char: str) -> None:
-        raise NotImplementedError
-
-    def _end(self) -> None:
-        raise NotImplementedError
-
-    def _taken(self) -> list[Event]:
-        found, self._found = joined(self._found), []
-        return found
-
-
-class _Calls(CharReader):
-    """Text, and objects of calls that a subclass finds in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._object: CallObject | None = None
-        self._raw = ""  # becomes text if the object is not a call
-        self._is_named = False
-        self._space = ""  # space after text, which is dropped before a call
-        self._has_calls = False
-
-    def _write(self, char: str) -> None:
-        if char in _SPACE:
-            self._space += char
-            return
-        self._found.append(Text(self._space + char))
-        self._space = ""
-
-    def _write_all(self, text: str) -> None:
-        for char in text:
-            self._write(char)
-
-    def _begin(self, raw: str) -> None:
-        self._object, self._raw, self._is_named = CallObject(), raw, False
-
-    def _feed_object(self, char: str) -> bool:
-        """True while the object continues."""
-        one = self._object
-        assert one is not None
-        self._raw += char
-        one.feed(char)
-        if one.name is not None and not self._is_named and not one.is_broken:
-            if not self._is_tool(one.name):
-                return False
-            self._call(one.name)
-            self._is_named = True
-        if self._is_named:
-            self._found.append(Arguments(one.take()))
-        return not (one.is_done or one.is_broken)
-
-    def _is_tool(self, name: str) -> bool:
-        return True
-
-    def _call(self, name: str) -> None:
-        self._space, self._has_calls = "", True
-        self._found.append(CallBegan(name))
-
-    def _give_up(self) -> None:
-        """The object is not a call. Its text is part of the answer, unless its name was already returned."""
-        if self._object is not None and not self._is_named:
-            self._write_all(self._raw)
-        self._object, self._raw = None, ""
-
-    def _end(self) -> None:
-        self._give_up()
-        if self._space and not self._has_calls:
-            self._found.append(Text(self._space))
-        self._space = ""
-
-
 @final
-class HermesReader(_Calls):
+class HermesReader(CallReader):
     def __init__(self) -> None:
         super().__init__()
         self._mark = Mark("<tool_call>")
@@ -120,11 +34,11 @@ class HermesReader(_Calls):
                 self._give_up()
         elif self._is_after:
             self._close.feed(char)  # anything before the end mark is dropped
-            self._is_after = not self._close.is_found()
+            self._is_after = not self._close.found()
         else:
             self._write_all(self._mark.feed(char))
-            if self._mark.is_found():
-                self._begin(self._mark.text)
+            if mark := self._mark.found():
+                self._begin(mark)
 
     def _end(self) -> None:
         self._write_all(self._mark.rest())
@@ -132,7 +46,7 @@ class HermesReader(_Calls):
 
 
 @final
-class Llama3Reader(_Calls):
+class Llama3Reader(CallReader):
     """Only objects with the name of a tool are calls, because an answer may itself be JSON."""
 
     def __init__(self, names: Collection[str]) -> None:
@@ -161,12 +75,12 @@ class Llama3Reader(_Calls):
 
     def _before_object(self, char: str) -> None:
         """Space, the tag, and semicolons between calls; anything else makes the rest text."""
-        if not self._tag.held and (char in _SPACE or (char == ";" and self._has_calls)):
+        if not self._tag.held and (char in SPACE or (char == ";" and self._has_calls)):
             self._between += char
             return
         passed = self._tag.feed(char)
-        if self._tag.is_found():
-            self._between += self._tag.text
+        if tag := self._tag.found():
+            self._between += tag
         elif passed:
             self._is_text = True
             self._write_all(self._between + passed + self._tag.rest())
@@ -180,7 +94,7 @@ class Llama3Reader(_Calls):
 
 
 @final
-class ArrayReader(_Calls):
+class ArrayReader(CallReader):
     """Reads `[{..}, {..}]`, which the grammar of a required call produces."""
 
     def __init__(self) -> None:
@@ -218,7 +132,7 @@ class NamedReader(CharReader):
 
 
 @final
-class MistralReader(_Calls):
+class MistralReader(CallReader):
     def __init__(self) -> None:
         super().__init__()
         self._mark = Mark("[TOOL_CALLS]")
@@ -238,8 +152,8 @@ class MistralReader(_Calls):
             self._feed_name(char)
         else:
             self._write_all(self._mark.feed(char))
-            if self._mark.is_found():
-                self._name, self._raw = "", self._mark.text
+            if mark := self._mark.found():
+                self._name, self._raw = "", mark
 
     def _feed_name(self, char: str) -> None:
         assert self._name is not None
@@ -247,7 +161,7 @@ class MistralReader(_Calls):
         if not self._name and char == "[" and not self._args.held:
             self._space, self._has_calls, self._name, self._array = "", True, None, ArrayReader()
             return
-        if not self._name and char in _SPACE:
+        if not self._name and char in SPACE:
             return
         if char == "{":  # some templates have no [ARGS]
             self._begin_value()
@@ -256,7 +170,7 @@ class MistralReader(_Calls):
             return
         passed = self._args.feed(char)
         self._name += passed
-        if self._args.is_found():
+        if self._args.found():
             self._begin_value()
 
     def _begin_value(self) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final, final
+from typing import final
 
+from pdserve.gateway.tools.call_reader import SPACE
 from pdserve.gateway.tools.events import Event, Reader, Reasoning, Text, joined
 from pdserve.gateway.tools.marks import Mark
-
-_SPACE: Final = " \t\r\n"
 
 
 @final
@@ -66,18 +65,18 @@ class ReasoningReader(Reader):
             self._before(char)
         elif self._place is _Place.INSIDE:
             self._think(self._close.feed(char))
-            if self._close.is_found():
+            if self._close.found():
                 self._place = _Place.AFTER
-        elif char not in _SPACE:  # AFTER
+        elif char not in SPACE:  # AFTER
             self._place = _Place.REST
             self._found += self._rest.feed(char)
 
     def _before(self, char: str) -> None:
-        if not self._open.held and char in _SPACE:
+        if not self._open.held and char in SPACE:
             self._space += char
             return
         passed = self._open.feed(char)
-        if self._open.is_found():
+        if self._open.found():
             self._place, self._space = _Place.INSIDE, ""
         elif passed:
             self._place = _Place.REST
@@ -85,7 +84,7 @@ class ReasoningReader(Reader):
 
     def _think(self, text: str) -> None:
         for char in text:
-            if char in _SPACE:
+            if char in SPACE:
                 self._space += char if self._has_text else ""
                 continue
             self._found.append(Reasoning(self._space + char))
