@@ -74,8 +74,10 @@ class Model:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
-    tool_format: str = ""  # how the model writes tool calls: hermes, llama3 or mistral; empty if unknown
-    reasoning_format: str = ""  # how it marks reasoning: tagged, or open if its prompt begins it; empty: no marks
+    tool_format: str = ""  # how the model writes tool calls: hermes, qwen3_coder, llama3 or mistral; empty if unknown
+    reasoning_format: str = (
+        ""  # how it marks reasoning: mistral, tagged, or open if its prompt begins it; empty: no marks
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,12 +110,12 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
         is_thinking=switches.get("enable_thinking") is not False,
     )
     has_form = not options.keys().isdisjoint(_STRUCTURES)
-    if plan is not None and plan.tools:
-        if has_form:
-            raise InvalidRequest("response_format", "a form beside tools", "no form, or the tool_choice none")
-        options |= {**plan.options, "tools": plan.tools}
-    elif has_form:
+    if plan is not None and plan.tools and has_form:
+        raise InvalidRequest("response_format", "a form beside tools", "no form, or the tool_choice none")
+    if has_form:
         plan = None  # a grammar does not allow the marks of reasoning
+    if plan is not None:
+        options |= {**plan.options, "tools": plan.tools}
     names = dict.fromkeys(_MESSAGES, "messages") | ({"logprobs": "top_logprobs"} if logprobs else {})
     if plan is not None and plan.tools:
         names |= dict.fromkeys(_STRUCTURES, "tools")

@@ -77,7 +77,7 @@ class ChatTemplate:
         self._takes_tools = "tools" in read
         self._arguments = read.difference(_OWN, self._named_tokens, self._environment.globals)
         self.tool_format = tool_format(source) if self._takes_tools else ""
-        self.has_reasoning_marks = "</think>" in source
+        self.reasoning_mark = next((mark for mark in ("[/THINK]", "</think>") if mark in source), None)
 
     def render(self, messages: Sequence[Message], tools: Sequence[str] = (), arguments: str = "") -> str:
         """`tools` are JSON objects. So is `arguments`, with values for names that the template reads.
@@ -139,9 +139,11 @@ class ChatTemplate:
 
 
 def reasoning_format(template: ChatTemplate) -> str:
-    """How the model marks its reasoning: tagged, open (its prompt ends with <think>), or empty for no marks."""
-    if not template.has_reasoning_marks:
+    """How the model marks its reasoning: mistral, tagged, open (its prompt ends with <think>), or empty: no marks."""
+    if template.reasoning_mark is None:
         return ""
+    if template.reasoning_mark == "[/THINK]":
+        return "mistral"
     try:
         prompt = template.render([Message("user", "x")])
     except (InvalidRequest, ModelError):

@@ -18,8 +18,6 @@ from pdserve.gateway.tools.readers import ArrayReader, NamedReader, make_reader
 from pdserve.gateway.tools.reasoning import ReasoningReader, TextReader
 
 MAX_CALLS: Final = 16  # of one answer with a grammar
-#: Forms whose marks are special tokens, which have text only on request.
-_SPECIAL_MARKS: Final = ("mistral",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +36,13 @@ def plan_tools(
 
     `is_thinking`: the request does not turn the reasoning off. A template then closes it in the prompt.
     """
-    is_open = is_thinking and model.reasoning_format == "open"
+    form = model.reasoning_format
+    is_open = is_thinking and form == "open"
 
     def with_reasoning(reader: Reader) -> Reader:
-        return ReasoningReader(reader, is_open=is_open) if model.reasoning_format else reader
+        if form == "mistral":
+            return ReasoningReader(reader, is_open=False, marks=("[THINK]", "[/THINK]"))
+        return ReasoningReader(reader, is_open=is_open) if form else reader
 
     names = [one.function.name for one in tools]
     if len(set(names)) != len(names):
@@ -49,7 +50,7 @@ def plan_tools(
     if not tools or choice == "none":
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice", "a choice without tools", "tools beside it")
-        return ToolPlan((), {}, lambda: with_reasoning(TextReader())) if model.reasoning_format else None
+        return ToolPlan((), _shown(form), lambda: with_reasoning(TextReader())) if form else None
     shown = [_for_template(one) for one in tools]
     most = None if is_parallel else 1
     is_short = model.tool_format == "mistral"
@@ -65,8 +66,14 @@ def plan_tools(
     if not model.tool_format:
         expected = "required or a named function: the form of this model's calls is not known"
         raise InvalidRequest("tool_choice", "auto", expected)
-    shows = {"skip_special_tokens": False} if model.tool_format in _SPECIAL_MARKS else {}
-    return ToolPlan(shown, shows, lambda: with_reasoning(make_reader(model.tool_format, names)), most, is_short)
+    parameters = {one.function.name: _parameters(one) for one in tools}
+    shows = _shown(model.tool_format, form)
+    return ToolPlan(shown, shows, lambda: with_reasoning(make_reader(model.tool_format, parameters)), most, is_short)
+
+
+def _shown(*formats: str) -> dict[str, Any]:
+    """Options by which a reader sees the marks of these formats. Mistral's are special tokens."""
+    return {"skip_special_tokens": False} if "mistral" in formats else {}
 
 
 def calls_schema(tools: Sequence[Tool], most_calls: int) -> dict[str, Any]:

@@ -2,19 +2,21 @@
 
 hermes (Hermes, Qwen2.5, Qwen3): text, then calls, each `<tool_call>{"name": .., "arguments": {..}}</tool_call>`.
 llama3 (Llama 3.x): the whole answer is `{"name": .., "parameters": {..}}`, or several with a semicolon between them.
+qwen3_coder (Qwen3-Coder, Qwen3.5): text, then calls in XML (xml_reader.py).
 mistral: text, then `[TOOL_CALLS] [{"name": .., "arguments": {..}}, ..]`, or `[TOOL_CALLS]name[ARGS]{..}` for each call.
 An object that proves not to be a call before its name is known is text. An array without calls is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Final, final
+from collections.abc import Collection, Mapping
+from typing import Any, Final, final
 
 from pdserve.gateway.tools.call_object import JsonValue
 from pdserve.gateway.tools.call_reader import SPACE, CallReader, CharReader
 from pdserve.gateway.tools.events import Arguments, CallBegan, Reader
 from pdserve.gateway.tools.marks import Mark
+from pdserve.gateway.tools.xml_reader import XmlReader
 
 _CALL_ID: Final = "[CALL_ID]"  # may follow a name in Mistral's second form
 
@@ -198,8 +200,11 @@ class MistralReader(CallReader):
         super()._end()
 
 
-def make_reader(tool_format: str, names: Collection[str]) -> Reader:
-    """The reader for the form in which a model writes calls. Raises KeyError for an unknown form."""
+def make_reader(tool_format: str, parameters: Mapping[str, Mapping[str, Any]]) -> Reader:
+    """The reader for the form in which a model writes calls. `parameters` are the schemas of the tools' parameters,
+    by the tools' names. Raises KeyError for an unknown form."""
     if tool_format == "llama3":
-        return Llama3Reader(names)
+        return Llama3Reader(parameters)
+    if tool_format == "qwen3_coder":
+        return XmlReader(parameters)
     return {"hermes": HermesReader, "mistral": MistralReader}[tool_format]()

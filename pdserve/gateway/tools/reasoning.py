@@ -1,4 +1,4 @@
-"""Splits reasoning, `<think>..</think>` at the beginning of an answer, from the rest. Pure."""
+"""Splits reasoning between marks, at the beginning of an answer, from the rest. Pure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TextReader(Reader):
 
 
 class _Place(Enum):
-    BEFORE = "before <think>"
+    BEFORE = "before the first mark"
     INSIDE = "within the reasoning"
-    AFTER = "in the space after </think>"
+    AFTER = "in the space after the last mark"
     REST = "in the rest"
 
 
@@ -32,12 +32,11 @@ class _Place(Enum):
 class ReasoningReader(Reader):
     """Space around the marks is dropped. The rest is read by another reader."""
 
-    def __init__(self, rest: Reader, *, is_open: bool) -> None:
-        """`is_open`: the prompt ended with <think>, so the answer begins within the reasoning."""
+    def __init__(self, rest: Reader, *, is_open: bool, marks: tuple[str, str] = ("<think>", "</think>")) -> None:
+        """`is_open`: the prompt ended with the first mark, so the answer begins within the reasoning."""
         self._rest = rest
         self._place = _Place.INSIDE if is_open else _Place.BEFORE
-        self._open = Mark("<think>")
-        self._close = Mark("</think>")
+        self._open, self._close = map(Mark, marks)
         self._space = ""  # before the first mark, or after text of the reasoning
         self._has_text = False
         self._found: list[Event] = []

@@ -34,8 +34,8 @@ CASES: list[tuple[str, bool, list[Event]]] = [
 ]
 
 
-def read(pieces: list[str], is_open: bool) -> list[Event]:
-    one = ReasoningReader(TextReader(), is_open=is_open)
+def read(pieces: list[str], is_open: bool, marks: tuple[str, str] = ("<think>", "</think>")) -> list[Event]:
+    one = ReasoningReader(TextReader(), is_open=is_open, marks=marks)
     found = [event for piece in pieces for event in one.feed(piece)]
     return joined([*found, *one.end()])
 
@@ -45,6 +45,13 @@ def test_reasoning_is_read_the_same_at_every_split(text: str, is_open: bool, eve
     assert read([text], is_open) == read(list(text), is_open) == events
     for first, second in itertools.combinations(range(len(text) + 1), 2):
         assert read([text[:first], text[first:second], text[second:]], is_open) == events
+
+
+def test_mistral_s_marks_are_read_the_same_at_every_split() -> None:
+    text, marks = "[THINK]a [THINK\nb[/THINK] [five]", ("[THINK]", "[/THINK]")
+    for first, second in itertools.combinations(range(len(text) + 1), 2):
+        pieces = [text[:first], text[first:second], text[second:]]
+        assert read(pieces, False, marks) == [Reasoning("a [THINK\nb"), Text("[five]")]
 
 
 def test_calls_come_after_reasoning() -> None:
@@ -61,6 +68,7 @@ def test_calls_come_after_reasoning() -> None:
         ("{{ messages[0].content.split('</think>')[-1] }}<|assistant|>", "tagged"),
         ("{{ messages[0].content.split('</think>')[-1] }}<|assistant|><think>\n", "open"),
         ("</think>{{ raise_exception('no') }}", "tagged"),
+        ("{{ '[THINK]' + messages[0].content + '[/THINK]' }}", "mistral"),
     ],
 )
 def test_the_template_shows_how_reasoning_is_marked(source: str, expected: str) -> None:
@@ -69,12 +77,13 @@ def test_the_template_shows_how_reasoning_is_marked(source: str, expected: str) 
 
 class ThinkingScript(Script):
     reasoning_format = "tagged"
+    tool_format = ""
 
     def GetModel(
         self, request: inference_pb2.GetModelRequest, context: grpc.ServicerContext
     ) -> inference_pb2.GetModelResponse:
         found = super().GetModel(request, context)
-        found.reasoning_format = self.reasoning_format
+        found.reasoning_format, found.tool_format = self.reasoning_format, self.tool_format
         return found
 
 
@@ -120,6 +129,30 @@ def test_a_chat_returns_reasoning_separately(client: openai.OpenAI, script: Scri
     newer: Any = {"role": "assistant", "content": "five", "reasoning": "hm"}  # vLLM's name
     client.chat.completions.create(model="m", messages=[*TALK, newer, *TALK])
     assert script.requests[-1].chat.messages[1].reasoning_content == "hm"
+
+
+def test_mistral_s_reasoning_is_between_special_tokens(client: openai.OpenAI, script: Script) -> None:
+    script.reasoning_format = "mistral"  # type: ignore[attr-defined]
+    end = finished(reason=inference_pb2.FINISH_REASON_STOP, usage=inference_pb2.Usage(completion_tokens=3))
+    script.says(started(), delta("[THINK]hm", 1), delta("[/THINK]", 2), delta("five", 3), end)
+    message = client.chat.completions.create(model="m", messages=TALK).choices[0].message
+    assert (message.content, message.reasoning_content) == ("five", "hm")  # type: ignore[attr-defined]
+    [request] = script.requests
+    assert request.sampling.HasField("skip_special_tokens")
+    assert not request.sampling.skip_special_tokens
+
+
+def test_a_call_in_xml_comes_after_reasoning(client: openai.OpenAI, script: Script) -> None:
+    script.tool_format = "qwen3_coder"  # type: ignore[attr-defined]
+    end = finished(reason=inference_pb2.FINISH_REASON_STOP, usage=inference_pb2.Usage(completion_tokens=2))
+    call = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
+    script.says(started(), delta("<think>hm</think>\n\n" + call[:40], 1), delta(call[40:], 2), end)
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    [choice] = client.chat.completions.create(model="m", messages=TALK, tools=[tool]).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    [found] = choice.message.tool_calls or ()
+    assert (found.function.name, found.function.arguments) == ("add", '{"a": 2}')  # type: ignore[union-attr]
 
 
 def test_reasoning_can_be_turned_off(client: openai.OpenAI, script: Script) -> None:

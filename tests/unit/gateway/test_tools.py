@@ -23,7 +23,25 @@ ADD = '{"name": "add", "arguments": {"a": 1, "b": {"c": "}"}}}'
 ADDED: list[Event] = [CallBegan("add"), Arguments('{"a": 1, "b": {"c": "}"}}')]
 GET = '{"name": "get", "arguments": {}}'
 GOT: list[Event] = [CallBegan("get"), Arguments("{}")]
-NAMES = ("add", "get")
+PARAMETERS: dict[str, Any] = {
+    "add": {
+        "properties": {
+            "s": {"type": "string"},
+            "i": {"type": "integer"},
+            "n": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+            "b": {"type": ["boolean"]},
+            "e": {"enum": [1, "two"]},
+            "r": {"$ref": "#/$defs/r~1"},
+        },
+        "$defs": {"r/": {"type": "object", "properties": {"x": {"type": "integer"}}}},
+    },
+    "get": {},
+}
+
+
+def called(arguments: str) -> list[Event]:
+    return [CallBegan("add"), Arguments(arguments)]
+
 
 CASES: list[tuple[str, str, list[Event]]] = [
     ("hermes", "plain text", [Text("plain text")]),
@@ -71,6 +89,48 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("mistral", "[TOOL_CALLS]add", [Text("[TOOL_CALLS]add")]),
     ("mistral", "[TOOL_CAL", [Text("[TOOL_CAL")]),
     ("mistral", "[TOOL_CALLS]{}", [Text("[TOOL_CALLS]{}")]),
+    ("qwen3_coder", "a < b <func <tool_", [Text("a < b <func <tool_")]),
+    (
+        "qwen3_coder",
+        "Let me see.\n\n<tool_call>\n<function=get>\n<parameter=q>\nx\ny\n</parameter>\n</function>\n</tool_call>",
+        [Text("Let me see."), CallBegan("get"), Arguments('{"q": "x\\ny"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=get></function></tool_call>\n<tool_call>\n<function=get>\n</function>\n</tool_call> so",
+        [*GOT, *GOT, Text(" so")],
+    ),
+    ("qwen3_coder", "<function=get></function></tool_call>", GOT),
+    ("qwen3_coder", "<function=other></function>", [Text("<function=other></function>")]),
+    ("qwen3_coder", "<tool_call><function=other></function>", [CallBegan("other"), Arguments("{}")]),
+    ("qwen3_coder", "<tool_call>x</tool_call>", [Text("<tool_call>x</tool_call>")]),
+    ("qwen3_coder", "<tool_call><fun<tool_call><function=get></function>", [Text("<tool_call><fun"), *GOT]),
+    ("qwen3_coder", "<tool_call><function=a<function=get></function>", [Text("<tool_call><function=a"), *GOT]),
+    ("qwen3_coder", "<tool_call> <function=ge", [Text("<tool_call> <function=ge")]),
+    ("qwen3_coder", "<tool_call>", [Text("<tool_call>")]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=get><parameter=a>1<parameter=b>\n\n</parameter><parameter=c></parameter></function>",
+        [CallBegan("get"), Arguments('{"a": "1", "b": "", "c": ""}')],
+    ),
+    (
+        "qwen3_coder",
+        '<tool_call><function=get><parameter=k>say "</par" \\ é',
+        [CallBegan("get"), Arguments('{"k": "say \\"</par\\" \\\\ é')],
+    ),
+    ("qwen3_coder", "<function=add><parameter=i>\n12\n</parameter></function>", called('{"i": 12}')),
+    ("qwen3_coder", "<function=add><parameter=i>a lot</parameter></function>", called('{"i": "a lot"}')),
+    ("qwen3_coder", "<function=add><parameter=n>None</parameter></function>", called('{"n": null}')),
+    ("qwen3_coder", "<function=add><parameter=n>-1.5e3</parameter></function>", called('{"n": -1.5e3}')),
+    ("qwen3_coder", "<function=add><parameter=n>1e999</parameter></function>", called('{"n": 1e999}')),
+    ("qwen3_coder", "<function=add><parameter=n>NaN</parameter></function>", called('{"n": "NaN"}')),
+    ("qwen3_coder", "<function=add><parameter=b>True</parameter></function>", called('{"b": true}')),
+    ("qwen3_coder", "<function=add><parameter=e>1</parameter></function>", called('{"e": 1}')),
+    ("qwen3_coder", "<function=add><parameter=e>two</parameter></function>", called('{"e": "two"}')),
+    ("qwen3_coder", '<function=add><parameter=r>{"x": [1]}</parameter></function>', called('{"r": {"x": [1]}}')),
+    ("qwen3_coder", "<function=add><parameter=r>{'x': None}</parameter></function>", called('{"r": {"x": null}}')),
+    ("qwen3_coder", "<function=add><parameter=r>{1, 2}</parameter></function>", called('{"r": "{1, 2}"}')),
+    ("qwen3_coder", "<function=add><parameter=s>12</parameter></function>", called('{"s": "12"}')),
     ("array", f"[{ADD}]", ADDED),
     ("array", f"[ {ADD} ,\n{GET} ]", [*ADDED, *GOT]),
     ("named", '{"a": [1]}', [CallBegan("add"), Arguments('{"a": [1]}')]),
@@ -79,7 +139,7 @@ CASES: list[tuple[str, str, list[Event]]] = [
 
 def reader(form: str) -> Reader:
     others: dict[str, Callable[[], Reader]] = {"array": ArrayReader, "named": lambda: NamedReader("add")}
-    return others[form]() if form in others else make_reader(form, NAMES)
+    return others[form]() if form in others else make_reader(form, PARAMETERS)
 
 
 def read(form: str, pieces: list[str]) -> list[Event]:
@@ -97,7 +157,7 @@ def test_a_text_is_parsed_equally_at_every_split(form: str, text: str, events: l
 
 
 @given(
-    st.sampled_from(["hermes", "llama3", "mistral"]),
+    st.sampled_from(["hermes", "llama3", "mistral", "qwen3_coder"]),
     st.lists(
         st.sampled_from(
             [
@@ -107,6 +167,13 @@ def test_a_text_is_parsed_equally_at_every_split(form: str, text: str, events: l
                 "[ARGS]",
                 "[CALL_ID]",
                 "<|python_tag|>",
+                "<function=",
+                "</function>",
+                "add>",
+                "<parameter=",
+                "i>",
+                "</parameter>",
+                "\n",
                 ADD,
                 GET,
                 "{",
@@ -133,7 +200,10 @@ def test_any_text_is_parsed_equally_at_every_split(form: str, parts: list[str]) 
     assert read(form, parts) == read(form, [text]) == read(form, list(text))
 
 
-@given(st.sampled_from(["hermes", "mistral"]), st.text(alphabet='ab <>/[]{}"_toolcaTOOLCALLS\n', max_size=40))
+@given(
+    st.sampled_from(["hermes", "mistral", "qwen3_coder"]),
+    st.text(alphabet='ab <>/[]{}"_toolcaTOOLCALLS\n', max_size=40),
+)
 def test_text_without_a_call_is_kept(form: str, text: str) -> None:
     found = read(form, [text])
     if not any(isinstance(one, CallBegan) for one in found) and "[TOOL_CALLS]" not in text:
@@ -141,7 +211,7 @@ def test_text_without_a_call_is_kept(form: str, text: str) -> None:
 
 
 def test_arguments_come_before_their_end() -> None:
-    one = make_reader("hermes", NAMES)
+    one = make_reader("hermes", PARAMETERS)
     assert one.feed('<tool_call>{"name": "add", "arguments": {"a": "lo') == [CallBegan("add"), Arguments('{"a": "lo')]
     assert one.feed("ng") == [Arguments("ng")]
 
@@ -157,9 +227,11 @@ MODEL = Model(
     has_chat_template=True,
     tool_format="hermes",
 )
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ADD_PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOLS = [
-    Tool.model_validate({"type": "function", "function": {"name": "add", "parameters": PARAMETERS, "strict": True}}),
+    Tool.model_validate(
+        {"type": "function", "function": {"name": "add", "parameters": ADD_PARAMETERS, "strict": True}}
+    ),
     Tool.model_validate({"type": "function", "function": {"name": "get", "description": "gets"}}),
 ]
 
@@ -177,7 +249,7 @@ def test_the_template_gets_tools_without_strict() -> None:
     plan = plan_tools(TOOLS, None, MODEL, is_parallel=True, is_thinking=True)
     assert plan is not None
     assert plan.tools == [
-        {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}},
+        {"type": "function", "function": {"name": "add", "parameters": ADD_PARAMETERS}},
         {"type": "function", "function": {"name": "get", "description": "gets"}},
     ]
     assert (dict(plan.options), plan.most_calls) == ({}, None)
@@ -186,7 +258,7 @@ def test_the_template_gets_tools_without_strict() -> None:
 def test_a_named_function_s_schema_is_the_grammar() -> None:
     plan = plan_tools(TOOLS, named("add"), MODEL, is_parallel=True, is_thinking=True)
     assert plan is not None
-    assert plan.options == {"json_schema": PARAMETERS}
+    assert plan.options == {"json_schema": ADD_PARAMETERS}
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
     other = plan_tools(TOOLS, named("get"), MODEL, is_parallel=True, is_thinking=True)
     assert other is not None

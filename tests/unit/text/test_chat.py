@@ -162,7 +162,9 @@ def test_tools_are_counted_and_must_be_objects() -> None:
         ("[TOOL_CALLS]", "mistral"),
         ("<|python_tag|>", "llama3"),
         ('"parameters"', "llama3"),
-        ("<tool_call>\n<function=f>", ""),
+        ("<tool_call>\n<function=f>\n<parameter=p>", "qwen3_coder"),
+        ("<seed:tool_call><function=f><parameter=p>", ""),
+        ("<function=f>{}</function>", ""),
         ("other", ""),
     ],
 )
