@@ -73,7 +73,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0  # of the request whose headers are being read
         self._is_in_head = True
-        self._is_rejected = False
+        self._ignores_rest = False  # further data is read and dropped, so that a disconnect is noticed
         self._is_open = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -96,7 +96,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_rejected or self.parser is None:
+        if self._ignores_rest or self.parser is None:
             return
         if self._is_in_head:
             # All earlier data belongs to the headers; this data may also contain a part of the body.
@@ -110,7 +110,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            # A second request before the answer to the first. No common client does this, and it could queue thousands.
+            # It could queue thousands. HTTP/1.1 lets a server answer fewer requests and then close the connection.
             raise httptools.HttpParserError("pipelined requests are not supported")
         self._is_in_head = True
         super().on_message_begin()
@@ -127,11 +127,11 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if not self._is_rejected:
+        if not self._ignores_rest:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._is_rejected:
+        if not self._ignores_rest:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -144,7 +144,12 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self.drop()  # an error message would be inserted into the running answer
+            # An error message would be inserted into the running answer.
+            if self.cycle.more_body:
+                self.drop()  # the body is broken
+            else:
+                self._ignores_rest = True
+                self.cycle.keep_alive = False
             return
         self._reject(400, "invalid_request_error", "invalid_http", "a request that is not HTTP/1.1")
 
@@ -167,9 +172,9 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._reject(431, "invalid_request_error", "headers_too_large", f"headers of over {most} bytes")
 
     def _reject(self, status: int, kind: str, code: str, message: str) -> None:
-        if self._is_rejected:
+        if self._ignores_rest:
             return
-        self._is_rejected = True
+        self._ignores_rest = True
         self._stop_waiting()
         body = sse.to_json(errors.body(message, kind, code))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)

@@ -191,10 +191,34 @@ def test_connections_over_the_limit_are_rejected_if_all_are_busy(raw: Connect) -
         until(lambda: is_idle(served.sdk))
 
 
-def test_a_second_request_before_the_answer_ends_the_connection(toy: Served, raw: Connect) -> None:
-    answer = exchange(raw(toy.address), post(connection="keep-alive") * 50)
-    assert answer.count(b"HTTP/1.1 200") <= 1
-    assert status_of(exchange(raw(toy.address), post())) == 200
+@pytest.mark.parametrize("is_together", [True, False])
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_the_first_of_pipelined_requests_is_answered(raw: Connect, is_together: bool, is_streamed: bool) -> None:
+    """The connection then ends, so that a client sends the others again."""
+    with serve(worker={"toy_step_s": 0.01}) as served:
+        body = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True, "stream": is_streamed}
+        request = post(json.dumps(body).encode(), connection="keep-alive")
+        connection = raw(served.address)
+        connection.sendall(request * (50 if is_together else 1))
+        if not is_together:
+            until(lambda: served.sdk.topology().running_requests > 0)
+            connection.sendall(request)
+        answer = read_all(connection)
+        assert (status_of(answer), answer.count(b"HTTP/1.1")) == (200, 1)
+        assert (b"[DONE]" in answer) if is_streamed else (b'"completion_tokens":20' in answer)
+        until(lambda: is_idle(served.sdk))
+        assert status_of(exchange(raw(served.address), post())) == 200
+
+
+def test_text_after_a_request_does_not_end_its_answer(toy: Served, raw: Connect) -> None:
+    assert status_of(exchange(raw(toy.address), post(connection="keep-alive") + b"garbage \x00" * 1000)) == 200
+
+
+def test_a_broken_chunk_ends_the_connection(toy: Served, raw: Connect) -> None:
+    request = post(b"", content_length="", transfer_encoding="chunked") + b"1\r\n{\r\n"
+    connection = raw(toy.address)
+    connection.sendall(request)
+    assert exchange(connection, b"no size\r\n") == b""
 
 
 @pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\x00" * 10, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"hello\r\n\r\n"])
@@ -284,8 +308,9 @@ def test_a_public_host_needs_a_router_with_a_token(toy: Served, raw: Connect) ->
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3])
-def test_a_disconnected_client_frees_its_memory(raw: Connect, is_streamed: bool, after_s: float) -> None:
+@pytest.mark.parametrize(("after_s", "is_half"), [(0.0, False), (0.05, False), (0.3, False), (0.05, True)])
+def test_a_disconnected_client_frees_its_memory(raw: Connect, is_streamed: bool, after_s: float, is_half: bool) -> None:
+    """A client that only stops sending looks the same, so its request is cancelled and the connection ends too."""
     with serve(worker={"toy_step_s": 0.02}, prefill=1) as served:
         body = {"prompt": "hello " * 100, "max_tokens": 4000, "n": 2, "temperature": 1, "stream": is_streamed}
         connection = raw(served.address)
@@ -293,7 +318,11 @@ def test_a_disconnected_client_frees_its_memory(raw: Connect, is_streamed: bool,
         if after_s:
             until(lambda: served.sdk.topology().running_requests > 0)
             time.sleep(after_s)  # At a random moment.
-        connection.close()
+        if is_half:
+            connection.shutdown(socket.SHUT_WR)
+            assert b"[DONE]" not in read_all(connection)
+        else:
+            connection.close()
         until(lambda: is_idle(served.sdk))
         text = served.openai.completions.create(model="toy", prompt="x", max_tokens=2).choices[0].text
         assert len(text) > 0
