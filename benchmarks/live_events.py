@@ -3,14 +3,16 @@
     python -m benchmarks.live_events [--rounds 5]
 
 A real cluster and its page in headless Chromium. A time runs from the cause, as this process knows it, until the page
-lists the event: from the first rejected call of a burst, from the operator's call, from the start of requests
-that do not fit into the KV pool together, and from SIGKILL. The time of a preemption contains the time until memory
-ends, so it is an upper bound. Needs the extra `ui-test` and Chromium.
+lists the event: from the first rejected call of a burst, from the operator's call, from the last token that a client
+received before the gap in its stream that a preemption causes, and from SIGKILL. Needs the extra `ui-test` and
+Chromium.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import queue
 import signal
@@ -22,7 +24,7 @@ from typing import Final
 
 from playwright.sync_api import Page, sync_playwright
 
-from pdserve import Client
+from pdserve import Client, Slo
 from pdserve.client.retry import Retries
 from pdserve.core.errors import Overloaded, PdserveError
 from pdserve.launch.running import Running
@@ -39,9 +41,11 @@ _VALUES: Final = (
 )
 SETTINGS: Final = tuple(flag for value in _VALUES for flag in ("--set", value))
 TOKENS: Final = 150
+PATIENT: Final = Slo(ttft_s=60.0, tpot_s=9.0)
 BURST: Final = 24
 LIMIT_S: Final = 1.0
 WAIT_MS: Final = 30_000
+GAP_S: Final = 0.05  # between two tokens of a preempted request; 25 steps
 
 
 class Causes:
@@ -78,11 +82,11 @@ class Causes:
 
     def preempted(self) -> float:
         listed = self._listed("preempted")
+        began_s = time.monotonic()
         with ThreadPoolExecutor(8) as asking:
-            began_s = time.monotonic()
-            for number in range(8):
-                asking.submit(self._ask, number)
-            return listed(began_s)
+            streams = [asking.submit(self._preempted_s, number) for number in range(8)]
+            listed_s = began_s + listed(began_s)
+            return listed_s - min(one.result() for one in streams)
 
     def killed(self) -> float:
         listed, joined = self._listed("lost"), self._listed("joined")
@@ -93,11 +97,20 @@ class Causes:
         joined(began_s)
         return taken_s
 
+    def _preempted_s(self, number: int) -> float:
+        """When the request's first gap began; infinite if it was not preempted."""
+        stream = self._client.stream(f"{number}", max_tokens=TOKENS, ignore_eos=True, slo=PATIENT)
+        try:
+            times_s = [time.monotonic() for _ in stream]
+        except Overloaded:
+            return math.inf
+        gaps = (first for first, second in itertools.pairwise(times_s) if second - first >= GAP_S)
+        return next(gaps, math.inf) if stream.completion.timings.preemptions else math.inf
+
     def _ask(self, number: int) -> bool:
         """Whether it was rejected."""
-        slo = {"ttft_s": 60.0, "tpot_s": 9.0}
         try:
-            self._client.generate(f"{number}", max_tokens=TOKENS, ignore_eos=True, slo=slo)
+            self._client.generate(f"{number}", max_tokens=TOKENS, ignore_eos=True, slo=PATIENT)
         except Overloaded:
             return True
         except PdserveError:  # of a killed worker
@@ -105,12 +118,13 @@ class Causes:
         return False
 
     def _listed(self, kind: str) -> Callable[[float], float]:
-        """Counts the events of a kind now. The result waits for one more, and returns the time since its argument."""
-        events = self._page.locator(f".event[data-kind={kind}]")
-        count = events.count()
+        """Marks the listed events. The result waits for a new one of a kind, and returns the time since its
+        argument."""
+        self._page.locator(".event").evaluate_all("all => all.forEach((one) => { one.dataset.seen = ''; })")
+        new = self._page.locator(f".event[data-kind={kind}]:not([data-seen])").first
 
         def wait(began_s: float) -> float:
-            events.nth(count).wait_for(state="attached", timeout=WAIT_MS)
+            new.wait_for(state="attached", timeout=WAIT_MS)
             return time.monotonic() - began_s
 
         return wait

@@ -106,18 +106,22 @@ function drawSlowly(turn = null) {
     setText(byId("queue-count"), count(now.queued));
     for (const name of ["rejected", "served", "late"]) setText(byId(`${name}-count`), count(perMinute(store, atS, name)));
   }
-  if (turn === null || turn === 2) for (const draw of lists) draw(store, atS);
-  // An event is listed at once: the rest of the page runs half a second behind, so that it moves evenly.
-  const isFollowing = !timeline.isPaused() && !timeline.isPlayback;
-  if (turn === null || turn === 2 || (isFollowing && store.numEvents !== drawnEvents)) {
-    events(store, isFollowing ? Infinity : atS);
-    drawnEvents = store.numEvents;
+  if (turn === null || turn === 2) {
+    for (const draw of lists) draw(store, atS);
+    drawEvents(atS);
   }
   panel(store, atS);
   waterfall.arrange(store, atS);
   flow.arrange(store, atS);
   flow.surface.changed = true;
   waterfall.surface.changed = true;
+}
+
+// An event is listed at once: the rest of the page runs half a second behind, so that it moves evenly.
+const isFollowing = () => !timeline.isPaused() && !timeline.isPlayback;
+function drawEvents(atS) {
+  events(store, isFollowing() ? Infinity : atS);
+  drawnEvents = store.numEvents;
 }
 
 // Bytes that each worker sent or received in the last ten seconds.
@@ -137,6 +141,7 @@ let turn = 0;
 let isComplete = false; // whether every part was drawn once
 function draw(nowMs) {
   requestAnimationFrame(draw);
+  if (isFollowing() && store.numEvents !== drawnEvents) drawEvents(Infinity);
   if (nowMs - slowMs >= SLOW_MS) {
     slowMs = nowMs;
     const begunMs = performance.now();
