@@ -28,3 +28,9 @@ def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
     name, types = f"llvm.fma.v{a.type.count}f32", [a.type] * 3
     function = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(a.type, types))
     return builder.call(function, [a, b, c])
+
+
+def magnitude(builder: Any, x: Any) -> Any:
+    """|x| of a float32 vector."""
+    function = builder.module.declare_intrinsic(f"llvm.fabs.v{x.type.count}f32", fnty=ir.FunctionType(x.type, [x.type]))
+    return builder.call(function, [x])

@@ -11,10 +11,12 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import carray, njit, types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 from torch import Tensor
 
+from pdserve.engine.kernels import instructions
 from pdserve.engine.kernels.bfloat16 import narrow, widen
 from pdserve.engine.kernels.exponential import exp
 from pdserve.engine.kernels.jit import bits, inlined
@@ -23,6 +25,7 @@ from pdserve.engine.rounding import LEAST_SCALE, LEVELS, ZERO_POINT
 
 _LEAST_WORK: Final = 1 << 16  # elements below which a second thread costs more than it gains
 _GATE_WORK: Final = 8  # an exponential, in elements of a norm
+_LANES: Final = 16
 _SPAN: Final = 512  # values of which the largest is found at a time
 
 
@@ -65,21 +68,68 @@ def _name(x: Tensor) -> str:
 _NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.uint8: "uint8"}
 
 
+@intrinsic
+def _most_of(_context: Any, address: Any, steps: Any, first: Any, is_size: Any) -> Any:
+    """The largest of `first` and of 16 * steps values, or of their magnitudes; `is_size` is a literal.
+
+    LLVM compares one value at a time, because a NaN forbids another order. Here each lane ignores NaN.
+    """
+    if not isinstance(is_size, types.IntegerLiteral):
+        return None
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        long, vector = ir.IntType(64), ir.VectorType(ir.FloatType(), _LANES)
+        address, steps, first, _ = args
+
+        def larger(held: Any, new: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", new, held), new, held)
+
+        start = instructions.broadcast(builder, first, _LANES)
+        before, loop, done = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
+        builder.cbranch(builder.icmp_signed(">", steps, long(0)), loop, done)
+        builder.position_at_end(loop)
+        step, held = builder.phi(long), builder.phi(vector)
+        at = builder.add(address, builder.mul(step, long(4 * _LANES)))
+        values = builder.load(builder.inttoptr(at, vector.as_pointer()))
+        values.align = 4
+        if is_size.literal_value:
+            values = instructions.magnitude(builder, values)
+        new, following = larger(held, values), builder.add(step, long(1))
+        for phi, initial, changed in ((step, long(0), following), (held, start, new)):
+            phi.add_incoming(initial, before)
+            phi.add_incoming(changed, loop)
+        builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
+        builder.position_at_end(done)
+        most = builder.phi(vector)
+        most.add_incoming(start, before)
+        most.add_incoming(new, loop)
+        width = _LANES // 2
+        while width:
+            lanes = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [lane ^ width for lane in range(_LANES)])
+            most = larger(most, builder.shuffle_vector(most, most, lanes))
+            width //= 2
+        return builder.extract_element(most, long(0))
+
+    return types.float32(types.int64, types.int64, types.float32, is_size), generate
+
+
 @njit(fastmath=True)
 def largest(values: Any, first: Any) -> Any:
-    """The largest of `first` and the values; ignores NaN, which a vector maximum cannot preserve."""
-    most = first
-    for value in values:
-        most = max(most, value)
+    """The largest of `first` and the float32 values; ignores NaN."""
+    steps = np.int64(values.size) // _LANES
+    most = _most_of(np.int64(values.ctypes.data), steps, first, 0)
+    for i in range(steps * _LANES, values.size):
+        most = max(most, values[i])
     return most
 
 
 @njit(fastmath=True)
 def largest_size(values: Any, first: Any) -> Any:
     """The same of magnitudes."""
-    most = first
-    for value in values:
-        most = max(most, abs(value))
+    steps = np.int64(values.size) // _LANES
+    most = _most_of(np.int64(values.ctypes.data), steps, first, 1)
+    for i in range(steps * _LANES, values.size):
+        most = max(most, abs(values[i]))
     return most
 
 
