@@ -81,10 +81,8 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
         run_lines = -(-num_kv_heads * D // per_line)
         q_scale = np.float32(scale) * _LOG2_E
         cap = np.float32(softcap) * _LOG2_E
-        while True:
-            task = take(task_at, 0)
-            if task >= task_at[2]:
-                return
+        task = take(task_at, 0)
+        while task < task_at[2]:
             table = tasks[task, 0]
             start = tasks[task, 1]
             first_query = tasks[task, 2]
@@ -117,7 +115,14 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
                 block = np.int64(tables[table + page])
                 base = block * block_stride + layer_start
                 scale_base = block * scale_stride + scale_start
-                ahead = np.int64(tables[table + min(page + 1, last_page)]) * block_stride + layer_start
+                next_page = table + page + 1
+                if page == last_page:  # of the next task, which is taken now
+                    following = take(task_at, 0)
+                    next_task = min(following, task_at[2] - 1)
+                    next_page = tasks[next_task, 0]
+                    if window != 0:
+                        next_page += max(0, tasks[next_task, 1] - window + 1) // C
+                ahead = np.int64(tables[next_page]) * block_stride + layer_start
                 lines = (2 * part) // per_line if is_all else 2 * C * run_lines
                 for h in range(head_from, head_to):
                     k0 = U(base + h * D)
@@ -223,6 +228,7 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
                 share = _ONE / weights[state]
                 for d in range(U(D)):
                     out[target + d] = sums[source + d] * share
+            task = following
 
     return TaskKernel(attend, f"attend-{stored}-{D}-{C}", least=LEAST_WORK)
 
