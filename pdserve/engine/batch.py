@@ -91,11 +91,11 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device, most_short:
         read += range(last, last + row.num_samples)
     for row, first in zip(rows, first_of, strict=True):
         read += range(first, first + len(row.targets))
-    position_T = to_device(positions, device)
+    token_T, position_T, block_T = to_device([tokens, positions, blocks], device).unbind()
     return PackedBatch(
-        token_T=to_device(tokens, device),
+        token_T=token_T,
         position_T=position_T,
-        block_T=to_device(blocks, device),
+        block_T=block_T,
         offset_T=position_T % block_size,
         fresh_blocks=to_device(fresh, device),
         short=groups[0] if short else None,

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import pairwise
 from typing import Any, Final, final
 
 import numpy as np
@@ -26,6 +26,8 @@ from pdserve.engine.pool import TorchPool
 # Up to here the kernel is faster than gathering the blocks for torch (measured: benchmarks/attention.py).
 MOST_QUERIES: Final = 8
 _LEAST_WORK: Final = 1 << 17  # multiplications of a layer below which a few tasks are not split
+
+Task = tuple[int, int, int, int, int, int]  # kernels.paged.TASK_FIELDS
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,6 @@ class PagedAttention:
         self._scratch = torch.empty(self._num_threads * self._scratch_floats)
         self._places = [self._layer_place(layer) for layer in range(shape.num_layers)]
         self._max_task_queries = paged.MAX_QUERIES
-        self._task_fields = paged.TASK_FIELDS
         stored = str(shape.dtype).removeprefix("torch.")
         self._attend = paged.make_attend(shape.head_dim, shape.block_size, stored)
         self._place = {
@@ -81,26 +82,17 @@ class PagedAttention:
 
     def plan(self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> PagedPlan:
         """Row i has counts[i] queries, at positions from starts[i] on; its tokens follow those of row i - 1."""
-        num_kv_heads, block_size = len(self._heads), self._shape.block_size
-        num_pages = [-(-(start + count) // block_size) for start, count in zip(starts, counts, strict=True)]
-        pages = [table[:num] for table, num in zip(tables, num_pages, strict=True)]
-        table_at = np.cumsum([0, *num_pages[:-1]])
-        token_at = np.cumsum([0, *counts])
-        row_R, skip_R = split_queries(np.asarray(counts), self._max_task_queries)
-        tasks = np.empty((len(row_R), self._task_fields), np.int64)
-        tasks[:, 0] = table_at[row_R]
-        tasks[:, 1] = np.asarray(starts)[row_R] + skip_R
-        tasks[:, 2] = token_at[row_R] + skip_R
-        tasks[:, 3] = np.minimum(np.asarray(counts)[row_R] - skip_R, self._max_task_queries)
-        tasks[:, 4] = 0
-        tasks[:, 5] = num_kv_heads
+        pages: list[int] = []
+        tasks: list[Task] = []
+        token = 0
+        for table, start, count in zip(tables, starts, counts, strict=True):
+            for skip in range(0, count, self._max_task_queries):
+                num_queries = min(count - skip, self._max_task_queries)
+                tasks.append((len(pages), start + skip, token + skip, num_queries, 0, len(self._heads)))
+            pages += table[: -(-(start + count) // self._shape.block_size)]
+            token += count
         tasks, work = deal(tasks, self._num_threads, self._num_heads * self._shape.head_dim)
-        return PagedPlan(
-            num_tokens=int(token_at[-1]),
-            tables=np.fromiter(chain.from_iterable(pages), np.int32, sum(num_pages)),
-            tasks=tasks,
-            work=work,
-        )
+        return PagedPlan(num_tokens=token, tables=np.array(pages, np.int32), tasks=np.array(tasks, np.int64), work=work)
 
     def place(
         self,
@@ -182,36 +174,29 @@ class PagedAttention:
         return out
 
 
-def split_queries(count_R: Any, most: int) -> tuple[Any, Any]:
-    """Tasks of at most `most` queries: the row of each, and the number of the row's queries before it."""
-    num_tasks_R = -(-count_R // most)
-    row_T = np.repeat(np.arange(len(count_R)), num_tasks_R)
-    first_task_R = np.cumsum(num_tasks_R) - num_tasks_R
-    return row_T, (np.arange(len(row_T)) - first_task_R[row_T]) * most
-
-
-def deal(tasks: Any, num_threads: int, width: int) -> tuple[Any, int]:
+def deal(tasks: list[Task], num_threads: int, width: int) -> tuple[list[Task], int]:
     """The tasks, longest first, and the number of multiplications. A few long tasks are split by kv head, so that every
     thread has work.
 
     `width` is the number of multiplications of one query for one position. The order does not change results.
     """
-    work = (tasks[:, 1] + tasks[:, 3]) * tasks[:, 3]
-    total = int(work.sum()) * width
+    total = sum(map(_work, tasks)) * width // tasks[0][5]
     if num_threads == 1 or total < _LEAST_WORK:
         return tasks, total
     if len(tasks) < 2 * num_threads:
-        tasks = split_heads(tasks, -(-2 * num_threads // len(tasks)))
-        work = (tasks[:, 1] + tasks[:, 3]) * tasks[:, 3] * (tasks[:, 5] - tasks[:, 4])
-    return np.ascontiguousarray(tasks[np.argsort(-work, kind="stable")]), total
+        num_parts = -(-2 * num_threads // len(tasks))
+        tasks = [part for task in tasks for part in split_heads(task, num_parts)]
+    return sorted(tasks, key=_work, reverse=True), total
 
 
-def split_heads(tasks: Any, num_parts: int) -> Any:
-    """Each task as up to `num_parts` tasks over a share of its kv heads."""
-    num_heads = int(tasks[0, 5])
+def split_heads(task: Task, num_parts: int) -> list[Task]:
+    """The task as up to `num_parts` tasks over a share of its kv heads."""
+    *rest, _, num_heads = task
     num_parts = min(num_parts, num_heads)
-    split = np.repeat(tasks, num_parts, axis=0)
-    part = np.tile(np.arange(num_parts), len(tasks))
-    split[:, 4] = num_heads * part // num_parts
-    split[:, 5] = num_heads * (part + 1) // num_parts
-    return split
+    cuts = [num_heads * part // num_parts for part in range(num_parts + 1)]
+    return [(*rest, begin, end) for begin, end in pairwise(cuts)]
+
+
+def _work(task: Task) -> int:
+    _, start, _, num_queries, head_from, head_to = task
+    return (start + num_queries) * num_queries * (head_to - head_from)

@@ -67,7 +67,7 @@ class RecordedSteps:
         recorded = self._recorded[num_tokens]
         if recorded is None:
             return self._model.through_layers(x_TE, attention)
-        recorded.program.run(addresses, len(addresses) - 1, inputs.num_tasks, inputs.work)
+        recorded.program.run(addresses, inputs.num_tasks, inputs.work)
         return recorded.states_TE
 
     def _record(self, x_TE: Tensor, attention: EagerAttention, addresses: Sequence[int]) -> _Recorded | None:

@@ -24,9 +24,11 @@ def rotation(
     frequency_R: Tensor, attention_factor: float, position_T: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(cos, sin) at each token's position, [T, 1, R]. Computed in float32, where positions up to 2^24 are exact."""
-    angle_TR = position_T.to(torch.float32)[:, None] * frequency_R
-    cos_TR, sin_TR = angle_TR.cos() * attention_factor, angle_TR.sin() * attention_factor
-    return cos_TR[:, None].to(dtype), sin_TR[:, None].to(dtype)
+    angle_T1R = position_T[:, None, None] * frequency_R
+    cos_T1R, sin_T1R = angle_T1R.cos(), angle_T1R.sin()
+    if attention_factor != 1.0:
+        cos_T1R, sin_T1R = cos_T1R * attention_factor, sin_T1R * attention_factor
+    return cos_T1R.to(dtype), sin_T1R.to(dtype)
 
 
 def rotate(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:

@@ -25,26 +25,24 @@ _ADDRESS, _LEAST, _IS_SHARED = _WIDTH - 3, _WIDTH - 2, _WIDTH - 1
 
 @final
 class KernelProgram:
-    """`inputs` are the addresses that differ from run to run."""
-
     def __init__(self, calls: Sequence[KernelCall], inputs: Sequence[int]) -> None:
+        """`inputs` are the addresses that differ from run to run. The calls that have the last one also differ in their
+        number of items and work."""
         self._records = records = np.zeros((len(calls), _WIDTH), np.int64)
         for record, call in zip(records, calls, strict=True):
             assert FIRST + len(call.numbers) <= _ADDRESS
             record[2] = call.num_items
             record[FIRST : FIRST + len(call.numbers)] = call.numbers
             record[_ADDRESS], record[_LEAST], record[_IS_SHARED] = call.address, call.least, call.work >= call.least
-        self._flat = records.reshape(-1)
-        self._places = [np.flatnonzero(self._flat == address) for address in inputs]
-        self._at = records.ctypes.data
+        self._flat, self._at = records.reshape(-1), records.ctypes.data
+        is_input = self._flat[:, None] == np.array(inputs)
+        self._places, self._input_of = is_input.nonzero()
+        self._varying = self._places[self._input_of == len(inputs) - 1] // _WIDTH
 
-    def run(self, inputs: Sequence[int], varying: int, num_items: int, work: int) -> None:
-        """The calls that have input number `varying` get `num_items` and `work`."""
-        for places, address in zip(self._places, inputs, strict=True):
-            self._flat[places] = address
-        records = self._records
+    def run(self, inputs: Sequence[int], num_items: int, work: int) -> None:
+        records, calls = self._records, self._varying
+        self._flat[self._places] = np.array(inputs)[self._input_of]
         records[:, :2] = 0
-        calls = self._places[varying] // _WIDTH
         records[calls, 2] = num_items
         records[calls, _IS_SHARED] = work >= records[calls, _LEAST]
         _walk()(len(records), 1, self._at, openmp.barrier())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -26,7 +25,7 @@ from pdserve.engine.batch import pack
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import Row
 from pdserve.engine.kernels import jit
-from pdserve.engine.paged import PagedAttention, deal, split_queries
+from pdserve.engine.paged import PagedAttention, Task, deal
 from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.engine.rope import rotate
 from tests.support.slow import slow_except
@@ -248,22 +247,16 @@ def test_a_row_that_is_not_finite_affects_no_other() -> None:
 def test_every_query_and_head_is_one_task_and_the_longest_come_first(
     rows: list[tuple[int, int]], num_threads: int
 ) -> None:
-    counts = np.array([count for _, count in rows])
-    row_T, skip_T = split_queries(counts, 16)
-    tasks = np.zeros((len(row_T), 6), np.int64)
-    tasks[:, 0] = row_T
-    tasks[:, 1] = np.array([start for start, _ in rows])[row_T] + skip_T
-    tasks[:, 3] = np.minimum(counts[row_T] - skip_T, 16)
-    tasks[:, 5] = 4
+    tasks: list[Task] = [(row, start, 0, count, 0, 4) for row, (start, count) in enumerate(rows)]
     dealt, work = deal(tasks, num_threads, width=768)
-    sizes = ((dealt[:, 1] + dealt[:, 3]) * dealt[:, 3] * (dealt[:, 5] - dealt[:, 4])).tolist()
+    sizes = [(start + count) * count * (end - begin) for _, start, _, count, begin, end in dealt]
     assert 768 * sum(sizes) == 4 * work
     if num_threads > 1 and work >= paged._LEAST_WORK:
         assert sizes == sorted(sizes, reverse=True)
         assert len(dealt) >= num_threads
     done = [
         (row, position, head)
-        for row, start, _, count, head_from, head_to in dealt.tolist()
+        for row, start, _, count, head_from, head_to in dealt
         for position in range(start, start + count)
         for head in range(head_from, head_to)
     ]
