@@ -191,10 +191,10 @@ def deal(tasks: list[Task], num_threads: int, width: int) -> tuple[list[Task], i
 
 def split_heads(task: Task, num_parts: int) -> list[Task]:
     """The task as up to `num_parts` tasks over a share of its kv heads."""
-    *rest, _, num_heads = task
+    table, start, token, num_queries, _, num_heads = task
     num_parts = min(num_parts, num_heads)
     cuts = [num_heads * part // num_parts for part in range(num_parts + 1)]
-    return [(*rest, begin, end) for begin, end in pairwise(cuts)]
+    return [(table, start, token, num_queries, begin, end) for begin, end in pairwise(cuts)]
 
 
 def _work(task: Task) -> int:
