@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pdserve.client.sync import Stream as Stream
     from pdserve.core.errors import Cancelled as Cancelled
     from pdserve.core.errors import ConfigError as ConfigError
+    from pdserve.core.errors import ContextLengthExceeded as ContextLengthExceeded
     from pdserve.core.errors import DeadlineExceeded as DeadlineExceeded
     from pdserve.core.errors import InternalError as InternalError
     from pdserve.core.errors import InvalidRequest as InvalidRequest
@@ -56,6 +57,7 @@ _HOMES: Final = {
     "pdserve.core.errors": (
         "Cancelled",
         "ConfigError",
+        "ContextLengthExceeded",
         "DeadlineExceeded",
         "InternalError",
         "InvalidRequest",
