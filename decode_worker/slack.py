@@ -15,8 +15,8 @@ from typing import Final
 from decode_worker.decode_sequence import DecodeSequence
 from pdserve.core.step_rule import DUE_SHARE, LONGEST_GAP, Allowance
 
-HORIZON: Final = 8  # tokens in which a sequence must catch up; with more, its answer would depend on later load
-PACE: Final = 1.5  # assumed time of each of these tokens, in decode steps, because other prompts also need chunks
+HORIZON: Final = 16  # tokens in which a sequence must catch up; with more, its answer would depend on later load
+PACE: Final = 1.2  # assumed time of each of these tokens, in decode steps, because other prompts also need chunks
 
 
 def step_allowance(decoding: Sequence[DecodeSequence], now_s: float, decode_s: float) -> Allowance:

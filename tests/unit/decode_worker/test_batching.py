@@ -191,11 +191,11 @@ def test_chunks_leave_each_row_time_to_meet_its_target(make_bench: Any) -> None:
         chunks.append(plan.account.prefill_tokens)
         bench.step()
         bench.now_s += 0.2 - 1.0  # The sequence with the strict target is on time after each step.
-    # The strict one's tokens are due every 0.95 * 0.2 s. A step may end later by 0.13 s for each token after the next,
+    # The strict one's tokens are due every 0.95 * 0.2 s. A step may end later by 0.142 s for each token after the next,
     # which may take 1.5 decode steps of 0.04 s. The model is untrained, so a step may have 1 / 1.25 of this time. After
     # 0.01 s for each of two rows, 34, 22 and 13 tokens of 0.01 s remain. After the strict one has ended, the other one
     # is 0.9 s ahead, which is enough for all tokens that remain.
-    assert chunks == [34, 22, 13, 31]
+    assert chunks == [35, 23, 13, 29]
     bench.run()
     assert bench.sampled["reader"] == answer(list(range(100)), 1)
 
@@ -221,16 +221,16 @@ def timed_step(bench: Any) -> int:
 
 def test_a_prompt_waits_for_slack_if_prompt_steps_have_a_fixed_cost(make_bench: Any) -> None:
     bench = make_bench(max_batch_tokens=64, prior=FIXED_COST)
-    bench.offer("row", PROMPT[:2], max_tokens=60, tpot_s=0.05)
+    bench.offer("row", PROMPT[:2], max_tokens=60, tpot_s=0.045)
     bench.step()
     bench.offer("prompt", list(range(90)), max_tokens=2)
     chunks = []
     while "prompt" not in bench.sampled:
         chunks.append(timed_step(bench))
-    # A step of the row alone gains 0.0475 - 0.03 s. A chunk of 64 tokens needs (0.03 + 0.05 + 0.064) * 1.25 s, of which
-    # the row allows 0.0475 + 7 * (0.0475 - 0.045) s at once.
+    # A step of the row alone gains 0.04275 - 0.03 s. A chunk of 64 tokens needs (0.03 + 0.05 + 0.064) * 1.25 s, of which
+    # the row allows 0.04275 + 15 * (0.04275 - 0.036) s at once.
     assert [count for count in chunks if count] == [64, 26]
-    assert 6 <= chunks.index(64) <= 8
+    assert 2 <= chunks.index(64) <= 4
     bench.run()
     assert bench.sampled == {"prompt": answer(list(range(90)), 2), "row": answer(PROMPT[:2], 60)}
 
