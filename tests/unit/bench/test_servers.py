@@ -90,7 +90,7 @@ async def test_an_error_is_named_by_its_status(toy: Served) -> None:
         token_ids=DEFAULT_IDS,
     )
     found = await BenchSession([router(toy.router)], plan, None).run()
-    assert found.levels[0].summary.errors == {"gRPC INVALID_REQUEST": 1}
+    assert found.levels[0].summary.errors == {"gRPC CONTEXT_LENGTH_EXCEEDED": 1}
 
 
 async def test_another_model_is_rejected_before_the_load(toy: Served) -> None:

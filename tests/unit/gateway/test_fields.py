@@ -227,9 +227,9 @@ SCHEMA = {"type": "nope"}
         ),
         ("chat", {"logprobs": True, "top_logprobs": 65}, "top_logprobs", "0 and 64"),
         ("chat", {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "a function"),
-        ("chat", {"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages", "context window"),
+        ("chat", {"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages", "prompt is too long"),
         ("chat", {"messages": [{"role": "user", "content": "x", "weight": 1}]}, "messages.0.weight", "no such field"),
-        ("responses", {"input": "x" * 200_000}, "input", "context window"),
+        ("responses", {"input": "x" * 200_000}, "input", "prompt is too long"),
         ("responses", {"max_output_tokens": 10**6}, "max_output_tokens", "at most"),
         (
             "responses",

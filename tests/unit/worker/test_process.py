@@ -108,7 +108,9 @@ def test_a_signal_that_another_thread_receives_ends_the_process() -> None:
         "flags = ['--model=toy', '--worker-id=d']\n"
         "sys.exit(run('decode_worker', WorkerConfig, lambda config: Host(), flags))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False, env=ENV)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False, env=ENV
+    )
     assert (done.returncode, done.stdout) == (0, "decode_worker d listening on 127.0.0.1:1\n"), done.stderr
 
 

@@ -150,6 +150,7 @@ def test_layers_are_reported_when_their_writes_are_queued(
     engine = open_engine(tiny("llama"), kv_blocks=32, block_size=SIZE, device=device.type, dtype="float32")
     pool, heads = engine.pool, engine.model.heads
     engine._make_attention, engine._most_short = triton_attention(pool, heads, torch.float32, 128, 4), MOST_QUERIES
+    engine._hidden = engine.model.hidden  # only steps of the CPU's attention are recorded
     every, seen = torch.arange(pool.num_blocks, device=device)[None], []
 
     def look(num_layers: int) -> None:
