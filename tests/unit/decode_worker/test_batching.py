@@ -227,8 +227,8 @@ def test_a_prompt_waits_for_slack_if_prompt_steps_have_a_fixed_cost(make_bench: 
     chunks = []
     while "prompt" not in bench.sampled:
         chunks.append(timed_step(bench))
-    # A step of the row alone gains 0.04275 - 0.03 s. A chunk of 64 tokens needs (0.03 + 0.05 + 0.064) * 1.25 s, of which
-    # the row allows 0.04275 + 15 * (0.04275 - 0.036) s at once.
+    # A step of the row alone gains 0.04275 - 0.03 s. A chunk of 64 tokens needs (0.03 + 0.05 + 0.064) * 1.25 s, of
+    # which the row allows 0.04275 + 15 * (0.04275 - 0.036) s at once.
     assert [count for count in chunks if count] == [64, 26]
     assert 2 <= chunks.index(64) <= 4
     bench.run()
