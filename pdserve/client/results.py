@@ -75,9 +75,8 @@ class Model:
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     tool_format: str = ""  # how the model writes tool calls: hermes, qwen3_coder, llama3 or mistral; empty if unknown
-    reasoning_format: str = (
-        ""  # how it marks reasoning: mistral, tagged, or open if its prompt begins it; empty: no marks
-    )
+    # How it marks reasoning: mistral, tagged, or open if its prompt begins it; empty if it has no marks.
+    reasoning_format: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
