@@ -91,8 +91,8 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
             head_to = tasks[task, 5]
             R = num_queries * G
             num_states = R * (head_to - head_from)
-            keys = scratch[: C * D]
-            values = scratch[C * D : 2 * C * D]
+            held_keys = scratch[: C * D]
+            held_values = scratch[C * D : 2 * C * D]
             score = scratch[2 * C * D : 2 * C * D + C]
             rest = scratch[2 * C * D + C :]
             queries = rest[: num_states * D]
@@ -130,9 +130,12 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
                     if is_staged:
                         for c in range(U(C)):
                             for d in range(U(D)):
-                                keys[c * U(D) + d] = widen(data[k0 + c * stride + d])
+                                held_keys[c * U(D) + d] = widen(data[k0 + c * stride + d])
                             for d in range(U(D)):
-                                values[c * U(D) + d] = widen(data[v0 + c * stride + d])
+                                held_values[c * U(D) + d] = widen(data[v0 + c * stride + d])
+                        keys, values, k_at, v_at, apart = held_keys, held_values, U(0), U(0), U(D)
+                    else:
+                        keys, values, k_at, v_at, apart = data, data, k0, v0, stride
                     for r in range(R):
                         position = start + r // G
                         seen_to = min(C, position + 1 - page * C)
@@ -151,15 +154,21 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
                                 for line in range(first_line, min(line_to, (run + 1) * run_lines)):
                                     _prefetch(data, shift + line * per_line)
                         q0 = U(state * D)
-                        for c in range(U(C)):
-                            dot = np.float32(0)
-                            if is_staged:
-                                for d in range(U(D)):
-                                    dot += queries[q0 + d] * keys[c * U(D) + d]
-                            else:
-                                for d in range(U(D)):
-                                    dot += queries[q0 + d] * data[k0 + c * stride + d]
-                            score[c] = dot
+                        for c in range(U(0), U(C - C % 4), U(4)):  # a query is read once for four positions
+                            at = k_at + c * apart
+                            dot0, dot1, dot2, dot3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                            for d in range(U(D)):
+                                query = queries[q0 + d]
+                                dot0 += query * keys[at + d]
+                                dot1 += query * keys[at + apart + d]
+                                dot2 += query * keys[at + U(2) * apart + d]
+                                dot3 += query * keys[at + U(3) * apart + d]
+                            score[c], score[c + U(1)], score[c + U(2)], score[c + U(3)] = dot0, dot1, dot2, dot3
+                        for c in range(U(C - C % 4), U(C)):
+                            dot0 = np.float32(0)
+                            for d in range(U(D)):
+                                dot0 += queries[q0 + d] * keys[k_at + c * apart + d]
+                            score[c] = dot0
                         if is_int8:
                             for c in range(U(C)):
                                 score[c] *= scales[U(scale_base) + c * U(pool_heads) + U(h)]
@@ -194,32 +203,18 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
                                 score[c] *= scales[v_scale + c * U(pool_heads)]
                         for c in range(U(0), U(C - C % 4), U(4)):
                             w0, w1, w2, w3 = score[c], score[c + U(1)], score[c + U(2)], score[c + U(3)]
-                            if is_staged:
-                                at = c * U(D)
-                                for d in range(U(D)):
-                                    sums[q0 + d] += (
-                                        w0 * values[at + d]
-                                        + w1 * values[at + U(D) + d]
-                                        + w2 * values[at + U(2 * D) + d]
-                                        + w3 * values[at + U(3 * D) + d]
-                                    )
-                            else:
-                                at = v0 + c * stride
-                                for d in range(U(D)):
-                                    sums[q0 + d] += (
-                                        w0 * data[at + d]
-                                        + w1 * data[at + stride + d]
-                                        + w2 * data[at + U(2) * stride + d]
-                                        + w3 * data[at + U(3) * stride + d]
-                                    )
+                            at = v_at + c * apart
+                            for d in range(U(D)):
+                                sums[q0 + d] += (
+                                    w0 * values[at + d]
+                                    + w1 * values[at + apart + d]
+                                    + w2 * values[at + U(2) * apart + d]
+                                    + w3 * values[at + U(3) * apart + d]
+                                )
                         for c in range(U(C - C % 4), U(C)):
                             w0 = score[c]
-                            if is_staged:
-                                for d in range(U(D)):
-                                    sums[q0 + d] += w0 * values[c * U(D) + d]
-                            else:
-                                for d in range(U(D)):
-                                    sums[q0 + d] += w0 * data[v0 + c * stride + d]
+                            for d in range(U(D)):
+                                sums[q0 + d] += w0 * values[v_at + c * apart + d]
             for state in range(num_states):
                 head = (head_from + state // R) * G + state % G
                 token = first_query + state % R // G
