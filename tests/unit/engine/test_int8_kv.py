@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -140,23 +141,24 @@ def test_chunks_blocks_and_batches_change_nothing(
         answers.append(requests[0].outs)
     assert len({out.token_id for out in answers[0]}) > 8
     for other in answers[1:]:
-        assert_same(answers[0], other, near_tie=0.001 if kv_dtype == "int8" else 0.005)
+        assert_same(answers[0], other)
 
 
-def assert_same(ours: Sequence[TokenOut], theirs: Sequence[TokenOut], near_tie: float) -> None:
-    """Equal tokens up to a near-tie: the last bit decides how a value halfway between two integers is rounded.
+def assert_same(ours: Sequence[TokenOut], theirs: Sequence[TokenOut]) -> None:
+    """Equal tokens up to a near-tie, and nearly equal logprobs for most of them.
 
-    Such a rounding changes a logprob by at most 2e-4. Chunks that read their own keys unrounded change it by 2e-3 or
-    more.
+    The last bit, which depends on the processor, decides how a value halfway between two integers is rounded. Such a
+    rounding changes few logprobs, by up to 3e-3 in int8 and 3e-2 in fp8, and most by less than 1e-5. Chunks that read
+    their own keys unrounded change most by 2e-3 or more.
     """
-    num_same = 0
+    changes = []
     for one, other in zip(ours, theirs, strict=True):
-        assert one.top[0][1] == pytest.approx(other.top[0][1], abs=near_tie)
+        changes.append(abs(one.top[0][1] - other.top[0][1]))
         if one.token_id != other.token_id:
-            assert one.top[0][1] - one.top[1][1] < near_tie
+            assert one.top[0][1] - one.top[1][1] < 0.05
             break
-        num_same += 1
-    assert num_same >= 8
+    assert len(changes) > 8
+    assert median(changes) < 2e-4
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
