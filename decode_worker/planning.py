@@ -42,12 +42,10 @@ class Planner:
     def plan(self, now_s: float) -> DecodeStep:
         """The next step. Without rows, there is nothing to compute now."""
         sequences = self._sequences
-        decoding, self._is_short = self._grow(now_s)
+        decoding, unfinished, self._is_short = self._grow(now_s)
         starts = [sequence.computed for sequence in decoding]
         context_tokens = sum(starts)
         prefilling: list[tuple[DecodeSequence, int]] = []
-        all_decode = len(decoding) == len(sequences.running)
-        unfinished = [] if all_decode else [each for each in sequences.running[: self._max_batch] if each.remaining > 1]
         self.is_starved = self._waits_for_slack = False
         if unfinished or sequences.waiting:
             prompts, rows = [*unfinished, *sequences.waiting], len(decoding)
@@ -144,26 +142,37 @@ class Planner:
                 longest = left
         return longest if decoding else 0
 
-    def _grow(self, now_s: float) -> tuple[list[DecodeSequence], bool]:
-        """The sequences that decode in this step, each with a block for its next position, and whether memory was
-        exhausted."""
+    def _grow(self, now_s: float) -> tuple[list[DecodeSequence], list[DecodeSequence], bool]:
+        """The sequences that decode in this step, each with a block for its next position; the running sequences with
+        more positions to compute; and whether memory was exhausted."""
         decoding: list[DecodeSequence] = []
+        unfinished: list[DecodeSequence] = []
         is_short = False
         sequences, size = self._sequences, self._sequences.block_size
         for sequence in sequences.running[: self._max_batch]:  # oldest first; the youngest is preempted first
-            if len(sequence.tokens) - sequence.computed != 1 or sequence.stage is not DecodeStage.RUNNING:
+            computed = sequence.computed
+            remaining = len(sequence.tokens) - computed
+            if sequence.stage is not DecodeStage.RUNNING:
+                continue  # preempted for an older sequence
+            if remaining != 1:
+                if remaining > 1:
+                    unfinished.append(sequence)
                 continue
-            while sequence.computed == len(sequence.blocks) * size and not sequences.grow(sequence):
-                is_short = True
-                if len(sequences.running) == 1:
-                    break  # transfers hold the other blocks and will end soon, so this sequence waits and keeps its KV
-                youngest = sequences.running[-1]
-                sequences.preempt(youngest, now_s)
-                if youngest is sequence:
-                    break
-            if sequence.computed < len(sequence.blocks) * size:
-                decoding.append(sequence)
-        return decoding, is_short
+            if computed == len(sequence.blocks) * size:
+                while not sequences.grow(sequence):
+                    is_short = True
+                    if len(sequences.running) == 1:
+                        break  # transfers hold the other blocks and end soon, so this sequence waits and keeps its KV
+                    youngest = sequences.running[-1]
+                    sequences.preempt(youngest, now_s)
+                    if youngest is sequence:
+                        break
+                if computed >= len(sequence.blocks) * size:
+                    continue
+            decoding.append(sequence)
+        if is_short:
+            unfinished = [each for each in unfinished if each.stage is DecodeStage.RUNNING]
+        return decoding, unfinished, is_short
 
     def _divide(
         self, prompts: list[DecodeSequence], now_s: float, budget: int, decode_s: float

@@ -25,30 +25,40 @@ def step_allowance(decoding: Sequence[DecodeSequence], now_s: float, decode_s: f
     `decode_s` is the time of a step of these rows alone. A sequence that would be late even if it only decoded until
     its end, or whose target is shorter than `decode_s`, limits the step only by its longest gap.
     """
-    allowed_s = longest_gap_s = gain_s = math.inf
+    allowed_s = longest_gap_s = least_target_s = math.inf
+    tpot_s = longest_s = None
+    token_s = spare_s = most_spare_s = 0.0
     for each in decoding:
-        tpot_s = each.attempt.tpot_s
+        attempt = each.attempt
+        # Most sequences have the targets of the one before them, so this is computed once.
+        if attempt.tpot_s != tpot_s or attempt.itl_s != longest_s:
+            tpot_s, longest_s = attempt.tpot_s, attempt.itl_s
+            if tpot_s is not None:
+                token_s = DUE_SHARE * tpot_s
+                spare_s = max(0.0, token_s - PACE * decode_s)
+                most_spare_s = (HORIZON - 1) * spare_s
+                longest_gap_s = min(
+                    longest_gap_s, LONGEST_GAP * max(tpot_s, decode_s) if longest_s is None else longest_s
+                )
         if tpot_s is None:
             continue
-        longest_s = each.attempt.itl_s
-        own_s = LONGEST_GAP * max(tpot_s, decode_s) if longest_s is None else longest_s
-        longest_gap_s = min(longest_gap_s, own_s)
-        token_s, num_output = DUE_SHARE * tpot_s, each.num_output
-        left = max(each.ends_at - len(each.tokens), 1)
-        slack_s = each.first_token_at_s + num_output * token_s - now_s  # time until the next token is due
-        spare_s = token_s - PACE * decode_s
-        if spare_s > 0.0:
-            slack_s += (min(left, HORIZON) - 1) * spare_s
-        if slack_s >= token_s:
-            own_s = min(own_s, slack_s)
-            gain_s = min(gain_s, token_s - decode_s)
-        else:
+        num_tokens = len(each.tokens)
+        num_output, left = num_tokens - each.prompt_len, each.ends_at - num_tokens
+        # The time until the next token is due, and what the tokens after it can make up for.
+        slack_s = each.first_token_at_s + num_output * token_s - now_s
+        slack_s += most_spare_s if left >= HORIZON else (left - 1) * spare_s
+        if slack_s < token_s:
             # Per token, until the end.
+            left = max(left, 1)
             mean_s = (each.first_token_at_s + (num_output - 1 + left) * tpot_s - now_s) / left
-            if mean_s >= decode_s:
-                own_s = min(own_s, token_s, mean_s)
-                gain_s = min(gain_s, token_s - decode_s)
-        allowed_s = min(allowed_s, own_s)
-    if allowed_s == math.inf:
+            if mean_s < decode_s:
+                continue
+            slack_s = min(token_s, mean_s)
+        if slack_s < allowed_s:
+            allowed_s = slack_s
+        if token_s < least_target_s:
+            least_target_s = token_s
+    if longest_gap_s == math.inf:
         return Allowance(None)
-    return Allowance(allowed_s, longest_gap_s, gain_s if gain_s < math.inf else 0.0)
+    gain_s = least_target_s - decode_s if least_target_s < math.inf else 0.0
+    return Allowance(min(allowed_s, longest_gap_s), longest_gap_s, gain_s)
