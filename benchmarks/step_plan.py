@@ -1,7 +1,7 @@
 """Measures the cost of planning a decode worker's step: `python -m benchmarks.step_plan [--sequences 64 256]`.
 
-Measures DecodeBatching.plan and, for a step that is launched before the last one is read, plan_after, in microseconds of
-CPU time of one thread. Each sequence has a TPOT target and at least 500 tokens of context. Some of the sequences are
+Measures DecodeBatching.plan and, for a step that is launched before the last one is read, plan_after, in microseconds
+of CPU time of one thread. Each sequence has a TPOT target and at least 500 tokens of context. Some of the sequences are
 prompts of 500 to 4,000 tokens that wait or are being computed, and a quarter of them can no longer meet their TTFT
 target. A prompt that ends is replaced, so the load stays constant. Nothing is computed: every row samples the same
 token.
@@ -23,9 +23,9 @@ from decode_worker.step import DecodeStep
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.latency import CostModel
-from pdserve.profiles import load_profile
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.interface import RowOut
+from pdserve.profiles import load_profile
 
 BLOCK_SIZE: Final = 16
 MAX_BATCH_TOKENS: Final = 2048

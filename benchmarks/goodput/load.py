@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 PATIENCE_S: Final = 60.0  # the client's timeout for a whole answer
@@ -43,6 +44,19 @@ class Seen:
     tokens: int = 0
     ttft_s: float = float("inf")
     tpot_s: float = float("inf")
+    gaps_s: tuple[float, ...] = ()  # between two messages with tokens
+
+    @classmethod
+    def served(cls, begin_s: float, times_s: Sequence[float], tokens: int) -> Seen:
+        """An answer of `tokens` tokens to a request that was sent at `begin_s`; `times_s`: its messages with tokens."""
+        first_s, last_s = times_s[0], times_s[-1]
+        return cls(
+            outcome="served",
+            tokens=tokens,
+            ttft_s=first_s - begin_s,
+            tpot_s=(last_s - first_s) / (tokens - 1) if tokens > 1 else 0.0,
+            gaps_s=tuple(after - before for before, after in pairwise(times_s)),
+        )
 
 
 def plan(rate_rps: float, seconds: float, seed: int, name: str, lengths: Lengths = MIXED) -> list[Planned]:

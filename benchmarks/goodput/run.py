@@ -153,21 +153,19 @@ async def _ask(stub: inference_pb2_grpc.InferenceServiceStub, slo: Slo, one: Pla
         request_id=one.request_id,
     )
     begin_s = time.perf_counter()
-    first_s = last_s = begin_s
+    times_s: list[float] = []
     tokens, is_finished = 0, False
     try:
         async for message in stub.Generate(request, timeout=PATIENCE_S):
             if message.WhichOneof("event") == "delta" and message.delta.token_ids:
-                last_s = time.perf_counter()
-                first_s = last_s if tokens == 0 else first_s
+                times_s.append(time.perf_counter())
                 tokens += len(message.delta.token_ids)
             is_finished = is_finished or message.WhichOneof("event") == "finished"
     except grpc.aio.AioRpcError as error:
         return Seen(outcome=error.code().name, tokens=tokens)
     if not is_finished or tokens < one.max_tokens:
         return Seen(outcome="cut", tokens=tokens)
-    tpot_s = (last_s - first_s) / (tokens - 1) if tokens > 1 else 0.0
-    return Seen(outcome="served", tokens=tokens, ttft_s=first_s - begin_s, tpot_s=tpot_s)
+    return Seen.served(begin_s, times_s, tokens)
 
 
 async def _floor(channel: grpc.aio.Channel, slo: Slo) -> Floor:

@@ -87,7 +87,7 @@ async def ask(server: Server, one: Planned) -> Seen:
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     begin_s = time.perf_counter()
-    first_s = last_s = begin_s
+    times_s: list[float] = []
     tokens, is_finished = 0, False
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -95,8 +95,7 @@ async def ask(server: Server, one: Planned) -> Seen:
                 is_finished = is_finished or event == "[DONE]"
                 count = 0 if event == "[DONE]" else _completion_tokens(json.loads(event))
                 if count > tokens:
-                    last_s = time.perf_counter()
-                    first_s = last_s if tokens == 0 else first_s
+                    times_s.append(time.perf_counter())
                     tokens = count
     except TimeoutError:
         return Seen(outcome="DEADLINE_EXCEEDED", tokens=tokens)
@@ -104,8 +103,7 @@ async def ask(server: Server, one: Planned) -> Seen:
         return Seen(outcome=type(error).__name__, tokens=tokens)
     if not is_finished or tokens < one.max_tokens:
         return Seen(outcome="cut", tokens=tokens)
-    tpot_s = (last_s - first_s) / (tokens - 1) if tokens > 1 else 0.0
-    return Seen(outcome="served", tokens=tokens, ttft_s=first_s - begin_s, tpot_s=tpot_s)
+    return Seen.served(begin_s, times_s, tokens)
 
 
 def _completion_tokens(event: dict[str, Any]) -> int:
