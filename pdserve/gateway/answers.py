@@ -60,8 +60,10 @@ class Answers:
         return self._streams[0] if len(self._streams) == 1 else self._merged()
 
     async def _merged(self) -> AsyncIterator[Piece]:
-        queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(MAX_WAITING)
-        readers = [asyncio.create_task(self._read(number, queue)) for number in range(len(self._streams))]
+        # The queue has no limit, but pieces do: a stream that was closed must be able to end although nobody reads.
+        queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        room = asyncio.Semaphore(MAX_WAITING)
+        readers = [asyncio.create_task(self._read(number, queue, room)) for number in range(len(self._streams))]
         try:
             left = len(readers)
             while left:
@@ -71,6 +73,7 @@ class Answers:
                 if found is None:
                     left -= 1
                 else:
+                    room.release()
                     yield found
         finally:
             for one in readers:
@@ -78,13 +81,16 @@ class Answers:
             self.close()
             await asyncio.gather(*readers, return_exceptions=True)
 
-    async def _read(self, number: int, queue: asyncio.Queue[Piece | BaseException | None]) -> None:
+    async def _read(
+        self, number: int, queue: asyncio.Queue[Piece | BaseException | None], room: asyncio.Semaphore
+    ) -> None:
         try:
             async for piece in self._streams[number]:
-                await queue.put(dataclasses.replace(piece, index=number * self._each + piece.index))
-            await queue.put(None)
+                await room.acquire()
+                queue.put_nowait(dataclasses.replace(piece, index=number * self._each + piece.index))
+            queue.put_nowait(None)
         except Exception as error:  # passed on to the reader of all streams
-            await queue.put(error)
+            queue.put_nowait(error)
 
 
 @final

@@ -179,6 +179,14 @@ def test_an_error_of_one_of_several_prompts_ends_all(client: openai.OpenAI, scri
     assert script.cancelled.wait(WAIT_S)
 
 
+def test_an_error_of_one_of_many_prompts_ends_all(client: openai.OpenAI, script: Script) -> None:
+    script.fails(KvLost("a worker crashed"))
+    for _ in range(127):
+        script.hangs(started())
+    with pytest.raises(openai.InternalServerError, match="a worker crashed"):
+        client.completions.create(model="m", prompt=["a prompt"] * 128, timeout=WAIT_S)
+
+
 def test_a_missing_router_is_unavailable() -> None:
     with Cluster() as cluster:
         address = cluster.address
