@@ -1,7 +1,7 @@
 """One HTTP connection: uvicorn's protocol, with limits on connections, headers and waits.
 
-uvicorn itself waits without limit for a request's headers, accepts headers of any size, and never drops a client that
-stops reading. Bodies are limited in body.py.
+uvicorn itself waits without limit for a request's headers, accepts headers of any size, never drops a client that stops
+reading, and loses the body of a request that offers another protocol. Bodies are limited in body.py.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Connections:
 class Connection(HttpToolsProtocol):  # type: ignore[misc]
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)
         self._all = connections
         self._timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0  # of the request whose headers are being read
@@ -121,6 +122,8 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         ):
             self._reject_head()
             return
+        if self._offers_protocol():
+            return
         self._is_in_head, self._head_bytes = False, 0
         self._stop_waiting()
         self._all.idle.pop(self, None)
@@ -131,7 +134,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._ignores_rest:
+        if not self._ignores_rest and not self._offers_protocol():
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -153,10 +156,24 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             return
         self._reject(400, "invalid_request_error", "invalid_http", "a request that is not HTTP/1.1")
 
+    def read_again(self, rest: bytes) -> None:
+        """Parses the headers that were read without their offer of another protocol, and then `rest`."""
+        is_last = any(name == b"connection" and b"close" in value.lower() for name, value in self.headers)
+        kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")]
+        kept += [(b"connection", b"close")] * is_last
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % pair for pair in kept]
+        self.parser = _Parser(self)
+        self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))
+
     def drop(self) -> None:
         self.transport.abort()
 
     # ------------------------------------------------------------------------------------------------------------
+
+    def _offers_protocol(self) -> bool:
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def _wait(self, seconds: float) -> None:
         self._stop_waiting()
@@ -180,6 +197,23 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
+
+
+@final
+class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]
+    """Ignores the header `Upgrade`, as RFC 9110 (7.8) allows. llhttp ends such a request after its headers, but a
+    client that offers HTTP/2 (curl --http2, Java's HttpClient) sends its body in HTTP/1.1."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn: answer the first of several requests
+        self._connection = connection
+
+    def feed_data(self, data: bytes) -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._connection.read_again(data[offer.args[0] :])
 
 
 def _set_options(transport: asyncio.Transport, stall_s: float) -> None:

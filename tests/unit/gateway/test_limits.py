@@ -221,7 +221,29 @@ def test_a_broken_chunk_ends_the_connection(toy: Served, raw: Connect) -> None:
     assert exchange(connection, b"no size\r\n") == b""
 
 
-@pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\x00" * 10, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"hello\r\n\r\n"])
+@pytest.mark.parametrize("offer", ["h2c", "websocket"])
+@pytest.mark.parametrize("is_split", [True, False])
+def test_an_offer_of_another_protocol_is_ignored(toy: Served, raw: Connect, offer: str, is_split: bool) -> None:
+    """As Java's HttpClient and `curl --http2` send it."""
+    request = post(connection="Upgrade, HTTP2-Settings", upgrade=offer, http2_settings="AAEAAEAAAAIAAAAA")
+    connection = raw(toy.address)
+    for _ in range(2):
+        for part in [request[one : one + 1] for one in range(len(request))] if is_split else [request]:
+            connection.sendall(part)
+        assert status_of(read_one(connection)) == 200
+    closing = post(connection="close, Upgrade", upgrade=offer)
+    assert status_of(exchange(connection, closing)) == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"CONNECT host:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00" * 10,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"hello\r\n\r\n",
+    ],
+)
 def test_other_protocols_get_an_error(toy: Served, raw: Connect, data: bytes) -> None:
     answer = exchange(raw(toy.address), data)
     assert (status_of(answer), code_of(answer)) == (400, "invalid_http")
