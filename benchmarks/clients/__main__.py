@@ -3,10 +3,11 @@ r"""Times of other benchmarks beside those of `pdserve bench` and of the router 
     make clients CLIENTS="aiperf guidellm vllm"
     python -m benchmarks.clients [--only aiperf,guidellm] [--concurrency 1,2] [--requests 24] [--json]
 
-Each client runs alone, at each level of concurrency. The router measures the same requests: the difference of its
-histograms before and after gives its mean TTFT and TPOT of exactly these. So a row compares two measurements of the
-same requests, and other load of the machine affects both. The bar is a ratio within 10 %. Clients whose environment was
-not made are named and left out.
+Each client runs alone, at each level of concurrency. The servers measure the same requests: the differences of their
+histograms before and after give their mean TTFT and TPOT of exactly these. So a row compares two measurements of the
+same requests, and other load of the machine affects both. Over HTTP, the TTFT is the gateway's, from the headers of a
+request to the first part of its answer; everything else is the router's. The bar is a ratio within 10 %. Clients whose
+environment was not made are named and left out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -32,7 +33,7 @@ from simulator.tables import table
 
 MODEL: Final = Path("pdserve/models/stdlib-5m")
 BAR: Final = 0.10
-_SAMPLE: Final = re.compile(r"^pdserve_(ttft|tpot)_seconds_(sum|count)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_SAMPLE: Final = re.compile(r"^pdserve_(ttft|tpot|http_ttft)_seconds_(sum|count)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 OURS: Final = ("bench over gRPC", "bench over HTTP")
 
 
@@ -43,13 +44,14 @@ class ClientRow:
     requests: int
     routed: int  # requests that the router finished meanwhile
     ttft_s: float
+    server_ttft_s: float  # of the gateway, or of the router over gRPC
     router_ttft_s: float
     tpot_s: float
     router_tpot_s: float
 
     @property
     def ttft_ratio(self) -> float:
-        return self.ttft_s / self.router_ttft_s
+        return self.ttft_s / self.server_ttft_s
 
     @property
     def tpot_ratio(self) -> float:
@@ -85,7 +87,7 @@ def main() -> None:
         for row in _rows(cluster, flags, chosen, metrics_port):
             rows.append(row)
             print(
-                f"  TTFT {row.ttft_ratio:.3f} and TPOT {row.tpot_ratio:.3f} of the router's",
+                f"  TTFT {row.ttft_ratio:.3f} and TPOT {row.tpot_ratio:.3f} of the servers'",
                 file=sys.stderr,
                 flush=True,
             )
@@ -101,8 +103,9 @@ def render(rows: list[ClientRow]) -> str:
         "AT ONCE",
         "REQUESTS",
         "TTFT ms",
-        "ROUTER'S",
+        "SERVER'S",
         "RATIO",
+        "ROUTER'S",
         "TPOT ms",
         "ROUTER'S",
         "RATIO",
@@ -113,7 +116,8 @@ def render(rows: list[ClientRow]) -> str:
             one.client,
             str(one.concurrency),
             str(one.requests) if one.requests == one.routed else f"{one.requests} of {one.routed}",
-            *(f"{1000 * one.ttft_s:.1f}", f"{1000 * one.router_ttft_s:.1f}", f"{one.ttft_ratio:.3f}"),
+            *(f"{1000 * one.ttft_s:.1f}", f"{1000 * one.server_ttft_s:.1f}", f"{one.ttft_ratio:.3f}"),
+            f"{1000 * one.router_ttft_s:.1f}",
             *(f"{1000 * one.tpot_s:.2f}", f"{1000 * one.router_tpot_s:.2f}", f"{one.tpot_ratio:.3f}"),
             "yes" if one.agrees else "no",
         )
@@ -140,17 +144,20 @@ def _rows(cluster: Running, flags: argparse.Namespace, chosen: list[str], metric
                 output_tokens=flags.output_tokens,
             )
             print(f"{name}, {concurrency} at once ...", file=sys.stderr, flush=True)
-            before = _histograms(metrics_port)
+            pages = [f"http://127.0.0.1:{metrics_port}", load.url]
+            before = _histograms(pages)
             with tempfile.TemporaryDirectory() as folder:
                 times = program(load, Path(folder))
-            after = _histograms(metrics_port)
+            after = _histograms(pages)
             spent = {key: after[key] - before.get(key, 0.0) for key in after}
+            ttft = "ttft" if name == OURS[0] else "http_ttft"
             yield ClientRow(
                 client=name,
                 concurrency=concurrency,
                 requests=times.requests,
                 routed=round(spent["ttft", "count"]),
                 ttft_s=times.ttft_s,
+                server_ttft_s=spent[ttft, "sum"] / spent[ttft, "count"],
                 router_ttft_s=spent["ttft", "sum"] / spent["ttft", "count"],
                 tpot_s=times.tpot_s,
                 router_tpot_s=spent["tpot", "sum"] / spent["tpot", "count"],
@@ -167,13 +174,14 @@ def _bench(load: ClientLoad, *where: str) -> ClientTimes:
     )
 
 
-def _histograms(port: int) -> dict[tuple[str, str], float]:
+def _histograms(urls: Sequence[str]) -> dict[tuple[str, str], float]:
     """Sums and counts over all paths."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10.0) as answer:
-        text = answer.read().decode()
     found: dict[tuple[str, str], float] = {}
-    for name, part, value in _SAMPLE.findall(text):
-        found[name, part] = found.get((name, part), 0.0) + float(value)
+    for url in urls:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10.0) as answer:
+            text = answer.read().decode()
+        for name, part, value in _SAMPLE.findall(text):
+            found[name, part] = found.get((name, part), 0.0) + float(value)
     return found
 
 

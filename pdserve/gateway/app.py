@@ -44,6 +44,11 @@ _CALLS: Final[Mapping[Endpoint, Callable[[Mapping[str, Any], Model, Options], Sd
     "text": text_call,
     "responses": responses_call,
 }
+GENERATION_PATHS: Final[Mapping[str, Endpoint]] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text",
+    "/v1/responses": "responses",
+}
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -64,9 +69,7 @@ class Gateway:
     def app(self) -> Starlette:
         return Starlette(
             routes=[
-                self._route("/v1/chat/completions", "POST", self._generation("chat")),
-                self._route("/v1/completions", "POST", self._generation("text")),
-                self._route("/v1/responses", "POST", self._generation("responses")),
+                *(self._route(path, "POST", self._generation(kind)) for path, kind in GENERATION_PATHS.items()),
                 self._route("/v1/models", "GET", self._models),
                 self._route("/v1/models/{name:path}", "GET", self._model),
                 self._route("/tokenize", "POST", self._unary(tokens.tokenize)),
@@ -186,7 +189,8 @@ class Gateway:
         return Route(path, _Endpoint(self, path, handler), methods=[method])
 
     async def run(self, path: str, handler: Handler, scope: Any, receive: Any, send: Any) -> None:
-        """Turns every error into an answer, and counts the request."""
+        """Turns every error into an answer, and measures the request."""
+        began_s = time.perf_counter()
         sent, received, given = _Sent(send), _Received(receive), Headers(scope=scope)
         has_body = "content-length" in given or "transfer-encoding" in given
         self._running += 1
@@ -206,6 +210,8 @@ class Gateway:
             self._running -= 1
             self._metrics.set(metric_names.HTTP_RUNNING, self._running)
             self._metrics.add(metric_names.HTTP_REQUESTS, path=path, status=str(status))
+            if sent.first_part_s is not None and path in GENERATION_PATHS:
+                self._metrics.observe(metric_names.HTTP_TTFT, sent.first_part_s - began_s)
 
     async def _fail(self, sent: _Sent, error: PdserveError, *, is_unread: bool) -> int:
         found = errors.reply(error)
@@ -247,10 +253,13 @@ class _Sent:
     def __init__(self, send: Any) -> None:
         self._send = send
         self.has_begun = False
+        self.first_part_s: float | None = None  # when the first part of a stream was sent
 
     async def __call__(self, message: Any) -> None:
         self.has_begun = True
         await self._send(message)
+        if self.first_part_s is None and message.get("more_body", False):
+            self.first_part_s = time.perf_counter()
 
 
 async def _send(send: Any, status: int, value: dict[str, Any]) -> int:

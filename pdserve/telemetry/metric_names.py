@@ -404,6 +404,13 @@ HTTP_REQUESTS: Final = _metric(
     {"path": "path of the route", "status": "HTTP status; of a stream that broke, the status of its error"},
 )
 HTTP_RUNNING: Final = _metric("pdserve_http_requests_running", "gauge", "gateway", "requests in progress")
+HTTP_TTFT: Final = _metric(
+    "pdserve_http_ttft_seconds",
+    "histogram",
+    "gateway",
+    "time from the headers of a request for a streamed answer to the first part of it",
+    buckets=TTFT_BUCKETS,
+)
 HTTP_CONNECTIONS: Final = _metric(
     "pdserve_http_connections", "gauge", "gateway", "open connections; gateway.max_connections limits it"
 )

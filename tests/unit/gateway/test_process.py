@@ -11,10 +11,11 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import openai
 import pytest
 
 from pdserve.launch.ports import free_ports
-from tests.unit.gateway.conftest import WAIT_S, Served, read_all
+from tests.unit.gateway.conftest import WAIT_S, Served, gateway, read_all
 
 Connect = Callable[[str], socket.socket]
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -41,6 +42,17 @@ def test_metrics_have_their_own_port(toy: Served) -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S) as answer,
     ):
         assert b"pdserve_http_connections" in answer.read()
+
+
+def test_the_time_to_the_first_part_of_a_stream_is_measured(toy: Served) -> None:
+    with gateway(toy.router) as host, openai.OpenAI(base_url=f"http://{host.address}/v1", api_key="x") as client:
+        for is_streamed in (True, False):
+            found = client.completions.create(model="toy", prompt="hi", max_tokens=4, stream=is_streamed)
+            if is_streamed:
+                assert list(found)
+        urllib.request.urlopen(f"http://{host.address}/ui").close()
+        with urllib.request.urlopen(f"http://{host.address}/metrics", timeout=WAIT_S) as answer:
+            assert b"pdserve_http_ttft_seconds_count 1.0\n" in answer.read()
 
 
 def test_the_gateway_serves_and_ends_on_a_signal(toy: Served, raw: Connect) -> None:
