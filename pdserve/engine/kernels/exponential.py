@@ -43,7 +43,7 @@ _rest = _rest_fused if jit.is_available() and "+fma" in jit.target()[1].split(",
 def exp2(x: Any) -> Any:
     """2^x for x <= 0."""
     x = _LOW if x < _LOW else x
-    n = np.float32(math.floor(x + _HALF))
+    n = np.floor(x + _HALF)
     return _power(n, x - n)
 
 

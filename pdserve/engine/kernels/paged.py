@@ -1,8 +1,9 @@
 """Paged attention, which reads KV blocks in place: softmax(cap(scale * q k)) v, one pass over a row's blocks.
 
 One kernel serves any number of queries per row: decode rows, rows with drafts, prefill chunks. A query's result depends
-only on its own numbers and position: its tiles are its visible blocks in order, and its arithmetic is the same loop for
-any number of queries. So a position gives the same bits alone or in a chunk, in any batch, with any number of threads.
+only on its own numbers and position: its tiles are its visible blocks in order, and its arithmetic is the same for any
+number of queries (tiles.py). So a position gives the same bits alone or in a chunk, in any batch, with any number of
+threads.
 """
 
 # Shapes: H query heads, K kv heads, G = H / K, D head dim, C tokens per block, Q queries of a task, R = Q * G.
@@ -23,12 +24,14 @@ from pdserve.engine.kernels.bfloat16 import widen
 from pdserve.engine.kernels.exponential import exp2
 from pdserve.engine.kernels.rows import largest
 from pdserve.engine.kernels.task import ANY, FLOAT32, INT32, INT64, KINDS, TaskKernel, pointer, take
+from pdserve.engine.kernels.tiles import LANES, ROWS, add_values, scores
 
 MAX_QUERIES: Final = 16  # of one task
 LEAST_WORK: Final = 1 << 17  # multiplications of a layer below which a second thread costs more than it gains
 TASK_FIELDS: Final = 6  # first of its blocks in the tables, position and index of its first query, Q, kv heads from, to
 
 _LINE_BYTES = 64
+_LONG_HEAD = 128
 _ONE, _TWO = np.float32(1), np.float32(2)
 _UNSEEN = np.float32(-1e30)
 _LOG2_E = np.float32(1 / math.log(2))
@@ -59,8 +62,12 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
     row's last block is read to its end, so its unused positions must be finite.
     """
     D, C = head_dim, block_size
+    W, S = -(-D // LANES) * LANES, -(-C // LANES) * LANES  # a state's width, and the scores of a tile
     U = np.uint64
-    DATA, is_int8, is_staged = KINDS[stored], stored == "int8", stored != "float32"  # staged: tiles are widened first
+    DATA, is_int8 = KINDS[stored], stored == "int8"
+    # Tiles are widened, padded or copied first. Long heads are copied because positions that are 4 KiB apart displace
+    # each other in the cache.
+    is_staged = stored != "float32" or D != W or C != S or D >= _LONG_HEAD
     per_line = _LINE_BYTES // {"int8": 1, "bfloat16": 2, "float32": 4}[stored]
 
     def attend(task_at: Any) -> None:
@@ -74,11 +81,14 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
         scale, softcap = np.int64(task_at[17]).view(np.float64), np.int64(task_at[18]).view(np.float64)
         scratch_at = task_at[19] + 4 * take(task_at, 1) * task_at[20]
         scratch = carray(pointer(scratch_at, FLOAT32), (task_at[20],))
+        held_keys, held_values = scratch[: S * W], scratch[S * W : 2 * S * W]
+        score = scratch[2 * S * W : 2 * S * W + ROWS * S]
+        score_at = scratch_at + 8 * S * W
+        rest_at = score_at + 4 * ROWS * S
+        rest = scratch[2 * S * W + ROWS * S :]
         G = num_heads // num_kv_heads
         part = C * pool_heads * D
         stride = U(pool_heads * D)
-        is_all = pool_heads == num_kv_heads  # otherwise a position's heads are a run between those of other ranks
-        run_lines = -(-num_kv_heads * D // per_line)
         q_scale = np.float32(scale) * _LOG2_E
         cap = np.float32(softcap) * _LOG2_E
         task = take(task_at, 0)
@@ -91,21 +101,22 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
             head_to = tasks[task, 5]
             R = num_queries * G
             num_states = R * (head_to - head_from)
-            held_keys = scratch[: C * D]
-            held_values = scratch[C * D : 2 * C * D]
-            score = scratch[2 * C * D : 2 * C * D + C]
-            rest = scratch[2 * C * D + C :]
-            queries = rest[: num_states * D]
-            sums = rest[num_states * D : 2 * num_states * D]
-            maxima = rest[2 * num_states * D : 2 * num_states * D + num_states]
-            weights = rest[2 * num_states * D + num_states : 2 * num_states * D + 2 * num_states]
+            run_lines = -(-(head_to - head_from) * D // per_line)  # of a position's heads
+            queries = rest[: num_states * W]
+            sums = rest[num_states * W : 2 * num_states * W]
+            sums_at = rest_at + 4 * num_states * W
+            maxima = rest[2 * num_states * W : 2 * num_states * W + num_states]
+            weights = rest[2 * num_states * W + num_states : 2 * num_states * W + 2 * num_states]
             for state in range(num_states):
                 head = (head_from + state // R) * G + state % G
                 token = first_query + state % R // G
                 source = U((token * num_heads + head) * D)
-                target = U(state * D)
+                target = U(state * W)
                 for d in range(U(D)):
                     queries[target + d] = q[source + d] * q_scale
+                for d in range(U(D), U(W)):
+                    queries[target + d] = np.float32(0)
+                for d in range(U(W)):
                     sums[target + d] = np.float32(0)
                 maxima[state] = _UNSEEN
                 weights[state] = np.float32(0)
@@ -115,111 +126,89 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
                 block = np.int64(tables[table + page])
                 base = block * block_stride + layer_start
                 scale_base = block * scale_stride + scale_start
-                next_page = table + page + 1
+                next_page, next_head = table + page + 1, head_from
                 if page == last_page:  # of the next task, which is taken now
                     following = take(task_at, 0)
                     next_task = min(following, task_at[2] - 1)
-                    next_page = tasks[next_task, 0]
+                    next_page, next_head = tasks[next_task, 0], tasks[next_task, 4]
                     if window != 0:
                         next_page += max(0, tasks[next_task, 1] - window + 1) // C
-                ahead = np.int64(tables[next_page]) * block_stride + layer_start
-                lines = (2 * part) // per_line if is_all else 2 * C * run_lines
+                ahead = np.int64(tables[next_page]) * block_stride + layer_start + next_head * D
+                # The rows that see a position of the page: r // G is a row's query.
+                row_from = max(0, page * C - start) * G
+                row_to = R if window == 0 else min(R, ((page + 1) * C + window - 1 - start) * G)
+                num_parts, part_index = (head_to - head_from) * ((row_to - row_from + ROWS - 1) // ROWS), 0
                 for h in range(head_from, head_to):
                     k0 = U(base + h * D)
                     v0 = U(base + part + h * D)
                     if is_staged:
                         for c in range(U(C)):
+                            k_scale = v_scale = _ONE
+                            if is_int8:
+                                at = U(scale_base) + c * U(pool_heads) + U(h)
+                                k_scale, v_scale = scales[at], scales[at + U(C * pool_heads)]
                             for d in range(U(D)):
-                                held_keys[c * U(D) + d] = widen(data[k0 + c * stride + d])
+                                held_keys[c * U(W) + d] = widen(data[k0 + c * stride + d]) * k_scale
                             for d in range(U(D)):
-                                held_values[c * U(D) + d] = widen(data[v0 + c * stride + d])
-                        keys, values, k_at, v_at, apart = held_keys, held_values, U(0), U(0), U(D)
+                                held_values[c * U(W) + d] = widen(data[v0 + c * stride + d]) * v_scale
+                            for d in range(U(D), U(W)):
+                                held_keys[c * U(W) + d] = np.float32(0)
+                                held_values[c * U(W) + d] = np.float32(0)
+                        keys_at, values_at, apart = scratch_at, scratch_at + 4 * S * W, np.int64(4 * W)
                     else:
-                        keys, values, k_at, v_at, apart = data, data, k0, v0, stride
-                    for r in range(R):
-                        position = start + r // G
-                        seen_to = min(C, position + 1 - page * C)
-                        seen_from = 0 if window == 0 else max(0, position - window + 1 - page * C)
-                        if seen_from >= seen_to:
-                            continue
-                        state = (h - head_from) * R + r
-                        line_from, line_to = state * lines // num_states, (state + 1) * lines // num_states
-                        if is_all:
-                            for line in range(line_from, line_to):
-                                _prefetch(data, ahead + line * per_line)
-                        else:
-                            for run in range(line_from // run_lines, -(-line_to // run_lines)):
-                                shift = ahead + run * (pool_heads * D - run_lines * per_line)
-                                first_line = max(line_from, run * run_lines)
-                                for line in range(first_line, min(line_to, (run + 1) * run_lines)):
-                                    _prefetch(data, shift + line * per_line)
-                        q0 = U(state * D)
-                        for c in range(U(0), U(C - C % 4), U(4)):  # a query is read once for four positions
-                            at = k_at + c * apart
-                            dot0, dot1, dot2, dot3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                            for d in range(U(D)):
-                                query = queries[q0 + d]
-                                dot0 += query * keys[at + d]
-                                dot1 += query * keys[at + apart + d]
-                                dot2 += query * keys[at + U(2) * apart + d]
-                                dot3 += query * keys[at + U(3) * apart + d]
-                            score[c], score[c + U(1)], score[c + U(2)], score[c + U(3)] = dot0, dot1, dot2, dot3
-                        for c in range(U(C - C % 4), U(C)):
-                            dot0 = np.float32(0)
-                            for d in range(U(D)):
-                                dot0 += queries[q0 + d] * keys[k_at + c * apart + d]
-                            score[c] = dot0
-                        if is_int8:
+                        keys_at, values_at = task_at[4] + 4 * np.int64(k0), task_at[4] + 4 * np.int64(v0)
+                        apart = 4 * np.int64(stride)
+                    for first_row in range(row_from, row_to, ROWS):
+                        for run in range(part_index * 2 * C // num_parts, (part_index + 1) * 2 * C // num_parts):
+                            for line in range(run_lines):
+                                _prefetch(data, ahead + run * pool_heads * D + line * per_line)
+                        part_index += 1
+                        num_rows = min(ROWS, row_to - first_row)
+                        first_state = (h - head_from) * R + first_row
+                        for row in range(num_rows):
+                            query_at = rest_at + 4 * W * (first_state + row)
+                            for c in range(0, C, LANES):
+                                scores(W, query_at, keys_at + c * apart, apart, score_at + 4 * (row * S + c))
+                        for row in range(num_rows):
+                            state = first_state + row
+                            seen = score[row * S : row * S + C]
+                            if cap > 0:
+                                for c in range(U(C)):
+                                    # cap * tanh(x / cap), by 2^y, y <= 0; x carries the factor log2(e), and so does cap
+                                    small = exp2(-abs(seen[c]) * _TWO * _LOG2_E / cap)
+                                    bounded = cap * (_ONE - small) / (_ONE + small)
+                                    seen[c] = -bounded if seen[c] < 0 else bounded
+                            position = start + (first_row + row) // G
+                            seen_to = position + 1 - page * C
+                            seen_from = 0 if window == 0 else position - window + 1 - page * C
+                            if seen_from > 0 or seen_to < C:
+                                for c in range(C):
+                                    if c < seen_from or c >= seen_to:
+                                        seen[c] = _UNSEEN
+                            old = maxima[state]
+                            new = largest(seen, old)
+                            if new > old:
+                                shrink = exp2(old - new)
+                                weights[state] *= shrink
+                                for d in range(U(state * W), U(state * W + W)):
+                                    sums[d] *= shrink
+                                maxima[state] = new
+                            total = np.float32(0)
                             for c in range(U(C)):
-                                score[c] *= scales[U(scale_base) + c * U(pool_heads) + U(h)]
-                        if cap > 0:
-                            for c in range(U(C)):
-                                # cap * tanh(x / cap), by 2^y, y <= 0; x carries the factor log2(e), and so does cap.
-                                small = exp2(-abs(score[c]) * _TWO * _LOG2_E / cap)
-                                bounded = cap * (_ONE - small) / (_ONE + small)
-                                score[c] = -bounded if score[c] < 0 else bounded
-                        if seen_from > 0 or seen_to < C:
-                            for c in range(C):
-                                if c < seen_from or c >= seen_to:
-                                    score[c] = _UNSEEN
-                        old = maxima[state]
-                        new = largest(score, old)
-                        if new > old:
-                            shrink = exp2(old - new)
-                            weights[state] *= shrink
-                            for d in range(U(D)):
-                                sums[q0 + d] *= shrink
-                            maxima[state] = new
-                        total = np.float32(0)
-                        for c in range(U(C)):
-                            weight = exp2(score[c] - new)
-                            weight = np.float32(0) if score[c] == _UNSEEN else weight
-                            score[c] = weight
-                            total += weight
-                        weights[state] += total
-                        if is_int8:
-                            v_scale = U(scale_base + C * pool_heads + h)
-                            for c in range(U(C)):
-                                score[c] *= scales[v_scale + c * U(pool_heads)]
-                        for c in range(U(0), U(C - C % 4), U(4)):
-                            w0, w1, w2, w3 = score[c], score[c + U(1)], score[c + U(2)], score[c + U(3)]
-                            at = v_at + c * apart
-                            for d in range(U(D)):
-                                sums[q0 + d] += (
-                                    w0 * values[at + d]
-                                    + w1 * values[at + apart + d]
-                                    + w2 * values[at + U(2) * apart + d]
-                                    + w3 * values[at + U(3) * apart + d]
-                                )
-                        for c in range(U(C - C % 4), U(C)):
-                            w0 = score[c]
-                            for d in range(U(D)):
-                                sums[q0 + d] += w0 * values[v_at + c * apart + d]
+                                weight = exp2(seen[c] - new)
+                                weight = np.float32(0) if seen[c] == _UNSEEN else weight
+                                seen[c] = weight
+                                total += weight
+                            weights[state] += total
+                        add_values(
+                            W, num_rows, score_at, np.int64(4 * S), values_at, apart, np.int64(C),
+                            sums_at + 4 * W * first_state,
+                        )  # fmt: skip
             for state in range(num_states):
                 head = (head_from + state // R) * G + state % G
                 token = first_query + state % R // G
                 target = U((token * num_heads + head) * D)
-                source = U(state * D)
+                source = U(state * W)
                 share = _ONE / weights[state]
                 for d in range(U(D)):
                     out[target + d] = sums[source + d] * share
@@ -230,4 +219,5 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
 
 def scratch_floats(head_dim: int, block_size: int, num_heads: int) -> int:
     """Scratch memory of one thread: a tile of keys and values, its scores, and the states of all queries of a task."""
-    return (2 * head_dim + 1) * block_size + num_heads * MAX_QUERIES * (2 * head_dim + 2)
+    width, size = -(-head_dim // LANES) * LANES, -(-block_size // LANES) * LANES
+    return (2 * width + ROWS) * size + num_heads * MAX_QUERIES * (2 * width + 2)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
@@ -113,7 +113,7 @@ def _most_of(_context: Any, address: Any, steps: Any, first: Any, is_size: Any) 
     return types.float32(types.int64, types.int64, types.float32, is_size), generate
 
 
-@njit(fastmath=True)
+@inlined
 def largest(values: Any, first: Any) -> Any:
     """The largest of `first` and the float32 values; ignores NaN."""
     steps = np.int64(values.size) // _LANES
@@ -123,7 +123,7 @@ def largest(values: Any, first: Any) -> Any:
     return most
 
 
-@njit(fastmath=True)
+@inlined
 def largest_size(values: Any, first: Any) -> Any:
     """The same of magnitudes."""
     steps = np.int64(values.size) // _LANES
