@@ -40,7 +40,7 @@ from pdserve.engine.memory_plan import (
 )
 from pdserve.engine.model import Decoder
 from pdserve.engine.ops import Ops
-from pdserve.engine.paged import MOST_QUERIES, PagedAttention
+from pdserve.engine.paged import PagedAttention
 from pdserve.engine.parameters import Weights
 from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.engine.safetensors_file import Checkpoint, checkpoint_hash, open_checkpoint
@@ -189,7 +189,7 @@ def open_rank(
             from pdserve.engine.recorded import RecordedSteps  # needs numba
 
             hidden = RecordedSteps(model).hidden
-        most_short = 0 if kernel is None else sys.maxsize if config.deterministic == "on" else MOST_QUERIES
+        most_short = 0 if kernel is None else sys.maxsize  # the kernel is faster than torch for every row
         return TorchEngine(
             spec,
             model,

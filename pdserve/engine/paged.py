@@ -1,8 +1,8 @@
 """Which rows use the paged attention kernel, and how a step's work is divided among threads.
 
 The kernel (kernels/paged.py) reads blocks in place; torch's attention (attention.py) gathers them first. The kernel
-needs numba, a CPU and float32 activations. It is faster for rows with few queries; torch's matrix products are faster
-for long prefill chunks.
+needs numba, a CPU and float32 activations. It is then used for every row, because it is as fast or faster, also for
+long prefill chunks (benchmarks/attention.py).
 """
 
 # Shapes: T tokens, H query heads, K kv heads, D head dim.
@@ -23,8 +23,6 @@ from torch import Tensor
 from pdserve.engine.kernels import jit
 from pdserve.engine.pool import TorchPool
 
-# Up to here the kernel is faster than gathering the blocks for torch (measured: benchmarks/attention.py).
-MOST_QUERIES: Final = 8
 _LEAST_WORK: Final = 1 << 17  # multiplications of a layer below which a few tasks are not split
 
 Task = tuple[int, int, int, int, int, int]  # kernels.paged.TASK_FIELDS
