@@ -1,12 +1,14 @@
-"""Measures the cost of an open live view: CPU time of router and gateway, and the router's memory.
+"""Measures the cost of an open live view: throughput, CPU time of router and gateway, and the router's memory.
 
-    python -m benchmarks.live_view [--rate 60] [--seconds 10] [--rounds 10] [--viewers 8] [--json]
+    python -m benchmarks.live_view [--rate 60] [--seconds 10] [--rounds 10] [--viewers 8]
+        [--callers 16] [--json]
 
 Turns without viewers and with some alternate, in this order and in the reverse, with equal Poisson arrivals of gRPC
-requests (16 tokens each) to toy workers, which compute in microseconds. A viewer reads the gateway's event stream,
-as the page does; its own work in a browser is measured by `benchmarks.ui_frame_rate`. Ratios are of pairs of adjacent
-turns. Client, servers and viewers share this machine's cores. The router makes every viewer's frames separately, so the
-cost of one is that of all, divided by their number; several are used because the cost of one is below the noise.
+requests (16 tokens each) to toy workers, which compute in microseconds. Then such turns alternate with `--callers`
+callers that send without a pause, which measures throughput. A viewer reads the gateway's event stream, as the page
+does; `benchmarks.live_page` and `benchmarks.ui_frame_rate` measure a browser. Ratios are of pairs of adjacent turns.
+Client, servers and viewers share this machine's cores. The router makes every viewer's frames separately, so the cost
+of one is that of all, divided by their number; several are used because the cost of one is below the noise.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import asyncio
 import statistics
 import threading
+import time
 import urllib.request
 from dataclasses import asdict, dataclass
 
@@ -60,7 +63,8 @@ class Viewer:
         self._answer.close()
 
 
-async def measure(flags: argparse.Namespace, cluster: Running) -> list[ViewTurn]:
+async def measure(flags: argparse.Namespace, cluster: Running) -> tuple[list[ViewTurn], list[tuple[bool, float]]]:
+    """The turns of the open loop, and of the closed loop: whether with viewers, and answers per second."""
     router, gateway = (psutil.Process(cluster.pid(name)) for name in ("router", "gateway"))
     url = cluster.http_url.removesuffix("/v1")
     turns: list[ViewTurn] = []
@@ -72,26 +76,61 @@ async def measure(flags: argparse.Namespace, cluster: Running) -> list[ViewTurn]
             return done.timings.ttft_s, 1
 
         await turn(ask, flags.rate, 3.0, TOKENS, 0, Seen())
-        for number in range(flags.rounds):
-            order = (False, True) if number % 2 == 0 else (True, False)
-            for is_watched in order:
-                viewers = [await asyncio.to_thread(Viewer, url) for _ in range(flags.viewers if is_watched else 0)]
-                seen, before = Seen(), (cpu_s(router), cpu_s(gateway))
-                count = await turn(ask, flags.rate, flags.seconds, TOKENS, number, seen)
-                turns.append(
-                    ViewTurn(
-                        is_watched=is_watched,
-                        requests=count,
-                        failed=seen.failed,
-                        router_s=cpu_s(router) - before[0],
-                        gateway_s=cpu_s(gateway) - before[1],
-                        router_bytes=router.memory_info().rss,
-                        frames=sum(one.frames for one in viewers),
-                    )
+        order = [is_watched for number in range(flags.rounds) for is_watched in _pair(number)]
+        for number, is_watched in enumerate(order):
+            viewers = await _viewers(url, flags.viewers if is_watched else 0)
+            seen, before = Seen(), (cpu_s(router), cpu_s(gateway))
+            count = await turn(ask, flags.rate, flags.seconds, TOKENS, number // 2, seen)
+            turns.append(
+                ViewTurn(
+                    is_watched=is_watched,
+                    requests=count,
+                    failed=seen.failed,
+                    router_s=cpu_s(router) - before[0],
+                    gateway_s=cpu_s(gateway) - before[1],
+                    router_bytes=router.memory_info().rss,
+                    frames=sum(one.frames for one in viewers),
                 )
-                for one in viewers:
-                    one.close()
-    return turns
+            )
+            for one in viewers:
+                one.close()
+        rates = []
+        for number, is_watched in enumerate(order):
+            viewers = await _viewers(url, flags.viewers if is_watched else 0)
+            rates.append((is_watched, await _answers_per_s(sdk, flags.callers, flags.seconds, number)))
+            for one in viewers:
+                one.close()
+    return turns, rates
+
+
+def _pair(number: int) -> tuple[bool, bool]:
+    return (False, True) if number % 2 == 0 else (True, False)
+
+
+async def _viewers(url: str, count: int) -> list[Viewer]:
+    return [await asyncio.to_thread(Viewer, url) for _ in range(count)]
+
+
+async def _answers_per_s(sdk: AsyncClient, callers: int, seconds: float, turn_number: int) -> float:
+    begin_s, answers = time.perf_counter(), 0
+
+    async def call(caller: int) -> None:
+        nonlocal answers
+        while time.perf_counter() - begin_s < seconds:
+            await sdk.generate(f"{turn_number} {caller} {answers}", max_tokens=TOKENS, ignore_eos=True)
+            answers += 1
+
+    await asyncio.gather(*(call(caller) for caller in range(callers)))
+    return answers / (time.perf_counter() - begin_s)
+
+
+def throughput_ratios(rates: list[tuple[bool, float]], viewers: int) -> list[float]:
+    """Throughput with one viewer, over that without one, of each pair of turns."""
+    found = []
+    for first, second in zip(rates[::2], rates[1::2], strict=True):
+        (_, plain), (_, watched) = sorted((first, second))
+        found.append(1.0 + (watched / plain - 1.0) / viewers)
+    return found
 
 
 def ratios(turns: list[ViewTurn], viewers: int) -> list[float]:
@@ -110,10 +149,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="length of a turn")
     parser.add_argument("--rounds", type=int, default=10, help="pairs of turns")
     parser.add_argument("--viewers", type=int, default=MAX_VIEWERS, help="viewers in a turn with some")
+    parser.add_argument("--callers", type=int, default=16, help="callers that send without a pause")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     with Running.start("--model", "toy", "--http", "0") as cluster:
-        turns = asyncio.run(measure(flags, cluster))
+        turns, rates = asyncio.run(measure(flags, cluster))
     print("viewers  requests  failed  router CPU ms/request  gateway CPU s  router MiB  frames")
     for one in turns:
         print(
@@ -125,6 +165,11 @@ def main() -> None:
     print(
         f"CPU of the router with one viewer: {statistics.median(found):.3f} of that without one "
         f"(pairs: {min(found):.3f} to {max(found):.3f})"
+    )
+    found = throughput_ratios(rates, flags.viewers)
+    print(
+        f"Throughput with one viewer: {statistics.median(found):.3f} of that without one "
+        f"(pairs: {min(found):.3f} to {max(found):.3f}); {statistics.median(rate for _, rate in rates):.0f} answers/s"
     )
     if flags.json:
         print(to_json([asdict(one) for one in turns]))

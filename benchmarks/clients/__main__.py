@@ -1,7 +1,7 @@
 r"""Times of other benchmarks beside those of `pdserve bench` and of the router itself, all against one cluster.
 
     make clients CLIENTS="aiperf guidellm vllm"
-    python -m benchmarks.clients [--only aiperf,guidellm] [--concurrency 1,2] [--requests 24] [--json]
+    python -m benchmarks.clients [--only aiperf,guidellm] [--concurrency 1,2] [--requests 24] [--model DIR]
 
 Each client runs alone, at each level of concurrency. The servers measure the same requests: the differences of their
 histograms before and after give their mean TTFT and TPOT of exactly these. So a row compares two measurements of the
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=24, help="of each level")
     parser.add_argument("--input-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--model", default=str(MODEL), metavar="DIR", help="of the cluster")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     chosen = [name for name in flags.only.split(",") if name]
@@ -81,7 +82,7 @@ def main() -> None:
     sets = (f"router.metrics_port={metrics_port}", "router.slo_ttft_s=60", "router.slo_tpot_s=10")
     words = [word for one in sets for word in ("--set", one)]
     with Running.start(
-        "--model", str(MODEL), "--http", "0", *words, timeout_s=120.0, env={"OMP_NUM_THREADS": threads}
+        "--model", flags.model, "--http", "0", *words, timeout_s=120.0, env={"OMP_NUM_THREADS": threads}
     ) as cluster:
         rows = []
         for row in _rows(cluster, flags, chosen, metrics_port):
@@ -136,8 +137,8 @@ def _rows(cluster: Running, flags: argparse.Namespace, chosen: list[str], metric
         for name, program in programs.items():
             load = ClientLoad(
                 url=cluster.http_url.removesuffix("/v1"),
-                model=MODEL.name,
-                tokenizer=MODEL.resolve(),
+                model=Path(flags.model).name,
+                tokenizer=Path(flags.model).resolve(),
                 concurrency=concurrency,
                 requests=flags.requests,
                 input_tokens=flags.input_tokens,
