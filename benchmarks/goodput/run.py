@@ -140,6 +140,7 @@ async def _run_peer(
     for rate_rps in course.rates:
         planned = plan(rate_rps, course.seconds, seed, f"{rate_rps}-{seed}", course.lengths)
         rows, late_start_s = await drive(planned, ask)
+        server.check()
         on_cell(Cell(contender=contender.label, rate_rps=rate_rps, seed=seed, rows=rows, late_start_s=late_start_s))
 
 
