@@ -137,7 +137,8 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
                 # The rows that see a position of the page: r // G is a row's query.
                 row_from = max(0, page * C - start) * G
                 row_to = R if window == 0 else min(R, ((page + 1) * C + window - 1 - start) * G)
-                num_parts, part_index = (head_to - head_from) * ((row_to - row_from + ROWS - 1) // ROWS), 0
+                share = -(-2 * C * run_lines // max(1, (head_to - head_from) * (row_to - row_from)))  # lines of a row
+                run = line = 0
                 for h in range(head_from, head_to):
                     k0 = U(base + h * D)
                     v0 = U(base + part + h * D)
@@ -159,13 +160,14 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
                         keys_at, values_at = task_at[4] + 4 * np.int64(k0), task_at[4] + 4 * np.int64(v0)
                         apart = 4 * np.int64(stride)
                     for first_row in range(row_from, row_to, ROWS):
-                        for run in range(part_index * 2 * C // num_parts, (part_index + 1) * 2 * C // num_parts):
-                            for line in range(run_lines):
-                                _prefetch(data, ahead + run * pool_heads * D + line * per_line)
-                        part_index += 1
                         num_rows = min(ROWS, row_to - first_row)
                         first_state = (h - head_from) * R + first_row
                         for row in range(num_rows):
+                            for _ in range(share if run < 2 * C else 0):
+                                _prefetch(data, ahead + run * pool_heads * D + line * per_line)
+                                line += 1
+                                if line == run_lines:
+                                    run, line = run + 1, 0
                             query_at = rest_at + 4 * W * (first_state + row)
                             for c in range(0, C, LANES):
                                 scores(W, query_at, keys_at + c * apart, apart, score_at + 4 * (row * S + c))
@@ -209,9 +211,9 @@ def make_attend(head_dim: int, block_size: int, stored: str) -> TaskKernel:
                 token = first_query + state % R // G
                 target = U((token * num_heads + head) * D)
                 source = U(state * W)
-                share = _ONE / weights[state]
+                inverse = _ONE / weights[state]
                 for d in range(U(D)):
-                    out[target + d] = sums[source + d] * share
+                    out[target + d] = sums[source + d] * inverse
             task = following
 
     return TaskKernel(attend, f"attend-{stored}-{D}-{C}", least=LEAST_WORK)
