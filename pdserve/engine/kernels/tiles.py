@@ -147,10 +147,14 @@ def _add_tile(
 
 
 def _add_product(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c. Without fused instructions in two steps, because LLVM would call a function for each lane."""
+    """a * b + c. Without fused instructions in two steps, because LLVM would call a function for each lane.
+
+    numba adds the flags of fastmath to each operation that has no flag. LLVM could then change the order of additions,
+    and a position would have other bits in another batch. `contract` prevents that; it allows only fused products.
+    """
     if "+fma" in _FEATURES:
         return instructions.fused(builder, a, b, c)
-    return builder.fadd(builder.fmul(a, b), c)
+    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
 
 def _load(builder: Any, address: Any, shift: int) -> Any:
