@@ -20,6 +20,7 @@ START_S = 1000.0  # the router's clock does not begin at zero
 NUM_BLOCKS = 1200
 BLOCK_TOKENS = 16
 BYTES_PER_TOKEN = 24_576
+DECIDED_AFTER_S = 0.002  # from arrival to the decision; then the request waits for the prefill worker
 PREFILL_TOKENS_PER_S = 9000.0
 LINK_BYTES_PER_S = 4e8
 
@@ -175,9 +176,9 @@ class FrameSource:
         plan.transfer_s = transfer_s if p else None
         tpot_s = chosen["predicted_tpot_s"] * self._random.uniform(0.9, 1.15)
         steps: list[tuple[str, float]] = [
-            ("queue", queue_s),
+            ("queue", DECIDED_AFTER_S),
             ("reserve", 0.004),
-            ("prefill_queue", 0.006),
+            ("prefill_queue", queue_s + 0.006),
             ("prefill", prefill_s),
         ]
         if p:
@@ -232,10 +233,10 @@ class FrameSource:
         self.explanations[plan.request_id] = {
             "request_id": plan.request_id,
             "decision": decision,
-            "reason": "the cheapest placement that meets both targets"
+            "reason": "the lowest cost of the placements that meet every target"
             if chosen["is_chosen"]
             else "no placement meets both targets",
-            "waited_s": 0.002,
+            "waited_s": DECIDED_AFTER_S,
             "slo_ttft_s": load.slo_ttft_s,
             "slo_tpot_s": load.slo_tpot_s,
             "candidates": first,
