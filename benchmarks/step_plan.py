@@ -13,6 +13,7 @@ import argparse
 import gc
 import platform
 import random
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -23,6 +24,7 @@ from decode_worker.step import DecodeStep
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.latency import CostModel
+from pdserve.core.percentiles import nearest_rank
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.interface import RowOut
 from pdserve.profiles import load_profile
@@ -88,10 +90,7 @@ class Bench:
         return step, time.thread_time() - began_s
 
     def run(self, step: DecodeStep) -> None:
-        account = step.account
-        self.now_s += self.cost.step_s(
-            account.decode_rows, account.context_tokens, account.prefill_tokens, account.prefill_token_context
-        )
+        self.now_s += step.account.predicted_s(self.cost)
         outs: Sequence[RowOut] = [RowOut((TOKEN,) if row.sample is not None else ()) for row in step.rows]
         self.batching.apply(step, outs, self.now_s)
 
@@ -119,7 +118,7 @@ def measure(name: str, times: Iterator[float]) -> None:
     gc.disable()
     took_s = sorted(times)
     gc.enable()
-    shown = [sum(took_s) / len(took_s), *(took_s[int(len(took_s) * share)] for share in (0.5, 0.95, 0.99))]
+    shown = [statistics.fmean(took_s), *(nearest_rank(took_s, share) for share in (0.5, 0.95, 0.99))]
     print(f"{name:<52}" + "".join(f"{1e6 * one:>8.0f}" for one in shown), flush=True)
 
 
@@ -136,7 +135,7 @@ def main() -> None:
         measure(f"{sequences} sequences", Bench(sequences, 0).times(options.steps))
         for prompts in options.prompts:
             bench = Bench(sequences, prompts)
-            measure(f"{sequences} sequences, {prompts} of them prompts", bench.times(options.steps))
+            measure(f"{sequences} sequences, prompts among them: {prompts}", bench.times(options.steps))
 
 
 if __name__ == "__main__":

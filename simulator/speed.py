@@ -30,10 +30,7 @@ class Speed:
         return self._slowness * math.prod(self.factors)
 
     def step_s(self, account: StepAccount) -> float:
-        seconds = self._truth.step_s(
-            account.decode_rows, account.context_tokens, account.prefill_tokens, account.prefill_token_context
-        )
-        return seconds * self.slowness
+        return account.predicted_s(self._truth) * self.slowness
 
     def times(self, account: StepAccount) -> StepTimes:
         """For steps that only decode."""

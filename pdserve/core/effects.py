@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.core.attempt import AttemptKey
+from pdserve.core.latency import CostModel
 from pdserve.core.protocol import AttemptFailed, BatchTimed, FirstToken, Granted, Refused, Released, TokenRow
 from pdserve.core.types import TokenOut
 
@@ -164,6 +165,10 @@ class StepAccount:
     prefill_tokens: int = 0
     prefill_token_context: float = 0.0  # sum over prefill rows of tokens * (cached + tokens / 2)
     draft_tokens: int = 0  # drafts in addition to the decode rows' own tokens
+
+    def predicted_s(self, cost: CostModel) -> float:
+        """Seconds of this step by the cost model."""
+        return cost.step_s(self.decode_rows, self.context_tokens, self.prefill_tokens, self.prefill_token_context)
 
     def timed(self, step_s: float, worker_id: str = "") -> BatchTimed:
         """The report of this step, which took `step_s`."""
