@@ -15,13 +15,14 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import psutil  # type: ignore[import-untyped]
 from playwright.sync_api import Page, sync_playwright
 
 from benchmarks.http import Seen, turn
 from benchmarks.live_view import TOKENS
+from benchmarks.ui_frame_rate import heap_mib
 from pdserve import AsyncClient
 from pdserve.launch.running import Running
 from simulator.tables import table
@@ -57,7 +58,7 @@ def samples(cluster: Running, flags: argparse.Namespace) -> Iterator[PageSample]
             yield PageSample(
                 at_s=now_s - begin_s,
                 drawn_per_s=drawn_per_s,
-                heap_mib=_heap_mib(page),
+                heap_mib=heap_mib(page),
                 router_mib=router_mib,
                 gateway_mib=gateway_mib,
             )
@@ -66,14 +67,6 @@ def samples(cluster: Running, flags: argparse.Namespace) -> Iterator[PageSample]
 
 def _drawn(page: Page) -> int:
     return int(page.evaluate("window.pdserve.stats.draws"))
-
-
-def _heap_mib(page: Page) -> float:
-    session: Any = page.context.new_cdp_session(page)
-    session.send("HeapProfiler.collectGarbage")
-    used = float(session.send("Runtime.getHeapUsage")["usedSize"] / MIB)
-    session.detach()
-    return used
 
 
 async def measure(cluster: Running, flags: argparse.Namespace) -> tuple[list[PageSample], int, Seen]:

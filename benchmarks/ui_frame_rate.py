@@ -50,10 +50,13 @@ def _load(live: int) -> Load:
     )
 
 
-def _heap_mib(page: Page) -> float:
+def heap_mib(page: Page) -> float:
+    """The page's JavaScript heap after a garbage collection."""
     session: Any = page.context.new_cdp_session(page)
     session.send("HeapProfiler.collectGarbage")
-    return float(session.send("Runtime.getHeapUsage")["usedSize"] / 2**20)
+    used = float(session.send("Runtime.getHeapUsage")["usedSize"] / 2**20)
+    session.detach()
+    return used
 
 
 def _cpu_s(browser: Browser) -> float:
@@ -74,12 +77,12 @@ def measure(live: int, history_s: float, seconds: float, width: int, height: int
             page = browser.new_page(viewport={"width": width, "height": height})
             page.goto(f"{server.url}/ui")
             wait_until(page, f"window.pdserve.store.range()?.[1] > {START_S + history_s + 2 * PERIOD_S}", timeout_s=120)
-            before = _heap_mib(page)
+            before = heap_mib(page)
             cpu_s = _cpu_s(browser)
             found = dict(page.evaluate(COUNT, seconds))
             cpu_s = _cpu_s(browser) - cpu_s
             found["cpu_ms_per_frame"] = 1000 * cpu_s / (found["drawn_per_s"] * seconds)
-            found |= {"live": made[burst]["running"], "heap_before_mib": before, "heap_after_mib": _heap_mib(page)}
+            found |= {"live": made[burst]["running"], "heap_before_mib": before, "heap_after_mib": heap_mib(page)}
             browser.close()
     finally:
         server.close()

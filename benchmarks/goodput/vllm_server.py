@@ -41,9 +41,7 @@ class Server:
     def check(self) -> None:
         """Raises RuntimeError with the end of the log if the server has ended, for example by a crash."""
         if self.process.poll() is not None:
-            raise RuntimeError(
-                f"vllm serve ended during the benchmark:\n{self.log.read_text(errors='replace')[-4000:]}"
-            )
+            raise _error("ended during the benchmark", self.log)
 
 
 @contextlib.contextmanager
@@ -82,7 +80,11 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) ->
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0),
         ):
             return
-    raise RuntimeError("vllm serve did not start:\n" + log.read_text(errors="replace")[-4000:])
+    raise _error("did not start", log)
+
+
+def _error(what: str, log: Path) -> RuntimeError:
+    return RuntimeError(f"vllm serve {what}:\n{log.read_text(errors='replace')[-4000:]}")
 
 
 async def ask(server: Server, one: Planned) -> Seen:
