@@ -227,15 +227,14 @@ class FrameSource:
         }
 
     def _explain(self, plan: _Plan, candidates: list[dict[str, Any]], chosen: dict[str, Any]) -> None:
-        load = self._load
-        decision = ("remote" if chosen["prefill_worker"] else "local") if chosen["is_chosen"] else "reject"
+        load, is_chosen = self._load, chosen["is_chosen"]
+        decision = ("remote" if chosen["prefill_worker"] else "local") if is_chosen else "reject"
         first = sorted(candidates, key=lambda one: not one["is_chosen"])[:8]
         self.explanations[plan.request_id] = {
             "request_id": plan.request_id,
             "decision": decision,
-            "reason": "the lowest cost of the placements that meet every target"
-            if chosen["is_chosen"]
-            else "no placement meets both targets",
+            "reason": ("the lowest cost of the placements that meet" if is_chosen else "no placement meets")
+            + " every target",
             "waited_s": DECIDED_AFTER_S,
             "slo_ttft_s": load.slo_ttft_s,
             "slo_tpot_s": load.slo_tpot_s,
