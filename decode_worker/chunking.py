@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 from pdserve.core.effects import StepAccount
@@ -18,21 +19,25 @@ class ChunkRule:
         self._least = min(least, most)
         self._most = most
 
-    def tokens(
-        self, *, rows: int, context_tokens: int, allowed_s: float | None, cached: int, held_share: float = 0.0
-    ) -> int:
-        """Prompt tokens of a step with `rows` decode rows over `context_tokens`; see pdserve.core.step_rule."""
+    def longest(
+        self, *, rows: int, context_tokens: int, allowed_s: float | None, held_share: float = 0.0
+    ) -> Callable[[int], int]:
+        """For a step with `rows` decode rows over `context_tokens`: a function that gives the most tokens of one
+        prompt, of which so many tokens are already computed. See pdserve.core.step_rule."""
+        cost, most = self.cost, self._most
         if rows == 0:
-            return self._most
+            return lambda _: most
         limit = step_limit(
-            self.cost,
-            decode_s=self.cost.decode_s(rows, context_tokens),
+            cost,
+            decode_s=cost.decode_s(rows, context_tokens),
             allowed_s=allowed_s,
             held_share=held_share,
             least=self._least,
-            most=self._most,
+            most=most,
         )
-        return chunk_tokens(self.cost, limit, rows=rows, context_tokens=context_tokens, cached=cached, most=self._most)
+        return lambda cached: chunk_tokens(
+            cost, limit, rows=rows, context_tokens=context_tokens, cached=cached, most=most
+        )
 
     def is_worth_waiting(
         self, allowance: Allowance, *, rows: int, context_tokens: int, wanted: int, held_share: float = 0.0

@@ -7,6 +7,7 @@ other sequence needs soon, and never preempt one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, final
 
 from decode_worker.async_step import step_after
@@ -57,14 +58,10 @@ class Planner:
                 allowance, rows=rows, context_tokens=context_tokens, wanted=wanted, held_share=held
             )
             if not self._waits_for_slack:
-                budget = self._chunks.tokens(
-                    rows=rows,
-                    context_tokens=context_tokens,
-                    allowed_s=allowance.step_s,
-                    cached=unfinished[0].computed if unfinished else 0,
-                    held_share=held,
+                longest = self._chunks.longest(
+                    rows=rows, context_tokens=context_tokens, allowed_s=allowance.step_s, held_share=held
                 )
-                prefilling = self._divide(prompts, now_s, budget, decode_s)
+                prefilling = self._divide(prompts, now_s, longest, decode_s)
         self._num_waits = self._num_waits + 1 if self._waits_for_slack else 0
         drafts = None
         if self._drafter is not None and decoding and not prefilling:
@@ -175,9 +172,12 @@ class Planner:
         return decoding, unfinished, is_short
 
     def _divide(
-        self, prompts: list[DecodeSequence], now_s: float, budget: int, decode_s: float
+        self, prompts: list[DecodeSequence], now_s: float, longest: Callable[[int], int], decode_s: float
     ) -> list[tuple[DecodeSequence, int]]:
-        """The sequences to prefill. Starts waiting sequences if there is memory."""
+        """The sequences to prefill. Starts waiting sequences if there is memory.
+
+        `longest` gives the tokens of a step that computes one prompt, of which so many tokens are already computed.
+        """
         sequences = self._sequences
         self.is_starved = self._is_short and bool(sequences.waiting)
 
@@ -192,9 +192,9 @@ class Planner:
             sequences.start(sequence, now_s)
             return True
 
-        cost, pending = self._chunks.cost, []
+        cost, usual, pending = self._chunks.cost, longest(prompts[0].computed), []
         for each in prompts:
-            num_steps = -(-each.remaining // budget)
-            remaining_s = cost.prefill_s(each.remaining, each.computed, budget) + num_steps * decode_s
+            num_steps = -(-each.remaining // usual)
+            remaining_s = cost.prefill_s(each.remaining, each.computed, usual) + num_steps * decode_s
             pending.append(Pending(each, remaining_s, due_at_s(each.attempt, each.num_output)))
-        return divide(pending, now_s, budget, start)
+        return divide(pending, now_s, lambda each: longest(each.computed), start)

@@ -157,8 +157,10 @@ class PrefillBatching:
                 effects.extend(self._begun(prompt))
             return not is_full
 
-        budget = self.order.step_tokens(present[0].computed) if present else 0
-        shares = divide([self._pending(each) for each in present], now_s, budget, start)
+        def longest(prompt: PrefillSequence) -> int:
+            return self.order.step_tokens(prompt.computed)
+
+        shares = divide([self._pending(each) for each in present], now_s, longest, start)
         account = StepAccount(
             prefill_tokens=sum(count for _, count in shares),
             prefill_token_context=sum(count * (prompt.computed + count / 2) for prompt, count in shares),

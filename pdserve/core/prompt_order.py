@@ -22,7 +22,7 @@ from typing import Final, Generic, Protocol, TypeVar, final
 from pdserve.core.attempt import Attempt
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostModel
-from pdserve.core.step_rule import LEAST_CHUNK
+from pdserve.core.step_rule import LEAST_CHUNK, ROUNDING
 
 STEP_SHARE: Final = 0.25  # longest step, as a share of the strictest TTFT target
 WEIGHTS: Final = 4.0  # a step may always take this multiple of the time for reading the weights
@@ -79,24 +79,31 @@ def order(pending: Sequence[Pending[P]], now_s: float) -> tuple[list[P], list[P]
     return [*interrupted, *(one.prompt for one in (*urgent, *waiting))], others
 
 
-def divide(pending: Sequence[Pending[P]], now_s: float, budget: int, start: Callable[[P], bool]) -> list[tuple[P, int]]:
-    """The prompts of a step of at most `budget` tokens, with the number of tokens for each.
+def divide(
+    pending: Sequence[Pending[P]], now_s: float, longest: Callable[[P], int], start: Callable[[P], bool]
+) -> list[tuple[P, int]]:
+    """The prompts of the next step, with the number of tokens for each.
 
-    `start` is called for a prompt before it gets tokens, and returns False if the prompt cannot be computed now. One in
-    PER_LATE_TOKEN tokens of the budget is reserved for prompts that are late or have no target.
+    `longest` gives the tokens of a step that computes one prompt alone. It differs between prompts, because a token
+    with a longer context takes more time. A prompt that gets a part of these tokens uses the same part of the step.
+    `start` is called for a prompt before it gets tokens, and returns False if the prompt cannot be computed now. One
+    PER_LATE_TOKEN-th of the step is reserved for prompts that are late or have no target.
     """
     on_time, others = order(pending, now_s)
-    kept = budget // PER_LATE_TOKEN if on_time and others else 0
+    kept = 1.0 / PER_LATE_TOKEN if on_time and others else 0.0
     shares: list[tuple[P, int]] = []
-    left = budget - kept
-    for group, more in ((on_time, kept), (others, 0)):
+    left = 1.0 - kept
+    for group, more in ((on_time, kept), (others, 0.0)):
         for prompt in group:
-            if left == 0:
+            if left <= 0.0:
                 break
-            if start(prompt):
-                count = min(prompt.remaining, left)
+            if not start(prompt):
+                continue
+            most, least = longest(prompt), 0 if shares else 1  # `start` may have found some of its tokens in the cache
+            count = min(prompt.remaining, max(least, int(left * most + ROUNDING)))
+            if count:
                 shares.append((prompt, count))
-                left -= count
+            left = left - count / most if count == prompt.remaining else 0.0
         left += more
     return shares
 
@@ -127,7 +134,7 @@ class PromptOrder:
             self._targets_s.append(ttft_s)
 
     def step_tokens(self, cached: int) -> int:
-        """The maximum tokens of the next step, if `cached` tokens of its first prompt are already computed."""
+        """The maximum tokens of a step that computes one prompt, of which `cached` tokens are already computed."""
         if not self._targets_s:
             return self._most
         longest_s = max(STEP_SHARE * min(self._targets_s), WEIGHTS * self.cost.decode_coefficients[0])

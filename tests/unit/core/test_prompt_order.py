@@ -151,18 +151,30 @@ def test_the_rule_learns_the_speed_of_the_worker() -> None:
 
 def test_late_prompts_get_a_share_of_each_step() -> None:
     prompts = pending((0.5, 9.0), (0.5, 0.1), (0.5, None))
-    shares = divide(prompts, 0.0, 64, lambda _: True)
+    shares = divide(prompts, 0.0, lambda _: 64, lambda _: True)
     assert [(one.number, count) for one, count in shares] == [(0, 64 - 64 // PER_LATE_TOKEN), (1, 64 // PER_LATE_TOKEN)]
 
 
 def test_late_prompts_get_unused_tokens() -> None:
     prompts = pending((0.5, 9.0), (0.5, 0.1), (0.5, None))
-    shares = divide(prompts, 0.0, 512, lambda _: True)
+    shares = divide(prompts, 0.0, lambda _: 512, lambda _: True)
     assert [(one.number, count) for one, count in shares] == [(0, 100), (1, 100), (2, 100)]
 
 
 def test_a_prompt_that_cannot_start_gets_no_tokens() -> None:
     prompts = pending((0.1, 9.0), (0.5, 9.0))
-    shares = divide(prompts, 0.0, 64, lambda one: one.number == 1)
+    shares = divide(prompts, 0.0, lambda _: 64, lambda one: one.number == 1)
     assert [(one.number, count) for one, count in shares] == [(1, 64)]
-    assert divide([], 0.0, 64, lambda _: True) == []
+    assert divide([], 0.0, lambda _: 64, lambda _: True) == []
+
+
+def test_prompts_share_a_step_by_time() -> None:
+    """A whole step has 60 tokens of the first prompt, or 20 of the second: half of it has 30, the rest 10."""
+    prompts = [Pending(Text(0, remaining=30), 0.1, 9.0), Pending(Text(1), 0.5, 9.0)]
+    shares = divide(prompts, 0.0, lambda one: (60, 20)[one.number], lambda _: True)
+    assert [(one.number, count) for one, count in shares] == [(0, 30), (1, 10)]
+
+
+def test_a_step_is_never_empty() -> None:
+    shares = divide(pending((0.1, 9.0), (0.5, None)), 0.0, lambda _: 1, lambda _: True)
+    assert [(one.number, count) for one, count in shares] == [(0, 1)]

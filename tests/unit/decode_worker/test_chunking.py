@@ -22,29 +22,27 @@ def sure(chunks: ChunkRule) -> None:
 
 
 def test_without_decode_rows_a_chunk_is_as_large_as_possible() -> None:
-    assert rule().tokens(rows=0, context_tokens=0, allowed_s=None, cached=0) == 512
+    assert rule().longest(rows=0, context_tokens=0, allowed_s=None)(0) == 512
 
 
 def test_a_chunk_takes_the_time_that_the_rows_allow() -> None:
     chunks = rule(prefill_base_s=0.0, prefill_per_token_s=0.001, prefill_per_token_context_s=0.0, decode_base_s=0.02)
     sure(chunks)
     # 0.9 * 0.1 - 1e-4 for the row - context.
-    assert chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 89
-    assert chunks.tokens(rows=1, context_tokens=10, allowed_s=10.0, cached=0) == 512
+    assert chunks.longest(rows=1, context_tokens=10, allowed_s=0.1)(0) == 89
+    assert chunks.longest(rows=1, context_tokens=10, allowed_s=10.0)(0) == 512
 
 
 def test_an_untrained_cost_model_leaves_a_larger_reserve() -> None:
     chunks = rule(prefill_base_s=0.0, prefill_per_token_s=0.001, prefill_per_token_context_s=0.0, decode_base_s=0.02)
-    assert (
-        chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 79
-    )  # An error above WIDEST_BAND: 0.1 / 1.25.
+    assert chunks.longest(rows=1, context_tokens=10, allowed_s=0.1)(0) == 79  # An error above WIDEST_BAND: 0.1 / 1.25.
 
 
 def test_a_chunk_after_more_context_is_shorter() -> None:
     prior = {"prefill_base_s": 0.0, "prefill_per_token_s": 0.001, "decode_base_s": 0.02}
     prior["prefill_per_token_context_s"] = 1e-6
-    near = rule(**prior).tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0)
-    far = rule(**prior).tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=1000)
+    near = rule(**prior).longest(rows=1, context_tokens=10, allowed_s=0.1)(0)
+    far = rule(**prior).longest(rows=1, context_tokens=10, allowed_s=0.1)(1000)
     assert near == 76
     assert far == 39
 
@@ -54,27 +52,27 @@ def test_free_arithmetic_is_used_even_if_the_target_is_missed() -> None:
         prefill_base_s=0.0, prefill_per_token_s=0.001, prefill_per_token_context_s=0.0, decode_per_row_s=0.0,
         decode_base_s=0.2, decode_per_context_token_s=0.0,
     )  # fmt: skip
-    assert chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 204
+    assert chunks.longest(rows=1, context_tokens=10, allowed_s=0.1)(0) == 204
 
 
 def test_a_waiting_prompt_makes_progress_without_time_left() -> None:
     full = rule(decode_base_s=0.01, decode_per_row_s=0.2, prefill_per_token_s=0.001)
-    assert full.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 16
+    assert full.longest(rows=1, context_tokens=10, allowed_s=0.1)(0) == 16
 
 
 def test_tokens_that_cost_nothing_fill_the_chunk() -> None:
     """A calibration may find no cost per token, as with the toy engine."""
     free = rule(decode_base_s=0.2, prefill_per_token_s=0.0, prefill_per_token_context_s=0.0)
-    assert free.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 512
+    assert free.longest(rows=1, context_tokens=10, allowed_s=0.1)(0) == 512
     nothing = rule(**dict.fromkeys(CostPrior.__dataclass_fields__, 0.0))
-    assert nothing.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0) == 512
+    assert nothing.longest(rows=1, context_tokens=10, allowed_s=0.1)(0) == 512
 
 
 def test_rows_with_much_memory_shorten_a_step() -> None:
     chunks = rule()
 
     def tokens(held_share: float) -> int:
-        return chunks.tokens(rows=1, context_tokens=10, allowed_s=0.1, cached=0, held_share=held_share)
+        return chunks.longest(rows=1, context_tokens=10, allowed_s=0.1, held_share=held_share)(0)
 
     unpriced, full = tokens(0.0), tokens(1.0)
     sizes = [tokens(held / 10) for held in range(11)]

@@ -79,9 +79,6 @@ def run(seed: int, rate_rps: float) -> list[Answer]:
 
 @pytest.mark.parametrize("rate_rps", [1.0, 3.0, 6.0])
 def test_gaps_stay_within_their_limits(rate_rps: float) -> None:
-    """In 99.9 % of all cases. A chunk's time is predicted for the first prompt, but others may have longer contexts."""
     answers = [one for seed in range(20) for one in run(seed, rate_rps)]
     assert [one for one in answers if one.missing] == []
-    gaps = [gap for one in answers for gap in one.gaps]
-    assert sum(gap <= 1.0 for gap in gaps) / len(gaps) >= 0.999
-    assert max(gaps) <= 1.2
+    assert max(gap for one in answers for gap in one.gaps) <= 1.0
