@@ -149,7 +149,7 @@ def test_rejections_are_fast_if_requests_start_in_waves(rate_rps: float) -> None
     """It serves 12 requests/s of this mix."""
     rows = [row for row in slow_world(rate_rps).run().requests if row.arrival_s >= SLOW_WARM_S]
     assert sum(row.has_met_slo for row in rows) / (SLOW_END_S - SLOW_WARM_S) > 10.0
-    assert sum(row.outcome == "late" for row in rows) <= 0.01 * len(rows)
+    assert sum(row.outcome == "late" for row in rows) <= 0.02 * len(rows)
     waits_s = rejected_after_s(rows)
     assert len(waits_s) > 50
     assert nearest_rank(waits_s, 0.5) <= 0.2
