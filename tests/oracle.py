@@ -3,17 +3,22 @@
 At each position our token must be the one that float64 chooses, or be within `TIE` of it. Positions after a first
 difference are judged as well, since the oracle reads our text and not its own. Float32 rounding differs between
 processors and batch shapes: it may decide a near-tie, and nothing else. So a verdict does not depend on the processor.
+
+How exact a logprob can be in float32 depends on its position: peaked attention multiplies an error of its inputs. So a
+logprob may differ from that of float64 by what a change of all weights by `CHANGE` does at the same position.
 """
 
 # Shapes: P positions of one answer, V vocabulary.
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 import transformers
@@ -25,6 +30,7 @@ from pdserve.engine.sampling import Draw, sample
 
 TIE: Final = 1e-5  # of the standard deviation of the position's logits; float32 errs by up to 7e-6 of it
 MAX_TIES: Final = 0.01  # of the positions that are judged together
+CHANGE: Final = 2.0**-18  # of every weight; float32 changes a logprob by less than half of what this does
 _MOST_KNOWN: Final = 16
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # of transformers: tokens [1, T], logits [1, V] -> logits
@@ -52,6 +58,17 @@ class Verdict:
         assert not self.wrong, f"{len(self.wrong)} of {self.num_positions} tokens are wrong: {self.wrong[:5]}"
         limit = most_ties * self.num_positions
         assert not self.ties or len(self.ties) < limit, f"{len(self.ties)} near-ties, less than {limit:g} allowed"
+
+
+class HasLogprobs(Protocol):
+    """A sampled or scored token."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def logprob(self) -> float | None: ...
+    @property
+    def top(self) -> Sequence[tuple[int, float]]: ...
 
 
 @final
@@ -152,6 +169,27 @@ class Oracle:
             if ours != best:
                 yield at, ours, best, gap
 
+    def assert_logprobs(self, tokens: Sequence[int], first: int, found: Sequence[HasLogprobs]) -> None:
+        """`found` are the tokens behind tokens[: first + 1], behind tokens[: first + 2] and so on."""
+        logprob_PV = self.logits(tokens, first).log_softmax(-1)
+        changed_PV = self._changed.logits(tokens, first).log_softmax(-1)
+        tolerance_P = (changed_PV - logprob_PV).abs().amax(-1)
+        for one, logprob_V, tolerance in zip(found, logprob_PV, tolerance_P.tolist(), strict=True):
+            if one.logprob is not None:
+                error = abs(one.logprob - float(logprob_V[one.token_id]))
+                assert error <= tolerance, f"logprob {one.logprob} differs by {error:.2g} of at most {tolerance:.2g}"
+            _check_top(one.top, logprob_V, tolerance)
+
+    @functools.cached_property
+    def _changed(self) -> Oracle:
+        """Of the model with every weight changed by `CHANGE`, up or down at random."""
+        model = copy.deepcopy(self._model)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.0 + CHANGE * (2 * torch.randint(2, weight.shape, generator=generator) - 1))
+        return Oracle("", model)
+
     def logprob(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
         """Of the whole answer."""
         logprob_PV = self.logits([*prompt, *answer][:-1], len(prompt) - 1).log_softmax(-1)
@@ -181,7 +219,7 @@ class Oracle:
         return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def assert_top(top: Sequence[tuple[int, float]], logprob_V: Tensor, tolerance: float) -> None:
+def _check_top(top: Sequence[tuple[int, float]], logprob_V: Tensor, tolerance: float) -> None:
     """`top` has the largest logprobs in order; equal ones may be in any order."""
     tokens = [token for token, _ in top]
     assert len(set(tokens)) == len(tokens)

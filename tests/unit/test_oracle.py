@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
-from pdserve.core.types import Sampling
+from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.sampling import Draw, sample
 from tests.oracle import TIE, Oracle, Position
 
@@ -121,6 +123,44 @@ def sampled(oracle: Oracle, sampling: Sampling) -> list[int]:
         logits_V = oracle.logits(tokens)[-1]
         tokens.append(sample(logits_V[None], [Draw(sampling, list(tokens), len(PROMPT))], [2])[0].token_id)
     return tokens[len(PROMPT) :]
+
+
+def float32_tokens(model: Any) -> list[TokenOut]:
+    """What a float32 engine would report of the prompt's tokens."""
+    with torch.inference_mode():
+        logprob_PV = model.float()(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    return [
+        TokenOut(token_id=token, logprob=float(logprob_V[token]), top=top_of(logprob_V))
+        for token, logprob_V in zip(PROMPT[1:], logprob_PV[:-1], strict=True)
+    ]
+
+
+def top_of(logprob_V: Tensor) -> tuple[tuple[int, float], ...]:
+    values, tokens = logprob_V.topk(3)
+    return tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+
+
+def test_logprobs_of_float32_are_accepted() -> None:
+    Oracle("", make_model(gain=0.1)).assert_logprobs(PROMPT[:-1], 0, float32_tokens(make_model(gain=0.1)))
+
+
+def test_logprobs_of_a_slightly_rounded_model_are_rejected() -> None:
+    """One norm of 32 weights has the precision of TF32."""
+    model = make_model(gain=0.1)
+    with torch.no_grad():
+        model.model.norm.weight.copy_((model.model.norm.weight * 2**13).round() / 2**13)
+    with pytest.raises(AssertionError, match=r"differs by|not close"):
+        Oracle("", make_model(gain=0.1)).assert_logprobs(PROMPT[:-1], 0, float32_tokens(model))
+
+
+@pytest.mark.parametrize("wrong", ["order", "missing", "value"])
+def test_the_top_must_be_the_most_likely_in_order(wrong: str) -> None:
+    first, *others = float32_tokens(make_model(gain=0.1))
+    a, b, c = first.top
+    top = {"order": (b, a, c), "missing": (a, c), "value": (a, b, (c[0], c[1] + 0.1))}[wrong]
+    spoilt = dataclasses.replace(first, top=top)
+    with pytest.raises(AssertionError, match="not close"):
+        Oracle("", make_model(gain=0.1)).assert_logprobs(PROMPT[:-1], 0, [spoilt, *others])
 
 
 def test_norms_rotations_and_softmax_are_computed_in_float64() -> None:
