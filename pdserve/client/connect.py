@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import is_loopback_host
+from pdserve.core.hosts import NO_HTTP_PROXY, is_loopback_host
 from pdserve.telemetry import propagate
 
 CONNECT_S: Final = 5.0
@@ -101,6 +101,8 @@ class Target:
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.use_local_subchannel_pool", 1),  # clients share neither a connection nor its backoff
         ]
+        if is_loopback(self.address):
+            options.append(NO_HTTP_PROXY)
         if self.tls is not None and self.tls.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
         return options

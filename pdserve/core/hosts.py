@@ -1,4 +1,4 @@
-"""Decides which addresses only this host can reach. Pure."""
+"""Decides which addresses only this host can reach, and which calls must not go through an HTTP proxy. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import ipaddress
 from typing import Final
 
 _ANY: Final = ("", "0.0.0.0", "::")
+
+#: gRPC's channel option for connections within the cluster or this host. gRPC would otherwise send them to the proxy
+#: that `http_proxy` names, which cannot reach them.
+NO_HTTP_PROXY: Final = ("grpc.enable_http_proxy", 0)
 
 
 def is_loopback_host(host: str) -> bool:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Self, final
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import NO_HTTP_PROXY, is_loopback_host
 from pdserve.telemetry import names
 from pdserve.telemetry.propagate import AttributeValue, TraceContext, parse, render
 from pdserve.telemetry.tail_sampling import is_in_share
@@ -212,10 +213,12 @@ def make_tracing(service: Service, otlp_endpoint: str, *, share: float = 1.0) ->
     except ImportError as error:
         log.warning("no traces: install pdserve[otel]", extra={"missing": error.name, "otlp": otlp_endpoint})
         return Tracing.off()
+    host = otlp_endpoint.rpartition("://")[2].rpartition(":")[0]
     exporter = exporters.OTLPSpanExporter(
         endpoint=otlp_endpoint,
         insecure=not otlp_endpoint.startswith("https://"),
         timeout=EXPORT_TIMEOUT_S,
+        channel_options=(NO_HTTP_PROXY,) if is_loopback_host(host) else None,
     )
     processor = export.BatchSpanProcessor(
         exporter,

@@ -8,6 +8,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
+from pdserve.core.hosts import NO_HTTP_PROXY
 from pdserve.tls.certificates import Certificates, ReloadingCertificates
 
 _NAME_OVERRIDE: Final = "grpc.ssl_target_name_override"
@@ -32,13 +33,13 @@ def peer_port(server: Any, address: str, tls: ReloadingCertificates | None) -> i
 def peer_channel(target: str, tls: ReloadingCertificates | None, options: Any = ()) -> grpc.Channel:
     """A blocking channel to another process of the cluster."""
     if tls is None or not tls.files.ca:
-        return grpc.insecure_channel(target, options)
+        return grpc.insecure_channel(target, [*options, NO_HTTP_PROXY])
     return grpc.secure_channel(target, *_to_peer(tls, options))
 
 
 def peer_channel_aio(target: str, tls: ReloadingCertificates | None, options: Any = ()) -> grpc.aio.Channel:
     if tls is None or not tls.files.ca:
-        return grpc.aio.insecure_channel(target, options)
+        return grpc.aio.insecure_channel(target, [*options, NO_HTTP_PROXY])
     return grpc.aio.secure_channel(target, *_to_peer(tls, options))
 
 
@@ -46,7 +47,7 @@ def _to_peer(tls: ReloadingCertificates, options: Any) -> tuple[grpc.ChannelCred
     found = tls.current()
     credentials = grpc.ssl_channel_credentials(found.ca, found.key or None, found.cert or None)
     name = [(_NAME_OVERRIDE, tls.peer_name)] if tls.peer_name else []
-    return credentials, [*options, *name]
+    return credentials, [*options, NO_HTTP_PROXY, *name]
 
 
 def _secure_port(

@@ -4,6 +4,7 @@ import pytest
 
 from pdserve.client.connect import is_loopback, target
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import NO_HTTP_PROXY
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,12 @@ from pdserve.core.errors import ConfigError
 )
 def test_loopback_addresses_are_recognised(address: str, holds: bool) -> None:
     assert is_loopback(address) is holds
+
+
+@pytest.mark.parametrize(("address", "is_here"), [("localhost:50051", True), ("router:50051", False)])
+def test_only_calls_to_this_host_bypass_an_http_proxy(address: str, is_here: bool) -> None:
+    options = target(address, tls=None, token=None, connect_timeout_s=5.0).channel_options()
+    assert (NO_HTTP_PROXY in options) is is_here
 
 
 def test_connect_refuses_a_plain_text_token_for_another_host() -> None:

@@ -51,6 +51,14 @@ async def test_async_clients_share_the_loop_of_the_test() -> None:
         assert (done.text, done.timings.path) == (toy_answer(PROMPT, 6), "local")
 
 
+def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nothing listens there
+    # KV is transferred, so the prefill worker calls the decode worker.
+    with Cluster(router={"policy": "round-robin"}) as cluster, Client(cluster.address) as client:
+        done = client.generate(PROMPT * 2, max_tokens=6, temperature=0.0)
+        assert (done.text, done.timings.path) == (toy_answer(PROMPT * 2, 6), "remote")
+
+
 def test_requests_continue_when_a_worker_stops() -> None:
     with Cluster(prefill=0, decode=2, worker={"toy_step_s": 0.02}) as cluster, Client(cluster.address) as client:
         streams = [client.stream(PROMPT, max_tokens=60, temperature=0.0, seed=n) for n in range(2)]
