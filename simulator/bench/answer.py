@@ -29,6 +29,7 @@ class BenchAnswer:
     outcome: BenchOutcome
     prompt_tokens: int  # as the server counts them, or as requested where it does not
     output_tokens: int
+    cached_tokens: int = 0  # prompt tokens that the server found in a prefix cache; 0 if it does not say
     chunk_s: tuple[float, ...] = ()
     error: str = ""  # short, and the same for equal causes
     detail: str = ""  # the server's own words

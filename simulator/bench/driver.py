@@ -166,6 +166,7 @@ class _Turn:
             outcome=reply.outcome,
             prompt_tokens=request.prompt_tokens if reply.prompt_tokens is None else reply.prompt_tokens,
             output_tokens=len(reply.chunk_s) if reply.output_tokens is None else reply.output_tokens,
+            cached_tokens=reply.cached_tokens or 0,
             chunk_s=tuple([at_s - self._begin_s for at_s in reply.chunk_s]),
             error=reply.error,
             detail=reply.detail,

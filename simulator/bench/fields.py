@@ -43,6 +43,7 @@ def vllm_fields(one: BenchSummary) -> dict[str, Any]:
 def own_fields(one: BenchSummary) -> dict[str, Any]:
     return {
         "requests": one.requests,
+        "total_cached_tokens": one.total_cached_tokens,
         "slo_attainment": one.attainment,
         "error_counts": one.errors,
         "error_examples": one.details,

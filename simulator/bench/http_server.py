@@ -144,6 +144,7 @@ class HttpServer:
                     is_ended = is_ended or chunk.is_end
                     reply.prompt_tokens = reply.prompt_tokens if chunk.prompt_tokens is None else chunk.prompt_tokens
                     reply.output_tokens = reply.output_tokens if chunk.output_tokens is None else chunk.output_tokens
+                    reply.cached_tokens = reply.cached_tokens if chunk.cached_tokens is None else chunk.cached_tokens
                 if len(reply.chunk_s) > most:
                     reply.fail("too many parts in an answer")
                     return

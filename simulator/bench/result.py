@@ -30,6 +30,7 @@ class BenchResult:
     slo: Slo | None
     levels: list[LevelResult] = field(default_factory=list)
     is_interrupted: bool = False
+    has_shared_prefixes: bool = False  # the load has; otherwise no prompt should be found in a prefix cache
 
     def ratios(self, level: LoadLevel) -> list[Ratio]:
         """First server to second, from pairs of whole turns; empty for a single server."""

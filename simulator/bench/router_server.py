@@ -84,6 +84,7 @@ class GrpcServer:
             reply.fail(f"gRPC {error.reason}", error.message)
         else:
             reply.prompt_tokens, reply.output_tokens = done.usage.prompt_tokens, count
+            reply.cached_tokens = done.usage.cached_prompt_tokens
             reply.server_ttft_s, reply.server_tpot_s = done.timings.ttft_s, done.timings.tpot_s
             reply.request_id = done.request_id
             reply.prefill_worker, reply.decode_worker = done.timings.prefill_worker, done.timings.decode_worker

@@ -30,6 +30,7 @@ class ServerReply:
     chunk_s: list[float]
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    cached_tokens: int | None = None
     error: str = ""
     detail: str = ""
     server_ttft_s: float | None = None

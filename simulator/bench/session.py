@@ -48,7 +48,7 @@ class BenchSession:
         self, servers: Sequence[BenchServer], plan: BenchPlan, slo: Slo | None, observer: BenchObserver | None = None
     ) -> None:
         self._servers, self._plan, self._observer = servers, plan, observer or BenchObserver()
-        self.result = BenchResult(servers=[], slo=slo)
+        self.result = BenchResult(servers=[], slo=slo, has_shared_prefixes=plan.load.block_tokens > 0)
         self._turn: asyncio.Task[BenchTurn] | None = None
 
     def interrupt(self) -> None:

@@ -43,6 +43,7 @@ class StreamChunk:
     is_end: bool  # has the finish reason
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    cached_tokens: int | None = None
     error: str | None = None
 
 
@@ -57,6 +58,7 @@ def read_chunk(event: str) -> StreamChunk:
     error = found.get("error")
     usage = found.get("usage")
     counts = usage if isinstance(usage, dict) else {}
+    details = counts.get("prompt_tokens_details")
     choices = found.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
     return StreamChunk(
@@ -64,6 +66,7 @@ def read_chunk(event: str) -> StreamChunk:
         is_end=choice is not None and choice.get("finish_reason") is not None,
         prompt_tokens=_count(counts.get("prompt_tokens")),
         output_tokens=_count(counts.get("completion_tokens")),
+        cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
         error=error_message(error) if error is not None else None,
     )
 

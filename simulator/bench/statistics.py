@@ -60,6 +60,7 @@ class BenchSummary:
     failed: int
     errors: dict[str, int]  # failed requests by their error
     total_input_tokens: int  # of completed requests
+    total_cached_tokens: int  # those of them that the server found in a prefix cache
     total_output_tokens: int
     duration_s: float  # sum over its turns
     met: int | None  # requests that met both targets; None without targets
@@ -87,6 +88,11 @@ class BenchSummary:
         return None if self.met is None else self.met / self.requests if self.requests else 0.0
 
     @property
+    def cached_share(self) -> float:
+        """Share of the prompt tokens that were in a prefix cache."""
+        return self.total_cached_tokens / self.total_input_tokens if self.total_input_tokens else 0.0
+
+    @property
     def is_generator_late(self) -> bool:
         """If true, the figures include delays of the generator itself."""
         bar_s = max(LATE_S, LATE_SHARE * (self.ttft_s.median if self.ttft_s.of else 0.0))
@@ -106,6 +112,7 @@ def summarise_bench(turns: Sequence[BenchTurn], slo: Slo | None) -> BenchSummary
         errors=dict(Counter(one.error for one in failed).most_common()),
         details={one.error: one.detail for one in reversed(failed) if one.detail},
         total_input_tokens=sum(one.prompt_tokens for one in done),
+        total_cached_tokens=sum(one.cached_tokens for one in done),
         total_output_tokens=sum(one.output_tokens for one in done),
         duration_s=sum(turn.lasted_s for turn in turns),
         met=None if slo is None else sum(one.has_met(slo) for one in counted),

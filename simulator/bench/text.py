@@ -39,6 +39,7 @@ def slo_text(result: BenchResult) -> str:
 
 
 NO_TARGET_S = 86_400.0  # stands for a target that was not set; pdserve has none longer
+SHOWN_CACHED_SHARE = 0.01  # random prompts have fewer tokens in common
 
 
 def bench_row(one: LevelResult, *, has_slo: bool) -> tuple[str, ...]:
@@ -85,13 +86,15 @@ def better_text(one: Ratio) -> str:
 
 
 def notes(result: BenchResult) -> list[str]:
-    """Errors, the generator's lag, and whether the user ended the benchmark."""
+    """Errors, cached prompts, the generator's lag, and whether the user ended the benchmark."""
     lines = [""]
     for one in result.levels:
         found = one.summary
         for error, number in found.errors.items():
             detail = f": {found.details[error]}" if error in found.details else ""
             lines.append(f"{one.level.label}, {one.server}: {number} failed with {error}{detail}")
+        if found.cached_share >= SHOWN_CACHED_SHARE:
+            lines.append(f"{one.level.label}, {one.server}: {cached_text(found, result)}")
     if result.levels:
         lines.append(lag_text(result.levels))
     late = [one for one in result.levels if one.summary.is_generator_late]
@@ -103,6 +106,13 @@ def notes(result: BenchResult) -> list[str]:
     if result.is_interrupted:
         lines.append("interrupted: the figures are of the requests that ended before")
     return lines
+
+
+def cached_text(found: BenchSummary, result: BenchResult) -> str:
+    said = f"{found.cached_share:.0%} of the prompt tokens were in a prefix cache"
+    if result.has_shared_prefixes:
+        return said
+    return f"{said}; benchmarks with equal --seed send equal prompts, so choose another one"
 
 
 def lag_text(levels: Sequence[LevelResult]) -> str:

@@ -13,8 +13,9 @@ from pdserve.plot.figure import figure_svg
 from simulator.bench.answer import BenchAnswer
 from simulator.bench.fields import aiperf_metrics, vllm_fields
 from simulator.bench.figures import bench_figure, focus_level
+from simulator.bench.load import LoadLevel
 from simulator.bench.page import bench_page
-from simulator.bench.result import BenchResult
+from simulator.bench.result import BenchResult, LevelResult
 from simulator.bench.statistics import summarise_bench
 from simulator.bench.text import render_bench
 from tests.unit.bench.given import SLO, answer, result, turn
@@ -64,6 +65,16 @@ def test_the_table_names_errors_and_ratios() -> None:
     assert "1/s, one: 2 failed with HTTP 500: <b>out of order</b>" in text
     assert "TTFT, median        0.50 (0.50 to 0.50)" in text
     assert "targets: TTFT within 1 s, TPOT within 100 ms" in text
+
+
+@pytest.mark.parametrize("has_shared_prefixes", [False, True])
+def test_cached_prompts_are_reported(*, has_shared_prefixes: bool) -> None:
+    cached = turn(answer(chunks_s=[0.1, 0.2], cached_tokens=9))
+    level = LevelResult(level=LoadLevel(rate_rps=1.0), server="one", turns=[cached])
+    text = render_bench(BenchResult(servers=[], slo=None, levels=[level], has_shared_prefixes=has_shared_prefixes))
+    assert "1/s, one: 90% of the prompt tokens were in a prefix cache" in text
+    assert ("--seed" in text) is not has_shared_prefixes
+    assert "prefix cache" not in render_bench(result())
 
 
 @pytest.mark.parametrize("servers", [("one",), ("one", "<two>")])

@@ -51,6 +51,8 @@ def test_parts_with_tokens_are_told_from_others(choice: dict[str, object], has_t
 def test_usage_and_errors_are_read() -> None:
     usage = read_chunk('{"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 7}}')
     assert (usage.prompt_tokens, usage.output_tokens, usage.has_tokens) == (5, 7, False)
+    cached = read_chunk('{"choices": [], "usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}}')
+    assert (cached.cached_tokens, usage.cached_tokens) == (4, None)
     assert read_chunk('{"error": {"message": "broken\\nworker"}}').error == "broken worker"
     assert read_chunk('{"choices": [], "usage": {"prompt_tokens": -1}}').prompt_tokens is None
 
