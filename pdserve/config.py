@@ -89,7 +89,9 @@ class WorkerConfig(TlsSettings):
         "auto",
         choices=LOADS,
     )
-    kv_dtype: str = setting("dtype of the KV cache: auto (the compute dtype), int8 or fp8", "auto", choices=KV_DTYPES)
+    kv_dtype: str = setting(
+        "dtype of the KV cache: auto (float32 if dtype is, otherwise bfloat16), int8 or fp8", "auto", choices=KV_DTYPES
+    )
     block_size: int = setting("tokens per KV block", 16, within=(1, 4096))
     kv_blocks: int = setting(
         "number of KV blocks in the pool; 0 computes it from kv_memory_bytes", 0, within=(0, LARGEST_COUNT)

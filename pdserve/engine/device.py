@@ -65,7 +65,7 @@ def choose_precision(dtype: str, device: torch.device, stored: str = "") -> Prec
     if dtype == "float32":
         return Precision(dtype, torch.float32, "none", torch.float32)
     if dtype in ("int8", "int4"):
-        return Precision(dtype, torch.float32, cast(Rounding, dtype), torch.float32)
+        return Precision(dtype, torch.float32, cast(Rounding, dtype), torch.bfloat16)
     if is_cpu:
         return Precision(dtype, torch.float32, "bfloat16", torch.bfloat16)
     return Precision(dtype, torch.bfloat16, "fp8" if dtype == "fp8" else "none", torch.bfloat16)

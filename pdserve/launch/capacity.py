@@ -103,7 +103,7 @@ def block_bytes(config: WorkerConfig, model: ModelConfig) -> int:
     rows = model.num_layers * 2 * config.block_size * model.num_kv_heads
     if config.kv_dtype != "auto":
         return rows * (model.head_dim + _SCALE_BYTES)
-    return rows * model.head_dim * (2 if config.dtype == "bfloat16" else 4)
+    return rows * model.head_dim * (2 if config.dtype in ("bfloat16", "int8", "int4") else 4)
 
 
 def weight_bytes(config: WorkerConfig, stored: Checkpoint) -> int:
