@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pdserve.engine.kernels import jit
 from pdserve.engine.kernels.int4_layout import LEVELS, PANEL, dequantise, pack
-from pdserve.engine.ops import quantise
+from pdserve.engine.ops import add_bias, quantise
 from pdserve.engine.rounding import LEAST_SCALE, WEIGHTS_AT_ONCE, ZERO_POINT
 
 GROUP: Final = 64  # inputs that share a scale, for weights that are rounded here
@@ -40,7 +40,7 @@ class Int4Linear:
         exponent = _LARGEST_EXPONENT - math.frexp(float(scale_NG.amax()))[1]
         self._factor = 2.0**-exponent
         self._blocks = pack(rounded_NK, torch.ldexp(scale_NG.float(), torch.tensor(exponent)), zero_NG, self._size)
-        self._bias_N = bias_N
+        self._bias_N = None if bias_N is None else bias_N.float()
         self._most_rows = 0 if not has_kernel() else _MOST_BEFORE_AMX if has_amx() else sys.maxsize
 
     def __call__(self, x_TK: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Int4Linear:
             out_TN = multiply(self._blocks, self._factor, self._size, self._num_outputs, quantised_TK, scale_T1)
         else:
             out_TN = self._dequantised_product(quantised_TK, scale_T1)
-        return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
+        return add_bias(out_TN, self._bias_N)
 
     def _dequantised_product(self, quantised_TK: Tensor, scale_T1: Tensor) -> Tensor:
         dtype = torch.bfloat16 if has_amx() else torch.float32

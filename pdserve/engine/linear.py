@@ -31,7 +31,7 @@ from torch import Tensor
 from pdserve.engine.fp8 import make_fp8_linear
 from pdserve.engine.int4 import has_amx, make_int4_linear
 from pdserve.engine.kernels import jit
-from pdserve.engine.ops import quantise, to_bfloat16
+from pdserve.engine.ops import add_bias, quantise, to_bfloat16
 from pdserve.engine.rounding import BFLOAT16_TRIAL, LEAST_SCALE, LEVELS, WEIGHTS_AT_ONCE, ZERO_POINT
 
 Product = Callable[[Tensor, Tensor], Tensor]  # of rounded inputs and their scales
@@ -117,14 +117,16 @@ class PackedLinear:
         self._bias_N = bias_N
 
     def __call__(self, x_TK: Tensor) -> Tensor:
+        return add_bias(self._product(x_TK), self._bias_N)
+
+    def _product(self, x_TK: Tensor) -> Tensor:
         num_tokens = x_TK.shape[0]
         if self._panels is not None and num_tokens <= _MOST_PANEL_ROWS:
-            out_TN = self._panels(x_TK)
-            return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
+            return self._panels(x_TK)
         if num_tokens >= _LEAST_ROWS:
-            return _product(x_TK, self._packed, self._bias_N)
+            return _packed_product(x_TK, self._packed)
         padded = F.pad(x_TK, (0, 0, 0, _LEAST_ROWS - num_tokens))
-        return _product(padded, self._packed, self._bias_N)[:num_tokens]
+        return _packed_product(padded, self._packed)[:num_tokens]
 
 
 def _panels(packed: Tensor, weight_NK: Tensor) -> Callable[[Tensor], Tensor] | None:
@@ -147,8 +149,8 @@ def _int8_panels(packed: Tensor, rounded_NK: Tensor, scale_N: Tensor, product: P
     return make_int8_panels(packed, rounded_NK, scale_N, ZERO_POINT, product)
 
 
-def _product(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TK, packed, bias_N, "none", [], "")
+def _packed_product(x_TK: Tensor, packed: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TK, packed, None, "none", [], "")
     return out
 
 
@@ -159,13 +161,13 @@ class Bf16Linear:
     rounding: Rounding = "bfloat16"
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
-        self._bias_N = None if bias_N is None else bias_N.bfloat16()
+        self._bias_N = None if bias_N is None else bias_N.float()
         self._is_packed = multiplies_bfloat16()
         self._panels: Callable[[Tensor], Tensor] | None = None
         self._most_rows = _most_rounded_rows()
         if self._is_packed:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _HINT_ROWS)
-            self._panels = None if bias_N is not None else _panels(packed, weight_NK)
+            self._panels = _panels(packed, weight_NK)
             weight_NK = packed
         self._weight = weight_NK
 
@@ -173,11 +175,12 @@ class Bf16Linear:
         return self.product(to_bfloat16(x_TK))
 
     def product(self, x_TK: Tensor) -> Tensor:
+        return add_bias(self._product(x_TK), self._bias_N)
+
+    def _product(self, x_TK: Tensor) -> Tensor:
         if self._panels is not None and x_TK.shape[0] <= self._most_rows:
             return self._panels(x_TK)
-        if self._is_packed:
-            return _product(x_TK, self._weight, self._bias_N)
-        return F.linear(x_TK, self._weight, self._bias_N)
+        return _packed_product(x_TK, self._weight) if self._is_packed else F.linear(x_TK, self._weight)
 
 
 @cache
@@ -188,7 +191,7 @@ def multiplies_bfloat16() -> bool:
     one = torch.ones(_LEAST_ROWS, _HINT_ROWS, dtype=torch.bfloat16)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(one, _HINT_ROWS)
-        return bool((_product(one, packed, None) == _HINT_ROWS).all())
+        return bool((_packed_product(one, packed) == _HINT_ROWS).all())
     except RuntimeError:  # ONEDNN_MAX_CPU_ISA permits fewer instructions than the CPU has
         return False
 
@@ -203,7 +206,7 @@ class Int8Linear:
         self._packed = torch.ops.onednn.qlinear_prepack(rounded_NK, None)
         self._scale_N = scale_N
         self._zero_N = torch.zeros(scale_N.shape, dtype=torch.int64)
-        self._bias_N = bias_N
+        self._bias_N = None if bias_N is None else bias_N.float()
         self._most_rows = _most_rounded_rows()
         self._panels = _int8_panels(self._packed, rounded_NK, scale_N, self._whole)
 
@@ -214,7 +217,7 @@ class Int8Linear:
         """Of the results of `ops.quantise`."""
         product = self._whole if quantised_TK.shape[0] > self._most_rows else self._panels or self._whole
         out_TN = product(quantised_TK, scale_T1)
-        return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
+        return add_bias(out_TN, self._bias_N)
 
     def _whole(self, quantised_TK: Tensor, scale_T1: Tensor) -> Tensor:
         """oneDNN's product, for any number of rows, without the bias."""

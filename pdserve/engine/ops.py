@@ -98,6 +98,16 @@ def _gate(name: str, activate: Callable[[Tensor], Tensor], gate_up: Tensor) -> T
     return out_TF
 
 
+def add_bias(x_TN: Tensor, bias_N: Tensor | None) -> Tensor:
+    """`x_TN`, after the float32 bias, if any, was added in place."""
+    if bias_N is None:
+        return x_TN
+    if not is_readable(x_TN) or not fits(bias_N):
+        return x_TN.add_(bias_N)
+    rows.add_bias(x_TN, bias_N)
+    return x_TN
+
+
 def argmax(x_TV: Tensor) -> list[int]:
     """The first of the largest values of each row."""
     if not fits(x_TV):

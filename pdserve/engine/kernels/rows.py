@@ -55,6 +55,12 @@ def rounded(x_TK: Tensor, out_TK: Tensor, scale_T1: Tensor) -> None:
     kernel(num_rows, num_rows * size, size, x_TK.data_ptr(), out_TK.data_ptr(), scale_T1.data_ptr())
 
 
+def add_bias(x_TN: Tensor, bias_N: Tensor) -> None:
+    """Adds a float32 bias to each row in place."""
+    num_rows, size = x_TN.shape
+    _add_bias(_name(x_TN))(num_rows, num_rows * size, size, x_TN.data_ptr(), bias_N.data_ptr())
+
+
 def argmax(x_TV: Tensor, out_T: Tensor) -> None:
     """Stores the index of the first of the largest values of each row; NaN is not larger than any. x is float32."""
     num_rows, size = x_TV.shape
@@ -256,6 +262,26 @@ def _rounded(in_kind: str, out_kind: str) -> TaskKernel:
             store(held, out, scale, row)
 
     return TaskKernel(round_rows, f"round-{in_kind}-{out_kind}", least=_LEAST_WORK)
+
+
+@cache
+def _add_bias(kind: str) -> TaskKernel:
+    KIND, IS_BFLOAT16 = KINDS[kind], kind == "bfloat16"
+
+    def add_bias_to_rows(task: Any) -> None:
+        rows, size = task[2], task[3]
+        x = carray(pointer(task[4], KIND), (rows, size))
+        bias = carray(pointer(task[5], FLOAT32), (size,))
+        while True:
+            row = take(task, 0)
+            if row >= rows:
+                return
+            target = x[row]
+            for i in range(np.uint64(size)):
+                value = widen(target[i]) + bias[i]
+                target[i] = narrow(value) if IS_BFLOAT16 else value
+
+    return TaskKernel(add_bias_to_rows, f"add-bias-{kind}", least=_LEAST_WORK)
 
 
 @cache

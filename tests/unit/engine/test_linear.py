@@ -107,12 +107,13 @@ def test_bfloat16_multiplies_the_rounded_numbers(
     linear = make_linear(weight, bias, "bfloat16")
     for rows in (1, 4, 33):
         x = torch.randn(rows, num_inputs)
-        expected = F.linear(
-            x.bfloat16().double(), weight.bfloat16().double(), None if bias is None else bias.bfloat16().double()
-        )
+        product = F.linear(x.bfloat16().double(), weight.bfloat16().double())
         got = linear(x)
         assert got.dtype == torch.bfloat16
-        torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-5 * num_inputs**0.5)
+        expected, tolerance = product, 1e-5 * num_inputs**0.5
+        if bias is not None:  # Added to the rounded product.
+            expected, tolerance = product + bias.double(), tolerance + 2**-8 * float(product.abs().max())
+        torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=tolerance)
         assert torch.equal(got, linear(x.bfloat16()))
 
 
