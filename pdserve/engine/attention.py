@@ -25,7 +25,7 @@ from pdserve.engine.batch import PackedBatch, RowGroup
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.host_to_device import to_device
 from pdserve.engine.interface import OnLayer
-from pdserve.engine.paged import PagedAttention
+from pdserve.engine.paged import Norms, PagedAttention
 from pdserve.engine.parameters import LayerWeights
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rope import inverse_frequencies, rotate, rotation
@@ -116,10 +116,10 @@ class EagerAttention:
     def forward(self, index: int, layer: LayerWeights, qkv_TND: Tensor) -> Tensor:
         heads = self._heads
         q_THD, k_TKD, v_TKD = qkv_TND.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
+        norms = None
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
-            q_THD = ops.rms_norm(q_THD, layer.q_norm_D, heads.norm_eps)
-            k_TKD = ops.rms_norm(k_TKD, layer.k_norm_D, heads.norm_eps)
-        q_THD = self.place(index, q_THD, k_TKD, v_TKD, self._rotation(heads.rope_of_layer[index], q_THD.dtype))
+            norms = Norms(layer.q_norm_D, layer.k_norm_D, heads.norm_eps)
+        q_THD = self.place(index, q_THD, k_TKD, v_TKD, self._rotation(heads.rope_of_layer[index], q_THD.dtype), norms)
         if self._on_layer is not None:
             self._on_layer(index + 1)
         return self.attend(index, q_THD, layer.window)
@@ -134,11 +134,21 @@ class EagerAttention:
         addresses = (*(x.data_ptr() for x in tensors), plan.tables.ctypes.data, plan.tasks.ctypes.data)
         return StepInputs(addresses, len(plan.tasks), plan.work)
 
-    def place(self, index: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    def place(
+        self,
+        index: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        norms: Norms | None = None,
+    ) -> Tensor:
         """Stores the step's rotated keys and its values, and returns the rotated queries."""
         batch = self._batch
         if self._kernel is not None:
-            return self._kernel.place(index, q_THD, k_TKD, v_TKD, *cos_sin, batch.block_T, batch.offset_T)
+            return self._kernel.place(index, q_THD, k_TKD, v_TKD, *cos_sin, batch.block_T, batch.offset_T, norms)
+        if norms is not None:
+            q_THD, k_TKD = ops.rms_norm(q_THD, norms.q_D, norms.eps), ops.rms_norm(k_TKD, norms.k_D, norms.eps)
         self._pool.write(index, rotate(k_TKD, *cos_sin), v_TKD, batch.block_T, batch.offset_T)
         return rotate(q_THD, *cos_sin)
 

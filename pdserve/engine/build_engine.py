@@ -183,7 +183,7 @@ def open_rank(
             )
             return TorchEngine(spec, model, pool, grammars, make_attention, MAX_SHORT)
         computed = torch.bfloat16 if precision.rounding == "bfloat16" else torch.float32
-        kernel = compiled(pool, rank_model.num_heads, computed, config.worker_id) if is_paged else None
+        kernel = compiled(pool, rank_model, computed, config.worker_id) if is_paged else None
         hidden = None
         if kernel is not None and ranks is None:
             from pdserve.engine.recorded import RecordedSteps  # needs numba
@@ -244,10 +244,10 @@ def open_rank(
     return engine
 
 
-def compiled(pool: TorchPool, num_heads: int, computed: torch.dtype, worker_id: str) -> PagedAttention:
+def compiled(pool: TorchPool, model: ModelConfig, computed: torch.dtype, worker_id: str) -> PagedAttention:
     report = PhaseReport(worker_id, "kernels", "kernels")
     report(0, 1)
-    kernel = PagedAttention(pool, num_heads, computed)
+    kernel = PagedAttention(pool, model.num_heads, computed, is_normed=model.has_qk_norm)
     report(1, 1)
     return kernel
 

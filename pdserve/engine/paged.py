@@ -40,12 +40,26 @@ class PagedPlan:
     work: int  # multiplications of a layer
 
 
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """RMS norms of each head's queries and keys, which come before the rotation."""
+
+    q_D: Tensor
+    k_D: Tensor
+    eps: float
+
+
 @final
 class PagedAttention:
     """Attention over one pool."""
 
-    def __init__(self, pool: TorchPool, num_heads: int, computed: torch.dtype = torch.float32) -> None:
-        """`computed` is the dtype of the queries, keys and values that `place` will usually be given."""
+    def __init__(
+        self, pool: TorchPool, num_heads: int, computed: torch.dtype = torch.float32, *, is_normed: bool = False
+    ) -> None:
+        """`computed` is the dtype of the queries, keys and values that `place` will usually be given.
+
+        `is_normed`: the model normalises each head's queries and keys.
+        """
         from pdserve.engine.kernels import paged, place
 
         shape = pool.shape
@@ -61,12 +75,12 @@ class PagedAttention:
         stored = str(shape.dtype).removeprefix("torch.")
         self._attend = paged.make_attend(shape.head_dim, shape.block_size, stored)
         self._place = {
-            dtype: place.make_place(shape.head_dim, shape.block_size, stored, name)
+            dtype: place.make_place(shape.head_dim, shape.block_size, stored, name, is_normed=is_normed)
             for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
         }
-        self._compile(computed)
+        self._compile(computed, is_normed=is_normed)
 
-    def _compile(self, computed: torch.dtype) -> None:
+    def _compile(self, computed: torch.dtype, *, is_normed: bool) -> None:
         """Compiles the kernel now, so that the first request does not wait for it. Leaves zeros at block 0's first
         position."""
         began_s = time.monotonic()
@@ -74,7 +88,8 @@ class PagedAttention:
         qkv_THD = torch.zeros(1, self._num_heads + 2 * num_kv_heads, head_dim, dtype=computed)
         q_THD, k_TKD, v_TKD = qkv_THD.split((self._num_heads, num_kv_heads, num_kv_heads), dim=1)
         angle_T1R, zero_T = torch.zeros(1, 1, head_dim // 2), torch.zeros(1, dtype=torch.int64)
-        q_THD = self.place(0, q_THD, k_TKD, v_TKD, angle_T1R, angle_T1R, zero_T, zero_T)
+        norms = Norms(torch.ones(head_dim), torch.ones(head_dim), 1.0) if is_normed else None
+        q_THD = self.place(0, q_THD, k_TKD, v_TKD, angle_T1R, angle_T1R, zero_T, zero_T, norms)
         self.attend(0, q_THD, self.plan([[0]], [0], [1]), None, None, None)
         log.info("attention kernels ready", extra={"compile_s": round(time.monotonic() - began_s, 3)})
 
@@ -102,8 +117,10 @@ class PagedAttention:
         sin_T1R: Tensor,
         block_T: Tensor,
         offset_T: Tensor,
+        norms: Norms | None = None,
     ) -> Tensor:
-        """Stores the step's rotated keys and its values, and returns the rotated queries: rope.rotate and pool.write.
+        """Stores the step's rotated keys and its values, and returns the rotated queries: ops.rms_norm with `norms`,
+        rope.rotate and pool.write.
 
         The heads of a token are contiguous; tokens may be apart.
         """
@@ -118,6 +135,7 @@ class PagedAttention:
             self._data,
             self._data,
             *self._places[layer],
+            *((0, 0, 0) if norms is None else (norms.q_D.data_ptr(), norms.k_D.data_ptr(), jit.bits(norms.eps))),
         )
         return q_out_THD
 

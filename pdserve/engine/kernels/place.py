@@ -1,6 +1,7 @@
-"""Rotates queries and keys and stores keys and values in their blocks, in one pass over a step's tokens.
+"""Normalises and rotates queries and keys, and stores keys and values in their blocks, in one pass over the tokens.
 
-Equals rope.rotate and pool.write up to the rounding of fused products. Each token is computed independently.
+Equals ops.rms_norm, rope.rotate and pool.write up to the rounding of fused products. Each token is computed
+independently.
 """
 
 # Shapes: T tokens, H query heads, K kv heads, D head dim, C tokens per block.
@@ -14,6 +15,7 @@ import numpy as np
 from numba import carray
 
 from pdserve.engine.kernels.bfloat16 import narrow, widen
+from pdserve.engine.kernels.jit import inlined
 from pdserve.engine.kernels.rows import largest
 from pdserve.engine.kernels.task import ANY, FLOAT32, INT64, KINDS, TaskKernel, pointer, take
 
@@ -23,14 +25,26 @@ LEAST_WORK: Final = 1 << 16  # elements of the queries below which a second thre
 _INT8_MAX, _STEP, _LEAST = np.float32(127), np.float32(1 / 127), np.float32(2**-120)
 
 
+@inlined
+def normalise(row: Any, weight: Any, eps: Any) -> Any:
+    """The RMS norm of the row, in place."""
+    total = np.float32(0)
+    for d in range(np.uint64(row.size)):
+        total += row[d] * row[d]
+    factor = np.float32(1) / np.sqrt(total / np.float32(row.size) + eps)
+    for d in range(np.uint64(row.size)):
+        row[d] = row[d] * factor * weight[d]
+
+
 @cache
-def make_place(head_dim: int, block_size: int, stored: str, computed: str) -> TaskKernel:
+def make_place(head_dim: int, block_size: int, stored: str, computed: str, *, is_normed: bool) -> TaskKernel:
     """The kernel for one shape, dtype of the pool (float32, bfloat16 or int8) and of q, k and v (float32 or bfloat16).
 
     place(num_tokens, work, q, k, v, q_stride, k_stride, v_stride, cos, sin, block_T, offset_T, q_out, data, scales,
-    num_heads, num_kv_heads, pool_heads, block_stride, layer_start, scale_stride, scale_start). All but sizes, strides
-    and starts are addresses. q, k and v have strides per token; q_out [T, H, D] and cos and sin [T, D / 2] are
-    contiguous and float32. The pool's arguments are those of kernels.paged.
+    num_heads, num_kv_heads, pool_heads, block_stride, layer_start, scale_stride, scale_start, q_norm, k_norm, eps). All
+    but sizes, strides, starts and eps, which are the `bits` of a float, are addresses. q, k and v have strides per
+    token; q_out [T, H, D], cos and sin [T, D / 2], and q_norm and k_norm [D], the weights of RMS norms, are contiguous
+    and float32. The pool's arguments are those of kernels.paged. Without `is_normed`, the last three are not used.
     """
     D, C, R = head_dim, block_size, head_dim // 2
     U = np.uint64
@@ -49,6 +63,8 @@ def make_place(head_dim: int, block_size: int, stored: str, computed: str) -> Ta
         data, scales = carray(pointer(task[14], DATA), ANY), carray(pointer(task[15], FLOAT32), ANY)
         num_heads, num_kv_heads, pool_heads = task[16], task[17], task[18]
         block_stride, layer_start, scale_stride, scale_start = task[19], task[20], task[21], task[22]
+        q_norm, k_norm = carray(pointer(task[23], FLOAT32), (D,)), carray(pointer(task[24], FLOAT32), (D,))
+        eps = np.float32(np.int64(task[25]).view(np.float64))
         row = np.empty(D, np.float32)
         size = np.empty(D, np.float32)
         while True:
@@ -59,8 +75,12 @@ def make_place(head_dim: int, block_size: int, stored: str, computed: str) -> Ta
             for head in range(num_heads):
                 source = U(token * q_stride + head * D)
                 target = U((token * num_heads + head) * D)
+                for d in range(U(D)):
+                    row[d] = widen(q[source + d])
+                if is_normed:
+                    normalise(row, q_norm, eps)
                 for r in range(U(R)):
-                    low, high = widen(q[source + r]), widen(q[source + U(R) + r])
+                    low, high = row[r], row[U(R) + r]
                     q_out[target + r] = low * cos[at + r] - high * sin[at + r]
                     q_out[target + U(R) + r] = high * cos[at + r] + low * sin[at + r]
             for head in range(num_kv_heads):
@@ -68,8 +88,12 @@ def make_place(head_dim: int, block_size: int, stored: str, computed: str) -> Ta
                 for part in range(2):
                     if part == 0:
                         source = U(token * k_stride + head * D)
+                        for d in range(U(D)):
+                            row[d] = widen(k[source + d])
+                        if is_normed:
+                            normalise(row, k_norm, eps)
                         for r in range(U(R)):
-                            low, high = widen(k[source + r]), widen(k[source + U(R) + r])
+                            low, high = row[r], row[U(R) + r]
                             row[r] = low * cos[at + r] - high * sin[at + r]
                             row[U(R) + r] = high * cos[at + r] + low * sin[at + r]
                     else:
@@ -97,4 +121,5 @@ def make_place(head_dim: int, block_size: int, stored: str, computed: str) -> Ta
                         for d in range(U(D)):
                             data[target + d] = row[d]
 
-    return TaskKernel(place, f"place-{computed}-{stored}-{D}-{C}", least=LEAST_WORK)
+    name = f"place-{computed}-{stored}-{D}-{C}{'-normed' if is_normed else ''}"
+    return TaskKernel(place, name, least=LEAST_WORK)

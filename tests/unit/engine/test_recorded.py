@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pdserve.core.types import Sampling
-from pdserve.engine import torch_engine
+from pdserve.engine import int4, torch_engine
 from pdserve.engine.interface import Row
-from pdserve.engine.kernels import packed_gemm
 from pdserve.engine.recorded import RecordedSteps
 from pdserve.engine.torch_engine import TorchEngine
 
@@ -61,7 +60,8 @@ def logits_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[TorchEngine, list[Ro
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(BUNDLED, "float32"), (BUNDLED, "bfloat16"), (BUNDLED, "int8"), (BUNDLED, "int4"), ("gemma2", "int4"),
-     ("llama-tied-biased", "float32"), ("qwen3-moe", "float32")],
+     ("llama-tied-biased", "int4"), ("qwen2-window-by-layer", "bfloat16"), ("qwen3", "int4"),
+     ("qwen3-moe", "float32")],
 )  # fmt: skip
 def test_repeated_steps_match_computed_ones(
     tiny: Callable[[str], Path],
@@ -88,12 +88,23 @@ def test_repeated_steps_match_computed_ones(
             histories[index].append(token)
 
 
-@pytest.mark.skipif(not packed_gemm.is_supported(), reason="products are oneDNN's")
-@pytest.mark.parametrize(("name", "is_repeated"), [(BUNDLED, True), ("llama-tied-biased", False)])
+@pytest.mark.skipif(not int4.has_kernel(), reason="products are torch's")
+@pytest.mark.parametrize(
+    ("name", "is_repeated"),
+    [
+        (BUNDLED, True),
+        ("llama-tied-biased", True),
+        ("qwen2-window-by-layer", True),
+        ("qwen3", True),
+        ("gemma3", True),
+        ("qwen3-moe", False),
+    ],
+)
 def test_steps_of_kernels_alone_are_repeated(
     tiny: Callable[[str], Path], open_engine: Any, make_prompt: Any, name: str, is_repeated: bool
 ) -> None:
-    engine: TorchEngine = open_engine(name if name == BUNDLED else tiny(name), threads=1)
+    """With int4, because its kernel takes the tiny models' odd sizes."""
+    engine: TorchEngine = open_engine(name if name == BUNDLED else tiny(name), dtype="int4", threads=1)
     engine.step(rows_of([make_prompt(5)], [4]))
     recorded = getattr(engine._hidden, "__self__", None)
     assert isinstance(recorded, RecordedSteps)
