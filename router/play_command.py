@@ -35,6 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from pdserve.cli.terminal import require_terminal
     from pdserve.client.results import EXPLANATION
     from pdserve.core.live_json import frame_to_json
     from pdserve.gateway.ui.page import recording_page
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("every", args.every, "seconds from 0.05 to 3600")
     if not 0.01 <= args.speed <= 1000.0:
         raise ConfigError("speed", args.speed, "0.01 to 1000")
+    if args.terminal:
+        require_terminal("without --terminal, the command writes a page")
     out = Path(args.html or f"{args.file}.html")
     found = _played(Path(args.file), args.every)
     if not found.frames:

@@ -64,7 +64,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
         prog="pdserve", description="Serve a large language model with separate prefill and decode workers."
     )
     parser.add_argument("--version", action="version", version=f"pdserve {pdserve.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     loaded: dict[str, Command] = {name: cast(Command, import_module(path)) for name, path in COMMANDS.items()}
     parser_of = {
         name: commands.add_parser(name, help=command.HELP, description=command.HELP, allow_abbrev=False)
@@ -78,8 +78,13 @@ def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
 def main(argv: Sequence[str] | None = None) -> int:
     _tolerate_any_text()
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's messages about failed handshakes would repeat our error
-    parser, _, loaded = make_parsers()
-    args = parser.parse_args(argv)
+    parser, parser_of, loaded = make_parsers()
+    args, unknown = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    if unknown:  # parse_args would point to the help of `pdserve`, which does not list them
+        parser_of[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return loaded[args.command].run(args)
     except PdserveError as error:

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 
 from pdserve.cli.target import add_target_flags, async_client
-from pdserve.core.errors import ConfigError
+from pdserve.cli.terminal import require_terminal
 
 HELP = "watch workers, requests and KV transfers in the terminal"
 
@@ -16,13 +16,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import sys
-
     from pdserve.top.app import TopApp
     from pdserve.top.sources import RouterSource
 
-    if not sys.stdout.isatty():
-        raise ConfigError("stdout", "no terminal", "a terminal; `pdserve topology --json` is for programs")
+    require_terminal("`pdserve topology --json` is for programs")
 
     async def watch() -> int:
         async with async_client(args) as client:

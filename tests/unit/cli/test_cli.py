@@ -128,13 +128,30 @@ def test_a_missing_token_names_its_variable() -> None:
     assert hint(Unavailable("draining")) == ""
 
 
-@pytest.mark.parametrize("argv", [["generate"], ["nonsense"], [], ["up", "--transport", "pigeon"], ["bench", "now"]])
+@pytest.mark.parametrize("argv", [["generate"], ["nonsense"], ["up", "--transport", "pigeon"], ["bench", "now"]])
 def test_a_wrong_command_line_is_a_usage_error_of_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "--help)" in line
+
+
+def test_an_unknown_flag_points_to_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["up", "--modle", "x"])
+    assert capsys.readouterr().err == ("pdserve up: error: unrecognized arguments: --modle x (see pdserve up --help)\n")
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "start a cluster" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["top"], ["play", "run.jsonl", "--terminal"]])
+def test_a_full_screen_needs_a_terminal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 1
+    assert "stdout: got no terminal" in capsys.readouterr().err
 
 
 def test_a_full_disk_gives_no_traceback(target: str) -> None:
