@@ -23,7 +23,7 @@ from simulator.workloads import DEFAULT_RATE_RPS, make_workload
 BLOCK_TOKENS: Final = 64  # for traces without block ids; a divisor of the built-in workloads' blocks
 LEAST_REQUESTS: Final = 600
 _SAMPLE: Final = 400  # requests from which the needed number is computed
-_RESERVE: Final = 1.5  # multiple of the predicted number of requests
+_RESERVE: Final = 2.0  # multiple of the predicted number of requests
 _SPREAD: Final = 0.5  # of the logarithm of the lengths of --lengths
 _MOST_TIMES_MEDIAN: Final = 16  # the longest of these lengths
 
