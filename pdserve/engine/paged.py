@@ -83,6 +83,8 @@ class PagedAttention:
     def _compile(self, computed: torch.dtype, *, is_normed: bool) -> None:
         """Compiles the kernel now, so that the first request does not wait for it. Leaves zeros at block 0's first
         position."""
+        from pdserve.engine.kernels import paged
+
         began_s = time.monotonic()
         head_dim, num_kv_heads = self._shape.head_dim, len(self._heads)
         qkv_THD = torch.zeros(1, self._num_heads + 2 * num_kv_heads, head_dim, dtype=computed)
@@ -92,6 +94,8 @@ class PagedAttention:
         q_THD = self.place(0, q_THD, k_TKD, v_TKD, angle_T1R, angle_T1R, zero_T, zero_T, norms)
         self.attend(0, q_THD, self.plan([[0]], [0], [1]), None, None, None)
         log.info("attention kernels ready", extra={"compile_s": round(time.monotonic() - began_s, 3)})
+        if jit.cache_folder(paged.scratch_floats) is None:
+            log.warning("kernels are compiled at every start: no folder can be written; NUMBA_CACHE_DIR may name one")
 
     def plan(self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> PagedPlan:
         """Row i has counts[i] queries, at positions from starts[i] on; its tokens follow those of row i - 1."""
