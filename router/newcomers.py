@@ -1,10 +1,10 @@
 """Admission control: decides which of the waiting requests are given up when a new one arrives. Pure.
 
-If not all waiting requests can start in time, as many as possible shall. They are taken in the order in which their
-first tokens are due, in which they also start (queue.py). Whenever one of them would be late, the longest one so far is
-given up: a met target counts the same for every prompt, and the longest one makes room for the most others. It may be
-the new request, or one that has waited. This is Moore's rule (simulator/bound_deadlines.py), which is optimal for one
-worker and known work.
+If not all waiting requests can start in time, as many of them as possible should. The rule takes them in the order in
+which their first tokens are due, which is also the order in which they start (queue.py). Whenever one of them would be
+late, it gives up the longest of those taken so far: a met target counts the same for every prompt, and the longest one
+makes room for the most others. That may be the new request, or one that has waited. This is Moore's rule
+(simulator/bound_deadlines.py), which is optimal for one worker and known work.
 
 forecast.py predicts when a request starts, from the work ahead of it:
 
@@ -15,8 +15,8 @@ While decode workers are full, nothing starts. This standstill is expected to la
 far. Until the cost model or the drain rate is known, no request is given up.
 
 Only requests of one level compete, so no request is given up because of a lower class. Other tenants count only with
-the work that they may receive before they yield (fairness.py), and no request is given up for one whose tenant yields
-to its own.
+the work that they may receive before they yield (fairness.py). No request of a tenant is given up for one of a
+tenant that yields to it.
 
 A request that is given up is rejected only if serving it would cost others: if demand is above BUSY_SHARE of the
 capacity, and above what the other workers can serve while one worker serves this request. Otherwise it is served late,
