@@ -10,7 +10,7 @@ from pdserve.client.aio import AsyncClient
 from pdserve.client.connect import Tls
 from pdserve.client.results import Completion
 from pdserve.client.retry import Retries
-from pdserve.core.errors import Overloaded, PdserveError, Unavailable
+from pdserve.core.errors import Overloaded, Unavailable
 from pdserve.wire.status import NO_CONNECTION
 
 # Longer than a prompt that a decode worker would prefill itself, so that the prefill worker and the transfer are tested
@@ -44,6 +44,4 @@ async def first_answer(
             except (Unavailable, Overloaded) as error:
                 if time.monotonic() >= deadline_s or error.message.startswith(NO_CONNECTION):
                     raise
-                last: PdserveError = error
-            del last
             await asyncio.sleep(_ASK_AGAIN_S)
