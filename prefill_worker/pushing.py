@@ -5,7 +5,7 @@ KV that is sent early arrives early, but at a cost. Each part is a further messa
 bandwidth with the engine, each byte sent during a step makes that step longer. Plans are compared by the predicted time
 until the receiver has all KV:
 
-    price(plan) = exposed_s(plan) + stolen_s per byte * bytes hidden + MESSAGE_S * messages
+    price(plan) = exposed_s(plan) + slowdown_s_per_byte * bytes hidden + MESSAGE_S * messages
 
 The cheapest plan is chosen. KV is sent early only if that saves MARGIN of the transfer cost, and more than the usual
 variation of compute times.
@@ -100,7 +100,7 @@ class PushRule:
         self._num_late = 0
 
     @property
-    def stolen_s(self) -> float:
+    def slowdown_s_per_byte(self) -> float:
         """Seconds by which each byte sent during a step makes it longer."""
         return self._step.coefficients[3]
 
@@ -139,21 +139,23 @@ class PushRule:
     ) -> dict[PushPlan, float]:
         """Seconds until the receiver has all KV, in addition to the compute time: for sending at the end, and for each
         early plan."""
-        return self._weigh(receiver, cached, num_tokens, receiver_cached_blocks, self.stolen_s, self._message_s)
+        return self._priced(
+            receiver, cached, num_tokens, receiver_cached_blocks, self.slowdown_s_per_byte, self._message_s
+        )
 
     def exposed(
         self, receiver: str, *, cached: int, num_tokens: int, receiver_cached_blocks: int
     ) -> dict[PushPlan, float]:
         """The part of a plan's time between the first token and the arrival of the KV."""
-        return self._weigh(receiver, cached, num_tokens, receiver_cached_blocks, 0.0, 0.0)
+        return self._priced(receiver, cached, num_tokens, receiver_cached_blocks, 0.0, 0.0)
 
-    def _weigh(
+    def _priced(
         self,
         receiver: str,
         cached: int,
         num_tokens: int,
         receiver_cached_blocks: int,
-        stolen_s: float,
+        slowdown_s_per_byte: float,
         message_s: float,
     ) -> dict[PushPlan, float]:
         link = self.link(receiver)
@@ -162,19 +164,19 @@ class PushRule:
         total = sum(num_bytes for _, num_bytes in parts)
         last_ready_s, last_bytes = parts[-1]
         computing_s = last_ready_s - parts[-2][0] if len(parts) > 1 else last_ready_s
-        behind = 0.0  # seconds for which the link still sends earlier chunks when the last one is computed
+        backlog_s = 0.0  # time for which the link still sends earlier chunks when the last one is computed
         waiting = total
         for ready_s, num_bytes in parts[:-1]:
-            behind = max(behind, waiting / bandwidth - (last_ready_s - ready_s))
+            backlog_s = max(backlog_s, waiting / bandwidth - (last_ready_s - ready_s))
             waiting -= num_bytes
-        weights = {AT_END: latency_s + total / bandwidth + message_s}
+        prices = {AT_END: latency_s + total / bandwidth + message_s}
         for groups in (1, *self.groups):
-            exposed_s = max(behind, grouped_s(last_bytes, computing_s, groups, bandwidth))
+            exposed_s = max(backlog_s, grouped_s(last_bytes, computing_s, groups, bandwidth))
             hidden = max(0.0, total - exposed_s * bandwidth)
             messages = len(parts) - 1 + groups
             push = PushPlan(is_early=True, groups=groups)
-            weights[push] = latency_s + exposed_s + stolen_s * hidden + message_s * messages
-        return weights
+            prices[push] = latency_s + exposed_s + slowdown_s_per_byte * hidden + message_s * messages
+        return prices
 
     def stepped(self, account: StepAccount, step_s: float, moved_bytes: int) -> None:
         """Learns from a step that took `step_s`, during which so many bytes of KV were sent."""

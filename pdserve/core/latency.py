@@ -69,8 +69,7 @@ class CostModel:
         self.decode_coefficients: tuple[float, ...] = self._decode.coefficients
 
     def prefill_s(self, uncached: float, cached: float = 0.0, chunk_tokens: int = 0) -> float:
-        """Seconds of compute for `uncached` tokens after `cached` ones, in chunks of `chunk` tokens; 0: in one
-        chunk."""
+        """Seconds to compute `uncached` tokens after `cached` ones, in chunks of `chunk_tokens`; 0: in one chunk."""
         if uncached <= 0.0:
             return 0.0
         base, per_token, per_token_context = self.prefill_coefficients

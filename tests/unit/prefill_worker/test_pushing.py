@@ -133,17 +133,17 @@ def test_expensive_messages_reduce_the_groups() -> None:
     cached=st.integers(0, 500),
     held_share=st.floats(0, 1),
     bandwidth=st.floats(1e6, 1e11),
-    stolen=st.floats(0, 1e-7),
+    slowdown=st.floats(0, 1e-7),
 )
 def test_a_chosen_early_plan_costs_less_than_the_end(
-    num_tokens: int, cached: int, held_share: float, bandwidth: float, stolen: float
+    num_tokens: int, cached: int, held_share: float, bandwidth: float, slowdown: float
 ) -> None:
     made = rule(bandwidth=bandwidth)
     for _ in range(20):
         account = StepAccount(prefill_tokens=CHUNK, prefill_token_context=CHUNK * CHUNK / 2)
         step_s = 0.01 + CHUNK * 1e-3 + 1e-7 * CHUNK * CHUNK / 2
         made.stepped(account, step_s, 0)
-        made.stepped(account, step_s + stolen * 10**7, 10**7)
+        made.stepped(account, step_s + slowdown * 10**7, 10**7)
     cached = min(cached, num_tokens - 1) // SIZE * SIZE
     receiver_cached_blocks = int(held_share * ((num_tokens - 1) // SIZE))
     prices = made.prices("d", cached=cached, num_tokens=num_tokens, receiver_cached_blocks=receiver_cached_blocks)
@@ -163,7 +163,7 @@ def test_a_learned_slowdown_ends_early_sending() -> None:
         made.stepped(
             StepAccount(prefill_tokens=CHUNK, prefill_token_context=context), step_s * rng.gauss(1, 0.01), moved
         )
-    assert made.stolen_s == pytest.approx(2e-9, rel=0.3)
+    assert made.slowdown_s_per_byte == pytest.approx(2e-9, rel=0.3)
     chosen = [choose(made, 4096) for _ in range(64)]
     assert chosen.count(AT_END) == 62, "twice it is tried again: the machine may have changed"
     assert chosen.count(BY_CHUNK) == 2
@@ -172,7 +172,7 @@ def test_a_learned_slowdown_ends_early_sending() -> None:
 def test_steps_without_prompt_tokens_teach_nothing() -> None:
     made = rule()
     made.stepped(StepAccount(decode_rows=3, context_tokens=90), 5.0, 10**9)
-    assert made.stolen_s == 0.0
+    assert made.slowdown_s_per_byte == 0.0
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ def test_hidden_bytes_cost_their_slowdown() -> None:
     prices = made.prices("d", cached=0, num_tokens=4096, receiver_cached_blocks=0)
     hidden = 4096 // SIZE * BLOCK_BYTES - (exposed[BY_CHUNK] - link.latency_s) * link.bandwidth_bytes_s
     assert hidden > 0.0
-    assert made.stolen_s > 1e-9
-    assert prices[BY_CHUNK] == pytest.approx(exposed[BY_CHUNK] + made.stolen_s * hidden + 8 * MESSAGE_S)
+    assert made.slowdown_s_per_byte > 1e-9
+    assert prices[BY_CHUNK] == pytest.approx(exposed[BY_CHUNK] + made.slowdown_s_per_byte * hidden + 8 * MESSAGE_S)
 
 
 @pytest.mark.parametrize(("share", "is_taken"), [(0.95, False), (1.05, True)])
