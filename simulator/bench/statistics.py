@@ -76,6 +76,7 @@ class BenchSummary:
     loop_delay_s: Distribution
     server_ttft_s: Distribution  # of requests with the server's own timings
     server_tpot_s: Distribution
+    rejection: str = ""  # an example of the server's words for a rejection
     details: dict[str, str] = field(default_factory=dict)  # an example of the server's words for each error
 
     def rate(self, count: float) -> float:
@@ -104,10 +105,12 @@ def summarise_bench(turns: Sequence[BenchTurn], slo: Slo | None) -> BenchSummary
     counted = [one for turn in turns for one in turn.answers if one.outcome is not BenchOutcome.INTERRUPTED]
     done = [one for one in counted if one.outcome is BenchOutcome.COMPLETED]
     failed = [one for one in counted if one.outcome is BenchOutcome.FAILED]
+    rejected = [one for one in counted if one.outcome is BenchOutcome.REJECTED]
     return BenchSummary(
         requests=len(counted),
         completed=len(done),
-        rejected=sum(one.outcome is BenchOutcome.REJECTED for one in counted),
+        rejected=len(rejected),
+        rejection=next((one.detail for one in rejected if one.detail), ""),
         failed=len(failed),
         errors=dict(Counter(one.error for one in failed).most_common()),
         details={one.error: one.detail for one in reversed(failed) if one.detail},

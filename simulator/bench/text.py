@@ -86,13 +86,15 @@ def better_text(one: Ratio) -> str:
 
 
 def notes(result: BenchResult) -> list[str]:
-    """Errors, cached prompts, the generator's lag, and whether the user ended the benchmark."""
+    """Errors, rejections, cached prompts, the generator's lag, and whether the user ended the benchmark."""
     lines = [""]
     for one in result.levels:
         found = one.summary
         for error, number in found.errors.items():
             detail = f": {found.details[error]}" if error in found.details else ""
             lines.append(f"{one.level.label}, {one.server}: {number} failed with {error}{detail}")
+        if found.rejection:
+            lines.append(f"{one.level.label}, {one.server}: {found.rejected} rejected, for example: {found.rejection}")
         if found.cached_share >= SHOWN_CACHED_SHARE:
             lines.append(f"{one.level.label}, {one.server}: {cached_text(found, result)}")
     if result.levels:

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.core.json_text import to_json
 from pdserve.plot.figure import figure_svg
-from simulator.bench.answer import BenchAnswer
+from simulator.bench.answer import BenchAnswer, BenchOutcome
 from simulator.bench.fields import aiperf_metrics, vllm_fields
 from simulator.bench.figures import bench_figure, focus_level
 from simulator.bench.load import LoadLevel
@@ -65,6 +65,14 @@ def test_the_table_names_errors_and_ratios() -> None:
     assert "1/s, one: 2 failed with HTTP 500: <b>out of order</b>" in text
     assert "TTFT, median        0.50 (0.50 to 0.50)" in text
     assert "targets: TTFT within 1 s, TPOT within 100 ms" in text
+
+
+def test_a_rejection_is_explained() -> None:
+    late = "its prefill of 0.368 s does not fit, the target is 2.000 s"
+    turns = [turn(answer(outcome=BenchOutcome.REJECTED, detail=late), answer(chunks_s=[0.1, 0.2]))]
+    level = LevelResult(level=LoadLevel(rate_rps=1.0), server="one", turns=turns)
+    text = render_bench(BenchResult(servers=[], slo=None, levels=[level]))
+    assert f"1/s, one: 1 rejected, for example: {late}" in text
 
 
 @pytest.mark.parametrize("has_shared_prefixes", [False, True])
