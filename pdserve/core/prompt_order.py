@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Generic, Protocol, TypeVar, final
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar, final
 
 from pdserve.core.attempt import Attempt
 from pdserve.core.effects import StepAccount
@@ -40,8 +39,7 @@ class Prompt(Protocol):
 P = TypeVar("P", bound=Prompt)
 
 
-@dataclass(frozen=True, slots=True)
-class Pending(Generic[P]):
+class Pending(NamedTuple, Generic[P]):
     """A prompt that is not yet completely computed."""
 
     prompt: P
