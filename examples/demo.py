@@ -149,18 +149,22 @@ def timeline(done: Completion) -> str:
         begin_s += took_s
     lines = [f"  {bar.name:<14}{milliseconds(bar.took_s)}  {draw(bar, times.total_s)}" for bar in bars]
     where = f"{times.prefill_worker} → {times.decode_worker}" if times.path == "remote" else times.decode_worker
-    moved = f", {times.transfer_bytes / 1024:.0f} KiB of KV transferred" if times.transfer_bytes else ""
+    moved = []
+    if times.transfer_bytes:
+        moved.append(f"{times.transfer_bytes / 1024:.0f} KiB of KV transferred")
     if times.transfer_saved_bytes:
-        moved += f", {times.transfer_saved_bytes / 1024:.0f} KiB already cached"
+        moved.append(f"{times.transfer_saved_bytes / 1024:.0f} KiB already cached")
     if times.transfer_exposed_s:
-        moved += f", complete {times.transfer_exposed_s * 1e3:.1f} ms after the prefill"
+        moved.append(f"complete {times.transfer_exposed_s * 1e3:.1f} ms after the prefill")
     rate = f"{1 / times.tpot_s:.0f} tokens/s" if times.tpot_s > 0 else "one token"
     lines.append(
         dim(
             f"  {times.path} on {where}: {done.usage.prompt_tokens} + {done.usage.completion_tokens} tokens, "
-            f"first after {times.ttft_s * 1e3:.0f} ms, then {rate}{moved}"
+            f"first after {times.ttft_s * 1e3:.0f} ms, then {rate}"
         )
     )
+    if moved:
+        lines.append(dim(f"  {', '.join(moved)}"))
     return "\n".join(lines)
 
 
