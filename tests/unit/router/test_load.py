@@ -44,9 +44,9 @@ def read(cost: CostModel, rows: int, tokens: int, tpot_s: float, prompt: int, he
     rule = ChunkRule(cost, least=16, most=2048)
     at, seconds, alone_s = 0, 0.0, 0.0
     while at < prompt:
-        chunk = rule.tokens(
-            rows=rows, context_tokens=rows * tokens, allowed_s=tpot_s if rows else None, cached=at, held_share=held
-        )
+        chunk = rule.longest(
+            rows=rows, context_tokens=rows * tokens, allowed_s=tpot_s if rows else None, held_share=held
+        )(at)
         chunk = min(chunk, prompt - at)
         seconds += cost.step_s(rows, rows * tokens, chunk, chunk * (at + chunk / 2))
         alone_s += cost.decode_s(rows, rows * tokens)
@@ -76,7 +76,7 @@ def read_with_slack(view: WorkerView, rows: int, tokens: int, tpot_s: float, pro
     while at < prompt:
         left_s, due_share_s = due_s - now_s, DUE_SHARE * tpot_s
         allowed_s = min(LONGEST_GAP * tpot_s, left_s) if left_s >= due_share_s else due_share_s
-        chunk = rule.tokens(rows=rows, context_tokens=rows * tokens, allowed_s=allowed_s, cached=at, held_share=held)
+        chunk = rule.longest(rows=rows, context_tokens=rows * tokens, allowed_s=allowed_s, held_share=held)(at)
         chunk = min(chunk, prompt - at)
         now_s += cost.step_s(rows, rows * tokens, chunk, chunk * (at + chunk / 2))
         due_s += due_share_s
@@ -130,7 +130,7 @@ def test_prompts_in_a_queue_share_steps() -> None:
     prompts, rows, context = [700] * 6, 8, 8 * 12_000
     seconds, left = 0.0, list(prompts)
     while left:  # As on the worker: the next prompt gets the rest of a step's budget.
-        budget = rule.tokens(rows=rows, context_tokens=context, allowed_s=0.05, cached=0, held_share=context / 400_000)
+        budget = rule.longest(rows=rows, context_tokens=context, allowed_s=0.05, held_share=context / 400_000)(0)
         tokens = work = 0.0
         while left and budget:
             count = min(left[0], budget)
