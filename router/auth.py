@@ -17,10 +17,9 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from pdserve.core.errors import PdserveError, PermissionDenied, Unauthenticated
+from pdserve.core.errors import PdserveError, PermissionDenied, Unauthenticated, UnknownMethod
 from pdserve.core.key_file import DEFAULT_TENANT, KeyFile, Tenant
 from pdserve.wire import status
-from pdserve.wire.requests import unknown_method
 
 
 class Access(Enum):
@@ -60,7 +59,7 @@ def authorised(method: str, metadata: Any, token: str, keys: KeyFile | None) -> 
     """The tenant of an allowed call. Raises UnknownMethod, Unauthenticated or PermissionDenied."""
     access = POLICY.get(method)
     if access is None:
-        raise unknown_method(method)
+        raise UnknownMethod(method)
     if access is Access.OPEN or (not token and keys is None):
         return DEFAULT_TENANT
     given = next((value for key, value in metadata or () if key == "authorization"), "")

@@ -71,7 +71,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     async def Explain(self, request: cluster_pb2.ExplainRequest, context: Any) -> cluster_pb2.ExplainResponse:
         found = self._runtime.state.explain(request.request_id)
         if found is None:
-            return await status.abort(context, NotFound("recent request", request.request_id[:128]))
+            return await status.abort(context, NotFound("recent request", request.request_id))
         return explain_response(found, self._router_id)
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:
@@ -104,7 +104,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     async def _require(self, worker_id: str, context: Any) -> None:
         workers = self._runtime.state.snapshot().workers
         if not any(one.worker_id == worker_id and one.is_connected for one in workers):
-            await status.abort(context, NotFound("worker", worker_id[:128]))
+            await status.abort(context, NotFound("worker", worker_id))
 
 
 def explain_response(record: DecisionRecord, router_id: str) -> cluster_pb2.ExplainResponse:

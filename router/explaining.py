@@ -11,13 +11,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final, final
 
+from pdserve.core.errors import shortened
 from pdserve.core.types import Slo
 from router.commands import Outcome
 from router.policy.interface import Candidate, Choice, Decision
 from router.request import Request
 
 MAX_CANDIDATES: Final = 8  # kept for one decision, including the chosen one
-LONGEST_REASON: Final = 256  # characters
 NEVER_PLACED: Final = "no worker was needed"
 
 
@@ -67,7 +67,7 @@ class Explanations:
         found = self._kept.get(request.request_id)
         if found is not None:
             found.outcome, found.stage = outcome, ""
-            found.ended_because, found.retry_after_s = _shortened(why), retry_after_s
+            found.ended_because, found.retry_after_s = shortened(why), retry_after_s
             _measure(found, request)
 
     def last(self, request_id: str) -> DecisionRecord | None:
@@ -129,11 +129,7 @@ def _cut(decision: Decision) -> Decision:
         chosen = [one for one in shown if is_chosen(one, decision)]
         others = [one for one in shown if not is_chosen(one, decision)]
         shown = tuple([*chosen, *others][:MAX_CANDIDATES])
-    reason = _shortened(decision.reason)
+    reason = shortened(decision.reason)
     if shown is decision.candidates and reason is decision.reason:
         return decision
     return dataclasses.replace(decision, candidates=shown, reason=reason)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, shortened
 from simulator.model import TraceRequest
 
 MOONCAKE_BLOCK_TOKENS: Final = 512
@@ -36,7 +36,7 @@ class TraceError(ConfigError):
     reason = "TRACE"
 
     def __init__(self, trace: str, line: int, column: str, seen: object, expected: str) -> None:
-        super().__init__(f"{trace}, line {line}, {column}", _short(seen), expected)
+        super().__init__(f"{trace}, line {line}, {column}", shortened(seen, 60), expected)
         self.trace, self.line, self.column = trace, line, column
 
 
@@ -170,8 +170,3 @@ def _date_s(text: str) -> float | None:
     except ValueError:
         return None
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
-
-
-def _short(seen: object, most: int = 60) -> str:
-    text = str(seen)
-    return text if len(text) <= most else text[:most] + " ..."

@@ -24,9 +24,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pdserve.core.urls import hide_password
+
+MAX_REPEATED_CHARS: Final = 256  # of a caller's text, in the message of an error
+
+
+def shortened(value: object, most: int = MAX_REPEATED_CHARS) -> str:
+    """`value` as text of at most `most` characters. Every message that repeats a caller's text uses it."""
+    try:
+        text = str(value)
+    except ValueError:  # Python converts no integers of more than 4,300 digits
+        return "an integer of thousands of digits"
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class PdserveError(Exception):
@@ -50,12 +61,16 @@ def _rebuilt(kind: type[PdserveError], args: tuple[Any, ...]) -> PdserveError:
 
 
 class InvalidRequest(PdserveError):
-    """`field` has the value `seen`; `expected` describes the allowed values."""
+    """`field` has the value `seen`; `expected` describes the allowed values.
+
+    A caller chooses the values and the names in an object, so the message shortens both.
+    """
 
     reason = "INVALID_REQUEST"
 
     def __init__(self, field: str, seen: object, expected: str) -> None:
-        super().__init__(f"{field}: got {seen}, expected {expected}")
+        field = shortened(field)
+        super().__init__(f"{field}: got {shortened(seen)}, expected {expected}")
         self.field, self.seen, self.expected = field, seen, expected
 
     def renamed(self, field: str) -> Self:
@@ -73,7 +88,7 @@ class NotFound(PdserveError):
     reason = "NOT_FOUND"
 
     def __init__(self, kind: str, name: str) -> None:
-        super().__init__(f"no {kind} named {name!r}")
+        super().__init__(f"no {kind} named {shortened(repr(name))}")
         self.kind, self.name = kind, name
 
 

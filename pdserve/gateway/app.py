@@ -121,7 +121,7 @@ class Gateway:
         model = (await self._admitted(given)).model
         name = scope["path_params"]["name"]
         if name != model.name:
-            raise UnknownModel(name[:256], model.name)
+            raise UnknownModel(name, model.name)
         return await _send(send, 200, replies.model(model.name, model.max_context_tokens, self._created_s))
 
     async def _metrics_text(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
@@ -177,7 +177,7 @@ class Gateway:
     def _declared(self, given: Headers) -> int:
         kind = given.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise InvalidRequest("content-type", repr(kind[:64]), "application/json")
+            raise InvalidRequest("content-type", repr(kind), "application/json")
         if given.get("content-encoding", "identity").lower() != "identity":
             raise InvalidRequest("content-encoding", "a compressed body", "a body as it is")
         return declared_bytes(given.get("content-length"), self._config.max_body_bytes)
@@ -268,14 +268,11 @@ async def _send(send: Any, status: int, value: dict[str, Any]) -> int:
 
 
 async def _no_such_path(request: Any, error: Exception) -> Any:
-    return _Whole(errors.reply(NotFound("path", request.url.path[:256])))
+    return _Whole(errors.reply(NotFound("path", request.url.path)))
 
 
 async def _wrong_method(request: Any, error: Any) -> Any:
-    message = f"{request.method} is not allowed on {request.url.path[:256]}"
-    found = errors.body(message, "invalid_request_error", "method_not_allowed")
-    allow = tuple((error.headers or {}).items())
-    return _Whole(errors.ErrorReply(status=405, body=found, headers=allow))
+    return _Whole(errors.wrong_method(request.method, request.url.path, error.headers))
 
 
 @final

@@ -20,6 +20,7 @@ from pdserve.core.errors import (
     Unauthenticated,
     Unavailable,
     UnknownMethod,
+    shortened,
 )
 
 
@@ -40,7 +41,7 @@ class UnknownModel(NotFound):
 
     def __init__(self, name: str, served: str) -> None:
         super().__init__("model", name)
-        self.args = (f"the model {name!r} does not exist; this server serves {served!r}",)
+        self.args = (f"the model {shortened(repr(name))} does not exist; this server serves {served!r}",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,12 @@ def reply(error: PdserveError) -> ErrorReply:
         body=body(error.message, kind, code, _PARAMS.get(field, field) if field else None),
         headers=(*_retry_headers(getattr(error, "retry_after_s", None)), *_challenge(row.status)),
     )
+
+
+def wrong_method(method: str, path: str, headers: Mapping[str, str] | None) -> ErrorReply:
+    message = f"{shortened(method)} is not allowed on {shortened(path)}"
+    found = body(message, "invalid_request_error", "method_not_allowed")
+    return ErrorReply(status=405, body=found, headers=tuple((headers or {}).items()))
 
 
 def body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:

@@ -127,5 +127,5 @@ def supported(endpoint: Endpoint, given: Mapping[str, Any]) -> dict[str, Any]:
             if not any(type(value) is type(one) and value == one for one in rejected[name].harmless):
                 raise UnsupportedField(name, "a value", f"the field to be absent: {rejected[name].reason}")
         else:
-            raise UnknownField(name[:64], "an unknown field", "only fields of this endpoint (docs/reference/http.md)")
+            raise UnknownField(name, "an unknown field", "only fields of this endpoint (docs/reference/http.md)")
     return found

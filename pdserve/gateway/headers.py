@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final, cast
 
 from pdserve.client.options import Options
-from pdserve.core.errors import InvalidRequest, Unauthenticated
+from pdserve.core.errors import InvalidRequest, Unauthenticated, shortened
 from pdserve.telemetry import propagate
 
 REQUEST_ID: Final = "x-request-id"
@@ -34,7 +34,7 @@ def foreign(headers: Mapping[str, str]) -> str:
     """Why the call may come from a page of another site in a browser on this host; empty if there is no such sign."""
     host = headers.get("host", "")
     if not is_own_host(host):
-        return f"the call is for the name {host[:256]!r}"
+        return f"the call is for the name {shortened(repr(host))}"
     # Browsers also send this header to loopback addresses.
     if headers.get("sec-fetch-site", "").lower() == "cross-site":
         return "the call comes from a page of another site"

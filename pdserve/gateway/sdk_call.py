@@ -170,7 +170,7 @@ def _place(location: Sequence[str | int], given: Any, *, is_missing: bool) -> st
 def check_model(name: object, model: Model) -> None:
     """Raises UnknownModel. Without a name the served model is meant."""
     if isinstance(name, str) and name != model.name:
-        raise UnknownModel(name[:256], model.name)
+        raise UnknownModel(name, model.name)
 
 
 def sdk_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -259,7 +259,7 @@ def _options(request: SamplingRequest, max_tokens: int, logprobs: int | None) ->
 
 def _token_id(name: str) -> int:
     if not (name.isascii() and name.isdecimal() and len(name) <= 10):
-        raise InvalidRequest("logit_bias", repr(name[:32]), "token ids as keys")
+        raise InvalidRequest("logit_bias", repr(name), "token ids as keys")
     return int(name)
 
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.core.errors import InvalidRequest, ModelError, shortened
 from pdserve.core.grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_REASON_CHARS: Final = 300
 NO_DOCUMENT: Final = "no document meets it"
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # At most one space after a comma or a colon, and no other whitespace, in which a weak model could loop.
@@ -157,5 +156,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _short(reason: str) -> str:
     """The message on one line, without the parser's state that follows it."""
-    line = " ".join(reason.split("<non-verbose/>")[0].split())
-    return line if len(line) <= MAX_REASON_CHARS else line[: MAX_REASON_CHARS - 3] + "..."
+    return shortened(" ".join(reason.split("<non-verbose/>")[0].split()))

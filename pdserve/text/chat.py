@@ -24,7 +24,7 @@ import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
 
-from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.core.errors import InvalidRequest, ModelError, shortened
 from pdserve.text.tokenizer import NAMED_TOKENS, named_token, read_tokenizer_config
 from pdserve.text.tool_format import tool_format
 
@@ -116,9 +116,13 @@ class ChatTemplate:
                 clock.check()
                 chunks.append(chunk)
         except _Refused as error:
-            raise InvalidRequest("chat.messages", "these messages", f"what the chat template takes: {error}") from error
+            raise InvalidRequest(
+                "chat.messages", "these messages", f"what the chat template takes: {shortened(error)}"
+            ) from error
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise InvalidRequest("chat.messages", "these messages", f"what the chat template takes: {error}") from error
+            raise InvalidRequest(
+                "chat.messages", "these messages", f"what the chat template takes: {shortened(error)}"
+            ) from error
         except (MemoryError, RecursionError) as error:
             raise ModelError("chat_template", type(error).__name__, "a template that ends") from error
         return "".join(chunks)
@@ -132,9 +136,9 @@ class ChatTemplate:
         for name, value in found.items():
             if name not in self._arguments:
                 known = ", ".join(sorted(self._arguments)) or "no name"
-                raise InvalidRequest(field, repr(name[:64]), f"what this model's chat template reads: {known}")
+                raise InvalidRequest(field, repr(name), f"what this model's chat template reads: {known}")
             if not isinstance(value, (str, bool, int, float)):
-                raise InvalidRequest(field, f"another value of {name}", "a text, a number or a boolean")
+                raise InvalidRequest(field, f"another value of {name!r}", "a text, a number or a boolean")
         return found
 
 

@@ -79,11 +79,11 @@ class RecordingSource:
     async def explain(self, request_id: str) -> Explanation:
         found = self._explanations.get(request_id)
         if found is None:
-            raise NotFound("recorded request", request_id[:128])
+            raise NotFound("recorded request", request_id)
         return found
 
     async def worker_log(self, worker_id: str) -> Sequence[LogLine]:
-        raise NotFound("recorded log of worker", worker_id[:128])
+        raise NotFound("recorded log of worker", worker_id)
 
     async def drain(self, worker_id: str, *, is_drained: bool) -> None:
         raise InvalidRequest("worker", worker_id, "a running cluster: this is a recording")

@@ -16,10 +16,10 @@ from typing import Any, Final, Literal, final
 import grpc
 import grpc.aio
 
-from pdserve.core.errors import PdserveError, Unauthenticated
+from pdserve.core.errors import PdserveError, Unauthenticated, UnknownMethod
 from pdserve.core.proof import NONCE_BYTES, CallChecker, CallProof, Identity, Introduction, Role, canonical_address
 from pdserve.v1 import peer_pb2, peer_pb2_grpc
-from pdserve.wire.requests import Abort, unknown_method
+from pdserve.wire.requests import Abort
 
 PROOF_KEY: Final = "pdserve-proof-bin"
 ANSWER_KEY: Final = "pdserve-answer-bin"
@@ -65,7 +65,7 @@ class ProofInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-ar
         method = handler_call_details.method
         access = POLICY.get(method)
         if access is None:
-            return self._rejecting(unknown_method(method))
+            return self._rejecting(UnknownMethod(method))
         if access == "anyone":
             return await continuation(handler_call_details)
         try:

@@ -21,15 +21,10 @@ from pdserve.core.errors import InvalidRequest, PdserveError, UnknownMethod
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S: Final = 10.0
-MAX_METHOD_CHARS: Final = 128
 
 # Ends the call with the error's status; raises like grpc.aio's abort().
 Abort: TypeAlias = Callable[[Any, PdserveError], Awaitable[Any]]
 Handler: TypeAlias = Callable[..., Any]
-
-
-def unknown_method(method: str) -> UnknownMethod:
-    return UnknownMethod(method[:MAX_METHOD_CHARS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,7 @@ class RequestCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]
 
     def _no_such_method(self, method: str) -> Any:
         async def reject(requests: Any, context: Any) -> None:
-            error = unknown_method(method)
+            error = UnknownMethod(method)
             self._on_rejected(error)
             await self._abort(context, error)
 

@@ -37,6 +37,7 @@ from pdserve.core.errors import (
     Unauthenticated,
     Unavailable,
     UnknownMethod,
+    shortened,
 )
 from pdserve.tls.reasons import connection_failure, tls_failure
 
@@ -133,7 +134,7 @@ def to_status(error: PdserveError) -> status_pb2.Status:
     """The status of `error`. A class without a row uses its nearest ancestor's row."""
     kind = _kind(error)
     row = TABLE[kind]
-    fields = {name: _short(str(getattr(error, name))) for name in row.fields}
+    fields = {name: shortened(getattr(error, name), MAX_FIELD_CHARS) for name in row.fields}
     details: list[Any] = [error_details_pb2.ErrorInfo(reason=kind.reason, domain=DOMAIN, metadata=fields)]
     retry_after_s = getattr(error, "retry_after_s", None)
     if retry_after_s is not None:
@@ -232,7 +233,3 @@ def end(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> Non
 
 def _kind(error: PdserveError) -> type[PdserveError]:
     return next((kind for kind in type(error).__mro__ if kind in TABLE), InternalError)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_FIELD_CHARS else text[: MAX_FIELD_CHARS - 1] + "…"

@@ -57,7 +57,7 @@ def plan_tools(
     if isinstance(choice, NamedChoice):
         named = next((one for one in tools if one.function.name == choice.function.name), None)
         if named is None:
-            raise InvalidRequest("tool_choice", f"{choice.function.name!r:.100}", "the name of one of the tools")
+            raise InvalidRequest("tool_choice", repr(choice.function.name), "the name of one of the tools")
         options = {"json_schema": _parameters(named)}
         return ToolPlan(shown, options, lambda: NamedReader(named.function.name), 1, is_short)
     if choice == "required":

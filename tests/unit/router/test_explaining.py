@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.core.errors import MAX_REPEATED_CHARS
 from pdserve.core.types import FinishReason, Slo
 from router.commands import FailRequest, Outcome
-from router.explaining import LONGEST_REASON, MAX_CANDIDATES, DecisionRecord, Explanations
+from router.explaining import MAX_CANDIDATES, DecisionRecord, Explanations
 from router.policy.interface import Candidate, Choice, Decision
 from router.request import Request
 from router.settings import RouterSettings
@@ -149,7 +150,7 @@ def test_an_explanation_is_bounded_and_keeps_the_chosen_candidate() -> None:
     assert one is not None
     assert len(one.decision.candidates) == MAX_CANDIDATES
     assert one.decision.candidates[0].prefill_worker == "p900"
-    assert (len(one.decision.reason), len(one.ended_because)) == (LONGEST_REASON, LONGEST_REASON)
+    assert (len(one.decision.reason), len(one.ended_because)) == (MAX_REPEATED_CHARS, MAX_REPEATED_CHARS)
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "least-loaded", "dynamo", "lmetric", "mooncake"])
@@ -190,4 +191,6 @@ def test_each_part_of_an_explanation_is_bounded(num_candidates: int, reason: str
     one = kept.last("a")
     assert one is not None
     assert len(one.decision.candidates) == min(num_candidates, MAX_CANDIDATES)
-    assert one.decision.reason == (reason if len(reason) <= LONGEST_REASON else "x" * (LONGEST_REASON - 3) + "...")
+    assert one.decision.reason == (
+        reason if len(reason) <= MAX_REPEATED_CHARS else "x" * (MAX_REPEATED_CHARS - 3) + "..."
+    )
