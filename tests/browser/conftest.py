@@ -15,8 +15,9 @@ PERIOD_S = 0.25
 DEADLINE_MS = 60_000
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    # Not for the session: while it runs, no other test of the process can start an event loop.
     # Imported here, because every run of the tests reads this file, also without the extra `ui-test`.
     from playwright.sync_api import sync_playwright
 
