@@ -166,14 +166,13 @@ class RedisIndex:
         while True:
             if not self._tag:
                 await self._wake.wait()
-                self._wake.clear()
-                continue
+            self._wake.clear()  # before the read, so that a bind() during the read causes another one
             try:
                 async with asyncio.timeout(REDIS_TIMEOUT_S if self._is_available else patience_s):
                     await self._read_slots()
                 self._recover()
             except TROUBLE as error:
-                self._trip(repr(error))
+                self._suspend(repr(error))
             heed_cancellation()
             if self._is_available and self._late == 0:
                 backoff.reset()
@@ -184,7 +183,6 @@ class RedisIndex:
                 await asyncio.sleep(backoff.next_s())
 
     async def _woken_within(self, wait_s: float) -> bool:
-        self._wake.clear()
         try:
             async with asyncio.timeout(wait_s):
                 await self._wake.wait()
@@ -215,10 +213,15 @@ class RedisIndex:
             self._trip("answers are late")
 
     def _trip(self, why: str) -> None:
+        """Suspends lookups and makes the background task try at once whether Redis answers."""
+        if self._is_available:
+            self._suspend(why)
+            self._wake.set()
+
+    def _suspend(self, why: str) -> None:
         """Stops lookups until the background task has received an answer from Redis."""
         if self._is_available:
             self._is_available = False
-            self._wake.set()
             log.warning("the prefix index cannot be reached", extra={"redis": self._where, "why": why})
 
 

@@ -68,8 +68,8 @@ async def test_a_new_incarnation_masks_the_old_one_at_once(url: str) -> None:
     blocks = chain(4)
     async with following(url, refresh_s=60.0) as index, publishing(url, "w", "old", lease_s=60.0) as old:
         old.offer(stored=blocks)
-        await until_found(index, blocks, {})  # the slots were read before the worker came, and are read rarely
-        index.bind(bytes(32))
+        await until(lambda: old.num_waiting == 0)
+        index.bind(bytes(32))  # the slots may have been read before the worker came, and are read rarely
         index.bind(SEED)
         await until_found(index, blocks, {"w": 4})
         async with publishing(url, "w", "new", lease_s=60.0) as new:
@@ -268,6 +268,21 @@ async def test_binding_finds_workers_at_once(url: str) -> None:
         assert await index.lookup(chain(4)) == {}
         index.bind(SEED)
         await until_found(index, chain(4), {"w": 4})
+
+
+async def test_binding_during_a_read_of_the_slots_reads_them_again(mortal: EmbeddedRedis) -> None:
+    async with publishing(mortal.url, "w", lease_s=60.0) as worker:
+        worker.offer(stored=chain(4))
+        await until(lambda: worker.num_waiting == 0)
+        os.kill(mortal.pid, signal.SIGSTOP)
+        try:
+            async with following(mortal.url, seed=bytes(32), refresh_s=60.0) as index:
+                await asyncio.sleep(0.05)  # the first read begins and cannot end
+                index.bind(SEED)
+                os.kill(mortal.pid, signal.SIGCONT)
+                await until_found(index, chain(4), {"w": 4})
+        finally:
+            os.kill(mortal.pid, signal.SIGCONT)
 
 
 async def test_without_a_server_everything_starts_and_nothing_is_found() -> None:
