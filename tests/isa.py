@@ -25,14 +25,14 @@ LEVELS: Final[dict[str, dict[str, str]]] = {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
         "NUMBA_CPU_NAME": "haswell",
-        "NUMBA_CPU_FEATURES": "",  # those of the name; left out, numba would add all that this CPU has
+        "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c",  # left out, numba would add all that this CPU has
     },
     "oldest": {
         "ATEN_CPU_CAPABILITY": "default",
         "ONEDNN_MAX_CPU_ISA": "SSE41",
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
         "NUMBA_CPU_NAME": "x86-64",
-        "NUMBA_CPU_FEATURES": "",
+        "NUMBA_CPU_FEATURES": "",  # those of the name
     },
 }
 #: What the libraries must answer at each level.

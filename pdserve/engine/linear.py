@@ -6,10 +6,10 @@ packed   float32 on a CPU: oneDNN's blocked layout, made at load. 2 to 4 times a
 fp8      CUDA from compute capability 8.9 on: see fp8.py.
 bfloat16 a CPU: weights and activations rounded to bfloat16, sums in float32, results in bfloat16. Between the products
          activations stay in float32.
-int4     a CPU with VNNI: see int4.py.
-int8     a CPU with VNNI: weights rounded per output channel, activations per token, sums in int32.
+int4     a CPU with VNNI or AVX2: see int4.py.
+int8     a CPU with VNNI or AVX2: weights rounded per output channel, activations per token, sums in int32.
 
-        w[n, k] ~ q_w[n, k] * s_w[n]          s_w[n] = max_k |w[n, k]| / 127
+        w[n, k] ~ q_w[n, k] * s_w[n]          s_w[n] = max_k |w[n, k]| / 127, or / 63 without VNNI
         x[t, k] ~ q_x[t, k] * s_x[t]          s_x[t] = max_k |x[t, k]| / 127
         y[t, n] ~ s_x[t] * s_w[n] * sum_k q_x[t, k] q_w[n, k]
 
@@ -20,6 +20,7 @@ A token's scale depends only on the token, so other rows change its result by at
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Final, Literal, Protocol, final
@@ -149,6 +150,14 @@ def _int8_panels(packed: Tensor, rounded_NK: Tensor, scale_N: Tensor, product: P
     return make_int8_panels(packed, rounded_NK, scale_N, ZERO_POINT, product)
 
 
+def _own_int8_panels(rounded_NK: Tensor, scale_N: Tensor) -> Product | None:
+    if not jit.is_available():
+        return None
+    from pdserve.engine.kernels.packed_gemm import pack_int8_panels
+
+    return pack_int8_panels(rounded_NK, scale_N, ZERO_POINT)
+
+
 def _packed_product(x_TK: Tensor, packed: Tensor) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TK, packed, None, "none", [], "")
     return out
@@ -203,12 +212,15 @@ class Int8Linear:
     rounding: Rounding = "int8"
 
     def __init__(self, rounded_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> None:
-        self._packed = torch.ops.onednn.qlinear_prepack(rounded_NK, None)
-        self._scale_N = scale_N
-        self._zero_N = torch.zeros(scale_N.shape, dtype=torch.int64)
         self._bias_N = None if bias_N is None else bias_N.float()
-        self._most_rows = _most_rounded_rows()
-        self._panels = _int8_panels(self._packed, rounded_NK, scale_N, self._whole)
+        self._most_rows = sys.maxsize
+        self._panels = _own_int8_panels(rounded_NK, scale_N)
+        if self._panels is None:
+            self._packed = torch.ops.onednn.qlinear_prepack(rounded_NK, None)
+            self._scale_N = scale_N
+            self._zero_N = torch.zeros(scale_N.shape, dtype=torch.int64)
+            self._most_rows = _most_rounded_rows()
+            self._panels = _int8_panels(self._packed, rounded_NK, scale_N, self._whole)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return self.product(*quantise(x_TK))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from llvmlite import ir
+
+from pdserve.engine.kernels import jit
+
+FEATURES: Final = frozenset(jit.target()[1].split(","))
+LANES: Final = 16 if "+avx512f" in FEATURES else 8  # numbers of 4 bytes in a vector
 
 _WORD = ir.IntType(32)
 
@@ -34,3 +39,23 @@ def magnitude(builder: Any, x: Any) -> Any:
     """|x| of a float32 vector."""
     function = builder.module.declare_intrinsic(f"llvm.fabs.v{x.type.count}f32", fnty=ir.FunctionType(x.type, [x.type]))
     return builder.call(function, [x])
+
+
+def dot_bytes(builder: Any, unsigned: Any, signed: Any) -> Any:
+    """In each int32 of AVX2's eight: the scalar product of four uint8 and four int8, whose pairs 16 bits must hold."""
+    return add_pairs(builder, multiply_pairs(builder, unsigned, signed))
+
+
+def multiply_pairs(builder: Any, unsigned: Any, signed: Any) -> Any:
+    """int16 [16]: the products of uint8 and int8 in int32 [8], of which neighbours are added, in AVX2."""
+    bytes_, halves = ir.VectorType(ir.IntType(8), 32), ir.VectorType(ir.IntType(16), 16)
+    of = ir.FunctionType(halves, [bytes_, bytes_])
+    function = builder.module.declare_intrinsic("llvm.x86.avx2.pmadd.ub.sw", fnty=of)
+    return builder.call(function, [builder.bitcast(unsigned, bytes_), builder.bitcast(signed, bytes_)])
+
+
+def add_pairs(builder: Any, halves: Any) -> Any:
+    """int32 [8] of the sums of neighbours in int16 [16], in AVX2."""
+    of = ir.FunctionType(ir.VectorType(_WORD, 8), [halves.type, halves.type])
+    ones = ir.Constant(halves.type, [1] * halves.type.count)
+    return builder.call(builder.module.declare_intrinsic("llvm.x86.avx2.pmadd.wd", fnty=of), [halves, ones])

@@ -24,6 +24,9 @@ from pdserve.engine.rounding import WEIGHTS_AT_ONCE
 LEVELS: Final = 15
 PANEL: Final = 64  # outputs
 STEP: Final = 8  # inputs of two halves of a byte and its three neighbours
+STEP_BYTES: Final = PANEL * STEP // 2
+SCALE_BYTES: Final = 2
+ROUNDING_BYTES: Final = PANEL * (SCALE_BYTES + 1)  # scales and zeros of a block
 
 
 def pack(rounded_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor, size: int) -> Tensor:

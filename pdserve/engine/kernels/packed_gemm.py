@@ -3,10 +3,11 @@
 oneDNN stores a matrix in panels of 64 outputs, [N / 64, K / V, 64, V], with V = 1 in float32, 2 in bfloat16 and 4 in
 int8: the V inputs that one instruction multiplies and adds. It multiplies few rows with them at two thirds of the rate
 at which the weights can be read, because it waits for memory and then computes; and a call through torch costs 20 us.
-Here a block of weights is multiplied with all rows while the next block is prefetched.
+Here a block of weights is multiplied with all rows while the next block is prefetched. With AVX2, oneDNN does not store
+int8 weights in panels; they are then packed here, and all products are the kernel's.
 
 An output is added in oneDNN's order: by fused instructions over k, with partial sums of `chunk` inputs. The bits are
-therefore equal, and a row may use either product. `find_chunk` tests this before the kernel is used for a weight.
+therefore equal, and a row may use either product. `_find_chunk` tests this before the kernel is used for a weight.
 """
 
 # Shapes: M rows, K inputs, N outputs.
@@ -19,153 +20,28 @@ from typing import Any, Final, final
 
 import numpy as np
 import torch
-from llvmlite import binding, ir
-from numba import carray, types
-from numba.extending import intrinsic, overload
+from numba import carray
 from torch import Tensor
 
-from pdserve.engine.kernels import instructions, jit
+from pdserve.engine.kernels import jit
 from pdserve.engine.kernels.bfloat16 import narrow
+from pdserve.engine.kernels.instructions import LANES
+from pdserve.engine.kernels.panel_product import BFLOAT16 as _BFLOAT16
+from pdserve.engine.kernels.panel_product import FLOAT32 as _FLOAT32
+from pdserve.engine.kernels.panel_product import INT8 as _INT8
+from pdserve.engine.kernels.panel_product import MOST_ROWS, PANEL, multiply
 from pdserve.engine.kernels.task import BFLOAT16, FLOAT32, INT32, TaskKernel, pointer, take
 from pdserve.engine.rounding import BFLOAT16_TRIAL
 
-binding.initialize_native_asmparser()  # for the instructions that have no stable name in LLVM
-
-PANEL: Final = 64  # outputs
-
-_FLOAT32, _BFLOAT16, _INT8 = range(3)
 _KINDS: Final = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.int8: _INT8}  # of the weights
 _NAMES: Final = ("float32", "bfloat16", "int8")  # by kind
 _FEATURES: Final = ("+avx512f", "+avx512bf16", "+avx512vnni")  # by kind
-_FUSED: Final = ("", "vdpbf16ps $3, $2, $0", "vpdpbusd $3, $2, $0")  # sums, inputs, weights
-_LANES = 16
-_VECTORS = PANEL // _LANES
-_GROUP = 6  # rows at a time: with four vectors of a panel each, they fill the registers
+_AVX2_FEATURES: Final = {"+avx2", "+fma"}
 _BLOCK = 64  # steps of 4 bytes of the inputs: their weights are 16 KiB, half of the L1 cache
 _LINE = 64
 _INPUT_BYTES = PANEL * 4  # of a panel's weights for one step
 _CHUNKS: Final = (4096, 2048, 1024, 512, 256, 128)
 _TRIED_ROWS: Final = (5, 33)
-
-
-@intrinsic
-def _multiply(
-    _context: Any,
-    kind: Any,
-    rows: Any,
-    w: Any,
-    x: Any,
-    x_stride: Any,
-    sums: Any,
-    count: Any,
-    is_first: Any,
-    ahead: Any,
-    step: Any,
-) -> Any:
-    """sums[r, 0:64] += x[r, k] * w[k, 0:64] for k = 0 .. count - 1, in order; `kind` and `rows` are literals.
-
-    An x[r, k] has 4 bytes: V inputs, which are multiplied with V weights of each output. Sums are float32, or int32 if
-    the weights are int8. All arguments but counts and flags are addresses. The sums begin at 0 if `is_first`. Two cache
-    lines are prefetched with each k, from `ahead` on, `step` bytes further each time; any address is harmless.
-    """
-    if not isinstance(rows, types.IntegerLiteral) or not isinstance(kind, types.IntegerLiteral):
-        return None
-    num_rows, fused = rows.literal_value, _FUSED[kind.literal_value]
-    is_float = kind.literal_value == _FLOAT32
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        long, word, byte = ir.IntType(64), ir.IntType(32), ir.IntType(8)
-        sum_type = word if kind.literal_value == _INT8 else ir.FloatType()
-        in_type = ir.FloatType() if is_float else word
-        vector, in_vector = ir.VectorType(sum_type, _LANES), ir.VectorType(in_type, _LANES)
-        _, _, w, x, x_stride, sums, count, is_first, ahead, step = args
-        w, x = (builder.inttoptr(one, in_type.as_pointer()) for one in (w, x))
-        sums = builder.inttoptr(sums, sum_type.as_pointer())
-        asm = ir.InlineAsm(ir.FunctionType(vector, [vector, in_vector, in_vector]), fused, "=v,0,v,v")
-
-        def add(held: Any, inputs: Any, weights: Any) -> Any:
-            if is_float:
-                return instructions.fused(builder, inputs, weights, held)
-            return builder.call(asm, [held, inputs, weights])
-
-        def place(base: Any, row: int, part: int, of: Any = vector) -> Any:
-            return builder.bitcast(builder.gep(base, [long(row * PANEL + part * _LANES)]), of.as_pointer())
-
-        def load(pointer: Any) -> Any:
-            value = builder.load(pointer)
-            value.align = 4
-            return value
-
-        tiles = [(row, part) for row in range(num_rows) for part in range(_VECTORS)]
-        zero, begins = (
-            ir.Constant(vector, [0 if sum_type is word else 0.0] * _LANES),
-            builder.icmp_signed("!=", is_first, long(0)),
-        )
-        starts = [builder.select(begins, zero, load(place(sums, *tile))) for tile in tiles]
-        entry = builder.block
-        loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        k = builder.phi(long)
-        k.add_incoming(long(0), entry)
-        held = [builder.phi(vector) for _ in tiles]
-        for value, start in zip(held, starts, strict=True):
-            value.add_incoming(start, entry)
-        line = builder.inttoptr(builder.add(ahead, builder.mul(k, step)), byte.as_pointer())
-        for offset in (0, _LINE):
-            instructions.prefetch(builder, builder.gep(line, [long(offset)]))
-        w_k = builder.gep(w, [builder.mul(k, long(PANEL))])
-        weights = [load(place(w_k, 0, part, in_vector)) for part in range(_VECTORS)]
-        added = []
-        for row in range(num_rows):
-            one = builder.load(builder.gep(x, [builder.add(builder.mul(x_stride, long(row)), k)]))
-            every = instructions.broadcast(builder, one, _LANES)
-            added += [add(held[row * _VECTORS + part], every, weights[part]) for part in range(_VECTORS)]
-        following = builder.add(k, long(1))
-        k.add_incoming(following, loop)
-        for value, new in zip(held, added, strict=True):
-            value.add_incoming(new, loop)
-        builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
-        builder.position_at_end(done)
-        for tile, new in zip(tiles, added, strict=True):
-            builder.store(new, place(sums, *tile)).align = 4
-        return context.get_dummy_value()
-
-    return types.none(kind, rows, *([types.int64] * 8)), generate
-
-
-def _group(
-    kind: Any, rows: Any, w: Any, x: Any, x_stride: Any, sums: Any, count: Any, is_first: Any, ahead: Any, step: Any
-) -> Any:
-    """`_multiply` for 1 to 6 rows; `kind` is a literal. For kernels."""
-    raise NotImplementedError
-
-
-@overload(_group, prefer_literal=True)
-def _group_of(
-    kind: Any, rows: Any, w: Any, x: Any, x_stride: Any, sums: Any, count: Any, is_first: Any, ahead: Any, step: Any
-) -> Any:
-    if not isinstance(kind, types.IntegerLiteral):
-        return None
-    KIND = kind.literal_value
-
-    def implementation(
-        kind: Any, rows: Any, w: Any, x: Any, x_stride: Any, sums: Any, count: Any, is_first: Any, ahead: Any, step: Any
-    ) -> Any:
-        if rows == 1:
-            _multiply(KIND, 1, w, x, x_stride, sums, count, is_first, ahead, step)
-        elif rows == 2:
-            _multiply(KIND, 2, w, x, x_stride, sums, count, is_first, ahead, step)
-        elif rows == 3:
-            _multiply(KIND, 3, w, x, x_stride, sums, count, is_first, ahead, step)
-        elif rows == 4:
-            _multiply(KIND, 4, w, x, x_stride, sums, count, is_first, ahead, step)
-        elif rows == 5:
-            _multiply(KIND, 5, w, x, x_stride, sums, count, is_first, ahead, step)
-        else:
-            _multiply(KIND, 6, w, x, x_stride, sums, count, is_first, ahead, step)
-
-    return implementation
 
 
 @cache
@@ -183,7 +59,7 @@ def _kernel(kind: int) -> TaskKernel:
         correction = carray(pointer(task[11], INT32), (N,))
         sums, totals = np.empty((M, PANEL), SUM), np.empty((M, PANEL), np.float32)
         sums_at = np.int64(sums.ctypes.data)  # numba frees an array after its last use by name, here in the loop
-        num_groups = (M + _GROUP - 1) // _GROUP
+        num_groups = (M + MOST_ROWS - 1) // MOST_ROWS
         # The first groups prefetch a block's lines, four for each step: two each with two groups, one each with four.
         step = np.int64(_LINE if num_groups > 3 else 2 * _LINE)
         while True:
@@ -201,7 +77,7 @@ def _kernel(kind: int) -> TaskKernel:
                         if num_groups == 1 or group * step >= _INPUT_BYTES:
                             ahead = block  # these are in the cache already
                         x_at, sum_at = x + (row * K + k) * 4, sums_at + row * _INPUT_BYTES
-                        _group(KIND, rows, block, x_at, K, sum_at, count, np.int64(k == first), ahead, step)
+                        multiply(KIND, rows, block, x_at, K, sum_at, count, np.int64(k == first), ahead, step)
                 if not IS_INT8:
                     for row in range(M):
                         for n in range(PANEL):
@@ -229,7 +105,7 @@ def _kernel(kind: int) -> TaskKernel:
 
 @final
 class Panels:
-    """Packed weights in oneDNN's layout; `packed` owns the memory."""
+    """Packed weights in the layout above; `packed` owns the memory."""
 
     def __init__(
         self,
@@ -245,7 +121,7 @@ class Panels:
         step = _STEP_INPUTS[dtype]
         self._out_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         self._kept = packed, w_scale_N, correction_N
-        self._weights = torch.ops.mkldnn.data_ptr(packed)
+        self._weights = torch.ops.mkldnn.data_ptr(packed) if packed.is_mkldnn else packed.data_ptr()
         self._num_outputs, self._num_panels = num_outputs, num_outputs // PANEL
         self._sizes = num_inputs // step, max(chunk // step, 1)
         self._scales = tuple(0 if one is None else one.data_ptr() for one in (w_scale_N, correction_N))
@@ -268,8 +144,10 @@ _STEP_INPUTS: Final = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # V
 
 def is_supported(dtype: torch.dtype = torch.float32) -> bool:
     """Whether this CPU and numba's target have the instructions for weights of that dtype."""
-    features = jit.target()[1].split(",")
-    return torch.cpu._is_avx512_supported() and {_FEATURES[0], _FEATURES[_KINDS[dtype]]} <= set(features)
+    features = set(jit.target()[1].split(","))
+    if "+avx512f" in features:
+        return torch.cpu._is_avx512_supported() and _FEATURES[_KINDS[dtype]] in features
+    return dtype != torch.bfloat16 and torch.cpu._is_avx2_supported() and features >= _AVX2_FEATURES
 
 
 def make_panels(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Panels | None:
@@ -279,14 +157,16 @@ def make_panels(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.
     is_whole = num_outputs % PANEL == num_inputs % _STEP_INPUTS[dtype] == 0
     if not is_whole or torch.ops.mkldnn._nbytes(packed) != num_bytes or not is_supported(dtype):
         return None
-    shape = (num_outputs, num_inputs, dtype)
-    if shape not in _chunk_of:
-        _chunk_of[shape] = _find_chunk(packed, *shape)
-    chunk = _chunk_of[shape]
+    shape = num_outputs, num_inputs, dtype
+    key = *shape, torch.get_num_threads()
+    if key not in _chunk_of:
+        _chunk_of[key] = _find_chunk(packed, *shape)
+    chunk = _chunk_of[key]
     return None if chunk is None else Panels(packed, num_outputs, num_inputs, dtype, chunk)
 
 
-_chunk_of: Final[dict[tuple[int, int, torch.dtype], int | None]] = {}  # oneDNN chooses by the shape
+# oneDNN chooses the layout and the order by the shape and the number of threads.
+_chunk_of: Final[dict[tuple[int, int, torch.dtype, int], int | None]] = {}
 
 
 def _find_chunk(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int | None:
@@ -315,11 +195,9 @@ def make_int8_panels(
     """
     num_outputs, num_inputs = rounded_NK.shape
     num_bytes = (num_inputs + torch.int32.itemsize) * num_outputs  # oneDNN's own correction follows the weights
-    is_whole = num_outputs % PANEL == num_inputs % _STEP_INPUTS[torch.int8] == 0
-    if not is_whole or torch.ops.mkldnn._nbytes(packed) != num_bytes or not is_supported(torch.int8):
+    if not _fits_int8(rounded_NK) or torch.ops.mkldnn._nbytes(packed) != num_bytes:
         return None
-    correction_N = (rounded_NK.sum(dim=1, dtype=torch.int32) * zero_point).to(torch.int32)
-    panels = Panels(packed, num_outputs, num_inputs, torch.int8, num_inputs, w_scale_N, correction_N)
+    panels = _int8_panels(packed, rounded_NK, w_scale_N, zero_point)
     generator = torch.Generator().manual_seed(num_inputs)
     for num_rows in _TRIED_ROWS:
         x_MK = torch.randint(1, 256, (num_rows, num_inputs), generator=generator).to(torch.uint8)
@@ -327,3 +205,26 @@ def make_int8_panels(
         if not torch.equal(panels(x_MK, scale_M1), product(x_MK, scale_M1)):
             return None
     return panels
+
+
+def pack_int8_panels(rounded_NK: Tensor, w_scale_N: Tensor, zero_point: int) -> Panels | None:
+    """For int8 weights with AVX2, where oneDNN does not store panels. The result serves any number of rows.
+
+    Weights are at most 63 in magnitude, because two products with uint8 are added in 16 bits.
+    """
+    if not _fits_int8(rounded_NK) or LANES == 16:
+        return None
+    step = _STEP_INPUTS[torch.int8]
+    packed = rounded_NK.view(-1, PANEL, rounded_NK.shape[1] // step, step).transpose(1, 2).contiguous()
+    return _int8_panels(packed, rounded_NK, w_scale_N, zero_point)
+
+
+def _fits_int8(rounded_NK: Tensor) -> bool:
+    num_outputs, num_inputs = rounded_NK.shape
+    return num_outputs % PANEL == num_inputs % _STEP_INPUTS[torch.int8] == 0 and is_supported(torch.int8)
+
+
+def _int8_panels(packed: Tensor, rounded_NK: Tensor, w_scale_N: Tensor, zero_point: int) -> Panels:
+    correction_N = (rounded_NK.sum(dim=1, dtype=torch.int32) * zero_point).to(torch.int32)
+    num_outputs, num_inputs = rounded_NK.shape
+    return Panels(packed, num_outputs, num_inputs, torch.int8, num_inputs, w_scale_N, correction_N)

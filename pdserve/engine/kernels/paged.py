@@ -22,9 +22,10 @@ from numba.extending import intrinsic
 from pdserve.engine.kernels import instructions
 from pdserve.engine.kernels.bfloat16 import widen
 from pdserve.engine.kernels.exponential import exp2
+from pdserve.engine.kernels.instructions import LANES
 from pdserve.engine.kernels.rows import largest
 from pdserve.engine.kernels.task import ANY, FLOAT32, INT32, INT64, KINDS, TaskKernel, pointer, take
-from pdserve.engine.kernels.tiles import LANES, ROWS, add_values, scores
+from pdserve.engine.kernels.tiles import ROWS, add_values, scores
 
 MAX_QUERIES: Final = 16  # of one task
 LEAST_WORK: Final = 1 << 17  # multiplications of a layer below which a second thread costs more than it gains

@@ -12,10 +12,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from pdserve.engine.kernels import instructions, jit
+from pdserve.engine.kernels import instructions
+from pdserve.engine.kernels.instructions import LANES
 
-_FEATURES: Final = jit.target()[1].split(",")
-LANES: Final = 16 if "+avx512f" in _FEATURES else 8
 ROWS: Final = 4  # of `add_values` at a time
 
 _COLUMNS = LANES // 4  # vectors of a row in registers, in `add_values`
@@ -152,7 +151,7 @@ def _add_product(builder: Any, a: Any, b: Any, c: Any) -> Any:
     numba adds the flags of fastmath to each operation that has no flag. LLVM could then change the order of additions,
     and a position would have other bits in another batch. `contract` prevents that; it allows only fused products.
     """
-    if "+fma" in _FEATURES:
+    if "+fma" in instructions.FEATURES:
         return instructions.fused(builder, a, b, c)
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 

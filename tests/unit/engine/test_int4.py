@@ -45,7 +45,7 @@ def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """How Int4Linear multiplies: on any machine also as on others."""
     if request.param == "kernel":
         if not int4.has_kernel():
-            pytest.skip("needs AVX-512 VNNI and numba")
+            pytest.skip("needs numba, and AVX-512 VNNI or AVX2")
         monkeypatch.setattr(int4, "has_amx", lambda: False)
     else:
         monkeypatch.setattr(int4, "has_kernel", lambda: False)
@@ -88,6 +88,20 @@ def test_the_product_is_that_of_the_rounded_numbers(
             assert (error <= relative * largest).all()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("size", [32, 40, 64, 128])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_do_not_overflow(size: int, sign: int, product: str) -> None:
+    """AVX2 adds products in 16 bits."""
+    num_groups = 256 // size
+    num_inputs = num_groups * size
+    rounded, zero = torch.full((64, num_inputs), 15, dtype=torch.uint8), torch.zeros(64, num_groups, dtype=torch.uint8)
+    linear = Int4Linear(rounded, torch.ones(64, num_groups), zero, None)
+    for rows in (1, 3, 6, 49):
+        found = linear(torch.full((rows, num_inputs), float(sign)))
+        expected = torch.full((rows, 64), sign * 15.0 * num_inputs)
+        torch.testing.assert_close(found, expected, rtol=2**-8 if product == "amx" else 1e-6, atol=0)
 
 
 @pytest.mark.skipif(not int4.has_kernel() or int4.has_amx(), reason="the rows are multiplied in two ways")

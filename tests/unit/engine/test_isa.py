@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pdserve.engine import linear
-from pdserve.engine.kernels import jit, packed_gemm
+from pdserve.engine.kernels import int4_gemm, jit, packed_gemm
 from tests import isa
 
 pytestmark = [
@@ -79,11 +79,27 @@ def test_weights_use_all_exact_levels() -> None:
         assert not (torch.cpu._is_vnni_supported() and linear.is_exact(127))
 
 
-def test_the_avx512_kernel_needs_numba_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
-    monkeypatch.setattr(jit, "target", lambda: ("haswell", ""))
-    assert not packed_gemm.is_supported()
-    monkeypatch.setattr(jit, "target", lambda: ("skylake-avx512", "+avx2,+avx512f,-amx-tile"))
-    assert packed_gemm.is_supported()
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
-    assert not packed_gemm.is_supported()
+@pytest.mark.parametrize(
+    ("features", "has_avx512", "supported"),
+    [
+        ("", True, []),
+        ("+avx2,+fma,+f16c", True, ["float32", "int8", "int4"]),  # numba is told to use no more
+        ("+avx2,+fma,+f16c", False, ["float32", "int8", "int4"]),
+        ("+avx2,-fma", True, []),
+        ("+avx2,+fma,+f16c,+avx512f,-amx-tile", True, ["float32"]),
+        ("+avx2,+fma,+f16c,+avx512f,+avx512vnni", True, ["float32", "int8", "int4"]),
+        ("+avx2,+fma,+f16c,+avx512f,+avx512vnni,+avx512bf16", True, ["float32", "int8", "int4", "bfloat16"]),
+        ("+avx2,+fma,+f16c,+avx512f,+avx512vnni", False, []),  # numba is told to use what the CPU lacks
+    ],
+)
+def test_products_need_the_instructions_of_numba_and_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, features: str, has_avx512: bool, supported: list[str]
+) -> None:
+    monkeypatch.setattr(jit, "target", lambda: ("some-cpu", features))
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: has_avx512)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_avx512)
+    found = [name for name in ("float32", "int8", "bfloat16") if packed_gemm.is_supported(getattr(torch, name))]
+    if int4_gemm.is_supported():
+        found.append("int4")
+    assert sorted(found) == sorted(supported)

@@ -180,7 +180,7 @@ print(all(equal))
 """
 
 
-@pytest.mark.skipif(not packed_gemm.is_supported(), reason="this CPU has no AVX-512")
+@pytest.mark.skipif(not packed_gemm.is_supported(), reason="this CPU has neither AVX-512 nor AVX2")
 def test_product_keeps_its_memory_while_others_allocate() -> None:
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
