@@ -35,6 +35,14 @@ def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [a, b, c])
 
 
+def widen(builder: Any, words: Any) -> Any:
+    """float32 of a vector of bfloat16, as int16."""
+    count = words.type.count
+    wide = ir.VectorType(_WORD, count)
+    shifted = builder.shl(builder.zext(words, wide), ir.Constant(wide, [16] * count))
+    return builder.bitcast(shifted, ir.VectorType(ir.FloatType(), count))
+
+
 def magnitude(builder: Any, x: Any) -> Any:
     """|x| of a float32 vector."""
     function = builder.module.declare_intrinsic(f"llvm.fabs.v{x.type.count}f32", fnty=ir.FunctionType(x.type, [x.type]))

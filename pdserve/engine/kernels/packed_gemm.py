@@ -24,21 +24,23 @@ from numba import carray
 from torch import Tensor
 
 from pdserve.engine.kernels import jit
-from pdserve.engine.kernels.bfloat16 import narrow
+from pdserve.engine.kernels.bfloat16 import narrow, widen
 from pdserve.engine.kernels.instructions import LANES
 from pdserve.engine.kernels.panel_product import BFLOAT16 as _BFLOAT16
 from pdserve.engine.kernels.panel_product import FLOAT32 as _FLOAT32
 from pdserve.engine.kernels.panel_product import INT8 as _INT8
 from pdserve.engine.kernels.panel_product import MOST_ROWS, PANEL, multiply
+from pdserve.engine.kernels.panel_product import WIDENED as _WIDENED
 from pdserve.engine.kernels.task import BFLOAT16, FLOAT32, INT32, TaskKernel, pointer, take
 from pdserve.engine.rounding import BFLOAT16_TRIAL
 
 _KINDS: Final = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.int8: _INT8}  # of the weights
-_NAMES: Final = ("float32", "bfloat16", "int8")  # by kind
+_NAMES: Final = ("float32", "bfloat16", "int8", "widened")  # by kind
 _FEATURES: Final = ("+avx512f", "+avx512bf16", "+avx512vnni")  # by kind
 _AVX2_FEATURES: Final = {"+avx2", "+fma"}
 _BLOCK = 64  # steps of 4 bytes of the inputs: their weights are 16 KiB, half of the L1 cache
 _LINE = 64
+_WIDENED_AT_ONCE = 3  # rows up to which weights are widened as they are multiplied
 _INPUT_BYTES = PANEL * 4  # of a panel's weights for one step
 _CHUNKS: Final = (4096, 2048, 1024, 512, 256, 128)
 _TRIED_ROWS: Final = (5, 33)
@@ -47,8 +49,12 @@ _TRIED_ROWS: Final = (5, 33)
 @cache
 def _kernel(kind: int) -> TaskKernel:
     """multiply_panels(N / 64, work, w, x, out, M, K / V, chunk / V, x_scale, w_scale, correction): addresses, numbers
-    of elements, and for int8 the addresses of the scales and of what is subtracted from each output's sum."""
-    IS_INT8, IS_BFLOAT16, KIND = kind == _INT8, kind == _BFLOAT16, kind
+    of elements, and for int8 the addresses of the scales and of what is subtracted from each output's sum.
+
+    Weights that are widened are so once for each block, unless there are few rows.
+    """
+    IS_INT8, IS_BFLOAT16, IS_WIDENED, KIND = kind == _INT8, kind == _BFLOAT16, kind == _WIDENED, kind
+    ROW_BYTES = _INPUT_BYTES // 2 if kind == _WIDENED else _INPUT_BYTES  # of a panel's weights for one step
     SUM, OUT = np.int32 if kind == _INT8 else np.float32, BFLOAT16 if kind == _BFLOAT16 else FLOAT32
 
     def multiply_panels(task: Any) -> None:
@@ -60,6 +66,9 @@ def _kernel(kind: int) -> TaskKernel:
         sums, totals = np.empty((M, PANEL), SUM), np.empty((M, PANEL), np.float32)
         sums_at = np.int64(sums.ctypes.data)  # numba frees an array after its last use by name, here in the loop
         num_groups = (M + MOST_ROWS - 1) // MOST_ROWS
+        wide = np.empty((_BLOCK * PANEL,), np.float32)
+        wide_at = np.int64(wide.ctypes.data)
+        is_wide = IS_WIDENED and M > _WIDENED_AT_ONCE
         # The first groups prefetch a block's lines, four for each step: two each with two groups, one each with four.
         step = np.int64(_LINE if num_groups > 3 else 2 * _LINE)
         while True:
@@ -69,15 +78,23 @@ def _kernel(kind: int) -> TaskKernel:
             for first in range(0, K, chunk):
                 end = min(first + chunk, K)
                 for k in range(first, end, _BLOCK):
-                    block, count = w + (panel * K + k) * _INPUT_BYTES, min(_BLOCK, end - k)
+                    block, count = w + (panel * K + k) * ROW_BYTES, min(_BLOCK, end - k)
+                    if is_wide:
+                        source = carray(pointer(block, BFLOAT16), (_BLOCK * PANEL,))
+                        for i in range(count * PANEL):
+                            wide[i] = widen(source[i])
                     for group in range(num_groups):
                         row = group * M // num_groups
                         rows = (group + 1) * M // num_groups - row
-                        ahead = block + (_BLOCK * _INPUT_BYTES + group * _BLOCK * step)
-                        if num_groups == 1 or group * step >= _INPUT_BYTES:
+                        ahead = block + (_BLOCK * ROW_BYTES + group * _BLOCK * step)
+                        if num_groups == 1 or group * step >= ROW_BYTES:
                             ahead = block  # these are in the cache already
                         x_at, sum_at = x + (row * K + k) * 4, sums_at + row * _INPUT_BYTES
-                        multiply(KIND, rows, block, x_at, K, sum_at, count, np.int64(k == first), ahead, step)
+                        is_first = np.int64(k == first)
+                        if is_wide:
+                            multiply(_FLOAT32, rows, wide_at, x_at, K, sum_at, count, is_first, ahead, step)
+                        else:
+                            multiply(KIND, rows, block, x_at, K, sum_at, count, is_first, ahead, step)
                 if not IS_INT8:
                     for row in range(M):
                         for n in range(PANEL):
@@ -117,15 +134,18 @@ class Panels:
         w_scale_N: Tensor | None = None,
         correction_N: Tensor | None = None,
     ) -> None:
-        """`dtype` of the weights. int8 needs their scales, and the int32 that is subtracted from each output's sum."""
+        """`dtype` of the products: float32 weights may be stored in bfloat16. int8 needs the scales of the weights, and
+        the int32 that is subtracted from each output's sum."""
         step = _STEP_INPUTS[dtype]
         self._out_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        self.chunk = chunk
         self._kept = packed, w_scale_N, correction_N
         self._weights = torch.ops.mkldnn.data_ptr(packed) if packed.is_mkldnn else packed.data_ptr()
         self._num_outputs, self._num_panels = num_outputs, num_outputs // PANEL
         self._sizes = num_inputs // step, max(chunk // step, 1)
         self._scales = tuple(0 if one is None else one.data_ptr() for one in (w_scale_N, correction_N))
-        self._kernel = _kernel(_KINDS[dtype])
+        is_widened = dtype == torch.float32 and packed.dtype == torch.bfloat16
+        self._kernel = _kernel(_WIDENED if is_widened else _KINDS[dtype])
 
     def __call__(self, x_MK: Tensor, x_scale_M1: Tensor | None = None) -> Tensor:
         """[M, N], for any number of rows; faster than oneDNN for few. x is float32 or bfloat16, as the weights, or
@@ -184,6 +204,16 @@ def _agree(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype
     x_MK = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
     expected: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, packed, None, "none", [], "")
     return torch.equal(Panels(packed, num_outputs, num_inputs, dtype, chunk)(x_MK), expected)
+
+
+def pack_bfloat16(panels: Panels, weight_NK: Tensor) -> Panels:
+    """The same float32 product, bit by bit, with weights stored in bfloat16, which must hold them exactly.
+
+    Reading half as many bytes, it serves any number of rows.
+    """
+    num_outputs, num_inputs = weight_NK.shape
+    packed = weight_NK.to(torch.bfloat16).view(-1, PANEL, num_inputs).transpose(1, 2).contiguous()
+    return Panels(packed, num_outputs, num_inputs, torch.float32, panels.chunk)
 
 
 def make_int8_panels(

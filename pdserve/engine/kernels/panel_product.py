@@ -18,7 +18,7 @@ from pdserve.engine.kernels.instructions import LANES
 binding.initialize_native_asmparser()  # for the instructions that have no stable name in LLVM
 
 PANEL: Final = 64  # outputs
-FLOAT32, BFLOAT16, INT8 = range(3)  # kinds of weights
+FLOAT32, BFLOAT16, INT8, WIDENED = range(4)  # kinds of weights; WIDENED: bfloat16, multiplied in float32
 MOST_ROWS: Final = 6
 
 _LINE = 64
@@ -71,9 +71,10 @@ def _multiply(
 def _add_tile(builder: Any, kind: int, tile: Tile, args: Any, *, has_prefetch: bool) -> None:
     w, x, x_stride, sums, count, is_first, ahead, step = args
     long, word, byte = ir.IntType(64), ir.IntType(32), ir.IntType(8)
-    sum_type, in_type = word if kind == INT8 else ir.FloatType(), ir.FloatType() if kind == FLOAT32 else word
-    vector, in_vector = ir.VectorType(sum_type, LANES), ir.VectorType(in_type, LANES)
-    w, x = (builder.inttoptr(one, in_type.as_pointer()) for one in (w, x))
+    sum_type, in_type = word if kind == INT8 else ir.FloatType(), ir.FloatType() if kind in (FLOAT32, WIDENED) else word
+    vector = ir.VectorType(sum_type, LANES)
+    w_type = ir.IntType(16) if kind == WIDENED else in_type
+    w, x = builder.inttoptr(w, w_type.as_pointer()), builder.inttoptr(x, in_type.as_pointer())
     sums = builder.inttoptr(sums, sum_type.as_pointer())
 
     def place(base: Any, row: int, part: int, of: Any = vector) -> Any:
@@ -106,7 +107,9 @@ def _add_tile(builder: Any, kind: int, tile: Tile, args: Any, *, has_prefetch: b
         inputs[row] = instructions.broadcast(builder, one, LANES)
     new_of = {}
     for part in dict.fromkeys(part for _, part in tile):  # so that each needs a register for a short time only
-        weights = load(place(w_k, 0, part, in_vector))
+        weights = load(place(w_k, 0, part, ir.VectorType(w_type, LANES)))
+        if kind == WIDENED:
+            weights = instructions.widen(builder, weights)
         for row, one in inputs.items():
             new_of[row, part] = _fused(builder, kind, held[tile.index((row, part))], one, weights)
     added = [new_of[one] for one in tile]
@@ -122,7 +125,7 @@ def _add_tile(builder: Any, kind: int, tile: Tile, args: Any, *, has_prefetch: b
 
 def _fused(builder: Any, kind: int, held: Any, inputs: Any, weights: Any) -> Any:
     """held + inputs * weights, of 4 bytes of inputs and of weights in each lane."""
-    if kind == FLOAT32:
+    if kind in (FLOAT32, WIDENED):
         return instructions.fused(builder, inputs, weights, held)
     if LANES == 16:
         of = ir.FunctionType(held.type, [held.type, inputs.type, inputs.type])

@@ -18,6 +18,7 @@ from pdserve.engine.linear import (
     PackedLinear,
     PlainLinear,
     Rounding,
+    fits_bfloat16,
     make_invariant,
     make_linear,
     quantise,
@@ -84,6 +85,40 @@ def test_few_rows_have_the_same_bits_as_onednn(
             assert torch.equal(linear(x[3 : 3 + rows]), whole[3 : 3 + rows])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(768, 1280), (2112, 128), (320, 64)])
+def test_weights_of_a_bfloat16_checkpoint_take_half_of_the_memory_and_give_the_same_bits(
+    num_inputs: int, num_outputs: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packed_gemm.is_supported() or not is_packed_in_panels(num_inputs, num_outputs):
+        pytest.skip("oneDNN multiplies on this machine")
+    weight, bias = tensors(num_inputs, num_outputs, has_bias=True)
+    weight = weight.bfloat16().float()
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        linear = PackedLinear(weight.clone(), bias)
+        assert linear._panels._kept[0].nbytes == 2 * weight.numel()  # type: ignore[union-attr]
+        assert not hasattr(linear, "_packed")
+        monkeypatch.setattr(linear_module, "fits_bfloat16", lambda _: False)
+        wide = PackedLinear(weight.clone(), bias)
+        assert wide._packed is not None
+        for rows in (1, 2, 3, 4, 6, 7, 13, 33, 100):
+            x = torch.randn(rows, num_inputs)
+            assert torch.equal(linear(x), wide(x))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_weight_that_bfloat16_cannot_hold_keeps_float32() -> None:
+    weight = torch.ones(64, 128)
+    assert fits_bfloat16(weight)
+    assert fits_bfloat16(torch.tensor([[float("inf"), float("nan"), -0.0, 1e-39]]).bfloat16().float())
+    weight[63, 127] = 1 + 2**-8
+    assert not fits_bfloat16(weight)
+    assert torch.equal(PackedLinear(weight, None)(torch.eye(128)), weight.t())
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
