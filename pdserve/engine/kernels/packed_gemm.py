@@ -40,6 +40,7 @@ _FEATURES: Final = ("+avx512f", "+avx512bf16", "+avx512vnni")  # by kind
 _AVX2_FEATURES: Final = {"+avx2", "+fma"}
 _BLOCK = 64  # steps of 4 bytes of the inputs: their weights are 16 KiB, half of the L1 cache
 _LINE = 64
+_PART_ROWS = 96  # rows whose inputs stay in the cache while all panels are multiplied with them
 _WIDENED_AT_ONCE = 3  # rows up to which weights are widened as they are multiplied
 _INPUT_BYTES = PANEL * 4  # of a panel's weights for one step
 _CHUNKS: Final = (4096, 2048, 1024, 512, 256, 128)
@@ -48,8 +49,9 @@ _TRIED_ROWS: Final = (5, 33)
 
 @cache
 def _kernel(kind: int) -> TaskKernel:
-    """multiply_panels(N / 64, work, w, x, out, M, K / V, chunk / V, x_scale, w_scale, correction): addresses, numbers
-    of elements, and for int8 the addresses of the scales and of what is subtracted from each output's sum.
+    """multiply_panels(panels * parts of the rows, work, w, x, out, M, K / V, chunk / V, x_scale, w_scale, correction,
+    N / 64): addresses, numbers of elements, and for int8 the addresses of the scales and of what is subtracted from
+    each output's sum.
 
     Weights that are widened are so once for each block, unless there are few rows.
     """
@@ -58,23 +60,27 @@ def _kernel(kind: int) -> TaskKernel:
     SUM, OUT = np.int32 if kind == _INT8 else np.float32, BFLOAT16 if kind == _BFLOAT16 else FLOAT32
 
     def multiply_panels(task: Any) -> None:
-        w, x, M, K, chunk = task[3], task[4], task[6], task[7], task[8]
-        N = task[2] * PANEL
-        out = carray(pointer(task[5], OUT), (M, N))
-        x_scale, w_scale = carray(pointer(task[9], FLOAT32), (M,)), carray(pointer(task[10], FLOAT32), (N,))
+        w, num_rows, K, chunk, num_panels = task[3], task[6], task[7], task[8], task[12]
+        N = num_panels * PANEL
+        out = carray(pointer(task[5], OUT), (num_rows, N))
+        x_scale, w_scale = carray(pointer(task[9], FLOAT32), (num_rows,)), carray(pointer(task[10], FLOAT32), (N,))
         correction = carray(pointer(task[11], INT32), (N,))
-        sums, totals = np.empty((M, PANEL), SUM), np.empty((M, PANEL), np.float32)
+        most = min(num_rows, _PART_ROWS)
+        sums, totals = np.empty((most, PANEL), SUM), np.empty((most, PANEL), np.float32)
         sums_at = np.int64(sums.ctypes.data)  # numba frees an array after its last use by name, here in the loop
-        num_groups = (M + MOST_ROWS - 1) // MOST_ROWS
         wide = np.empty((_BLOCK * PANEL,), np.float32)
         wide_at = np.int64(wide.ctypes.data)
-        is_wide = IS_WIDENED and M > _WIDENED_AT_ONCE
-        # The first groups prefetch a block's lines, four for each step: two each with two groups, one each with four.
-        step = np.int64(_LINE if num_groups > 3 else 2 * _LINE)
         while True:
-            panel = take(task, 0)
-            if panel >= task[2]:
+            item = take(task, 0)
+            if item >= task[2]:
                 return
+            panel, first_row = item % num_panels, item // num_panels * _PART_ROWS
+            M, x = min(_PART_ROWS, num_rows - first_row), task[4] + 4 * first_row * K
+            is_wide = IS_WIDENED and M > _WIDENED_AT_ONCE
+            num_groups = (M + MOST_ROWS - 1) // MOST_ROWS
+            # The first groups prefetch a block's lines, four for each step: two each with two groups, one each with
+            # four.
+            step = np.int64(_LINE if num_groups > 3 else 2 * _LINE)
             for first in range(0, K, chunk):
                 end = min(first + chunk, K)
                 for k in range(first, end, _BLOCK):
@@ -106,10 +112,10 @@ def _kernel(kind: int) -> TaskKernel:
                         whole = np.float32(sums[row, n] - correction[first_n + n])
                         totals[row, n] = whole * w_scale[first_n + n]
             for row in range(M):
-                target = out[row, first_n : first_n + PANEL]
+                target = out[first_row + row, first_n : first_n + PANEL]
                 if IS_INT8:
                     for n in range(PANEL):
-                        target[n] = totals[row, n] * x_scale[row]
+                        target[n] = totals[row, n] * x_scale[first_row + row]
                 elif IS_BFLOAT16:
                     for n in range(PANEL):
                         target[n] = narrow(totals[row, n])
@@ -155,7 +161,8 @@ class Panels:
         out_MN = torch.empty((num_rows, self._num_outputs), dtype=self._out_dtype)
         x_scale = 0 if x_scale_M1 is None else x_scale_M1.data_ptr()
         addresses = self._weights, x_MK.data_ptr(), out_MN.data_ptr()
-        self._kernel(self._num_panels, 1, *addresses, num_rows, *self._sizes, x_scale, *self._scales)
+        items = self._num_panels * -(-num_rows // _PART_ROWS)
+        self._kernel(items, 1, *addresses, num_rows, *self._sizes, x_scale, *self._scales, self._num_panels)
         return out_MN
 
 

@@ -105,7 +105,7 @@ def test_weights_of_a_bfloat16_checkpoint_take_half_of_the_memory_and_give_the_s
         monkeypatch.setattr(linear_module, "fits_bfloat16", lambda _: False)
         wide = PackedLinear(weight.clone(), bias)
         assert wide._packed is not None
-        for rows in (1, 2, 3, 4, 6, 7, 13, 33, 100):
+        for rows in (1, 2, 3, 4, 6, 7, 13, 33, 96, 97, 200):
             x = torch.randn(rows, num_inputs)
             assert torch.equal(linear(x), wide(x))
     finally:
@@ -169,7 +169,7 @@ def test_the_largest_int8_sums_do_not_overflow(num_inputs: int) -> None:
     sign = torch.ones(64)
     sign[::2] = -1
     linear = Int8Linear(*round_weights(sign[:, None].repeat(1, num_inputs)), None)
-    for rows in (1, 4, 33, 65):
+    for rows in (1, 4, 33, 65, 193):
         x = torch.ones(rows, num_inputs)
         x[1::2] = -1
         torch.testing.assert_close(linear(x), num_inputs * x[:, :1] * sign, rtol=1e-6, atol=0)
