@@ -8,6 +8,7 @@ barrier before and after each call that several threads share.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, final
 
@@ -21,6 +22,15 @@ from pdserve.engine.kernels.task import FIRST, INT64, KernelCall, TaskKernel, po
 
 _WIDTH: Final = 32  # numbers of a call: whole cache lines, because threads count in them
 _ADDRESS, _LEAST, _IS_SHARED = _WIDTH - 3, _WIDTH - 2, _WIDTH - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCall:
+    """Machine code, and the address of the numbers that it is called with, by one thread or by all."""
+
+    address: int
+    task: int
+    is_shared: bool
 
 
 @final
@@ -46,6 +56,13 @@ class KernelProgram:
         records[calls, 2] = num_items
         records[calls, _IS_SHARED] = work >= records[calls, _LEAST]
         _walk()(len(records), 1, self._at, openmp.barrier())
+
+    def calls(self) -> list[ProgramCall]:
+        """The calls of the last run, ready to be repeated one by one, for benchmarks."""
+        self._records[:, :2] = 0
+        return [
+            ProgramCall(int(record[_ADDRESS]), record.ctypes.data, bool(record[_IS_SHARED])) for record in self._records
+        ]
 
 
 @intrinsic
