@@ -169,7 +169,10 @@ class Inbound(threading.Thread):
             if not self.pool.is_on_host:
                 raise TransferFailed(f"{peer.wire_dtype} for {mine.dtype}: blocks on a GPU cannot be converted")
             self._unpacker = Unpacker(self, arrival_of(peer.shape, mine, peer.wire_dtype), mine.form)
-        self._path = self._transport.receiver(self._link)
+        try:
+            self._path = self._transport.receiver(self._link)
+        except OSError as lost:
+            raise Gone(f"connection lost: {lost}") from lost
         self.channel.watch(Heartbeat(self._hub.lease, self._hub.clock()), beat())
         facts = {"sender": self.peer.sender_id, "transport": self._transport.name, "reason": self.peer.transport_reason}
         log.info("kv connection taken", extra=facts)

@@ -77,6 +77,19 @@ def test_a_sender_that_offers_no_pool_times_out(
     assert_still_serves(pair)
 
 
+def test_a_sender_that_resets_before_it_offers_its_pool_is_no_internal_error(
+    make_pair: Callable[..., Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair("shm")
+    answer = pair.host.open(pair.sender)
+    with connect(pair, answer) as sock:
+        sock.sendall(greet(pair, answer))
+        sock.recv(1, socket.MSG_PEEK)  # the answer, which stays unread, so that closing resets the connection
+    wait_for(lambda: not pair.receiver.peers, "the end of the connection")
+    assert_still_serves(pair)
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
+
+
 def test_a_silent_connection_times_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.inbound.AUTHENTICATION_S", 0.05)
     assert AUTHENTICATION_S == 3.0
