@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.core.errors import InternalError, ModelError
-from pdserve.engine.linear import Linear, PlainLinear
+from pdserve.engine.linear import Linear, PlainLinear, has_panels
 from pdserve.engine.packed_scheme import PER_WORD, PackedScheme
 from pdserve.engine.quantisation_config import Quantisation
 from pdserve.engine.safetensors_file import StoredTensor
@@ -37,6 +37,7 @@ class Needs:
         self._parts: dict[str, Callable[[StoredTensor], StoredTensor] | None] = {}  # None: not needed by this rank
         self.num_matrix_weights = 0  # products of this rank
         self.num_packed_weights = 0  # those of them that are stored in 4 bits
+        self.num_panel_weights = 0  # those whose product can read bfloat16, if the checkpoint stores it
         self.num_table_weights = 0  # lookup tables of this rank
         self._quantisation = quantisation
 
@@ -82,6 +83,7 @@ class Needs:
 
     def product(self, table_NK: Tensor) -> Linear:
         self.num_matrix_weights += table_NK.numel()
+        self.num_panel_weights += table_NK.numel() if has_panels(*table_NK.shape) else 0
         return PlainLinear(table_NK, None)
 
     def exact_product(self, table_NK: Tensor) -> Linear:

@@ -46,6 +46,7 @@ _MOST_PANEL_ROWS: Final = 32
 _MOST_BEFORE_AMX: Final = 8
 _FIXED_ROWS: Final = 64  # number of rows of a product that would otherwise depend on it
 _TRIED_ROWS: Final = (1, 2, 3, 5, 8, 17, 33)
+_TRIED_SIZE: Final = 1024  # inputs and outputs of the matrix of a trial
 
 
 class Linear(Protocol):
@@ -118,7 +119,8 @@ class PackedLinear:
         self._panels = _panels(self._packed, weight_NK)
         self._most_rows = _MOST_PANEL_ROWS
         self._bias_N = bias_N
-        if self._panels is not None and fits_bfloat16(weight_NK):
+        self.reads_bfloat16 = self._panels is not None and fits_bfloat16(weight_NK)
+        if self.reads_bfloat16:
             self._panels, self._most_rows = _bfloat16_panels(self._panels, weight_NK), sys.maxsize
             del self._packed  # its memory
 
@@ -133,6 +135,18 @@ class PackedLinear:
             return _packed_product(x_TK, self._packed)
         padded = F.pad(x_TK, (0, 0, 0, _LEAST_ROWS - num_tokens))
         return _packed_product(padded, self._packed)[:num_tokens]
+
+
+def has_panels(num_outputs: int, num_inputs: int) -> bool:
+    """Whether oneDNN stores a matrix of that shape in panels, where it does at all. Small ones may be stored in another
+    way."""
+    return num_outputs % 64 == num_inputs % 16 == 0 and num_outputs * num_inputs >= _TRIED_SIZE**2
+
+
+@cache
+def reads_bfloat16() -> bool:
+    """Whether products in float32 read weights in bfloat16 here, if it holds them exactly. Tested on one matrix."""
+    return PackedLinear(torch.ones(_TRIED_SIZE, _TRIED_SIZE), None).reads_bfloat16
 
 
 def fits_bfloat16(weight_NK: Tensor) -> bool:

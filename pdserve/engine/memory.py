@@ -12,9 +12,10 @@ from pdserve.core.errors import ConfigError
 from pdserve.engine.checkpoint_spec import Needs
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.host_limits import free_bytes
-from pdserve.engine.linear import Rounding
+from pdserve.engine.linear import Rounding, reads_bfloat16
 from pdserve.engine.parameters import build_weights
 from pdserve.engine.rounding import INT4_BYTES
+from pdserve.engine.safetensors_file import Checkpoint
 from pdserve.engine.sharding import WHOLE, Shard
 from pdserve.engine.weights import rounding_beside
 
@@ -22,15 +23,33 @@ _GB: Final = 1e9
 _ITEM_BYTES: Final = {"bfloat16": 2, "int8": 1, "fp8": 1, "int4": INT4_BYTES}  # of a weight, by rounding
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, rounding: Rounding, shard: Shard = WHOLE) -> int:
-    """An upper bound of the memory of a rank's part of the model."""
+def weight_bytes(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    rounding: Rounding,
+    shard: Shard = WHOLE,
+    keeps_bfloat16: bool = False,
+) -> int:
+    """An upper bound of the memory of a rank's part of the model; `keeps_bfloat16` as `keeps_bfloat16()` answers."""
     needs = Needs(config.quantisation, shard)
     build_weights(config, needs)
     item_bytes = _ITEM_BYTES.get(rounding, dtype.itemsize)
     other_bytes = _ITEM_BYTES.get(rounding_beside(config.quantisation, rounding), item_bytes)
     num_other = needs.num_matrix_weights - needs.num_packed_weights
+    if keeps_bfloat16:
+        other = needs.num_matrix_weights - needs.num_panel_weights
+        return (needs.num_panel_weights * 2) + (other + needs.num_table_weights) * dtype.itemsize
     in_matrices = math.ceil(needs.num_packed_weights * item_bytes + num_other * other_bytes)
     return in_matrices + needs.num_table_weights * dtype.itemsize
+
+
+def keeps_bfloat16(checkpoint: Checkpoint | None, device: torch.device, dtype: torch.dtype, rounding: Rounding) -> bool:
+    """Whether products in float32 read the checkpoint's matrices in bfloat16 (decision 0026)."""
+    if checkpoint is None or device.type != "cpu" or dtype != torch.float32 or rounding != "none":
+        return False
+    matrices = [one for one in checkpoint.tensors.values() if len(one.shape) > 1]
+    return all(one.dtype == "BF16" for one in matrices) and reads_bfloat16()
 
 
 def check_fits(num_weight_bytes: int, num_kv_bytes: int, num_available_bytes: int | None) -> None:

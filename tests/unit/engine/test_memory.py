@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine import build_engine
+from pdserve.engine import build_engine, linear, memory
 from pdserve.engine.config import read_config
 from pdserve.engine.host_limits import cgroup_bytes, free_bytes, host_bytes, usable_cores
 from pdserve.engine.interface import Engine
-from pdserve.engine.memory import available_bytes, check_fits, weight_bytes
+from pdserve.engine.linear import PackedLinear, reads_bfloat16
+from pdserve.engine.memory import available_bytes, check_fits, keeps_bfloat16, weight_bytes
+from pdserve.engine.safetensors_file import Checkpoint, StoredTensor
 
 
 def test_the_estimate_counts_every_matrix(tiny: Callable[[str], Path]) -> None:
@@ -22,6 +25,46 @@ def test_the_estimate_counts_every_matrix(tiny: Callable[[str], Path]) -> None:
     assert weight_bytes(config, torch.float32, rounding="none") == 4 * (3 * layer + 2 * 384 * 64)
     assert weight_bytes(config, torch.bfloat16, rounding="none") == 2 * (3 * layer + 2 * 384 * 64)
     assert weight_bytes(config, torch.float32, rounding="int8") == 3 * layer + 384 * 64 + 4 * 384 * 64
+
+
+def test_large_matrices_of_a_bfloat16_checkpoint_count_two_bytes_per_weight(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read_config(tiny("llama"))
+    whole = weight_bytes(config, torch.float32, rounding="none")
+    assert weight_bytes(config, torch.float32, rounding="none", keeps_bfloat16=True) == whole  # these are small
+    monkeypatch.setattr(linear, "_TRIED_SIZE", 64)
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
+    kept = weight_bytes(config, torch.float32, rounding="none", keeps_bfloat16=True)
+    assert kept == 2 * (3 * layer + 384 * 64) + 4 * 384 * 64
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "device", "compute", "rounding", "expected"),
+    [
+        (("BF16", "BF16"), "cpu", torch.float32, "none", True),
+        (("BF16", "F32"), "cpu", torch.float32, "none", False),
+        (("BF16", "BF16"), "cuda", torch.float32, "none", False),
+        (("BF16", "BF16"), "cpu", torch.float32, "int8", False),
+        (("BF16", "BF16"), "cpu", torch.bfloat16, "none", False),
+    ],
+)
+def test_weights_are_kept_in_bfloat16_if_all_matrices_are_stored_so(
+    dtypes: tuple[str, ...], device: str, compute: torch.dtype, rounding: Any, expected: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(memory, "reads_bfloat16", lambda: True)
+    tensors = {str(i): StoredTensor(Path("f"), str(i), dtype, (2, 2), 0, 8) for i, dtype in enumerate(dtypes)}
+    tensors["norm"] = StoredTensor(Path("f"), "norm", "F32", (2,), 0, 8)
+    checkpoint = Checkpoint((), tensors)
+    assert keeps_bfloat16(checkpoint, torch.device(device), compute, rounding) == expected
+    assert not keeps_bfloat16(None, torch.device(device), compute, rounding)
+    monkeypatch.setattr(memory, "reads_bfloat16", lambda: False)
+    assert not keeps_bfloat16(checkpoint, torch.device(device), compute, rounding)
+
+
+def test_the_trial_answers_what_a_product_does() -> None:
+    weight = torch.randn(1024, 1024).bfloat16().float()
+    assert reads_bfloat16() == PackedLinear(weight, None).reads_bfloat16
 
 
 def test_a_model_that_does_not_fit_names_both_sizes() -> None:
