@@ -178,8 +178,8 @@ class RedisIndex:
                 backoff.reset()
             wait_s = self._refresh_s if self._is_available else backoff.next_s()
             is_woken = await self._woken_within(wait_s)
-            # Woken because lookups were stopped, not by bind().
-            if is_woken and not self._is_available and self._slots is not _NOBODY:
+            # Woken because lookups were stopped, maybe during a read that succeeded, and not by bind().
+            if is_woken and self._slots is not _NOBODY:
                 await asyncio.sleep(backoff.next_s())
 
     async def _woken_within(self, wait_s: float) -> bool:

@@ -285,6 +285,24 @@ async def test_binding_during_a_read_of_the_slots_reads_them_again(mortal: Embed
             os.kill(mortal.pid, signal.SIGCONT)
 
 
+async def test_late_lookups_during_a_read_do_not_make_reads_follow_each_other_at_once(url: str) -> None:
+    async with following(url) as index:
+        await until(lambda: index.is_available)
+        read, num_reads = index._read_slots, 0
+
+        async def read_while_lookups_are_late() -> object:
+            nonlocal num_reads
+            num_reads += 1
+            index._trip("answers are late")
+            return await read()
+
+        index._read_slots = read_while_lookups_are_late  # type: ignore[method-assign, assignment]
+        index._late = 1
+        began_s = time.monotonic()
+        await until(lambda: num_reads >= 9)
+        assert time.monotonic() - began_s > 8 * 0.025  # the shortest pause between two reads
+
+
 async def test_without_a_server_everything_starts_and_nothing_is_found() -> None:
     with EmbeddedRedis.start() as gone:
         pass
