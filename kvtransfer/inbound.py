@@ -171,7 +171,7 @@ class Inbound(threading.Thread):
             self._unpacker = Unpacker(self, arrival_of(peer.shape, mine, peer.wire_dtype), mine.form)
         try:
             self._path = self._transport.receiver(self._link)
-        except OSError as lost:
+        except ConnectionError as lost:
             raise Gone(f"connection lost: {lost}") from lost
         self.channel.watch(Heartbeat(self._hub.lease, self._hub.clock()), beat())
         facts = {"sender": self.peer.sender_id, "transport": self._transport.name, "reason": self.peer.transport_reason}
