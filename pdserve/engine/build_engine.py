@@ -29,7 +29,7 @@ from pdserve.engine.interface import Engine, EngineSpec
 from pdserve.engine.kernels import jit
 from pdserve.engine.linear import weight_levels
 from pdserve.engine.measure_memory import CudaMeter, MeasureGraphs, Meter, measure_use
-from pdserve.engine.memory import available_bytes, check_fits, keeps_bfloat16, weight_bytes
+from pdserve.engine.memory import available_bytes, check_fits, reads_bfloat16_of, weight_bytes
 from pdserve.engine.memory_plan import (
     PoolUnit,
     device_blocks,
@@ -145,9 +145,9 @@ def open_rank(
     spec_of = partial(
         make_spec, config, model_config, precision.name, shape, name, shard if memory is None else WHOLE
     )  # bytes of a number of blocks
-    is_kept = keeps_bfloat16(checkpoint, device, precision.compute, precision.rounding)
+    is_halved = reads_bfloat16_of(checkpoint, device, precision.compute, precision.rounding)
     num_bytes = weight_bytes(
-        model_config, precision.compute, rounding=precision.rounding, shard=shard, keeps_bfloat16=is_kept
+        model_config, precision.compute, rounding=precision.rounding, shard=shard, halves_float32=is_halved
     )
     num_together = (
         1 if device.type == "cuda" else min(config.ranks_here, shard.size)
@@ -306,11 +306,8 @@ def with_host_blocks(config: WorkerConfig) -> WorkerConfig:
     unit = PoolUnit(block_bytes=shape.block_bytes, block_size=shape.block_size)
     num_blocks = explicit_blocks(0, config.kv_memory_bytes, unit)
     if num_blocks is None:
-        device = choose_device(config.device)
-        checkpoint = open_checkpoint(Path(config.model)) if config.load == "auto" else None
-        is_kept = keeps_bfloat16(checkpoint, device, precision.compute, precision.rounding)
-        num_bytes = weight_bytes(model, precision.compute, rounding=precision.rounding, keeps_bfloat16=is_kept)
-        num_blocks = host_blocks(available_bytes(device), num_bytes, unit)
+        num_bytes = weight_bytes(model, precision.compute, rounding=precision.rounding)
+        num_blocks = host_blocks(available_bytes(choose_device(config.device)), num_bytes, unit)
     return replace(config, kv_blocks=num_blocks)
 
 

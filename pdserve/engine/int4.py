@@ -1,8 +1,9 @@
 """Products with 4-bit weights in groups of inputs, on a CPU. Activations are rounded per token, as for int8.
 
 Weights are stored as kernels/int4_layout.py says, with a group's scale in half precision, relative to the largest scale
-of the matrix. kernels/int4_gemm.py multiplies them. Without AVX-512 VNNI, AVX2 or numba, a few outputs at a
-time are dequantised and multiplied by torch, which is slow. So are many rows with AMX, which is faster in bfloat16.
+of the matrix. kernels/int4_gemm.py multiplies them. It needs AVX-512 VNNI, or AVX2 on a CPU without AVX-512. Elsewhere
+a few outputs at a time are dequantised and multiplied by torch, which is slow. So are many rows with AMX, which is
+faster in bfloat16.
 """
 
 # Shapes: T tokens, K inputs, N outputs, G groups of inputs, S inputs of a group.

@@ -7,8 +7,8 @@ packed   float32 on a CPU: oneDNN's blocked layout, made at load. 2 to 4 times a
 fp8      CUDA from compute capability 8.9 on: see fp8.py.
 bfloat16 a CPU: weights and activations rounded to bfloat16, sums in float32, results in bfloat16. Between the products
          activations stay in float32.
-int4     a CPU with VNNI or AVX2: see int4.py.
-int8     a CPU with VNNI or AVX2: weights rounded per output channel, activations per token, sums in int32.
+int4     a CPU with AVX-512 VNNI, or with AVX2 and no AVX-512: see int4.py.
+int8     the same CPUs, and slowly on others: weights rounded per output channel, activations per token, sums in int32.
 
         w[n, k] ~ q_w[n, k] * s_w[n]          s_w[n] = max_k |w[n, k]| / 127, or / 63 without VNNI
         x[t, k] ~ q_x[t, k] * s_x[t]          s_x[t] = max_k |x[t, k]| / 127
@@ -24,7 +24,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Final, Literal, Protocol, final
+from typing import TYPE_CHECKING, Final, Literal, Protocol, final
 
 import torch
 import torch.nn.functional as F
@@ -36,16 +36,21 @@ from pdserve.engine.kernels import jit
 from pdserve.engine.ops import add_bias, quantise, to_bfloat16
 from pdserve.engine.rounding import BFLOAT16_TRIAL, LEAST_SCALE, LEVELS, WEIGHTS_AT_ONCE, ZERO_POINT
 
+if TYPE_CHECKING:
+    from pdserve.engine.kernels.packed_gemm import Panels
+
 Product = Callable[[Tensor, Tensor], Tensor]  # of rounded inputs and their scales
 Rounding = Literal["none", "bfloat16", "int8", "int4", "fp8"]  # of a product's weights and inputs
 
 _LEAST_ROWS: Final = 4  # with packed weights, oneDNN is faster for four rows than for one, two or three
 _HINT_ROWS: Final = 32  # oneDNN chooses the same layout for 4 to 32 rows
-# With more rows, oneDNN is as fast as kernels.packed_gemm; with AMX, which that does not use, it is so earlier.
+# With more rows, oneDNN is as fast as kernels.packed_gemm; with AMX, which that does not use, it is so earlier. Weights
+# that only the kernel can read are multiplied by it for any number of rows.
 _MOST_PANEL_ROWS: Final = 32
 _MOST_BEFORE_AMX: Final = 8
 _FIXED_ROWS: Final = 64  # number of rows of a product that would otherwise depend on it
 _TRIED_ROWS: Final = (1, 2, 3, 5, 8, 17, 33)
+_LEAST_INPUTS: Final = 128  # of a partial sum of which the kernel finds the size
 _TRIED_SIZE: Final = 1024  # inputs and outputs of the matrix of a trial
 
 
@@ -120,9 +125,10 @@ class PackedLinear:
         self._most_rows = _MOST_PANEL_ROWS
         self._bias_N = bias_N
         self.reads_bfloat16 = self._panels is not None and fits_bfloat16(weight_NK)
-        if self.reads_bfloat16:
-            self._panels, self._most_rows = _bfloat16_panels(self._panels, weight_NK), sys.maxsize
-            del self._packed  # its memory
+        if self._panels is not None and self.reads_bfloat16:
+            chunk, self._panels = self._panels.chunk, None
+            del self._packed  # the memory of both
+            self._panels, self._most_rows = _bfloat16_panels(weight_NK, chunk), sys.maxsize
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return add_bias(self._product(x_TK), self._bias_N)
@@ -138,31 +144,40 @@ class PackedLinear:
 
 
 def has_panels(num_outputs: int, num_inputs: int) -> bool:
-    """Whether oneDNN stores a matrix of that shape in panels, where it does at all. Small ones may be stored in another
-    way."""
-    return num_outputs % 64 == num_inputs % 16 == 0 and num_outputs * num_inputs >= _TRIED_SIZE**2
+    """Whether `kernels.packed_gemm` serves a matrix of that shape, where it serves any. Small ones may be stored in
+    another way."""
+    is_large = num_inputs >= _LEAST_INPUTS and num_outputs * num_inputs >= _TRIED_SIZE**2
+    return is_large and num_outputs % 64 == num_inputs % 16 == 0
 
 
 @cache
 def reads_bfloat16() -> bool:
-    """Whether products in float32 read weights in bfloat16 here, if it holds them exactly. Tested on one matrix."""
-    return PackedLinear(torch.ones(_TRIED_SIZE, _TRIED_SIZE), None).reads_bfloat16
+    """Whether products in float32 read weights in bfloat16 here, if it holds them exactly.
+
+    Tested on one matrix, with one thread, as when weights are loaded.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return PackedLinear(torch.ones(_TRIED_SIZE, _TRIED_SIZE), None).reads_bfloat16
+    finally:
+        torch.set_num_threads(before)
 
 
 def fits_bfloat16(weight_NK: Tensor) -> bool:
-    """Whether bfloat16 holds all float32 weights exactly, as those of a checkpoint in bfloat16."""
+    """Whether bfloat16 holds all float32 weights exactly, which is the case for those of a bfloat16 checkpoint."""
     num_at_once = max(1, WEIGHTS_AT_ONCE // weight_NK.shape[1])
     lower_half = 0xFFFF
     return not any((part.view(torch.int32) & lower_half).any() for part in weight_NK.contiguous().split(num_at_once))
 
 
-def _bfloat16_panels(panels: Any, weight_NK: Tensor) -> Callable[[Tensor], Tensor]:
+def _bfloat16_panels(weight_NK: Tensor, chunk: int) -> Panels:
     from pdserve.engine.kernels.packed_gemm import pack_bfloat16
 
-    return pack_bfloat16(panels, weight_NK)
+    return pack_bfloat16(weight_NK, chunk)
 
 
-def _panels(packed: Tensor, weight_NK: Tensor) -> Callable[[Tensor], Tensor] | None:
+def _panels(packed: Tensor, weight_NK: Tensor) -> Panels | None:
     if not jit.is_available():
         return None
     from pdserve.engine.kernels.packed_gemm import make_panels
@@ -327,7 +342,8 @@ def make_invariant(linear: Linear, num_inputs: int) -> Linear:
     threads.
     """
     one_TN = linear(torch.zeros(1, num_inputs))
-    key = type(linear), num_inputs, one_TN.shape[1], torch.get_num_threads()
+    is_widened = getattr(linear, "reads_bfloat16", False)
+    key = type(linear), is_widened, num_inputs, one_TN.shape[1], torch.get_num_threads()
     if key not in _is_invariant:
         num_rows = _FIXED_ROWS
         if one_TN.dtype == torch.bfloat16:
@@ -340,7 +356,8 @@ def make_invariant(linear: Linear, num_inputs: int) -> Linear:
     return linear if _is_invariant[key] else FixedRowsLinear(linear)
 
 
-_is_invariant: Final[dict[tuple[type[Linear], int, int, int], bool]] = {}  # by type, inputs, outputs and threads
+# by type, whether weights are widened, inputs, outputs and threads
+_is_invariant: Final[dict[tuple[type[Linear], bool, int, int, int], bool]] = {}
 
 
 @final

@@ -29,22 +29,27 @@ def weight_bytes(
     *,
     rounding: Rounding,
     shard: Shard = WHOLE,
-    keeps_bfloat16: bool = False,
+    halves_float32: bool = False,
 ) -> int:
-    """An upper bound of the memory of a rank's part of the model; `keeps_bfloat16` as `keeps_bfloat16()` answers."""
+    """An upper bound of the memory of the weights of a rank's part of the model.
+
+    `halves_float32` is the result of `reads_bfloat16_of`.
+    """
     needs = Needs(config.quantisation, shard)
     build_weights(config, needs)
     item_bytes = _ITEM_BYTES.get(rounding, dtype.itemsize)
     other_bytes = _ITEM_BYTES.get(rounding_beside(config.quantisation, rounding), item_bytes)
     num_other = needs.num_matrix_weights - needs.num_packed_weights
-    if keeps_bfloat16:
+    if halves_float32:
         other = needs.num_matrix_weights - needs.num_panel_weights
         return (needs.num_panel_weights * 2) + (other + needs.num_table_weights) * dtype.itemsize
     in_matrices = math.ceil(needs.num_packed_weights * item_bytes + num_other * other_bytes)
     return in_matrices + needs.num_table_weights * dtype.itemsize
 
 
-def keeps_bfloat16(checkpoint: Checkpoint | None, device: torch.device, dtype: torch.dtype, rounding: Rounding) -> bool:
+def reads_bfloat16_of(
+    checkpoint: Checkpoint | None, device: torch.device, dtype: torch.dtype, rounding: Rounding
+) -> bool:
     """Whether products in float32 read the checkpoint's matrices in bfloat16 (decision 0026)."""
     if checkpoint is None or device.type != "cpu" or dtype != torch.float32 or rounding != "none":
         return False

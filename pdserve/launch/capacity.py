@@ -81,7 +81,7 @@ def footprint(
 ) -> Footprint:
     """An upper bound: pools count as full, although their pages are allocated only when used.
 
-    A pool without a set size is computed from the `free` bytes, as in the worker.
+    A pool without a set size is computed from the `free` bytes, as in the worker, which may count fewer for weights.
     """
     threads = max(1, config.threads) * config.ranks_here if is_on_cpu else 1
     if model is None:

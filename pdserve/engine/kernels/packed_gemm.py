@@ -1,4 +1,4 @@
-"""The product of few rows with packed weights, at memory bandwidth.
+"""The product of rows with packed weights, which reads them at memory bandwidth for few rows.
 
 oneDNN stores a matrix in panels of 64 outputs, [N / 64, K / V, 64, V], with V = 1 in float32, 2 in bfloat16 and 4 in
 int8: the V inputs that one instruction multiplies and adds. It multiplies few rows with them at two thirds of the rate
@@ -7,7 +7,8 @@ Here a block of weights is multiplied with all rows while the next block is pref
 int8 weights in panels; they are then packed here, and all products are the kernel's.
 
 An output is added in oneDNN's order: by fused instructions over k, with partial sums of `chunk` inputs. The bits are
-therefore equal, and a row may use either product. `_find_chunk` tests this before the kernel is used for a weight.
+therefore equal, and a row may use either product. `_find_chunk` tests this before the kernel is used for a
+weight; sums of integers are exact in any order.
 """
 
 # Shapes: M rows, K inputs, N outputs.
@@ -38,6 +39,7 @@ _KINDS: Final = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.int8:
 _NAMES: Final = ("float32", "bfloat16", "int8", "widened")  # by kind
 _FEATURES: Final = ("+avx512f", "+avx512bf16", "+avx512vnni")  # by kind
 _AVX2_FEATURES: Final = {"+avx2", "+fma"}
+_AVX2_LEVELS: Final = 63
 _BLOCK = 64  # steps of 4 bytes of the inputs: their weights are 16 KiB, half of the L1 cache
 _LINE = 64
 _PART_ROWS = 96  # rows whose inputs stay in the cache while all panels are multiplied with them
@@ -53,7 +55,7 @@ def _kernel(kind: int) -> TaskKernel:
     N / 64): addresses, numbers of elements, and for int8 the addresses of the scales and of what is subtracted from
     each output's sum.
 
-    Weights that are widened are so once for each block, unless there are few rows.
+    With more than three rows, a block of bfloat16 weights is widened once and then multiplied with all rows.
     """
     IS_INT8, IS_BFLOAT16, IS_WIDENED, KIND = kind == _INT8, kind == _BFLOAT16, kind == _WIDENED, kind
     ROW_BYTES = _INPUT_BYTES // 2 if kind == _WIDENED else _INPUT_BYTES  # of a panel's weights for one step
@@ -94,7 +96,7 @@ def _kernel(kind: int) -> TaskKernel:
                         rows = (group + 1) * M // num_groups - row
                         ahead = block + (_BLOCK * ROW_BYTES + group * _BLOCK * step)
                         if num_groups == 1 or group * step >= ROW_BYTES:
-                            ahead = block  # these are in the cache already
+                            ahead = block  # in the cache; few rows leave prefetching to the hardware
                         x_at, sum_at = x + (row * K + k) * 4, sums_at + row * _INPUT_BYTES
                         is_first = np.int64(k == first)
                         if is_wide:
@@ -213,14 +215,15 @@ def _agree(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype
     return torch.equal(Panels(packed, num_outputs, num_inputs, dtype, chunk)(x_MK), expected)
 
 
-def pack_bfloat16(panels: Panels, weight_NK: Tensor) -> Panels:
-    """The same float32 product, bit by bit, with weights stored in bfloat16, which must hold them exactly.
+def pack_bfloat16(weight_NK: Tensor, chunk: int) -> Panels:
+    """The product in float32 with weights stored in bfloat16, which must hold them exactly, for any number of rows.
 
-    Reading half as many bytes, it serves any number of rows.
+    It has the same bits as that of `Panels` in float32 with the same `chunk`.
     """
     num_outputs, num_inputs = weight_NK.shape
-    packed = weight_NK.to(torch.bfloat16).view(-1, PANEL, num_inputs).transpose(1, 2).contiguous()
-    return Panels(packed, num_outputs, num_inputs, torch.float32, panels.chunk)
+    packed = torch.empty((num_outputs // PANEL, num_inputs, PANEL), dtype=torch.bfloat16)
+    packed.copy_(weight_NK.view(-1, PANEL, num_inputs).transpose(1, 2))
+    return Panels(packed, num_outputs, num_inputs, torch.float32, chunk)
 
 
 def make_int8_panels(
@@ -247,9 +250,9 @@ def make_int8_panels(
 def pack_int8_panels(rounded_NK: Tensor, w_scale_N: Tensor, zero_point: int) -> Panels | None:
     """For int8 weights with AVX2, where oneDNN does not store panels. The result serves any number of rows.
 
-    Weights are at most 63 in magnitude, because two products with uint8 are added in 16 bits.
+    None if a weight is beyond 63 in magnitude, because two products with uint8 are added in 16 bits.
     """
-    if not _fits_int8(rounded_NK) or LANES == 16:
+    if not _fits_int8(rounded_NK) or LANES == 16 or rounded_NK.min() < -_AVX2_LEVELS or rounded_NK.max() > _AVX2_LEVELS:
         return None
     step = _STEP_INPUTS[torch.int8]
     packed = rounded_NK.view(-1, PANEL, rounded_NK.shape[1] // step, step).transpose(1, 2).contiguous()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdserve.engine import linear as linear_module
 from pdserve.engine.kernels import packed_gemm
+from pdserve.engine.kernels.instructions import LANES
 from pdserve.engine.linear import (
     Bf16Linear,
     FixedRowsLinear,
@@ -72,7 +73,7 @@ def test_few_rows_have_the_same_bits_as_onednn(
     try:
         linear = make_linear(weight, bias, rounding)
         # oneDNN pads int8 inputs to 64. With AMX it may pack or add in another way; the kernel is then not used.
-        is_other = torch.cpu._is_amx_tile_supported() or (rounding == "int8" and num_inputs % 64)
+        is_other = torch.cpu._is_amx_tile_supported() or (rounding == "int8" and num_inputs % 64 and LANES == 16)
         if rounding == "none" and not is_packed_in_panels(num_inputs, num_outputs):
             is_other = True
         assert linear._panels is not None or is_other  # type: ignore[attr-defined]
@@ -92,13 +93,13 @@ def test_few_rows_have_the_same_bits_as_onednn(
 def test_weights_of_a_bfloat16_checkpoint_take_half_of_the_memory_and_give_the_same_bits(
     num_inputs: int, num_outputs: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not packed_gemm.is_supported() or not is_packed_in_panels(num_inputs, num_outputs):
-        pytest.skip("oneDNN multiplies on this machine")
     weight, bias = tensors(num_inputs, num_outputs, has_bias=True)
     weight = weight.bfloat16().float()
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
+        if not packed_gemm.is_supported() or not is_packed_in_panels(num_inputs, num_outputs):
+            pytest.skip("oneDNN multiplies on this machine")
         linear = PackedLinear(weight.clone(), bias)
         assert linear._panels._kept[0].nbytes == 2 * weight.numel()  # type: ignore[union-attr]
         assert not hasattr(linear, "_packed")
@@ -173,6 +174,17 @@ def test_the_largest_int8_sums_do_not_overflow(num_inputs: int) -> None:
         x = torch.ones(rows, num_inputs)
         x[1::2] = -1
         torch.testing.assert_close(linear(x), num_inputs * x[:, :1] * sign, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("level", [64, -64, 127, -128])
+def test_weights_that_could_overflow_16_bits_are_left_to_onednn(level: int) -> None:
+    """A CPU with VNNI may be told to compile kernels for AVX2; weights then have all 127 levels."""
+    rounded = torch.ones(64, 64, dtype=torch.int8)
+    rounded[5, 7] = 63 if level > 0 else -63
+    is_packed = packed_gemm.pack_int8_panels(rounded, torch.ones(64), 128) is not None
+    assert is_packed == (LANES == 8 and packed_gemm.is_supported(torch.int8))
+    rounded[5, 7] = level
+    assert packed_gemm.pack_int8_panels(rounded, torch.ones(64), 128) is None
 
 
 def test_an_int8_row_does_not_depend_on_its_batch() -> None:

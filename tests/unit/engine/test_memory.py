@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from pdserve.engine.config import read_config
 from pdserve.engine.host_limits import cgroup_bytes, free_bytes, host_bytes, usable_cores
 from pdserve.engine.interface import Engine
 from pdserve.engine.linear import PackedLinear, reads_bfloat16
-from pdserve.engine.memory import available_bytes, check_fits, keeps_bfloat16, weight_bytes
+from pdserve.engine.memory import available_bytes, check_fits, reads_bfloat16_of, weight_bytes
 from pdserve.engine.safetensors_file import Checkpoint, StoredTensor
 
 
@@ -27,15 +27,25 @@ def test_the_estimate_counts_every_matrix(tiny: Callable[[str], Path]) -> None:
     assert weight_bytes(config, torch.float32, rounding="int8") == 3 * layer + 384 * 64 + 4 * 384 * 64
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As when weights are loaded."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def test_large_matrices_of_a_bfloat16_checkpoint_count_two_bytes_per_weight(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = read_config(tiny("llama"))
     whole = weight_bytes(config, torch.float32, rounding="none")
-    assert weight_bytes(config, torch.float32, rounding="none", keeps_bfloat16=True) == whole  # these are small
+    assert weight_bytes(config, torch.float32, rounding="none", halves_float32=True) == whole  # these are small
     monkeypatch.setattr(linear, "_TRIED_SIZE", 64)
+    monkeypatch.setattr(linear, "_LEAST_INPUTS", 64)
     layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
-    kept = weight_bytes(config, torch.float32, rounding="none", keeps_bfloat16=True)
+    kept = weight_bytes(config, torch.float32, rounding="none", halves_float32=True)
     assert kept == 2 * (3 * layer + 384 * 64) + 4 * 384 * 64
 
 
@@ -56,15 +66,17 @@ def test_weights_are_kept_in_bfloat16_if_all_matrices_are_stored_so(
     tensors = {str(i): StoredTensor(Path("f"), str(i), dtype, (2, 2), 0, 8) for i, dtype in enumerate(dtypes)}
     tensors["norm"] = StoredTensor(Path("f"), "norm", "F32", (2,), 0, 8)
     checkpoint = Checkpoint((), tensors)
-    assert keeps_bfloat16(checkpoint, torch.device(device), compute, rounding) == expected
-    assert not keeps_bfloat16(None, torch.device(device), compute, rounding)
+    assert reads_bfloat16_of(checkpoint, torch.device(device), compute, rounding) == expected
+    assert not reads_bfloat16_of(None, torch.device(device), compute, rounding)
     monkeypatch.setattr(memory, "reads_bfloat16", lambda: False)
-    assert not keeps_bfloat16(checkpoint, torch.device(device), compute, rounding)
+    assert not reads_bfloat16_of(checkpoint, torch.device(device), compute, rounding)
 
 
-def test_the_trial_answers_what_a_product_does() -> None:
-    weight = torch.randn(1024, 1024).bfloat16().float()
-    assert reads_bfloat16() == PackedLinear(weight, None).reads_bfloat16
+@pytest.mark.parametrize("shape", [(4096, 768), (768, 4096), (2304, 768), (8192, 128)])
+def test_the_trial_answers_what_large_products_do(shape: tuple[int, int], one_thread: None) -> None:
+    assert linear.has_panels(*shape)
+    assert reads_bfloat16() == PackedLinear(torch.randn(shape).bfloat16().float(), None).reads_bfloat16
+    assert not PackedLinear(torch.randn(shape), None).reads_bfloat16
 
 
 def test_a_model_that_does_not_fit_names_both_sizes() -> None:
