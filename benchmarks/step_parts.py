@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import statistics
 import time
 from collections import defaultdict
@@ -30,7 +29,7 @@ from pdserve.config import WorkerConfig
 from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.kernels import openmp
 from pdserve.engine.kernels.program import KernelProgram
-from pdserve.engine.kernels.task import TaskKernel
+from pdserve.engine.kernels.task import name_of
 from pdserve.engine.torch_engine import TorchEngine
 
 PROMPT_TOKENS: Final = 32
@@ -97,18 +96,15 @@ def measure(engine: TorchEngine, batch: int, rounds: int) -> list[list[str]]:
 
 def one_by_one(program: KernelProgram) -> list[tuple[str, float]]:
     """The name of each call's kernel, and its seconds."""
-    names = {
-        one._keep.address: one._name for one in gc.get_objects() if type(one) is TaskKernel and one._keep is not None
-    }
     found = []
-    for number, call in enumerate(program.calls()):
+    for call in program.calls():
         kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.address)
         began_s = time.perf_counter()
         if call.is_shared:
             openmp.run(kernel, call.task)
         else:
             kernel(call.task)
-        found.append((names.get(call.address, f"call {number}"), time.perf_counter() - began_s))
+        found.append((name_of(call.address), time.perf_counter() - began_s))
     return found
 
 

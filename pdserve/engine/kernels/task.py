@@ -34,6 +34,7 @@ ANY: Final = 1 << 40  # the size of an array whose size a kernel does not need
 
 _compiling: Final = threading.Lock()  # engines of one process share kernels
 _recording: Final = threading.local()
+_names: Final[dict[int, str]] = {}
 _TYPES: Final = (types.float32, types.uint16, types.uint8, types.int8, types.int32, types.int64)
 
 
@@ -46,6 +47,11 @@ class KernelCall:
     work: int
     least: int
     numbers: tuple[int, ...]
+
+
+def name_of(address: int) -> str:
+    """Of the kernel whose machine code is there, for benchmarks."""
+    return _names[address]
 
 
 @contextmanager
@@ -87,6 +93,7 @@ class TaskKernel:
                 jit.name_for_cache(self._function, self._name)
                 with jit.compiling_alone(self._function):
                     self._keep = jit.c_function(types.void(types.CPointer(types.int64)), self._function)
+                _names[self._keep.address] = self._name
                 self._compiled = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._keep.address)
         return self._compiled
 

@@ -26,4 +26,3 @@ def test_every_kernel_of_a_step_is_named_and_timed() -> None:
     layers = engine.model._config.num_layers
     assert calls["multiply-int4"] == 4 * layers
     assert sum(count for name, count in calls.items() if name.startswith("attend")) == layers
-    assert not [name for name in calls if name.startswith("call ")]
