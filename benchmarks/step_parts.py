@@ -11,70 +11,44 @@ output head and sampling. Every figure is the median over the rounds.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from unittest import mock
 
-from benchmarks.engine.child import prompts
-from benchmarks.engine.peers import BLOCK_SIZE, step
+from benchmarks.engine.decode_steps import WARM, DecodeSteps, engines, parse_flags
 from benchmarks.engine.report import table
-from pdserve.config import WorkerConfig
-from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.kernels import openmp
 from pdserve.engine.kernels.program import KernelProgram
 from pdserve.engine.kernels.task import name_of
 from pdserve.engine.torch_engine import TorchEngine
 
-PROMPT_TOKENS: Final = 32
-WARM: Final = 4
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--dtypes", default="float32,bfloat16,int8,int4")
-    parser.add_argument("--batches", default="1,32")
-    parser.add_argument("--load", default="auto", help="dummy: random weights, for a folder with config.json only")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=2)
-    flags = parser.parse_args()
-    batches = [int(word) for word in flags.batches.split(",")]
+    flags = parse_flags(__doc__, batches="1,32", rounds=40)
     rows = [["dtype", "rows", "part", "calls", "ms", "share of the step"]]
-    for dtype in flags.dtypes.split(","):
-        room = max(batches) * -(-(PROMPT_TOKENS + WARM + flags.rounds + 1) // BLOCK_SIZE)
-        engine = open_torch_engine(
-            WorkerConfig(
-                model=str(flags.model), worker_id="bench", dtype=dtype, threads=flags.threads, kv_blocks=room,
-                block_size=BLOCK_SIZE, load=flags.load,
-            )
-        )  # fmt: skip
-        for batch in batches:
+    for dtype, engine in engines(flags):
+        for batch in flags.batches:
             rows += [[dtype, str(batch), *row] for row in measure(engine, batch, flags.rounds)]
     print(table(rows))
 
 
 def measure(engine: TorchEngine, batch: int, rounds: int) -> list[list[str]]:
     """Rows of a part, its calls in a step, its ms, and its share."""
-    histories = prompts(batch, PROMPT_TOKENS, engine.spec.vocab_size, salt=1)
-    sampled = step(engine, histories, [0] * batch, PROMPT_TOKENS)
+    rows = DecodeSteps(engine, batch)
     steps: list[float] = []
     recorded: list[float] = []
     parts: defaultdict[str, list[float]] = defaultdict(list)
     counts: dict[str, int] = {}
     with watching() as watched:
         for _ in range(WARM + rounds):
-            for history, token in zip(histories, sampled, strict=True):
-                history.append(token)
             watched.calls.clear()
             began_s = time.perf_counter()
-            sampled = step(engine, histories, [len(one) - 1 for one in histories], PROMPT_TOKENS)
+            rows.step()
             steps.append(time.perf_counter() - began_s - watched.repeated_s)
             if not watched.calls:
                 raise SystemExit("this step is not recorded: it also uses operations of torch")

@@ -10,28 +10,21 @@ KV, sampling, and the host's work are part of the step but not of the products.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from benchmarks.engine.child import prompts
-from benchmarks.engine.peers import BLOCK_SIZE, step
+from benchmarks.engine.decode_steps import WARM, DecodeSteps, engines, parse_flags
 from benchmarks.engine.report import table
-from pdserve.config import WorkerConfig
-from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.linear import Linear
 from pdserve.engine.ops import quantise
 from pdserve.engine.parameters import MlpWeights
 from pdserve.engine.torch_engine import TorchEngine
 
-PROMPT_TOKENS: Final = 32
-WARM: Final = 4
 ROUND: Final[dict[str, Callable[[Tensor], tuple[Tensor, ...]]]] = {
     "int8": quantise,
     "int4": quantise,
@@ -40,25 +33,10 @@ ROUND: Final[dict[str, Callable[[Tensor], tuple[Tensor, ...]]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--dtypes", default="float32,bfloat16,int8,int4")
-    parser.add_argument("--batches", default="1,2,4,8,16,32")
-    parser.add_argument("--load", default="auto", help="dummy: random weights, for a folder with config.json only")
-    parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--threads", type=int, default=2)
-    flags = parser.parse_args()
-    batches = [int(word) for word in flags.batches.split(",")]
+    flags = parse_flags(__doc__, batches="1,2,4,8,16,32", rounds=24)
     rows = [["dtype", "rows", "step ms", "products ms", "ratio", "least step ms", "least products ms", "ratio"]]
-    for dtype in flags.dtypes.split(","):
-        room = max(batches) * -(-(PROMPT_TOKENS + WARM + flags.rounds + 1) // BLOCK_SIZE)
-        engine = open_torch_engine(
-            WorkerConfig(
-                model=str(flags.model), worker_id="bench", dtype=dtype, threads=flags.threads, kv_blocks=room,
-                block_size=BLOCK_SIZE, load=flags.load,
-            )
-        )  # fmt: skip
-        for batch in batches:
+    for dtype, engine in engines(flags):
+        for batch in flags.batches:
             steps, products = measure(engine, dtype, batch, flags.rounds)
             rows.append([dtype, str(batch), *_pair(statistics.median, steps, products), *_pair(min, steps, products)])
             print(" ".join(rows[-1]), flush=True)
@@ -72,21 +50,16 @@ def _pair(summary: Callable[[list[float]], float], steps: list[float], products:
 
 def measure(engine: TorchEngine, dtype: str, batch: int, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of each step, and of its products."""
-    histories = prompts(batch, PROMPT_TOKENS, engine.spec.vocab_size, salt=1)
-    first = step(engine, histories, [0] * batch, PROMPT_TOKENS)
+    rows = DecodeSteps(engine, batch)
     multiply = products_of(engine, dtype, batch)
-    for history, token in zip(histories, first, strict=True):
-        history.append(token)
     steps, products = [], []
     for _ in range(WARM + rounds):
         began_s = time.perf_counter()
-        sampled = step(engine, histories, [len(one) - 1 for one in histories], PROMPT_TOKENS)
+        rows.step()
         steps.append(time.perf_counter() - began_s)
         began_s = time.perf_counter()
         multiply()
         products.append(time.perf_counter() - began_s)
-        for history, token in zip(histories, sampled, strict=True):
-            history.append(token)
     return steps[WARM:], products[WARM:]
 
 
