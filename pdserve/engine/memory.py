@@ -40,11 +40,9 @@ def weight_bytes(
     item_bytes = _ITEM_BYTES.get(rounding, dtype.itemsize)
     other_bytes = _ITEM_BYTES.get(rounding_beside(config.quantisation, rounding), item_bytes)
     num_other = needs.num_matrix_weights - needs.num_packed_weights
-    if halves_float32:
-        other = needs.num_matrix_weights - needs.num_panel_weights
-        return (needs.num_panel_weights * 2) + (other + needs.num_table_weights) * dtype.itemsize
     in_matrices = math.ceil(needs.num_packed_weights * item_bytes + num_other * other_bytes)
-    return in_matrices + needs.num_table_weights * dtype.itemsize
+    saved = needs.num_panel_weights * (dtype.itemsize - torch.bfloat16.itemsize) if halves_float32 else 0
+    return in_matrices - saved + needs.num_table_weights * dtype.itemsize
 
 
 def reads_bfloat16_of(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from llvmlite import ir
+from llvmlite import binding, ir
 
 from pdserve.engine.kernels import jit
+
+binding.initialize_native_asmparser()  # for `accumulate`
 
 FEATURES: Final = frozenset(jit.target()[1].split(","))
 LANES: Final = 16 if "+avx512f" in FEATURES else 8  # numbers of 4 bytes in a vector
@@ -33,6 +35,12 @@ def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
     name, types = f"llvm.fma.v{a.type.count}f32", [a.type] * 3
     function = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(a.type, types))
     return builder.call(function, [a, b, c])
+
+
+def accumulate(builder: Any, instruction: str, held: Any, a: Any, b: Any) -> Any:
+    """held + the products of `a` and `b`, by an instruction that has no stable name in LLVM."""
+    of = ir.FunctionType(held.type, [held.type, a.type, b.type])
+    return builder.call(ir.InlineAsm(of, f"{instruction} $3, $2, $0", "=v,0,v,v"), [held, a, b])
 
 
 def widen(builder: Any, words: Any) -> Any:

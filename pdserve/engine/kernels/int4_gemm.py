@@ -21,12 +21,12 @@ from torch import Tensor
 from pdserve.engine.kernels import jit
 from pdserve.engine.kernels.int4_layout import PANEL, ROUNDING_BYTES, STEP, STEP_BYTES
 from pdserve.engine.kernels.int4_product import PACKED_ROWS, multiply_group
+from pdserve.engine.kernels.panel_product import MOST_ROWS
 from pdserve.engine.kernels.task import FLOAT32, UINT8, TaskKernel, pointer, take
 from pdserve.engine.rounding import ZERO_POINT
 
 _FEATURES: Final = {"+avx512f", "+avx512vnni"}
 _AVX2_FEATURES: Final = {"+avx2", "+fma", "+f16c"}
-_MOST_ROWS = 6  # of `multiply_group`
 _CHUNK_ROWS = 48  # rows whose inputs stay in the cache while all panels are multiplied with them
 
 
@@ -66,7 +66,7 @@ def _kernel() -> TaskKernel:
                             total += np.int32(np.int8(target[k]))
                         sums[row, group] = np.float32(total)
             totals[:rows] = np.float32(0)
-            num_parts = (rows + _MOST_ROWS - 1) // _MOST_ROWS
+            num_parts = (rows + MOST_ROWS - 1) // MOST_ROWS
             for group in range(num_groups):
                 block = blocks + (panel * num_groups + group) * block_bytes
                 if rows > PACKED_ROWS:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -19,8 +19,6 @@ from pdserve.engine.kernels import instructions
 from pdserve.engine.kernels.instructions import LANES
 from pdserve.engine.kernels.int4_layout import PANEL, ROUNDING_BYTES, SCALE_BYTES, STEP, STEP_BYTES
 from pdserve.engine.kernels.panel_product import Tile, register_tiles
-
-binding.initialize_native_asmparser()  # for the instruction that has no stable name in LLVM
 
 PACKED_ROWS: Final = 4 if LANES == 16 else 2  # more would not leave enough registers to unpack weights
 
@@ -159,8 +157,7 @@ def _repeat(builder: Any, count: Any, initial: list[Any], body: Any) -> list[Any
 def _add(builder: Any, held: Any, weights: Any, inputs: Any) -> Any:
     """held + the products of four uint8 and four int8 of each lane, which AVX2 adds in pairs."""
     if _HAS_VNNI:
-        asm = ir.InlineAsm(ir.FunctionType(_WORDS, [_WORDS] * 3), "vpdpbusd $3, $2, $0", "=v,0,v,v")
-        return builder.call(asm, [held, weights, inputs])
+        return instructions.accumulate(builder, "vpdpbusd", held, weights, inputs)
     return builder.add(held, instructions.multiply_pairs(builder, weights, inputs))
 
 

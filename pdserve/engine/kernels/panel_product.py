@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
 from pdserve.engine.kernels import instructions
 from pdserve.engine.kernels.instructions import LANES
 
-binding.initialize_native_asmparser()  # for the instructions that have no stable name in LLVM
-
 PANEL: Final = 64  # outputs
 FLOAT32, BFLOAT16, INT8, WIDENED = range(4)  # kinds of weights; WIDENED: bfloat16, multiplied in float32
 MOST_ROWS: Final = 6
 
 _LINE = 64
-_FUSED: Final = {BFLOAT16: "vdpbf16ps $3, $2, $0", INT8: "vpdpbusd $3, $2, $0"}  # sums, inputs, weights
+_FUSED: Final = {BFLOAT16: "vdpbf16ps", INT8: "vpdpbusd"}
 _VECTORS = PANEL // LANES
 _HELD = 24 if LANES == 16 else 12  # sums in registers, of 32 or 16
 
@@ -128,8 +126,7 @@ def _fused(builder: Any, kind: int, held: Any, inputs: Any, weights: Any) -> Any
     if kind in (FLOAT32, WIDENED):
         return instructions.fused(builder, inputs, weights, held)
     if LANES == 16:
-        of = ir.FunctionType(held.type, [held.type, inputs.type, inputs.type])
-        return builder.call(ir.InlineAsm(of, _FUSED[kind], "=v,0,v,v"), [held, inputs, weights])
+        return instructions.accumulate(builder, _FUSED[kind], held, inputs, weights)
     return builder.add(held, instructions.dot_bytes(builder, inputs, weights))
 
 
