@@ -66,11 +66,19 @@ def test_every_named_file_exists(page: str) -> None:
     assert [name for name in named if not is_file(name, page)] == []
 
 
-def source(module: str) -> str:
-    """Of a module or a package's __main__; empty where there is neither."""
+def file_of(module: str) -> str:
+    """The text of a module or a package's __main__; empty where there is neither."""
     path = ROOT / module.replace(".", "/")
     found = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__main__.py"
-    code = found.read_text(encoding="utf-8") if found.exists() else ""
+    return found.read_text(encoding="utf-8") if found.exists() else ""
+
+
+@cache
+def source(module: str) -> str:
+    """A module's text, and that of a module whose `parse_flags` it calls, which declares flags that several share."""
+    code = file_of(module)
+    for shared in re.findall(r"^from ([\w.]+) import .*\bparse_flags\b", code, re.MULTILINE):
+        code += file_of(shared)
     if module == "pdserve.gateway":  # its flags are the fields of its config
         code += "".join(f'"--{one.name.replace("_", "-")}"' for one in dataclasses.fields(GatewayConfig))
     return code
