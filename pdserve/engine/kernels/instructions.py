@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from llvmlite import binding, ir
@@ -13,7 +14,50 @@ binding.initialize_native_asmparser()  # for `accumulate`
 FEATURES: Final = frozenset(jit.target()[1].split(","))
 LANES: Final = 16 if "+avx512f" in FEATURES else 8  # numbers of 4 bytes in a vector
 
-_WORD = ir.IntType(32)
+_LONG, _WORD = ir.IntType(64), ir.IntType(32)
+
+
+def repeat(builder: Any, count: Any, initial: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """held = body(i, held) for i = 0 .. count - 1, at least once."""
+    before, loop, done = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index, held = builder.phi(_LONG), [builder.phi(one.type) for one in initial]
+    new = body(index, held)
+    following = builder.add(index, _LONG(1))
+    for phi, start, changed in zip((index, *held), (_LONG(0), *initial), (following, *new), strict=True):
+        phi.add_incoming(start, before)
+        phi.add_incoming(changed, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
+    builder.position_at_end(done)
+    return new
+
+
+def each(builder: Any, count: Any, body: Callable[[Any], None]) -> None:
+    """body(i) for i = 0 .. count - 1, at least once."""
+
+    def without_result(index: Any, _held: list[Any]) -> list[Any]:
+        body(index)
+        return []
+
+    repeat(builder, count, [], without_result)
+
+
+def load(builder: Any, address: Any, of: Any, align: int) -> Any:
+    value = builder.load(builder.inttoptr(address, of.as_pointer()))
+    value.align = align
+    return value
+
+
+def store(builder: Any, value: Any, address: Any, align: int) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
+
+
+def stream(builder: Any, value: Any, address: Any, _align: int) -> None:
+    """Stores a whole cache line, whose address is a multiple of 64, around the caches."""
+    stored = builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
+    stored.align = 64
+    stored.set_metadata("nontemporal", builder.module.add_metadata([_WORD(1)]))
 
 
 def prefetch(builder: Any, address: Any) -> None:
@@ -43,12 +87,31 @@ def accumulate(builder: Any, instruction: str, held: Any, a: Any, b: Any) -> Any
     return builder.call(ir.InlineAsm(of, f"{instruction} $3, $2, $0", "=v,0,v,v"), [held, a, b])
 
 
+def joined(builder: Any, low: Any, high: Any) -> Any:
+    """One vector of the lanes of two."""
+    lanes = list(range(2 * low.type.count))
+    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_WORD, len(lanes)), lanes))
+
+
 def widen(builder: Any, words: Any) -> Any:
     """float32 of a vector of bfloat16, as int16."""
     count = words.type.count
     wide = ir.VectorType(_WORD, count)
     shifted = builder.shl(builder.zext(words, wide), ir.Constant(wide, [16] * count))
     return builder.bitcast(shifted, ir.VectorType(ir.FloatType(), count))
+
+
+def narrow(builder: Any, words: Any) -> Any:
+    """bfloat16 as int16 of a vector of float32 as int32, as `bfloat16.narrow` rounds."""
+    of = words.type
+
+    def every(value: int) -> Any:
+        return ir.Constant(of, [value] * of.count)
+
+    is_odd = builder.and_(builder.lshr(words, every(16)), every(1))
+    rounded = builder.lshr(builder.add(builder.add(words, every(0x7FFF)), is_odd), every(16))
+    is_nan = builder.icmp_unsigned(">", builder.and_(words, every(0x7FFFFFFF)), every(0x7F800000))
+    return builder.trunc(builder.select(is_nan, every(0x7FC0), rounded), ir.VectorType(ir.IntType(16), of.count))
 
 
 def magnitude(builder: Any, x: Any) -> Any:

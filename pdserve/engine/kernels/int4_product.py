@@ -80,7 +80,7 @@ class _Loop:
 
     def in_int32(self, steps: Any, prefetched: Any) -> list[Any]:
         zero = ir.Constant(_WORDS, [0] * LANES)
-        return _repeat(
+        return instructions.repeat(
             self._builder, steps, [zero] * len(self._tile), lambda step, held: self._step(step, held, prefetched)
         )
 
@@ -93,14 +93,14 @@ class _Loop:
             first = builder.mul(turn, most)
             rest = builder.sub(steps, first)
             count = builder.select(builder.icmp_signed("<", rest, most), rest, most)
-            shorts = _repeat(
+            shorts = instructions.repeat(
                 builder, count, zeros, lambda step, short: self._step(builder.add(first, step), short, prefetched)
             )
             sums = [instructions.add_pairs(builder, short) for short in shorts]
             return [builder.add(one, new) for one, new in zip(held, sums, strict=True)]
 
         turns = builder.udiv(builder.add(steps, _LONG(_STEPS_OF_INT16 - 1)), most)
-        return _repeat(builder, turns, [ir.Constant(_WORDS, [0] * LANES)] * len(self._tile), some)
+        return instructions.repeat(builder, turns, [ir.Constant(_WORDS, [0] * LANES)] * len(self._tile), some)
 
     def _step(self, step: Any, held: list[Any], prefetched: Any) -> list[Any]:
         builder = self._builder
@@ -136,22 +136,6 @@ class _Loop:
 
     def _wide(self, at: Any, part: int) -> Any:
         return _load(self._builder, at, 4 * LANES * part, _WORDS)
-
-
-def _repeat(builder: Any, count: Any, initial: list[Any], body: Any) -> list[Any]:
-    """held = body(i, held) for i = 0 .. count - 1, at least once."""
-    before, loop, done = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    index, held = builder.phi(_LONG), [builder.phi(one.type) for one in initial]
-    new: list[Any] = body(index, held)
-    following = builder.add(index, _LONG(1))
-    for phi, start, changed in zip((index, *held), (_LONG(0), *initial), (following, *new), strict=True):
-        phi.add_incoming(start, before)
-        phi.add_incoming(changed, builder.block)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
-    builder.position_at_end(done)
-    return new
 
 
 def _add(builder: Any, held: Any, weights: Any, inputs: Any) -> Any:
