@@ -22,6 +22,7 @@ from pdserve.engine.rounding import LEAST_SCALE, LEVELS, ZERO_POINT
 
 if jit.is_available():
     from pdserve.engine.kernels import rows
+    from pdserve.engine.kernels.results import empty
 
 
 class RoundedOps(Protocol):
@@ -65,7 +66,7 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """RMS norm over the last axis."""
     if x_TE.ndim != 2 or not fits(weight_E) or not is_readable(x_TE):
         return _torch_rms_norm(x_TE, weight_E, eps)
-    out_TE = torch.empty(x_TE.shape)
+    out_TE = empty(x_TE.shape)
     rows.norm(x_TE, None, weight_E, eps, out_TE, out_TE)
     return out_TE
 
@@ -74,7 +75,7 @@ def add_rms_norm(x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -
     """Adds `delta_TE` to `x_TE` in place, and returns the norm of the sum."""
     if not fits(x_TE, weight_E) or not is_readable(delta_TE):
         return _torch_rms_norm(x_TE.add_(delta_TE), weight_E, eps)
-    out_TE = torch.empty(x_TE.shape)
+    out_TE = empty(x_TE.shape)
     rows.norm(x_TE, delta_TE, weight_E, eps, out_TE, out_TE)
     return out_TE
 
@@ -93,7 +94,7 @@ def _gate(name: str, activate: Callable[[Tensor], Tensor], gate_up: Tensor) -> T
     if not is_readable(gate_up):
         gate_TF, up_TF = gate_up.chunk(2, dim=-1)
         return activate(gate_TF) * up_TF
-    out_TF = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    out_TF = empty((gate_up.shape[0], gate_up.shape[1] // 2))
     rows.gate(name, gate_up, out_TF, out_TF)
     return out_TF
 
@@ -129,7 +130,7 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     if not is_readable(x_TK):
         scale_T1 = x_TK.abs().amax(dim=-1, keepdim=True).clamp_(min=LEAST_SCALE).div_(LEVELS)
         return (x_TK / scale_T1).round_().add_(ZERO_POINT).to(torch.uint8), scale_T1
-    rounded_TK, scale_T1 = torch.empty(x_TK.shape, dtype=torch.uint8), torch.empty(x_TK.shape[0], 1)
+    rounded_TK, scale_T1 = empty(x_TK.shape, torch.uint8), torch.empty(x_TK.shape[0], 1)
     rows.rounded(x_TK, rounded_TK, scale_T1)
     return rounded_TK, scale_T1
 
@@ -137,6 +138,6 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
 def to_bfloat16(x_TK: Tensor) -> Tensor:
     if x_TK.dtype == torch.bfloat16 or x_TK.ndim != 2 or not is_readable(x_TK):
         return x_TK.bfloat16()
-    rounded_TK = torch.empty(x_TK.shape, dtype=torch.bfloat16)
+    rounded_TK = empty(x_TK.shape, torch.bfloat16)
     rows.rounded(x_TK, rounded_TK, rounded_TK)
     return rounded_TK

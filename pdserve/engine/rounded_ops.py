@@ -21,6 +21,7 @@ from pdserve.engine.kernels import jit
 
 if jit.is_available():
     from pdserve.engine.kernels import rows
+    from pdserve.engine.kernels.results import empty
 
 Rounded = tuple[Tensor, ...]
 
@@ -62,7 +63,7 @@ class HostRoundedOps:
 
     def _empty(self, num_rows: int, num_columns: int) -> tuple[Tensor, Tensor]:
         """The result, and its scales; without scales the result twice."""
-        out = torch.empty((num_rows, num_columns), dtype=self._dtype)
+        out = empty((num_rows, num_columns), self._dtype)
         return out, torch.empty(num_rows, 1) if self._dtype == torch.uint8 else out
 
     def _taken(self, out: Tensor, scale_T1: Tensor) -> Rounded:

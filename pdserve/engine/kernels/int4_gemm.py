@@ -22,6 +22,7 @@ from pdserve.engine.kernels import jit
 from pdserve.engine.kernels.int4_layout import PANEL, ROUNDING_BYTES, STEP, STEP_BYTES
 from pdserve.engine.kernels.int4_product import PACKED_ROWS, multiply_group
 from pdserve.engine.kernels.panel_product import MOST_ROWS
+from pdserve.engine.kernels.results import empty
 from pdserve.engine.kernels.task import FLOAT32, UINT8, TaskKernel, pointer, take
 from pdserve.engine.rounding import ZERO_POINT
 
@@ -116,7 +117,7 @@ def multiply(blocks: Tensor, factor: float, size: int, num_outputs: int, x_MK: T
     """
     x_MK = x_MK.contiguous()
     (num_rows, num_inputs), (num_panels, num_groups, _) = x_MK.shape, blocks.shape
-    out_MN = torch.empty((num_rows, num_outputs))
+    out_MN = empty((num_rows, num_outputs))
     addresses = blocks.data_ptr(), x_MK.data_ptr(), x_scale_M1.data_ptr(), out_MN.data_ptr()
     sizes = num_rows, num_inputs, num_outputs, num_groups, size
     _kernel()(num_panels * -(-num_rows // _CHUNK_ROWS), 1, *addresses, *sizes, jit.bits(factor))

@@ -32,6 +32,7 @@ from pdserve.engine.kernels.panel_product import FLOAT32 as _FLOAT32
 from pdserve.engine.kernels.panel_product import INT8 as _INT8
 from pdserve.engine.kernels.panel_product import MOST_ROWS, PANEL, multiply
 from pdserve.engine.kernels.panel_product import WIDENED as _WIDENED
+from pdserve.engine.kernels.results import empty
 from pdserve.engine.kernels.task import BFLOAT16, FLOAT32, INT32, TaskKernel, pointer, take
 from pdserve.engine.rounding import BFLOAT16_TRIAL
 
@@ -160,7 +161,7 @@ class Panels:
         uint8 with its scales."""
         x_MK = x_MK.contiguous()
         num_rows = x_MK.shape[0]
-        out_MN = torch.empty((num_rows, self._num_outputs), dtype=self._out_dtype)
+        out_MN = empty((num_rows, self._num_outputs), self._out_dtype)
         x_scale = 0 if x_scale_M1 is None else x_scale_M1.data_ptr()
         addresses = self._weights, x_MK.data_ptr(), out_MN.data_ptr()
         items = self._num_panels * -(-num_rows // _PART_ROWS)

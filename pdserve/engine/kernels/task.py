@@ -54,6 +54,11 @@ def name_of(address: int) -> str:
     return _names[address]
 
 
+def is_recording() -> bool:
+    """Whether this thread's calls are only noted."""
+    return getattr(_recording, "calls", None) is not None
+
+
 @contextmanager
 def recording() -> Iterator[list[KernelCall]]:
     calls: list[KernelCall] = []

@@ -1,0 +1,77 @@
+"""Large results of kernels use freed memory again, and never memory that a tensor still needs."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from pdserve.engine.kernels import jit
+
+if not jit.is_available():
+    pytest.skip("numba is not installed", allow_module_level=True)
+
+from pdserve.engine.kernels import results, task
+from pdserve.engine.kernels.results import ResultMemory
+
+ROW = 1 << 20
+
+
+def test_freed_memory_is_used_again() -> None:
+    memory = ResultMemory()
+    first = memory.empty((3, ROW))
+    address = first.data_ptr()
+    assert address % 64 == 0
+    assert (first.shape, first.dtype) == ((3, ROW), torch.float32)
+    del first
+    assert memory.free_bytes == 12 * ROW
+    again = memory.empty((4, 2, ROW), torch.bfloat16)  # larger
+    assert again.data_ptr() != address
+    smaller = memory.empty((2, ROW), torch.float32)
+    assert smaller.data_ptr() == address
+    assert memory.free_bytes == 0
+
+
+def test_memory_of_a_view_is_not_used_again() -> None:
+    memory = ResultMemory()
+    whole = memory.empty((4, ROW)).fill_(7)
+    view = whole.view(2, -1)[1, 5:10].unsqueeze(0)
+    del whole
+    gc.collect()
+    other = memory.empty((4, ROW)).fill_(8)
+    assert (view == 7).all()
+    del view
+    gc.collect()
+    assert memory.empty((4, ROW)).data_ptr() != other.data_ptr()
+
+
+def test_a_small_result_does_not_use_much_larger_memory() -> None:
+    memory = ResultMemory()
+    memory.empty((8, ROW))
+    assert memory.free_bytes == 32 * ROW
+    small = memory.empty((2, ROW))
+    assert memory.free_bytes == 32 * ROW
+    assert small.numel() == 2 * ROW
+
+
+def test_little_memory_is_left_to_torch() -> None:
+    memory = ResultMemory()
+    memory.empty((10, 10))
+    assert memory.free_bytes == 0
+
+
+def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_MOST_KEPT_BYTES", 20 * ROW)
+    memory = ResultMemory()
+    tensors = [memory.empty((rows, ROW)) for rows in (1, 2, 3, 4)]
+    tensors.clear()
+    gc.collect()
+    assert memory.free_bytes <= 20 * ROW
+
+
+def test_a_recording_uses_memory_of_its_own() -> None:
+    memory = ResultMemory()
+    with task.recording():
+        memory.empty((4, ROW))
+    assert memory.free_bytes == 0
