@@ -6,7 +6,7 @@ packed   float32 on a CPU: oneDNN's blocked layout, made at load. 2 to 4 times a
          widened as they are multiplied: the same bits, and half of the memory.
 fp8      CUDA from compute capability 8.9 on: see fp8.py.
 bfloat16 a CPU: weights and activations rounded to bfloat16, sums in float32, results in bfloat16. Between the products
-         activations stay in float32.
+         activations stay in float32. With AMX by kernels/amx_gemm.py, like int8; elsewhere by oneDNN and packed_gemm.
 int4     a CPU with AVX-512 VNNI, or with AVX2 and no AVX-512: see int4.py.
 int8     the same CPUs, and slowly on others: weights rounded per output channel, activations per token, sums in int32.
 
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine.fp8 import make_fp8_linear
-from pdserve.engine.int4 import has_amx, make_int4_linear
+from pdserve.engine.int4 import make_int4_linear
 from pdserve.engine.kernels import jit
 from pdserve.engine.ops import add_bias, quantise, to_bfloat16
 from pdserve.engine.rounding import BFLOAT16_TRIAL, LEAST_SCALE, LEVELS, WEIGHTS_AT_ONCE, ZERO_POINT
@@ -44,10 +44,9 @@ Rounding = Literal["none", "bfloat16", "int8", "int4", "fp8"]  # of a product's 
 
 _LEAST_ROWS: Final = 4  # with packed weights, oneDNN is faster for four rows than for one, two or three
 _HINT_ROWS: Final = 32  # oneDNN chooses the same layout for 4 to 32 rows
-# With more rows, oneDNN is as fast as kernels.packed_gemm; with AMX, which that does not use, it is so earlier. Weights
-# that only the kernel can read are multiplied by it for any number of rows.
+# With more rows, oneDNN is as fast as kernels.packed_gemm. Weights that only the kernel can read are multiplied by it
+# for any number of rows.
 _MOST_PANEL_ROWS: Final = 32
-_MOST_BEFORE_AMX: Final = 8
 _FIXED_ROWS: Final = 64  # number of rows of a product that would otherwise depend on it
 _TRIED_ROWS: Final = (1, 2, 3, 5, 8, 17, 33)
 _LEAST_INPUTS: Final = 128  # of a partial sum of which the kernel finds the size
@@ -185,10 +184,6 @@ def _panels(packed: Tensor, weight_NK: Tensor) -> Panels | None:
     return make_panels(packed, weight_NK.shape[0], weight_NK.shape[1], weight_NK.dtype)
 
 
-def _most_rounded_rows() -> int:
-    return _MOST_BEFORE_AMX if has_amx() else _MOST_PANEL_ROWS
-
-
 def _int8_panels(packed: Tensor, rounded_NK: Tensor, scale_N: Tensor, product: Product) -> Product | None:
     if not jit.is_available():
         return None
@@ -198,11 +193,23 @@ def _int8_panels(packed: Tensor, rounded_NK: Tensor, scale_N: Tensor, product: P
 
 
 def _own_int8_panels(rounded_NK: Tensor, scale_N: Tensor) -> Product | None:
+    """A product for any number of rows: with AMX, or with AVX2 and no AVX-512."""
     if not jit.is_available():
         return None
-    from pdserve.engine.kernels.packed_gemm import pack_int8_panels
+    from pdserve.engine.kernels import amx_gemm, packed_gemm
 
-    return pack_int8_panels(rounded_NK, scale_N, ZERO_POINT)
+    if amx_gemm.fits("int8", *rounded_NK.shape):
+        return amx_gemm.pack_int8(rounded_NK, scale_N, ZERO_POINT)
+    return packed_gemm.pack_int8_panels(rounded_NK, scale_N, ZERO_POINT)
+
+
+def _tiles(weight_NK: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """A product in bfloat16 for any number of rows, with AMX."""
+    if not jit.is_available():
+        return None
+    from pdserve.engine.kernels import amx_gemm
+
+    return amx_gemm.pack_bfloat16(weight_NK) if amx_gemm.fits("bfloat16", *weight_NK.shape) else None
 
 
 def _packed_product(x_TK: Tensor, packed: Tensor) -> Tensor:
@@ -219,8 +226,10 @@ class Bf16Linear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         self._bias_N = None if bias_N is None else bias_N.float()
         self._is_packed = multiplies_bfloat16()
-        self._panels: Callable[[Tensor], Tensor] | None = None
-        self._most_rows = _most_rounded_rows()
+        self._panels = _tiles(weight_NK)
+        self._most_rows = sys.maxsize if self._panels is not None else _MOST_PANEL_ROWS
+        if self._panels is not None:
+            return
         if self._is_packed:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _HINT_ROWS)
             self._panels = _panels(packed, weight_NK)
@@ -266,7 +275,7 @@ class Int8Linear:
             self._packed = torch.ops.onednn.qlinear_prepack(rounded_NK, None)
             self._scale_N = scale_N
             self._zero_N = torch.zeros(scale_N.shape, dtype=torch.int64)
-            self._most_rows = _most_rounded_rows()
+            self._most_rows = _MOST_PANEL_ROWS
             self._panels = _int8_panels(self._packed, rounded_NK, scale_N, self._whole)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
