@@ -16,7 +16,7 @@ from numba import carray
 
 from pdserve.engine.kernels.bfloat16 import narrow, widen
 from pdserve.engine.kernels.jit import inlined
-from pdserve.engine.kernels.rows import largest
+from pdserve.engine.kernels.rows import largest, rows_at_once
 from pdserve.engine.kernels.task import ANY, FLOAT32, INT64, KINDS, TaskKernel, pointer, take
 
 LEAST_WORK: Final = 1 << 16  # elements of the queries below which a second thread costs more than it gains
@@ -67,59 +67,62 @@ def make_place(head_dim: int, block_size: int, stored: str, computed: str, *, is
         eps = np.float32(np.int64(task[25]).view(np.float64))
         row = np.empty(D, np.float32)
         size = np.empty(D, np.float32)
+        num_tokens = task[2]
+        at_once = rows_at_once(num_tokens)
         while True:
-            token = take(task, 0)
-            if token >= task[2]:
+            first = take(task, 0) * at_once
+            if first >= num_tokens:
                 return
-            at = U(token * R)
-            for head in range(num_heads):
-                source = U(token * q_stride + head * D)
-                target = U((token * num_heads + head) * D)
-                for d in range(U(D)):
-                    row[d] = widen(q[source + d])
-                if is_normed:
-                    normalise(row, q_norm, eps)
-                for r in range(U(R)):
-                    low, high = row[r], row[U(R) + r]
-                    q_out[target + r] = low * cos[at + r] - high * sin[at + r]
-                    q_out[target + U(R) + r] = high * cos[at + r] + low * sin[at + r]
-            for head in range(num_kv_heads):
-                slot = offset_T[token] * pool_heads + head
-                for part in range(2):
-                    if part == 0:
-                        source = U(token * k_stride + head * D)
-                        for d in range(U(D)):
-                            row[d] = widen(k[source + d])
-                        if is_normed:
-                            normalise(row, k_norm, eps)
-                        for r in range(U(R)):
-                            low, high = row[r], row[U(R) + r]
-                            row[r] = low * cos[at + r] - high * sin[at + r]
-                            row[U(R) + r] = high * cos[at + r] + low * sin[at + r]
-                    else:
-                        source = U(token * v_stride + head * D)
-                        for d in range(U(D)):
-                            row[d] = widen(v[source + d])
-                    in_layer = part * C * pool_heads + slot
-                    target = U(block_T[token] * block_stride + layer_start + in_layer * D)
-                    if is_int8:
-                        broken = np.float32(0)  # NaN if a value is not finite; so is the scale
-                        for d in range(U(D)):
-                            size[d] = abs(row[d])
-                            broken += row[d] * np.float32(0)
-                        most = largest(size, np.float32(0))
-                        inverse = _INT8_MAX / most if most > _LEAST else np.float32(0)
-                        scales[U(block_T[token] * scale_stride + scale_start + in_layer)] = most * _STEP + broken
-                        for d in range(U(D)):
-                            whole = np.rint(row[d] * inverse)
-                            whole = min(max(whole, -_INT8_MAX), _INT8_MAX)
-                            data[target + d] = np.int8(np.int32(whole))
-                    elif is_bfloat16:
-                        for d in range(U(D)):
-                            data[target + d] = narrow(row[d])
-                    else:
-                        for d in range(U(D)):
-                            data[target + d] = row[d]
+            for token in range(first, min(first + at_once, num_tokens)):
+                at = U(token * R)
+                for head in range(num_heads):
+                    source = U(token * q_stride + head * D)
+                    target = U((token * num_heads + head) * D)
+                    for d in range(U(D)):
+                        row[d] = widen(q[source + d])
+                    if is_normed:
+                        normalise(row, q_norm, eps)
+                    for r in range(U(R)):
+                        low, high = row[r], row[U(R) + r]
+                        q_out[target + r] = low * cos[at + r] - high * sin[at + r]
+                        q_out[target + U(R) + r] = high * cos[at + r] + low * sin[at + r]
+                for head in range(num_kv_heads):
+                    slot = offset_T[token] * pool_heads + head
+                    for part in range(2):
+                        if part == 0:
+                            source = U(token * k_stride + head * D)
+                            for d in range(U(D)):
+                                row[d] = widen(k[source + d])
+                            if is_normed:
+                                normalise(row, k_norm, eps)
+                            for r in range(U(R)):
+                                low, high = row[r], row[U(R) + r]
+                                row[r] = low * cos[at + r] - high * sin[at + r]
+                                row[U(R) + r] = high * cos[at + r] + low * sin[at + r]
+                        else:
+                            source = U(token * v_stride + head * D)
+                            for d in range(U(D)):
+                                row[d] = widen(v[source + d])
+                        in_layer = part * C * pool_heads + slot
+                        target = U(block_T[token] * block_stride + layer_start + in_layer * D)
+                        if is_int8:
+                            broken = np.float32(0)  # NaN if a value is not finite; so is the scale
+                            for d in range(U(D)):
+                                size[d] = abs(row[d])
+                                broken += row[d] * np.float32(0)
+                            most = largest(size, np.float32(0))
+                            inverse = _INT8_MAX / most if most > _LEAST else np.float32(0)
+                            scales[U(block_T[token] * scale_stride + scale_start + in_layer)] = most * _STEP + broken
+                            for d in range(U(D)):
+                                whole = np.rint(row[d] * inverse)
+                                whole = min(max(whole, -_INT8_MAX), _INT8_MAX)
+                                data[target + d] = np.int8(np.int32(whole))
+                        elif is_bfloat16:
+                            for d in range(U(D)):
+                                data[target + d] = narrow(row[d])
+                        else:
+                            for d in range(U(D)):
+                                data[target + d] = row[d]
 
     name = f"place-{computed}-{stored}-{D}-{C}{'-normed' if is_normed else ''}"
     return TaskKernel(place, name, least=LEAST_WORK)

@@ -26,6 +26,8 @@ from pdserve.engine.rounding import LEAST_SCALE, LEVELS, ZERO_POINT
 _LEAST_WORK: Final = 1 << 16  # elements below which a second thread costs more than it gains
 _GATE_WORK: Final = 8  # an exponential, in elements of a norm
 _LANES: Final = 16
+_TURNS: Final = 64  # of a kernel, at least, so that many threads finish together
+_MOST_AT_ONCE: Final = 16
 _SPAN: Final = 512  # values of which the largest is found at a time
 
 
@@ -72,6 +74,12 @@ def _name(x: Tensor) -> str:
 
 
 _NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.uint8: "uint8"}
+
+
+@inlined
+def rows_at_once(num_rows: Any) -> Any:
+    """How many rows a thread takes: threads that count by single rows wait for each other at the counter."""
+    return min(max(num_rows // _TURNS, 1), _MOST_AT_ONCE)
 
 
 @intrinsic
@@ -181,25 +189,27 @@ def _norm(x_kind: str, delta_kind: str, out_kind: str) -> TaskKernel:
         out = carray(pointer(task[8], OUT), (rows, size))
         scale = carray(pointer(task[9], FLOAT32), (rows,))
         held = np.empty(size, np.float32)
+        at_once = rows_at_once(rows)
         while True:
-            row = take(task, 0)
-            if row >= rows:
+            first = take(task, 0) * at_once
+            if first >= rows:
                 return
-            source, total = x[row], np.float32(0)
-            if HAS_DELTA:
-                change = delta[row]
+            for row in range(first, min(first + at_once, rows)):
+                source, total = x[row], np.float32(0)
+                if HAS_DELTA:
+                    change = delta[row]
+                    for i in range(np.uint64(size)):
+                        value = source[i] + widen(change[i])
+                        source[i] = value
+                        total += value * value
+                else:
+                    for i in range(np.uint64(size)):
+                        value = widen(source[i])
+                        total += value * value
+                factor = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
                 for i in range(np.uint64(size)):
-                    value = source[i] + widen(change[i])
-                    source[i] = value
-                    total += value * value
-            else:
-                for i in range(np.uint64(size)):
-                    value = widen(source[i])
-                    total += value * value
-            factor = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
-            for i in range(np.uint64(size)):
-                held[i] = widen(source[i]) * factor * weight[i]
-            store(held, out, scale, row)
+                    held[i] = widen(source[i]) * factor * weight[i]
+                store(held, out, scale, row)
 
     return TaskKernel(norm_rows, f"norm-{x_kind}-{delta_kind or 'none'}-{out_kind}", least=_LEAST_WORK)
 
@@ -226,18 +236,20 @@ def _gate(name: str, in_kind: str, out_kind: str) -> TaskKernel:
         out = carray(pointer(task[5], OUT), (rows, size))
         scale = carray(pointer(task[6], FLOAT32), (rows,))
         held = np.empty(size, np.float32)
+        at_once = rows_at_once(rows)
         while True:
-            row = take(task, 0)
-            if row >= rows:
+            first = take(task, 0) * at_once
+            if first >= rows:
                 return
-            gate, up = gate_up[row, :size], gate_up[row, size:]
-            if IS_SILU:
-                for i in range(np.uint64(size)):
-                    held[i] = _silu(widen(gate[i])) * widen(up[i])
-            else:
-                for i in range(np.uint64(size)):
-                    held[i] = _gelu(widen(gate[i])) * widen(up[i])
-            store(held, out, scale, row)
+            for row in range(first, min(first + at_once, rows)):
+                gate, up = gate_up[row, :size], gate_up[row, size:]
+                if IS_SILU:
+                    for i in range(np.uint64(size)):
+                        held[i] = _silu(widen(gate[i])) * widen(up[i])
+                else:
+                    for i in range(np.uint64(size)):
+                        held[i] = _gelu(widen(gate[i])) * widen(up[i])
+                store(held, out, scale, row)
 
     return TaskKernel(gate_rows, f"gate-{name}-{in_kind}-{out_kind}", least=_LEAST_WORK)
 
@@ -252,14 +264,16 @@ def _rounded(in_kind: str, out_kind: str) -> TaskKernel:
         out = carray(pointer(task[5], OUT), (rows, size))
         scale = carray(pointer(task[6], FLOAT32), (rows,))
         held = np.empty(size, np.float32)
+        at_once = rows_at_once(rows)
         while True:
-            row = take(task, 0)
-            if row >= rows:
+            first = take(task, 0) * at_once
+            if first >= rows:
                 return
-            source = x[row]
-            for i in range(np.uint64(size)):
-                held[i] = widen(source[i])
-            store(held, out, scale, row)
+            for row in range(first, min(first + at_once, rows)):
+                source = x[row]
+                for i in range(np.uint64(size)):
+                    held[i] = widen(source[i])
+                store(held, out, scale, row)
 
     return TaskKernel(round_rows, f"round-{in_kind}-{out_kind}", least=_LEAST_WORK)
 
@@ -272,14 +286,16 @@ def _add_bias(kind: str) -> TaskKernel:
         rows, size = task[2], task[3]
         x = carray(pointer(task[4], KIND), (rows, size))
         bias = carray(pointer(task[5], FLOAT32), (size,))
+        at_once = rows_at_once(rows)
         while True:
-            row = take(task, 0)
-            if row >= rows:
+            first = take(task, 0) * at_once
+            if first >= rows:
                 return
-            target = x[row]
-            for i in range(np.uint64(size)):
-                value = widen(target[i]) + bias[i]
-                target[i] = narrow(value) if IS_BFLOAT16 else value
+            for row in range(first, min(first + at_once, rows)):
+                target = x[row]
+                for i in range(np.uint64(size)):
+                    value = widen(target[i]) + bias[i]
+                    target[i] = narrow(value) if IS_BFLOAT16 else value
 
     return TaskKernel(add_bias_to_rows, f"add-bias-{kind}", least=_LEAST_WORK)
 
@@ -290,19 +306,21 @@ def _argmax() -> TaskKernel:
         rows, size = task[2], task[3]
         x = carray(pointer(task[4], FLOAT32), (rows, size))
         out = carray(pointer(task[5], INT64), (rows,))
+        at_once = rows_at_once(rows)
         while True:
-            row = take(task, 0)
-            if row >= rows:
+            first = take(task, 0) * at_once
+            if first >= rows:
                 return
-            most, begin = np.float32(-np.inf), 0
-            for first in range(0, size, _SPAN):  # the span of the first largest value, which is then searched
-                here = largest(x[row, first : min(first + _SPAN, size)], np.float32(-np.inf))
-                if here > most:
-                    most, begin = here, first
-            out[row] = 0
-            for i in range(begin, min(begin + _SPAN, size)):
-                if x[row, i] == most:
-                    out[row] = i
-                    break
+            for row in range(first, min(first + at_once, rows)):
+                most, begin = np.float32(-np.inf), 0
+                for first in range(0, size, _SPAN):  # the span of the first largest value, which is then searched
+                    here = largest(x[row, first : min(first + _SPAN, size)], np.float32(-np.inf))
+                    if here > most:
+                        most, begin = here, first
+                out[row] = 0
+                for i in range(begin, min(begin + _SPAN, size)):
+                    if x[row, i] == most:
+                        out[row] = i
+                        break
 
     return TaskKernel(find_largest, "argmax", least=_LEAST_WORK)
