@@ -27,7 +27,7 @@ from pdserve.engine.grammars import open_grammars
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import Engine, EngineSpec
 from pdserve.engine.kernels import jit
-from pdserve.engine.linear import weight_levels
+from pdserve.engine.linear import Rounding, weight_levels
 from pdserve.engine.measure_memory import CudaMeter, MeasureGraphs, Meter, measure_use
 from pdserve.engine.memory import available_bytes, check_fits, reads_bfloat16_of, weight_bytes
 from pdserve.engine.memory_plan import (
@@ -185,8 +185,7 @@ def open_rank(
                 pool, model.heads, model.dtype, spec.max_context_tokens, processors, most_positions
             )
             return TorchEngine(spec, model, pool, grammars, make_attention, MAX_SHORT)
-        computed = torch.bfloat16 if precision.rounding == "bfloat16" else torch.float32
-        kernel = compiled(pool, rank_model, computed, config.worker_id) if is_paged else None
+        kernel = compiled(pool, rank_model, precision.rounding, config.worker_id) if is_paged else None
         hidden = None
         if kernel is not None and ranks is None:
             from pdserve.engine.recorded import RecordedSteps  # needs numba
@@ -247,10 +246,11 @@ def open_rank(
     return engine
 
 
-def compiled(pool: TorchPool, model: ModelConfig, computed: torch.dtype, worker_id: str) -> PagedAttention:
+def compiled(pool: TorchPool, model: ModelConfig, rounding: Rounding, worker_id: str) -> PagedAttention:
     report = PhaseReport(worker_id, "kernels", "kernels")
     report(0, 1)
-    kernel = PagedAttention(pool, model.num_heads, computed, is_normed=model.has_qk_norm)
+    computed = torch.bfloat16 if rounding == "bfloat16" else torch.float32
+    kernel = PagedAttention(pool, model.num_heads, computed, is_normed=model.has_qk_norm, is_rounded=rounding != "none")
     report(1, 1)
     return kernel
 

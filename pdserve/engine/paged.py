@@ -54,26 +54,41 @@ class PagedAttention:
     """Attention over one pool."""
 
     def __init__(
-        self, pool: TorchPool, num_heads: int, computed: torch.dtype = torch.float32, *, is_normed: bool = False
+        self,
+        pool: TorchPool,
+        num_heads: int,
+        computed: torch.dtype = torch.float32,
+        *,
+        is_normed: bool = False,
+        is_rounded: bool = False,
     ) -> None:
         """`computed` is the dtype of the queries, keys and values that `place` will usually be given.
 
-        `is_normed`: the model normalises each head's queries and keys.
+        `is_normed`: the model normalises each head's queries and keys. `is_rounded`: queries and weights of positions
+        may be rounded to bfloat16 if the pool is bfloat16, because the model's own weights are rounded.
         """
-        from pdserve.engine.kernels import paged, place
+        from pdserve.engine.kernels import amx_attention, paged, place, results
 
         shape = pool.shape
-        self._num_heads = num_heads
+        self._num_heads, self._empty = num_heads, results.empty
         self._shape, self._heads = shape, pool.heads
         self._data = pool.raw.data_ptr()
         self._pool = pool.raw  # keeps the memory
         self._num_threads = torch.get_num_threads()
-        self._scratch_floats = paged.scratch_floats(shape.head_dim, shape.block_size, num_heads)
-        self._scratch = torch.empty(self._num_threads * self._scratch_floats)
         self._places = [self._layer_place(layer) for layer in range(shape.num_layers)]
-        self._max_task_queries = paged.MAX_QUERIES
         stored = str(shape.dtype).removeprefix("torch.")
-        self._attend = paged.make_attend(shape.head_dim, shape.block_size, stored)
+        self.is_tiled = (
+            is_rounded and stored == "bfloat16" and amx_attention.is_supported(shape.head_dim, shape.block_size)
+        )
+        if self.is_tiled:
+            self._attend = amx_attention.make_attend(shape.head_dim, shape.block_size)
+            self._max_task_queries = amx_attention.MAX_QUERIES
+            self._scratch_floats = amx_attention.scratch_floats(shape.head_dim, num_heads, len(pool.heads))
+        else:
+            self._attend = paged.make_attend(shape.head_dim, shape.block_size, stored)
+            self._max_task_queries = paged.MAX_QUERIES
+            self._scratch_floats = paged.scratch_floats(shape.head_dim, shape.block_size, num_heads)
+        self._scratch = torch.empty(self._num_threads * self._scratch_floats)
         self._place = {
             dtype: place.make_place(shape.head_dim, shape.block_size, stored, name, is_normed=is_normed)
             for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
@@ -128,7 +143,7 @@ class PagedAttention:
 
         The heads of a token are contiguous; tokens may be apart.
         """
-        q_out_THD = torch.empty(q_THD.shape)
+        q_out_THD = self._empty(q_THD.shape)
         tensors = cos_T1R, sin_T1R, block_T, offset_T, q_out_THD
         self._place[q_THD.dtype](
             q_THD.shape[0],
@@ -169,7 +184,7 @@ class PagedAttention:
     ) -> Tensor:
         """softmax(cap(scale * q k)) v for the plan's tokens, [num_tokens, H * D]; see attention.attend."""
         head_dim = self._shape.head_dim
-        out = torch.empty(plan.num_tokens, self._num_heads * head_dim)
+        out = self._empty((plan.num_tokens, self._num_heads * head_dim))
         scale = head_dim**-0.5 if scale is None else scale
         q_THD = q_THD.contiguous()
         if torch.get_num_threads() > self._num_threads:  # each needs its part of the scratch memory
