@@ -2,8 +2,8 @@
 
 Weights are stored as kernels/int4_layout.py says, with a group's scale in half precision, relative to the largest scale
 of the matrix. kernels/int4_gemm.py multiplies them. It needs AVX-512 VNNI, or AVX2 on a CPU without AVX-512. Elsewhere
-a few outputs at a time are dequantised and multiplied by torch, which is slow. So are many rows with AMX, which is
-faster in bfloat16.
+a few outputs at a time are dequantised and multiplied by torch, which is slow. With AMX, so are many rows of groups
+that are not a multiple of 64 inputs; then bfloat16 is faster than VNNI.
 """
 
 # Shapes: T tokens, K inputs, N outputs, G groups of inputs, S inputs of a group.
@@ -42,7 +42,9 @@ class Int4Linear:
         self._factor = 2.0**-exponent
         self._blocks = pack(rounded_NK, torch.ldexp(scale_NG.float(), torch.tensor(exponent)), zero_NG, self._size)
         self._bias_N = None if bias_N is None else bias_N.float()
-        self._most_rows = 0 if not has_kernel() else _MOST_BEFORE_AMX if has_amx() else sys.maxsize
+        self._most_rows = sys.maxsize if has_kernel() else 0
+        if has_kernel() and has_amx() and not has_tiles(self._size):
+            self._most_rows = _MOST_BEFORE_AMX
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return self.product(*quantise(x_TK))
@@ -98,6 +100,15 @@ def has_kernel() -> bool:
     from pdserve.engine.kernels.int4_gemm import is_supported
 
     return is_supported()
+
+
+def has_tiles(size: int) -> bool:
+    """Whether groups of that size are multiplied by AMX without dequantising them first."""
+    if not jit.is_available():
+        return False
+    from pdserve.engine.kernels.amx_int4 import is_supported
+
+    return is_supported(size)
 
 
 def has_amx() -> bool:
