@@ -116,14 +116,24 @@ def _exp2(builder: Any, x: Any) -> Any:
     series = _every(coefficients[0])
     for one in coefficients[1:]:
         series = instructions.fused(builder, series, rest, _every(one))
+    return _power(builder, series, whole)
+
+
+def _power(builder: Any, series: Any, whole: Any) -> Any:
+    """series * 2^whole."""
     of = ir.FunctionType(_FLOATS, [_FLOATS, _FLOATS])
     return builder.call(ir.InlineAsm(of, "vscalefps $2, $1, $0", "=v,v,v"), [series, whole])
 
 
+def _joined_bfloat16(builder: Any, low: Any, high: Any) -> Any:
+    """Two float32 vectors in bfloat16, one after the other."""
+    of = ir.FunctionType(_SHORTS, [_FLOATS, _FLOATS])
+    return builder.call(ir.InlineAsm(of, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v"), [low, high])
+
+
 def _pair(builder: Any, low: Any, high: Any) -> Any:
     """Two float32 vectors in bfloat16: each lane of 32 bits has one value of either."""
-    of = ir.FunctionType(_SHORTS, [_FLOATS, _FLOATS])
-    both = builder.call(ir.InlineAsm(of, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v"), [low, high])
+    both = _joined_bfloat16(builder, low, high)
     lanes = [lane for i in range(ROWS) for lane in (i, ROWS + i)]
     mask = ir.Constant(ir.VectorType(_WORD, 2 * ROWS), lanes)
     return builder.bitcast(builder.shuffle_vector(both, both, mask), _WORDS)
