@@ -23,7 +23,7 @@ ROW_BYTES: Final = 64
 TILE_BYTES: Final = ROWS * ROW_BYTES
 PRODUCT: Final = {"bfloat16": "tdpbf16ps", "int8": "tdpbusd"}  # of inputs and weights; int8 inputs are uint8
 
-_NEEDED: Final = {"bfloat16": {"+amx-tile", "+amx-bf16"}, "int8": {"+amx-tile", "+amx-int8"}}
+_NEEDED: Final = {"bfloat16": {"+amx-tile", "+amx-bf16", "+avx512bf16"}, "int8": {"+amx-tile", "+amx-int8"}}
 _NUM_TILES = 8
 _BYTE, _LONG = ir.IntType(8), ir.IntType(64)
 
