@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, final
 
 import torch
@@ -18,7 +19,7 @@ from pdserve.engine.kernels import task
 
 _LEAST_BYTES: Final = 1 << 20  # smaller results are kept by the C library
 _MOST_SLACK: Final = 2  # a result uses memory of at most this times its size
-_MOST_KEPT_BYTES: Final = 1 << 30
+_MOST_KEPT_BYTES: Final = 1 << 30  # of memory that no tensor needs
 
 
 @final
@@ -29,7 +30,9 @@ class _Region:
 
 class ResultMemory:
     def __init__(self) -> None:
-        self._free: list[_Region] = []  # threads append and remove; either is atomic
+        # Oldest first. A finalizer may run at any point of this thread, so there is no lock: each operation on the list
+        # is atomic, and may find that another thread was first.
+        self._free: list[_Region] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """As torch.empty."""
@@ -48,17 +51,16 @@ class ResultMemory:
     def _take(self, num_bytes: int) -> _Region:
         fitting = [one for one in list(self._free) if num_bytes <= one.memory.nbytes <= _MOST_SLACK * num_bytes]
         for region in sorted(fitting, key=_num_bytes):
-            try:
+            with suppress(ValueError):  # another thread took it
                 self._free.remove(region)
-            except ValueError:  # another thread took it
-                continue
-            return region
+                return region
         return _Region(num_bytes)
 
     def _give(self, region: _Region) -> None:
         self._free.append(region)
-        while self.free_bytes > _MOST_KEPT_BYTES and len(self._free) > 1:
-            del self._free[0]  # the one that was not needed for longest
+        while self.free_bytes > _MOST_KEPT_BYTES:
+            with suppress(IndexError):
+                self._free.pop(0)
 
 
 def _num_bytes(region: _Region) -> Any:
