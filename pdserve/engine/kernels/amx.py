@@ -17,6 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from pdserve.engine.kernels.instructions import FEATURES
+from pdserve.engine.kernels.jit import inlined
 
 ROWS: Final = 16
 ROW_BYTES: Final = 64
@@ -33,6 +34,12 @@ def is_supported(kind: str) -> bool:
     """Whether this CPU, numba's target and the operating system permit tiles of bfloat16 or int8."""
     is_compiled = "+avx512f" in FEATURES and _NEEDED[kind] <= FEATURES
     return is_compiled and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+
+
+def require(kind: str) -> None:
+    """Asks the operating system for the tiles. Without that, a kernel that uses them would end the process."""
+    if not is_supported(kind):
+        raise RuntimeError(f"tiles of {kind} need a CPU with AMX, and numba and an operating system that permit it")
 
 
 def _configuration() -> bytes:
@@ -58,13 +65,20 @@ def configure(_context: Any) -> Any:
 
 @intrinsic
 def release(_context: Any) -> Any:
-    """Clears this thread's tiles, so that the operating system need not store them."""
+    """Clears this thread's tiles, so that the operating system need not store them, and completes streamed stores."""
 
     def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        _call(builder, "sse.sfence")
         _call(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.none(), generate
+
+
+@inlined
+def aligned(address: Any) -> Any:
+    """The first address from this one on at which a row of a tile is one cache line."""
+    return (np.int64(address) + ROW_BYTES - 1) // ROW_BYTES * ROW_BYTES
 
 
 def load(builder: Any, tile: int, address: Any, stride: Any) -> None:

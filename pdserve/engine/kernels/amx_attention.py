@@ -4,7 +4,8 @@
 
 Queries, keys, weights and values are bfloat16, sums are float32. Keys are read in place as rows of a tile. Queries, and
 pairs of values, are arranged as its columns. A query's tiles begin at multiples of 64 positions, and its arithmetic is
-the same for any other queries beside it, so a position gives the same bits alone or in a chunk, in any batch.
+the same for any other queries beside it, so a position gives the same bits alone or in a chunk, in any batch. Values of
+positions that a query does not see have weight 0, so they must be finite.
 """
 
 # Shapes: H query heads, K kv heads, G = H / K, D head dim, C tokens per block, Q queries of a task, R = Q * G rows of a
@@ -202,7 +203,7 @@ def _add_values(_context: Any, dim: Any, weights: Any, values: Any, sums: Any) -
 @cache
 def make_attend(head_dim: int, block_size: int) -> TaskKernel:
     """The kernel for one shape, whose pool is bfloat16. Its numbers are those of `paged.make_attend`."""
-    assert is_supported(head_dim, block_size)
+    amx.require("bfloat16")
     D, C, U = head_dim, block_size, np.uint64
     QUERY, SUMS = _query_floats(head_dim), ROWS * head_dim  # floats of a group's arranged queries, and of its sums
     STATE, VALUES = _state_floats(head_dim), _tile_floats(head_dim)

@@ -1,18 +1,19 @@
 """The product of rows with packed weights by AMX, for bfloat16 and int8 and any number of rows.
 
-A tile of weights is 16 steps of V inputs and 16 outputs, [16, 16, V], with V = 2 in bfloat16 and 4 in int8. Weights are
-in panels of 64 outputs, [N / 64, K / 16 V, 4] tiles. Rows are first copied to tiles of 16 rows; missing ones are zeros.
-A tile instruction takes as long for one row as for 16, but with few rows the time is that of reading the weights.
+A tile of weights is 16 steps of V inputs and 16 outputs, [16, 16, V], with V = 2 in bfloat16 and 4 in int8. The tiles
+are stored as [N / 32, K / 16 V, 2]; two halves of 32 outputs are a panel. Rows are first copied to tiles of 16 rows;
+missing rows are zeros. A tile instruction takes as long for one row as for 16, but with few rows the time is that of
+reading the weights.
 
-An output is the sum of its tiles' products in order, so a row has the same bits in any batch. oneDNN adds in this order
-for few rows only.
+An output is the sum of its tiles' products in order, so a row has the same bits in any batch.
 """
 
 # Shapes: M rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, Final, Literal, final
 
 import numpy as np
@@ -23,18 +24,19 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from pdserve.engine.kernels import amx, instructions
-from pdserve.engine.kernels.amx import ROW_BYTES, ROWS, TILE_BYTES, configure, release
+from pdserve.engine.kernels.amx import ROW_BYTES, ROWS, TILE_BYTES, aligned, configure, release
 from pdserve.engine.kernels.panel_product import PANEL
 from pdserve.engine.kernels.results import empty
 from pdserve.engine.kernels.task import TaskKernel, take
 
 Kind = Literal["bfloat16", "int8"]
+Store = Callable[[Any, Any, Any, int], None]  # instructions.store or stream
 
 _COLUMNS: Final = 16  # outputs of a tile
 _PANEL_COLUMNS: Final = PANEL // _COLUMNS  # tiles
 _HALF_COLUMNS: Final = _PANEL_COLUMNS // 2
 _HALF_BYTES: Final = _HALF_COLUMNS * TILE_BYTES
-_STEP_BYTES: Final = _PANEL_COLUMNS * TILE_BYTES  # of a panel's weights for one tile of inputs, and of a group's sums
+_SUMS_BYTES: Final = _PANEL_COLUMNS * TILE_BYTES  # of 16 rows and a panel
 _BLOCK: Final = 12  # tiles of inputs whose weights stay in the cache while all rows are multiplied with them
 _PART_BYTES: Final = 1 << 20  # of inputs that stay in the cache while all panels are multiplied with them
 _MOST_PART_ROWS: Final = 512
@@ -62,14 +64,12 @@ def _multiply(
     """Adds `steps` tiles of inputs times weights to the sums of 16 * `groups` rows and 16 * `columns` outputs.
 
     `kind`, `groups`, `columns` and `is_reread`, whether more rows follow for the same weights, are literals. `x` is the
-    address of the first group's tiles; those of the next group
-    begin `x_apart` bytes later. `w` and `sums` are addresses in a panel and in tiles [groups, 4]. Sums begin at 0 if
-    `is_first`.
+    address of the first group's tiles, and `w` that of a half's; those of the next group begin `x_apart` bytes later,
+    and those of the next half `w_apart`. `sums` is an address in tiles [groups, 4]. Sums begin at 0 if `is_first`.
     """
     if not all(isinstance(one, types.Literal) for one in (kind, groups, columns, is_reread)):
         return None
     instruction, num_groups, num_columns = amx.PRODUCT[kind.literal_value], groups.literal_value, columns.literal_value
-
     load_weights = amx.load if is_reread.literal_value else amx.load_once
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -79,7 +79,7 @@ def _multiply(
         inputs, spare = range(len(held), len(held) + num_groups), range(len(held) + num_groups, 8)
 
         def place(i: int, j: int) -> Any:
-            return builder.add(sums, _LONG(i * _STEP_BYTES + j * TILE_BYTES))
+            return builder.add(sums, _LONG(i * _SUMS_BYTES + j * TILE_BYTES))
 
         with builder.if_else(builder.icmp_signed("!=", is_first, _LONG(0))) as (begins, continues):
             with begins:
@@ -139,15 +139,12 @@ def _copy_row(_context: Any, target: Any, source: Any, steps: Any) -> Any:
 @intrinsic
 def _store_bfloat16(_context: Any, is_streamed: Any, sums: Any, out: Any, stride: Any, num_rows: Any) -> Any:
     """Rounds a panel's outputs of each row to bfloat16. Addresses of the sums and of the results, whose rows are
-    `stride` bytes apart; `is_streamed` is a literal: whether to store around the caches."""
-    if not isinstance(is_streamed, types.IntegerLiteral):
-        return None
-    store = instructions.stream if is_streamed.literal_value else instructions.store
+    `stride` bytes apart. `is_streamed`: whether to store around the caches."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        sums, out, stride, num_rows = args[1:]
+        is_streamed, sums, out, stride, num_rows = args
 
-        def step(row: Any) -> None:
+        def step(store: Store, row: Any) -> None:
             row_sums, row_out = _row_sums(builder, sums, row), _row(builder, out, row, stride)
             for column in range(0, _PANEL_COLUMNS, 2):
                 both = [
@@ -157,10 +154,10 @@ def _store_bfloat16(_context: Any, is_streamed: Any, sums: Any, out: Any, stride
                 line = instructions.joined(builder, *(instructions.narrow(builder, words) for words in both))
                 store(builder, line, _shift(builder, row_out, column * ROW_BYTES // 2), 2)
 
-        instructions.each(builder, num_rows, step)
+        _each_row(builder, num_rows, is_streamed, step)
         return context.get_dummy_value()
 
-    return types.none(is_streamed, *([types.int64] * 4)), generate
+    return types.none(types.boolean, *([types.int64] * 4)), generate
 
 
 @intrinsic
@@ -177,17 +174,14 @@ def _store_scaled(
 ) -> Any:
     """(sums - correction) * w_scale * x_scale of a panel's outputs of each row, in float32. Addresses, as above;
     x_scale has a number for each row, the last two for each output."""
-    if not isinstance(is_streamed, types.IntegerLiteral):
-        return None
-    store = instructions.stream if is_streamed.literal_value else instructions.store
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        sums, out, stride, num_rows, x_scale, w_scale, correction = args[1:]
+        is_streamed, sums, out, stride, num_rows, x_scale, w_scale, correction = args
         columns = range(_PANEL_COLUMNS)
         scales = [instructions.load(builder, _shift(builder, w_scale, j * ROW_BYTES), _FLOATS, 4) for j in columns]
         wrong = [instructions.load(builder, _shift(builder, correction, j * ROW_BYTES), _WORDS, 4) for j in columns]
 
-        def step(row: Any) -> None:
+        def step(store: Store, row: Any) -> None:
             row_sums, row_out = _row_sums(builder, sums, row), _row(builder, out, row, stride)
             one = instructions.load(builder, _row(builder, x_scale, row, _LONG(4)), _FLOAT, 4)
             row_scale = instructions.broadcast(builder, one, _COLUMNS)
@@ -199,16 +193,24 @@ def _store_scaled(
                 values = builder.fmul(values, row_scale, flags=("contract",))
                 store(builder, values, _shift(builder, row_out, j * ROW_BYTES), 4)
 
-        instructions.each(builder, num_rows, step)
+        _each_row(builder, num_rows, is_streamed, step)
         return context.get_dummy_value()
 
-    return types.none(is_streamed, *([types.int64] * 7)), generate
+    return types.none(types.boolean, *([types.int64] * 7)), generate
+
+
+def _each_row(builder: Any, num_rows: Any, is_streamed: Any, step: Callable[[Store, Any], None]) -> None:
+    """step(how to store results, row) for each row."""
+    with builder.if_else(is_streamed) as (around, through):
+        for way, store in ((around, instructions.stream), (through, instructions.store)):
+            with way:
+                instructions.each(builder, num_rows, partial(step, store))
 
 
 def _row_sums(builder: Any, sums: Any, row: Any) -> Any:
     """The address of a row of a group's first tile."""
     group, in_group = builder.udiv(row, _LONG(ROWS)), builder.urem(row, _LONG(ROWS))
-    return _row(builder, _row(builder, sums, group, _LONG(_STEP_BYTES)), in_group, _LONG(ROW_BYTES))
+    return _row(builder, _row(builder, sums, group, _LONG(_SUMS_BYTES)), in_group, _LONG(ROW_BYTES))
 
 
 def _row(builder: Any, address: Any, row: Any, stride: Any) -> Any:
@@ -221,9 +223,9 @@ def _shift(builder: Any, address: Any, num_bytes: int) -> Any:
 
 @cache
 def _kernel(kind: Kind) -> TaskKernel:
-    """multiply_tiles(panels * parts of the rows, work, w, x, out, M, K in tiles, N, rows of a part,
-    x_scale, w_scale, correction): addresses and numbers."""
-    assert amx.is_supported(kind)  # which also asks the operating system for the tiles
+    """multiply_tiles(panels * parts of the rows, work, w, x, out, M, K in tiles, N, rows of a part, x_scale, w_scale,
+    correction): addresses and numbers."""
+    amx.require(kind)
     IS_INT8, KIND, OUT_BYTES = kind == "int8", kind, 4 if kind == "int8" else 2
 
     def multiply_tiles(task: Any) -> None:
@@ -232,10 +234,9 @@ def _kernel(kind: Kind) -> TaskKernel:
         num_panels = N // PANEL
         most = (min(M, part_rows) + ROWS - 1) // ROWS
         tiles, sums = np.empty((most * steps + 1) * TILE_BYTES, np.uint8), np.empty((most * ROWS + 1) * PANEL, np.int32)
-        tiles_at = (np.int64(tiles.ctypes.data) + 63) // 64 * 64
-        sums_at = (np.int64(sums.ctypes.data) + 63) // 64 * 64
-        apart, panel_bytes, row_bytes = steps * TILE_BYTES, steps * _STEP_BYTES, steps * ROW_BYTES
-        half_bytes = panel_bytes // 2
+        tiles_at, sums_at = aligned(tiles.ctypes.data), aligned(sums.ctypes.data)
+        apart, panel_bytes, row_bytes = steps * TILE_BYTES, 2 * steps * _HALF_BYTES, steps * ROW_BYTES
+        half_bytes = steps * _HALF_BYTES
         is_streamed = M > _MOST_CACHED_ROWS and out % ROW_BYTES == 0
         held = np.int64(-1)
         configure()
@@ -261,7 +262,7 @@ def _kernel(kind: Kind) -> TaskKernel:
                     for half in range(2):
                         w_half, sums_half = w_at + half * half_bytes, sums_at + half * _HALF_BYTES
                         for group in range(0, groups - 1, 2):
-                            x_group, sums_group = x_at + group * apart, sums_half + group * _STEP_BYTES
+                            x_group, sums_group = x_at + group * apart, sums_half + group * _SUMS_BYTES
                             if groups == 2:
                                 _multiply(
                                     KIND, 2, 2, 0, x_group, apart, w_half, half_bytes, count, sums_group, is_first
@@ -271,19 +272,14 @@ def _kernel(kind: Kind) -> TaskKernel:
                                     KIND, 2, 2, 1, x_group, apart, w_half, half_bytes, count, sums_group, is_first
                                 )
                         if groups % 2 == 1:
-                            x_group, sums_group = x_at + (groups - 1) * apart, sums_half + (groups - 1) * _STEP_BYTES
+                            x_group, sums_group = x_at + (groups - 1) * apart, sums_half + (groups - 1) * _SUMS_BYTES
                             _multiply(KIND, 1, 2, 0, x_group, apart, w_half, half_bytes, count, sums_group, is_first)
             target = out + OUT_BYTES * (first * N + panel * PANEL)
             if IS_INT8:
                 x_at, w_at, wrong_at = x_scale + 4 * first, w_scale + 4 * panel * PANEL, correction + 4 * panel * PANEL
-                if is_streamed:
-                    _store_scaled(1, sums_at, target, OUT_BYTES * N, rows, x_at, w_at, wrong_at)
-                else:
-                    _store_scaled(0, sums_at, target, OUT_BYTES * N, rows, x_at, w_at, wrong_at)
-            elif is_streamed:
-                _store_bfloat16(1, sums_at, target, OUT_BYTES * N, rows)
+                _store_scaled(is_streamed, sums_at, target, OUT_BYTES * N, rows, x_at, w_at, wrong_at)
             else:
-                _store_bfloat16(0, sums_at, target, OUT_BYTES * N, rows)
+                _store_bfloat16(is_streamed, sums_at, target, OUT_BYTES * N, rows)
         release()
         tiles[0] = sums[0] = 0  # numba frees an array after its last use by name
 

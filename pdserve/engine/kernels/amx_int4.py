@@ -18,7 +18,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from pdserve.engine.kernels import amx, instructions
-from pdserve.engine.kernels.amx import ROW_BYTES, ROWS, TILE_BYTES, configure, release
+from pdserve.engine.kernels.amx import ROW_BYTES, ROWS, TILE_BYTES, aligned, configure, release
 from pdserve.engine.kernels.int4_layout import PANEL, ROUNDING_BYTES, SCALE_BYTES, STEP, STEP_BYTES
 from pdserve.engine.kernels.task import FLOAT32, UINT8, TaskKernel, pointer, take
 from pdserve.engine.rounding import ZERO_POINT
@@ -118,7 +118,6 @@ def _add_group(
     The addresses of the sums' tiles, of the group's scales and zeros, of the first row's sum of inputs, whose next is
     `stride` bytes later, and of the totals [rows, 64].
     """
-
     if not isinstance(is_first, types.IntegerLiteral):
         return None
     begins = bool(is_first.literal_value)
@@ -182,18 +181,15 @@ def _store_panel(_context: Any, totals: Any, out: Any, stride: Any, num_rows: An
 def make_kernel() -> TaskKernel:
     """multiply_int4_tiles(panels * parts of the rows, work, blocks, x, x_scale, out, M, K, N, K / G, G, factor): as the
     kernel of int4_gemm.py."""
-    assert amx.is_supported("int8")  # which also asks the operating system for the tiles
+    amx.require("int8")
 
     def multiply_int4_tiles(task: Any) -> None:
         blocks, M, K, N, num_groups, size = task[3], task[7], task[8], task[9], task[10], task[11]
         factor = np.float32(np.int64(task[12]).view(np.float64))
         x, x_scale = carray(pointer(task[4], UINT8), (M, K)), carray(pointer(task[5], FLOAT32), (M,))
         out = carray(pointer(task[6], FLOAT32), (M, N))
-        num_panels, num_tiles, group_tiles = (
-            (N + PANEL - 1) // PANEL,
-            num_groups * size // _TILE_INPUTS,
-            size // _TILE_INPUTS,
-        )
+        num_panels, group_tiles = (N + PANEL - 1) // PANEL, size // _TILE_INPUTS
+        num_tiles = num_groups * group_tiles
         packed_bytes = size // STEP * STEP_BYTES
         block_bytes, most = packed_bytes + ROUNDING_BYTES, (min(M, PART_ROWS) + ROWS - 1) // ROWS
         inputs, last = np.zeros((most, num_tiles, ROWS, _TILE_INPUTS), np.uint8), np.empty(_TILE_INPUTS, np.uint8)
@@ -203,7 +199,7 @@ def make_kernel() -> TaskKernel:
         weights, sums = np.empty(2 * unpacked_bytes + ROW_BYTES, np.uint8), np.empty(2 * sums_bytes, np.uint8)
         inputs_at, row_sums_at = np.int64(inputs.ctypes.data), np.int64(row_sums.ctypes.data)
         totals_at, sums_at = np.int64(totals.ctypes.data), np.int64(sums.ctypes.data)
-        weights_at = (np.int64(weights.ctypes.data) + 63) // 64 * 64
+        weights_at = aligned(weights.ctypes.data)
         held = np.int64(-1)
         configure()
         while True:
@@ -241,8 +237,8 @@ def make_kernel() -> TaskKernel:
                         _unpack(panel_at + (group + 1) * block_bytes, at, size // STEP)
                 if turn > 0:  # the sums of the turn before have been stored by now
                     row_sum_at = row_sums_at + 4 * (last_part * ROWS * num_groups + last_group)
-                    total_at, rounding = totals_at + 4 * PANEL * ROWS * last_part, panel_at + last_group * block_bytes
-                    sum_at, rounding = sums_at + (turn - 1) % 2 * sums_bytes, rounding + packed_bytes
+                    total_at, sum_at = totals_at + 4 * PANEL * ROWS * last_part, sums_at + (turn - 1) % 2 * sums_bytes
+                    rounding = panel_at + last_group * block_bytes + packed_bytes
                     count, stride = min(ROWS, rows - last_part * ROWS), 4 * num_groups
                     if last_group == 0:
                         _add_group(1, sum_at, rounding, row_sum_at, stride, total_at, count)

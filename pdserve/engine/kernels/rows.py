@@ -313,10 +313,10 @@ def _argmax() -> TaskKernel:
                 return
             for row in range(first, min(first + at_once, rows)):
                 most, begin = np.float32(-np.inf), 0
-                for first in range(0, size, _SPAN):  # the span of the first largest value, which is then searched
-                    here = largest(x[row, first : min(first + _SPAN, size)], np.float32(-np.inf))
+                for span in range(0, size, _SPAN):  # the span of the first largest value, which is then searched
+                    here = largest(x[row, span : min(span + _SPAN, size)], np.float32(-np.inf))
                     if here > most:
-                        most, begin = here, first
+                        most, begin = here, span
                 out[row] = 0
                 for i in range(begin, min(begin + _SPAN, size)):
                     if x[row, i] == most:
