@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from pdserve.engine import paged
+from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.kernels import jit
 from pdserve.engine.paged import PagedAttention
 from pdserve.engine.pool import TorchPool
 from tests.support.slow import slow_except
-from tests.unit.engine.test_attention import VARIANTS, expected, filled_pool, queries, scattered
+from tests.unit.engine.test_attention import CPU, NUM_BLOCKS, VARIANTS, expected, filled_pool, queries, scattered
 
 HEAD_DIM, NUM_HEADS = 32, 6
 
@@ -64,7 +65,13 @@ def test_tiles_follow_the_formula(window: int | None, scale: float | None, softc
 
 @pytest.mark.parametrize(
     ("block_size", "num_kv_heads", "head_dim"),
-    [(32, 3, 64), pytest.param(128, 1, 96, marks=pytest.mark.slow), pytest.param(64, 6, 256, marks=pytest.mark.slow)],
+    [
+        (32, 3, 64),
+        (16, 2, 128),
+        (48, 2, 96),  # a tile of 64 positions has unequal parts of blocks
+        pytest.param(128, 1, 96, marks=pytest.mark.slow),
+        pytest.param(64, 6, 256, marks=pytest.mark.slow),
+    ],
 )
 def test_tiles_of_any_shape_follow_the_formula(block_size: int, num_kv_heads: int, head_dim: int) -> None:
     pool = filled_pool(block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.bfloat16)
@@ -105,6 +112,41 @@ def test_blocks_before_the_window_are_not_read() -> None:
     before = kernel.attend(1, q_THD, plan, 33, None, None)
     pool.tensor[table[: (190 - 33 + 1) // 16]] = torch.nan
     assert torch.equal(kernel.attend(1, q_THD, plan, 33, None, None), before)
+
+
+def test_keys_after_the_last_position_are_not_seen() -> None:
+    """Their values must be finite, which a new block's zeros are."""
+    pool = filled_pool(head_dim=HEAD_DIM, dtype=torch.bfloat16)
+    [table] = scattered(pool, [40])
+    kernel = tiled(pool)
+    plan, q_THD = kernel.plan([table], [30], [10]), queries(10, NUM_HEADS, HEAD_DIM)
+    before = kernel.attend(1, q_THD, plan, None, None, None)
+    pool.tensor[table[40 // 16], 1, 0, 40 % 16 :] = torch.nan
+    assert torch.equal(kernel.attend(1, q_THD, plan, None, None, None), before)
+
+
+def test_a_rank_reads_its_own_heads() -> None:
+    """Two ranks share blocks of four kv heads."""
+    alone = filled_pool(num_kv_heads=4, head_dim=HEAD_DIM, dtype=torch.bfloat16)
+    tables = scattered(alone, [100, 70])
+    q_THD = queries(2 + 70, 8, HEAD_DIM)
+    outs = []
+    for pool, heads in (
+        (alone, slice(0, 8)),
+        *((rank_of(alone, first), slice(2 * first, 2 * first + 4)) for first in (0, 2)),
+    ):
+        kernel = tiled(pool, heads.stop - heads.start)
+        plan = kernel.plan(tables, [98, 0], [2, 70])
+        outs.append(kernel.attend(1, q_THD[:, heads].contiguous(), plan, None, None, None))
+    assert torch.equal(torch.cat(outs[1:], dim=1), outs[0])
+
+
+def rank_of(whole: TorchPool, first: int) -> TorchPool:
+    """A pool of kv heads `first` and the next one, with the contents of `whole`."""
+    memory = HostMemory(whole.raw.nbytes)
+    pool = TorchPool(num_blocks=NUM_BLOCKS, shape=whole.shape, device=CPU, memory=memory, heads=range(first, first + 2))
+    pool.raw.copy_(whole.raw)
+    return pool
 
 
 def test_a_row_that_is_not_finite_affects_no_other() -> None:
