@@ -1,4 +1,4 @@
-"""The product with 4-bit weights by AMX, for more rows than int4_gemm.py unpacks weights for. Its results are the same.
+"""The product with 4-bit weights by AMX, for more rows than a tile has. Its results are those of int4_gemm.py.
 
 A group of a panel is unpacked to tiles in the cache, and multiplied with all rows of a part, 16 at a time.
 int4_layout.py says how weights are stored. Inputs of a tile belong to one group, so groups have a multiple of 64

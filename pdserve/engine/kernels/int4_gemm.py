@@ -18,7 +18,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from pdserve.engine.kernels import amx_int4, jit
+from pdserve.engine.kernels import amx, amx_int4, jit
 from pdserve.engine.kernels.int4_layout import PANEL, ROUNDING_BYTES, STEP, STEP_BYTES
 from pdserve.engine.kernels.int4_product import PACKED_ROWS, multiply_group
 from pdserve.engine.kernels.panel_product import MOST_ROWS
@@ -121,7 +121,7 @@ def multiply(blocks: Tensor, factor: float, size: int, num_outputs: int, x_MK: T
     addresses = blocks.data_ptr(), x_MK.data_ptr(), x_scale_M1.data_ptr(), out_MN.data_ptr()
     sizes = num_rows, num_inputs, num_outputs, num_groups, size
     kernel, part_rows = _kernel(), _CHUNK_ROWS
-    if num_rows > PACKED_ROWS and amx_int4.is_supported(size):
+    if num_rows > amx.ROWS and amx_int4.is_supported(size):  # fewer do not fill the rows of a tile
         kernel, part_rows = amx_int4.make_kernel(), amx_int4.PART_ROWS
     kernel(num_panels * -(-num_rows // part_rows), 1, *addresses, *sizes, jit.bits(factor))
     return out_MN
