@@ -64,8 +64,8 @@ class PagedAttention:
     ) -> None:
         """`computed` is the dtype of the queries, keys and values that `place` will usually be given.
 
-        `is_normed`: the model normalises each head's queries and keys. `is_rounded`: queries and weights of positions
-        may be rounded to bfloat16 if the pool is bfloat16, because the model's own weights are rounded.
+        `is_normed`: the model normalises each head's queries and keys. `is_rounded`: queries and attention weights may
+        be rounded to bfloat16 if the pool is bfloat16, because the weights of the model are rounded.
         """
         from pdserve.engine.kernels import amx_attention, paged, place, results
 
