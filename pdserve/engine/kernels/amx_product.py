@@ -1,0 +1,207 @@
+"""Parts of the product by AMX, for amx_gemm.py: inputs to tiles, tiles times tiles, and sums to results.
+
+A tile of weights is 16 steps of V inputs and 16 outputs, [16, 16, V], with V = 2 in bfloat16 and 4 in int8. The tiles
+are stored as [N / 32, K / 16 V, 2]; two halves of 32 outputs are a panel. Tiles of inputs have 16 rows.
+"""
+
+# Shapes: K inputs, N outputs.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from pdserve.engine.kernels import amx, instructions
+from pdserve.engine.kernels.amx import ROW_BYTES, ROWS, TILE_BYTES
+from pdserve.engine.kernels.panel_product import PANEL
+
+Store = Callable[[Any, Any, Any, int], None]  # instructions.store or stream
+
+COLUMNS: Final = 16  # outputs of a tile
+HALF_COLUMNS: Final = PANEL // COLUMNS // 2  # tiles
+HALF_BYTES: Final = HALF_COLUMNS * TILE_BYTES
+SUMS_BYTES: Final = 2 * HALF_BYTES  # of 16 rows and a panel
+
+_PANEL_COLUMNS: Final = 2 * HALF_COLUMNS
+_LONG, _WORD, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
+_WORDS, _FLOATS = (ir.VectorType(one, COLUMNS) for one in (_WORD, _FLOAT))
+
+
+@intrinsic
+def multiply(
+    _context: Any,
+    kind: Any,
+    groups: Any,
+    columns: Any,
+    is_reread: Any,
+    x: Any,
+    x_apart: Any,
+    w: Any,
+    w_apart: Any,
+    steps: Any,
+    sums: Any,
+    is_first: Any,
+) -> Any:
+    """Adds `steps` tiles of inputs times weights to the sums of 16 * `groups` rows and 16 * `columns` outputs.
+
+    `kind`, `groups`, `columns` and `is_reread`, whether more rows follow for the same weights, are literals. `x` is the
+    address of the first group's tiles, and `w` that of a half's; those of the next group begin `x_apart` bytes later,
+    and those of the next half `w_apart`. `sums` is an address in tiles [groups, 4]. Sums begin at 0 if `is_first`.
+    """
+    if not all(isinstance(one, types.Literal) for one in (kind, groups, columns, is_reread)):
+        return None
+    instruction, num_groups, num_columns = amx.PRODUCT[kind.literal_value], groups.literal_value, columns.literal_value
+    load_weights = amx.load if is_reread.literal_value else amx.load_once
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        x, x_apart, w, w_apart, steps, sums, is_first = args[4:]
+        stride = _LONG(ROW_BYTES)
+        held = {(i, j): i * num_columns + j for i in range(num_groups) for j in range(num_columns)}
+        inputs, spare = range(len(held), len(held) + num_groups), range(len(held) + num_groups, 8)
+
+        def place(i: int, j: int) -> Any:
+            return builder.add(sums, _LONG(i * SUMS_BYTES + j * TILE_BYTES))
+
+        with builder.if_else(builder.icmp_signed("!=", is_first, _LONG(0))) as (begins, continues):
+            with begins:
+                for tile in held.values():
+                    amx.clear(builder, tile)
+            with continues:
+                for (i, j), tile in held.items():
+                    amx.load(builder, tile, place(i, j), stride)
+
+        def step(k: Any) -> None:
+            for i, tile in enumerate(inputs):
+                at = builder.add(builder.add(x, builder.mul(x_apart, _LONG(i))), builder.mul(k, _LONG(TILE_BYTES)))
+                amx.load_once(builder, tile, at, stride)  # the weights stay in the nearest cache
+            w_k = builder.add(w, builder.mul(k, _LONG(HALF_BYTES)))
+            for j in range(num_columns):
+                weights = spare[j % len(spare)]
+                half = builder.add(w_k, w_apart) if j >= HALF_COLUMNS else w_k
+                load_weights(builder, weights, builder.add(half, _LONG(j % HALF_COLUMNS * TILE_BYTES)), stride)
+                for i, tile in enumerate(inputs):
+                    amx.multiply(builder, instruction, held[i, j], tile, weights)
+
+        instructions.each(builder, steps, step)
+        for (i, j), tile in held.items():
+            amx.store(builder, tile, place(i, j), stride)
+        return context.get_dummy_value()
+
+    return types.none(kind, groups, columns, is_reread, *([types.int64] * 7)), generate
+
+
+@intrinsic
+def copy_row(_context: Any, target: Any, source: Any, steps: Any) -> Any:
+    """Copies a row of inputs to its place in tiles that follow each other; a `source` of 0 stands for zeros."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        target, source, steps = args
+
+        def copy(values: Any) -> Any:
+            def step(k: Any) -> None:
+                at = builder.add(target, builder.mul(k, _LONG(TILE_BYTES)))
+                instructions.store(builder, values(k), at, 4)
+
+            return step
+
+        def row(k: Any) -> Any:
+            return instructions.load(builder, builder.add(source, builder.mul(k, _LONG(ROW_BYTES))), _WORDS, 1)
+
+        with builder.if_else(builder.icmp_signed("!=", source, _LONG(0))) as (present, missing):
+            with present:
+                instructions.each(builder, steps, copy(row))
+            with missing:
+                instructions.each(builder, steps, copy(lambda _: ir.Constant(_WORDS, [0] * COLUMNS)))
+        return context.get_dummy_value()
+
+    return types.none(*([types.int64] * 3)), generate
+
+
+@intrinsic
+def store_bfloat16(_context: Any, is_streamed: Any, sums: Any, out: Any, stride: Any, num_rows: Any) -> Any:
+    """Rounds a panel's outputs of each row to bfloat16. Addresses of the sums and of the results, whose rows are
+    `stride` bytes apart. `is_streamed`: whether to store around the caches."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        is_streamed, sums, out, stride, num_rows = args
+
+        def step(store: Store, row: Any) -> None:
+            row_sums, row_out = _row_sums(builder, sums, row), _row(builder, out, row, stride)
+            for column in range(0, _PANEL_COLUMNS, 2):
+                both = [
+                    instructions.load(builder, _shift(builder, row_sums, one * TILE_BYTES), _WORDS, 4)
+                    for one in (column, column + 1)
+                ]
+                line = instructions.joined(builder, *(instructions.narrow(builder, words) for words in both))
+                store(builder, line, _shift(builder, row_out, column * ROW_BYTES // 2), 2)
+
+        _each_row(builder, num_rows, is_streamed, step)
+        return context.get_dummy_value()
+
+    return types.none(types.boolean, *([types.int64] * 4)), generate
+
+
+@intrinsic
+def store_scaled(
+    _context: Any,
+    is_streamed: Any,
+    sums: Any,
+    out: Any,
+    stride: Any,
+    num_rows: Any,
+    x_scale: Any,
+    w_scale: Any,
+    correction: Any,
+) -> Any:
+    """(sums - correction) * w_scale * x_scale of a panel's outputs of each row, in float32. Addresses, as above;
+    x_scale has a number for each row, the last two for each output."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        is_streamed, sums, out, stride, num_rows, x_scale, w_scale, correction = args
+        columns = range(_PANEL_COLUMNS)
+        scales = [instructions.load(builder, _shift(builder, w_scale, j * ROW_BYTES), _FLOATS, 4) for j in columns]
+        wrong = [instructions.load(builder, _shift(builder, correction, j * ROW_BYTES), _WORDS, 4) for j in columns]
+
+        def step(store: Store, row: Any) -> None:
+            row_sums, row_out = _row_sums(builder, sums, row), _row(builder, out, row, stride)
+            one = instructions.load(builder, _row(builder, x_scale, row, _LONG(4)), _FLOAT, 4)
+            row_scale = instructions.broadcast(builder, one, COLUMNS)
+            for j in columns:
+                whole = instructions.load(builder, _shift(builder, row_sums, j * TILE_BYTES), _WORDS, 4)
+                values = builder.sitofp(builder.sub(whole, wrong[j]), _FLOATS)
+                # A flag of its own keeps fast math from multiplying the scales first.
+                values = builder.fmul(values, scales[j], flags=("contract",))
+                values = builder.fmul(values, row_scale, flags=("contract",))
+                store(builder, values, _shift(builder, row_out, j * ROW_BYTES), 4)
+
+        _each_row(builder, num_rows, is_streamed, step)
+        return context.get_dummy_value()
+
+    return types.none(types.boolean, *([types.int64] * 7)), generate
+
+
+def _each_row(builder: Any, num_rows: Any, is_streamed: Any, step: Callable[[Store, Any], None]) -> None:
+    """step(how to store results, row) for each row."""
+    with builder.if_else(is_streamed) as (around, through):
+        for way, store in ((around, instructions.stream), (through, instructions.store)):
+            with way:
+                instructions.each(builder, num_rows, partial(step, store))
+
+
+def _row_sums(builder: Any, sums: Any, row: Any) -> Any:
+    """The address of a row of a group's first tile."""
+    group, in_group = builder.udiv(row, _LONG(ROWS)), builder.urem(row, _LONG(ROWS))
+    return _row(builder, _row(builder, sums, group, _LONG(SUMS_BYTES)), in_group, _LONG(ROW_BYTES))
+
+
+def _row(builder: Any, address: Any, row: Any, stride: Any) -> Any:
+    return builder.add(address, builder.mul(row, stride))
+
+
+def _shift(builder: Any, address: Any, num_bytes: int) -> Any:
+    return builder.add(address, _LONG(num_bytes))
