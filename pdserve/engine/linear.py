@@ -2,8 +2,9 @@
 
 plain    any device and dtype, as the checkpoint has it.
 packed   float32 on a CPU: oneDNN's blocked layout, made at load. 2 to 4 times as fast as the plain layout at 4 to 32
-         rows, the sizes of decode; the plain copy is freed. Weights that bfloat16 holds exactly are stored so, and
-         widened as they are multiplied: the same bits, and half of the memory.
+         rows, the sizes of decode; the plain copy is freed. Weights that bfloat16 holds exactly are stored so, which
+         takes half of the memory. With AMX kernels/amx_gemm.py multiplies them. Elsewhere packed_gemm.py widens them,
+         which gives the same bits as float32 weights.
 fp8      CUDA from compute capability 8.9 on: see fp8.py.
 bfloat16 a CPU: weights and activations rounded to bfloat16, sums in float32, results in bfloat16. Between the products
          activations stay in float32. With AMX by kernels/amx_gemm.py, like int8; elsewhere by oneDNN and packed_gemm.
@@ -119,11 +120,15 @@ class PlainLinear:
 @final
 class PackedLinear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _HINT_ROWS)
-        self._panels = _panels(self._packed, weight_NK)
-        self._most_rows = _MOST_PANEL_ROWS
         self._bias_N = bias_N
-        self.reads_bfloat16 = self._panels is not None and fits_bfloat16(weight_NK)
+        is_bfloat16 = fits_bfloat16(weight_NK)
+        self._panels, self._most_rows = _float32_tiles(weight_NK) if is_bfloat16 else None, sys.maxsize
+        self.reads_bfloat16 = self._panels is not None
+        if self.reads_bfloat16:
+            return
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _HINT_ROWS)
+        self._panels, self._most_rows = _panels(self._packed, weight_NK), _MOST_PANEL_ROWS
+        self.reads_bfloat16 = self._panels is not None and is_bfloat16
         if self._panels is not None and self.reads_bfloat16:
             chunk, self._panels = self._panels.chunk, None
             del self._packed  # the memory of both
@@ -201,6 +206,15 @@ def _own_int8_panels(rounded_NK: Tensor, scale_N: Tensor) -> Product | None:
     if amx_gemm.fits("int8", *rounded_NK.shape):
         return amx_gemm.pack_int8(rounded_NK, scale_N, ZERO_POINT)
     return packed_gemm.pack_int8_panels(rounded_NK, scale_N, ZERO_POINT)
+
+
+def _float32_tiles(weight_NK: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """A product in float32 for any number of rows, with AMX, for weights that bfloat16 holds exactly."""
+    if not jit.is_available():
+        return None
+    from pdserve.engine.kernels import amx_gemm
+
+    return amx_gemm.pack_float32(weight_NK) if amx_gemm.fits("float32", *weight_NK.shape) else None
 
 
 def _tiles(weight_NK: Tensor) -> Callable[[Tensor], Tensor] | None:

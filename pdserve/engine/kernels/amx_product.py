@@ -2,6 +2,9 @@
 
 A tile of weights is 16 steps of V inputs and 16 outputs, [16, 16, V], with V = 2 in bfloat16 and 4 in int8. The tiles
 are stored as [N / 32, K / 16 V, 2]; two halves of 32 outputs are a panel. Tiles of inputs have 16 rows.
+
+A float32 input is the sum of three bfloat16 parts of 8 bits each. Each part has a tile of its own, and all three are
+multiplied with the same weights, which bfloat16 must hold exactly. Parts and weights below 2^-126 count as zeros.
 """
 
 # Shapes: K inputs, N outputs.
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from llvmlite import ir
 from numba import types
@@ -20,6 +23,7 @@ from pdserve.engine.kernels import amx, instructions
 from pdserve.engine.kernels.amx import ROW_BYTES, ROWS, TILE_BYTES
 from pdserve.engine.kernels.panel_product import PANEL
 
+Kind = Literal["bfloat16", "int8", "float32"]  # of inputs
 Store = Callable[[Any, Any, Any, int], None]  # instructions.store or stream
 
 COLUMNS: Final = 16  # outputs of a tile
@@ -28,8 +32,23 @@ HALF_BYTES: Final = HALF_COLUMNS * TILE_BYTES
 SUMS_BYTES: Final = 2 * HALF_BYTES  # of 16 rows and a panel
 
 _PANEL_COLUMNS: Final = 2 * HALF_COLUMNS
+_NUM_PARTS: Final[dict[Kind, int]] = {"bfloat16": 1, "int8": 1, "float32": 3}
+_WEIGHTS: Final[dict[Kind, str]] = {"bfloat16": "bfloat16", "int8": "int8", "float32": "bfloat16"}
+_EXPONENT: Final = 0x7F800000
+_NAN: Final = 0x7FC00000  # also of a NaN whose first 16 bits are those of infinity
+_FIRST_PART: Final = 0xFFFF0000
 _LONG, _WORD, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
-_WORDS, _FLOATS = (ir.VectorType(one, COLUMNS) for one in (_WORD, _FLOAT))
+_WORDS, _FLOATS, _SHORTS = (ir.VectorType(one, COLUMNS) for one in (_WORD, _FLOAT, _SHORT))
+
+
+def num_parts(kind: Kind) -> int:
+    """Tiles of inputs that are multiplied with a tile of weights."""
+    return _NUM_PARTS[kind]
+
+
+def weight_kind(kind: Kind) -> str:
+    """Of the weights, for inputs of `kind`."""
+    return _WEIGHTS[kind]
 
 
 @intrinsic
@@ -55,7 +74,8 @@ def multiply(
     """
     if not all(isinstance(one, types.Literal) for one in (kind, groups, columns, is_reread)):
         return None
-    instruction, num_groups, num_columns = amx.PRODUCT[kind.literal_value], groups.literal_value, columns.literal_value
+    instruction, parts = amx.PRODUCT[weight_kind(kind.literal_value)], range(num_parts(kind.literal_value))
+    num_groups, num_columns = groups.literal_value, columns.literal_value
     load_weights = amx.load if is_reread.literal_value else amx.load_once
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -75,17 +95,23 @@ def multiply(
                 for (i, j), tile in held.items():
                     amx.load(builder, tile, place(i, j), stride)
 
-        def step(k: Any) -> None:
+        def load_inputs(k: Any, part: int) -> None:
+            x_k = builder.add(x, builder.mul(k, _LONG(len(parts) * TILE_BYTES)))
             for i, tile in enumerate(inputs):
-                at = builder.add(builder.add(x, builder.mul(x_apart, _LONG(i))), builder.mul(k, _LONG(TILE_BYTES)))
+                at = builder.add(builder.add(x_k, builder.mul(x_apart, _LONG(i))), _LONG(part * TILE_BYTES))
                 amx.load_once(builder, tile, at, stride)  # the weights stay in the nearest cache
+
+        def step(k: Any) -> None:
             w_k = builder.add(w, builder.mul(k, _LONG(HALF_BYTES)))
-            for j in range(num_columns):
-                weights = spare[j % len(spare)]
-                half = builder.add(w_k, w_apart) if j >= HALF_COLUMNS else w_k
-                load_weights(builder, weights, builder.add(half, _LONG(j % HALF_COLUMNS * TILE_BYTES)), stride)
-                for i, tile in enumerate(inputs):
-                    amx.multiply(builder, instruction, held[i, j], tile, weights)
+            for part in parts:
+                load_inputs(k, part)
+                for j in range(num_columns):
+                    weights = spare[j % len(spare)]
+                    if part == 0 or num_columns > len(spare):
+                        half = builder.add(w_k, w_apart) if j >= HALF_COLUMNS else w_k
+                        load_weights(builder, weights, builder.add(half, _LONG(j % HALF_COLUMNS * TILE_BYTES)), stride)
+                    for i, tile in enumerate(inputs):
+                        amx.multiply(builder, instruction, held[i, j], tile, weights)
 
         instructions.each(builder, steps, step)
         for (i, j), tile in held.items():
@@ -96,30 +122,64 @@ def multiply(
 
 
 @intrinsic
-def copy_row(_context: Any, target: Any, source: Any, steps: Any) -> Any:
-    """Copies a row of inputs to its place in tiles that follow each other; a `source` of 0 stands for zeros."""
+def copy_row(_context: Any, kind: Any, target: Any, source: Any, steps: Any) -> Any:
+    """Copies a row of inputs to its place in tiles that follow each other; a `source` of 0 stands for zeros.
+
+    `kind` is a literal.
+    """
+    if not isinstance(kind, types.Literal):
+        return None
+    parts = range(num_parts(kind.literal_value))
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        target, source, steps = args
+        _, target, source, steps = args
 
-        def copy(values: Any) -> Any:
+        def copy(lines_of: Callable[[Any], list[Any]]) -> Any:
             def step(k: Any) -> None:
-                at = builder.add(target, builder.mul(k, _LONG(TILE_BYTES)))
-                instructions.store(builder, values(k), at, 4)
+                at = _row(builder, target, k, _LONG(len(parts) * TILE_BYTES))
+                for part, line in zip(parts, lines_of(k), strict=True):
+                    instructions.store(builder, line, _shift(builder, at, part * TILE_BYTES), 4)
 
             return step
 
-        def row(k: Any) -> Any:
-            return instructions.load(builder, builder.add(source, builder.mul(k, _LONG(ROW_BYTES))), _WORDS, 1)
+        def whole(k: Any) -> list[Any]:
+            return [instructions.load(builder, _row(builder, source, k, _LONG(ROW_BYTES)), _WORDS, 1)]
+
+        def divided(k: Any) -> list[Any]:
+            at = _row(builder, source, k, _LONG(2 * ROW_BYTES))
+            halves = [instructions.load(builder, _shift(builder, at, one), _WORDS, 4) for one in (0, ROW_BYTES)]
+            pairs = zip(*(_divide(builder, words) for words in halves), strict=True)
+            return [instructions.joined(builder, *pair) for pair in pairs]
 
         with builder.if_else(builder.icmp_signed("!=", source, _LONG(0))) as (present, missing):
             with present:
-                instructions.each(builder, steps, copy(row))
+                instructions.each(builder, steps, copy(whole if len(parts) == 1 else divided))
             with missing:
-                instructions.each(builder, steps, copy(lambda _: ir.Constant(_WORDS, [0] * COLUMNS)))
+                instructions.each(builder, steps, copy(lambda _: [ir.Constant(_WORDS, [0] * COLUMNS)] * len(parts)))
         return context.get_dummy_value()
 
-    return types.none(*([types.int64] * 3)), generate
+    return types.none(kind, *([types.int64] * 3)), generate
+
+
+def _divide(builder: Any, words: Any) -> list[Any]:
+    """Three vectors of bfloat16, as int16, whose sum are the float32 numbers `words`: their first, second and last 8
+    bits. The first part of infinity and of NaN is itself, and the others are zeros."""
+
+    def every(value: int) -> Any:
+        return ir.Constant(_WORDS, [value] * COLUMNS)
+
+    exponent = every(_EXPONENT)
+    is_finite = builder.icmp_unsigned("!=", builder.and_(words, exponent), exponent)
+    values = builder.bitcast(words, _FLOATS)
+    words = builder.select(builder.fcmp_unordered("uno", values, values), every(_NAN), words)
+    found = []
+    for _ in range(_NUM_PARTS["float32"]):
+        found.append(builder.trunc(builder.lshr(words, every(16)), _SHORTS))
+        first = builder.bitcast(builder.and_(words, every(_FIRST_PART)), _FLOATS)
+        # A flag of its own keeps fast math from assuming that the difference is finite.
+        rest = builder.fsub(builder.bitcast(words, _FLOATS), first, flags=("contract",))
+        words = builder.select(is_finite, builder.bitcast(rest, _WORDS), every(0))
+    return found
 
 
 @intrinsic
@@ -139,6 +199,25 @@ def store_bfloat16(_context: Any, is_streamed: Any, sums: Any, out: Any, stride:
                 ]
                 line = instructions.joined(builder, *(instructions.narrow(builder, words) for words in both))
                 store(builder, line, _shift(builder, row_out, column * ROW_BYTES // 2), 2)
+
+        _each_row(builder, num_rows, is_streamed, step)
+        return context.get_dummy_value()
+
+    return types.none(types.boolean, *([types.int64] * 4)), generate
+
+
+@intrinsic
+def store_float32(_context: Any, is_streamed: Any, sums: Any, out: Any, stride: Any, num_rows: Any) -> Any:
+    """Copies a panel's sums of each row, as above."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        is_streamed, sums, out, stride, num_rows = args
+
+        def step(store: Store, row: Any) -> None:
+            row_sums, row_out = _row_sums(builder, sums, row), _row(builder, out, row, stride)
+            for column in range(_PANEL_COLUMNS):
+                line = instructions.load(builder, _shift(builder, row_sums, column * TILE_BYTES), _WORDS, 4)
+                store(builder, line, _shift(builder, row_out, column * ROW_BYTES), 4)
 
         _each_row(builder, num_rows, is_streamed, step)
         return context.get_dummy_value()

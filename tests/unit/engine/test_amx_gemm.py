@@ -77,10 +77,48 @@ def test_bfloat16_sums_are_those_of_float32(num_outputs: int, num_inputs: int) -
 
 
 @needs_bfloat16
-def test_values_that_are_not_finite_stay_in_their_row() -> None:
-    weight, x = torch.ones(64, 64).bfloat16(), torch.ones(20, 64).bfloat16()
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
+def test_float32_inputs_are_not_rounded(num_outputs: int, num_inputs: int) -> None:
+    """A sum of float32 numbers has an error of 2^-24 for each addition, of which few are as large as the sum."""
+    generator = torch.Generator().manual_seed(num_inputs)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).bfloat16().float()
+    x = torch.randn(max(ROWS), num_inputs, generator=generator)
+    x *= 10 ** (torch.rand(len(x), 1, generator=generator) * 20 - 10)
+    product, exact = amx_gemm.pack_float32(weight), x.double() @ weight.double().t()
+    whole = product(x)
+    assert whole.dtype == torch.float32
+    size = x.double().abs() @ weight.double().abs().t()
+    assert ((whole.double() - exact).abs() <= 2**-22 * size).all()  # a product of rounded inputs would have 2^-10
+    for rows in ROWS:
+        assert torch.equal(product(x[:rows]), whole[:rows])
+        assert torch.equal(product(x[-rows:]), whole[-rows:])
+
+
+@needs_bfloat16
+def test_each_bit_of_a_float32_input_counts() -> None:
+    x = torch.full((24, 64), 0.0)
+    for row in range(24):
+        x[row, row] = 1 + 2.0**-row if row else 2.0
+    x[5, 5] = 1 + 2**-23
+    product = amx_gemm.pack_float32(torch.eye(64))
+    assert torch.equal(product(x), x)
+    assert torch.equal(product(-x * 2.0**100), -x * 2.0**100)
+
+
+@needs_bfloat16
+def test_a_nan_is_not_taken_for_infinity() -> None:
+    x = torch.ones(1, 64)
+    x.view(torch.int32)[0, 7] = 0x7F800001  # its first 16 bits are those of infinity
+    assert amx_gemm.pack_float32(torch.ones(64, 64))(x).isnan().all()
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_that_are_not_finite_stay_in_their_row(dtype: torch.dtype) -> None:
+    weight, x = torch.ones(64, 64, dtype=dtype), torch.ones(20, 64, dtype=dtype)
     x[3, 5], x[18, 0] = torch.nan, torch.inf
-    got = amx_gemm.pack_bfloat16(weight)(x)
+    pack = amx_gemm.pack_bfloat16 if dtype == torch.bfloat16 else amx_gemm.pack_float32
+    got = pack(weight)(x)
     assert got[3].isnan().all()
     assert got[18].isinf().all()
     assert (got[[row for row in range(20) if row not in (3, 18)]] == 64).all()

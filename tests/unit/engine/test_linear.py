@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine import linear as linear_module
-from pdserve.engine.kernels import packed_gemm
+from pdserve.engine.kernels import amx_gemm, packed_gemm
 from pdserve.engine.kernels.instructions import LANES
 from pdserve.engine.linear import (
     Bf16Linear,
@@ -95,6 +95,7 @@ def test_weights_of_a_bfloat16_checkpoint_take_half_of_the_memory_and_give_the_s
 ) -> None:
     weight, bias = tensors(num_inputs, num_outputs, has_bias=True)
     weight = weight.bfloat16().float()
+    monkeypatch.setattr(linear_module, "_float32_tiles", lambda _: None)  # they add in another order
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -111,6 +112,19 @@ def test_weights_of_a_bfloat16_checkpoint_take_half_of_the_memory_and_give_the_s
             assert torch.equal(linear(x), wide(x))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not amx_gemm.fits("float32", 64, 64), reason="this CPU has no AMX, or kernels may not use it")
+def test_with_amx_weights_of_a_bfloat16_checkpoint_take_half_of_the_memory() -> None:
+    weight, bias = tensors(768, 128, has_bias=True)
+    weight = weight.bfloat16().float()
+    linear = PackedLinear(weight.clone(), bias)
+    assert linear.reads_bfloat16
+    assert linear._panels._packed.nbytes == 2 * weight.numel()  # type: ignore[union-attr]
+    assert not hasattr(linear, "_packed")
+    x = torch.randn(40, 768)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(linear(x).double(), expected, rtol=0, atol=1e-5)
 
 
 def test_one_weight_that_bfloat16_cannot_hold_keeps_float32() -> None:
