@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 from pdserve.engine.kernels import amx, instructions
 from pdserve.engine.kernels.amx import ROW_BYTES, ROWS, TILE_BYTES, configure, release
-from pdserve.engine.kernels.amx_softmax import KEYS, STEP_KEYS, softmax, transposed
+from pdserve.engine.kernels.amx_softmax import KEYS, STEP_KEYS, softmax
 from pdserve.engine.kernels.bfloat16 import narrow
 from pdserve.engine.kernels.exponential import exp2
 from pdserve.engine.kernels.paged import LEAST_WORK, TASK_FIELDS
@@ -138,7 +138,7 @@ def _arrange_queries(_context: Any, dim: Any, queries: Any, out: Any) -> Any:
         for step in range(size // _STEP_DIMS):
             at = [builder.add(queries, _LONG(2 * row * size + step * ROW_BYTES)) for row in range(ROWS)]
             for pair, words in enumerate(
-                transposed(builder, [instructions.load(builder, one, _WORDS, 4) for one in at])
+                instructions.transposed(builder, [instructions.load(builder, one, _WORDS, 4) for one in at])
             ):
                 instructions.store(builder, words, builder.add(out, _LONG(step * TILE_BYTES + pair * ROW_BYTES)), 4)
         return context.get_dummy_value()

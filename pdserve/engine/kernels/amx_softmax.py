@@ -91,7 +91,7 @@ def softmax(
                     totals[chain] = builder.fadd(totals[chain], weight, flags=_EXACT)
                     weights.append(weight)
                 pairs.append(_pair(builder, *weights))
-            for query, row in enumerate(transposed(builder, pairs)):
+            for query, row in enumerate(instructions.transposed(builder, pairs)):
                 instructions.store(builder, row, builder.add(out, _LONG(step * TILE_BYTES + query * ROW_BYTES)), 4)
         total = reduce(lambda a, b: builder.fadd(a, b, flags=_EXACT), totals)
         held = instructions.load(builder, sums, _FLOATS, 4)
@@ -137,19 +137,3 @@ def _pair(builder: Any, low: Any, high: Any) -> Any:
     lanes = [lane for i in range(ROWS) for lane in (i, ROWS + i)]
     mask = ir.Constant(ir.VectorType(_WORD, 2 * ROWS), lanes)
     return builder.bitcast(builder.shuffle_vector(both, both, mask), _WORDS)
-
-
-def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """The transpose of 16 vectors of 16 words, in four rounds that each exchange halves of pairs of vectors."""
-    width = 1
-    while width < ROWS:
-        exchanged = list(rows)
-        for i in range(ROWS):
-            if not i & width:
-                a, b = rows[i], rows[i | width]
-                low = [j if not j & width else ROWS + (j ^ width) for j in range(ROWS)]
-                high = [(j ^ width) if not j & width else ROWS + j for j in range(ROWS)]
-                exchanged[i] = builder.shuffle_vector(a, b, ir.Constant(_WORDS, low))
-                exchanged[i | width] = builder.shuffle_vector(a, b, ir.Constant(_WORDS, high))
-        rows, width = exchanged, 2 * width
-    return rows

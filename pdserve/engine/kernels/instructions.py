@@ -14,6 +14,7 @@ binding.initialize_native_asmparser()  # for `accumulate`
 FEATURES: Final = frozenset(jit.target()[1].split(","))
 LANES: Final = 16 if "+avx512f" in FEATURES else 8  # numbers of 4 bytes in a vector
 
+_QUARTER: Final = 4  # words of 16 bytes, within which an instruction moves words cheaply
 _LONG, _WORD = ir.IntType(64), ir.IntType(32)
 
 
@@ -81,6 +82,18 @@ def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [a, b, c])
 
 
+def fused_or_not(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of float32 vectors. Without fused instructions in two steps, because LLVM would call a function for
+    each lane.
+
+    numba adds the flags of fastmath to each operation that has no flag. LLVM could then change the order of additions,
+    and a position would have other bits in another batch. `contract` prevents that; it allows only fused products.
+    """
+    if "+fma" in FEATURES:
+        return fused(builder, a, b, c)
+    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+
 def accumulate(builder: Any, instruction: str, held: Any, a: Any, b: Any) -> Any:
     """held + the products of `a` and `b`, by an instruction that has no stable name in LLVM."""
     of = ir.FunctionType(held.type, [held.type, a.type, b.type])
@@ -91,6 +104,53 @@ def joined(builder: Any, low: Any, high: Any) -> Any:
     """One vector of the lanes of two."""
     lanes = list(range(2 * low.type.count))
     return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_WORD, len(lanes)), lanes))
+
+
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """The transpose of N vectors of N words, N = 8 or 16.
+
+    Blocks of four words are transposed within quarters of 16 bytes, then whole quarters are exchanged. Each of these
+    shuffles is one instruction without a register for the lanes.
+    """
+    blocks = [_blocks(builder, rows[first : first + _QUARTER]) for first in range(0, len(rows), _QUARTER)]
+    columns: list[Any] = [None] * len(rows)
+    for i in range(_QUARTER):
+        for quarter, vector in enumerate(_exchanged(builder, [one[i] for one in blocks])):
+            columns[quarter * _QUARTER + i] = vector
+    return columns
+
+
+def _blocks(builder: Any, rows: list[Any]) -> list[Any]:
+    """Of four vectors: word j of each quarter of vector i is word i of that quarter of vector j."""
+    size, found = rows[0].type.count, []
+
+    def pairs(a: Any, b: Any, words: list[int]) -> Any:
+        """`words` of each quarter; those from 4 on are of `b`."""
+        lanes = [
+            first + word if word < _QUARTER else size + first + word - _QUARTER
+            for first in range(0, size, _QUARTER)
+            for word in words
+        ]
+        return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_WORD, size), lanes))
+
+    for words in ([0, 4, 1, 5], [2, 6, 3, 7]):
+        low, high = pairs(rows[0], rows[1], words), pairs(rows[2], rows[3], words)
+        found += [pairs(low, high, [0, 1, 4, 5]), pairs(low, high, [2, 3, 6, 7])]
+    return found
+
+
+def _exchanged(builder: Any, vectors: list[Any]) -> list[Any]:
+    """Quarter j of vector i becomes quarter i of vector j, for 2 or 4 vectors of as many quarters."""
+
+    def chosen(two: list[Any], quarters: tuple[int, ...]) -> Any:
+        lanes = [_QUARTER * quarter + word for quarter in quarters for word in range(_QUARTER)]
+        return builder.shuffle_vector(*two, ir.Constant(ir.VectorType(_WORD, len(lanes)), lanes))
+
+    if len(vectors) == 2:
+        return [chosen(vectors, (0, 2)), chosen(vectors, (1, 3))]
+    even, odd = (0, 2, 4, 6), (1, 3, 5, 7)
+    halves = [[chosen(two, quarters) for two in (vectors[:2], vectors[2:])] for quarters in (even, odd)]
+    return [chosen(halves[quarter % 2], (even, odd)[quarter // 2]) for quarter in range(_QUARTER)]
 
 
 def widen(builder: Any, words: Any) -> Any:
