@@ -86,9 +86,9 @@ class PagedAttention:
             self._scratch_floats = amx_attention.scratch_floats(shape.head_dim, num_heads, len(pool.heads))
         else:
             self._attend = paged.make_attend(shape.head_dim, shape.block_size, stored)
-            self._max_task_queries = paged.MAX_QUERIES
-            self._scratch_floats = paged.scratch_floats(shape.head_dim, shape.block_size, num_heads)
-        self._scratch = torch.empty(self._num_threads * self._scratch_floats)
+            self._max_task_queries = paged.max_queries(num_heads, len(pool.heads))
+            self._scratch_floats = paged.scratch_floats(shape.head_dim, num_heads, len(pool.heads))
+        self._scratch = torch.zeros(self._num_threads * self._scratch_floats)
         self._place = {
             dtype: place.make_place(shape.head_dim, shape.block_size, stored, name, is_normed=is_normed)
             for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
@@ -189,7 +189,7 @@ class PagedAttention:
         q_THD = q_THD.contiguous()
         if torch.get_num_threads() > self._num_threads:  # each needs its part of the scratch memory
             self._num_threads = torch.get_num_threads()
-            self._scratch = torch.empty(self._num_threads * self._scratch_floats)
+            self._scratch = torch.zeros(self._num_threads * self._scratch_floats)
         self._attend(
             len(plan.tasks),
             plan.work,

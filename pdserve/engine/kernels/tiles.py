@@ -1,8 +1,10 @@
 """The two products of attention with a tile of keys or values, in vector instructions.
 
-A sum is added in one order for any number of queries, so a query's bits are the same alone and in a chunk. A scalar
-product is added in `LANES` partial sums, and these by halves.
+A lane of a score is one key, so a score is the sum over the dims in order, and needs no sum across lanes. Each sum is
+added in one order for any number of queries, so a query's bits are the same alone and in a chunk.
 """
+
+# Shapes: W dims of a head, rounded up to whole vectors.
 
 from __future__ import annotations
 
@@ -15,156 +17,151 @@ from numba.extending import intrinsic
 from pdserve.engine.kernels import instructions
 from pdserve.engine.kernels.instructions import LANES
 
-ROWS: Final = 4  # of `add_values` at a time
+KEYS: Final = 64  # of a tile
+GROUP: Final = 16  # keys whose numbers of one dim are contiguous
+ROWS: Final = 6  # queries at a time, whose sums are in registers
 
-_COLUMNS = LANES // 4  # vectors of a row in registers, in `add_values`
+_SCORE_VECTORS = LANES // 4  # of keys at a time: 4 with 32 registers, 2 with 16
+_VALUE_VECTORS = LANES // 4
 _LONG, _FLOAT = ir.IntType(64), ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
-_PART = 4  # lanes within which an instruction moves values cheaply
+_WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 
 @intrinsic
-def scores(_context: Any, width: Any, query: Any, keys: Any, stride: Any, out: Any) -> Any:
-    """out[i] = query . keys[i] for the next LANES keys. All but `width`, a literal multiple of LANES, are addresses, or
-    bytes from one key to the next."""
-    if not isinstance(width, types.IntegerLiteral):
+def arrange(_context: Any, dim: Any, keys: Any, shift: Any, out: Any) -> Any:
+    """Arranges GROUP keys as [dim, GROUP]. `dim` is a literal. `keys` is the address of the addresses of the keys, to
+    each of which `shift` bytes are added. Reads whole vectors of each key."""
+    if not isinstance(dim, types.IntegerLiteral):
+        return None
+    size = dim.literal_value
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        _, keys, shift, out = args
+        for first in range(0, GROUP, LANES):
+            at = [
+                builder.add(instructions.load(builder, builder.add(keys, _LONG(8 * (first + key))), _LONG, 8), shift)
+                for key in range(LANES)
+            ]
+            for column in range(0, size, LANES):
+                rows = [instructions.load(builder, builder.add(one, _LONG(4 * column)), _WORDS, 4) for one in at]
+                for d, words in enumerate(instructions.transposed(builder, rows)[: size - column]):
+                    to = builder.add(out, _LONG(4 * (GROUP * (column + d) + first)))
+                    instructions.store(builder, words, to, 4)
+        return context.get_dummy_value()
+
+    return types.none(dim, *([types.int64] * 3)), generate
+
+
+@intrinsic
+def scores(_context: Any, dim: Any, width: Any, rows: Any, queries: Any, keys: Any, out: Any) -> Any:
+    """out[r, i] = query r . key i for up to ROWS queries [rows, width] and KEYS arranged keys.
+
+    `dim` and `width` are literals, `rows` is a number, and the others are addresses.
+    """
+    if not isinstance(dim, types.IntegerLiteral) or not isinstance(width, types.IntegerLiteral):
         return None
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        _, query, keys, stride, out = args
-        at = [builder.add(keys, builder.mul(stride, _LONG(key))) for key in range(LANES)]
-        sums: list[Any] = [None] * LANES
-        for column in range(0, width.literal_value, LANES):
-            part = _load(builder, query, 4 * column)
-            for key in range(LANES):
-                values = _load(builder, at[key], 4 * column)
-                first = sums[key] is None
-                sums[key] = builder.fmul(part, values) if first else _add_product(builder, part, values, sums[key])
-        _store(builder, _add_lanes(builder, sums), out, 0)
+        rows, *others = args[2:]
+        for num_rows in range(1, ROWS + 1):
+            with builder.if_then(builder.icmp_signed("==", rows, _LONG(num_rows))):
+                for first in range(0, KEYS // LANES, _SCORE_VECTORS):
+                    _score_some(builder, dim.literal_value, width.literal_value, num_rows, first, *others)
         return context.get_dummy_value()
 
-    return types.none(width, *([types.int64] * 4)), generate
+    return types.none(dim, width, *([types.int64] * 4)), generate
 
 
-def _add_lanes(builder: Any, vectors: list[Any]) -> Any:
-    """A vector of the sums of the vectors' lanes. Halves of two vectors are added in one addition."""
-    of = [[key] * LANES for key in range(LANES)]  # the vector whose values a lane has
-    half = LANES // 2
-    while half:
-        block = LANES if half >= _PART else _PART
-        low = [
-            source * LANES + first + lane
-            for first in range(0, LANES, block)
-            for source in (0, 1)
-            for lane in range(block)
-            if lane % (2 * half) < half
+def _score_some(
+    builder: Any, dim: int, width: int, num_rows: int, first: int, queries: Any, keys: Any, out: Any
+) -> None:
+    """The scores of some vectors of keys, from vector `first` on."""
+    vectors = range(first, first + _SCORE_VECTORS)
+    places = [(row, vector) for row in range(num_rows) for vector in vectors]
+    starts = [divmod(vector * LANES, GROUP) for vector in vectors]
+    zeros = [ir.Constant(_VECTOR, [0.0] * LANES)] * len(places)
+
+    def step(d: Any, held: list[Any]) -> list[Any]:
+        at = builder.add(keys, builder.mul(d, _LONG(4 * GROUP)))
+        loaded = [_load(builder, at, 4 * (group * GROUP * dim + lane)) for group, lane in starts]
+        query_at = builder.add(queries, builder.mul(d, _LONG(4)))
+        every = [_broadcast(builder, query_at, 4 * width * row) for row in range(num_rows)]
+        return [
+            instructions.fused_or_not(builder, every[row], loaded[vector - first], one)
+            for (row, vector), one in zip(places, held, strict=True)
         ]
-        pairs = range(len(vectors) // 2)
-        of = [[(of[i] + of[i + len(pairs)])[lane] for lane in low] for i in pairs]
-        vectors = [
-            builder.fadd(*(_shuffle(builder, vectors[i], vectors[i + len(pairs)], low, shift) for shift in (0, half)))
-            for i in pairs
-        ]
-        half //= 2
-    [vector], [lanes] = vectors, of
-    return _shuffle(builder, vector, vector, [lanes.index(key) for key in range(LANES)], 0)
 
-
-def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int], shift: int) -> Any:
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [lane + shift for lane in lanes])
-    return builder.shuffle_vector(a, b, mask)
+    for (row, vector), total in zip(places, instructions.repeat(builder, _LONG(dim), zeros, step), strict=True):
+        _store(builder, total, out, 4 * (KEYS * row + LANES * vector))
 
 
 @intrinsic
 def add_values(
-    _context: Any,
-    width: Any,
-    rows: Any,
-    weights: Any,
-    weight_stride: Any,
-    values: Any,
-    stride: Any,
-    count: Any,
-    sums: Any,
+    _context: Any, width: Any, rows: Any, weights: Any, values: Any, count: Any, factors: Any, sums: Any
 ) -> Any:
-    """sums[r] += weights[r, c] * values[c] for c = 0 .. count - 1, in order, for up to ROWS rows of `width` columns.
+    """sums[r] = sums[r] * factors[r] + weights[r, c] * values[c] for c = 0 .. count - 1, in order, for up to ROWS rows.
 
-    `width` is a literal multiple of LANES. Sums are contiguous. The others are addresses, numbers, and strides in
-    bytes.
+    weights [rows, KEYS], factors [rows], sums [rows, width]. `values` is the address of the addresses of the values.
+    `width` is a literal multiple of LANES, `rows` and `count` are numbers, the others addresses.
     """
     if not isinstance(width, types.IntegerLiteral):
         return None
     size = width.literal_value
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        _, rows, *others = args
+        rows, *others = args[1:]
         for num_rows in range(1, ROWS + 1):
             with builder.if_then(builder.icmp_signed("==", rows, _LONG(num_rows))):
-                for first in range(0, size, _COLUMNS * LANES):
-                    columns = range(first, min(first + _COLUMNS * LANES, size), LANES)
-                    _add_tile(builder, size, [(row, column) for row in range(num_rows) for column in columns], *others)
+                for first in range(0, size, _VALUE_VECTORS * LANES):
+                    columns = range(first, min(first + _VALUE_VECTORS * LANES, size), LANES)
+                    _add_some(builder, size, num_rows, columns, *others)
         return context.get_dummy_value()
 
-    return types.none(width, *([types.int64] * 7)), generate
+    return types.none(width, *([types.int64] * 6)), generate
 
 
-def _add_tile(
+def _add_some(
     builder: Any,
     width: int,
-    places: list[tuple[int, int]],
+    num_rows: int,
+    columns: range,
     weights: Any,
-    weight_stride: Any,
     values: Any,
-    stride: Any,
     count: Any,
+    factors: Any,
     sums: Any,
 ) -> None:
-    """`add_values` of the given rows and columns, which are held in registers."""
-    starts = [_load(builder, sums, 4 * (row * width + column)) for row, column in places]
-    before, loop, done = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    c, held = builder.phi(_LONG), [builder.phi(_VECTOR) for _ in places]
-    value_at, weight_at = builder.add(values, builder.mul(c, stride)), builder.add(weights, builder.mul(c, _LONG(4)))
-    loaded = {column: _load(builder, value_at, 4 * column) for column in sorted({column for _, column in places})}
-    every = {}
-    for row in sorted({row for row, _ in places}):
-        at = builder.add(weight_at, builder.mul(weight_stride, _LONG(row)))
-        one = builder.load(builder.inttoptr(at, _FLOAT.as_pointer()))
-        every[row] = instructions.broadcast(builder, one, LANES)
-    added = [
-        _add_product(builder, every[row], loaded[column], one) for (row, column), one in zip(places, held, strict=True)
+    """`add_values` of the given columns."""
+    places = [(row, column) for row in range(num_rows) for column in columns]
+    scale = [_broadcast(builder, factors, 4 * row) for row in range(num_rows)]
+    starts = [
+        builder.fmul(_load(builder, sums, 4 * (row * width + column)), scale[row], flags=("contract",))
+        for row, column in places
     ]
-    following = builder.add(c, _LONG(1))
-    for phi, initial, changed in zip((c, *held), (_LONG(0), *starts), (following, *added), strict=True):
-        phi.add_incoming(initial, before)
-        phi.add_incoming(changed, loop)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
-    builder.position_at_end(done)
-    for (row, column), new in zip(places, added, strict=True):
-        _store(builder, new, sums, 4 * (row * width + column))
+
+    def step(c: Any, held: list[Any]) -> list[Any]:
+        value_at = instructions.load(builder, builder.add(values, builder.mul(c, _LONG(8))), _LONG, 8)
+        weight_at = builder.add(weights, builder.mul(c, _LONG(4)))
+        loaded = {column: _load(builder, value_at, 4 * column) for column in columns}
+        every = [_broadcast(builder, weight_at, 4 * KEYS * row) for row in range(num_rows)]
+        return [
+            instructions.fused_or_not(builder, every[row], loaded[column], one)
+            for (row, column), one in zip(places, held, strict=True)
+        ]
+
+    for (row, column), total in zip(places, instructions.repeat(builder, count, starts, step), strict=True):
+        _store(builder, total, sums, 4 * (row * width + column))
 
 
-def _add_product(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c. Without fused instructions in two steps, because LLVM would call a function for each lane.
-
-    numba adds the flags of fastmath to each operation that has no flag. LLVM could then change the order of additions,
-    and a position would have other bits in another batch. `contract` prevents that; it allows only fused products.
-    """
-    if "+fma" in instructions.FEATURES:
-        return instructions.fused(builder, a, b, c)
-    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+def _broadcast(builder: Any, address: Any, shift: int) -> Any:
+    one = instructions.load(builder, builder.add(address, _LONG(shift)), _FLOAT, 4)
+    return instructions.broadcast(builder, one, LANES)
 
 
 def _load(builder: Any, address: Any, shift: int) -> Any:
-    value = builder.load(_at(builder, address, shift))
-    value.align = 4
-    return value
+    return instructions.load(builder, builder.add(address, _LONG(shift)), _VECTOR, 4)
 
 
 def _store(builder: Any, value: Any, address: Any, shift: int) -> None:
-    builder.store(value, _at(builder, address, shift)).align = 4
-
-
-def _at(builder: Any, address: Any, shift: int) -> Any:
-    return builder.inttoptr(builder.add(address, _LONG(shift)), _VECTOR.as_pointer())
+    instructions.store(builder, value, builder.add(address, _LONG(shift)), 4)
