@@ -188,6 +188,7 @@ def cut(qkv_TND: Tensor) -> list[Tensor]:
         (7, 3, 24),  # test_exactness.py also needs it.
         pytest.param(1, 1, 8, marks=pytest.mark.slow),
         pytest.param(64, 1, 96, marks=pytest.mark.slow),
+        (16, 2, 64),
         pytest.param(16, 6, 64, marks=pytest.mark.slow),
     ],
 )
@@ -195,22 +196,24 @@ def test_any_shape_of_block_can_be_read_in_place(block_size: int, num_kv_heads: 
     pool = filled_pool(block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
     [table] = scattered(pool, [130])
     kernel = PagedAttention(pool, num_heads=6)
-    q_THD = queries(3, 6, head_dim)
-    got = kernel.attend(1, q_THD, kernel.plan([table], [127], [3]), None, None, None)
-    torch.testing.assert_close(got.double(), expected(pool, table, q_THD, 127), atol=1e-4, rtol=1e-4)
+    for num_queries in (3, 120):
+        q_THD, start = queries(num_queries, 6, head_dim), 130 - num_queries
+        got = kernel.attend(1, q_THD, kernel.plan([table], [start], [num_queries]), None, None, None)
+        torch.testing.assert_close(got.double(), expected(pool, table, q_THD, start), atol=1e-4, rtol=1e-4)
 
 
 @needs_numba
-@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize(("dtype", "head_dim"), [*((dtype, 24) for dtype in STORED), (torch.float32, 64)])
 @pytest.mark.parametrize("window", [None, 33])
 def test_a_position_has_the_same_bits_in_any_batch(
-    dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, head_dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Heads of whole vectors in float32 are read in place by a few queries, and copied for many."""
     monkeypatch.setattr(paged, "_LEAST_WORK", 0)
-    pool, length = filled_pool(dtype=dtype), 120
+    pool, length = filled_pool(dtype=dtype, head_dim=head_dim), 150
     tables = scattered(pool, [length, 300, 77])
-    q_THD = queries(length, 6, 24)
-    company = queries(2, 6, 24)
+    q_THD = queries(length, 6, head_dim)
+    company = queries(2, 6, head_dim)
     kernel = PagedAttention(pool, num_heads=6)
     whole = kernel.attend(1, q_THD, kernel.plan(tables[:1], [0], [length]), window, None, None)
     try:
@@ -236,6 +239,24 @@ def test_a_row_that_is_not_finite_affects_no_other() -> None:
     before = kernel.attend(1, q_THD, plan, None, None, None)
     pool.tensor[tables[0][1], 1, 0, 3] = torch.nan
     after = kernel.attend(1, q_THD, plan, None, None, None)
+    assert after[0].isnan().all()
+    assert torch.equal(after[1], before[1])
+
+
+@needs_numba
+@pytest.mark.parametrize(("scale", "softcap"), [VARIANTS[0], VARIANTS[2]])
+def test_a_long_row_that_is_not_finite_leaves_nothing_for_a_short_one(
+    scale: float | None, softcap: float | None
+) -> None:
+    """A thread's arranged keys and scores stay in memory. The short row sees some of them only."""
+    pool = filled_pool()
+    tables = scattered(pool, [64, 10])
+    kernel = PagedAttention(pool, num_heads=6)
+    plan = kernel.plan(tables, [63, 9], [1, 1])
+    q_THD = queries(2, 6, 24)
+    before = kernel.attend(1, q_THD, plan, None, scale, softcap)
+    pool.tensor[tables[0], 1] = torch.nan
+    after = kernel.attend(1, q_THD, plan, None, scale, softcap)
     assert after[0].isnan().all()
     assert torch.equal(after[1], before[1])
 
