@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.fault_storm.report import Result, exit_code, print_result, table
+from benchmarks.fault_storm.report import Result, misses, print_result, table
 from benchmarks.fault_storm.storm import ROLES, Storm
 from pdserve.core.json_text import to_json
 from tests.support.fake_ends import DEVICE_TRANSPORTS
@@ -82,7 +82,10 @@ def main() -> int:
         print("All transports:\n", *table(results), sep="\n")
     if args.json:
         args.json.write_text(to_json([one.facts() for one in results], indent=1))
-    return exit_code(results)
+    missed = misses(results)
+    for line in missed:
+        print(f"MISSED: {line}", file=sys.stderr)
+    return int(bool(missed))
 
 
 if __name__ == "__main__":

@@ -136,5 +136,16 @@ def print_result(result: Result) -> None:
         print(line)
 
 
-def exit_code(results: Iterable[Result]) -> int:
-    return int(any(one.wrong or one.lateness()[-1] > LATEST_S for one in results))
+def misses(results: Iterable[Result]) -> list[str]:
+    """Why the storm fails, a line for each bar that was missed."""
+    found = []
+    for one in results:
+        latest_s = one.lateness()[-1]
+        if one.wrong:
+            found.append(f"{one.transport}: {len(one.wrong)} wrong bytes, leaks or hangs")
+        if latest_s > LATEST_S:
+            found.append(
+                f"{one.transport}: memory was freed {latest_s:.3f} s after a deadline, the limit is {LATEST_S:g} s; "
+                "a machine with fewer cores than busy processes may miss it"
+            )
+    return found
