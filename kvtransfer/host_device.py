@@ -20,6 +20,12 @@ _AT_ONCE: Final = 1 << 16  # words at a time, so that intermediate values fit in
 _OFFSETS: Final = np.arange(1, _AT_ONCE + 1, dtype=np.uint64) * np.uint64(GOLDEN)
 
 
+def zeroed(num_bytes: int) -> memoryview:
+    """New memory. The kernel zeroes a page when it is first used; `bytearray` would zero all of it at once and hold the
+    GIL meanwhile, so a connection's staging would stop every thread for tens of milliseconds."""
+    return memoryview(np.zeros(num_bytes, dtype=np.uint8))
+
+
 def word_sum(data: memoryview) -> int:
     """The checksum of extent.py. The data is a multiple of 4 bytes long."""
     if len(data) % WORD_BYTES:
@@ -109,7 +115,7 @@ class PlainBytes:
     """Host memory, which needs no pinning."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.view = memoryview(bytearray(num_bytes))
+        self.view = zeroed(num_bytes)
 
     def close(self) -> None:
         self.view = memoryview(b"")
@@ -139,7 +145,7 @@ class HostDevice:
         return HostBlocks(self._memory, len(self._memory) // self._block_bytes, self._block_bytes)
 
     def staging(self, num_blocks: int) -> HostBlocks:
-        return HostBlocks(bytearray(num_blocks * self._block_bytes), num_blocks, self._block_bytes)
+        return HostBlocks(zeroed(num_blocks * self._block_bytes), num_blocks, self._block_bytes)
 
     def pinned(self, num_bytes: int) -> PlainBytes:
         return PlainBytes(num_bytes)

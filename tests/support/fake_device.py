@@ -23,7 +23,7 @@ from typing import Any
 
 from kvtransfer.copy_streams import CopyLimits, StreamLoads
 from kvtransfer.device import COPY_S, Blocks, Copying, Wake
-from kvtransfer.host_device import HostBlocks, PlainBytes, digest_of, move_bytes, word_sum
+from kvtransfer.host_device import HostBlocks, PlainBytes, digest_of, move_bytes, word_sum, zeroed
 from kvtransfer.staging_budget import StagingBudget
 from pdserve.core.errors import InternalError, TransferFailed
 from tests.support.transfer_ends import HostPool
@@ -211,7 +211,7 @@ class FakeDevice:
 
     def staging(self, num_blocks: int) -> FakeBlocks:
         block_bytes = self._pool.block_bytes
-        return FakeBlocks(bytearray(num_blocks * block_bytes), num_blocks, block_bytes)
+        return FakeBlocks(zeroed(num_blocks * block_bytes), num_blocks, block_bytes)
 
     def export(self) -> bytes:
         return _EXPORT.pack(os.getpid(), self._pool.handle, self._pool.num_blocks, self._pool.block_bytes)
