@@ -62,7 +62,7 @@ rank-storm: $(STAMP)
 	$(BIN)/python -m benchmarks.fault_storm --transfers 5000 --transport tcp --ranks 2,1,2,4 $(ARGS)
 	$(BIN)/python -m benchmarks.fault_storm --transfers 1000 --transport cuda_ipc nccl tcp_staged --ranks 2,1,2,4 $(ARGS)
 
-# 1,000 requests of the bundled model on 2 x 2 workers, one of which is killed every five seconds; about ten minutes.
+# 1,000 requests of the bundled model on 2 x 2 workers, one of which is killed every five seconds; about two minutes.
 kill-storm: $(STAMP)
 	$(BIN)/python -m benchmarks.kill_storm --requests 1000 --every 5 $(ARGS)
 
