@@ -23,7 +23,7 @@ _OFFSETS: Final = np.arange(1, _AT_ONCE + 1, dtype=np.uint64) * np.uint64(GOLDEN
 def zeroed(num_bytes: int) -> memoryview:
     """New memory. The kernel zeroes a page when it is first used; `bytearray` would zero all of it at once and hold the
     GIL meanwhile, so a connection's staging would stop every thread for tens of milliseconds."""
-    return memoryview(np.zeros(num_bytes, dtype=np.uint8))
+    return np.zeros(num_bytes, dtype=np.uint8).data
 
 
 def word_sum(data: memoryview) -> int:
