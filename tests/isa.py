@@ -47,7 +47,6 @@ TESTS: Final = (
     "tests/unit/worker/test_overlap.py",
     "tests/unit/worker/test_tensor_parallel.py",
     "tests/cluster/test_exact.py",
-    "tests/cluster/test_tensor_parallel.py",
     "tests/cluster/test_options.py",
 )
 # The interpreter of Triton computes with numpy, and the model of the protocol with integers.
