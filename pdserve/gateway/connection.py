@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 KEEPALIVE_IDLE_S: Final = 20
 KEEPALIVE_EVERY_S: Final = 10
 KEEPALIVE_PROBES: Final = 2
+# After an answer before the end of its request's body, at most this much of the body is read and dropped.
+LINGER_S: Final = 5.0
+LINGER_BYTES: Final = 64 * 2**20
+MAX_LINGERING: Final = 128  # connections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,8 @@ class Connections:
 
     limits: ConnectionLimits
     idle: OrderedDict[Connection | Handshake, None] = field(default_factory=OrderedDict)  # longest idle first
-    num_open: int = 0
+    lingering: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # oldest first
+    num_open: int = 0  # without the lingering ones
     num_dropped: int = 0
     failures: LogLimit = field(default_factory=LogLimit)  # of TLS handshakes
 
@@ -61,8 +66,16 @@ class Connections:
         if not self.idle:
             return False
         oldest, _ = self.idle.popitem(last=False)
-        oldest.drop()
+        oldest.end_idle()
         return True
+
+    def linger(self, connection: Connection) -> None:
+        self.num_open -= 1
+        self.idle.pop(connection, None)
+        if len(self.lingering) >= MAX_LINGERING:
+            oldest, _ = self.lingering.popitem(last=False)
+            oldest.drop()
+        self.lingering[connection] = None
 
 
 @final
@@ -76,13 +89,15 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._is_in_head = True
         self._ignores_rest = False  # further data is read and dropped, so that a disconnect is noticed
         self._is_open = False
+        self._num_answers = 0
+        self._left_bytes = LINGER_BYTES
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._is_open = True
         self._all.num_open += 1
         if not self._all.make_room():
-            self._reject(503, "server_error", "too_many_connections", "too many open connections")
+            self._reject_busy()
             return
         _set_options(transport, self._all.limits.stall_s)
         self._all.idle[self] = None
@@ -93,11 +108,16 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             self._is_open = False
             self._all.num_open -= 1
         self._all.idle.pop(self, None)
+        self._all.lingering.pop(self, None)
         self._stop_waiting()
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
         if self._ignores_rest or self.parser is None:
+            if self in self._all.lingering:
+                self._left_bytes -= len(data)
+                if self._left_bytes < 0:
+                    self.drop()
             return
         if self._is_in_head:
             # All earlier data belongs to the headers; this data may also contain a part of the body.
@@ -117,6 +137,8 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self._ignores_rest:
+            return
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > (
             self._all.limits.max_header_bytes
         ):
@@ -128,6 +150,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._stop_waiting()
         self._all.idle.pop(self, None)
         super().on_headers_complete()
+        self.cycle.transport = _AnswerTransport(self)
 
     def on_body(self, body: bytes) -> None:
         if not self._ignores_rest:
@@ -139,7 +162,8 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.transport.is_closing():
+        self._num_answers += 1
+        if not self.transport.is_closing() and not self._ignores_rest:
             self._unset_keepalive_if_required()  # uvicorn's own timer ends with any byte
             self._is_in_head = True
             self._all.idle[self] = None
@@ -170,6 +194,22 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
     def drop(self) -> None:
         self.transport.abort()
 
+    def end_idle(self) -> None:
+        """Ends an idle connection, to make room. If it is new, its request may be on its way, so the client gets an answer."""
+        if self._num_answers:
+            self.drop()  # clients know that a connection that they use again may be closed
+        else:
+            self._reject_busy()
+
+    def end_answer(self) -> None:
+        """Closes the connection after its answer. While a client sends its body, that would make the kernel reset the
+        connection, and the client could lose the answer. The body is then read and dropped first (RFC 9112, 9.6)."""
+        if self.cycle is not None and self.cycle.more_body:
+            self._ignores_rest = True
+            self._linger()
+        else:
+            self.transport.close()
+
     # ------------------------------------------------------------------------------------------------------------
 
     def _offers_protocol(self) -> bool:
@@ -196,7 +236,32 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         body = sse.to_json(errors.body(message, kind, code))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
-        self.transport.close()
+        self._linger()
+
+    def _reject_busy(self) -> None:
+        self._reject(503, "server_error", "too_many_connections", "too many open connections")
+
+    def _linger(self) -> None:
+        if not self._is_open or self.transport.is_closing():
+            return
+        self._is_open = False
+        self._all.linger(self)
+        self._wait(LINGER_S)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+
+
+@final
+class _AnswerTransport:
+    """What uvicorn writes an answer to."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self.write = connection, connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        self._connection.end_answer()
 
 
 @final

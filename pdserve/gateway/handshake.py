@@ -46,6 +46,8 @@ class Handshake(asyncio.Protocol):
     def drop(self) -> None:
         self._transport.abort()
 
+    end_idle = drop  # without TLS there is no way to answer
+
     async def _shake_hands(self) -> None:
         limit_s, early = self._all.limits.header_s, _EarlyBytes()
         try:

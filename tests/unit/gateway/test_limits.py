@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import time
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from pdserve import ConfigError
+from pdserve.gateway import connection
 from tests.unit.gateway.conftest import Served, gateway, is_idle, read_all, serve, until
 
 Connect = Callable[[str], socket.socket]
@@ -166,6 +168,60 @@ def test_a_new_connection_closes_the_longest_idle_one(toy: Served, raw: Connect)
         assert read_all(idle[0]) == b""
         idle[1].sendall(post())
         assert status_of(read_all(idle[1])) == 200
+
+
+def test_a_connection_that_makes_room_before_its_first_answer_gets_one(toy: Served, raw: Connect) -> None:
+    """Its request may be on its way: a client must not take a full gateway for a broken one."""
+    with gateway(toy.router, max_connections=2) as host:
+        new = [raw(host.address) for _ in range(2)]
+        until(lambda: host._connections.num_open == 2)
+        assert status_of(exchange(raw(host.address), post())) == 200
+        answer = exchange(new[0], post())
+        assert (status_of(answer), code_of(answer)) == (503, "too_many_connections")
+        assert status_of(exchange(new[1], post())) == 200
+
+
+def test_connections_whose_end_is_awaited_are_limited(toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_LINGERING", 3)
+    monkeypatch.setattr(connection, "LINGER_S", 60.0)
+    with gateway(toy.router, max_body_bytes=1024) as host:
+        unread = []
+        for count in range(1, 8):
+            unread.append(raw(host.address))
+            unread[-1].sendall(post(b"", content_length="1000000"))
+            assert status_of(read_all(unread[-1])) == 413
+            until(lambda count=count: len(host._connections.lingering) == min(count, 3))
+        assert host._connections.num_open == 0
+        assert status_of(exchange(raw(host.address), post(b"{}"))) == 400
+        for one in unread:
+            one.close()
+        until(lambda: not host._connections.lingering)
+
+
+@pytest.mark.parametrize(("linger_s", "linger_bytes"), [(0.2, 2**30), (60.0, 2**22)])
+def test_the_rest_of_a_body_is_read_for_a_limited_time_and_size(
+    toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch, linger_s: float, linger_bytes: int
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", linger_s)
+    monkeypatch.setattr(connection, "LINGER_BYTES", linger_bytes)
+    with gateway(toy.router, max_body_bytes=1024) as host:
+        client = raw(host.address)
+        client.sendall(post(b"", content_length=str(2**40)))
+        assert status_of(read_all(client)) == 413
+        with pytest.raises(OSError):
+            while True:
+                client.sendall(bytes(65_536))
+        until(lambda: not host._connections.lingering)
+
+
+def test_an_answer_arrives_before_the_end_of_its_body(toy: Served) -> None:
+    """http.client sends the whole body first, and then reads. Without lingering two of three answers were lost."""
+    body = b'"' + b"x" * 5_000_000 + b'"'
+    for _ in range(10):
+        client = http.client.HTTPConnection(toy.address, timeout=20.0)
+        client.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        assert client.getresponse().status == 413
+        client.close()
 
 
 def test_idle_connections_block_no_caller(toy: Served, raw: Connect) -> None:
