@@ -111,5 +111,9 @@ def has_tiles(size: int) -> bool:
     return is_supported(size)
 
 
+@cache
 def has_amx() -> bool:
-    return torch.cpu._is_amx_tile_supported()
+    """Whether oneDNN may use AMX. It does not say; NUMBA_CPU_FEATURES without AMX stands for an older CPU."""
+    if not torch.cpu._is_amx_tile_supported():
+        return False
+    return not jit.is_available() or "+amx-tile" in jit.target()[1].split(",")
