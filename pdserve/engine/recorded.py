@@ -54,12 +54,12 @@ class RecordedSteps:
     def hidden(self, attention: AttentionBackend) -> Tensor:
         """The result is valid until the next call."""
         assert isinstance(attention, EagerAttention)
+        if self._num_threads != torch.get_num_threads():  # kernels have memory for each thread, which any step replaces
+            self._num_threads = torch.get_num_threads()
+            self._recorded.clear()
         num_tokens, inputs = len(attention.token_T), attention.inputs()
         if num_tokens > _MOST_TOKENS or inputs is None or not openmp.has_barrier():
             return self._model.hidden(attention)
-        if self._num_threads != torch.get_num_threads():  # kernels have memory for each thread
-            self._num_threads = torch.get_num_threads()
-            self._recorded.clear()
         x_TE = self._model.embed(attention.token_T)
         addresses = (x_TE.data_ptr(), *inputs.addresses)
         if num_tokens not in self._recorded:
@@ -111,5 +111,6 @@ class _Memory:
         free = self._free[token_bytes]
         memory = free.pop() if free else np.zeros(_MOST_TOKENS * token_bytes, np.uint8)
         lent = memory[: shape[0] * token_bytes]
-        weakref.finalize(lent, free.append, memory)  # torch keeps `lent` as long as any view
+        finalizer = weakref.finalize(lent, free.append, memory)  # torch keeps `lent` as long as any view
+        finalizer.atexit = False  # at exit tensors may still be in use
         return torch.frombuffer(lent, dtype=dtype).view(shape)

@@ -109,3 +109,24 @@ def test_steps_of_kernels_alone_are_repeated(
     recorded = getattr(engine._hidden, "__self__", None)
     assert isinstance(recorded, RecordedSteps)
     assert (recorded._recorded[1] is not None) == is_repeated
+
+
+@pytest.mark.skipif(not int4.has_kernel(), reason="products are torch's")
+def test_steps_are_recorded_again_after_any_step_with_more_threads(
+    open_engine: Callable[..., TorchEngine], make_prompt: Callable[[int], list[int]]
+) -> None:
+    """A step with more threads replaces the memory that kernels have for each of them."""
+    engine = open_engine(BUNDLED, dtype="int4", threads=1)
+    steps = getattr(engine._hidden, "__self__", None)
+    assert isinstance(steps, RecordedSteps)
+    history = make_prompt(40)
+    engine.step(rows_of([history], [0]))
+    history.append(5)
+    engine.step(rows_of([history], [40]))
+    before = steps._recorded[1]
+    torch.set_num_threads(2)
+    engine.step(rows_of([make_prompt(60)], [0]))  # is itself not recorded
+    torch.set_num_threads(1)
+    history.append(6)
+    engine.step(rows_of([history], [41]))
+    assert steps._recorded[1] is not before
