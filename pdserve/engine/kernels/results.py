@@ -41,7 +41,8 @@ class ResultMemory:
             return torch.empty(shape, dtype=dtype)
         region = self._take(num_bytes)
         lent = region.memory[:num_bytes]
-        weakref.finalize(lent, self._give, region)  # torch keeps `lent` as long as any view
+        finalizer = weakref.finalize(lent, self._give, region)  # torch keeps `lent` as long as any view
+        finalizer.atexit = False  # at exit tensors may still be in use
         return torch.frombuffer(lent, dtype=dtype).view(tuple(shape))
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -73,6 +75,24 @@ def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.empty((4, ROW)).data_ptr() == newest
     memory.empty((6, ROW))  # alone it is more than may be kept
     assert memory.free_bytes == 0
+
+
+AT_EXIT = """
+import atexit
+import os
+def last() -> None:
+    if results.empty(SHAPE).data_ptr() == kept.data_ptr():
+        os._exit(3)
+atexit.register(last)  # before torch and weakref register theirs, so it runs after them
+from pdserve.engine.kernels import results
+SHAPE = (1024, 1024)
+kept = results.empty(SHAPE)
+"""
+
+
+def test_at_exit_memory_in_use_is_not_used_again() -> None:
+    """Other threads may still compute."""
+    assert subprocess.run([sys.executable, "-c", AT_EXIT], check=False).returncode == 0
 
 
 def test_a_recording_uses_memory_of_its_own() -> None:
