@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.core.errors import InternalError
 from pdserve.engine.kernels import amx
 from pdserve.engine.kernels.amx import ROW_BYTES, ROWS, TILE_BYTES, aligned, configure, release
 from pdserve.engine.kernels.amx_product import (
@@ -42,7 +43,7 @@ _PART_BYTES: Final = 1 << 20  # of inputs that stay in the cache while all panel
 _MOST_PART_ROWS: Final = 512
 _MOST_CACHED_ROWS: Final = 64  # the results of more rows are too large for the caches, and displace weights and inputs
 _STEP_INPUTS: Final[dict[Kind, int]] = {"bfloat16": 2, "int8": 4, "float32": 2}  # V
-_INPUT_BYTES: Final[dict[Kind, int]] = {"bfloat16": 2, "int8": 1, "float32": 4}
+_INPUTS: Final[dict[Kind, torch.dtype]] = {"bfloat16": torch.bfloat16, "int8": torch.uint8, "float32": torch.float32}
 
 
 @cache
@@ -51,7 +52,7 @@ def _kernel(kind: Kind) -> TaskKernel:
     correction): addresses and numbers."""
     amx.require(weight_kind(kind))
     KIND, IS_INT8, IS_FLOAT32, OUT_BYTES = kind, kind == "int8", kind == "float32", 2 if kind == "bfloat16" else 4
-    IN_BYTES, STEP_BYTES = ROWS * _STEP_INPUTS[kind] * _INPUT_BYTES[kind], num_parts(kind) * TILE_BYTES
+    IN_BYTES, STEP_BYTES = ROWS * _STEP_INPUTS[kind] * _INPUTS[kind].itemsize, num_parts(kind) * TILE_BYTES
 
     def multiply_tiles(task: Any) -> None:
         w, x, out, M, steps, N, part_rows = task[3], task[4], task[5], task[6], task[7], task[8], task[9]
@@ -118,7 +119,8 @@ class AmxPanels:
         """int8 needs the scales of the weights, and the int32 that is subtracted from each output's sum."""
         self._packed, self._kept = packed, scales
         self._num_panels, self._num_outputs = num_outputs // PANEL, num_outputs
-        self._num_steps = num_inputs // _tile_inputs(kind)
+        self._num_inputs, self._num_steps = num_inputs, num_inputs // _tile_inputs(kind)
+        self._dtype = _INPUTS[kind]
         group_bytes = self._num_steps * num_parts(kind) * TILE_BYTES
         self._part_rows = min(_MOST_PART_ROWS, max(2, _PART_BYTES // group_bytes) * ROWS)
         self._scales = tuple(one.data_ptr() for one in scales) or (0, 0)
@@ -129,6 +131,8 @@ class AmxPanels:
         """[M, N], for any number of rows: bfloat16, float32, or float32 of uint8 with its scales."""
         x_MK = x_MK.contiguous()
         num_rows = x_MK.shape[0]
+        if x_MK.shape[1] != self._num_inputs or x_MK.dtype != self._dtype:  # it would be read as something else
+            raise InternalError(f"inputs of {x_MK.shape[1]} {x_MK.dtype}, expected {self._num_inputs} {self._dtype}")
         out_MN = empty((num_rows, self._num_outputs), self._out_dtype)
         addresses = self._packed.data_ptr(), x_MK.data_ptr(), out_MN.data_ptr()
         sizes = num_rows, self._num_steps, self._num_outputs, self._part_rows

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdserve.core.errors import InternalError
 from pdserve.engine.kernels import jit
 
 if not jit.is_available():
@@ -128,6 +129,14 @@ def test_values_that_are_not_finite_stay_in_their_row(dtype: torch.dtype) -> Non
 def test_matrices_that_are_not_whole_tiles_are_left_to_others(num_outputs: int, num_inputs: int) -> None:
     assert not amx_gemm.fits("bfloat16", num_outputs, num_inputs)
     assert not amx_gemm.fits("int8", num_outputs, num_inputs)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("x", [torch.ones(3, 128).bfloat16(), torch.ones(3, 64), torch.ones(3, 128).double()])
+def test_other_inputs_than_the_weights_were_packed_for_are_refused(x: Tensor) -> None:
+    """They would be read as other numbers, or beyond their end."""
+    with pytest.raises(InternalError, match=r"expected 128 torch\.float32"):
+        amx_gemm.pack_float32(torch.ones(128, 128))(x)
 
 
 def test_int8_needs_whole_tiles_of_64_inputs() -> None:
