@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from pdserve.core.bearer import check_token
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import is_loopback_host
@@ -271,6 +272,8 @@ class RouterConfig(CallerTlsSettings):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.token:
+            check_token("token", self.token)
         if not is_loopback_host(self.host) and not self.token and not self.key_file:
             raise ConfigError(
                 "host", self.host, "a loopback address, or a token or key file beside it: anyone could call this port"
@@ -354,14 +357,15 @@ def forget_secrets() -> None:
 
 
 def from_env(name: str, environ: Mapping[str, str] | None = None) -> str:
-    """A secret from the variable `name`, or from the file that `name`_FILE names; empty if neither is set.
+    """A secret from the variable `name`, or from the file that `name`_FILE names; empty if neither is set. Spaces and
+    line ends around it are removed. The variable takes precedence.
 
     Raises ConfigError if the file cannot be read.
     """
     environ = os.environ if environ is None else environ
     file = environ.get(f"{name}_FILE", "")
-    if environ.get(name) or not file:
-        return environ.get(name, "")
+    if (own := environ.get(name, "").strip()) or not file:
+        return own
     try:
         return Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

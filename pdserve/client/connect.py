@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import grpc
 
+from pdserve.core.bearer import check_token
 from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import NO_HTTP_PROXY, is_loopback_host
 from pdserve.telemetry import propagate
@@ -46,7 +47,7 @@ class Tls:
     ) -> Tls:
         """From PEM files: the CA of the server's certificate, and a certificate with its key for mutual TLS.
 
-        Raises ConfigError if a file cannot be read.
+        Raises ConfigError if a file cannot be read or is no such file.
         """
         return cls(
             root_certs=_content("tls_ca", ca),
@@ -76,13 +77,15 @@ class Target:
         return (host.strip("[]"), int(port)) if separator and port.isdecimal() else (address, None)
 
     def with_token(self, token: str | None) -> Target:
-        """Raises ConfigError if the token would be readable on the way."""
+        """Raises ConfigError if the token would be readable on the way, or if no header can carry it."""
         if not (token is None or self.tls is not None or self.is_insecure or is_loopback(self.address)):
             raise ConfigError(
                 "token",
                 "a token for " + self.address,
                 "TLS beside it, or a loopback address: it would be readable (unless it is `insecure`)",
             )
+        if token is not None:
+            check_token("token", token)
         return replace(self, token=token)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
@@ -155,6 +158,10 @@ def _content(name: str, path: TlsPath | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return Path(path).read_bytes()
+        content = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(name, path, f"a file that can be read ({error.strerror})") from None
+    # gRPC reports wrong content as a server that does not answer.
+    if (b"PRIVATE KEY-----" if name == "tls_key" else b"-----BEGIN CERTIFICATE-----") not in content:
+        raise ConfigError(name, path, "a PEM file with " + ("a private key" if name == "tls_key" else "certificates"))
+    return content

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any, Final, cast
 
 from pdserve.client.options import Options
+from pdserve.core.bearer import is_token
 from pdserve.core.errors import InvalidRequest, Unauthenticated, shortened
 from pdserve.telemetry import propagate
 
 REQUEST_ID: Final = "x-request-id"
 SESSION_ID: Final = "x-session-id"
 TARGETS: Final[Mapping[str, str]] = {"x-slo-ttft-ms": "ttft_s", "x-slo-tpot-ms": "tpot_s"}
-MAX_TOKEN_CHARS: Final = 4096
 _SCHEME: Final = "bearer "
 
 
@@ -24,8 +24,7 @@ def bearer_token(authorization: str | None) -> str | None:
         return None
     token = authorization[len(_SCHEME) :].strip()
     is_bearer = authorization[: len(_SCHEME)].lower() == _SCHEME
-    # gRPC's metadata carries printable ASCII only.
-    if not is_bearer or not (0 < len(token) <= MAX_TOKEN_CHARS and token.isascii() and token.isprintable()):
+    if not is_bearer or not is_token(token):
         raise Unauthenticated("no bearer token in the authorization header")
     return token
 
@@ -76,5 +75,5 @@ def _seconds(header: str, value: str) -> float:
     except ValueError:
         milliseconds = math.nan
     if not math.isfinite(milliseconds) or len(value) > 32:
-        raise InvalidRequest(header, "another value", "a number of milliseconds")
+        raise InvalidRequest(header, shortened(repr(value)), "a number of milliseconds")
     return milliseconds / 1000.0

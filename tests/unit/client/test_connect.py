@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from pdserve.client.connect import is_loopback, target
+from pdserve.client.connect import Tls, is_loopback, target
+from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import NO_HTTP_PROXY
 
@@ -49,3 +53,22 @@ def test_a_token_may_be_sent_over_tls_or_to_this_host() -> None:
 def test_an_empty_target_names_the_argument() -> None:
     with pytest.raises(ConfigError, match="target"):
         target(" ", tls=None, token=None, connect_timeout_s=5.0)
+
+
+@pytest.mark.parametrize("token", ["", "é", "two\nlines", "end ", "x" * 5000])
+def test_a_token_that_no_header_can_carry_is_refused(token: str) -> None:
+    """gRPC raises an internal error when it sends one."""
+    with pytest.raises(ConfigError, match=r"^token: got a value that no header can carry"):
+        target("localhost:1", tls=None, token=token, connect_timeout_s=5.0)
+    if token:
+        with pytest.raises(ConfigError, match=r"^token: got a value that no header can carry"):
+            RouterConfig(model="m", token=token)
+
+
+@pytest.mark.parametrize("name", ["ca", "cert", "key"])
+def test_a_file_that_is_not_pem_is_named(name: str, tmp_path: Path) -> None:
+    """gRPC would report a server that does not answer."""
+    file = tmp_path / "file"
+    file.write_text("no certificate")
+    with pytest.raises(ConfigError, match=rf"^tls_{name}: got {re.escape(str(file))}, expected a PEM file with "):
+        Tls.from_files(**{name: file})
