@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pdserve.core.errors import Cancelled, DeadlineExceeded, InvalidRequest
+from pdserve.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, shortened
 from pdserve.gateway.errors import BodyTooLarge
 
 
@@ -14,7 +14,7 @@ def declared_bytes(content_length: str | None, most: int) -> int:
     if content_length is None:
         return most
     if not (content_length.isascii() and content_length.isdecimal() and len(content_length) <= 18):
-        raise InvalidRequest("content-length", "another value", "a number of bytes")
+        raise InvalidRequest("content-length", shortened(repr(content_length)), "a number of bytes")
     num_bytes = int(content_length)
     if num_bytes > most:
         raise BodyTooLarge("body", f"{num_bytes} bytes", f"at most {most} bytes")

@@ -160,7 +160,7 @@ class Message(Strict):
 
 class ChatRequest(SamplingRequest):
     messages: list[Message] = Field(
-        description="roles system, developer (as system), user, assistant and tool; content is text or text parts"
+        description="roles system, developer (as system), user, assistant and tool; content is text or parts of text"
     )
     max_completion_tokens: int | None = described("the same as `max_tokens`")
     tools: list[Tool] | None = described("functions that the model may call; up to 128")

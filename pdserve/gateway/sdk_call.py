@@ -16,6 +16,7 @@ from pdserve.core.grammar import GrammarKind
 from pdserve.core.types import MAX_SEED
 from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint, supported
+from pdserve.gateway.json_body import described
 from pdserve.gateway.request_models import (
     ChatRequest,
     JsonObjectFormat,
@@ -136,11 +137,11 @@ def text_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
 
 
 def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
-    """Raises InvalidRequest, naming the first wrong field; the message does not repeat the value."""
+    """Raises InvalidRequest, naming the first wrong field; the message does not repeat a text."""
     try:
         return cast(AnyModel, kind.model_validate(given))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first = error.errors(include_url=False, include_context=False)[0]
         place = _place(first["loc"], given, is_missing=first["type"] == "missing")
         if first["type"] == "missing":
             raise InvalidRequest(place, "no value", "a value, because the field is required") from None
@@ -151,7 +152,9 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
         is_union = first["type"] == "union_tag_invalid" or len(place.split(".")) < len(first["loc"])
         expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
         expected = expected.replace("String should match pattern", "a text that matches")
-        raise InvalidRequest(place or "body", "another value", about if is_union and about else expected) from None
+        raise InvalidRequest(
+            place or "body", described(first["input"]), about if is_union and about else expected
+        ) from None
 
 
 def _place(location: Sequence[str | int], given: Any, *, is_missing: bool) -> str:
@@ -187,7 +190,11 @@ def _sdk_message(place: str, message: Message) -> dict[str, Any]:
     if bool(message.tool_calls) and message.role != "assistant":
         raise InvalidRequest(f"{place}.tool_calls", f"calls of {message.role}", "calls of an assistant only")
     if (message.tool_call_id is not None) != (message.role == "tool"):
-        raise InvalidRequest(f"{place}.tool_call_id", "another value", "the call's id, in messages of role tool only")
+        raise InvalidRequest(
+            f"{place}.tool_call_id",
+            "no value" if message.tool_call_id is None else f"a value in a message of role {message.role}",
+            "the call's id, in messages of role tool only",
+        )
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role, "content": _text(message.content)}
     if message.tool_calls:
