@@ -78,7 +78,7 @@ def reject_waiting(cluster: ClusterState, request: Request) -> Iterator[Reject]:
         forecast = Forecast(present, _standstill_s(cluster), error)
         by_length = "shortest" in cluster.rules
         while found := excess(queue, entry.level, forecast, cluster.now_s, by_length=by_length):
-            message = f"its prefill of {found.prefill_s:.3f} s does not fit"
+            message = f"the requests ahead leave no time for its prefill of {found.prefill_s:.3f} s"
             yield from _give_up(cluster, found, message, present)
 
 
@@ -113,7 +113,9 @@ def _give_up(cluster: ClusterState, entry: Entry, message: str, present: Capacit
     retry_after_s = clamped_retry_s(present.start_in_s(queue.on_time_s))
     rejection = reject_late(cluster, request, message, retry_after_s)
     if rejection is None and present.start_in_s(queue.late_ahead_s(entry.request_id)) > request.facts.slo.ttft_s:
-        rejection = Reject(request, FailKind.OVERLOADED, f"{message}, and late requests wait", retry_after_s)
+        rejection = Reject(
+            request, FailKind.OVERLOADED, f"{message}, and other late requests already wait", retry_after_s
+        )
     if rejection is None:
         queue.turn_late(entry.request_id)
     else:

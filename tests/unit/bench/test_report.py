@@ -68,7 +68,7 @@ def test_the_table_names_errors_and_ratios() -> None:
 
 
 def test_a_rejection_is_explained() -> None:
-    late = "its prefill of 0.368 s does not fit, the target is 2.000 s"
+    late = "the requests ahead leave no time for its prefill of 0.368 s, the target is 2.000 s"
     turns = [turn(answer(outcome=BenchOutcome.REJECTED, detail=late), answer(chunks_s=[0.1, 0.2]))]
     level = LevelResult(level=LoadLevel(rate_rps=1.0), server="one", turns=turns)
     text = render_bench(BenchResult(servers=[], slo=None, levels=[level]))

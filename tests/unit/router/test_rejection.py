@@ -344,7 +344,7 @@ def test_a_long_request_that_displaces_many_is_rejected() -> None:
         if name == "long":
             word = world.told[name].word
             assert isinstance(word, FailRequest)
-            assert "does not fit" in word.message
+            assert "leave no time for its prefill" in word.message
             assert world.told[name].ended_s == world.told[name].arrived_s
             assert "served" in outcomes(world).values()
     assert told == {"long": "rejected", "brief": "served"}
