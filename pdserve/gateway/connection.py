@@ -195,7 +195,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self.transport.abort()
 
     def end_idle(self) -> None:
-        """Ends an idle connection, to make room. If it is new, its request may be on its way, so the client gets an answer."""
+        """Ends an idle connection, to make room. If it is new, its request may be on its way, so it gets an answer."""
         if self._num_answers:
             self.drop()  # clients know that a connection that they use again may be closed
         else:

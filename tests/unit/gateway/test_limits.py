@@ -181,7 +181,9 @@ def test_a_connection_that_makes_room_before_its_first_answer_gets_one(toy: Serv
         assert status_of(exchange(new[1], post())) == 200
 
 
-def test_connections_whose_end_is_awaited_are_limited(toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_whose_end_is_awaited_are_limited(
+    toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "MAX_LINGERING", 3)
     monkeypatch.setattr(connection, "LINGER_S", 60.0)
     with gateway(toy.router, max_body_bytes=1024) as host:
@@ -198,6 +200,11 @@ def test_connections_whose_end_is_awaited_are_limited(toy: Served, raw: Connect,
         until(lambda: not host._connections.lingering)
 
 
+def send_forever(client: socket.socket) -> None:
+    while True:
+        client.sendall(bytes(65_536))
+
+
 @pytest.mark.parametrize(("linger_s", "linger_bytes"), [(0.2, 2**30), (60.0, 2**22)])
 def test_the_rest_of_a_body_is_read_for_a_limited_time_and_size(
     toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch, linger_s: float, linger_bytes: int
@@ -209,8 +216,7 @@ def test_the_rest_of_a_body_is_read_for_a_limited_time_and_size(
         client.sendall(post(b"", content_length=str(2**40)))
         assert status_of(read_all(client)) == 413
         with pytest.raises(OSError):
-            while True:
-                client.sendall(bytes(65_536))
+            send_forever(client)
         until(lambda: not host._connections.lingering)
 
 
