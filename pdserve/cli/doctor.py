@@ -121,7 +121,7 @@ def _port(port: int) -> Iterator[CheckResult]:
     if is_free("127.0.0.1", port):
         yield CheckResult("ok", "port", f"{port} is free")
     else:
-        yield CheckResult("warn", "port", f"{port} is in use", "give up another one with --port, or 0 for any")
+        yield CheckResult("warn", "port", f"{port} is in use", "choose another one with --port; 0 picks a free one")
 
 
 def _redis() -> Iterator[CheckResult]:

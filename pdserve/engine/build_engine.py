@@ -124,7 +124,7 @@ def open_rank(
     precision = choose_precision(config.dtype, device, model_config.stored)
     if config.dtype == "auto" and device.type == "cpu" and precision.name != "float32":
         log.info(
-            "the checkpoint's dtype is used, because this CPU multiplies it; --dtype float32 is more exact",
+            "uses the checkpoint's dtype, because this CPU has instructions for it; --dtype float32 is more exact",
             extra={"dtype": precision.name},
         )
     use_device(device)
