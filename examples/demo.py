@@ -185,7 +185,7 @@ def show_reasons(client: Client, done: Completion) -> None:
         chosen = "  ← chosen" if candidate.is_chosen else ""
         print(
             f"  {where:<10} predicted TTFT {milliseconds(candidate.predicted_ttft_s)}, "
-            f"TPOT {milliseconds(candidate.predicted_tpot_s)}{chosen}"
+            f"TPOT {milliseconds(candidate.predicted_tpot_s)}, cost {percent(candidate.cost)}{chosen}"
         )
 
 
@@ -212,6 +212,10 @@ def say(line: str) -> None:
 
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:7.1f} ms"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2%}"
 
 
 def paint(code: str) -> Callable[[str], str]:

@@ -131,4 +131,5 @@ def _candidate(candidate: Candidate, decision: Decision) -> cluster_pb2.Candidat
         slack=candidate.slack if math.isfinite(candidate.slack) else None,
         is_feasible=candidate.is_feasible,
         is_chosen=is_chosen(candidate, decision),
+        cost=candidate.cost if candidate.cost is not None and math.isfinite(candidate.cost) else None,
     )

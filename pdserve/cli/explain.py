@@ -18,7 +18,7 @@ from pdserve.core.errors import ConfigError, NotFound, PdserveError
 from pdserve.core.json_text import to_json
 
 HELP = "explain the placement of a request"
-HEAD: Final = ("", "PREFILL", "DECODE", "TTFT", "TPOT", "SLACK", "KEEPS TPOT")
+HEAD: Final = ("", "PREFILL", "DECODE", "TTFT", "TPOT", "SLACK", "KEEPS TPOT", "COST")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +132,7 @@ def _row(candidate: ExplainedCandidate) -> tuple[str, ...]:
         _ms(candidate.predicted_tpot_s),
         "-" if candidate.slack is None else f"{candidate.slack:+.1%}",
         "yes" if candidate.is_feasible else "no",
+        "-" if candidate.cost is None else f"{candidate.cost:.1%}",
     )
 
 

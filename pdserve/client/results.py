@@ -128,6 +128,7 @@ class ExplainedCandidate:
     slack: float | None  # None if a target cannot be met at all
     is_feasible: bool
     is_chosen: bool
+    cost: float | None = None  # the time that this and other requests lose, in shares of targets; policy goodput only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,6 +145,7 @@ def _candidate(option: PlacementOption) -> Candidate:
         option.tpot_s,
         option.slack,
         option.tpot_slack >= 0.0,
+        option.cost,
     )
 
 

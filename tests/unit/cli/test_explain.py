@@ -28,6 +28,7 @@ EXPLANATION = Explanation(
             slack=0.75,
             is_feasible=True,
             is_chosen=True,
+            cost=0.0264,
         ),
         ExplainedCandidate(
             prefill_worker="",
@@ -114,6 +115,7 @@ def test_predicted_and_actual_times_count_from_arrival() -> None:
     assert table["TTFT"][1:] == ["2,000.0", "ms", "400.0", "ms", "500.0", "ms", "-20%"]
     assert table["TPOT"][1:] == ["200.0", "ms", "20.0", "ms", "25.0", "ms", "-20%"]
     assert [line.split()[:3] for line in lines if "d0" in line] == [["->", "p0", "d0"], ["(itself)", "d0", "900.0"]]
+    assert [line.split()[-1] for line in lines if "d0" in line] == ["2.6%", "-"]
 
 
 def test_a_resumed_request_has_no_predicted_ttft() -> None:

@@ -22,6 +22,7 @@ async def test_only_the_deciding_router_explains(connect: Connect, decode: Progr
     assert one.actual_tpot_s == done.timings.tpot_s
     assert one.chosen is not None
     assert one.predicted_ttft_s == one.waited_s + one.chosen.predicted_ttft_s
+    assert one.chosen.cost == min(each.cost for each in one.candidates if each.cost is not None)
     with pytest.raises(NotFound):
         await there.client.explain(done.request_id)
 
