@@ -140,11 +140,11 @@ def test_each_kind_of_structured_output_works(cluster: Cluster) -> None:
     assert client.generate(PROMPT, json_object=True, **greedy).text.startswith("{")
     cut = client.generate(PROMPT, json_schema=ITEMS, max_tokens=20, temperature=0.0)
     assert (cut.finish_reason, cut.usage.completion_tokens) == ("length", 20)
-    with pytest.raises(InvalidRequest, match="json_schema: got Unsatisfiable schema"):
+    with pytest.raises(InvalidRequest, match=r"json_schema: got one with an error \(Unsatisfiable schema"):
         client.generate(PROMPT, json_schema={"type": "string", "minLength": 5, "maxLength": 2})
     with pytest.raises(InvalidRequest, match=r'Unimplemented keys: ."not"'):
         client.generate(PROMPT, json_schema={"not": {}})
-    with pytest.raises(InvalidRequest, match="grammar: got stuck after 1 tokens"):
+    with pytest.raises(InvalidRequest, match=r"grammar: got (one with an error \()?stuck after 1 tokens"):
         client.generate(PROMPT, grammar='start: ("a" | "b") X\nX: /a/ & /b/')
     answers = generate_all(cluster, [PROMPT] * 6, json_schema=ITEM, max_tokens=100, temperature=1.0, seed=3)
     assert len({one.text for one in answers}) == 1
