@@ -1,6 +1,6 @@
 """Exactness, engine and transfer tests with instruction sets turned down: `make test-isa`.
 
-    python -m tests.isa [--only avx2,oldest] [--report] [PYTEST ARGUMENTS]
+    python -m tests.isa [--only avx2,oldest] [--report] [PYTEST ARGUMENTS]   # which may name other tests
 
 avx2     what a laptop of 2013 has
 oldest   the oldest x86-64 that torch supports: its kernels for any CPU, oneDNN at SSE4.1, numba for plain x86-64
@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, Final
 
 LEVELS: Final[dict[str, dict[str, str]]] = {
@@ -125,7 +126,8 @@ def main() -> int:
             print(f"{level}: the level did not take effect, or this CPU is older: {wrong}", file=sys.stderr)
             failed.append(level)
             continue
-        tests = rest or [*TESTS, *(f"--ignore={folder}" for folder in WITHOUT)]
+        names_tests = any(Path(one.partition("::")[0]).exists() for one in rest)
+        tests = rest if names_tests else [*TESTS, *(f"--ignore={folder}" for folder in WITHOUT), *rest]
         options = ["-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow", *tests]
         command = [sys.executable, "-m", "pytest", *options]
         done = subprocess.run(command, env=environment(level, OMP_NUM_THREADS="1"), check=False)
