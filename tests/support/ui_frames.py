@@ -151,9 +151,7 @@ class FrameSource:
             for p in (*self._usable(self._prefill), "")
             for d in self._usable(self._decode)
         ]
-        chosen = min(
-            candidates, key=lambda one: (not one["is_feasible"], one["predicted_ttft_s"] + 4 * one["predicted_tpot_s"])
-        )
+        chosen = min(candidates, key=lambda one: (not one["is_feasible"], one["cost"]))
         # A request that was already admitted is placed again whatever its prediction.
         chosen["is_chosen"] = chosen["is_feasible"] or not load.admits or plan.attempt > 1
         self._explain(plan, candidates, chosen)
@@ -224,6 +222,7 @@ class FrameSource:
             "slack": None if load.slo_ttft_s is None else 1 - ttft_s / load.slo_ttft_s,
             "is_feasible": meets_ttft and meets_tpot,
             "is_chosen": False,
+            "cost": (ttft_s + 4 * tpot_s) / (load.slo_ttft_s or 1.0),
         }
 
     def _explain(self, plan: _Plan, candidates: list[dict[str, Any]], chosen: dict[str, Any]) -> None:
