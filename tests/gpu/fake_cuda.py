@@ -88,12 +88,14 @@ class WithoutGuards(TorchFunctionMode):
         except RuntimeError as error:
             name = _OPERATORS.get(func.__name__, func.__name__)
             operator = getattr(torch.ops.aten, name, None)
-            if operator is None or "not linked with support for cuda" not in str(error):
+            if operator is None or not any(one in str(error) for one in _NO_CUDA):
                 raise
             return operator(*args, **kwargs)
 
 
 _OPERATORS = {"__invert__": "bitwise_not", "__matmul__": "matmul"}
+#: What torch says without CUDA, and with CUDA but without a driver.
+_NO_CUDA = ("not linked with support for cuda", "CUDA driver version is insufficient", "no CUDA-capable device")
 _OF_HOST = (Tensor.__getitem__, Tensor.view, Tensor.numpy)
 
 
