@@ -207,10 +207,13 @@ async def test_a_silent_server_is_an_error() -> None:
     async with scripted(STREAM + CHUNK) as url:
         server = http(url, timeout_s=0.2)
         await server.connect()
-        silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        kept: list[asyncio.StreamWriter] = []  # since Python 3.13 a writer that nobody keeps closes its connection
+        silent = await asyncio.start_server(lambda reader, writer: kept.append(writer), "127.0.0.1", 0)
         server.address = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
         reply = ServerReply(chunk_s=[])
         await server.send(server.prepare([1, 2], 4), reply)
         await server.close()
         silent.close()
+        for one in kept:
+            one.close()
     assert (reply.outcome, reply.error) == (BenchOutcome.FAILED, "timeout")

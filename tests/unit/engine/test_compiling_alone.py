@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def test_each_kernel_has_its_own_file() -> None:
 
     from pdserve.engine.kernels import rows
 
+    tag = f"py{sys.version_info.major}{sys.version_info.minor}"  # another Python may have stored its own files
     kernels = []
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(1, 8, dtype=dtype)
@@ -71,8 +73,8 @@ def test_each_kernel_has_its_own_file() -> None:
         stored = jit.cache_folder(kernel._function)
         assert stored is not None
         name = kernel._function.__qualname__
-        assert len(list(stored.glob(f"*{name}-*.nbi"))) == 1
-        assert len(list(stored.glob(f"*{name}-*.nbc"))) == 1
+        assert len(list(stored.glob(f"*{name}-*.{tag}.nbi"))) == 1
+        assert len(list(stored.glob(f"*{name}-*.{tag}.*.nbc"))) == 1
 
 
 def test_other_sources_and_processors_have_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
