@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from pdserve.core.errors import InvalidRequest, shortened
 
-_KINDS: Final = {list: "an array", dict: "an object", str: "a string", bytes: "bytes", type(None): "null"}
+_KINDS: Final = {list: "an array", dict: "an object", str: "a string", type(None): "null"}
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -22,11 +22,11 @@ def parse(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("body", "a body that does not parse", f"JSON in UTF-8 ({error})") from None
     if not isinstance(found, dict):
-        raise InvalidRequest("body", described(found), "a JSON object")
+        raise InvalidRequest("body", summarised(found), "a JSON object")
     return {name: value for name, value in found.items() if value is not None}
 
 
-def described(value: object) -> str:
+def summarised(value: object) -> str:
     """A value in a message: numbers are repeated, and texts are not, because they may be prompts."""
     if value is True or value is False:
         return str(value).lower()

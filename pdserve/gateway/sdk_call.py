@@ -16,7 +16,7 @@ from pdserve.core.grammar import GrammarKind
 from pdserve.core.types import MAX_SEED
 from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint, supported
-from pdserve.gateway.json_body import described
+from pdserve.gateway.json_body import summarised
 from pdserve.gateway.request_models import (
     ChatRequest,
     JsonObjectFormat,
@@ -153,7 +153,7 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
         expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
         expected = expected.replace("String should match pattern", "a text that matches")
         raise InvalidRequest(
-            place or "body", described(first["input"]), about if is_union and about else expected
+            place or "body", summarised(first["input"]), about if is_union and about else expected
         ) from None
 
 

@@ -144,7 +144,7 @@ def test_each_kind_of_structured_output_works(cluster: Cluster) -> None:
         client.generate(PROMPT, json_schema={"type": "string", "minLength": 5, "maxLength": 2})
     with pytest.raises(InvalidRequest, match=r'Unimplemented keys: ."not"'):
         client.generate(PROMPT, json_schema={"not": {}})
-    with pytest.raises(InvalidRequest, match=r"grammar: got (one with an error \()?stuck after 1 tokens"):
+    with pytest.raises(InvalidRequest, match="grammar: got stuck after 1 tokens"):
         client.generate(PROMPT, grammar='start: ("a" | "b") X\nX: /a/ & /b/')
     answers = generate_all(cluster, [PROMPT] * 6, json_schema=ITEM, max_tokens=100, temperature=1.0, seed=3)
     assert len({one.text for one in answers}) == 1
