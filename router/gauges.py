@@ -39,6 +39,7 @@ class Gauges:
         for role in Role:
             attached = sum(one is role for one in self._workers.roles.values())
             metrics.set(metric_names.WORKERS, attached, role=role.value)
+        metrics.set(metric_names.UNREGISTERED_WORKERS, self._workers.num_unregistered)
         metrics.set(metric_names.CONNECTIONS, await asyncio.to_thread(num_connections, self._port()))
         totals = {kind: state.counters[kind] for kind in DROPPED} | {"invalid": self._workers.num_invalid}
         for kind, total in totals.items():

@@ -115,7 +115,7 @@ class WorkerSession:
 
     async def _stream(self) -> tuple[bool, str]:
         """One stream from connecting to its end. Returns whether the worker was accepted, and why the stream ended."""
-        reason = "the router ended the stream"
+        reason = ""
         introduction = peers.introduce(self._identity, peers.ATTACH, self.endpoint)
         async with peer_channel_aio(introduction.target, self._tls, CHANNEL_OPTIONS) as channel:
             writer: asyncio.Task[None] | None = None
@@ -129,6 +129,7 @@ class WorkerSession:
                 if rejection is not None:
                     self.is_attached = False
                     return False, rejection
+                reason = "the router ended the stream"  # if this task is cancelled
                 write = self._write(is_batching=hello.reads_batches)
                 writer = asyncio.create_task(write, name=f"to-{hello.worker_id}")
                 self._heard_s = asyncio.get_running_loop().time()

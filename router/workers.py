@@ -32,6 +32,7 @@ from router.worker_logs import WorkerLogs
 log = logging.getLogger(__name__)
 
 MAX_WORKERS: Final = 4096
+REDIAL_S: Final = 10.0  # how long an unregistered worker is dialled after its stream has ended
 _HELLO: Final = Codec(
     WorkerConnected,
     worker_pb2.WorkerHello,
@@ -54,6 +55,7 @@ class Workers:
         model_name: str,
         index: PrefixIndex | None = None,
         silence_s: float = SILENCE_S,
+        redial_s: float = REDIAL_S,
         on_scored: Callable[[worker_pb2.PromptScored], None] = lambda message: None,
         on_change: Callable[[], None] = lambda: None,
         on_unproven: Callable[[], None] = lambda: None,
@@ -61,8 +63,9 @@ class Workers:
         tls: ReloadingCertificates | None = None,
     ) -> None:
         """`model_name` is the name of the router's own model folder, which has the tokenizer. `index` receives KV
-        events if routers share no index. A stream that is silent for `silence_s` is ended. `on_scored` receives prompt
-        logprobs before the event of the first token. `on_change` is called when a worker connects or disconnects.
+        events if routers share no index. A stream that is silent for `silence_s` is ended. An unregistered worker is
+        dialled for `redial_s` after its stream has ended. `on_scored` receives prompt logprobs before the event of the
+        first token. `on_change` is called when a worker connects or disconnects.
         `on_unproven` is called when a worker has not proven that it knows the secret of `identity`; such a worker
         receives no messages. Without `tls`, connections are in plain text."""
         self._identity = identity
@@ -71,6 +74,7 @@ class Workers:
         self._on_event = on_event
         self._index = index
         self._silence_s = silence_s
+        self._redial_s = redial_s
         self._on_scored = on_scored
         self._on_change = on_change
         self._on_unproven = on_unproven
@@ -82,7 +86,10 @@ class Workers:
         self._complaints: dict[str, str] = {}  # endpoint -> why its worker is rejected, to log it once
         self._static: tuple[str, ...] = ()
         self._registered: dict[str, str] = {}  # worker id -> endpoint
-        self._departing: set[str] = set()  # workers that left the registry; forgotten once their streams have ended
+        self._unregistered: dict[
+            str, str
+        ] = {}  # worker id -> endpoint, of workers that left the registry while attached
+        self._forgetting: dict[str, asyncio.TimerHandle] = {}  # of unregistered workers without a stream
         self._is_closing = False
         self._contexts: dict[str, int] = {}  # maximum sequence length of each attached decode worker
         self.model: ModelFacts | None = None
@@ -95,19 +102,34 @@ class Workers:
         """Facts of the attached workers, by id."""
         return self._roles
 
+    @property
+    def num_unregistered(self) -> int:
+        """Number of attached workers that have left the registry."""
+        return len(self._unregistered.keys() & self._attached.keys())
+
     def dial(self, endpoints: Iterable[str]) -> None:
         """Sets the endpoints of workers that are known without a registry."""
         self._static = tuple(dict.fromkeys([*self._static, *endpoints]))
         self._reconcile()
 
     def register(self, endpoints: Mapping[str, str]) -> None:
-        """Replaces the registry's content: worker id -> endpoint."""
-        self._departing |= self._registered.keys() - endpoints.keys()
-        self._departing -= endpoints.keys()
-        self._registered = dict(list(endpoints.items())[:MAX_WORKERS])
+        """Replaces the registry's content: worker id -> endpoint.
+
+        A worker that leaves the registry stays while its stream is open, because a stream proves more than a
+        registration: a Redis that is full, read-only or evicts keys loses the registrations of healthy workers.
+        """
+        former, self._registered = self._registered, dict(list(endpoints.items())[:MAX_WORKERS])
+        for worker_id in self._registered:
+            self._unregistered.pop(worker_id, None)
+        gone = sorted(former.keys() - self._registered.keys())
+        for worker_id in gone:
+            if worker_id in self._attached:
+                self._unregistered[worker_id] = former[worker_id]
+                log.warning("an attached worker left the registry; it stays", extra={"worker_id": worker_id})
         self._reconcile()
-        for worker_id in sorted(self._departing - self._attached.keys()):
-            self._forget(worker_id)
+        for worker_id in gone:
+            if worker_id not in self._attached:
+                self._on_event(WorkerForgotten(worker_id=worker_id))
 
     def send(self, worker_id: str, message: worker_pb2.AttachRequest) -> bool:
         session = self._attached.get(worker_id)
@@ -141,6 +163,8 @@ class Workers:
         if not self._attached:
             self.model = facts_of(hello)
         self._attached[hello.worker_id] = session
+        if hello.worker_id in self._forgetting:
+            self._forgetting.pop(hello.worker_id).cancel()
         self._roles[hello.worker_id] = event.role
         if event.role is Role.DECODE:
             self._contexts[hello.worker_id] = hello.max_context_tokens
@@ -180,8 +204,11 @@ class Workers:
         if self._attached.get(session.worker_id) is session and not self._is_closing:
             log.warning("a worker is lost", extra={"worker_id": session.worker_id, "why": reason})
             self._lose(session, reason)
-            if session.worker_id in self._departing:
-                self._forget(session.worker_id)
+            if session.worker_id in self._unregistered:
+                later = asyncio.get_running_loop().call_later
+                self._forgetting[session.worker_id] = later(
+                    self._redial_s, self._forget_unregistered, session.worker_id
+                )
             self._on_change()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -223,9 +250,11 @@ class Workers:
         if self.model is not None and self._contexts:
             self.model = replace(self.model, max_context_tokens=max(self._contexts.values()))
 
-    def _forget(self, worker_id: str) -> None:
-        self._departing.discard(worker_id)
-        self._on_event(WorkerForgotten(worker_id=worker_id))
+    def _forget_unregistered(self, worker_id: str) -> None:
+        del self._forgetting[worker_id]
+        if self._unregistered.pop(worker_id, None) is not None and not self._is_closing:
+            self._reconcile()
+            self._on_event(WorkerForgotten(worker_id=worker_id))
 
     def _lose(self, session: WorkerSession, reason: str) -> None:
         del self._attached[session.worker_id]
@@ -256,7 +285,7 @@ class Workers:
 
     def _reconcile(self) -> None:
         """Starts and ends sessions, so that there is exactly one for each wanted endpoint."""
-        wanted = dict.fromkeys([*self._static, *self._registered.values()])
+        wanted = dict.fromkeys([*self._static, *self._registered.values(), *self._unregistered.values()])
         for endpoint in [one for one in self._tasks if one not in wanted]:
             _, task = self._tasks.pop(endpoint)
             task.cancel()

@@ -193,6 +193,12 @@ PREFIX_LOOKUP_TIME: Final = _metric(
 WORKERS: Final = _metric(
     "pdserve_workers", "gauge", "router", "workers connected to this router", {"role": tuple(one.value for one in Role)}
 )
+UNREGISTERED_WORKERS: Final = _metric(
+    "pdserve_unregistered_workers",
+    "gauge",
+    "router",
+    "connected workers whose registration Redis has lost; they are served while their streams are open",
+)
 UNPROVEN_WORKERS: Final = _metric(
     "pdserve_unproven_workers_total",
     "counter",

@@ -46,18 +46,57 @@ async def make() -> AsyncIterator[Callable[..., tuple[Workers, Log]]]:
         await workers.close()
 
 
-async def test_a_worker_that_leaves_the_registry_is_lost_then_forgotten(
+async def test_an_attached_worker_outlives_its_registration(
     make: Callable[..., tuple[Workers, Log]], decode: Program
+) -> None:
+    workers, log = make()
+    workers.register({"d0": decode.address, "d1": "127.0.0.1:1"})
+    await until(lambda: "d0" in workers.roles)
+    workers.register({})  # as a Redis that is full, read-only, or evicts keys answers
+    assert workers.num_unregistered == 1
+    await asyncio.sleep(0)
+    assert (workers.roles, log.lines) == ({"d0": Role.DECODE}, ["WorkerConnected d0", "WorkerForgotten d1"])
+    workers.register({"d0": decode.address})
+    assert workers.num_unregistered == 0
+
+
+async def test_an_unregistered_worker_is_forgotten_after_its_stream(
+    make: Callable[..., tuple[Workers, Log]], start: Start
+) -> None:
+    decode = start("decode_worker", "--model=toy", "--worker-id=d0")
+    workers, log = make(redial_s=0.5)
+    workers.register({"d0": decode.address})
+    await until(lambda: "d0" in workers.roles)
+    workers.register({})
+    decode.kill()
+    await until(lambda: len(log.lines) == 3)
+    assert log.lines == ["WorkerConnected d0", "WorkerLost d0", "WorkerForgotten d0"]
+    assert workers.num_unregistered == 0
+
+
+async def test_an_unregistered_worker_is_dialled_again(make: Callable[..., tuple[Workers, Log]], start: Start) -> None:
+    decode = start("decode_worker", "--model=toy", "--worker-id=d0")
+    workers, log = make(redial_s=300.0)
+    workers.register({"d0": decode.address})
+    await until(lambda: "d0" in workers.roles)
+    workers.register({})
+    decode.kill()
+    await until(lambda: "d0" not in workers.roles)
+    start("decode_worker", "--model=toy", "--worker-id=d0", f"--port={decode.address.rsplit(':', 1)[1]}")
+    await until(lambda: "d0" in workers.roles)
+    assert log.lines == ["WorkerConnected d0", "WorkerLost d0", "WorkerConnected d0"]
+
+
+async def test_a_worker_that_moves_is_dialled_at_its_new_address(
+    make: Callable[..., tuple[Workers, Log]], decode: Program, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers, log = make()
     workers.register({"d0": decode.address})
     await until(lambda: "d0" in workers.roles)
-    workers.register({})
-    await until(lambda: len(log.lines) == 3)
-    assert log.lines == ["WorkerConnected d0", "WorkerLost d0", "WorkerForgotten d0"]
-    workers.register({"d0": decode.address})
-    await until(lambda: "d0" in workers.roles)
-    assert log.lines[3:] == ["WorkerConnected d0"]
+    workers.register({"d0": "127.0.0.1:1"})
+    await until(lambda: log.lines == ["WorkerConnected d0", "WorkerLost d0"])
+    [lost] = [one for one in caplog.records if one.message == "a worker is lost"]
+    assert lost.__dict__["why"] == "the router ended the stream"
 
 
 async def test_a_listed_worker_stays_when_the_registry_forgets_it(
