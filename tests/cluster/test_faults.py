@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from benchmarks.redis_faults import run as run_redis_fault
 from pdserve import AsyncClient, Retries
 from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
@@ -89,3 +90,9 @@ async def _ask_until_back(cluster: Cluster, redis: EmbeddedRedis, away_s: float)
 def _index_keys(url: str) -> int:
     with Redis.from_url(url) as client:
         return sum(1 for _ in client.scan_iter("*:b:*", count=1000))
+
+
+def test_a_full_redis_loses_no_worker() -> None:
+    """Redis rejects all writes until every registration has expired. `benchmarks.redis_faults` has more faults."""
+    result = run_redis_fault("full", 8.0, lease_s=1.0)
+    assert (result.errors, result.wrong, result.least_workers) == ({}, 0, 4)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,14 +48,16 @@ class Program:
 Start = Callable[..., Program]
 
 
-def spawn(module: str, *flags: str, stderr: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+def spawn(
+    module: str, *flags: str, stderr: IO[bytes] | int = subprocess.DEVNULL, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", module, *flags],
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
         cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1", **(env or {})},
     )
 
 
@@ -64,9 +66,9 @@ def programs() -> Iterator[Start]:
     """Gives a function that starts a program and returns once it listens; all are ended at the end."""
     started: list[Program] = []
 
-    def start(module: str, *flags: str) -> Program:
+    def start(module: str, *flags: str, env: Mapping[str, str] | None = None) -> Program:
         log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the program
-        process = spawn(module, *flags, stderr=log)
+        process = spawn(module, *flags, stderr=log, env=env)
         program = Program(process, "", log)
         started.append(program)
         assert process.stdout is not None
