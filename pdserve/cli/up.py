@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from pdserve.config import DEVICES, DTYPES, KV_DTYPES, LOADS, TRANSPORTS
+from pdserve.config import DEVICES, DTYPES, KV_DTYPES, LOADS, RAY_STRATEGIES, TRANSPORTS
 from pdserve.core.errors import ConfigError
 from pdserve.telemetry.logs import FORMAT_ENV, FORMATS
 
@@ -76,6 +76,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=keep,
         metavar="ADDRESS",
         help="run the workers as Ray actors, on the Ray cluster at ADDRESS; without it, Ray is started on this host",
+    )
+    add(
+        "--ray-strategy",
+        choices=RAY_STRATEGIES,
+        default=keep,
+        help="with --ray: spread the workers over the nodes, or pack them on few; auto packs workers with GPUs (auto)",
+    )
+    add(
+        "--ray-wait-s",
+        type=float,
+        default=keep,
+        metavar="SECONDS",
+        help="with --ray: how long Ray may take to place the workers; more if it starts nodes on demand (10)",
     )
     add("--transport", choices=TRANSPORTS, default=keep, help="transport for KV blocks (auto)")
     add("--device", choices=DEVICES, default=keep, help="device of the model (auto)")

@@ -44,6 +44,8 @@ TOP: Final[Mapping[str, type]] = {
     "redis": str,
     "cluster": str,
     "ray": str,
+    "ray_strategy": str,
+    "ray_wait_s": float,
     "log_dir": str,
     "tls": str,
     "tls_client_ca": str,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import os
 import re
 import signal
@@ -29,12 +30,12 @@ from pdserve.launch.open_ports import listeners, session_of
 from pdserve.launch.rank_actor import RankActor
 from pdserve.launch.spec import (
     MODULES,
-    WORKER_CPUS,
     ClusterSpec,
     ray_bundles,
     ray_resources,
     remote_ranks,
     waiting_env,
+    why_not_placed,
     worker_config,
 )
 from pdserve.launch.with_ray import spec_from_json
@@ -54,7 +55,6 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 NAMESPACE: Final = "pdserve"
-PLACE_S: Final = 120.0
 START_S: Final = 600.0
 GIVE_BACK_S: Final = 5.0
 _OBJECT_STORE_BYTES: Final = 100 * 2**20  # no data of ours is sent there
@@ -172,6 +172,7 @@ class RayDriver:
             ray.init(
                 "local",  # not another user's Ray on this host
                 namespace=NAMESPACE,
+                num_cpus=max(os.cpu_count() or 1, self._needed_cpus()),  # any N + M workers start on a laptop
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
@@ -192,13 +193,12 @@ class RayDriver:
 
     def _place(self) -> None:
         bundles = [self._resources(worker_id, count) for worker_id, count in self._bundles]
-        self._group = placement_group(bundles, strategy="PACK", name=f"pdserve-{self._spec.cluster}")
-        if not self._group.wait(PLACE_S):
-            has = ray.cluster_resources().get("GPU", 0)
-            needs = ", ".join(f"{bundle.get('GPU', 0):g}" for bundle in bundles)
-            raise StartFailed(
-                f"Ray cannot place workers with {needs} GPUs, those of each on one node: it has {has:g} GPUs in all"
-            )
+        free, strategy = ray.available_resources(), self._spec.ray_strategy
+        if strategy == "auto":  # GPUs of one node exchange KV without a network
+            strategy = "pack" if any("GPU" in bundle for bundle in bundles) else "spread"
+        self._group = placement_group(bundles, strategy=strategy.upper(), name=f"pdserve-{self._spec.cluster}")
+        if not self._group.wait(self._spec.ray_wait_s):
+            raise StartFailed(why_not_placed(bundles, free, ray.cluster_resources(), self._spec.ray_wait_s))
         for worker_id in self._configs:
             self._create(worker_id)
 
@@ -206,7 +206,7 @@ class RayDriver:
         role, config = self._configs[worker_id]
         options = self._actor_class.options(
             name=f"pdserve-{self._spec.cluster}-{worker_id}",
-            num_cpus=WORKER_CPUS,
+            num_cpus=self._resources(worker_id)["CPU"],
             num_gpus=self._resources(worker_id).get("GPU", 0),
             max_restarts=-1,
             max_task_retries=0,  # a generation is not idempotent
@@ -238,7 +238,7 @@ class RayDriver:
             [
                 ray.remote(RankActor)
                 .options(
-                    num_cpus=WORKER_CPUS,
+                    num_cpus=self._resources(worker_id, count)["CPU"],
                     num_gpus=self._resources(worker_id, count).get("GPU", 0),
                     max_restarts=-1,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, first + number),
@@ -285,6 +285,10 @@ class RayDriver:
         """Resources for this many ranks on one node; 0: for those on the worker's first node."""
         _, config = self._configs[worker_id]
         return ray_resources(config, has_gpus=ray.cluster_resources().get("GPU", 0) > 0, ranks=ranks or None)
+
+    def _needed_cpus(self) -> int:
+        configs = [(self._configs[worker_id][1], count or None) for worker_id, count in self._bundles]
+        return math.ceil(sum(ray_resources(one, has_gpus=False, ranks=count)["CPU"] for one, count in configs))
 
     def _lost(self, worker_id: str) -> None:
         health = self._last.pop(worker_id, None)

@@ -90,7 +90,19 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         tls=_tls(found, tables),
         **{
             name: found[name]
-            for name in ("prefill", "decode", "host", "port", "http", "metrics", "redis", "cluster", "insecure")
+            for name in (
+                "prefill",
+                "decode",
+                "host",
+                "port",
+                "http",
+                "metrics",
+                "redis",
+                "cluster",
+                "insecure",
+                "ray_strategy",
+                "ray_wait_s",
+            )
             if name in found
         },
     )

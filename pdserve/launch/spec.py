@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
+from pdserve.config import RAY_STRATEGIES, GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import to_env, to_flags
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import PORTS, Range
@@ -21,8 +21,7 @@ SPINS: Final = "1000"  # turns of the waiting loop
 MAX_WORKERS: Final = 256
 NUM_WORKERS: Final[Mapping[str, Range]] = {"prefill": Range(0, MAX_WORKERS), "decode": Range(1, MAX_WORKERS)}
 _PORTS: Final = Range(*PORTS)
-# Small on purpose: WorkerConfig sets the engine's threads, and any N + M workers fit on a laptop.
-WORKER_CPUS: Final = 0.01
+RAY_WAIT_S: Final = Range(1.0, 3600.0)
 METRICS_HOST: Final = "127.0.0.1"
 MODULES: Final[Mapping[Role, Kind]] = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
 
@@ -44,6 +43,8 @@ class ClusterSpec:
     cluster: str = "default"
     cluster_secret: str = field(default="", repr=False)
     cores: int = 1
+    ray_strategy: str = "auto"  # where Ray places the workers: spread over the nodes, or packed on few
+    ray_wait_s: float = 10.0  # how long Ray may take to place them; more where it starts nodes on demand
     gpus: tuple[str, ...] = ()  # of this host, as CUDA_VISIBLE_DEVICES names them
     worker_ports: tuple[int, ...] = ()
     inject_faults: str = ""  # for tests: faults to inject into KV transfers
@@ -53,6 +54,10 @@ class ClusterSpec:
         for name, count in (("prefill", self.prefill), ("decode", self.decode)):
             if count not in NUM_WORKERS[name]:
                 raise ConfigError(name, count, str(NUM_WORKERS[name]))
+        if self.ray_strategy not in RAY_STRATEGIES:
+            raise ConfigError("ray_strategy", self.ray_strategy, f"one of {', '.join(RAY_STRATEGIES)}")
+        if self.ray_wait_s not in RAY_WAIT_S:
+            raise ConfigError("ray_wait_s", self.ray_wait_s, str(RAY_WAIT_S))
         for kind, values in self.settings.items():
             check_settings(kind, values)
         if self.http is not None and self.http not in _PORTS:
@@ -256,11 +261,31 @@ def gpus_of(spec: ClusterSpec, index: int) -> tuple[str, ...]:
 
 
 def ray_resources(config: WorkerConfig, *, has_gpus: bool, ranks: int | None = None) -> dict[str, float]:
-    """Ray's resources for `ranks` of a worker on one node; None: for those on its first rank's node. A small share of a
-    CPU, because threads are a setting, and a GPU for each rank."""
+    """Ray's resources for `ranks` of a worker on one node; None: for those on its first rank's node. A CPU for each
+    compute thread, so that Ray gives no node more workers than it has cores for, and a GPU for each rank. Ranks with
+    GPUs share the worker's CPUs, because they compute little on them."""
     takes_gpus = config.device == "cuda" or (config.device == "auto" and has_gpus)
     count = config.ranks_here if ranks is None else ranks
-    return {"CPU": WORKER_CPUS, **({"GPU": float(count)} if takes_gpus else {})}
+    cpus = max(1, config.threads) * (1 if takes_gpus else count)
+    return {"CPU": float(cpus), **({"GPU": float(count)} if takes_gpus else {})}
+
+
+def why_not_placed(
+    bundles: Sequence[Mapping[str, float]], free: Mapping[str, float], total: Mapping[str, float], wait_s: float
+) -> str:
+    """Why Ray did not place the bundles, and what to change."""
+    needs = []
+    for kind in ("CPU", "GPU"):
+        each = [one.get(kind, 0.0) for one in bundles]
+        if any(each):
+            listed = ", ".join(f"{one:g}" for one in each)
+            has = f"of which {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} are free"
+            needs.append(f"{sum(each):g} {kind}s ({listed}) {has}")
+    return (
+        f"Ray did not place the workers within {wait_s:g} s. They need {' and '.join(needs)}; what a worker needs must "
+        "be free on one node. Start fewer workers, lower worker.threads, add nodes, or raise --ray-wait-s if Ray "
+        "starts nodes on demand"
+    )
 
 
 def remote_ranks(config: WorkerConfig) -> list[int]:

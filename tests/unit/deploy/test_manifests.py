@@ -332,6 +332,16 @@ def test_a_pod_has_the_gpus_of_a_worker(folder: Path) -> None:
     assert shm["emptyDir"]["sizeLimit"] == ("8Gi" if max(needs) > 1 else "1Gi")
 
 
+@pytest.mark.parametrize("folder", [KUBERAY, *GPU_FOLDERS], ids=lambda folder: folder.name)
+def test_a_pod_has_the_cpus_of_a_worker(folder: Path) -> None:
+    """Without a limit KubeRay tells Ray the requested CPUs. Ray places no worker on a pod that has fewer."""
+    manifests = load(folder)
+    spec = asked(manifests).spec
+    in_pod = float(container(manifests, "ray-workers")["resources"]["requests"]["cpu"])
+    workers = [worker_config(spec, index)[1] for index in range(len(spec.worker_ids))]
+    assert max(ray_resources(one, has_gpus=folder != KUBERAY)["CPU"] for one in workers) <= in_pod
+
+
 def test_the_tls_overlay_encrypts_all_ports() -> None:
     manifests = load(KUBERAY / "tls")
     text = json.dumps(manifests)

@@ -19,6 +19,7 @@ from pdserve.launch.spec import (
     ray_resources,
     remote_ranks,
     waiting_env,
+    why_not_placed,
     worker_config,
 )
 
@@ -171,6 +172,28 @@ def test_workers_on_one_gpu_divide_its_memory() -> None:
 def test_ray_reserves_a_gpu_for_each_rank(settings: dict[str, Any], has_gpus: bool, gpus: float | None) -> None:
     config = worker_config(spec(settings={"worker": settings}), 0)[1]
     assert ray_resources(config, has_gpus=has_gpus).get("GPU") == gpus
+
+
+@pytest.mark.parametrize(
+    ("settings", "cpus"), [({}, 1.0), ({"threads": 4}, 4.0), ({"threads": 2, "tensor_parallel": 3}, 6.0)]
+)
+def test_ray_reserves_a_cpu_for_each_thread(settings: dict[str, Any], cpus: float) -> None:
+    config = worker_config(spec(settings={"worker": settings}), 0)[1]
+    assert ray_resources(config, has_gpus=False) == {"CPU": cpus}
+    assert ray_resources(config, has_gpus=True)["CPU"] == max(1, settings.get("threads", 1))
+
+
+def test_an_error_names_what_ray_lacks() -> None:
+    bundles = [{"CPU": 2.0}, {"CPU": 2.0, "GPU": 1.0}]
+    said = why_not_placed(bundles, {"CPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}, 10.0)
+    assert "4 CPUs (2, 2) of which 1 of 4 are free and 1 GPUs (0, 1) of which 0 of 1 are free" in said
+    assert "GPU" not in why_not_placed(bundles[:1], {}, {}, 10.0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("ray_strategy", "scatter"), ("ray_wait_s", 0.0)])
+def test_settings_of_ray_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        spec(**{name: value})
 
 
 def test_roles_are_reported_with_their_settings() -> None:
