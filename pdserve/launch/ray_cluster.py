@@ -180,9 +180,6 @@ class RayDriver:
                 _node_ip_address="127.0.0.1",
                 _temp_dir=None if self._folder is None else own_ray.temp_dir(self._folder),
             )
-        self._is_on_many_hosts = sum(bool(node["Alive"]) for node in ray.nodes()) > 1
-        if self._is_on_many_hosts and _LOOPBACK.match(self._spec.redis):
-            raise ConfigError("redis", self._spec.redis, "a URL that every host of the Ray cluster reaches")
 
     def _open_ports(self) -> list[str]:
         """For our own Ray, from the kernel; for another one, the addresses that its nodes report."""
@@ -199,6 +196,10 @@ class RayDriver:
         self._group = placement_group(bundles, strategy=strategy.upper(), name=f"pdserve-{self._spec.cluster}")
         if not self._group.wait(self._spec.ray_wait_s):
             raise StartFailed(why_not_placed(bundles, free, ray.cluster_resources(), self._spec.ray_wait_s))
+        # Only now, because nodes may have joined while the workers waited for them.
+        self._is_on_many_hosts = sum(bool(node["Alive"]) for node in ray.nodes()) > 1
+        if self._is_on_many_hosts and _LOOPBACK.match(self._spec.redis):
+            raise ConfigError("redis", self._spec.redis, "a URL that every host of the Ray cluster reaches")
         for worker_id in self._configs:
             self._create(worker_id)
 
