@@ -229,6 +229,9 @@ class Workers:
         former = self._attached.get(hello.worker_id)
         if former is not None and former.incarnation == hello.incarnation:
             return f"it is attached already, as {former.endpoint}"
+        is_new_home = self._registered.get(hello.worker_id) == session.endpoint
+        if former is not None and former.endpoint != session.endpoint and not is_new_home:
+            return f"its id is that of the worker at {former.endpoint}; give each worker an id of its own"
         if hello.role not in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE):
             return f"its role {hello.role} is unknown to this router"
         if hello.max_context_tokens < 2:

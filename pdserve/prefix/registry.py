@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -58,6 +59,36 @@ def read_registration(worker_id: bytes, incarnation: bytes, facts: bytes) -> Reg
     except (ValueError, TypeError, KeyError, ConfigError) as error:
         log.warning("a registration cannot be read", extra={"worker_id": repr(worker_id[:64]), "why": repr(error)})
         return None
+
+
+async def living_holder(url: str, cluster: str, worker_id: str, endpoint: str, lease_s: float) -> str:
+    """The endpoint of another worker that has this id and renews its lease; empty if there is none, or if Redis does
+    not answer.
+
+    A worker at the same `endpoint` is an earlier incarnation that has ended. It takes up to half a lease to see that a
+    holder is silent.
+    """
+    client = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=1)
+    key = f"{registry_tag(cluster)}:worker:{worker_id}"
+    deadline_s = time.monotonic() + lease_s / 2
+    try:
+        first_ms: int | None = None
+        while True:
+            async with client.pipeline(transaction=True) as pipeline:
+                (incarnation, facts), left_ms = await pipeline.hmget(key, "incarnation", "facts").pttl(key).execute()
+            held = None if None in (incarnation, facts) else read_registration(worker_id.encode(), incarnation, facts)
+            if held is None or held.endpoint == endpoint:
+                return ""
+            if first_ms is not None and left_ms > first_ms:
+                return held.endpoint
+            if time.monotonic() >= deadline_s:
+                return ""
+            first_ms = left_ms
+            await asyncio.sleep(lease_s / 16)
+    except TROUBLE:  # without Redis nobody can tell, and the router rejects a second worker of one id
+        return ""
+    finally:
+        await client.aclose()
 
 
 @final

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import CacheChange
 from pdserve.core.durations import clamped_s
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.types import Role
 from pdserve.engine.memory_plan import MemoryPlan
@@ -109,6 +109,7 @@ class WorkerHost:
         try:
             port = self._on_loop(self._bind())
             self.address = f"{self._config.advertise or self._config.host}:{port}"
+            self._on_loop(check_id(self._config, self.address))
             program = self._engine.start(self._make_program)
             self._on_loop(self._serve(program))
             plan: MemoryPlan | None = getattr(program.engine, "memory", None)
@@ -280,6 +281,16 @@ async def _within(limit_s: float, farewell: Coroutine[Any, Any, None]) -> None:
     done, _ = await asyncio.wait({task}, timeout=limit_s)
     if not done or task.exception() is not None:
         log.warning("a farewell failed", extra={"error": repr(task.exception()) if done else "it took too long"})
+
+
+async def check_id(config: WorkerConfig, endpoint: str) -> None:
+    """Raises ConfigError if a living worker has this id, before the model is loaded."""
+    if config.redis:
+        from pdserve.prefix.registry import living_holder
+
+        holder = await living_holder(config.redis, config.cluster, config.worker_id, endpoint, config.lease_s)
+        if holder:
+            raise ConfigError("worker_id", config.worker_id, f"an id of its own: the worker at {holder} has it")
 
 
 def make_publisher(

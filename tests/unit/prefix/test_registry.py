@@ -9,7 +9,7 @@ import redis
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.prefix.embedded import EmbeddedRedis
-from pdserve.prefix.registry import Registration, Registry
+from pdserve.prefix.registry import Registration, Registry, living_holder
 from tests.unit.prefix.given import crash, publisher, publishing, registration, until
 
 Seen = list[tuple[Registration, ...]]
@@ -54,6 +54,22 @@ async def test_a_crashed_worker_is_removed_after_its_lease(url: str) -> None:
         await until(lambda: ids(registry.workers) == ["w"])
         await crash(worker)
         await until(lambda: registry.workers == ())
+
+
+async def test_a_living_holder_of_an_id_is_found(url: str, mortal: EmbeddedRedis) -> None:
+    elsewhere, lease_s = "127.0.0.1:4001", 0.8
+    assert await living_holder(url, "test", "w", elsewhere, lease_s) == ""
+    async with publishing(url, "w", lease_s=lease_s):
+        assert await living_holder(url, "test", "w", elsewhere, lease_s) == "127.0.0.1:4000"
+        assert await living_holder(url, "test", "w", "127.0.0.1:4000", lease_s) == "", "it is the same worker"
+        assert await living_holder(url, "test", "v", elsewhere, lease_s) == ""
+    dead = publisher(url, "w", lease_s=60.0)
+    await dead.start()
+    await until(lambda: dead.is_connected)
+    await crash(dead)
+    assert await living_holder(url, "test", "w", elsewhere, lease_s) == "", "it renews nothing"
+    mortal.kill()
+    assert await living_holder(mortal.url, "test", "w", elsewhere, lease_s) == "", "Redis does not answer"
 
 
 async def test_known_workers_stay_without_redis(mortal: EmbeddedRedis) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from redis import Redis
 
 from pdserve import Client
 from pdserve.config import RouterConfig
 from pdserve.core.types import Role
+from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.index import PrefixIndex
 from pdserve.v1 import worker_pb2
 from router.events import Event, WorkerConnected, WorkerForgotten, WorkerLost
@@ -17,7 +21,7 @@ from router.program import make_router
 from router.workers import Workers
 from tests.support.cluster_secret import ROUTER, TEXT
 from tests.unit.router_io.conftest import until
-from tests.unit.router_io.processes import Program, Start
+from tests.unit.router_io.processes import Program, Start, spawn
 
 
 class Log:
@@ -125,6 +129,21 @@ async def test_one_worker_under_two_names_is_attached_once(
     assert log.lines == ["WorkerConnected d0"]
 
 
+async def test_a_second_worker_of_one_id_is_rejected(
+    make: Callable[..., tuple[Workers, Log]], decode: Program, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers, log = make()
+    workers.dial([decode.address])
+    await until(lambda: "d0" in workers.roles)
+    second = start("decode_worker", "--model=toy", "--worker-id=d0")
+    workers.dial([second.address])
+    await until(lambda: "a worker is rejected" in caplog.text)
+    assert f"its id is that of the worker at {decode.address}" in str(caplog.records[-1].__dict__["why"])
+    assert log.lines == ["WorkerConnected d0"]
+    workers.register({"d0": second.address})  # the registry knows where a worker is now
+    await until(lambda: log.lines == ["WorkerConnected d0", "WorkerLost d0", "WorkerConnected d0"])
+
+
 async def test_a_memory_index_is_fed_from_the_streams(make: Callable[..., tuple[Workers, Log]], start: Start) -> None:
     decode = start("decode_worker", "--model=toy", "--worker-id=cached")
     index = PrefixIndex()
@@ -145,3 +164,21 @@ async def test_a_memory_index_is_fed_from_the_streams(make: Callable[..., tuple[
     decode.kill()
     await until(lambda: index.num_blocks("cached") == 0)
     index.check()
+
+
+def test_a_worker_does_not_start_under_the_id_of_another(start: Start) -> None:
+    with EmbeddedRedis.start() as redis:
+        env = {"PDSERVE_REDIS": redis.url}
+        flags = ("--model=toy", "--worker-id=d0", "--lease-s=2")
+        first = start("decode_worker", *flags, env=env)
+        with Redis.from_url(redis.url) as client:
+            deadline_s = time.monotonic() + 30.0
+            while not client.keys("*:worker:d0"):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+        second = spawn("decode_worker", *flags, stderr=subprocess.PIPE, env=env)
+        _, said = second.communicate(timeout=60)
+        assert second.returncode == 2
+        assert f"worker_id: got d0, expected an id of its own: the worker at {first.address} has it" in said
+        first.kill()
+        start("decode_worker", *flags, env=env)  # its lease is no longer renewed
