@@ -15,6 +15,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from kvtransfer.reshape.mapping import TokenRun, Window
+from pdserve.core.errors import InternalError
 from pdserve.core.kv_shape import SCALE_BYTES, SCALED, BlockForm
 
 # Tokens are converted in groups of about this size, so that every pass over a group finds it in the cache.
@@ -41,6 +42,8 @@ class BlockArrays:
         self.num_blocks = len(memory) // form.block_bytes
         whole = np.frombuffer(memory, np.uint8, self.num_blocks * form.block_bytes)
         self.raw = whole.reshape(self.num_blocks, form.block_bytes)
+        if form.heads_first:
+            raise InternalError("blocks with heads first are on GPUs, where nothing is converted")
         rows = (form.num_layers, form.planes, form.block_size, form.num_heads)
         values = self.raw[:, : form.value_bytes].view(_STORED[form.dtype])
         self.values = _unflatten(values, (*rows, form.head_dim))

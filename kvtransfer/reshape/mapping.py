@@ -136,14 +136,16 @@ def runs_of(form: BlockForm, window: Window) -> list[tuple[int, int]]:
     if form.is_scaled:
         planes.append((form.scales_at, 4))
     runs: list[tuple[int, int]] = []
+    tokens = form.block_size if form.heads_first else 1  # contiguous tokens of a head
     for begin, row_bytes in planes:
-        token_bytes = form.num_heads * row_bytes
-        layer_tokens = form.planes * form.block_size
-        first, count = window.first_layer * layer_tokens, window.num_layers * layer_tokens
+        head_bytes = tokens * row_bytes
+        all_bytes = form.num_heads * head_bytes
+        of_layer = form.planes * form.block_size // tokens
+        first, count = window.first_layer * of_layer, window.num_layers * of_layer
         if window.num_heads == form.num_heads:
-            runs.append((begin + first * token_bytes, count * token_bytes))
+            runs.append((begin + first * all_bytes, count * all_bytes))
             continue
-        head_at = begin + window.first_head * row_bytes
-        size = window.num_heads * row_bytes
-        runs += ((head_at + token * token_bytes, size) for token in range(first, first + count))
+        head_at = begin + window.first_head * head_bytes
+        size = window.num_heads * head_bytes
+        runs += ((head_at + index * all_bytes, size) for index in range(first, first + count))
     return runs

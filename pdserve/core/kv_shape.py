@@ -1,9 +1,9 @@
 """The format of a worker's KV blocks, and which formats can be converted into each other. Pure.
 
 A pool is block-major: block b is one run of bytes with the values [layers, planes, tokens, heads, head_dim]. The planes
-are keys, then values. In an int8 or fp8 block, the values are followed by a float32 scale for each (layer, plane,
-token, head). Two workers of one model may differ in block size, in the stored dtype and in their tensor-parallel
-degree. All other properties must be equal.
+are keys, then values. A layout with heads first has [layers, planes, heads, tokens, head_dim]. In an int8 or fp8 block,
+the values are followed by a float32 scale for each row of head_dim values, in the same order. Two workers of one model
+may differ in block size, in the stored dtype and in their tensor-parallel degree. All other properties must be equal.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ class Layout:
     family: str
     dtypes: tuple[str, ...]
     planes: int
+    heads_first: bool = False
 
 
 LAYOUTS: Final = {
     "block-major.v1": Layout("attention", ("float32", "bfloat16"), planes=2),
     "block-major-int8.v1": Layout("attention", ("int8",), planes=2),
     "block-major-fp8.v1": Layout("attention", ("float8_e4m3fn",), planes=2),
+    "block-major-heads.v1": Layout("attention-heads", ("float32", "bfloat16"), planes=2, heads_first=True),
+    "block-major-heads-int8.v1": Layout("attention-heads", ("int8",), planes=2, heads_first=True),
+    "block-major-heads-fp8.v1": Layout("attention-heads", ("float8_e4m3fn",), planes=2, heads_first=True),
     "toy.v1": Layout("toy", ("uint64",), planes=1),
 }
 
@@ -74,6 +78,7 @@ class BlockForm:
     block_size: int
     num_heads: int
     head_dim: int
+    heads_first: bool = False
 
     @property
     def is_scaled(self) -> bool:
@@ -151,13 +156,15 @@ class KvShape:
 
     @property
     def form(self) -> BlockForm:
+        layout = LAYOUTS[self.layout]
         return BlockForm(
             self.dtype,
-            LAYOUTS[self.layout].planes,
+            layout.planes,
             self.num_layers,
             self.block_size,
             self.num_heads,
             self.head_dim,
+            layout.heads_first,
         )
 
     @property

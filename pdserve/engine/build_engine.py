@@ -23,6 +23,7 @@ from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.device import Precision, choose_device, choose_precision, use_device
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.dummy import dummy_hash, dummy_weights
+from pdserve.engine.gpu.switches import gpu_switches
 from pdserve.engine.grammars import open_grammars
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import Engine, EngineSpec
@@ -131,8 +132,9 @@ def open_rank(
     if device.type == "cuda":
         meter = meter or CudaMeter(device)
     rank_model = rank_config(model_config, shard)
+    heads_first = stores_heads_first(device)
     # The CPU's kernel cannot read fp8, so such a pool is gathered, which is slower.
-    is_paged = device.type == "cpu" and jit.is_available() and config.kv_dtype != "fp8"
+    is_paged = device.type == "cpu" and jit.is_available() and config.kv_dtype != "fp8" and not heads_first
     if config.deterministic == "on" and not is_paged:
         raise ConfigError("deterministic", "on", "off, or a CPU with numba and kv_dtype not fp8")
     if config.deterministic == "auto" and is_paged and precision.rounding == "bfloat16":
@@ -140,7 +142,7 @@ def open_rank(
     choices = (f"integers to {weight_levels()}",) if precision.rounding in ("int8", "int4") else ()
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
     name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
-    shape = block_shape(config, rank_model if memory is None else model_config, precision)
+    shape = block_shape(config, rank_model if memory is None else model_config, precision, heads_first=heads_first)
     unit = PoolUnit(block_bytes=shape.block_bytes, block_size=shape.block_size)
     spec_of = partial(
         make_spec, config, model_config, precision.name, shape, name, shard if memory is None else WHOLE
@@ -287,13 +289,21 @@ def is_triton(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def block_shape(config: WorkerConfig, model: ModelConfig, precision: Precision) -> BlockShape:
+def stores_heads_first(device: torch.device) -> bool:
+    """Whether a head's tokens are contiguous within a block of the device's pool."""
+    return is_triton(device) and gpu_switches().layout == "heads"
+
+
+def block_shape(
+    config: WorkerConfig, model: ModelConfig, precision: Precision, *, heads_first: bool = False
+) -> BlockShape:
     return BlockShape(
         num_layers=model.num_layers,
         block_size=config.block_size,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=_STORED.get(config.kv_dtype, precision.kv),
+        heads_first=heads_first,
     )
 
 

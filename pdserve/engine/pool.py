@@ -4,6 +4,9 @@ float32 and bfloat16 blocks hold keys and values unchanged. An int8 or fp8 (e4m3
 for each token and kv head, followed by the scales, so a block is still one run of bytes. Attention reads the rounded
 values, even in the chunk that wrote them. So a position's result is the same whether its context was computed in one
 chunk or in many, on this or another worker.
+
+Within a layer's keys or values, a token's heads are contiguous. With `heads_first`, a head's tokens are contiguous, so
+attention, which reads one head at a time, reads one run of bytes of each block.
 """
 
 # Shapes: N blocks, L layers, C tokens per block, K kv heads, D head dim; 2 is keys, then values.
@@ -36,6 +39,7 @@ class BlockShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype  # of the stored keys and values
+    heads_first: bool = False  # the order in memory is [K, C, D]; otherwise [C, K, D]
 
     @property
     def is_int8(self) -> bool:
@@ -48,9 +52,9 @@ class BlockShape:
     @property
     def layout(self) -> str:
         """The name of the layout; workers with incompatible layouts cannot exchange blocks."""
-        if self.is_scaled:
-            return "block-major-int8.v1" if self.is_int8 else "block-major-fp8.v1"
-        return "block-major.v1"
+        order = "-heads" if self.heads_first else ""
+        rounding = ("-int8" if self.is_int8 else "-fp8") if self.is_scaled else ""
+        return f"block-major{order}{rounding}.v1"
 
     @property
     def num_scales(self) -> int:
@@ -69,7 +73,8 @@ class BlockShape:
 
 @final
 class TorchPool:
-    """`tensor` is [N, L, 2, C, K, D], and `scales`, of a scaled pool, [N, L, 2, C, K].
+    """`tensor` is [N, L, 2, C, K, D], and `scales`, of a scaled pool, [N, L, 2, C, K]: views, in whichever order the
+    memory is.
 
     `raw` is the whole pool as bytes, [N, block_bytes]. On the CPU `buffer` is the same memory. If tensor-parallel ranks
     share the memory, `heads` are the blocks' heads of this rank, and K counts only them.
@@ -100,15 +105,21 @@ class TorchPool:
             self.raw = torch.frombuffer(memory.buffer, dtype=torch.uint8).view(num_blocks, self.block_bytes)
         else:
             self.raw = torch.zeros((num_blocks, self.block_bytes), device=device, dtype=torch.uint8)
-        inner = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        num_values = shape.num_scales * shape.head_dim
-        mine = slice(self.heads.start, self.heads.stop)
-        self.tensor = self.raw.view(shape.dtype)[:, :num_values].unflatten(1, inner)[..., mine, :]
+        self.tensor = self._rows(self.raw.view(shape.dtype)[:, : shape.num_scales * shape.head_dim], shape.head_dim)
         self.scales: Tensor | None = None
         if shape.is_scaled:
             first = shape.data_bytes // _SCALE_BYTES
             scales = self.raw.view(torch.float32)[:, first : first + shape.num_scales]
-            self.scales = scales.unflatten(1, inner[:-1])[..., mine]
+            self.scales = self._rows(scales, 1)[..., 0]
+
+    def _rows(self, flat: Tensor, row_size: int) -> Tensor:
+        """[N, L, 2, C, K, row_size] of this rank's heads."""
+        shape = self.shape
+        order = (shape.block_size, shape.num_kv_heads)
+        rows: Tensor = flat.unflatten(
+            1, (shape.num_layers, 2, *(order[::-1] if shape.heads_first else order), row_size)
+        )
+        return (rows.transpose(3, 4) if shape.heads_first else rows)[..., self.heads.start : self.heads.stop, :]
 
     @property
     def buffer(self) -> memoryview:

@@ -28,6 +28,7 @@ class Setup:
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    heads_first: bool = False  # in a block
     programs: int = 4  # of each kv head
     lengths: tuple[int, ...] = (1, 0, 151, 400, 129)  # before the queries; 0 is a padding row
 
@@ -50,6 +51,7 @@ def _pool(setup: Setup) -> TorchPool:
         num_kv_heads=setup.num_kv_heads,
         head_dim=setup.head_dim,
         dtype=setup.kv_dtype or setup.dtype,
+        heads_first=setup.heads_first,
     )
     num_blocks = -(-setup.positions // setup.page) * 2
     pool = TorchPool(num_blocks=num_blocks, shape=shape, device=torch.device("cpu"))
@@ -154,6 +156,11 @@ CASES = [
         LONG,
         Setup(num_queries=4, window=40, lengths=(10, 0, 300, 150)),
         Setup(window=64, page=8, programs=1, lengths=(64, 0, 65, 63)),
+        Setup(heads_first=True),
+        Setup(heads_first=True, page=16, num_queries=3, lengths=(200, 0, 60), dtype=torch.bfloat16),
+        Setup(heads_first=True, head_dim=24, window=40, softcap=5.0, lengths=(130, 0, 33)),
+        Setup(heads_first=True, kv_dtype=torch.int8, page=8, lengths=(200, 0, 60)),
+        Setup(heads_first=True, kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, lengths=(129, 0, 30)),
         Setup(softcap=5.0, scale=0.3, window=200, lengths=(300, 0, 90)),
         Setup(kv_dtype=torch.int8, programs=6),
         Setup(kv_dtype=torch.int8, dtype=torch.bfloat16, page=16, num_queries=3, lengths=(200, 0, 60)),
@@ -170,6 +177,7 @@ def _launch(name: str, num_rows: int, context: int, setup: Setup, num_processors
         num_kv_heads=setup.num_kv_heads,
         head_dim=setup.head_dim,
         dtype=setup.kv_dtype or setup.dtype,
+        heads_first=setup.heads_first,
     )
     num_pages = -(-context // setup.page)
 
@@ -220,6 +228,12 @@ LAUNCHES = [
     _launch("llama-8b ragged", 32, 4096, replace(_LLAMA, num_queries=16)),
     _launch("llama-8b int8", 64, 4096, replace(_LLAMA, kv_dtype=torch.int8)),
     _launch("llama-8b fp8", 64, 4096, replace(_LLAMA, kv_dtype=torch.float8_e4m3fn)),
+    _launch("llama-8b heads first", 64, 4096, replace(_LLAMA, heads_first=True)),
+    _launch("llama-8b heads first page 16", 64, 4096, replace(_LLAMA, heads_first=True, page=16)),
+    _launch("llama-8b heads first", 8, 4096, replace(_LLAMA, heads_first=True, num_queries=16)),
+    _launch("llama-8b heads first int8", 64, 4096, replace(_LLAMA, heads_first=True, kv_dtype=torch.int8)),
+    _launch("llama-8b heads first fp8", 64, 4096, replace(_LLAMA, heads_first=True, kv_dtype=torch.float8_e4m3fn)),
+    _launch("gemma-2-9b heads first", 16, 8192, replace(_GEMMA, heads_first=True)),
     _launch("gemma-2-9b", 16, 8192, _GEMMA),
     _launch("llama-8b float32", 8, 1024, replace(_LLAMA, dtype=torch.float32)),
 ]

@@ -9,11 +9,13 @@ from pdserve.engine.pool import BlockShape, TorchPool
 from tests.gpu.cases import BOUNDS, Case, Launch, draw, worst
 
 _LENGTHS = (37, 0, 8, 20)
+_STORED = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-def _case(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> Case:
+def _case(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, heads_first: bool = False) -> Case:
     def check(device: torch.device) -> float:
-        shape = BlockShape(num_layers=2, block_size=8, num_kv_heads=3, head_dim=head_dim, dtype=kv_dtype)
+        size = {"num_layers": 2, "block_size": 8, "num_kv_heads": 3, "head_dim": head_dim}
+        shape = BlockShape(**size, dtype=kv_dtype, heads_first=heads_first)
         here = TorchPool(num_blocks=20, shape=shape, device=torch.device("cpu"))
         at = torch.arange(160)
         keys, values = (draw((160, 3, head_dim), dtype, seed) for seed in (1, 2))
@@ -30,7 +32,8 @@ def _case(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> Case:
             error = max(error, worst(out, torch.cat(rows)))
         return error
 
-    return Case(f"flatten {dtype} of {kv_dtype} d={head_dim}".replace("torch.", ""), check, BOUNDS[dtype])
+    order = " heads first" if heads_first else ""
+    return Case(f"flatten {dtype} of {kv_dtype} d={head_dim}{order}".replace("torch.", ""), check, BOUNDS[dtype])
 
 
 CASES = [
@@ -38,11 +41,15 @@ CASES = [
     _case(torch.bfloat16, torch.bfloat16, 24),
     _case(torch.bfloat16, torch.int8, 16),
     _case(torch.float32, torch.float8_e4m3fn, 16),
+    _case(torch.bfloat16, torch.bfloat16, 24, heads_first=True),
+    _case(torch.bfloat16, torch.int8, 24, heads_first=True),
+    _case(torch.float32, torch.float8_e4m3fn, 16, heads_first=True),
 ]
 
 
-def _launch(name: str, kv_dtype: torch.dtype) -> Launch:
-    shape = BlockShape(num_layers=1, block_size=64, num_kv_heads=8, head_dim=128, dtype=kv_dtype)
+def _launch(name: str, kv_dtype: torch.dtype, *, heads_first: bool = False) -> Launch:
+    size = {"num_layers": 1, "block_size": 64, "num_kv_heads": 8, "head_dim": 128}
+    shape = BlockShape(**size, dtype=kv_dtype, heads_first=heads_first)
 
     def make(device: torch.device):  # type: ignore[no-untyped-def]
         pool = TorchPool(num_blocks=128, shape=shape, device=device)
@@ -54,4 +61,7 @@ def _launch(name: str, kv_dtype: torch.dtype) -> Launch:
     return Launch(f"flatten llama-8b {name} s=8192", make, num_bytes)
 
 
-LAUNCHES = [_launch("bf16", torch.bfloat16), _launch("int8", torch.int8), _launch("fp8", torch.float8_e4m3fn)]
+LAUNCHES = [
+    *(_launch(name, dtype) for name, dtype in _STORED.items()),
+    *(_launch(f"{name} heads first", dtype, heads_first=True) for name, dtype in _STORED.items()),
+]

@@ -70,6 +70,8 @@ def _attend(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     PAGE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,  # times log2(e)
     HEAD: tl.constexpr,
@@ -88,7 +90,7 @@ def _attend(
     my_end = tl.minimum(my_begin + share, total)
 
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    PLANE: tl.constexpr = PAGE * NUM_KV_HEADS * HEAD_DIM  # of keys, before the values
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, TILE)
@@ -126,13 +128,14 @@ def _attend(
                 block_N = block.to(tl.int64) + tl.zeros_like(n)
             else:
                 block_N = tl.load(table + row * table_stride + position // PAGE, mask=exists, other=0).to(tl.int64)
-            place_N = block_N * block_stride + (position % PAGE) * TOKEN + kv_head * HEAD_DIM
+            place_N = block_N * block_stride + (position % PAGE) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
             inside = exists[:, None] & in_head[None, :]
             k_ND = tl.load(stored + place_N[:, None] + d[None, :], mask=inside, other=0.0)
             k_ND = operand(k_ND, q.dtype.element_ty)
             score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * score_scale
             if SCALED:
-                scale_N = block_N * scale_block_stride + (position % PAGE) * NUM_KV_HEADS + kv_head
+                scale_N = block_N * scale_block_stride + (position % PAGE) * (TOKEN_STRIDE // HEAD_DIM)
+                scale_N += kv_head * (HEAD_STRIDE // HEAD_DIM)
                 score_MN *= tl.load(scales + scale_N, mask=exists, other=0.0)[None, :]
             if SOFTCAP > 0.0:
                 score_MN = tanh(score_MN) * SOFTCAP
@@ -148,8 +151,8 @@ def _attend(
             sum_M = sum_M * fade_M + tl.sum(p_MN, axis=1)
             most_M = higher_M
             if SCALED:
-                p_MN *= tl.load(scales + scale_N + PAGE * NUM_KV_HEADS, mask=exists, other=0.0)[None, :]
-            v_ND = tl.load(stored + PAGE * TOKEN + place_N[:, None] + d[None, :], mask=inside, other=0.0)
+                p_MN *= tl.load(scales + scale_N + PLANE // HEAD_DIM, mask=exists, other=0.0)[None, :]
+            v_ND = tl.load(stored + PLANE + place_N[:, None] + d[None, :], mask=inside, other=0.0)
             v_ND = operand(v_ND, q.dtype.element_ty)
             p_MN = operand(p_MN, q.dtype.element_ty)
             acc_MD = tl.dot(p_MN, v_ND, acc_MD * fade_M[:, None], input_precision="ieee")
@@ -290,6 +293,8 @@ def attend(
         BLOCK_M=block_m,
         TILE=tiling.positions,
         PAGE=page,
+        TOKEN_STRIDE=stored.stride(2),
+        HEAD_STRIDE=stored.stride(3),
         WINDOW=window or 0,
         SOFTCAP=0.0 if softcap is None else softcap * _LOG2_E,
         SCALED=scales is not None,

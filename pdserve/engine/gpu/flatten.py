@@ -37,6 +37,8 @@ def _flatten(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     SCALED: tl.constexpr,
@@ -51,11 +53,14 @@ def _flatten(
     inside = exists[:, None] & (column < WIDTH)[None, :]
     block = tl.load(table + row * table_stride + position // PAGE, mask=exists, other=0).to(tl.int64)
     offset = position % PAGE
-    there = stored + (block * block_stride + offset * WIDTH)[:, None] + column[None, :]
+    head = column // HEAD_DIM
+    of_head = column if HEAD_STRIDE == HEAD_DIM else head * HEAD_STRIDE + column % HEAD_DIM
+    there = stored + (block * block_stride + offset * TOKEN_STRIDE)[:, None] + of_head[None, :]
     key = tl.load(there, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(there + PAGE * WIDTH, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
-        scale = (block * scale_block_stride + offset * NUM_KV_HEADS)[:, None] + (column // HEAD_DIM)[None, :]
+        scale = (block * scale_block_stride + offset * (TOKEN_STRIDE // HEAD_DIM))[:, None]
+        scale += (head * (HEAD_STRIDE // HEAD_DIM))[None, :]
         key *= tl.load(scales + scale, mask=inside, other=0.0)
         value *= tl.load(scales + scale + PAGE * NUM_KV_HEADS, mask=inside, other=0.0)
     here = (first + position)[:, None] * WIDTH + column[None, :]
@@ -101,6 +106,8 @@ def flatten(
         NUM_KV_HEADS=shape.num_kv_heads,
         HEAD_DIM=shape.head_dim,
         PAGE=shape.block_size,
+        TOKEN_STRIDE=stored.stride(2),
+        HEAD_STRIDE=stored.stride(3),
         TILE=_TILE,
         COLUMNS=columns,
         SCALED=scales is not None,

@@ -51,6 +51,8 @@ def _place(
     BLOCK_R: tl.constexpr,
     MOST: tl.constexpr,
     PAGE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     SCALED: tl.constexpr,
 ):
@@ -96,8 +98,9 @@ def _place(
     else:
         where = tl.load(slot + token)
         if where >= 0:
-            # A block contains the keys of all its tokens, then the values; a token's heads are contiguous.
-            row = tl.where(is_value, PAGE, 0) + where % PAGE
+            # A block contains the keys of all its tokens, then the values.
+            plane = tl.where(is_value, PAGE * NUM_KV_HEADS * HEAD_DIM, 0)
+            row = plane + where % PAGE * TOKEN_STRIDE + head * HEAD_STRIDE
             if SCALED:
                 # Rounded to the compute dtype first, like the input of pool.write.
                 low = cast(low, qkv.dtype.element_ty).to(tl.float32)
@@ -119,11 +122,9 @@ def _place(
                     high = high * inverse[:, None]
                 low = tl.where(low == low, low, 0.0)
                 high = tl.where(high == high, high, 0.0)
-                at = scales + where // PAGE * scale_block_stride + row * NUM_KV_HEADS + head
+                at = scales + where // PAGE * scale_block_stride + row // HEAD_DIM
                 tl.store(at, scale, mask=head < NUM_KV_HEADS)
-            into = (
-                stored + where // PAGE * block_stride + (row * NUM_KV_HEADS + head[:, None]) * HEAD_DIM + pair[None, :]
-            )
+            into = stored + where // PAGE * block_stride + row[:, None] + pair[None, :]
             tl.store(into, cast(low, stored.dtype.element_ty), mask=inside)
             tl.store(into + HALF, cast(high, stored.dtype.element_ty), mask=inside)
 
@@ -174,6 +175,8 @@ def place(
         BLOCK_R=triton.next_power_of_2(head_dim // 2),
         MOST=_MOST_HEADS,
         PAGE=shape.block_size,
+        TOKEN_STRIDE=stored.stride(2),
+        HEAD_STRIDE=stored.stride(3),
         HAS_NORM=has_norm,
         SCALED=scales is not None,
         num_warps=1 if head_dim <= 128 else 2,

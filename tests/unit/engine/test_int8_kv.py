@@ -91,6 +91,20 @@ def test_a_pool_returns_the_rounded_values() -> None:
             assert not x_BKSD[0, :, 12:].any()
 
 
+@pytest.mark.gpu_checks
+@pytest.mark.parametrize(("outlier", "better"), [(0, torch.int8), (8, torch.int8), (16, torch.float8_e4m3fn)])
+def test_fp8_is_more_exact_for_rows_with_outliers(outlier: int, better: torch.dtype) -> None:
+    """int8 divides the row's maximum into equal steps. What docs/gpu.md says of the choice between both."""
+    x_TKD = torch.randn(2000, 1, 128, generator=torch.Generator().manual_seed(0))
+    if outlier:
+        x_TKD[..., 0] = outlier  # standard deviations of the others
+    errors = {}
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        rounded_TKD, scale_TK = quantise(x_TKD, dtype)
+        errors[dtype] = (rounded_TKD.float() * scale_TK[..., None] - x_TKD)[..., 1:].pow(2).mean()
+    assert min(errors, key=lambda dtype: errors[dtype]) == better
+
+
 @pytest.mark.parametrize(("head_dim", "most"), [(64, 0.27), (128, 0.26), (24, 0.30)])
 def test_a_block_takes_a_quarter_of_float32_and_its_scales(head_dim: int, most: float) -> None:
     exact = BlockShape(num_layers=12, block_size=16, num_kv_heads=4, head_dim=head_dim, dtype=torch.float32)

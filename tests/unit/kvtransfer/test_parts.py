@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kvtransfer import receive_transfers
 from kvtransfer.frames import tag_of
@@ -17,18 +19,21 @@ from kvtransfer.send_transfers import SendTransfers
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_shape import KvShape
+from pdserve.core.kv_shape import ITEM_BYTES, KvShape
 from pdserve.core.stamps import BlockStamps
+from pdserve.engine.pool import BlockShape, TorchPool
 from tests.unit.kvtransfer.harness import HostPool, grant_of
 
 SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=4, num_kv_heads=4, head_dim=8, block_size=2)
 
 
 INT8 = replace(SHAPE, layout="block-major-int8.v1", dtype="int8")
+HEADS = replace(SHAPE, layout="block-major-heads.v1")
+HEADS_INT8 = replace(SHAPE, layout="block-major-heads-int8.v1", dtype="int8")
 
 
 @given(
-    st.sampled_from([SHAPE, INT8]),
+    st.sampled_from([SHAPE, INT8, HEADS, HEADS_INT8]),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 4]),
     st.lists(st.integers(0, 7), unique=True, min_size=1, max_size=5),
@@ -66,6 +71,42 @@ def scatter(data: bytes, views: list[memoryview]) -> None:
     for view in views:
         view[:] = data[at : at + len(view)]
         at += len(view)
+
+
+@pytest.mark.gpu_checks
+@pytest.mark.parametrize("shape", [SHAPE, INT8, HEADS, HEADS_INT8], ids=lambda one: one.layout)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_ranks_part_is_what_its_engine_stores(shape: KvShape, groups: int) -> None:
+    """A pool with all heads is sent to a rank with half of them, in the order of bytes of the engine's own pools."""
+    target_shape = replace(shape, tp_degree=2, tp_rank=1)
+    source, target = engine_pool(shape), engine_pool(target_shape)
+    source.raw.copy_(torch.randint(0, 256, source.raw.shape, generator=torch.Generator().manual_seed(1)))
+    out, to = PartLayout.to_cut(shape, target_shape), PartLayout.to_receive(shape, target_shape)
+    for group in range(groups):
+        part = Part(0, group, groups)
+        sent = b"".join(out.views(source.buffer, [2, 0], part))
+        scatter(sent, to.views(target.buffer, [1, 3], part))
+    pairs = [(target.tensor, source.tensor[..., 2:, :])]
+    if source.scales is not None and target.scales is not None:
+        pairs.append((target.scales, source.scales[..., 2:]))
+    for mine, theirs in pairs:
+        assert bits(mine[[1, 3]]).equal(bits(theirs[[2, 0]]))
+    [(_, run), *_] = out.runs(Part(0, 0, groups))
+    tokens = shape.block_size if shape.form.heads_first else 1
+    assert run == 2 * tokens * shape.head_dim * ITEM_BYTES[shape.dtype]
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def engine_pool(shape: KvShape) -> TorchPool:
+    """An engine's pool of the shape, which must have the same name for it."""
+    size = {"num_layers": shape.num_layers, "block_size": shape.block_size, "head_dim": shape.head_dim}
+    dtype = getattr(torch, shape.dtype)
+    of = BlockShape(**size, num_kv_heads=shape.num_heads, dtype=dtype, heads_first=shape.form.heads_first)
+    assert (of.layout, of.block_bytes) == (shape.layout, shape.block_bytes)
+    return TorchPool(num_blocks=4, shape=of, device=torch.device("cpu"))
 
 
 def test_one_part_is_one_run_of_bytes() -> None:

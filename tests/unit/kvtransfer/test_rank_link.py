@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 
+from benchmarks.fault_storm import ranks
 from benchmarks.fault_storm.ranks import (
     SHAPE,
     RankedStorage,
@@ -149,9 +152,17 @@ def test_every_rank_gets_its_heads_of_every_block(
 
 
 @pytest.mark.gpu_checks
-@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", "tcp"])
-@pytest.mark.parametrize("degrees", [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)])
-def test_ranks_on_devices_send_heads_from_their_blocks(degrees: tuple[int, int], transport: str) -> None:
+@pytest.mark.parametrize(
+    ("degrees", "transport", "heads_first"),
+    [
+        *product([(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)], ["cuda_ipc", "nccl", "tcp"], [False]),
+        *product([(1, 2), (4, 2)], ["cuda_ipc", "nccl", "tcp"], [True]),
+    ],
+)
+def test_ranks_on_devices_send_heads_from_their_blocks(
+    degrees: tuple[int, int], transport: str, heads_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "SHAPE", replace(SHAPE, heads_first=heads_first))
     with stand_ins() as devices:
         p = Worker("p0", degrees[0], is_sender=True, transport=transport, memory="stand-in")
         d = Worker("d0", degrees[1], is_sender=False, transport=transport, memory="stand-in")

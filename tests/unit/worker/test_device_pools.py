@@ -14,8 +14,10 @@ from kvtransfer.transports.nccl import NCCL
 from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
+from pdserve.engine import build_engine
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
+from pdserve.v1 import worker_pb2
 from tests.support.fake_device import FakeDevice, HiddenPool
 from tests.support.fake_ends import stand_ins
 
@@ -96,6 +98,73 @@ async def test_default_push_between_devices(
     assert p.program._sender.stats.failed == d.program._receiver.stats.failed == 0
     assert p.program._sender.stats.moved_bytes == 2 * 5 * p.program.engine.spec.block_bytes
     assert d.program._receiver.stats.chunks > 2, "the first prompt leaves by groups of layers"
+
+
+@pytest.fixture
+def load_heads_first(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Loads an engine whose pool is on a device and has heads first, as with PDSERVE_GPU=layout=heads."""
+
+    def load(config: Any, role: Role) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(build_engine, "stores_heads_first", lambda device: True)
+            return load_on_device(config, role)
+
+    return load
+
+
+@PATHS
+async def test_heads_first_pools_exchange_blocks(
+    devices: dict[int, FakeDevice],
+    start: Callable[..., Any],
+    attach: Callable[..., Any],
+    ask: Callable[..., Any],
+    model: str,
+    transport: str,
+    load_heads_first: Callable[..., Any],
+) -> None:
+    """In blocks of 64, also where the decode worker's prefix cache has the first block."""
+    settings = {**COMMON, "model": model, "transport": transport, "block_size": 64, "deterministic": "off"}
+    settings["is_prefix_cache_on"] = True
+    p = start(Role.PREFILL, load_heads_first, **settings)
+    d = start(Role.DECODE, load_heads_first, **settings)
+    spec, sender = p.program.engine.spec, p.program._sender
+    assert spec.layout == d.program.engine.spec.layout == "block-major-heads.v1"
+    router = await attach(p, d)
+    prompts = [PROMPT, [*PROMPT[:64], *PROMPT[:9]]]
+    for number, (prompt, num_blocks) in enumerate(zip(prompts, (2, 1), strict=True)):
+        before = sender.stats.moved_bytes
+        tokens = await router.remote(ask(f"remote {number}", prompt, max_tokens=4))
+        assert sender.stats.moved_bytes - before == num_blocks * spec.block_bytes
+        assert await router.local(ask(f"local {number}", prompt, max_tokens=4)) == tokens
+        assert [one.is_committed for one in router.all("transfer_ended", f"remote {number}")] == [True, True]
+
+
+@PATHS
+async def test_other_layout_is_refused_before_a_byte_moves(
+    devices: dict[int, FakeDevice],
+    start: Callable[..., Any],
+    attach: Callable[..., Any],
+    ask: Callable[..., Any],
+    model: str,
+    transport: str,
+    load_heads_first: Callable[..., Any],
+) -> None:
+    settings = {**COMMON, "model": model, "transport": transport, "deterministic": "off"}
+    p = start(Role.PREFILL, load_heads_first, **settings)
+    d = start(Role.DECODE, load_on_device, **settings)
+    router = await attach(p, d)
+    sequence = ask("remote", PROMPT, max_tokens=4)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    granted = await router.next("granted", "remote")
+    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    ended = await router.next("transfer_ended", "remote", Role.PREFILL)
+    assert (ended.is_committed, ended.num_bytes, p.program._sender.stats.moved_bytes) == (False, 0, 0)
+    expected = "kv_shape.layout: got block-major-heads.v1, expected a layout that can be converted to block-major.v1"
+    assert ended.error == expected
+    for role in (Role.PREFILL, Role.DECODE):
+        await router.send(role, cancel=worker_pb2.Cancel(request_id="remote", attempt=1))
+        await router.released("remote", role)
+    assert len(await router.local(ask("local", PROMPT, max_tokens=4))) == 4
 
 
 def test_push_layers_needs_transport(

@@ -59,9 +59,14 @@ def make_pair(tiny: Callable[[str], Path], open_engine: Callable[..., Any]) -> C
     from pdserve.engine.gpu.static import StaticDecode
 
     def get(
-        name: str, most_rows: int = MAX_ROWS, grammars: Any = None, most_tokens: int = 0, most_queries: int = 4
+        name: str,
+        most_rows: int = MAX_ROWS,
+        grammars: Any = None,
+        most_tokens: int = 0,
+        most_queries: int = 4,
+        block_size: int = 16,
     ) -> tuple[Any, Any]:
-        settings = {"kv_blocks": 64, "block_size": 16, "max_context_tokens": 128, "device": DEVICE.type}
+        settings = {"kv_blocks": 64, "block_size": block_size, "max_context_tokens": 128, "device": DEVICE.type}
         eager, inner = open_engine(tiny(name), **settings), open_engine(tiny(name), **settings)
         if grammars is not None:
             eager.grammars = inner.grammars = grammars

@@ -13,6 +13,7 @@ from tests.gpu.cases import Case
 TILE = 64
 
 
+@pytest.mark.gpu_checks
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name == LONG.name() else ()) for case in CASES],

@@ -27,6 +27,7 @@ from tests.gpu.compile_budget import count_compiled
 pytestmark = pytest.mark.gpu_checks
 
 NUM_STEPS = 24
+LARGE_STEP = 8192  # prompt tokens
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -38,9 +39,8 @@ def open_triton(monkeypatch: pytest.MonkeyPatch, tiny: Callable[[str], Path]) ->
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
 
     def get(name: str, **settings: Any) -> Any:
-        config = WorkerConfig(
-            model=str(tiny(name)), worker_id="w", device="cpu", kv_blocks=4096, block_size=8, threads=1, **settings
-        )
+        settings = {"kv_blocks": 4096, "block_size": 8, **settings}
+        config = WorkerConfig(model=str(tiny(name)), worker_id="w", device="cpu", threads=1, **settings)
         return build_engine.open_torch_engine(config)
 
     return get
@@ -63,10 +63,22 @@ def row(rng: random.Random, blocks: Iterator[int], limit: int) -> Row:
     )
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), [("llama", "auto"), ("gemma2", "int8")])
-def test_random_steps_compile_nothing(name: str, kv_dtype: str, open_triton: Callable[..., Any]) -> None:
-    engine, rng = open_triton(name, kv_dtype=kv_dtype), random.Random(5)
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "block_size", "layout"),
+    [("llama", "auto", 8, "tokens"), ("gemma2", "int8", 8, "tokens"), ("llama", "fp8", 64, "heads")],
+)
+def test_random_steps_compile_nothing(
+    name: str,
+    kv_dtype: str,
+    block_size: int,
+    layout: str,
+    open_triton: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PDSERVE_GPU", f"layout={layout}")
+    engine, rng = open_triton(name, kv_dtype=kv_dtype, block_size=block_size), random.Random(5)
     limit = engine.spec.max_context_tokens
+    assert engine.pool.shape.heads_first == (layout == "heads")
     with count_compiled() as compiled:
         build_engine.warmed(engine)
         warmed = compiled.variants()
@@ -76,6 +88,14 @@ def test_random_steps_compile_nothing(name: str, kv_dtype: str, open_triton: Cal
             blocks = iter(range(engine.spec.num_blocks))
             engine.follow([row(rng, blocks, limit) for _ in range(rng.choice((1, 2, 5)))])
             assert compiled.variants() == warmed
+        blocks = iter(range(engine.spec.num_blocks))
+        engine.follow([chunk(blocks, limit, block_size) for _ in range(LARGE_STEP // limit)])
+        assert compiled.variants() == warmed
+
+
+def chunk(blocks: Iterator[int], count: int, block_size: int) -> Row:
+    """A whole prompt."""
+    return Row(tokens=[1] * count, start=0, blocks=[next(blocks) for _ in range(-(-count // block_size))])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

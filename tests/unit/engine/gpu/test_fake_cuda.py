@@ -35,18 +35,20 @@ def row(count: int, start: int, first_block: int, num_targets: int = 0) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "kv_dtype"),
+    ("name", "dtype", "kv_dtype", "layout"),
     [
-        ("llama", "auto", "auto"),
-        ("llama", "fp8", "fp8"),
-        ("qwen3", "fp8", "int8"),
-        ("mistral-window", "auto", "fp8"),
-        ("gemma2", "auto", "int8"),
+        ("llama", "auto", "auto", "tokens"),
+        ("llama", "fp8", "fp8", "tokens"),
+        ("qwen3", "fp8", "int8", "tokens"),
+        ("mistral-window", "auto", "fp8", "tokens"),
+        ("gemma2", "auto", "int8", "tokens"),
+        ("qwen3", "auto", "fp8", "heads"),
     ],
 )
 def test_torch_accepts_every_operation(
-    name: str, dtype: str, kv_dtype: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, kv_dtype: str, layout: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PDSERVE_GPU", f"layout={layout}")
     real_flash = prefill.flash
     config = WorkerConfig(
         model=str(tiny(name)),
@@ -62,6 +64,7 @@ def test_torch_accepts_every_operation(
     monkeypatch.setattr(prefill, "flash", lambda *args: flash_rows.append(len(args[3].table_BP)) or real_flash(*args))
     with fake_cuda() as cuda, torch.inference_mode():
         engine = open_torch_engine(config)
+        assert engine.pool.shape.heads_first == (layout == "heads")
         device = torch.device("cuda", 0)
         # Prompts alone, the rest of one, rows and a chunk together, rows alone.
         for rows in (

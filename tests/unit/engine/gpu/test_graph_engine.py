@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Sampling
+from pdserve.engine import build_engine
 from pdserve.engine.gpu.engine import is_graph_row
 from pdserve.engine.gpu.flights import DoneFlight, GraphFlight
 from pdserve.engine.interface import NEW_ROW, PENDING, ContinuedRows, Engine, Flight, Row
@@ -40,6 +45,32 @@ def test_tokens_match_the_eager_engine(
 ) -> None:
     eager, graph = make_pair(name)
     assert serve(graph, requests(), chunk=8) == serve(eager, requests(), chunk=8)
+
+
+@pytest.mark.gpu_checks
+@pytest.mark.parametrize("name", slow_except(["llama", "qwen3"], "llama"))
+def test_heads_first_blocks_of_64_give_the_same_tokens(
+    name: str,
+    make_pair: Callable[..., Any],
+    serve: Callable[..., list[list[int]]],
+    open_engine: Callable[..., Engine],
+    tiny: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts, chunks and graphs over the other layout, all by the GPU's kernels, against the CPU engine."""
+    prompts = requests()
+    prompts[0].prompt.extend(3 + (5 * at) % 380 for at in range(80))  # more than a block
+    plain = open_engine(tiny(name), kv_blocks=64, max_context_tokens=128)
+    expected = serve(plain, copy.deepcopy(prompts), chunk=24)
+    monkeypatch.setenv("PDSERVE_GPU", "layout=heads")
+    monkeypatch.setattr(build_engine, "is_triton", lambda device: True)
+    facts = SimpleNamespace(multi_processor_count=4, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    _, graph = make_pair(name, block_size=64)
+    shape = graph.pool.shape
+    assert (shape.heads_first, shape.block_size, graph.spec.layout) == (True, 64, "block-major-heads.v1")
+    assert plain.spec.layout == "block-major.v1"
+    assert serve(graph, prompts, chunk=24) == expected
 
 
 def prefill(engine: Engine, prompt: list[int], blocks: list[int]) -> int:
