@@ -91,7 +91,7 @@ def measure_use(
     weights = meter.reserved()
     # Another worker on the device may be loading into the free memory beyond this worker's share.
     room = min(free, int(total * share) - weights)
-    num_blocks = agree(_profile_blocks(room, context_tokens, max_batch, unit))
+    num_blocks = agree(_profile_blocks(room, context_tokens, max_batch, max_batch_tokens, unit))
     engine: TorchEngine | None = assemble(num_blocks)
     assert engine is not None
     meter.begin_peak()
@@ -121,10 +121,19 @@ def measure_use(
 
 
 def largest_steps(spec: EngineSpec, *, max_batch: int, max_batch_tokens: int) -> Iterator[list[Row]]:
-    """The longest chunk at the end of the longest context, and a full batch that samples from the whole vocabulary."""
-    limit = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
+    """The longest chunk at the end of the longest context, with further prompts if a step may have more tokens than
+    that; and a full batch that samples from the whole vocabulary."""
+    size = spec.block_size
+    limit = min(spec.max_context_tokens, spec.num_blocks * size)
     count = min(max_batch_tokens, limit)
-    yield [_row(spec, count, limit - count, range(-(-limit // spec.block_size)))]
+    used = -(-limit // size)
+    rows, left = [_row(spec, count, limit - count, range(used))], max_batch_tokens - count
+    while left and used < spec.num_blocks:  # prompts that are computed whole
+        count = min(left, limit, (spec.num_blocks - used) * size)
+        end = used - (-count // size)
+        rows.append(_row(spec, count, 0, range(used, end)))
+        used, left = end, left - count
+    yield rows
     yield [_row(spec, 1, 0, [block]) for block in range(min(max_batch, spec.num_blocks))]
 
 
@@ -141,7 +150,10 @@ def _row(spec: EngineSpec, count: int, start: int, blocks: range | list[int]) ->
     )
 
 
-def _profile_blocks(room: int, context_tokens: int, max_batch: int, unit: PoolUnit) -> int:
-    """Enough blocks for the longest context and the largest batch, in at most half of the free memory."""
-    wanted = max(-(-context_tokens // unit.block_size), max_batch)
+def _profile_blocks(room: int, context_tokens: int, max_batch: int, max_batch_tokens: int, unit: PoolUnit) -> int:
+    """Enough blocks for the longest context, the most prompt tokens and the largest batch, in at most half of the free
+    memory."""
+    num_prompts, rest = divmod(max_batch_tokens, context_tokens)
+    of_prompts = num_prompts * -(-context_tokens // unit.block_size) - (-rest // unit.block_size)
+    wanted = max(-(-context_tokens // unit.block_size), of_prompts, max_batch)
     return max(1, min(wanted, room // 2 // unit.block_bytes))

@@ -94,6 +94,14 @@ def test_the_peak_is_measured_with_the_largest_steps() -> None:
     assert device.held == 100_000, "the pool for measuring is given back"
 
 
+def test_a_step_longer_than_a_prompt_has_several() -> None:
+    """A step of many prompt tokens computes several prompts if the context limit is lower."""
+    device = Device()
+    use = measured(device, max_batch_tokens=1000)
+    assert device.events == ["pool of 250", "step of 3 rows to 400", "step of 8 rows to 1"]
+    assert use.activations == 5_000 + 10 * 1000 + 250
+
+
 def test_graphs_are_measured_behind_the_steps() -> None:
     device = Device()
 
@@ -133,7 +141,12 @@ def test_the_measured_steps_are_valid_rows() -> None:
     engine = ToyEngine(num_blocks=8, block_size=4, max_context_tokens=32)
     [chunk], batch = largest_steps(engine.spec, max_batch=64, max_batch_tokens=12)
     assert (chunk.start, len(chunk.tokens), len(batch)) == (20, 12, 8)
-    for rows in ([chunk], batch):
+    several, _ = largest_steps(engine.spec, max_batch=64, max_batch_tokens=50)
+    assert [(row.start, len(row.tokens)) for row in several] == [(0, 32)], "there is no block for another"
+    engine = ToyEngine(num_blocks=13, block_size=4, max_context_tokens=32)
+    several, _ = largest_steps(engine.spec, max_batch=64, max_batch_tokens=50)
+    assert [(row.start, len(row.tokens)) for row in several] == [(0, 32), (0, 18)]
+    for rows in ([chunk], batch, several):
         assert len(engine.step(rows)) == len(rows)
 
 
