@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pdserve.core.errors import InvalidRequest, ModelError, shortened
 from pdserve.core.grammar import Grammar, GrammarKind
+from pdserve.structured.supported import supported
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -28,6 +29,8 @@ _JSON: Final[JsonCompileOptions] = {
     "whitespace_flexible": False,
     "lenient": False,  # an unsupported keyword is an error and not ignored
     "coerce_one_of": False,
+    # Without \\uXXXX, so that a name of a property has one spelling, and a free name is never one that is listed.
+    "json_allowed_escapes": 'nrbtf\\"',
 }
 _PER_GRAMMAR: Final = "x-guidance"  # a schema's own options, which could override those above
 
@@ -113,7 +116,7 @@ def schema_of(grammar: Grammar) -> dict[str, Any]:
         raise ValueError("a schema is a JSON object, true or false")
     if _PER_GRAMMAR in schema:
         raise ValueError(f'Unimplemented keys: ["{_PER_GRAMMAR}"]')
-    return schema
+    return supported(schema)
 
 
 def _tokenizer_text(model: Path, vocab_size: int) -> dict[str, Any]:

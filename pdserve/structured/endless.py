@@ -1,4 +1,4 @@
-"""Detects JSON schemas whose documents are all infinite: a node that requires itself. Pure: standard library only.
+"""Detects JSON schemas whose documents are all infinite: a node that requires itself. Pure.
 
 llguidance follows such a schema until max_tokens, so admission rejects it. The rule is the least fixed point: a
 reference is finite if its target is, and everything else follows from its parts. Unknown features (anchors, other
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from pdserve.core.json_schema import path_of, resolve
 
 
 def is_endless(root: Mapping[str, Any]) -> bool:
@@ -51,8 +53,11 @@ def _required_items(node: Mapping[str, Any]) -> list[object]:
     least = node.get("minItems", 0)
     if not isinstance(least, int) or least < 1:
         return []
+    items, rest = node.get("items"), "items"
     first = _list(node, "prefixItems")
-    return [*first[:least], *([node.get("items")] if least > len(first) else [])]
+    if isinstance(items, list):  # the form of draft 7
+        first, rest = items, "additionalItems"
+    return [*first[:least], *([node.get(rest)] if least > len(first) else [])]
 
 
 def _nodes(value: object) -> Iterator[Mapping[str, Any]]:
@@ -71,16 +76,10 @@ def _is_local(reference: object) -> bool:
 
 def _resolved(root: Mapping[str, Any], reference: str) -> object:
     """The value of a JSON pointer (RFC 6901); None if there is none."""
-    found: Any = root
-    for step in reference.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found.get(name)
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return None
-    return found
+    try:
+        return resolve(root, path_of(reference))
+    except LookupError:
+        return None
 
 
 def _list(node: Mapping[str, Any], name: str) -> list[Any]:

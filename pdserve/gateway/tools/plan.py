@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.json_schema import localized
 from pdserve.gateway.request_models import NamedChoice, Tool
 from pdserve.gateway.tools.events import Reader
 from pdserve.gateway.tools.readers import ArrayReader, NamedReader, make_reader
@@ -66,7 +67,7 @@ def plan_tools(
     if not model.tool_format:
         expected = "required or a named function: the form of this model's calls is not known"
         raise InvalidRequest("tool_choice", "auto", expected)
-    parameters = {one.function.name: _parameters(one) for one in tools}
+    parameters = {one.function.name: _with_pointers(_parameters(one)) for one in tools}
     shows = _shown(model.tool_format, form)
     return ToolPlan(shown, shows, lambda: with_reasoning(make_reader(model.tool_format, parameters)), most, is_short)
 
@@ -78,12 +79,16 @@ def _shown(*formats: str) -> dict[str, Any]:
 
 def calls_schema(tools: Sequence[Tool], most_calls: int) -> dict[str, Any]:
     """The schema of an array of calls. A function's schema with references is moved to $defs, and its references are
-    changed accordingly."""
+    changed accordingly. Raises InvalidRequest if a reference cannot be resolved."""
     definitions: dict[str, Any] = {}
     calls = []
     for index, tool in enumerate(tools):
         parameters = _parameters(tool)
-        moved = _moved(parameters, f"#/$defs/tool{index}")
+        try:
+            moved = localized(parameters, f"#/$defs/tool{index}")
+        except (ValueError, RecursionError) as error:
+            place, expected = f"tools.{index}.function.parameters", "a schema with references to its own parts"
+            raise InvalidRequest(place, str(error), expected) from None
         if moved != parameters:
             definitions[f"tool{index}"] = moved
             moved = {"$ref": f"#/$defs/tool{index}"}
@@ -108,16 +113,12 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def _moved(value: Any, root: str) -> Any:
-    """The schema with `root` before each of its own references, such as #/$defs/a."""
-    if isinstance(value, list):
-        return [_moved(one, root) for one in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: root + one[1:] if key == "$ref" and isinstance(one, str) and one.startswith("#") else _moved(one, root)
-        for key, one in value.items()
-    }
+def _with_pointers(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The types of a function's parameters are found through its references, where these can be resolved."""
+    try:
+        return localized(parameters)
+    except (ValueError, RecursionError):
+        return parameters
 
 
 def _for_template(tool: Tool) -> dict[str, Any]:

@@ -290,6 +290,46 @@ def test_references_point_to_the_moved_schema() -> None:
     }
 
 
+def test_only_references_of_a_tools_schema_are_moved() -> None:
+    data = {"$ref": "#/$defs/item", "$id": "x"}
+    parameters = {
+        "$id": "https://example.org/tools/f",
+        "type": "object",
+        "properties": {
+            "by_id": {"$ref": "other"},
+            "by_anchor": {"$ref": "#here"},
+            "fixed": {"const": data, "enum": [data], "default": data, "examples": [data]},
+        },
+        "$defs": {
+            "item": {"$anchor": "here", "type": "integer"},
+            "part": {
+                "$id": "other",
+                "properties": {"a": {"$ref": "#/$defs/deep"}},
+                "$defs": {"deep": {"type": "null"}},
+            },
+        },
+    }
+    moved = calls_schema([function("f", parameters), function("g", parameters)], 2)["$defs"]["tool1"]
+    assert moved["properties"] == {
+        "by_id": {"$ref": "#/$defs/tool1/$defs/part"},
+        "by_anchor": {"$ref": "#/$defs/tool1/$defs/item"},
+        "fixed": parameters["properties"]["fixed"],
+    }
+    assert moved["$defs"]["part"]["properties"]["a"] == {"$ref": "#/$defs/tool1/$defs/part/$defs/deep"}
+
+
+def test_a_reference_that_leads_out_of_a_tools_schema_is_refused() -> None:
+    tool = function("f", {"properties": {"a": {"$ref": "https://example.org/b"}}})
+    with pytest.raises(
+        InvalidRequest, match=r"tools\.0\.function\.parameters: got .*https://example.org/b.*nothing is fetched"
+    ):
+        calls_schema([tool], 2)
+
+
+def function(name: str, parameters: dict[str, Any]) -> Tool:
+    return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "model_format", "field"),
     [
