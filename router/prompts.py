@@ -53,27 +53,47 @@ class PromptReader:
     async def tokenize(self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None) -> list[int]:
         """Tokenizes a text. The limit is a prompt's number of characters, not of tokens."""
         kind = request.WhichOneof("prompt")
+        has_special = request.add_special_tokens if request.HasField("add_special_tokens") else kind == "text"
+        begins_answer = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
         if kind == "text":
-            return await self._text(request.text, None, model, request.ByteSize())
+            return await self._text(request.text, None, model, request.ByteSize(), has_special_tokens=has_special)
         if kind == "chat":
-            return await self._chat(request.chat, None, model, request.ByteSize())
+            return await self._chat(
+                request.chat,
+                None,
+                model,
+                request.ByteSize(),
+                has_special_tokens=has_special,
+                add_generation_prompt=begins_answer,
+            )
         raise InvalidRequest("prompt", "nothing", "text or chat")
 
-    async def _text(self, text: str, keep: int | None, model: ModelFacts | None, num_bytes: int) -> list[int]:
+    async def _text(
+        self, text: str, keep: int | None, model: ModelFacts | None, num_bytes: int, *, has_special_tokens: bool = True
+    ) -> list[int]:
         if not text:
             raise InvalidRequest("prompt", "an empty text", "at least one character")
         if keep is None:
             self._check_chars(len(text), model)
 
         def work() -> list[int]:
-            return self._tokenizer.encode(text) if keep is None else self._tokenizer.encode_tail(text, keep)
+            if keep is not None:
+                return self._tokenizer.encode_tail(text, keep)
+            return self._tokenizer.encode(text, has_special_tokens=has_special_tokens)
 
         if len(text) <= QUICK_CHARS:
             return work()
         return await self._threads.run(len(text), num_bytes, work)
 
     async def _chat(
-        self, chat: inference_pb2.ChatPrompt, keep: int | None, model: ModelFacts | None, num_bytes: int
+        self,
+        chat: inference_pb2.ChatPrompt,
+        keep: int | None,
+        model: ModelFacts | None,
+        num_bytes: int,
+        *,
+        has_special_tokens: bool = False,  # the template has written them
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         template = self._chat_template
         if template is None:
@@ -84,12 +104,13 @@ class PromptReader:
         tools = list(chat.tools)
 
         def work() -> list[int]:
-            text = template.render(messages, tools, chat.template_arguments)
-            # The template has written the special tokens.
+            text = template.render(
+                messages, tools, chat.template_arguments, add_generation_prompt=add_generation_prompt
+            )
             if keep is not None:
                 return self._tokenizer.encode_tail(text, keep, has_special_tokens=False)
             self._check_chars(len(text), model)  # checked here, because a template may omit content
-            return self._tokenizer.encode(text, has_special_tokens=False)
+            return self._tokenizer.encode(text, has_special_tokens=has_special_tokens)
 
         return await self._threads.run(sum(map(len, tools)) + sum(map(_num_chars, messages)), num_bytes, work)
 

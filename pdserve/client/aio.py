@@ -96,9 +96,25 @@ class AsyncClient(BaseClient):
         return await self._ask(calls.is_serving())
 
     async def tokenize(
-        self, prompt: str | Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        return await self._ask(calls.tokenize(prompt, tools))
+        """`add_special_tokens`: those of the tokenizer around the text, by default for a text alone. The other
+        options are of messages, for the chat template."""
+        return await self._ask(
+            calls.tokenize(
+                prompt,
+                tools,
+                add_special_tokens=add_special_tokens,
+                add_generation_prompt=add_generation_prompt,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+        )
 
     async def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
         """The text that `token_ids` add to the text of the token ids `prompt`; special tokens have no text."""

@@ -33,9 +33,10 @@ def model() -> UnaryCall[Model]:
 
 
 def tokenize(
-    prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
 ) -> UnaryCall[list[int]]:
-    return _inference("Tokenize", tokenize_request(prompt, tools), lambda response: list(response.token_ids))
+    request = tokenize_request(prompt, tools, **options)
+    return _inference("Tokenize", request, lambda response: list(response.token_ids))
 
 
 def detokenize(token_ids: Sequence[int], prompt: Sequence[int]) -> UnaryCall[str]:

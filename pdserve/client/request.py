@@ -53,16 +53,26 @@ def generate_request(
 
 
 def tokenize_request(
-    prompt: str | Messages, tools: Sequence[Mapping[str, Any]] | None = None
+    prompt: str | Messages,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    add_special_tokens: bool | None = None,
+    add_generation_prompt: bool | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> inference_pb2.TokenizeRequest:
-    request = inference_pb2.TokenizeRequest()
-    if isinstance(prompt, str) and tools is None:
+    request = inference_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
+    is_chat_option = tools is not None or add_generation_prompt is not None or bool(chat_template_kwargs)
+    if isinstance(prompt, str) and not is_chat_option:
         request.text = _utf8("prompt", prompt)
     elif _is_list(prompt):
         request.chat.CopyFrom(_chat(prompt))
         request.chat.tools.extend(_tools("tools", () if tools is None else tools))
+        if chat_template_kwargs:
+            _set_template_arguments(request, "chat_template_kwargs", chat_template_kwargs)
+        if add_generation_prompt is not None:
+            request.add_generation_prompt = add_generation_prompt
     else:
-        raise _wrong("prompt", "str or a list of messages", prompt)
+        raise _wrong("prompt", "a list of messages" if is_chat_option else "str or a list of messages", prompt)
     return request
 
 
@@ -145,7 +155,9 @@ def _set_tools(request: inference_pb2.GenerateRequest, name: str, value: Any) ->
         request.chat.tools.extend(texts)
 
 
-def _set_template_arguments(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+def _set_template_arguments(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, name: str, value: Any
+) -> None:
     if not isinstance(value, Mapping):
         raise _wrong(name, "a dict", value)
     if not request.HasField("chat"):

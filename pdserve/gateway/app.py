@@ -22,12 +22,15 @@ from pdserve.client.results import Model
 from pdserve.config import GatewayConfig
 from pdserve.core.errors import InternalError, InvalidRequest, NotFound, PdserveError, PermissionDenied
 from pdserve.core.held_bytes import HeldBytes
-from pdserve.gateway import errors, headers, json_body, live_view, replies, sse, tokens
+from pdserve.core.version import VERSION
+from pdserve.gateway import errors, headers, json_body, live_view, openapi, replies, sse, tokens
 from pdserve.gateway.body import declared_bytes, read_body
+from pdserve.gateway.docs_page import docs_page
 from pdserve.gateway.door import Caller, Door
 from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint
 from pdserve.gateway.health import Health
+from pdserve.gateway.operations import OPERATIONS
 from pdserve.gateway.respond import Responder, send_json, send_whole
 from pdserve.gateway.responses_request import responses_call
 from pdserve.gateway.sdk_call import SdkCall, chat_call, text_call
@@ -38,7 +41,8 @@ from pdserve.telemetry.propagate import HEADER, trace_id_of
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Any, Any, Any, Headers], Awaitable[int]]
+OpenHandler = Callable[[Any, Any, Any, Headers], Awaitable[int]]  # scope, receive, send and headers
+Handler = Callable[[Any, Any, Any, Headers, Caller], Awaitable[int]]
 _CALLS: Final[Mapping[Endpoint, Callable[[Mapping[str, Any], Model, Options], SdkCall]]] = {
     "chat": chat_call,
     "text": text_call,
@@ -65,6 +69,7 @@ class Gateway:
         self._metrics = metrics
         self._created_s = int(time.time())
         self._running = 0
+        self._generating = 0
 
     def app(self) -> Starlette:
         return Starlette(
@@ -74,14 +79,20 @@ class Gateway:
                 self._route("/v1/models/{name:path}", "GET", self._model),
                 self._route("/tokenize", "POST", self._unary(tokens.tokenize)),
                 self._route("/detokenize", "POST", self._unary(tokens.detokenize)),
-                self._route("/ui", "GET", self._live_page),
+                self._route("/version", "GET", self._version),
+                self._route("/load", "GET", self._load),
                 self._route("/ui/events", "GET", self._live_events),
                 self._route("/ui/requests/{request_id:path}", "GET", self._live_request),  # TENANT/ID
                 self._route("/ui/workers/{worker_id}/drain", "POST", self._live_command(AsyncClient.drain)),
                 self._route("/ui/workers/{worker_id}/undrain", "POST", self._live_command(AsyncClient.undrain)),
                 self._route("/ui/workers/{worker_id}/log", "GET", self._live_worker_log),
                 self._route("/metrics", "GET", self._metrics_text),
-                self._route("/health", "GET", self._answer_health),
+                self._open_route("/health", "GET", self._answer_health),
+                self._open_route("/ping", "GET", self._answer_health, "POST"),
+                self._open_route("/openapi.json", "GET", self._openapi),
+                self._open_route("/docs", "GET", self._docs),
+                self._open_route("/ui", "GET", self._live_page),
+                self._open_route("/", "GET", self._root),
             ],
             exception_handlers={404: _no_such_path, 405: _wrong_method},
         )
@@ -91,8 +102,7 @@ class Gateway:
     def _generation(self, endpoint: Endpoint) -> Handler:
         make_call = _CALLS[endpoint]
 
-        async def handle(scope: Any, receive: Any, send: Any, given: Headers) -> int:
-            caller = await self._admitted(given)
+        async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             with self._held.hold(self._declared(given)):
                 fields = json_body.parse(await self._body(receive))
                 call = make_call(fields, caller.model, headers.options(given))
@@ -105,31 +115,49 @@ class Gateway:
         return handle
 
     def _unary(self, work: Callable[[Any, Caller], Awaitable[dict[str, Any]]]) -> Handler:
-        async def handle(scope: Any, receive: Any, send: Any, given: Headers) -> int:
-            caller = await self._admitted(given)
+        async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             with self._held.hold(self._declared(given)):
                 found = await work(json_body.parse(await self._body(receive)), caller)
             return await _send(send, 200, found)
 
         return handle
 
-    async def _models(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
-        model = (await self._admitted(given)).model
+    async def _models(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
+        model = caller.model
         return await _send(send, 200, replies.models(model.name, model.max_context_tokens, self._created_s))
 
-    async def _model(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
-        model = (await self._admitted(given)).model
+    async def _model(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
+        model = caller.model
         name = scope["path_params"]["name"]
         if name != model.name:
             raise UnknownModel(name, model.name)
         return await _send(send, 200, replies.model(model.name, model.max_context_tokens, self._created_s))
 
-    async def _metrics_text(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
-        caller = await self._admitted(given)
+    async def _metrics_text(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         await caller.client.topology()  # raises PermissionDenied for the key of a tenant
         text = self._metrics.text().encode()
         await send_whole(send, 200, text, ((b"content-type", METRICS_TYPE),))
         return 200
+
+    async def _version(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
+        return await _send(send, 200, {"version": VERSION})
+
+    async def _load(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
+        await caller.client.topology()  # as for metrics
+        return await _send(send, 200, {"server_load": self._generating})
+
+    async def _openapi(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
+        await send_json(send, 200, openapi.body())
+        return 200
+
+    async def _docs(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
+        body, pairs = docs_page()
+        await send_whole(send, 200, body, ((name.encode(), value.encode()) for name, value in pairs.items()))
+        return 200
+
+    async def _root(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
+        await send_whole(send, 307, b"", ((b"location", b"/ui"),))
+        return 307
 
     async def _answer_health(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
         """Needs no token, because load balancers have none."""
@@ -142,22 +170,19 @@ class Gateway:
         await send_whole(send, 200, body, ((name.encode(), value.encode()) for name, value in pairs.items()))
         return 200
 
-    async def _live_events(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
-        return await live_view.stream_frames(await self._admitted(given), receive, send)
+    async def _live_events(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
+        return await live_view.stream_frames(caller, receive, send)
 
-    async def _live_request(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
-        caller = await self._admitted(given)
+    async def _live_request(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         found = await live_view.explanation(caller.client, scope["path_params"]["request_id"])
         return await _send(send, 200, found)
 
-    async def _live_worker_log(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
-        caller = await self._admitted(given)
+    async def _live_worker_log(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         return await _send(send, 200, await live_view.worker_log(caller.client, scope["path_params"]["worker_id"]))
 
     def _live_command(self, command: Callable[[AsyncClient, str], Awaitable[None]]) -> Handler:
-        async def handle(scope: Any, receive: Any, send: Any, given: Headers) -> int:
+        async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             live_view.check_own(given)
-            caller = await self._admitted(given)
             await command(caller.client, scope["path_params"]["worker_id"])
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -186,15 +211,27 @@ class Gateway:
         return await read_body(receive, self._config.max_body_bytes, self._config.body_s)
 
     def _route(self, path: str, method: str, handler: Handler) -> BaseRoute:
-        return Route(path, _Endpoint(self, path, handler), methods=[method])
+        """The handler runs only for callers that are admitted."""
 
-    async def run(self, path: str, handler: Handler, scope: Any, receive: Any, send: Any) -> None:
+        async def admit(scope: Any, receive: Any, send: Any, given: Headers) -> int:
+            return await handler(scope, receive, send, given, await self._admitted(given))
+
+        assert not OPERATIONS[method, path].is_open
+        return Route(path, _Endpoint(self, path, admit), methods=[method])
+
+    def _open_route(self, path: str, method: str, handler: OpenHandler, *more_methods: str) -> BaseRoute:
+        methods = [method, *more_methods]
+        assert all(OPERATIONS[one, path].is_open for one in methods)
+        return Route(path, _Endpoint(self, path, handler), methods=methods)
+
+    async def run(self, path: str, handler: OpenHandler, scope: Any, receive: Any, send: Any) -> None:
         """Turns every error into an answer, and measures the request."""
         began_s = time.perf_counter()
         sent, received, given = _Sent(send), _Received(receive), Headers(scope=scope)
         has_body = "content-length" in given or "transfer-encoding" in given
         self._running += 1
         self._metrics.set(metric_names.HTTP_RUNNING, self._running)
+        self._generating += path in GENERATION_PATHS
         status = 499
         try:
             status = await handler(scope, received, sent, given)
@@ -208,6 +245,7 @@ class Gateway:
             status = await self._fail(sent, failure, is_unread=has_body and not received.is_complete)
         finally:
             self._running -= 1
+            self._generating -= path in GENERATION_PATHS
             self._metrics.set(metric_names.HTTP_RUNNING, self._running)
             self._metrics.add(metric_names.HTTP_REQUESTS, path=path, status=str(status))
             if sent.first_part_s is not None and path in GENERATION_PATHS:
@@ -228,7 +266,7 @@ class Gateway:
 class _Endpoint:
     """An ASGI application, which Starlette calls without building a request object."""
 
-    def __init__(self, gateway: Gateway, path: str, handler: Handler) -> None:
+    def __init__(self, gateway: Gateway, path: str, handler: OpenHandler) -> None:
         self._gateway, self._path, self._handler = gateway, path, handler
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

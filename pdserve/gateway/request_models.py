@@ -184,13 +184,27 @@ class TextRequest(SamplingRequest):
 
 
 class TokenizeRequest(Strict):
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
-    return_token_strs: bool | None = None
+    """vLLM's. A text or messages."""
+
+    model: str | None = described("name of the served model; may be absent")
+    prompt: str | None = described("a text")
+    messages: list[Message] | None = described("a chat, as of /v1/chat/completions")
+    tools: list[Tool] | None = described("of a chat: functions that the model may call")
+    add_special_tokens: bool | None = described(
+        "the tokens that the tokenizer puts around a text; absent: true for a text, false for a chat"
+    )
+    add_generation_prompt: bool | None = described(
+        "of a chat: the template begins the assistant's next message; true where absent"
+    )
+    continue_final_message: Literal[False] | None = described("of a chat: only false")
+    chat_template_kwargs: dict[str, str | bool | int | float] | None = described(
+        "of a chat: values for names that the model's chat template reads"
+    )
+    return_token_strs: bool | None = described("the text of each token")
 
 
 class DetokenizeRequest(Strict):
-    model: str | None = None
-    tokens: list[int]
+    """vLLM's."""
+
+    model: str | None = described("name of the served model; may be absent")
+    tokens: list[int] = Field(description="token ids, at most as many as the context window has")

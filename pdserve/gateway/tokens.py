@@ -9,20 +9,32 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.gateway.answers import TokenTable
 from pdserve.gateway.door import Caller
 from pdserve.gateway.request_models import DetokenizeRequest, TokenizeRequest
-from pdserve.gateway.sdk_call import check_model, sdk_messages, validated
+from pdserve.gateway.sdk_call import MAX_MESSAGES, check_model, sdk_messages, validated
 
 
 async def tokenize(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
     """Raises InvalidRequest and UnknownModel."""
     check_model(given.get("model"), caller.model)
+    messages = given.get("messages")
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise InvalidRequest("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES} messages")
     request = validated(TokenizeRequest, given)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("prompt", "both" if request.prompt else "neither", "prompt or messages")
-    if request.tools and request.messages is None:
-        raise InvalidRequest("tools", f"{len(request.tools)} tools", "messages beside them")
-    prompt = sdk_messages(request.messages) if request.messages is not None else request.prompt or ""
-    tools = None if request.tools is None else [one.model_dump(exclude_none=True) for one in request.tools]
-    ids = await caller.client.tokenize(prompt, tools=tools)
+    if request.messages is None:
+        for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
+            if getattr(request, name):
+                raise InvalidRequest(name, "a value", "messages beside it")
+        ids = await caller.client.tokenize(request.prompt or "", add_special_tokens=request.add_special_tokens)
+    else:
+        tools = None if request.tools is None else [one.model_dump(exclude_none=True) for one in request.tools]
+        ids = await caller.client.tokenize(
+            sdk_messages(request.messages),
+            tools=tools,
+            add_special_tokens=request.add_special_tokens,
+            add_generation_prompt=request.add_generation_prompt,
+            chat_template_kwargs=request.chat_template_kwargs,
+        )
     names = None
     if request.return_token_strs:
         table = TokenTable()

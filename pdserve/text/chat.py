@@ -79,7 +79,14 @@ class ChatTemplate:
         self.tool_format = tool_format(source) if self._takes_tools else ""
         self.reasoning_mark = next((mark for mark in ("[/THINK]", "</think>") if mark in source), None)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[str] = (), arguments: str = "") -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[str] = (),
+        arguments: str = "",
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """`tools` are JSON objects. So is `arguments`, with values for names that the template reads.
 
         Raises InvalidRequest if the template rejects the messages, and ModelError if it exceeds a limit.
@@ -103,7 +110,7 @@ class ChatTemplate:
         try:
             for chunk in self._template.generate(
                 messages=plain,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 tools=[_object("tools", one) for one in tools] or None,
                 documents=None,
                 **given,

@@ -1,0 +1,136 @@
+"""The OpenAPI document, made from the models of requests and answers. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from pdserve.gateway.errors import ROWS
+from pdserve.gateway.field_support import IGNORED, MODELS
+from pdserve.gateway.headers import REQUEST_ID, SESSION_ID, TARGETS
+from pdserve.gateway.operations import EVENTS, JSON, OPERATIONS, Operation
+from pdserve.gateway.response_models import ErrorAnswer
+
+API_VERSION: Final = "1"  # of the API: the version of pdserve is behind the token
+_REFERENCE: Final = "#/components/schemas/{model}"
+_PARAMETER: Final = re.compile(r"\{(\w+)(?::path)?\}")
+_IGNORED: Final = {MODELS[endpoint]: fields for endpoint, fields in IGNORED.items()}
+#: Of any operation: a method that it lacks, a flood of callers, an error of the gateway, and a router that is away.
+_ALWAYS: Final = frozenset((405, 429, 500, 503))
+_OF_CALLERS: Final = frozenset((401, 403))
+_HEADERS: Final = {
+    REQUEST_ID: "1 to 128 printable characters, which the answer repeats",
+    SESSION_ID: "requests of one session prefer the worker with its KV",
+    **dict.fromkeys(TARGETS, "the request's target in milliseconds"),
+}
+
+
+@cache
+def document() -> dict[str, Any]:
+    """Of version 3.1, whose schemas are JSON Schema 2020-12."""
+    paths: dict[str, dict[str, Any]] = {}
+    for (method, path), operation in OPERATIONS.items():
+        paths.setdefault(_PARAMETER.sub(r"{\1}", path), {})[method.lower()] = _operation(method, path, operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "pdserve",
+            "version": API_VERSION,
+            "description": "OpenAI's API for text, and the gateway's own endpoints. docs/http.md describes them.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"token": []}, {}],  # a cluster may need no token
+    }
+
+
+@cache
+def body() -> bytes:
+    return json.dumps(document(), ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _operation(method: str, path: str, operation: Operation) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "operationId": _PARAMETER.sub(r"\1", f"{method.lower()}{path}").replace("/", "_").strip("_"),
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "responses": {str(status): _answer(operation, status) for status in operation.answers}
+        | {
+            str(status): _error(status)
+            for status in sorted(_errors(operation, path))
+            if status not in operation.answers
+        },
+    }
+    if operation.is_open:
+        found["security"] = []
+    if parameters := list(_parameters(path, operation)):
+        found["parameters"] = parameters
+    if operation.request is not None:
+        found["requestBody"] = {"required": True, "content": {JSON: {"schema": _reference(operation.request)}}}
+    return found
+
+
+def _parameters(path: str, operation: Operation) -> Iterator[dict[str, Any]]:
+    for name in _PARAMETER.findall(path):
+        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+    for name in operation.headers:
+        yield {"name": name, "in": "header", "required": True, "schema": {"type": "string"}}
+    if operation.request in _IGNORED:
+        for name, about in _HEADERS.items():
+            yield {"name": name, "in": "header", "description": about, "schema": {"type": "string"}}
+
+
+def _answer(operation: Operation, status: int) -> dict[str, Any]:
+    given = operation.answers[status]
+    found: dict[str, Any] = {"description": "an error" if status >= 400 else "the answer"}
+    if isinstance(given, str):
+        found["content"] = {given: {"schema": {} if given == JSON else {"type": "string"}}}
+    elif given is not None:
+        found["content"] = {JSON: {"schema": _reference(given)}}
+    if operation.is_streamed:
+        found["content"][EVENTS] = {"schema": {"type": "string", "description": "with `stream`"}}
+    return found
+
+
+def _error(status: int) -> dict[str, Any]:
+    return {"description": "an error", "content": {JSON: {"schema": _reference(ErrorAnswer)}}}
+
+
+def _errors(operation: Operation, path: str) -> frozenset[int]:
+    if operation.is_open:
+        return _ALWAYS
+    if operation.request is not None:
+        return _ALWAYS | _OF_CALLERS | {row.status for row in ROWS.values()}
+    return _ALWAYS | _OF_CALLERS | ({400, 404, 408, 499, 501} if "{" in path else {501})
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(model=model.__name__)}
+
+
+def _schemas() -> dict[str, Any]:
+    requests = [one.request for one in OPERATIONS.values() if one.request is not None]
+    replies = [one for operation in OPERATIONS.values() for one in operation.answers.values() if isinstance(one, type)]
+    found = _definitions(requests, "validation")
+    written = _definitions([*replies, ErrorAnswer], "serialization")
+    assert not found.keys() & written.keys(), "two models of one name"
+    for model, ignored in _IGNORED.items():
+        found[model.__name__]["properties"] |= {
+            name: {"description": f"ignored: {why}"} for name, why in ignored.items()
+        }
+    return found | written
+
+
+def _definitions(models: list[type[BaseModel]], mode: Literal["validation", "serialization"]) -> dict[str, Any]:
+    pairs = [(one, mode) for one in dict.fromkeys(models)]
+    found: dict[str, Any] = models_json_schema(pairs, ref_template=_REFERENCE)[1]["$defs"]
+    return found
