@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Final, Literal
 
@@ -15,7 +15,9 @@ from pdserve.gateway.errors import ROWS
 from pdserve.gateway.field_support import IGNORED, MODELS
 from pdserve.gateway.headers import REQUEST_ID, SESSION_ID, TARGETS
 from pdserve.gateway.operations import EVENTS, JSON, OPERATIONS, Operation
+from pdserve.gateway.request_models import TokenizeRequest
 from pdserve.gateway.response_models import ErrorAnswer
+from pdserve.gateway.sdk_call import MAX_MESSAGES
 
 API_VERSION: Final = "1"  # of the API: the version of pdserve is behind the token
 _REFERENCE: Final = "#/components/schemas/{model}"
@@ -24,10 +26,52 @@ _IGNORED: Final = {MODELS[endpoint]: fields for endpoint, fields in IGNORED.item
 #: Of any operation: a method that it lacks, a flood of callers, an error of the gateway, and a router that is away.
 _ALWAYS: Final = frozenset((405, 429, 500, 503))
 _OF_CALLERS: Final = frozenset((401, 403))
-_HEADERS: Final = {
-    REQUEST_ID: "1 to 128 printable characters, which the answer repeats",
-    SESSION_ID: "requests of one session prefer the worker with its KV",
-    **dict.fromkeys(TARGETS, "the request's target in milliseconds"),
+_MILLISECONDS: Final = {"type": "number", "minimum": 0.001, "maximum": 86_400_000}
+_HEADERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    REQUEST_ID: (
+        "a name of the request, which the answer repeats",
+        {"type": "string", "pattern": "^[!-~]{1,128}$"},
+    ),
+    SESSION_ID: ("groups requests; printable", {"type": "string", "maxLength": 128}),
+    **dict.fromkeys(TARGETS, ("the request's target in milliseconds", _MILLISECONDS)),
+}
+
+
+def _within(minimum: float | None, maximum: float | None) -> dict[str, Any]:
+    found = {"minimum": minimum, "maximum": maximum}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+#: Limits of fields, in whichever request they are. The SDK checks them, after the models.
+BOUNDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "temperature": _within(0, 100),
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "n": _within(1, 16),
+    "seed": _within(-(2**63), 2**64 - 1),
+    "presence_penalty": _within(-2, 2),
+    "frequency_penalty": _within(-2, 2),
+    "top_k": _within(-1, 2**32 - 1),
+    "min_p": _within(0, 1),
+    "top_n_sigma": _within(0, 100),
+    "repetition_penalty": _within(0.01, 100),
+    "prompt_logprobs": _within(0, 20),
+    "logprobs": _within(0, 64),
+    "top_logprobs": _within(0, 64),
+    "min_tokens": _within(0, None),
+    "truncate_prompt_tokens": _within(1, None),
+    "priority": _within(1 - 2**31, 2**31),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _within(0, None)),
+    "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
+    "cache_salt": {"minLength": 1, "maxLength": 256},
+    "request_id": {"minLength": 1, "maxLength": 128},
+}
+_FORMS: Final[Mapping[type[BaseModel], Mapping[str, Any]]] = {
+    TokenizeRequest: {
+        "oneOf": [
+            {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+            {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+        ]
+    }
 }
 
 
@@ -85,19 +129,20 @@ def _parameters(path: str, operation: Operation) -> Iterator[dict[str, Any]]:
     for name in operation.headers:
         yield {"name": name, "in": "header", "required": True, "schema": {"type": "string"}}
     if operation.request in _IGNORED:
-        for name, about in _HEADERS.items():
-            yield {"name": name, "in": "header", "description": about, "schema": {"type": "string"}}
+        for name, (about, schema) in _HEADERS.items():
+            yield {"name": name, "in": "header", "description": about, "schema": dict(schema)}
 
 
 def _answer(operation: Operation, status: int) -> dict[str, Any]:
     given = operation.answers[status]
     found: dict[str, Any] = {"description": "an error" if status >= 400 else "the answer"}
     if isinstance(given, str):
-        found["content"] = {given: {"schema": {} if given == JSON else {"type": "string"}}}
+        found["content"] = {given: {"schema": {} if given in (JSON, EVENTS) else {"type": "string"}}}
     elif given is not None:
         found["content"] = {JSON: {"schema": _reference(given)}}
     if operation.is_streamed:
-        found["content"][EVENTS] = {"schema": {"type": "string", "description": "with `stream`"}}
+        # Version 3.1 describes no events, and validators disagree about what a schema here applies to.
+        found["content"][EVENTS] = {"schema": {"description": "with `stream`: server-sent events"}}
     return found
 
 
@@ -127,6 +172,11 @@ def _schemas() -> dict[str, Any]:
         found[model.__name__]["properties"] |= {
             name: {"description": f"ignored: {why}"} for name, why in ignored.items()
         }
+    for model in requests:
+        found[model.__name__] |= _FORMS.get(model, {})
+        properties = found[model.__name__]["properties"]
+        for name in BOUNDS.keys() & properties.keys():
+            properties[name] |= BOUNDS[name]
     return found | written
 
 

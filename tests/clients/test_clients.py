@@ -5,15 +5,18 @@ Answers are compared with those of our SDK, token for token where the client's o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.clients.programs import PROGRAMS, ClientLoad
+from benchmarks.clients.programs import PROGRAMS, ClientLoad, run_client
 from pdserve import Client
 from pdserve.launch.running import Running
+from tests.clients.conftest import PROGRAMS as PROGRAMS_FOLDER
+from tests.clients.conftest import SETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -86,3 +89,18 @@ def test_a_benchmark_completes_every_request(
         assert found.requests == 6
         assert found.ttft_s > 0.0
         assert found.tpot_s > 0.0
+
+
+def test_schemathesis_finds_no_broken_answer(need: Callable[[str], Path], model: Path, tmp_path: Path) -> None:
+    """Random requests of the OpenAPI document, also broken ones: no 5xx, and every answer is as documented."""
+    python = need("schemathesis")
+    sets = [word for one in (*SETS, "router.max_new_tokens=24") for word in ("--set", one)]
+    with Running.start("--model", str(model), "--http", "0", *sets) as cluster:
+        words = [str(python), str(PROGRAMS_FOLDER / "schemathesis_run.py"), cluster.http_url, model.name]
+        found = json.loads(run_client(words, tmp_path).strip().splitlines()[-1])
+    for one in found.values():
+        assert one["status"] == 0, one["output"]
+        assert not [name for name in one["answers"] if name.endswith("none")]
+    answers = found["narrowed"]["answers"]
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
+        assert answers[f"POST {path} 200"] >= 5, answers

@@ -17,8 +17,9 @@ from pdserve.client.aio import AsyncClient
 from pdserve.config import GatewayConfig
 from pdserve.core.version import VERSION
 from pdserve.gateway.app import Gateway
-from pdserve.gateway.openapi import document
+from pdserve.gateway.openapi import BOUNDS, document
 from pdserve.gateway.operations import OPERATIONS
+from pdserve.gateway.request_models import ChatRequest
 from pdserve.telemetry.metrics import Metrics
 from tests.support.tooled_model import BUNDLED
 from tests.unit.gateway.conftest import Served, serve
@@ -232,3 +233,40 @@ def test_options_of_a_chat_are_refused_beside_a_text(tooled: Served) -> None:
         assert (found.status_code, found.json()["error"]["param"]) == (400, name)
     unread = ask(tooled, "POST", "/tokenize", messages=MESSAGES, chat_template_kwargs={"no_such_name": 1})
     assert (unread.status_code, unread.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "top_logprobs": {"logprobs": True, "max_tokens": 1},
+    "n": {"temperature": 1.0, "max_tokens": 1},
+}
+MOST = {"maximum": 1, "minimum": -1}
+# A boolean in chats; another name of max_tokens; and one that is tried with the other bounds of sampling.
+ELSEWHERE = {"logprobs", "max_completion_tokens", "repetition_penalty"}
+TRIED = sorted(BOUNDS.keys() & ChatRequest.model_fields.keys() - ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_documented_bounds_are_those_of_the_server(tooled: Served, name: str) -> None:
+    """What is within them is not refused because of the field, and what is beyond them is."""
+    for keyword, bound in BOUNDS[name].items():
+        for value, is_within in bounded_values(keyword, bound, ChatRequest.model_fields[name].annotation is float):
+            given = {"messages": MESSAGES, **BESIDE.get(name, {"max_tokens": 1}), name: value}
+            found = ask(tooled, "POST", "/v1/chat/completions", **given)
+            if is_within and found.status_code != 200:
+                assert found.json()["error"]["param"] != name, (value, found.text)
+            elif not is_within:
+                assert (found.status_code, found.json()["error"]["param"]) == (400, name), (value, found.text)
+
+
+def bounded_values(keyword: str, bound: Any, is_float: bool) -> Iterator[tuple[Any, bool]]:
+    if keyword in ("minimum", "maximum"):
+        yield bound + MOST[keyword] * (0.001 if is_float else 1), False
+    elif keyword == "exclusiveMinimum":
+        yield bound, False
+    elif keyword in ("minLength", "maxLength"):
+        yield "a" * bound, True
+        yield "a" * (bound + (1 if keyword == "maxLength" else -1)), False
+    else:
+        yield MESSAGES * (bound + 1 if keyword == "maxItems" else 0), False
+    if keyword in ("minimum", "maximum") and bound:
+        yield bound, True
