@@ -82,7 +82,7 @@ class _Simplifier:
     def _check_min_properties(self, node: dict[str, Any], path: Path) -> None:
         """The compiler counts a name that is repeated, and only names that the schema lists cannot be repeated."""
         least = node.get("minProperties")
-        if not isinstance(least, int) or "const" in node or "enum" in node:
+        if not isinstance(least, int) or least < 2 or "const" in node or "enum" in node:
             return
         kinds = node.get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):

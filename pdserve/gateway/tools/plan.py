@@ -12,8 +12,10 @@ from typing import Any, Final
 
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.grammar import MAX_GRAMMAR_BYTES
 from pdserve.core.json_schema import localized
 from pdserve.gateway.request_models import NamedChoice, Tool
+from pdserve.gateway.sse import to_json
 from pdserve.gateway.tools.events import Reader
 from pdserve.gateway.tools.readers import ArrayReader, NamedReader, make_reader
 from pdserve.gateway.tools.reasoning import ReasoningReader, TextReader
@@ -67,7 +69,9 @@ def plan_tools(
     if not model.tool_format:
         expected = "required or a named function: the form of this model's calls is not known"
         raise InvalidRequest("tool_choice", "auto", expected)
-    parameters = {one.function.name: _with_pointers(_parameters(one)) for one in tools}
+    parameters = {one.function.name: _parameters(one) for one in tools}
+    if model.tool_format == "qwen3_coder":  # the only form whose reader looks at the schemas
+        parameters = {name: _with_pointers(one) for name, one in parameters.items()}
     shows = _shown(model.tool_format, form)
     return ToolPlan(shown, shows, lambda: with_reasoning(make_reader(model.tool_format, parameters)), most, is_short)
 
@@ -79,9 +83,12 @@ def _shown(*formats: str) -> dict[str, Any]:
 
 def calls_schema(tools: Sequence[Tool], most_calls: int) -> dict[str, Any]:
     """The schema of an array of calls. A function's schema with references is moved to $defs, and its references are
-    changed accordingly. Raises InvalidRequest if a reference cannot be resolved."""
+    changed accordingly. Raises InvalidRequest if they are too long or a reference cannot be resolved."""
     definitions: dict[str, Any] = {}
     calls = []
+    num_bytes = sum(len(to_json(_parameters(one))) for one in tools)
+    if num_bytes > MAX_GRAMMAR_BYTES:  # checked before the schemas are rewritten
+        raise InvalidRequest("tools", f"{num_bytes} bytes of parameters", f"at most {MAX_GRAMMAR_BYTES} bytes")
     for index, tool in enumerate(tools):
         parameters = _parameters(tool)
         try:

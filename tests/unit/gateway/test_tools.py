@@ -326,6 +326,12 @@ def test_a_reference_that_leads_out_of_a_tools_schema_is_refused() -> None:
         calls_schema([tool], 2)
 
 
+def test_the_schemas_of_tools_are_bounded_before_they_are_rewritten() -> None:
+    tool = function("f", {"properties": {f"a{index}": {"$ref": "#"} for index in range(5000)}})
+    with pytest.raises(InvalidRequest, match=r"tools: got \d+ bytes of parameters, expected at most 65536 bytes"):
+        calls_schema([tool], 2)
+
+
 def function(name: str, parameters: dict[str, Any]) -> Tool:
     return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
 
