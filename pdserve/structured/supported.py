@@ -54,7 +54,7 @@ class _Simplifier:
             self._check_min_properties(node, path)
         found = self._document[""]
         if found is False:
-            raise ValueError("Unsatisfiable schema: nothing is allowed by it")
+            raise ValueError('Unsatisfiable schema: "not" at # excludes every document')
         return found if isinstance(found, dict) else {}
 
     def _simplified(self, node: Any, path: Path) -> Any:
