@@ -19,7 +19,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.engine import cpu_ops
 from pdserve.engine.attention import EagerAttention
-from pdserve.engine.config import ModelConfig, read_config
+from pdserve.engine.config import ModelConfig
 from pdserve.engine.device import Precision, choose_device, choose_precision, use_device
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.dummy import dummy_hash, dummy_weights
@@ -40,11 +40,12 @@ from pdserve.engine.memory_plan import (
     plain_plan,
 )
 from pdserve.engine.model import Decoder
+from pdserve.engine.open_model import open_model
 from pdserve.engine.ops import Ops
 from pdserve.engine.paged import PagedAttention
 from pdserve.engine.parameters import Weights
 from pdserve.engine.pool import BlockShape, TorchPool
-from pdserve.engine.safetensors_file import Checkpoint, checkpoint_hash, open_checkpoint
+from pdserve.engine.safetensors_file import Checkpoint, checkpoint_hash
 from pdserve.engine.sharding import WHOLE, Shard, rank_config
 from pdserve.engine.torch_engine import TorchEngine
 from pdserve.engine.warm_rows import warm_rows
@@ -120,7 +121,11 @@ def open_rank(
     if config.threads > 0:
         torch.set_num_threads(config.threads)
     folder = Path(config.model)
-    model_config = read_config(folder)
+    opened = open_model(folder, has_weights=config.load == "auto")
+    model_config, checkpoint = opened.config, opened.checkpoint
+    if shard.rank == 0:
+        for correction in opened.corrections:
+            log.warning("config.json contradicts the tensors, which are followed", extra={"contradiction": correction})
     device = device or choose_device(config.device, shard.rank)
     precision = choose_precision(config.dtype, device, model_config.stored)
     if config.dtype == "auto" and device.type == "cpu" and precision.name != "float32":
@@ -140,7 +145,6 @@ def open_rank(
     if config.deterministic == "auto" and is_paged and precision.rounding == "bfloat16":
         config = replace(config, deterministic="on")
     choices = (f"integers to {weight_levels()}",) if precision.rounding in ("int8", "int4") else ()
-    checkpoint = open_checkpoint(folder) if config.load == "auto" else None
     name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
     shape = block_shape(config, rank_model if memory is None else model_config, precision, heads_first=heads_first)
     unit = PoolUnit(block_bytes=shape.block_bytes, block_size=shape.block_size)
@@ -328,7 +332,7 @@ def shared_bytes(config: WorkerConfig) -> int:
 
 
 def _model_and_precision(config: WorkerConfig) -> tuple[ModelConfig, Precision]:
-    model = read_config(Path(config.model))
+    model = open_model(Path(config.model), has_weights=config.load == "auto").config
     return model, choose_precision(config.dtype, choose_device(config.device), model.stored)
 
 

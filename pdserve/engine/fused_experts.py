@@ -36,7 +36,10 @@ def split_experts(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> di
             router = f"{fused['at']}{config.experts.names.block}.gate.weight"
             found[name if router in stored else router] = tensor
         else:
-            found.update(_split(tensor, config.experts, config.hidden_size, fused["at"], fused["part"]))
+            for part, piece in _split(tensor, config.experts, config.hidden_size, fused["at"], fused["part"]):
+                if part in stored:
+                    raise ModelError(part, f"the same weights in {name}", "one of them")
+                found[part] = piece
     return found
 
 

@@ -154,6 +154,9 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def _shards(folder: Path, weight_map: Mapping[str, str]) -> Sequence[Path]:
     files = [folder / name for name in sorted(set(weight_map.values()))]
+    whole = folder / "model.safetensors"
+    if whole.exists() and whole not in files:  # transformers would load it, and other servers the shards
+        raise ModelError(whole.name, "a file that the index beside it does not list", "one of them: remove the other")
     for file in files:
         if not file.is_file():
             raise ModelError(file.name, f"nothing in {folder}", "a shard that the index names; download it")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from pdserve.engine.linear import (
     weight_levels,
 )
 from pdserve.engine.load_threads import load_threads
+from pdserve.engine.open_model import TORCH_DTYPES, drop_unused, with_own_head
 from pdserve.engine.packed_scheme import PackedScheme
 from pdserve.engine.parameters import Weights, build_weights
 from pdserve.engine.quantisation_config import Quantisation, Scheme
@@ -39,17 +40,6 @@ from pdserve.engine.tensor_reader import TensorReader
 from pdserve.engine.unpack import dequantise_groups, unpack
 
 LoadProgress = Callable[[int, int], None]  # bytes read, bytes in all
-
-_DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
-_IGNORED_SUFFIX: Final = ".rotary_emb.inv_freq"  # old Llama checkpoints store what config.json already says
 
 
 def load_weights(
@@ -64,19 +54,12 @@ def load_weights(
     shard: Shard = WHOLE,
 ) -> Weights:
     """Loads a rank's part of the checkpoint. Raises ModelError on a missing, superfluous or misshapen tensor, before
-    reading data."""
+    reading weights."""
+    config = with_own_head(config, checkpoint)
     stored = split_experts(config, checkpoint.tensors)
-    for name in checkpoint.tensors:
-        is_copy_of_embedding = config.is_tied and name == "lm_head.weight"
-        if name.endswith(_IGNORED_SUFFIX) or is_copy_of_embedding:
-            del stored[name]
     needs = Needs(config.quantisation, shard)
     build_weights(config, needs)
-    for name in stored.keys() - needs.tensors.keys():
-        module, _, suffix = name.rpartition(".")
-        scheme = config.quantisation.scheme(module)
-        if isinstance(scheme, PackedScheme) and suffix in scheme.unused:
-            del stored[name]
+    stored = drop_unused(config, stored, needs.tensors)
     needs.check(stored)
     parts = needs.cut(stored)
     with TensorReader(list(parts.values())) as reader, load_threads() as threads:
@@ -129,7 +112,7 @@ class CheckpointSource:
 
     def table(self, name: str, num_rows: int, num_columns: int, *, is_cut: bool = False) -> Tensor:
         """In the narrower of the stored and the compute dtype: a row can be widened when it is looked up."""
-        stored = _DTYPES[self._stored[name].dtype]
+        stored = TORCH_DTYPES[self._stored[name].dtype]
         dtype = stored if stored.itemsize < self._dtype.itemsize else self._dtype
         if is_cut:
             begin, end = self._shard.span(num_rows, num_rows)
@@ -220,7 +203,7 @@ class CheckpointSource:
 
     def _read_into(self, name: str, target: Tensor) -> Tensor:
         """Reads directly to its place if the stored form is final, otherwise through the scratch memory."""
-        if target.dtype != _DTYPES[self._stored[name].dtype] or target.device.type != "cpu":
+        if target.dtype != TORCH_DTYPES[self._stored[name].dtype] or target.device.type != "cpu":
             return target.copy_(self._read_raw(name))
         self._read(name, target)
         return target
@@ -230,7 +213,7 @@ class CheckpointSource:
         stored = self._stored[name]
         raw = (scratch or self._scratches.raw).take(stored.num_bytes)
         self._read(name, raw)
-        return raw.view(_DTYPES[stored.dtype]).view(stored.shape)
+        return raw.view(TORCH_DTYPES[stored.dtype]).view(stored.shape)
 
     def _read(self, name: str, target: Tensor) -> None:
         stored = self._stored[name]

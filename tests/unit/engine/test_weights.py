@@ -86,7 +86,8 @@ def test_half_precision_weights_are_widened_exactly(folder: Path, dtype: torch.d
 
 
 def test_redundant_tensors_are_ignored(tiny: Callable[[str], Path], folder: Path) -> None:
-    rewrite(folder, lambda stored: stored.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    frequencies = 1.0 / 10_000.0 ** (torch.arange(0, 16, 2) / 16)
+    rewrite(folder, lambda stored: stored.update({"model.layers.0.self_attn.rotary_emb.inv_freq": frequencies}))
     load(folder)
     tied = Path(shutil.copytree(tiny("llama-tied-biased"), folder.parent / "tied"))
     rewrite(tied, lambda stored: stored.update({"lm_head.weight": stored["model.embed_tokens.weight"] + 0}))
