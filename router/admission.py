@@ -144,11 +144,13 @@ class Admission:
             return text()
         return await self._threads.run(num_tokens, request.ByteSize(), text)
 
-    def token_bytes(self, request: inference_pb2.GetTokenBytesRequest) -> list[bytes]:
+    def token_bytes(self, request: inference_pb2.GetTokenBytesRequest) -> inference_pb2.GetTokenBytesResponse:
         ids = request.token_ids
         if len(ids) > MAX_TOKENS_PER_CALL:
             raise InvalidRequest("token_ids", f"{len(ids)} tokens", f"at most {MAX_TOKENS_PER_CALL} tokens")
-        return [self.tokenizer.token_bytes(token_id) for token_id in ids]
+        return inference_pb2.GetTokenBytesResponse(
+            token_bytes=map(self.tokenizer.token_bytes, ids), special_ids=filter(self.tokenizer.is_special, ids)
+        )
 
     def close(self) -> None:
         self._threads.close()

@@ -124,6 +124,11 @@ class Answer:
             self.changed.set()
 
     @property
+    def is_prompt_scored(self) -> bool:
+        """Whether `opening` has all logprobs of the prompt that were asked for: they come before the first token."""
+        return self._num_to_score == 0 or self.num_tokens > 0 or self.is_over
+
+    @property
     def mean_logprob(self) -> float:
         return self._logprob_sum / max(self.num_tokens, 1)
 

@@ -77,6 +77,8 @@ class Group:
             if not self.is_over:
                 return []
             kept = sorted(kept, key=lambda one: one.mean_logprob, reverse=True)[: self._num_kept]
+        if not self.answers[0].is_prompt_scored:
+            return []
         messages = self.answers[0].opening()
         for sibling in self.answers[1:]:
             sibling.opening()  # dropped: the first answer has sent it

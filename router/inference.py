@@ -131,11 +131,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetTokenBytesResponse:
         # No quota: it is a lookup, and the gateway needs it within answers that have their slot already.
         try:
-            found = self._admission.token_bytes(request)
+            return self._admission.token_bytes(request)
         except PdserveError as error:
             self._measure.rejected(error)
             return await status.abort(context, error)
-        return inference_pb2.GetTokenBytesResponse(token_bytes=found)
 
     # ------------------------------------------------------------------------------------------------------------
 

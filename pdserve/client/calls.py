@@ -8,7 +8,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from pdserve.client import results
 from pdserve.client.request import detokenize_request, token_bytes_request, tokenize_request
-from pdserve.client.results import Explanation, Model, Topology
+from pdserve.client.results import Explanation, Model, Token, Topology
 from pdserve.core.log_line import LogLine
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.wire.log_line import LOG_LINE
@@ -45,6 +45,17 @@ def detokenize(token_ids: Sequence[int], prompt: Sequence[int]) -> UnaryCall[str
 
 def token_bytes(token_ids: Sequence[int]) -> UnaryCall[list[bytes]]:
     return _inference("GetTokenBytes", token_bytes_request(token_ids), lambda response: list(response.token_bytes))
+
+
+def tokens(token_ids: Sequence[int]) -> UnaryCall[list[Token]]:
+    def read(response: inference_pb2.GetTokenBytesResponse) -> list[Token]:
+        special = set(response.special_ids)
+        return [
+            Token(token_bytes=written, is_special=token_id in special)
+            for token_id, written in zip(token_ids, response.token_bytes, strict=True)
+        ]
+
+    return _inference("GetTokenBytes", token_bytes_request(token_ids), read)
 
 
 def is_serving() -> UnaryCall[bool]:

@@ -16,12 +16,19 @@ from pdserve.wire.results import TIMINGS, USAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    token_bytes: bytes  # what it writes after other text; a special token's name
+    is_special: bool  # has no text where special tokens are skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log probability of one sampled token; `top` holds (token id, logprob), most likely first."""
+    """Log probability of one token; `top` holds (token id, logprob), most likely first."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None  # of a prompt token: 1 plus the number of tokens that are more likely
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from pdserve.client.beam import Beam, EarlyStopping, Tops
 from pdserve.client.calls import UnaryCall
 from pdserve.client.options import Options
 from pdserve.client.request import Prompt, token_ids_of
-from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
+from pdserve.client.results import Completion, Explanation, Model, Piece, Token, Topology
 from pdserve.core.errors import PdserveError
 from pdserve.core.live import LiveFrame
 from pdserve.core.log_line import LogLine
@@ -128,6 +128,10 @@ class Client(BaseClient):
         A special token has its name; an id without a token is empty.
         """
         return self._ask(calls.token_bytes(token_ids))
+
+    def tokens(self, token_ids: Sequence[int]) -> list[Token]:
+        """The same, with whether each token is special; at most 8192 tokens."""
+        return self._ask(calls.tokens(token_ids))
 
     def topology(self) -> Topology:
         return self._ask(calls.topology())

@@ -170,11 +170,12 @@ class RequestAttributes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOut:
-    """One sampled token."""
+    """One sampled token, or a scored one of the prompt."""
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+    rank: int | None = None  # of a scored token: 1 plus the number of tokens that are more likely
 
 
 def check_counts(sampling: object) -> None:

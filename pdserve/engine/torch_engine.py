@@ -140,10 +140,13 @@ def score(
         target_C = torch.tensor(targets[first : first + size], device=x_UE.device)
         logits_CV = project(x_UE[first : first + len(target_C)])
         norm_C1 = logits_CV.logsumexp(dim=-1, keepdim=True)
-        own_C = (logits_CV.gather(1, target_C[:, None]) - norm_C1)[:, 0]
+        target_C1 = logits_CV.gather(1, target_C[:, None])
+        own_C, ranks = (target_C1 - norm_C1)[:, 0], ((logits_CV > target_C1).sum(dim=-1) + 1).tolist()
         top_CK = logits_CV.topk(min(num_top, vocab_size), dim=-1)
         ids, values = top_CK.indices.tolist(), (top_CK.values - norm_C1).tolist()
-        for token_id, own, top_ids, top_values in zip(target_C.tolist(), own_C.tolist(), ids, values, strict=True):
+        for token_id, own, rank, top_ids, top_values in zip(
+            target_C.tolist(), own_C.tolist(), ranks, ids, values, strict=True
+        ):
             top = tuple(zip(top_ids, top_values, strict=True))
-            scored.append(TokenOut(token_id=token_id, logprob=own, top=top))
+            scored.append(TokenOut(token_id=token_id, logprob=own, top=top, rank=rank))
     return tuple(scored)

@@ -128,7 +128,7 @@ class ToyEngine:
     def _scored(self, row: Row) -> tuple[TokenOut, ...]:
         tops = [((token, 0.0),) if row.num_top else () for token in row.targets]
         return tuple(
-            TokenOut(token_id=token, logprob=0.0, top=top) for token, top in zip(row.targets, tops, strict=True)
+            TokenOut(token_id=token, logprob=0.0, top=top, rank=1) for token, top in zip(row.targets, tops, strict=True)
         )
 
     def _draws(self, row: Row) -> list[TokenOut]:

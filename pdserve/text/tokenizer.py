@@ -54,6 +54,10 @@ class Tokenizer(Protocol):
         """What the token writes after other text; the name of a special token; empty if the id has no token."""
         ...
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token has no text where special tokens are skipped."""
+        ...
+
     def detokenizer(self, prompt_token_ids: Iterable[int] = (), *, has_special_tokens: bool = False) -> Detokenizer:
         """For the tokens after a prompt: decodes the text that they add to the prompt's text."""
         ...
@@ -158,6 +162,9 @@ class HuggingFaceTokenizer:
                 self._written[token_id] = found
         return found
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
     def _token(self, token_id: int) -> str | None:
         """Cached; the size is bounded by the vocabulary."""
         try:
@@ -203,6 +210,9 @@ class ToyTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return _toy_piece(token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == TOY_EOS
 
 
 def _toy_piece(token_id: int) -> bytes:

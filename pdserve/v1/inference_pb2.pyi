@@ -225,14 +225,16 @@ class PromptLogprobs(_message.Message):
     def __init__(self, first_position: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
-    __slots__ = ("token_id", "logprob", "top")
+    __slots__ = ("token_id", "logprob", "top", "rank")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprob: float
     top: _containers.RepeatedCompositeFieldContainer[TopLogprob]
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
+    rank: int
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -397,7 +399,9 @@ class GetTokenBytesRequest(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetTokenBytesResponse(_message.Message):
-    __slots__ = ("token_bytes",)
+    __slots__ = ("token_bytes", "special_ids")
     TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_IDS_FIELD_NUMBER: _ClassVar[int]
     token_bytes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, token_bytes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    special_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_bytes: _Optional[_Iterable[bytes]] = ..., special_ids: _Optional[_Iterable[int]] = ...) -> None: ...

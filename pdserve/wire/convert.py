@@ -117,7 +117,9 @@ def slo_from_proto(message: inference_pb2.Slo, default: Slo) -> Slo:
 def logprobs_to_proto(token: TokenOut) -> inference_pb2.TokenLogprobs:
     """For the client; `token.logprob` must be set."""
     assert token.logprob is not None
-    return inference_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=tops_to_proto(token.top))
+    return inference_pb2.TokenLogprobs(
+        token_id=token.token_id, logprob=token.logprob, top=tops_to_proto(token.top), rank=token.rank
+    )
 
 
 def tops_to_proto(top: Iterable[tuple[int, float]]) -> list[inference_pb2.TopLogprob]:

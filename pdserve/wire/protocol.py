@@ -22,7 +22,8 @@ from pdserve.wire.convert import TOPS
 
 MAX_GRANT_BYTES: Final = 2**20  # limit of one grant, which a router keeps until it is prefilled
 
-TOKEN: Final = Codec(TokenOut, worker_pb2.Token, special={"top": TOPS})
+# Sampled tokens have no rank; scores of a prompt have a message of their own.
+TOKEN: Final = Codec(TokenOut, worker_pb2.Token, special={"top": TOPS}, given=("rank",))
 TOKEN_ROW: Final = Codec(pr.TokenRow, worker_pb2.TokenRow, nested=(TOKEN,))
 FINGERPRINT: Final = Codec(Fingerprint, transfer_pb2.Fingerprint, nested=(Codec(KvShape, transfer_pb2.KvShape),))
 COST: Final = Codec(CostPrior, worker_pb2.CostPrior)

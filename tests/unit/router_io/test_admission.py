@@ -68,6 +68,9 @@ class GatedTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self._toy.token_bytes(token_id)
 
+    def is_special(self, token_id: int) -> bool:
+        return self._toy.is_special(token_id)
+
 
 @pytest.fixture
 def gated() -> Iterator[tuple[Admission, GatedTokenizer]]:
