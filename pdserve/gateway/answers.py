@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Final, final
 
 from pdserve.client.aio import AsyncClient, AsyncStream
-from pdserve.client.results import Completion, Piece
+from pdserve.client.results import Completion, Piece, Token, TokenLogprob
 from pdserve.gateway.sdk_call import SdkCall
 
 MAX_WAITING: Final = 64  # pieces of several streams
@@ -41,6 +41,10 @@ class Answers:
     def prompt_tokens(self) -> list[int]:
         """The number of each prompt whose first piece has arrived; 0 for the others."""
         return [one.prompt_tokens or 0 for one in self._streams]
+
+    def prompt_logprobs(self, prompt: int) -> tuple[TokenLogprob | None, ...]:
+        """Of prompt number `prompt`. Available with its first piece."""
+        return self._streams[prompt].prompt_logprobs
 
     def prompt_of(self, index: int) -> int:
         """The number of the prompt of answer `index`."""
@@ -98,10 +102,13 @@ class TokenTable:
     """The bytes of tokens, each read once from the router."""
 
     def __init__(self) -> None:
-        self._known: dict[int, bytes] = {}
+        self._known: dict[int, Token] = {}
 
     def __call__(self, token_id: int) -> bytes:
-        return self._known[token_id]
+        return self._known[token_id].token_bytes
+
+    def is_special(self, token_id: int) -> bool:
+        return self._known[token_id].is_special
 
     async def learn(self, client: AsyncClient, token_ids: set[int]) -> None:
         if len(self._known) > MAX_KNOWN:
@@ -109,4 +116,4 @@ class TokenTable:
         missing = [one for one in token_ids if one not in self._known]
         for start in range(0, len(missing), MAX_BYTES_OF):
             asked: Sequence[int] = missing[start : start + MAX_BYTES_OF]
-            self._known.update(zip(asked, await client.token_bytes(asked), strict=True))
+            self._known.update(zip(asked, await client.tokens(asked), strict=True))

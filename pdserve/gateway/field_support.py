@@ -87,7 +87,6 @@ _REJECTED_CHAT: Final[Mapping[str, Rejected]] = {
 }
 _REJECTED_TEXT: Final[Mapping[str, Rejected]] = {
     **_REJECTED,
-    "echo": Rejected("the prompt is not repeated; prompt_logprobs scores it", (False,)),
     "suffix": Rejected("the models complete texts at their end", ("",)),
     "prompt_embeds": Rejected("a prompt is text or token ids"),
 }

@@ -15,8 +15,9 @@ from pdserve.client.results import Choice, Completion, Piece, TokenLogprob
 from pdserve.core.results import Usage
 from pdserve.core.types import FinishReason
 from pdserve.gateway import logprobs, sse
+from pdserve.gateway.echo import EchoedPrompt
 from pdserve.gateway.errors import ErrorReply
-from pdserve.gateway.logprobs import BytesOf
+from pdserve.gateway.logprobs import BytesOf, TextOffsets, Tokens
 from pdserve.gateway.sdk_call import SdkCall
 from pdserve.gateway.tools.answer_tools import AnswerTools, message
 
@@ -46,6 +47,10 @@ class Writer(ABC):
     def end(self, completions: Sequence[Completion]) -> bytes:
         """The frames after the last piece."""
 
+    def repeat(self, prompt: int, echoed: EchoedPrompt) -> None:
+        """Gives prompt number `prompt`, which stands before each of its answers. Before the first piece of these."""
+        raise AssertionError("only texts are repeated")
+
     @abstractmethod
     def error(self, reply: ErrorReply) -> bytes:
         """The last frame of a stream that failed."""
@@ -73,8 +78,8 @@ class ReplyWriter(Writer):
             for prompt, completion in enumerate(completions)
             for choice in completion.choices
         ]
-        reply["usage"] = usage(completions)
-        if any(one.prompt_logprobs for one in completions):
+        reply["usage"] = self._usage(completions)
+        if self._shown.prompt_logprobs is not None and any(one.prompt_logprobs for one in completions):
             self._add_prompt_logprobs(reply, completions)
         return reply
 
@@ -97,7 +102,7 @@ class ReplyWriter(Writer):
                     for last in self._last(choice, index)
                 ]
         if self._shown.has_usage:
-            frames.append(self._frame({**self._base(self.part), "choices": [], "usage": usage(completions)}))
+            frames.append(self._frame({**self._base(self.part), "choices": [], "usage": self._usage(completions)}))
         return b"".join([*frames, sse.DONE])
 
     # ------------------------------------------------------------------------------------------------------------
@@ -143,6 +148,12 @@ class ReplyWriter(Writer):
             "model": head.model,
         }
 
+    def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return usage(completions)
+
+    def _scores(self, completion: Completion) -> list[dict[str, Any] | None]:
+        return logprobs.prompt_logprobs(completion.prompt_logprobs, self._shown.prompt_logprobs or 0, self._bytes_of)
+
     def _index(self, prompt: int, index: int) -> int:
         return prompt * self._answers_each + index
 
@@ -168,6 +179,7 @@ class ChatWriter(ReplyWriter):
     def __init__(self, head: Head, call: SdkCall, bytes_of: BytesOf) -> None:
         super().__init__(head, call, bytes_of)
         self._tools: dict[int, AnswerTools] = {}  # by answer, while streaming
+        self._begun: set[int] = set()  # answers whose role was sent
 
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
         found = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -185,13 +197,21 @@ class ChatWriter(ReplyWriter):
         }
 
     def _piece(self, piece: Piece, prompt_tokens: int) -> bytes:
-        is_first = piece.index not in self._tokens
-        rest = super()._piece(piece, prompt_tokens)
-        return self._role(piece.index, prompt_tokens) + rest if is_first else rest
+        """The role comes first. If the answer may begin with a call, the role waits for the first delta."""
+        index, begun = piece.index, b""
+        if index not in self._begun and not self._may_call:
+            begun = self._chunk(self._role(index, {"content": ""}), prompt_tokens)
+        return begun + super()._piece(piece, prompt_tokens)
 
-    def _role(self, index: int, prompt_tokens: int) -> bytes:
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, prompt_tokens)
+    @property
+    def _may_call(self) -> bool:
+        return self._plan is not None and bool(self._plan.tools)
+
+    def _role(self, index: int, first: dict[str, Any]) -> dict[str, Any]:
+        """As in OpenAI's streams, `content` is null unless the answer begins with text: with the delta `first`."""
+        self._begun.add(index)
+        delta = {"role": "assistant", "content": "" if "content" in first else None, "refusal": None}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _parts(self, piece: Piece) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = [{"content": piece.text}]
@@ -201,14 +221,20 @@ class ChatWriter(ReplyWriter):
             deltas = [{}]
         # A piece has logprobs for its tokens, so only one of its chunks contains them.
         scores = [self._logprobs(piece.logprobs), *(None for _ in deltas[1:])]
-        return [{"delta": delta, "logprobs": score} for delta, score in zip(deltas, scores, strict=False)]
+        parts = [{"delta": delta, "logprobs": score} for delta, score in zip(deltas, scores, strict=False)]
+        return self._with_role(piece.index, parts)
+
+    def _with_role(self, index: int, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if index in self._begun or not parts:
+            return parts
+        return [self._role(index, parts[0]["delta"]), *parts]
 
     def _last(self, choice: Choice, index: int) -> list[dict[str, Any]]:
         tools = None if self._plan is None else self._tools_of(index)
         held = [] if tools is None else tools.end()
         ended = self._ended_with(choice, 0 if tools is None else tools.num_calls)
         parts = [{"delta": delta, "logprobs": None, "finish_reason": None} for delta in held]
-        return [*parts, {"delta": {}, "logprobs": None, **ended}]
+        return self._with_role(index, [*parts, {"delta": {}, "logprobs": None, **ended}])
 
     def _tools_of(self, index: int) -> AnswerTools:
         assert self._plan is not None
@@ -227,7 +253,7 @@ class ChatWriter(ReplyWriter):
         return None if most is None else logprobs.chat_logprobs(scored, most, self._bytes_of)
 
     def _add_prompt_logprobs(self, reply: dict[str, Any], completions: Sequence[Completion]) -> None:
-        reply["prompt_logprobs"] = logprobs.prompt_logprobs(completions[0].prompt_logprobs, self._bytes_of)
+        reply["prompt_logprobs"] = self._scores(completions[0])
 
 
 @final
@@ -235,18 +261,44 @@ class TextWriter(ReplyWriter):
     prefix = "cmpl"
     whole = part = "text_completion"
 
-    def __init__(self, head: Head, call: SdkCall, bytes_of: BytesOf) -> None:
-        super().__init__(head, call, bytes_of)
-        self._offsets: dict[int, int] = {}  # characters of the scored tokens so far, by answer
+    def __init__(self, head: Head, call: SdkCall, tokens: Tokens) -> None:
+        super().__init__(head, call, tokens)
+        self._all_tokens, self._shows_special_tokens = tokens, call.shows_special_tokens
+        self._echoes: dict[int, EchoedPrompt] = {}  # by prompt
+        self._offsets: dict[int, TextOffsets] = {}  # by answer
+
+    def repeat(self, prompt: int, echoed: EchoedPrompt) -> None:
+        self._echoes[prompt] = echoed
 
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
+        echoed, text = self._echo_of(index), choice.text
+        scores = self._logprobs(choice.logprobs, index)
+        if self._shown.is_only_scored:
+            text, scores = "", self._logprobs((), index)
+        if echoed is not None:
+            text = echoed.text + text
+            before = self._echoed_logprobs(echoed)
+            if scores is not None and before is not None:
+                scores = {name: before[name] + scores[name] for name in scores}
+        if scores is not None:  # tokens of a stop string begin behind the text's end
+            scores["text_offset"] = [min(offset, len(text)) for offset in scores["text_offset"]]
         return {
             "index": index,
-            "text": choice.text,
-            "logprobs": self._logprobs(choice.logprobs, index),
+            "text": text,
+            "logprobs": scores,
             **self._ended(choice),
             **self._with_ids(choice),
         }
+
+    def _piece(self, piece: Piece, prompt_tokens: int) -> bytes:
+        echoed, frames = self._echo_of(piece.index), b""
+        if echoed is not None and piece.index not in self._tokens:
+            first = {"text": echoed.text, "logprobs": self._echoed_logprobs(echoed), "finish_reason": None}
+            frames = self._chunk({"index": piece.index, **first}, prompt_tokens)
+        if self._shown.is_only_scored:
+            self._tokens[piece.index] = 0
+            return frames
+        return frames + super()._piece(piece, prompt_tokens)
 
     def _parts(self, piece: Piece) -> list[dict[str, Any]]:
         return [{"text": piece.text, "logprobs": self._logprobs(piece.logprobs, piece.index)}]
@@ -254,21 +306,46 @@ class TextWriter(ReplyWriter):
     def _last(self, choice: Choice, index: int) -> list[dict[str, Any]]:
         return [{"text": "", "logprobs": None, **self._ended(choice)}]
 
+    def _ended(self, choice: Choice) -> dict[str, Any]:
+        if self._shown.is_only_scored:
+            return {"finish_reason": FinishReason.LENGTH.value, "stop_reason": None}
+        return super()._ended(choice)
+
+    def _with_ids(self, choice: Choice) -> dict[str, Any]:
+        found = super()._with_ids(choice)
+        return {name: [] for name in found} if self._shown.is_only_scored else found
+
+    def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        found = super()._usage(completions)
+        if self._shown.is_only_scored:
+            found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
+        return found
+
+    def _echo_of(self, index: int) -> EchoedPrompt | None:
+        return self._echoes.get(index // self._answers_each)
+
     def _logprobs(self, scored: Sequence[TokenLogprob], index: int) -> dict[str, Any] | None:
         most = self._shown.logprobs
         if most is None:
             return None
-        offset = self._offsets.get(index, 0)
-        found = logprobs.text_logprobs(scored, most, offset, self._bytes_of)
-        self._offsets[index] = offset + sum(map(len, found["tokens"]))
-        return found
+        if index not in self._offsets:
+            echoed = self._echo_of(index)
+            begin = 0 if echoed is None else len(echoed.text)
+            self._offsets[index] = TextOffsets(self._all_tokens, begin, has_special_tokens=self._shows_special_tokens)
+        ids = [one.token_id for one in scored]
+        return logprobs.text_logprobs(ids, scored, self._offsets[index].take(ids), most, self._bytes_of)
+
+    def _echoed_logprobs(self, echoed: EchoedPrompt) -> dict[str, Any] | None:
+        if self._shown.logprobs is None:
+            return None
+        offsets = logprobs.prompt_offsets(echoed.text, echoed.token_ids, self._all_tokens)
+        return logprobs.text_logprobs(echoed.token_ids, echoed.scored, offsets, self._shown.logprobs, self._bytes_of)
 
     def _add_prompt_logprobs(self, reply: dict[str, Any], completions: Sequence[Completion]) -> None:
         """The prompt's logprobs and token ids, in each choice as in vLLM, because a request may have several
         prompts."""
         for choice in reply["choices"]:
-            scored = completions[choice["index"] // self._answers_each].prompt_logprobs
-            choice["prompt_logprobs"] = logprobs.prompt_logprobs(scored, self._bytes_of)
+            choice["prompt_logprobs"] = self._scores(completions[choice["index"] // self._answers_each])
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, Any]:

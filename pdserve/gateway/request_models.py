@@ -68,7 +68,9 @@ class SamplingRequest(Strict):
     stream_options: StreamOptions | None = described(
         "`include_usage`, `include_obfuscation`, and vLLM's `continuous_usage_stats`"
     )
-    max_tokens: int | None = described("most generated tokens; absent: 16 for texts, the server's limit for chats")
+    max_tokens: int | None = described(
+        "most generated tokens; absent: 16 for texts, the server's limit for chats; 0 for texts only: scores the prompt"
+    )
     temperature: float | None = described("0 to 100; 0 is greedy; 1 where absent")
     top_p: float | None = described("above 0, to 1")
     n: int | None = described("answers, 1 to 16; over 1 only with a temperature above 0")
@@ -179,8 +181,11 @@ class TextRequest(SamplingRequest):
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
         description="a text, token ids, or up to 128 of either, of which each gets `n` answers"
     )
+    echo: bool | None = described("the prompt comes before each answer, with `logprobs` also its tokens")
     best_of: int | None = described("samples this many and returns the best `n`, at the end")
-    logprobs: int | None = described("0 to 64")
+    logprobs: int | None = described(
+        "0 to 64 most likely tokens beside each one, and the token itself; 0 to 20 beside `echo`"
+    )
 
 
 class TokenizeRequest(Strict):

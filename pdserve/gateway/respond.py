@@ -7,15 +7,17 @@ the calls at once.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 from pdserve.client.aio import AsyncClient
-from pdserve.client.results import Model, Piece
+from pdserve.client.results import Model, Piece, TokenLogprob
 from pdserve.core.errors import Cancelled, PdserveError
 from pdserve.gateway import errors, logprobs, sse
 from pdserve.gateway.answers import Answers, TokenTable
+from pdserve.gateway.echo import EchoedPrompt, with_echoes
 from pdserve.gateway.field_support import Endpoint
 from pdserve.gateway.headers import REQUEST_ID
 from pdserve.gateway.replies import ChatWriter, Head, TextWriter, Writer
@@ -45,6 +47,7 @@ class Responder:
         self, endpoint: Endpoint, call: SdkCall, client: AsyncClient, model: Model, receive: Any, send: Any
     ) -> int:
         """Returns the status of the answer. Raises PdserveError before the answer has begun."""
+        call, echoes = await with_echoes(call, client, self._tokens)
         answers = Answers(client, call)
         watch = asyncio.create_task(_close_at_disconnect(receive, answers))
         try:
@@ -60,8 +63,8 @@ class Responder:
             )
             writer = WRITERS[endpoint](head, call, self._tokens)
             if call.shown.is_streamed:
-                return await self._stream(writer, answers, first, pieces, client, watch, send)
-            return await self._whole(writer, answers, pieces, client, watch, send)
+                return await self._stream(writer, answers, echoes, first, pieces, client, watch, send)
+            return await self._whole(writer, answers, echoes, pieces, client, watch, send)
         finally:
             answers.close()
             watch.cancel()
@@ -70,6 +73,7 @@ class Responder:
         self,
         writer: Writer,
         answers: Answers,
+        echoes: Sequence[EchoedPrompt],
         pieces: AsyncIterator[Piece],
         client: AsyncClient,
         watch: asyncio.Task[None],
@@ -80,8 +84,8 @@ class Responder:
         if watch.done():
             raise Cancelled("the client has disconnected")
         completions = answers.completions
-        for one in completions:
-            await self._tokens.learn(client, logprobs.token_ids(one.prompt_logprobs))
+        for number, one in enumerate(completions):
+            await self._begin_prompt(writer, echoes, number, one.prompt_logprobs, client)
             for choice in one.choices:
                 await self._tokens.learn(client, logprobs.token_ids(choice.logprobs))
         body = sse.to_json(writer.answer(completions))
@@ -92,6 +96,7 @@ class Responder:
         self,
         writer: Writer,
         answers: Answers,
+        echoes: Sequence[EchoedPrompt],
         piece: Piece | None,
         pieces: AsyncIterator[Piece],
         client: AsyncClient,
@@ -100,11 +105,16 @@ class Responder:
     ) -> int:
         headers = [*EVENT_STREAM, (REQUEST_ID.encode(), answers.request_id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        begun: set[int] = set()
         try:
             while piece is not None:
+                prompt = answers.prompt_of(piece.index)
+                if prompt not in begun:
+                    begun.add(prompt)
+                    await self._begin_prompt(writer, echoes, prompt, answers.prompt_logprobs(prompt), client)
                 if piece.logprobs:
                     await self._tokens.learn(client, logprobs.token_ids(piece.logprobs))
-                prompt_tokens = answers.prompt_tokens[answers.prompt_of(piece.index)]
+                prompt_tokens = answers.prompt_tokens[prompt]
                 if frames := writer.pieces((piece,), prompt_tokens):
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
                 piece = await anext(pieces, None)
@@ -117,6 +127,20 @@ class Responder:
             return reply.status
         await send({"type": "http.response.body", "body": last, "more_body": False})
         return 200
+
+    async def _begin_prompt(
+        self,
+        writer: Writer,
+        echoes: Sequence[EchoedPrompt],
+        number: int,
+        scored: Sequence[TokenLogprob | None],
+        client: AsyncClient,
+    ) -> None:
+        """Before the first piece of a prompt's answers."""
+        await self._tokens.learn(client, logprobs.token_ids(scored))
+        if echoes:
+            await self._tokens.learn(client, set(echoes[number].token_ids))
+            writer.repeat(number, dataclasses.replace(echoes[number], scored=tuple(scored)))
 
 
 async def send_json(send: Any, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:

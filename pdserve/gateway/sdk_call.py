@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
@@ -13,7 +14,7 @@ from pdserve.client.request import Prompt
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import GrammarKind
-from pdserve.core.types import MAX_SEED
+from pdserve.core.types import MAX_PROMPT_LOGPROBS, MAX_SEED
 from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint, supported
 from pdserve.gateway.json_body import summarised
@@ -67,6 +68,9 @@ class Shown:
     is_padded: bool = False  # each chunk to a multiple of some bytes
     has_token_ids: bool = False
     logprobs: int | None = None  # most likely tokens beside each one
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, in a field of their own
+    has_echo: bool = False  # the prompt is repeated before its answers
+    is_only_scored: bool = False  # no token was asked for, and the one that was sampled is not shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,10 @@ class SdkCall:
     tools: ToolPlan | None = None
     names: Mapping[str, str] = field(default_factory=dict)  # from an option of the SDK to the field of the request
     echoed: Mapping[str, Any] = field(default_factory=dict)  # fields that an answer of /v1/responses repeats
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        return self.options.get("skip_special_tokens") is False
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """The error about a field of the SDK's call, as one about the request's field."""
@@ -127,13 +135,25 @@ def text_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
     """Raises InvalidRequest and UnknownModel."""
     request = validated(TextRequest, _checked("text", given, model))
     default = min(DEFAULT_TEXT_TOKENS, model.max_new_tokens)
-    options = _options(request, default if request.max_tokens is None else request.max_tokens, request.logprobs)
+    is_only_scored = request.max_tokens == 0
+    if is_only_scored and request.min_tokens:
+        raise InvalidRequest("min_tokens", request.min_tokens, "0 beside max_tokens 0")
+    # The cluster always samples a token, which is not shown.
+    most = 1 if is_only_scored else default if request.max_tokens is None else request.max_tokens
+    options, logprobs, names = _options(request, most, request.logprobs), request.logprobs, {}
+    if request.echo and logprobs is not None:
+        if logprobs > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequest("logprobs", logprobs, f"0 to {MAX_PROMPT_LOGPROBS} beside echo")
+        options["prompt_logprobs"] = max(logprobs, request.prompt_logprobs or 0)
+        names = {} if request.prompt_logprobs else {"prompt_logprobs": "logprobs"}
     if request.best_of is not None:
         options["best_of"] = request.best_of
     prompts = _prompts(request.prompt)
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequest("prompt", f"{len(prompts)} prompts", f"at most {MAX_PROMPTS} prompts")
-    return _call(request, prompts, {**options, **headers}, request.logprobs, {})
+    call = _call(request, prompts, {**options, **headers}, logprobs, names)
+    shown = dataclasses.replace(call.shown, has_echo=bool(request.echo), is_only_scored=is_only_scored)
+    return dataclasses.replace(call, shown=shown)
 
 
 def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
@@ -240,6 +260,7 @@ def _call(
             is_padded=stream_options.include_obfuscation,
             has_token_ids=bool(request.return_token_ids),
             logprobs=logprobs,
+            prompt_logprobs=request.prompt_logprobs,
         ),
         tools=tools,
         names={**dict.fromkeys(_STRUCTURES, structure), **names},

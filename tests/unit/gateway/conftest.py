@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +37,16 @@ class Served:
     @property
     def url(self) -> str:
         return f"http://{self.address}"
+
+    def post(self, path: str, body: object) -> tuple[int, str]:
+        """Status and text of an answer to a body that OpenAI's client would not send."""
+        connection = http.client.HTTPConnection(self.address, timeout=60.0)
+        try:
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
 
 
 @contextmanager

@@ -59,6 +59,7 @@ SHOWN: dict[str, tuple[dict[str, Any], typing.Callable[[Any], bool]]] = {
         {"return_token_ids": True},
         lambda found: len(found.choices[0].token_ids) == found.usage.completion_tokens,
     ),
+    "echo": ({"echo": True}, lambda found: found.choices[0].text.startswith(PROMPT)),
     "request_id": ({"request_id": "mine"}, lambda found: found.id.endswith("-mine")),
     "include_stop_str_in_output": (
         {"stop": ["e", "a"], "include_stop_str_in_output": True},

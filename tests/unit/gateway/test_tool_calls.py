@@ -76,6 +76,23 @@ def test_required_calls_validate(tooled: Served, is_streamed: bool) -> None:
         check(arguments, {"add": ADD, "stop": STOP}[name])
 
 
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_streamed_call_begins_with_null_content(tooled: Served, logprobs: bool) -> None:
+    def begins(**fields: Any) -> list[Any]:
+        deltas = [
+            chunk.choices[0].delta for chunk in ask(tooled, stream=True, logprobs=logprobs, max_tokens=12, **fields)
+        ]
+        assert [one.role for one in deltas] == ["assistant", *(None for _ in deltas[1:])]
+        return [one.content for one in deltas if one.content is not None or one.role]
+
+    assert begins(tools=[ADD], tool_choice="required") == [None]
+    assert begins(tools=[ADD], tool_choice={"type": "function", "function": {"name": "add"}}) == [None]
+    assert begins(response_format={"type": "json_object"})[0] == ""
+    assert begins()[0] == ""
+    if not logprobs:  # with logprobs, the first chunk may come before it is known whether the model calls
+        assert begins(tools=[ADD])[0] == ""
+
+
 def test_streamed_and_whole_calls_are_equal(tooled: Served) -> None:
     fields = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
     [whole] = ask(tooled, **fields).choices[0].message.tool_calls
