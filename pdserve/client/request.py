@@ -20,6 +20,7 @@ from pdserve.core.types import Slo
 from pdserve.telemetry import propagate
 from pdserve.v1 import inference_pb2
 
+LEAST_FLOAT32: Final = 2.0**-149
 MAX_TIMEOUT_S: Final = 1e9  # gRPC turns much larger ones into past times
 
 _OF_REQUEST: Final = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
@@ -185,7 +186,10 @@ def _set_whole(request: inference_pb2.GenerateRequest, name: str, value: Any) ->
 def _set_real(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise _wrong(name, "float", value)
-    setattr(_holder(request, name), name, float(value))
+    holder = _holder(request, name)
+    setattr(holder, name, float(value))
+    if value and not getattr(holder, name):  # too small for the message; zero means something else
+        setattr(holder, name, LEAST_FLOAT32)
 
 
 def _set_flag(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -234,5 +235,13 @@ def _require_between(field: str, value: int | None, most: int) -> None:
 
 
 def _require_number(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    inside = math.isfinite(value) and (low < value if low_open else low <= value) and value <= high
+    """Values come from the wire as float32, which may lie outside a bound that float32 cannot represent."""
+    least, most = min(low, _float32(low)), max(high, _float32(high))
+    inside = math.isfinite(value) and (least < value if low_open else least <= value) and value <= most
     _require(field, value, inside, f"a number in {'(' if low_open else '['}{low:g}, {high:g}]")
+
+
+def _float32(value: float) -> float:
+    """The nearest float32."""
+    [rounded] = struct.unpack("f", struct.pack("f", value))
+    return float(rounded)

@@ -19,8 +19,9 @@ _SCHEME: Final = "bearer "
 
 
 def bearer_token(authorization: str | None) -> str | None:
-    """The token; None without the header. Raises Unauthenticated if the header has no bearer token."""
-    if authorization is None:
+    """The token; None without the header, or if it is empty, as clients without a key send it (lm-evaluation-harness).
+    Raises Unauthenticated if the header has no bearer token."""
+    if authorization is None or authorization.strip().lower() == "bearer":
         return None
     token = authorization[len(_SCHEME) :].strip()
     is_bearer = authorization[: len(_SCHEME)].lower() == _SCHEME
