@@ -68,6 +68,25 @@ def test_litellm_gets_the_sdks_answers(run_program: Callable[..., Any], cluster:
     assert found == {"chat": greedy, "tokens": 16, "streamed": greedy, "text": text, "too_long": True}
 
 
+def test_lm_eval_gets_the_loglikelihoods_of_transformers(
+    need: Callable[[str], Path], model: Path, tmp_path: Path
+) -> None:
+    """lm-evaluation-harness through `echo`, against its own HF backend in float32."""
+    program = Path(__file__).parent / "programs/lm_eval_scores.py"
+    sets = [word for one in (*SETS, "worker.dtype=float32") for word in ("--set", one)]
+    with Running.start("--model", str(model), "--http", "0", *sets) as cluster:
+        words = [str(need("lm_eval")), str(program), cluster.http_url, model.name, str(model)]
+        found = json.loads(run_client(words, tmp_path).strip().splitlines()[-1])
+    expected = found["hf"]
+    assert {is_greedy for _, is_greedy in expected["pairs"]} == {False, True}
+    for name in ("token_ids", "batched", "texts"):
+        sums = [one for one, _ in found[name]["pairs"]]
+        assert sums == pytest.approx([one for one, _ in expected["pairs"]], rel=0.0, abs=2e-4), name
+        assert [one for _, one in found[name]["pairs"]] == [one for _, one in expected["pairs"]], name
+        # transformers' sums are float32, whose step near -13,000 is 1e-3.
+        assert found[name]["rolling"] == pytest.approx(expected["rolling"], rel=2.0**-23, abs=2e-4), name
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_benchmark_completes_every_request(
     name: str, need: Callable[[str], Path], cluster: Running, model: Path, tmp_path: Path
