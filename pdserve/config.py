@@ -28,6 +28,7 @@ KV_WIRES: Final = ("exact", "auto", "int8")
 KV_CHECKS: Final = ("off", "step")
 SPECULATIONS: Final = ("auto", "ngram", "off")
 SWITCHES: Final = ("auto", "on", "off")
+GENERATION_CONFIGS: Final = ("auto", "none")
 RANK_POOLS: Final = ("auto", "own")
 MAX_DRAFTS: Final = 15  # attention computes rows of this many drafts and their own token at once
 
@@ -223,6 +224,12 @@ class RouterConfig(CallerTlsSettings):
         "maximum number of requests that wait in the router; it rejects more", 1024, within=(0, 2**20)
     )
     max_new_tokens: int = setting("maximum max_tokens of one request", 4096, within=(1, LARGEST_COUNT))
+    generation_config: str = setting(
+        "sampling defaults of the model's generation_config.json, for requests that give no value: auto applies them, "
+        "none ignores them",
+        "auto",
+        choices=GENERATION_CONFIGS,
+    )
     max_message_bytes: int = setting("maximum size of a gRPC message", 4 * 2**20, within=(1024, LARGEST_COUNT))
     max_held_bytes: int = setting(
         "maximum total size of all requests in progress; the router rejects more",

@@ -14,7 +14,15 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import block_hashes, chain_key
 from pdserve.core.key_file import DEFAULT_TENANT, Tenant
 from pdserve.core.proof import ClusterSecret
-from pdserve.core.types import RequestAttributes, Sampling, Slo, check_bad_words, check_token_ids
+from pdserve.core.types import (
+    NO_DEFAULTS,
+    RequestAttributes,
+    Sampling,
+    SamplingDefaults,
+    Slo,
+    check_bad_words,
+    check_token_ids,
+)
 from pdserve.text.bad_words import bad_word_ids
 from pdserve.text.chat import ChatTemplate, reasoning_format
 from pdserve.text.tokenizer import Tokenizer
@@ -42,6 +50,12 @@ class Limits:
     max_new_tokens: int
     default_slo: Slo
     request_timeout_s: float
+    sampling: SamplingDefaults = NO_DEFAULTS  # for requests that give no value
+
+    @property
+    def default_max_tokens(self) -> int:
+        asked = self.sampling.max_tokens
+        return min(DEFAULT_MAX_TOKENS if asked is None else asked, self.max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +180,8 @@ class Admission:
         sampling = convert.sampling_from_proto(
             message,
             draw_seed=lambda: secrets.randbits(64),
-            default_max_tokens=min(DEFAULT_MAX_TOKENS, most),
+            default_max_tokens=self.limits.default_max_tokens,
+            defaults=self.limits.sampling,
             bad_words=bad,
         )
         if sampling.max_tokens > most:

@@ -22,6 +22,7 @@ from pdserve.telemetry import names, propagate
 from pdserve.telemetry.tracing import OpenSpan
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
+from pdserve.wire.results import SAMPLING_DEFAULTS
 from pdserve.wire.sequence import SEQUENCE
 from router.admission import Admission, Prepared, least_tokens
 from router.answer import MAX_PENDING_TOKENS, Answer
@@ -99,6 +100,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             has_chat_template=self._admission.chat_template is not None,
             tool_format=self._admission.tool_format,
             reasoning_format=self._admission.reasoning_format,
+            sampling_defaults=SAMPLING_DEFAULTS.encode(self._admission.limits.sampling),
             # The prompt takes at least one token of the context.
             max_new_tokens=min(self._admission.limits.max_new_tokens, model.max_context_tokens - 1),
         )

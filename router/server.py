@@ -19,7 +19,7 @@ from pdserve.config import RouterConfig
 from pdserve.core.errors import port_in_use
 from pdserve.core.hosts import join
 from pdserve.core.proof import ClusterSecret, Identity
-from pdserve.core.types import Role, Slo
+from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
 from pdserve.listening import bind_error
 from pdserve.model_source import TOY_MODELS, model_name
 from pdserve.prefix.index import PrefixIndex
@@ -28,6 +28,7 @@ from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Service, make_tracing
 from pdserve.text.chat import ChatTemplate, load_chat_template
+from pdserve.text.sampling_defaults import read_sampling_defaults
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
@@ -96,6 +97,7 @@ class RouterServer:
             max_new_tokens=config.max_new_tokens,
             default_slo=Slo(ttft_s=config.slo_ttft_s, tpot_s=config.slo_tpot_s),
             request_timeout_s=config.request_timeout_s,
+            sampling=_sampling_defaults(config),
         )
         self._tenants = Tenants(config.key_file)
         self._grammars = GrammarCheck(_folder(config.model))
@@ -318,6 +320,12 @@ def _folder(model: str) -> Path | None:
 
 def _chat_template(model: str) -> ChatTemplate | None:
     return None if model in TOY_MODELS else load_chat_template(Path(model))
+
+
+def _sampling_defaults(config: RouterConfig) -> SamplingDefaults:
+    if config.generation_config == "none" or config.model in TOY_MODELS:
+        return NO_DEFAULTS
+    return read_sampling_defaults(Path(config.model))
 
 
 def _server_options(config: RouterConfig) -> list[tuple[str, int]]:

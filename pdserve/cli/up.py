@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from pdserve.config import DEVICES, DTYPES, KV_DTYPES, LOADS, RAY_STRATEGIES, TRANSPORTS
+from pdserve.config import DEVICES, DTYPES, GENERATION_CONFIGS, KV_DTYPES, LOADS, RAY_STRATEGIES, TRANSPORTS
 from pdserve.core.errors import ConfigError
 from pdserve.telemetry.logs import FORMAT_ENV, FORMATS
 
@@ -100,6 +100,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--dtype", choices=DTYPES, default=keep, help="dtype of weights and activations (auto)")
     add("--kv-dtype", choices=KV_DTYPES, default=keep, help="dtype of the KV cache (auto)")
+    add(
+        "--generation-config",
+        choices=GENERATION_CONFIGS,
+        default=keep,
+        help="sampling defaults of the model's generation_config.json, for requests that give no value: auto applies "
+        "them, none ignores them (auto)",
+    )
     add("--otlp", default=keep, metavar="HOST:PORT", help="OpenTelemetry collector that receives traces")
     add(
         "--record",

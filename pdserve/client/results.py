@@ -8,11 +8,11 @@ from typing import Final
 
 from pdserve.core.results import Timings as Timings
 from pdserve.core.results import Usage as Usage
-from pdserve.core.types import FinishReason, Role
+from pdserve.core.types import NO_DEFAULTS, FinishReason, Role, SamplingDefaults
 from pdserve.v1 import cluster_pb2, inference_pb2, worker_pb2
 from pdserve.wire.codec import Codec
 from pdserve.wire.convert import TOPS
-from pdserve.wire.results import TIMINGS, USAGE
+from pdserve.wire.results import SAMPLING_DEFAULTS, TIMINGS, USAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,7 @@ class Model:
     tool_format: str = ""  # how the model writes tool calls: hermes, qwen3_coder, llama3 or mistral; empty if unknown
     # How it marks reasoning: mistral, tagged, or open if its prompt begins it; empty if it has no marks.
     reasoning_format: str = ""
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that give no value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +189,7 @@ _CHOICE: Final = Codec(
     renamed={"finish_reason": "reason"},
     unknown={"finish_reason": FinishReason.STOP},
 )
-MODEL: Final = Codec(Model, inference_pb2.GetModelResponse, renamed={"name": "model"})
+MODEL: Final = Codec(Model, inference_pb2.GetModelResponse, nested=(SAMPLING_DEFAULTS,), renamed={"name": "model"})
 _KV_LINK: Final = Codec(KvLink, worker_pb2.KvLink)
 # Worker has these fields itself; in its message they are in a separate message.
 _LOAD: Final = ("running", "waiting", "free_blocks", "evictable_blocks", "context_tokens", "steps")

@@ -132,6 +132,24 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Values of Sampling for requests that give none; None: Sampling's own default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+    def given(self) -> dict[str, Any]:
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+
+
+NO_DEFAULTS: Final = SamplingDefaults()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
     """Latency targets. Goodput counts a request only if it meets both."""
 

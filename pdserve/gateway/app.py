@@ -123,15 +123,14 @@ class Gateway:
         return handle
 
     async def _models(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
-        model = caller.model
-        return await _send(send, 200, replies.models(model.name, model.max_context_tokens, self._created_s))
+        return await _send(send, 200, replies.models(caller.model, self._created_s))
 
     async def _model(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         model = caller.model
         name = scope["path_params"]["name"]
         if name != model.name:
             raise UnknownModel(name, model.name)
-        return await _send(send, 200, replies.model(model.name, model.max_context_tokens, self._created_s))
+        return await _send(send, 200, replies.model(model, self._created_s))
 
     async def _metrics_text(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         await caller.client.topology()  # raises PermissionDenied for the key of a tenant

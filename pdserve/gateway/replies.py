@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
-from pdserve.client.results import Choice, Completion, Piece, TokenLogprob
+from pdserve.client.results import Choice, Completion, Model, Piece, TokenLogprob
 from pdserve.core.results import Usage
 from pdserve.core.types import FinishReason
 from pdserve.gateway import logprobs, sse
@@ -367,18 +367,19 @@ def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None
     }
 
 
-def models(name: str, max_context_tokens: int, created_s: int) -> dict[str, Any]:
-    return {"object": "list", "data": [model(name, max_context_tokens, created_s)]}
+def models(served: Model, created_s: int) -> dict[str, Any]:
+    return {"object": "list", "data": [model(served, created_s)]}
 
 
-def model(name: str, max_context_tokens: int, created_s: int) -> dict[str, Any]:
+def model(served: Model, created_s: int) -> dict[str, Any]:
     """`max_model_len` is vLLM's."""
     return {
-        "id": name,
+        "id": served.name,
         "object": "model",
         "created": created_s,
         "owned_by": "pdserve",
-        "root": name,
+        "root": served.name,
         "parent": None,
-        "max_model_len": max_context_tokens,
+        "max_model_len": served.max_context_tokens,
+        "sampling_defaults": served.sampling_defaults.given(),
     }

@@ -71,7 +71,7 @@ class SamplingRequest(Strict):
     max_tokens: int | None = described(
         "most generated tokens; absent: 16 for texts, the server's limit for chats; 0 for texts only: scores the prompt"
     )
-    temperature: float | None = described("0 to 100; 0 is greedy; 1 where absent")
+    temperature: float | None = described("0 to 100; 0 is greedy; where absent, the model's default or 1")
     top_p: float | None = described("above 0, to 1")
     n: int | None = described("answers, 1 to 16; over 1 only with a temperature above 0")
     stop: str | list[str] | None = described("up to 16 strings")

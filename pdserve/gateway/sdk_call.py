@@ -107,7 +107,7 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
         raise InvalidRequest("top_logprobs", request.top_logprobs, "logprobs to be true beside it")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     most = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
-    options = _options(request, model.max_new_tokens if most is None else most, logprobs)
+    options = _options(request, default_tokens(model) if most is None else most, logprobs)
     switches = request.chat_template_kwargs or {}
     if switches:
         options["chat_template_kwargs"] = switches
@@ -134,7 +134,7 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
 def text_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:
     """Raises InvalidRequest and UnknownModel."""
     request = validated(TextRequest, _checked("text", given, model))
-    default = min(DEFAULT_TEXT_TOKENS, model.max_new_tokens)
+    default = min(DEFAULT_TEXT_TOKENS, default_tokens(model))
     is_only_scored = request.max_tokens == 0
     if is_only_scored and request.min_tokens:
         raise InvalidRequest("min_tokens", request.min_tokens, "0 beside max_tokens 0")
@@ -154,6 +154,12 @@ def text_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
     call = _call(request, prompts, {**options, **headers}, logprobs, names)
     shown = dataclasses.replace(call.shown, has_echo=bool(request.echo), is_only_scored=is_only_scored)
     return dataclasses.replace(call, shown=shown)
+
+
+def default_tokens(model: Model) -> int:
+    """Of an answer whose request gives no limit: the model's own default, up to the server's limit."""
+    asked = model.sampling_defaults.max_tokens
+    return model.max_new_tokens if asked is None else min(asked, model.max_new_tokens)
 
 
 def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:

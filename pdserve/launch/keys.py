@@ -57,6 +57,7 @@ TOP: Final[Mapping[str, type]] = {
     "kv_dtype": str,
     "load": str,
     "otlp": str,
+    "generation_config": str,  # of the router
     "record": str,  # of the router
     "key_file": str,  # of the router
 }

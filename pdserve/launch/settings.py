@@ -30,6 +30,7 @@ from pdserve.launch.spec import ClusterSpec, Process, gateway, processes
 from pdserve.model_source import TOY_MODELS, find_model, is_on_hub
 
 FAULTS: Final = "kvtransfer.faults"  # loaded by name, because pdserve imports no package above it
+_OF_ROUTER: Final = ("otlp", "generation_config")
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load")
 
 
@@ -64,8 +65,9 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
     for name in _OF_WORKERS:
         if name in found:
             tables.setdefault("worker", {}).setdefault(name, found[name])
-    if "otlp" in found:
-        tables.setdefault("router", {}).setdefault("otlp", found["otlp"])
+    for name in _OF_ROUTER:
+        if name in found:
+            tables.setdefault("router", {}).setdefault(name, found[name])
     if "record" in found:
         _check_writable("record", Path(found["record"]).expanduser().absolute())
         # Absolute, because the router may run in another working directory.
@@ -106,6 +108,8 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
             if name in found
         },
     )
+    if not found.get("ray"):
+        _check_defaults(spec)
     _check_reports(processes(spec))  # all processes' settings are checked before any process is started
     gateway(spec, "")
     log_dir = found.get("log_dir")
@@ -191,6 +195,14 @@ def _model(asked: str | None, *, is_here: bool) -> str:
         read_config(Path(model))
         _check_texts(Path(model))
     return model
+
+
+def _check_defaults(spec: ClusterSpec) -> None:
+    """Checked here for the same reason. Raises ModelError."""
+    from pdserve.text.sampling_defaults import read_sampling_defaults
+
+    if spec.model not in TOY_MODELS and spec.settings.get("router", {}).get("generation_config") != "none":
+        read_sampling_defaults(Path(spec.model))
 
 
 def _check_texts(folder: Path) -> None:

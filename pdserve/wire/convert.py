@@ -11,7 +11,16 @@ from typing import Any, Final, cast
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import Grammar, GrammarKind, choice
-from pdserve.core.types import FinishReason, RequestAttributes, Role, Sampling, Slo, TokenOut, check_counts
+from pdserve.core.types import (
+    FinishReason,
+    RequestAttributes,
+    Role,
+    Sampling,
+    SamplingDefaults,
+    Slo,
+    TokenOut,
+    check_counts,
+)
 from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
 from pdserve.wire.codec import Special, numbers_of
 
@@ -41,9 +50,10 @@ def sampling_from_proto(
     *,
     draw_seed: Callable[[], int] | None = None,
     default_max_tokens: int | None = None,
+    defaults: SamplingDefaults | None = None,
     bad_words: Iterable[tuple[int, ...]] = (),
 ) -> Sampling:
-    """Absent fields get Sampling's defaults; an absent seed is random, or 0 if `draw_seed` is None.
+    """Absent fields get `defaults`, then Sampling's own; an absent seed is random, or 0 if `draw_seed` is None.
 
     `bad_words` are those of the message, tokenised. A worker passes no arguments, because the router has filled every
     field.
@@ -52,6 +62,10 @@ def sampling_from_proto(
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in _SCALARS}
     if "seed" not in values and draw_seed is not None:
         values["seed"] = draw_seed()
+    if defaults is not None:
+        values = {**defaults.given(), **values}
+        if not message.HasField("max_tokens"):
+            values.pop("max_tokens", None)
     if "max_tokens" not in values and default_max_tokens is not None:
         values["max_tokens"] = max(default_max_tokens, values.get("min_tokens", 0))
     return Sampling(

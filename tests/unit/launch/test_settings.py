@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pdserve.config import RouterConfig, WorkerConfig
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, ModelError
 from pdserve.launch import settings
+from pdserve.launch.settings import bundled_model
 from pdserve.launch.spec import processes, worker_config
 
 
@@ -59,6 +60,21 @@ def test_a_set_value_that_is_not_toml_is_a_string(tmp_path: Path) -> None:
 def test_a_collector_reaches_the_router(tmp_path: Path) -> None:
     spec = read({"model": "toy", "otlp": "localhost:4317"}, folder=tmp_path).spec
     assert spec.settings["router"]["otlp"] == "localhost:4317"
+
+
+def test_generation_config_is_a_setting_of_the_router(tmp_path: Path) -> None:
+    spec = read({"model": "toy", "generation_config": "none"}, folder=tmp_path).spec
+    assert spec.settings["router"]["generation_config"] == "none"
+    with pytest.raises(ConfigError, match="generation_config"):
+        read({"model": "toy", "generation_config": "some"}, folder=tmp_path)
+
+
+def test_impossible_defaults_of_a_model_are_reported_at_once(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(bundled_model(), tmp_path / "model"))
+    (folder / "generation_config.json").write_text('{"top_p": 5}')
+    with pytest.raises(ModelError, match="top_p: got 5"):
+        read({"model": str(folder)}, folder=tmp_path)
+    assert read({"model": str(folder), "generation_config": "none"}, folder=tmp_path).spec.model == str(folder)
 
 
 def test_the_token_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
