@@ -30,6 +30,7 @@ class Access(Enum):
 
 POLICY: Final[Mapping[str, Access]] = {
     "/grpc.health.v1.Health/Check": Access.OPEN,
+    "/grpc.health.v1.Health/List": Access.OPEN,
     "/grpc.health.v1.Health/Watch": Access.OPEN,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.TOKEN,
     "/pdserve.v1.InferenceService/Generate": Access.TOKEN,

@@ -33,6 +33,7 @@ from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from pdserve.wire import status
+from pdserve.wire.health import make_health_servicer
 from pdserve.wire.port_options import age_options, port_options
 from pdserve.wire.requests import RequestCheck
 from pdserve.wire.tls_credentials import caller_port
@@ -133,7 +134,7 @@ class RouterServer:
             tls=self._tls,
         )
         self._watching = Watching(self._runtime.state)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health = make_health_servicer()
         self._server: Any = None
         self._redis_index: RedisIndex | None = None
         self._tasks: list[asyncio.Task[None]] = []

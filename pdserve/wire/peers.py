@@ -34,6 +34,7 @@ REACH_STORE: Final = "/pdserve.v1.RendezvousService/ReachStore"
 ANYONE: Final = "anyone"
 POLICY: Final[Mapping[str, Role | Literal["anyone"]]] = {
     "/grpc.health.v1.Health/Check": ANYONE,
+    "/grpc.health.v1.Health/List": ANYONE,
     "/grpc.health.v1.Health/Watch": ANYONE,
     "/pdserve.v1.PeerService/GetChallenge": ANYONE,
     ATTACH: "router",

@@ -6,6 +6,8 @@ import logging
 from importlib.util import find_spec
 from typing import Any, final
 
+from pdserve.wire.health import make_health_servicer
+
 log = logging.getLogger(__name__)
 
 
@@ -19,9 +21,7 @@ class HealthService:
         if find_spec("grpc_health") is None:
             log.warning("no health service", extra={"reason": "the package grpcio-health-checking is not installed"})
             return
-        from grpc_health.v1 import health
-
-        self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in its stubs
+        self._servicer = make_health_servicer()
 
     def add_to(self, server: Any) -> None:
         if self._servicer is not None:

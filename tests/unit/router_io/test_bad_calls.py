@@ -84,7 +84,7 @@ async def test_messages_that_do_not_parse_are_logged_at_intervals(caplog: pytest
     assert [vars(one)["messages"] for one in caplog.records] == [1, 3]
 
 
-@pytest.mark.parametrize("method", ["/pdserve.v1.InferenceService/Explode", "/x/y", "/grpc.health.v1.Health/List"])
+@pytest.mark.parametrize("method", ["/pdserve.v1.InferenceService/Explode", "/x/y", "/grpc.health.v1.Health/Delete"])
 async def test_an_unknown_method_is_named(connect: Connect, method: str) -> None:
     front = await connect()
     call = front.channel.unary_unary(method)(b"")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -39,9 +40,34 @@ def test_every_method_that_is_served_has_a_policy() -> None:
     served = {
         f"/{service}/{method.name}" for service in names for method in Default().FindServiceByName(service).methods
     }
-    # A method of a newer health protocol that our servicer does not implement stays closed.
-    assert set(POLICY) <= served
-    assert served - set(POLICY) <= {"/grpc.health.v1.Health/List"}
+    assert set(POLICY) == served
+
+
+async def test_every_method_that_reflection_lists_is_implemented(connect: Connect) -> None:
+    front = await connect()
+    for service in SERVICES:
+        for method in Default().FindServiceByName(service).methods:
+            name = f"/{service}/{method.name}"
+            call: Any = (
+                front.channel.unary_stream(name)(b"")
+                if method.server_streaming
+                else front.channel.unary_unary(name)(b"")
+            )
+            code = None
+            try:
+                await (call.read() if method.server_streaming else call)
+            except grpc.aio.AioRpcError as error:
+                code = error.code()
+            call.cancel()
+            assert code is not grpc.StatusCode.UNIMPLEMENTED, name
+
+
+async def test_health_lists_every_service(connect: Connect) -> None:
+    front = await connect()
+    found = await health_pb2_grpc.HealthStub(front.channel).List(health_pb2.HealthListRequest())
+    assert set(found.statuses) == {"", *SERVICES[:2]}
+    for name, one in found.statuses.items():
+        assert health_pb2.HealthCheckResponse.ServingStatus.Name(one.status) == await front.health(name)
 
 
 def test_a_method_without_a_policy_is_refused() -> None:

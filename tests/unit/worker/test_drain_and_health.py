@@ -80,6 +80,7 @@ async def test_health_has_a_real_watch_and_readiness_ends_with_a_drain(start: An
         assert (await stub.Check(health_pb2.HealthCheckRequest(service=""))).status == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as unknown:
             await stub.Check(health_pb2.HealthCheckRequest(service="nobody"))
+        assert {*(await stub.List(health_pb2.HealthListRequest())).statuses} == {"", SERVICE}
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == SERVING
