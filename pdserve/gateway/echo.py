@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pdserve.client.aio import AsyncClient
 from pdserve.client.request import Prompt
 from pdserve.client.results import TokenLogprob
+from pdserve.core.errors import InvalidRequest
 from pdserve.gateway.answers import TokenTable
 from pdserve.gateway.sdk_call import SdkCall
 
@@ -38,7 +39,10 @@ async def with_echoes(
         if kept:
             ids = ids[-kept:]
         is_whole = isinstance(prompt, str) and not (kept and len(ids) == kept)
-        text = str(prompt) if is_whole else await _text_of(ids, call, client, tokens)
+        try:
+            text = str(prompt) if is_whole else await _text_of(ids, call, client, tokens)
+        except InvalidRequest:
+            text = ""  # the call itself rejects such ids, by the name of its own field
         prompts.append(list(ids))
         echoes.append(EchoedPrompt(text, () if call.shown.logprobs is None else tuple(ids)))
     return dataclasses.replace(call, prompts=prompts), tuple(echoes)

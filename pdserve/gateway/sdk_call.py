@@ -140,12 +140,13 @@ def text_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
         raise InvalidRequest("min_tokens", request.min_tokens, "0 beside max_tokens 0")
     # The cluster always samples a token, which is not shown.
     most = 1 if is_only_scored else default if request.max_tokens is None else request.max_tokens
-    options, logprobs, names = _options(request, most, request.logprobs), request.logprobs, {}
+    options, logprobs = _options(request, most, request.logprobs), request.logprobs
+    names = {} if isinstance(request.prompt, str) else {"token_ids": "prompt"}
     if request.echo and logprobs is not None:
         if logprobs > MAX_PROMPT_LOGPROBS:
             raise InvalidRequest("logprobs", logprobs, f"0 to {MAX_PROMPT_LOGPROBS} beside echo")
         options["prompt_logprobs"] = max(logprobs, request.prompt_logprobs or 0)
-        names = {} if request.prompt_logprobs else {"prompt_logprobs": "logprobs"}
+        names |= {} if request.prompt_logprobs else {"prompt_logprobs": "logprobs"}
     if request.best_of is not None:
         options["best_of"] = request.best_of
     prompts = _prompts(request.prompt)

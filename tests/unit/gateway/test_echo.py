@@ -212,6 +212,11 @@ def test_impossible_scores_are_refused_by_name(bundled: Served) -> None:
     assert refused(bundled, echo="yes") == "echo"
     assert refused(bundled, echo=True, logprobs=1, prompt="") == "prompt"
     assert refused(bundled, echo=True, logprobs=1, prompt="a" * 100_000) == "prompt"
+    for ids in ([4096], [2**32], [-1], [5] * 3000):
+        for logprobs in (None, 1):
+            assert refused(bundled, echo=True, logprobs=logprobs, prompt=ids).partition("[")[0] == "prompt"
+    _, answer = bundled.post("/v1/completions", {"prompt": [5] * 3000, "echo": True})
+    assert json.loads(answer)["error"]["code"] == "context_length_exceeded"
 
 
 class Table:
