@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.request import Prompt
-from pdserve.client.results import TokenLogprob
 from pdserve.core.errors import InvalidRequest
 from pdserve.gateway.answers import TokenTable
+from pdserve.gateway.logprobs import EchoedPrompt
 from pdserve.gateway.sdk_call import SdkCall
 
 
-@dataclass(frozen=True, slots=True)
-class EchoedPrompt:
-    text: str
-    token_ids: tuple[int, ...] = ()  # empty if no logprobs are shown
-    scored: tuple[TokenLogprob | None, ...] = ()  # one per token; known with the first piece
-
-
 async def with_echoes(
-    call: SdkCall, client: AsyncClient, tokens: TokenTable
+    call: SdkCall, client: AsyncClient, tokens: TokenTable, most_tokens: int
 ) -> tuple[SdkCall, tuple[EchoedPrompt, ...]]:
-    """The prompts to repeat, and the call with the token ids that were read for them. Raises InvalidRequest."""
+    """The prompts to repeat, and the call with the token ids that were read for them. Raises InvalidRequest.
+
+    Prompts of over `most_tokens` are not read, because the call will reject them.
+    """
     if not call.shown.has_echo:
         return call, ()
     kept = call.options.get("truncate_prompt_tokens")
@@ -38,11 +34,12 @@ async def with_echoes(
         ids: Sequence[int] = await client.tokenize(prompt) if isinstance(prompt, str) else prompt  # type: ignore[assignment]
         if kept:
             ids = ids[-kept:]
-        is_whole = isinstance(prompt, str) and not (kept and len(ids) == kept)
-        try:
-            text = str(prompt) if is_whole else await _text_of(ids, call, client, tokens)
-        except InvalidRequest:
-            text = ""  # the call itself rejects such ids, by the name of its own field
+        text = ""
+        if isinstance(prompt, str) and not (kept and len(ids) == kept):
+            text = prompt
+        elif len(ids) <= most_tokens:
+            with contextlib.suppress(InvalidRequest):  # the call rejects such ids, by the name of its own field
+                text = await _text_of(ids, call, client, tokens)
         prompts.append(list(ids))
         echoes.append(EchoedPrompt(text, () if call.shown.logprobs is None else tuple(ids)))
     return dataclasses.replace(call, prompts=prompts), tuple(echoes)

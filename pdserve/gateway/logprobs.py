@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 from pdserve.client.results import TokenLogprob
@@ -18,6 +19,15 @@ class Tokens(Protocol):
         ...
 
     def is_special(self, token_id: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """A prompt that is repeated before its answers."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()  # empty if no logprobs are shown
+    scored: tuple[TokenLogprob | None, ...] = ()  # one per token; known with the first piece
 
 
 def token_ids(scored: Iterable[TokenLogprob | None]) -> set[int]:

@@ -15,9 +15,8 @@ from pdserve.client.results import Choice, Completion, Model, Piece, TokenLogpro
 from pdserve.core.results import Usage
 from pdserve.core.types import FinishReason
 from pdserve.gateway import logprobs, sse
-from pdserve.gateway.echo import EchoedPrompt
 from pdserve.gateway.errors import ErrorReply
-from pdserve.gateway.logprobs import BytesOf, TextOffsets, Tokens
+from pdserve.gateway.logprobs import BytesOf, EchoedPrompt, TextOffsets, Tokens
 from pdserve.gateway.sdk_call import SdkCall
 from pdserve.gateway.tools.answer_tools import AnswerTools, message
 

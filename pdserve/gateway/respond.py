@@ -17,9 +17,10 @@ from pdserve.client.results import Model, Piece, TokenLogprob
 from pdserve.core.errors import Cancelled, PdserveError
 from pdserve.gateway import errors, logprobs, sse
 from pdserve.gateway.answers import Answers, TokenTable
-from pdserve.gateway.echo import EchoedPrompt, with_echoes
+from pdserve.gateway.echo import with_echoes
 from pdserve.gateway.field_support import Endpoint
 from pdserve.gateway.headers import REQUEST_ID
+from pdserve.gateway.logprobs import EchoedPrompt
 from pdserve.gateway.replies import ChatWriter, Head, TextWriter, Writer
 from pdserve.gateway.responses_writer import ResponsesWriter
 from pdserve.gateway.sdk_call import SdkCall
@@ -47,7 +48,7 @@ class Responder:
         self, endpoint: Endpoint, call: SdkCall, client: AsyncClient, model: Model, receive: Any, send: Any
     ) -> int:
         """Returns the status of the answer. Raises PdserveError before the answer has begun."""
-        call, echoes = await with_echoes(call, client, self._tokens)
+        call, echoes = await with_echoes(call, client, self._tokens, model.max_context_tokens)
         answers = Answers(client, call)
         watch = asyncio.create_task(_close_at_disconnect(receive, answers))
         try:
