@@ -18,4 +18,8 @@ def to_device(
     prepare a step while another one runs."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    if isinstance(values, np.ndarray):  # torch.tensor cannot pin what it makes of an array
+        host = torch.from_numpy(np.asarray(values, order="C")).to(dtype).pin_memory()
+    else:
+        host = torch.tensor(values, dtype=dtype, pin_memory=True)
+    return host.to(device, non_blocking=True)

@@ -4,13 +4,14 @@
 
 A tensor's device is cuda:N, so the code runs as on a GPU. Triton kernels do not run. Each launch is recorded with the
 devices of its tensors and the current device of its thread, on which Triton would launch it. torch needs a CUDA build
-to index a device tensor from Python, so indexing calls the underlying operators.
+to index a device tensor from Python, so indexing calls the underlying operators. Host memory is real. It is pinned by
+torch's rules, and a copy that does not block needs pinned memory: from other memory CUDA copies too, but waits.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +19,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from triton.runtime import interpreter, jit
 
 from pdserve.engine import build_engine, dummy
+from pdserve.engine.gpu.bans import Bans
 
 H200_BYTES = 141 * 10**9
 
@@ -40,6 +44,11 @@ class FakeCuda:
     num_devices: int
     current: threading.local = field(default_factory=threading.local)
     launches: list[str] = field(default_factory=list)
+    sync_debug_mode: str = "default"
+    on_copy: Callable[[Tensor], object] = lambda source: None  # called with the source of each copy to a device
+
+    def set_sync_debug_mode(self, mode: str) -> None:
+        self.sync_debug_mode = mode
 
     def set_device(self, device: Any) -> None:
         index = torch.device(device).index if not isinstance(device, int) else device
@@ -61,8 +70,49 @@ class FakeCuda:
         self.launches.append(name)
 
 
+class Waits(RuntimeError):
+    """torch's error under `set_sync_debug_mode("error")`: called a synchronizing CUDA operation."""
+
+
+class Pinned:
+    """The storages in pinned memory."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}  # a weak reference keeps the key from being another storage's
+
+    def add(self, tensor: Tensor) -> Tensor:
+        weak = StorageWeakRef(tensor.untyped_storage())
+        self._storages[weak.cdata] = weak
+        return tensor
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
+
+
 class WithoutGuards(TorchFunctionMode):
     """Replaces calls that first set the current device by their underlying operators."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda, self._pinned = cuda, Pinned()
+
+    def _pin(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            raise RuntimeError(f"cannot pin a tensor on {x.device}: only dense CPU tensors can be pinned")
+        with unset_fake_temporarily():
+            return self._pinned.add(torch.empty(x.shape, dtype=x.dtype) if isinstance(x, FakeTensor) else x.clone())
+
+    def _check_copy(self, target: Tensor, source: Tensor, *, is_queued: bool) -> None:
+        """Raises Waits if the copy is queued but its host memory is not pinned, or if it may not wait but does."""
+        if target.device.type == source.device.type:
+            return
+        host = source if source.device.type == "cpu" else target
+        if host is source:
+            self._cuda.on_copy(source)
+        if is_queued and not isinstance(host, FakeTensor) and host.numel() and host not in self._pinned:
+            raise Waits("a copy from or to memory that is not pinned waits, although it is non_blocking")
+        if not is_queued and self._cuda.sync_debug_mode == "error":
+            raise Waits("called a synchronizing CUDA operation: a copy between host and device")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -74,15 +124,30 @@ class WithoutGuards(TorchFunctionMode):
         if func is Tensor.__setitem__:
             return put(*args)
         if func is Tensor.copy_:
-            return torch.ops.aten.copy_(*args, **kwargs)
-        if func is Tensor.to and not isinstance(args[0], FakeTensor):
-            args = (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:])  # a real tensor would become a constant
+            is_queued = bool(kwargs.get("non_blocking", len(args) > 2 and args[2]))
+            self._check_copy(args[0], args[1], is_queued=is_queued)
+            torch.ops.aten.copy_(*args, **kwargs)
+            return args[0]
+        if func is Tensor.cpu:
+            self._check_copy(torch.empty(0), args[0], is_queued=False)
+        if func is Tensor.to:
+            device, _, is_queued, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            if device is not None:
+                self._check_copy(torch.empty(0, device=device), args[0], is_queued=is_queued)
+            if not isinstance(args[0], FakeTensor):
+                if device is None or device.type == "cpu":
+                    with unset_fake_temporarily():
+                        return func(*args, **kwargs)
+                args = (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:])  # else it would become a constant
         if func is Tensor.contiguous:
             x: Tensor = args[0]
             return x if x.is_contiguous() else torch.ops.aten.clone(x, memory_format=torch.contiguous_format)
-        if kwargs.pop("pin_memory", False):  # host memory is real, because the host writes it
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
+        if kwargs.pop("pin_memory", False):
+            check_pinnable(func, args, kwargs)
+            with unset_fake_temporarily():  # host memory is real, because the host writes it
+                return self._pinned.add(func(*args, **kwargs))
+        if func is Tensor.pin_memory:
+            return self._pin(args[0])
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -93,10 +158,27 @@ class WithoutGuards(TorchFunctionMode):
             return operator(*args, **kwargs)
 
 
+def check_pinnable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """torch's rules for `pin_memory=True`."""
+    if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+        raise RuntimeError("Only dense CPU tensors can be pinned")
+    if func is not torch.tensor:
+        return
+    data = args[0] if args else kwargs["data"]
+    kinds = {
+        "a variable": isinstance(data, Tensor),
+        "__cuda_array_interface__": hasattr(data, "__cuda_array_interface__"),
+        "numpy": isinstance(data, np.ndarray),
+    }
+    for kind, is_one in kinds.items():
+        if is_one:
+            raise RuntimeError(f"Can't pin tensor constructed from {kind}")
+
+
 _OPERATORS = {"__invert__": "bitwise_not", "__matmul__": "matmul"}
 #: What torch says without CUDA, and with CUDA but without a driver.
 _NO_CUDA = ("not linked with support for cuda", "CUDA driver version is insufficient", "no CUDA-capable device")
-_OF_HOST = (Tensor.__getitem__, Tensor.view, Tensor.numpy)
+_OF_HOST = (Tensor.__getitem__, Tensor.view, Tensor.numpy, Tensor.tolist)
 
 
 def index(x: Tensor, key: Any) -> Tensor:
@@ -145,6 +227,14 @@ class Inline(Executor):
         return done
 
 
+def with_numbers(call: Any) -> Any:
+    def act(*args: Any) -> Any:
+        with unset_fake_temporarily():
+            return call(*args)
+
+    return act
+
+
 @contextmanager
 def one_thread(num_threads: int = 0) -> Iterator[Executor]:
     yield Inline()
@@ -162,6 +252,7 @@ def fake_cuda(num_devices: int = 1) -> Iterator[FakeCuda]:
         "mem_get_info": lambda device=None: (H200_BYTES, H200_BYTES),
         "set_device": cuda.set_device,
         "current_device": cuda.current_device,
+        "set_sync_debug_mode": cuda.set_sync_debug_mode,
     }
     with ExitStack() as stack:
         for name, call in stands_in.items():
@@ -176,7 +267,10 @@ def fake_cuda(num_devices: int = 1) -> Iterator[FakeCuda]:
         stack.enter_context(mock.patch.object(dummy, "_fill_chunk"))
         stack.enter_context(mock.patch.object(dummy, "load_threads", one_thread))
         stack.enter_context(mock.patch.object(build_engine, "dummy_hash", return_value="made up"))
+        # Numbers that the host computes are real.
+        stack.enter_context(mock.patch.object(Bans, "_words", with_numbers(Bans._words)))
+        stack.enter_context(mock.patch.object(torch, "from_numpy", with_numbers(torch.from_numpy)))
         # Weights and pools of real sizes need no memory, because tensors of the host are fake as well.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(WithoutGuards())
+        stack.enter_context(WithoutGuards(cuda))
         yield cuda

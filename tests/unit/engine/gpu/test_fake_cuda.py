@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +17,9 @@ from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.gpu import prefill
 from pdserve.engine.gpu.plain_rows import no_rows
 from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.host_to_device import to_device
 from pdserve.engine.interface import Row
-from tests.gpu.fake_cuda import fake_cuda
+from tests.gpu.fake_cuda import Waits, fake_cuda
 
 pytestmark = pytest.mark.gpu_checks
 
@@ -96,6 +100,74 @@ def test_torch_accepts_every_operation(
             decode.inputs.send(no_rows(), 4)
             decode.run(4, num_queries)
         assert {"_attend", "_merge", "_place", "_look", "_settle"} <= set(cuda.launches)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 2, 3],
+        np.array([1, 2, 3]),
+        np.arange(1, 6)[::2],
+        np.arange(9, dtype=np.int32).reshape(3, 3).T,
+        np.array(4),
+        np.zeros((0, 5)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+def test_every_copy_to_the_device_is_queued(values: Any, dtype: torch.dtype) -> None:
+    """From pinned memory, and with the same result as a copy that waits."""
+    on_host = to_device(values, torch.device("cpu"), dtype)
+    pinned: list[torch.Tensor] = []
+    with fake_cuda() as cuda:
+        cuda.set_sync_debug_mode("error")
+        cuda.on_copy = lambda source: pinned.append(source)
+        there = to_device(values, torch.device("cuda", 0), dtype)
+        assert (there.device.type, there.dtype, there.shape) == ("cuda", dtype, on_host.shape)
+    assert [one.tolist() for one in pinned] == [on_host.tolist()]
+
+
+class OnCuda:
+    __cuda_array_interface__ = {"shape": (1,), "typestr": "<i8", "data": (0, False), "version": 3}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.tensor(np.zeros(3), pin_memory=True), "constructed from numpy"),
+        (lambda: torch.tensor(data=np.zeros(3), pin_memory=True), "constructed from numpy"),
+        (lambda: torch.tensor(torch.zeros(3), pin_memory=True), "constructed from a variable"),
+        (lambda: torch.tensor(OnCuda(), pin_memory=True), "__cuda_array_interface__"),
+        (lambda: torch.zeros(3, device="cuda:0", pin_memory=True), "Only dense CPU tensors can be pinned"),
+        (lambda: torch.zeros(3, device="cuda:0").pin_memory(), "only dense CPU tensors can be pinned"),
+    ],
+)
+def test_pinning_follows_torchs_rules(make: Callable[[], object], reason: str) -> None:
+    with fake_cuda(), pytest.raises(RuntimeError, match=reason):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("act", "is_allowed"),
+    [
+        (lambda x: x.copy_(torch.zeros(3, pin_memory=True), non_blocking=True), True),
+        (lambda x: x.copy_(torch.zeros(6, pin_memory=True)[3:], non_blocking=True), True),
+        (lambda x: torch.zeros(3).pin_memory().to(x.device, non_blocking=True), True),
+        (lambda x: torch.zeros(3, pin_memory=True).copy_(x, non_blocking=True), True),
+        (lambda x: torch.from_numpy(np.zeros(3)).to(x.device, non_blocking=True), False),
+        (lambda x: x.copy_(torch.from_numpy(np.zeros(3)), non_blocking=True), False),
+        (lambda x: torch.from_numpy(np.zeros(3)).copy_(x, non_blocking=True), False),
+        (lambda x: torch.zeros(3, pin_memory=True).to(x.device), False),
+        (lambda x: x.copy_(torch.zeros(3, pin_memory=True)), False),
+        (lambda x: x.to("cpu"), False),
+        (lambda x: x.cpu(), False),
+    ],
+)
+def test_a_copy_that_waits_is_found(act: Callable[[torch.Tensor], object], is_allowed: bool) -> None:
+    with fake_cuda() as cuda:
+        x = torch.zeros(3, device="cuda:0")
+        cuda.set_sync_debug_mode("error")
+        with nullcontext() if is_allowed else pytest.raises(Waits):
+            act(x)
 
 
 def test_fake_tensors_apply_torchs_rules() -> None:

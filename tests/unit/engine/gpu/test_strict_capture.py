@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,15 @@ from torch import Tensor
 
 from benchmarks.gpu.floor import LLAMA_8B, decode_floor
 from pdserve.config import WorkerConfig
-from pdserve.core.types import Role
+from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.build_engine import open_rank, open_torch_engine
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
 from pdserve.engine.gpu.build_engine import measure_graphs, with_graphs
 from pdserve.engine.gpu.forbid import forbid
-from pdserve.engine.gpu.resample import Resampler
 from pdserve.engine.ranks import Ranks
 from pdserve.engine.sharding import Shard
+from tests.gpu.extra_sampling import AHEAD, BOUND, MOST_QUERIES, EveryThird, Text, launch, take
 from tests.gpu.strict_capture import Captures, ForbiddenInCapture, strict_capture
 
 pytestmark = pytest.mark.gpu_checks
@@ -55,7 +56,6 @@ def test_decode_graphs_are_captured(
     name: str, kv_dtype: str, most_drafts: int, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny(name)
-    monkeypatch.setattr(Resampler, "warm", lambda self: None)  # After the graphs. It computes with numbers on the host.
     with strict_capture() as captures:
         eager = open_torch_engine(config(folder, kv_dtype=kv_dtype))
         meter = Growing()
@@ -72,13 +72,50 @@ def test_decode_graphs_are_captured(
 def test_a_step_launches_only_counted_kernels(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel between the products is counted in benchmarks/gpu/floor.py."""
     folder = tiny("llama")
-    monkeypatch.setattr(Resampler, "warm", lambda self: None)
     with strict_capture() as captures:
         eager = open_torch_engine(config(folder, dtype="bfloat16"))
         with_graphs(eager, eager.model, 1, "w")
         assert captures.num_graphs == 1
     shape = dataclasses.replace(LLAMA_8B, num_layers=2)
     assert len(captures.launched) == decode_floor(shape, 1, 64).num_kernels, Counter(captures.launched)
+
+
+def test_no_launch_waits_for_the_device(tiny: Callable[[str], Path]) -> None:
+    """Neither a graph's, nor the additional work of rows with sampling options or drafts."""
+    folder = tiny("llama")
+    kinds = [{"temperature": 0.0, "max_tokens": 64, **kind} for kind in (*AHEAD, *BOUND)]
+
+    @contextmanager
+    def quiet() -> Iterator[None]:
+        captures.cuda.set_sync_debug_mode("error")
+        yield
+        captures.cuda.set_sync_debug_mode("default")
+
+    def texts_of() -> list[Text]:
+        texts = [Text(number, Sampling(**kind)) for number, kind in enumerate(kinds)]
+        for text in texts:
+            text.take([TokenOut(token_id=5, logprob=None)])
+        return texts
+
+    with strict_capture() as captures:
+        eager = open_torch_engine(config(folder))
+        eager.grammars = EveryThird(eager.spec.vocab_size)  # type: ignore[assignment]
+        graph = with_graphs(eager, eager.model, len(kinds), "w", most_drafts=MOST_QUERIES - 1)
+        captures.cuda.launches.clear()
+        texts, flight = texts_of(), None
+        for _ in range(3):
+            before = flight
+            rows = [text.row(follows=None if before is None else index) for index, text in enumerate(texts)]
+            flight = launch(graph, rows, before, quiet())
+            if before is not None:
+                take(texts, before.wait())
+            if flight.unsampled:
+                with quiet():
+                    flight.sample({index: texts[index].row() for index in flight.unsampled})
+        texts = texts_of()
+        rows = [text.row(drafts=[7] * (text.number % MOST_QUERIES)) for text in texts]
+        take(texts, launch(graph, rows, None, quiet()).wait())
+        assert {"_forbid", "_penalise", "_look", "_settle"} <= set(captures.cuda.launches)
 
 
 class Group:
@@ -100,7 +137,6 @@ class Group:
 def test_ranks_capture_the_same_all_reduces(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each graph contains the all-reduces of all ranks. A rank with another order would wait for ever."""
     folder, asked = tiny("llama"), []
-    monkeypatch.setattr(Resampler, "warm", lambda self: None)
     for rank in range(2):
         with strict_capture(num_devices=2) as captures:
             ranks = object.__new__(Ranks)
