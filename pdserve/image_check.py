@@ -2,17 +2,20 @@
 
     python -m pdserve.image_check [--gpu]
 
-Imports every module, except those of extras that are not installed. --gpu also checks CuPy and NCCL's binding, a C
-compiler with the headers for Triton's launchers, and compiles one kernel for sm_90. No GPU and no driver is needed. If
-something is missing, prints one line each on stderr and exits with status 1.
+Imports every module, except those of extras that are not installed. --gpu also checks that torch, CuPy and NCCL are
+built for the same CUDA, CuPy and NCCL's binding, a C compiler with the headers for Triton's launchers, and compiles one
+kernel for sm_90. No GPU and no driver is needed. If something is missing, prints one line each on stderr and exits with
+status 1.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -22,8 +25,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.core.extras import advice, missing
+from pdserve.core.extras import advice, command, missing
 
+#: Distributions for one major version of CUDA, which their name contains. Those of a kind own the same files.
+_FOR_ONE_CUDA: Final = (re.compile(r"cupy-cuda(\d+)x"), re.compile(r"nvidia-nccl-cu(\d+)"))
+_EXTRAS: Final = {"12": "cuda12", "13": "cuda13"}  # by major version
 PACKAGES: Final = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer", "simulator")
 _PROGRAM: Final = "__main__"
 _LAUNCHER: Final = '#include <Python.h>\n#include "cuda.h"\nint pdserve_check(void) { return CUDA_VERSION > 0; }\n'
@@ -31,7 +37,7 @@ Checks = Sequence[Callable[[], Iterator[str]]]
 
 
 def main(argv: Sequence[str]) -> int:
-    gpu_checks: Checks = (cupy_is_there, compiler_is_there, a_kernel_compiles)
+    gpu_checks: Checks = (cuda_versions_agree, cupy_is_there, compiler_is_there, a_kernel_compiles)
     checks: Checks = (everything_imports, *(gpu_checks if "--gpu" in argv else ()))
     complaints = [complaint for check in checks for complaint in check()]
     for complaint in complaints:
@@ -58,15 +64,49 @@ def everything_imports(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
                 yield f"{found.name} cannot be imported: {error}"
 
 
+def cuda_versions_agree() -> Iterator[str]:
+    """Compares the CUDA of torch with that of the installed distributions of CuPy and NCCL. torch is not imported,
+    because it may fail to load the NCCL of another CUDA."""
+    if _folder_of("torch") is None:
+        return
+    cuda, names = cuda_of_torch(), _distributions()
+    kinds = [{name: match[1] for name in names if (match := one.fullmatch(name))} for one in _FOR_ONE_CUDA]
+    wrong = [name for found in kinds for name, version in found.items() if version != cuda]
+    if not wrong:
+        return
+    text = f"torch is built {f'for CUDA {cuda}' if cuda else 'without CUDA'}, beside {' and '.join(wrong)}"
+    if cuda not in _EXTRAS:
+        yield f"{text}; install a build of torch for CUDA {' or '.join(_EXTRAS)}"
+        return
+    removed = [name for found in kinds if found.keys() & set(wrong) for name in found]
+    if len(removed) > len(wrong):
+        text += ", which may have replaced files of the right one"
+    yield f"{text}; run pip uninstall -y {' '.join(removed)} && {command(_EXTRAS[cuda])} in the folder of the checkout"
+
+
+def cuda_of_torch() -> str | None:
+    """The major version, read from torch's files; None if torch is missing, or built without CUDA."""
+    folder = _folder_of("torch")
+    if folder is None or not (folder / "version.py").is_file():
+        return None
+    match = re.search(r"^cuda\b.*= *['\"](\d+)", (folder / "version.py").read_text(), re.MULTILINE)
+    return None if match is None else match[1]
+
+
+def cuda_extra() -> str:
+    """The extra with CuPy, NCCL and Triton for the installed torch."""
+    return _EXTRAS.get(cuda_of_torch() or "", "cuda13")
+
+
 def cupy_is_there() -> Iterator[str]:
     try:
         importlib.import_module("cupy")
         nccl = importlib.import_module("cupy.cuda.nccl")
     except (ImportError, OSError) as error:
-        yield f"cupy cannot be imported ({error}): NCCL transfers need it; {advice('cuda13')}"
+        yield f"cupy cannot be imported ({error}): NCCL transfers need it; {advice(cuda_extra())}"
         return
     if not hasattr(nccl, "get_unique_id"):  # without NCCL, CuPy has an empty module, with a warning
-        yield f"CuPy finds no NCCL library (libnccl.so.2); {advice('cuda13')}"
+        yield f"CuPy finds no NCCL library (libnccl.so.2); {advice(cuda_extra())}"
 
 
 def compiler_is_there() -> Iterator[str]:
@@ -101,7 +141,7 @@ def a_kernel_compiles() -> Iterator[str]:
 
         from pdserve.engine.gpu import forbid
     except (ImportError, OSError) as error:
-        yield f"Triton cannot be imported ({error}): {advice('cuda13')}"
+        yield f"Triton cannot be imported ({error}): {advice(cuda_extra())}"
         return
 
     class NoDevice:
@@ -122,6 +162,12 @@ def a_kernel_compiles() -> Iterator[str]:
         kernel.warmup(logits, words, row, 128, 4, 128, BLOCK=128, grid=(1, 1))
     except Exception as error:  # any error of a compiler and its assembler
         yield f"no kernel compiles for sm_90: {type(error).__name__}: {error}"
+
+
+def _distributions() -> list[str]:
+    """The normalised names of all that are installed."""
+    names = (one.metadata["Name"] for one in importlib.metadata.distributions())
+    return sorted({re.sub(r"[-_.]+", "-", name).lower() for name in names if name})
 
 
 def _is_triton(error: ModuleNotFoundError) -> bool:

@@ -17,7 +17,7 @@ from typing import Final
 from pdserve.core.check_result import CheckResult, Level
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import EXTRAS, advice, missing
-from pdserve.image_check import compiler_is_there, cupy_is_there
+from pdserve.image_check import compiler_is_there, cuda_of_torch, cuda_versions_agree, cupy_is_there
 from pdserve.model_source import TOY_MODELS, find_model, model_name
 
 HELP = "check whether this host can run a cluster"
@@ -142,6 +142,7 @@ def _torch(model: str | None) -> Iterator[CheckResult]:
         level: Level = "warn" if model in TOY_MODELS else "fail"
         yield CheckResult(level, "torch", "not installed", f"{advice('server')}; without it only --model toy runs")
         return
+    yield from _complaints("cuda", "fail" if cuda_of_torch() else "warn", cuda_versions_agree)
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -164,12 +165,14 @@ def _gpu_parts() -> Iterator[CheckResult]:
         ("cupy", "warn", cupy_is_there),
     )
     for name, level, check in checks:
-        complaints = list(check())
-        for complaint in complaints:
-            text, _, repair = complaint.partition("; ")
-            yield CheckResult(level, name, text, repair)
-        if not complaints:
-            yield CheckResult("ok", name, "found")
+        complaints = list(_complaints(name, level, check))
+        yield from complaints or [CheckResult("ok", name, "found")]
+
+
+def _complaints(name: str, level: Level, check: Callable[[], Iterator[str]]) -> Iterator[CheckResult]:
+    for complaint in check():
+        text, _, repair = complaint.partition("; ")
+        yield CheckResult(level, name, text, repair)
 
 
 def _model(asked: str | None) -> Iterator[CheckResult]:

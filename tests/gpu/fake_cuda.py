@@ -109,7 +109,7 @@ class WithoutGuards(TorchFunctionMode):
         host = source if source.device.type == "cpu" else target
         if host is source:
             self._cuda.on_copy(source)
-        if is_queued and not isinstance(host, FakeTensor) and host.numel() and host not in self._pinned:
+        if is_queued and host.numel() and host not in self._pinned:
             raise Waits("a copy from or to memory that is not pinned waits, although it is non_blocking")
         if not is_queued and self._cuda.sync_debug_mode == "error":
             raise Waits("called a synchronizing CUDA operation: a copy between host and device")

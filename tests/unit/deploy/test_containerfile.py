@@ -1,10 +1,12 @@
 """What can be known of the image without building it: here is no container engine."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,86 @@ def test_the_image_check_detects_missing_nccl(monkeypatch: pytest.MonkeyPatch, t
     assert list(image_check.cupy_is_there()) == []
     for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
         sys.modules.pop(name, None)
+
+
+def installed(folder: Path, cuda: str | None, distributions: Sequence[str]) -> dict[str, str]:
+    """The environment of a Python that sees torch's files and the metadata of some distributions, and nothing else."""
+    (folder / "torch").mkdir()
+    (folder / "torch/__init__.py").write_text(
+        "raise ImportError('libnccl.so.2: undefined symbol: ncclCommQueryProperties')"
+    )
+    (folder / "torch/version.py").write_text(f"__version__ = '2.13.0'\ncuda: Optional[str] = {cuda!r}\nhip = None\n")
+    for name in distributions:
+        info = folder / f"{name.replace('-', '_')}-2.28.9.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.28.9\n")
+    (folder / "half_removed-1.dist-info").mkdir()  # without a name
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.mark.gpu_checks
+@pytest.mark.parametrize(
+    ("cuda", "distributions", "complaint"),
+    [
+        ("13.0", ("cupy-cuda13x", "nvidia-nccl-cu13"), ""),
+        ("13.0", (), ""),
+        ("12.8", ("cupy-cuda12x", "nvidia-nccl-cu12"), ""),
+        (None, (), ""),
+        (
+            "13.0",
+            ("cupy-cuda12x", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+            "for CUDA 13, beside cupy-cuda12x and nvidia-nccl-cu12, which may have replaced files of the right one; "
+            "run pip uninstall -y cupy-cuda12x nvidia-nccl-cu12 nvidia-nccl-cu13 && "
+            "pip install -c constraints.txt '.[cuda13]'",
+        ),
+        (
+            "13.0",
+            ("cupy-cuda12x", "nvidia-nccl-cu13"),
+            "for CUDA 13, beside cupy-cuda12x; run "
+            "pip uninstall -y cupy-cuda12x && pip install -c constraints.txt '.[cuda13]'",
+        ),
+        (
+            "12.8",
+            ("NVIDIA_NCCL.cu13", "nvidia-nccl-cu12"),
+            "for CUDA 12, beside nvidia-nccl-cu13, which may have replaced files of the right one; run "
+            "pip uninstall -y nvidia-nccl-cu12 nvidia-nccl-cu13 && pip install -c constraints.txt '.[cuda12]'",
+        ),
+        (None, ("cupy-cuda13x",), "without CUDA, beside cupy-cuda13x; install a build of torch for CUDA 12 or 13"),
+        ("11.8", ("cupy-cuda12x",), "for CUDA 11, beside cupy-cuda12x; install a build of torch for CUDA 12 or 13"),
+    ],
+)
+def test_the_image_check_compares_cuda_versions(
+    cuda: str | None, distributions: Sequence[str], complaint: str, tmp_path: Path
+) -> None:
+    code = "from pdserve import image_check; print(*image_check.cuda_versions_agree(), sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=installed(tmp_path, cuda, distributions),
+    )
+    found = done.stdout.strip().removeprefix("torch is built ").removesuffix(" in the folder of the checkout")
+    assert found == complaint
+
+
+@pytest.mark.gpu_checks
+def test_doctor_names_the_repair_of_another_cudas_nccl(tmp_path: Path) -> None:
+    """Also if torch cannot be imported because of it."""
+    env = installed(tmp_path, "13.0", ("cupy-cuda12x", "nvidia-nccl-cu12", "nvidia-nccl-cu13"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pdserve", "doctor", "--skip-pairs", "--model", "toy"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
+    )
+    [line] = [line for line in done.stdout.splitlines() if line[6:].startswith("cuda ")]
+    assert line.startswith(
+        "FAIL  cuda              torch is built for CUDA 13, beside cupy-cuda12x and nvidia-nccl-cu12"
+    )
+    assert "run pip uninstall -y cupy-cuda12x nvidia-nccl-cu12 nvidia-nccl-cu13" in line
+    assert done.returncode == 1
 
 
 @pytest.mark.gpu_checks
