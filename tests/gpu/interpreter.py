@@ -10,6 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 import pdserve.engine.gpu
@@ -20,6 +21,9 @@ KERNELS: Final = (
     "tests.gpu.case_sampling",  # has a kernel of its own
     "tests.gpu.faulty_kernels",
 )
+
+
+_COMPARISONS: Final = (np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal)
 
 
 def prepare() -> torch.device:
@@ -40,6 +44,7 @@ def prepare() -> torch.device:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         let_scalars_be_loop_bounds()
+        let_comparisons_be_masks()
         patch_the_language_once()
         import_module("triton.experimental.gluon")  # triton imports it late, and it must be interpreted too
         for name in KERNELS:
@@ -62,6 +67,20 @@ def let_scalars_be_loop_bounds() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_and_mend
+
+
+def let_comparisons_be_masks() -> None:
+    """The interpreter gives a comparison the type of its operands, so a scalar comparison that is broadcast becomes a
+    mask of integers. Triton 3.9's interpreter rejects such masks; for its compiler they are int1."""
+    interpreter = import_module("triton.runtime.interpreter")
+    int1, builder = import_module("triton.language").int1, interpreter.InterpreterBuilder
+    compute = builder.binary_op
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        result = compute(self, lhs, rhs, op)
+        return interpreter.TensorHandle(result.data.astype(bool), int1) if op in _COMPARISONS else result
+
+    builder.binary_op = binary_op
 
 
 def patch_the_language_once() -> None:
