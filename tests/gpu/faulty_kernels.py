@@ -25,3 +25,24 @@ def add_before(values, BLOCK: tl.constexpr):
     before = tl.load(values + (program - 1) * BLOCK + at, mask=at + program * BLOCK >= BLOCK, other=0.0)
     here = values + program * BLOCK + at
     tl.store(here, tl.load(here) + before)
+
+
+@triton.jit
+def store_and_load(values, out, BLOCK: tl.constexpr, HAS_BARRIER: tl.constexpr):
+    """Reverses a block through memory, so each thread loads what another one has stored."""
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(values + at))
+    if HAS_BARRIER:
+        tl.debug_barrier()
+    tl.store(values + at, tl.load(out + BLOCK - 1 - at))
+
+
+@triton.jit
+def sum_of_last(values, parts, count, out, PROGRAMS: tl.constexpr, SEM: tl.constexpr, HAS_BARRIER: tl.constexpr):
+    """The last program to arrive adds what all have stored."""
+    program = tl.program_id(0)
+    tl.store(parts + program, tl.load(values + program))
+    if HAS_BARRIER:
+        tl.debug_barrier()
+    if tl.atomic_add(count, 1, sem=SEM) == PROGRAMS - 1:
+        tl.store(out, tl.sum(tl.load(parts + tl.arange(0, PROGRAMS)), axis=0))

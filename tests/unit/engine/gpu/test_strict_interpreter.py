@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import product
+
 import pytest
 import torch
 
-from tests.gpu.faulty_kernels import add_before, copy
-from tests.gpu.strict_interpreter import strict_interpreter
+from tests.gpu.faulty_kernels import add_before, copy, store_and_load, sum_of_last
+from tests.gpu.strict_interpreter import Shuffled, strict_interpreter
 
 pytestmark = [
     pytest.mark.gpu_checks,
@@ -38,11 +41,47 @@ def test_fresh_memory_is_poisoned() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_the_strict_interpreter_shuffles_programs() -> None:
-    def run(seed: int) -> list[float]:
-        values = torch.ones(16, 4)
-        with strict_interpreter(seed):
-            add_before[(16,)](values, BLOCK=4)
-        return values[:, 0].tolist()
+def test_programs_run_in_random_order() -> None:
+    def order(seed: int) -> tuple[tuple[int, int, int], ...]:
+        shuffled = Shuffled(seed)
+        shuffled.begin((4, 2, 3))
+        return tuple(shuffled.place(*place) for place in product(range(4), range(2), range(3)))
 
-    assert len({tuple(run(seed)) for seed in range(4)}) > 1
+    assert len({order(seed) for seed in range(4)}) > 1
+    assert sorted(order(0)) == sorted(order(1)) == list(product(range(4), range(2), range(3)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_race_between_programs_is_found(seed: int) -> None:
+    """In any order, as either the load or the store is late."""
+    with strict_interpreter(seed), pytest.raises(Exception, match="what another one has"):
+        add_before[(2,)](torch.ones(2, 4), BLOCK=4)
+
+
+@pytest.mark.parametrize("has_barrier", [True, False])
+def test_a_load_of_own_stores_needs_a_barrier(has_barrier: bool) -> None:
+    values, out = torch.arange(8.0), torch.empty(8)
+    with strict_interpreter():
+        if not has_barrier:
+            with pytest.raises(Exception, match="loads what it has stored, without a barrier"):
+                store_and_load[(1,)](values, out, BLOCK=8, HAS_BARRIER=False)
+            return
+        store_and_load[(1,)](values, out, BLOCK=8, HAS_BARRIER=True)
+        assert values.tolist() == [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("sem", "has_barrier", "error"),
+    [
+        ("acq_rel", True, None),
+        ("acq_rel", False, "releases stores without a barrier"),
+        ("relaxed", True, "what another one has stored"),
+        ("acquire", True, "what another one has stored"),
+    ],
+)
+def test_atomic_operations_order_programs(sem: str, has_barrier: bool, error: str | None) -> None:
+    values, parts, out = torch.arange(4.0), torch.empty(4), torch.empty(1)
+    count = torch.zeros(1, dtype=torch.int32)
+    with strict_interpreter(), nullcontext() if error is None else pytest.raises(Exception, match=error):
+        sum_of_last[(4,)](values, parts, count, out, PROGRAMS=4, SEM=sem, HAS_BARRIER=has_barrier)
+        assert out.item() == 6.0
