@@ -11,12 +11,19 @@ from typing import Any
 
 from kvtransfer.cuda_driver import HANDLE_BYTES
 
+INVALID_VALUE, INVALID_CONTEXT = 1, 201
+
 
 class FakeLibrary:
+    """Like the driver, it converts arguments by their declared types, needs a context, rejects the handle of an address
+    that begins no allocation, and does not open what its own process exported."""
+
     def __init__(self) -> None:
         self.statuses: dict[str, int] = {}  # The status that each call returns; 0 for calls that are not listed.
         self.bases: dict[int, int] = {}  # Address -> start of its allocation.
         self.allocated: list[int] = []
+        self.exported: set[int] = set()  # by this process, which cannot open them
+        self.opened: list[int] = []
         self.closed: list[int] = []
         self.context: list[int] = []  # The calling thread's contexts; the last one is current.
         self._memory: list[Any] = []
@@ -30,7 +37,7 @@ class FakeLibrary:
             "cuMemGetAddressRange_v2": self._range,
             "cuIpcGetMemHandle": self._export,
             "cuIpcOpenMemHandle_v2": self._open,
-            "cuIpcCloseMemHandle": self.closed.append,
+            "cuIpcCloseMemHandle": self._close,
         }.items():
             setattr(self, name, self._call(name, does))
 
@@ -39,10 +46,9 @@ class FakeLibrary:
 
         def call(*arguments: Any) -> int:
             assert self.context or not needs_context, f"{name} needs the device's context on its thread"
-            status = self.statuses.get(name, 0)
-            if not status:
-                does(*arguments)
-            return status
+            for kind, argument in zip(call.argtypes, arguments, strict=True):  # type: ignore[attr-defined]
+                kind.from_param(argument)  # ctypes' own conversion
+            return self.statuses.get(name, 0) or does(*arguments) or 0
 
         return call
 
@@ -54,11 +60,27 @@ class FakeLibrary:
     def _range(self, base: Any, size: Any, pointer: int) -> None:
         _put(base, self.bases[pointer])
 
-    def _export(self, handle: Any, base: int) -> None:
+    def _export(self, handle: Any, base: int) -> int:
+        if base not in self.bases.values():
+            return INVALID_VALUE
+        self.exported.add(base)
         ctypes.memmove(handle, struct.pack(f"<Q{HANDLE_BYTES - 8}x", base), HANDLE_BYTES)
+        return 0
 
-    def _open(self, pointer: Any, handle: Any, flags: int) -> None:
-        _put(pointer, struct.unpack_from("<Q", bytes(handle))[0])
+    def _open(self, pointer: Any, handle: Any, flags: int) -> int:
+        base = struct.unpack_from("<Q", bytes(handle))[0]
+        if base in self.exported:
+            return INVALID_CONTEXT
+        self.opened.append(base)
+        _put(pointer, base)
+        return 0
+
+    def _close(self, pointer: int) -> int:
+        if pointer not in self.opened:
+            return INVALID_VALUE
+        self.opened.remove(pointer)
+        self.closed.append(pointer)
+        return 0
 
 
 def _put(reference: Any, value: int) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import hashlib
+import re
 import struct
 import threading
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,7 +184,9 @@ def test_opened_pool_is_not_copied(events: list[Event], library: FakeLibrary, mo
     raw = torch.arange(80, dtype=torch.uint8)[16:].view(4, 16)
     library.bases[raw.data_ptr()] = raw.data_ptr() - 16
     device = CudaDevice(raw)
-    blocks = device.open(device.export())
+    exported = device.export()
+    library.exported.clear()  # as in another process
+    blocks = device.open(exported)
     assert blocks.tensor.data_ptr() == raw.data_ptr()
     assert (blocks.num_blocks, blocks.block_bytes) == (4, 16)
     raw[2, 3] = 200
@@ -203,6 +208,38 @@ def test_copied_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda_driver.tensor_at(0x1000, torch.device("cpu"), 2, 8)
 
 
+HEADER_TYPES = {
+    "unsigned int": ctypes.c_uint,
+    "int": ctypes.c_int,
+    "CUdevice": ctypes.c_int,
+    "CUcontext": ctypes.c_void_p,
+    "CUdeviceptr": ctypes.c_uint64,
+    "size_t": ctypes.c_size_t,
+    "CUipcMemHandle": cuda_driver._Handle,
+}
+
+
+@GPU_CHECKS
+def test_driver_calls_have_the_headers_types() -> None:
+    """Triton's wheel contains the header. It maps some names to those of their second version."""
+    spec = find_spec("triton")
+    assert spec is not None
+    assert spec.origin is not None
+    header = (Path(spec.origin).parent / "backends/nvidia/include/cuda.h").read_text()
+    for name, arguments in cuda_driver._ARGUMENTS.items():
+        plain = name.removesuffix("_v2")
+        assert bool(re.search(rf"#define {plain} +{plain}_v2\b", header)) == (plain != name), name
+        declared = re.search(rf"^CUresult CUDAAPI {plain}\(([^)]*)\);", header, re.MULTILINE)  # the newest is first
+        assert declared is not None, name
+        types = []
+        for one in declared[1].split(","):
+            kind, stars, _ = re.fullmatch(r"\s*(.+?)\s*(\**)(\w+)", one).groups()  # type: ignore[union-attr]
+            types.append(ctypes.POINTER(HEADER_TYPES[kind]) if stars else HEADER_TYPES[kind])
+        assert tuple(types) == arguments, name
+    assert re.search(rf"#define CU_IPC_HANDLE_SIZE {HANDLE_BYTES}\b", header)
+    assert re.search(rf"CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS += 0x{cuda_driver._LAZY_PEER_ACCESS}\b", header)
+
+
 def test_ipc_errors_fail_the_transfer(
     events: list[Event], library: FakeLibrary, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -210,6 +247,9 @@ def test_ipc_errors_fail_the_transfer(
     library.bases[raw.data_ptr()] = raw.data_ptr()
     device = CudaDevice(raw)
     exported = device.export()
+    with pytest.raises(TransferFailed, match=r"the sender's pool cannot be opened \(CUDA status 201\)"):
+        device.open(exported)  # the driver's answer within one process
+    library.exported.clear()
     blocks = device.open(exported)
     library.statuses = {"cuIpcGetMemHandle": 1, "cuIpcOpenMemHandle_v2": 201, "cuIpcCloseMemHandle": 400}
     with pytest.raises(TransferFailed, match=r"the pool's memory cannot be shared \(CUDA status 1\)"):
