@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter, jit
 
 from pdserve.engine import build_engine, dummy
@@ -72,6 +73,47 @@ class FakeCuda:
 
 class Waits(RuntimeError):
     """torch's error under `set_sync_debug_mode("error")`: called a synchronizing CUDA operation."""
+
+
+class FlashRules(TorchDispatchMode):
+    """What flash attention checks on a device (mha_varlen_fwd in flash_api.cpp), and a fake tensor does not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._flash_attention_forward.default:
+            check_flash(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def check_flash(
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    query_B1: Tensor,
+    key_B1: Tensor,
+    most_tokens: int,
+    most_positions: int,
+    dropout_p: float,
+    is_causal: bool,
+    *_: Any,
+    **options: Any,
+) -> None:
+    num_heads, head_dim = q_THD.shape[1:]
+    for rule, holds in {
+        "only support fp16 and bf16 data type": q_THD.dtype in (torch.float16, torch.bfloat16),
+        "query, key and value must have the same dtype": q_THD.dtype == k_SKD.dtype == v_SKD.dtype,
+        "contiguous last dimension": q_THD.stride(-1) == k_SKD.stride(-1) == v_SKD.stride(-1) == 1,
+        "cu_seqlens must have dtype int32": query_B1.dtype == key_B1.dtype == torch.int32,
+        "cu_seqlens must be contiguous": query_B1.is_contiguous() and key_B1.is_contiguous(),
+        "batch size must be positive": len(query_B1) == len(key_B1) > 1,
+        "head dimension at most 256": head_dim <= 256,
+        "head_size must be a multiple of 8": head_dim % 8 == 0,
+        "Number of heads in key/value must divide number of heads in query": num_heads % k_SKD.shape[1] == 0,
+        "key and value have shape [total_k, heads, head_size]": k_SKD.shape == v_SKD.shape
+        and k_SKD.shape[2] == head_dim,
+        "numbers of the host": type(most_tokens) is type(most_positions) is int,
+    }.items():
+        if not holds:
+            raise RuntimeError(f"FlashAttention: {rule}")
 
 
 class Pinned:
@@ -272,5 +314,6 @@ def fake_cuda(num_devices: int = 1) -> Iterator[FakeCuda]:
         stack.enter_context(mock.patch.object(torch, "from_numpy", with_numbers(torch.from_numpy)))
         # Weights and pools of real sizes need no memory, because tensors of the host are fake as well.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(FlashRules())
         stack.enter_context(WithoutGuards(cuda))
         yield cuda

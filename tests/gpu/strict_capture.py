@@ -3,15 +3,17 @@
     with strict_capture() as cuda: GraphReplays(...)
 
 Within `torch.cuda.graph`, code must not compile a kernel (each must have been launched before), read a value on the
-host, copy between host and device, allocate pinned memory, or wait.
+host, copy between host and device, allocate pinned memory, make a stream, ask for an event or for free memory, or wait.
+A capture needs a graph that was not captured before and a stream that is not the default one. All captures into one
+pool use the same stream. A graph is replayed outside captures, once it was captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -34,6 +36,43 @@ class ForbiddenInCapture(RuntimeError):
     pass
 
 
+class Stream:
+    def __init__(self, captures: Captures, device: Any = None, priority: int = 0) -> None:
+        captures.forbid("a stream is made in a capture")
+        self._captures = captures
+
+    def wait_stream(self, other: Stream) -> None:
+        assert isinstance(other, Stream)
+
+    def synchronize(self) -> None:
+        self._captures.wait()
+
+
+class Event:
+    def __init__(self, captures: Captures, enable_timing: bool = False) -> None:
+        self._captures, self._is_recorded = captures, False
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._is_recorded = True
+
+    def query(self) -> bool:
+        self._captures.forbid("the host asks for an event in a capture")
+        return True
+
+    def synchronize(self) -> None:
+        assert self._is_recorded
+        self._captures.wait()
+
+
+class Graph:
+    def __init__(self, captures: Captures, keep_graph: bool = False) -> None:
+        self._captures, self.is_captured = captures, False
+
+    def replay(self) -> None:
+        self._captures.forbid("a graph is replayed in a capture")
+        assert self.is_captured, "called CUDAGraph::replay without a preceding successful capture"
+
+
 @dataclass
 class Captures:
     """`num_graphs` that were captured, and the kernels that were launched before or between them."""
@@ -43,6 +82,10 @@ class Captures:
     is_on: bool = False
     keys: set[tuple[Any, ...]] = field(default_factory=set)
     launched: list[str] = field(default_factory=list)  # kernels and computing operators that the captures launched
+    pools: dict[tuple[int, int], Stream | None] = field(default_factory=dict)  # handle -> the stream of its captures
+
+    def __post_init__(self) -> None:
+        self.default = self.current = Stream(self)
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         key = cache_key(kernel, args, kwargs)
@@ -52,19 +95,52 @@ class Captures:
         if self.is_on:
             self.launched.append(key[0])
 
-    def wait(self, *_: Any) -> None:
+    def forbid(self, what: str) -> None:
         if self.is_on:
-            raise ForbiddenInCapture("the host waits in a capture")
+            raise ForbiddenInCapture(what)
+
+    def wait(self, *_: Any) -> None:
+        self.forbid("the host waits in a capture")
+
+    def new_pool(self) -> tuple[int, int]:
+        handle = (0, len(self.pools) + 1)
+        self.pools[handle] = None
+        return handle
 
     @contextmanager
-    def capture(self, graph: Any, **_: Any) -> Iterator[None]:
-        assert not self.is_on
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def capture(
+        self,
+        cuda_graph: Graph,
+        pool: tuple[int, int] | None = None,
+        stream: Stream | None = None,
+        capture_error_mode: str = "global",
+    ) -> Iterator[None]:
+        self.wait()  # torch synchronises first
+        if capture_error_mode not in ("global", "thread_local", "relaxed"):
+            raise RuntimeError(
+                f"Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got {capture_error_mode}"
+            )
+        assert not cuda_graph.is_captured, "This CUDAGraph instance already owns a captured graph"
+        stream = stream or Stream(self)
+        assert stream is not self.default, "CUDA graphs must be captured on a non-default stream"
+        if pool is not None:
+            assert self.pools[pool] in (None, stream), "the captures of a pool use different streams"
+            self.pools[pool] = stream
         self.is_on = True
         try:
-            with OperatorRules(self.launched), HostRules():
+            with OperatorRules(self.launched), HostRules(), self.on(stream):
                 yield
         finally:
             self.is_on = False
+        cuda_graph.is_captured = True
         self.num_graphs += 1
 
 
@@ -101,16 +177,22 @@ class HostRules(TorchFunctionMode):
 def strict_capture(num_devices: int = 1) -> Iterator[Captures]:
     with fake_cuda(num_devices) as cuda, ExitStack() as stack:
         captures = Captures(cuda)
-        stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=captures.wait)
-        event = SimpleNamespace(record=lambda *args: None, synchronize=captures.wait)
+        memory = torch.cuda.mem_get_info
+
+        def ask_memory(device: Any = None) -> tuple[int, int]:
+            captures.forbid("the host asks for free memory in a capture")
+            return memory(device)
+
         stands_in = {
-            "graph_pool_handle": lambda: (0, 0),
-            "Stream": lambda *args, **kwargs: stream,
-            "Event": lambda *args, **kwargs: event,
-            "current_stream": lambda *args: stream,
-            "stream": lambda stream: nullcontext(),
+            "graph_pool_handle": captures.new_pool,
+            "Stream": partial(Stream, captures),
+            "Event": partial(Event, captures),
+            "current_stream": lambda device=None: captures.current,
+            "stream": captures.on,
             "synchronize": captures.wait,
-            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "empty_cache": lambda: captures.forbid("cached memory is freed in a capture"),
+            "mem_get_info": ask_memory,
+            "CUDAGraph": partial(Graph, captures),
             "graph": captures.capture,
         }
         for name, call in stands_in.items():

@@ -182,3 +182,30 @@ def test_fake_tensors_apply_torchs_rules() -> None:
             torch._scaled_mm(x_TK, w_NK.t().clone(memory_format=torch.contiguous_format), **scales)
         with pytest.raises(RuntimeError, match="device"):
             x_TK.float() + torch.zeros(32, 64)
+
+
+def flash(
+    *, dtype: torch.dtype = torch.bfloat16, heads: int = 4, head_dim: int = 64, edges: torch.dtype = torch.int32
+) -> None:
+    q_THD = torch.empty((40, heads, head_dim), dtype=dtype, device="cuda:0")
+    k_SKD = torch.empty((70, 2, head_dim), dtype=dtype, device="cuda:0")
+    edge_2 = torch.empty(2, dtype=edges, device="cuda:0")
+    torch.ops.aten._flash_attention_forward(
+        q_THD, k_SKD, k_SKD, edge_2, edge_2, 40, 70, 0.0, True, False, window_size_left=-1, window_size_right=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({}, None),
+        ({"dtype": torch.float32}, "fp16 and bf16"),
+        ({"heads": 3}, "must divide"),
+        ({"head_dim": 264}, "at most 256"),
+        ({"head_dim": 20}, "multiple of 8"),
+        ({"edges": torch.int64}, "int32"),
+    ],
+)
+def test_flash_attention_has_its_devices_rules(call: dict[str, Any], reason: str | None) -> None:
+    with fake_cuda(), nullcontext() if reason is None else pytest.raises(RuntimeError, match=reason):
+        flash(**call)

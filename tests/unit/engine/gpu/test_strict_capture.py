@@ -156,7 +156,8 @@ def test_ranks_capture_the_same_all_reduces(tiny: Callable[[str], Path], monkeyp
 def forbidden(act: Callable[[Tensor], object], kind: str) -> None:
     with strict_capture() as captures:
         x = torch.zeros(4, device="cuda:0")
-        with pytest.raises(ForbiddenInCapture, match=kind), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(ForbiddenInCapture, match=kind), torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             act(x)
         assert captures.num_graphs == 0
         act_outside(x)
@@ -185,9 +186,33 @@ def compiles(x: Tensor) -> None:
         (lambda x: x.copy_(torch.zeros(4)), "between host and device"),
         (lambda x: torch.ones(4).to(x.device), "between host and device"),
         (lambda x: torch.cuda.synchronize(), "waits"),
-        (lambda x: torch.cuda.Event().synchronize(), "waits"),
+        (lambda x: torch.cuda.current_stream().synchronize(), "waits"),
+        (lambda x: torch.cuda.Event().query(), "asks for an event"),
+        (lambda x: torch.cuda.mem_get_info(), "asks for free memory"),
+        (lambda x: torch.cuda.empty_cache(), "freed in a capture"),
+        (lambda x: torch.cuda.Stream(), "a stream is made"),
+        (lambda x: torch.cuda.CUDAGraph().replay(), "replayed in a capture"),
+        (lambda x: torch.cuda.graph(torch.cuda.CUDAGraph()).__enter__(), "waits"),
         (compiles, "_forbid is compiled"),
     ],
 )
 def test_the_stand_in_is_strict(act: Callable[[Tensor], object], kind: str) -> None:
     forbidden(act, kind)
+
+
+def test_a_capture_follows_cudas_rules() -> None:
+    with strict_capture():
+        graph, stream, pool = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        with pytest.raises(AssertionError, match="without a preceding successful capture"):
+            graph.replay()
+        with pytest.raises(AssertionError, match="non-default stream"):
+            torch.cuda.graph(graph, stream=torch.cuda.current_stream()).__enter__()
+        with pytest.raises(RuntimeError, match="Unknown capture error mode"):
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="local").__enter__()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            assert torch.cuda.current_stream() is stream
+        graph.replay()
+        with pytest.raises(AssertionError, match="already owns a captured graph"):
+            torch.cuda.graph(graph, pool=pool, stream=stream).__enter__()
+        with pytest.raises(AssertionError, match="different streams"):
+            torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool, stream=torch.cuda.Stream()).__enter__()
