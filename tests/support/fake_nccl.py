@@ -1,6 +1,7 @@
 """A stand-in for NCCL over sockets of this host, between processes or inside one.
 
-Like NCCL, a receive waits for its sender until its connection is closed. The loss of a killed peer may be reported, or
+Like NCCL, a receive waits for its sender until its connection is closed, and a send for its receive: NCCL may buffer a
+message, but does not promise to. The loss of a killed peer may be reported, or
 may leave a hang. Both ends must issue their calls in the same order; otherwise messages are mixed up or never end. A
 closed connection does not access memory any more. `Trouble` adds other faults.
 """
@@ -78,6 +79,7 @@ class FakeConnection:
                 self._write(view)
             else:
                 self._write(memoryview(bytes(view[:flip]) + bytes([view[flip] ^ 1]) + bytes(view[flip + 1 :])))
+            self._read(memoryview(bytearray(1)))
 
         return self._queue(work, wake)
 
@@ -92,6 +94,7 @@ class FakeConnection:
             self._read(view[:size_sent])
             if size_sent != num_bytes:  # the two ends did not issue messages in the same order
                 self._hang()
+            self._write(memoryview(b"\1"))
 
         return self._queue(work, wake)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -113,3 +114,46 @@ def cupy_of() -> SimpleNamespace:
     return SimpleNamespace(
         cuda=SimpleNamespace(Device=lambda index: nullcontext(), Stream=lambda non_blocking: Stream()),
     )
+
+
+class Communicator:
+    """A communicator with CuPy 14's methods, which records its calls. Like CuPy's, it takes an id of 128 bytes, and
+    addresses, counts and streams as integers. NCCL then takes only what is valid, and nothing after an abort."""
+
+    def __init__(self, num_ranks: int, unique_id: bytes, rank: int) -> None:
+        if type(unique_id) is not bytes:
+            raise TypeError("Argument 'commId' has incorrect type (expected bytes)")
+        if len(unique_id) != ID_BYTES:
+            raise ValueError(f"commId length {len(unique_id)} != {ID_BYTES}.")
+        assert 0 <= rank < num_ranks
+        self.made_of, self.num_ranks = (num_ranks, unique_id, rank), num_ranks
+        self.calls: list[tuple[Any, ...]] = []
+        self.is_freed = False
+
+    def abort(self) -> None:
+        self.is_freed = True
+        self.calls.append(("abort",))
+
+    def check_async_error(self) -> None:
+        assert not self.is_freed, "used after its abort"
+
+    def send(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._message("send", pointer, count, dtype, peer, stream)
+
+    def recv(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._message("recv", pointer, count, dtype, peer, stream)
+
+    def _message(self, name: str, *arguments: int) -> None:
+        assert not self.is_freed, "used after its abort"
+        for kind, argument in zip(_MESSAGE, arguments, strict=True):
+            kind(operator.index(argument))
+        pointer, count, dtype, peer, _ = arguments
+        assert pointer
+        assert count
+        assert dtype == 1, "ncclUint8"
+        assert 0 <= peer < self.num_ranks
+        self.calls.append((name, *arguments))
+
+
+ID_BYTES = 128
+_MESSAGE = (ctypes.c_ssize_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_ssize_t)

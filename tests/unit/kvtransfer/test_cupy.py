@@ -16,23 +16,9 @@ from kvtransfer.issuer import Issuer, answer_of, on_its_own_thread, status_of
 from kvtransfer.nccl_connection import NcclConnector, communicator
 from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
-from tests.unit.kvtransfer.fake_driver import Event, cupy_of
+from tests.unit.kvtransfer.fake_driver import ID_BYTES, Communicator, Event, cupy_of
 
-
-class Communicator:
-    def __init__(self, size: int, unique_id: tuple[int, ...], rank: int) -> None:
-        self.made_of, self.calls = (size, unique_id, rank), list[str]()
-
-    def check_async_error(self) -> None: ...
-
-    def send(self, *_: int) -> None:
-        self.calls.append("send")
-
-    def recv(self, *_: int) -> None:
-        self.calls.append("recv")
-
-    def abort(self) -> None:
-        self.calls.append("abort")
+UNIQUE_ID = bytes([255, 5, 127, *range(ID_BYTES - 3)])
 
 
 @pytest.fixture
@@ -49,7 +35,7 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NcclConnector]:
         nccl = SimpleNamespace(
             available=available,
             get_version=lambda: 23004,
-            get_unique_id=lambda: (-1, 5, 127),
+            get_unique_id=lambda: UNIQUE_ID,
             NcclCommunicator=communicator,
             made=made,
         )
@@ -92,11 +78,11 @@ def test_a_new_pair_sends_a_first_message(
     unique_id = library.new_id()
     connection = library.join(device_that(SimpleNamespace(is_done=True)), unique_id, rank)
     [made] = library._nccl.made
-    assert made.made_of == (2, bytes([255, 5, 127]), rank)
-    assert made.calls == [word]
+    assert made.made_of == (2, UNIQUE_ID, rank)
+    assert [name for name, *_ in made.calls] == [word]
     connection.close()
     connection.close()
-    assert made.calls == [word, "abort"], "once"
+    assert [name for name, *_ in made.calls] == [word, "abort"], "once"
 
 
 def test_a_pair_without_a_first_message_is_aborted(
@@ -105,7 +91,7 @@ def test_a_pair_without_a_first_message_is_aborted(
     library = connector()
     with pytest.raises(TransferFailed, match="the other NCCL rank has not answered"):
         library.join(device_that(SimpleNamespace(is_done=False)), library.new_id(), 1)
-    assert library._nccl.made[0].calls == ["recv", "abort"]
+    assert [name for name, *_ in library._nccl.made[0].calls] == ["recv", "abort"]
 
 
 def test_a_failed_abort_still_ends_the_pair(

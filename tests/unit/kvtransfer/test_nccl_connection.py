@@ -22,31 +22,21 @@ from kvtransfer.nccl_connection import NcclConnection, NcclConnector
 from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
 from tests.support.fake_device import DevicePool, FakeDevice
+from tests.unit.kvtransfer.fake_driver import ID_BYTES
+from tests.unit.kvtransfer.fake_driver import Communicator as CupyCommunicator
 from tests.unit.kvtransfer.harness import WAIT_S, wait_for
 
 GPU_CHECKS = pytest.mark.gpu_checks
 
 
-class Communicator:
-    """A communicator with CuPy's methods that records its calls."""
-
+class Communicator(CupyCommunicator):
     def __init__(self, abort: Callable[[], Any] = lambda: None) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.is_freed = False
+        super().__init__(2, bytes(ID_BYTES), 0)
         self._abort = abort
 
     def abort(self) -> None:
         self._abort()
         self.is_freed = True
-
-    def check_async_error(self) -> None:
-        assert not self.is_freed, "used after its abort"
-
-    def send(self, *arguments: int) -> None:
-        self.calls.append(("send", *arguments))
-
-    def recv(self, *arguments: int) -> None:
-        self.calls.append(("recv", *arguments))
 
 
 def a_device(index: int = 0) -> Any:
