@@ -79,7 +79,9 @@ class Driver:
     def export(self, base: int) -> bytes:
         """A handle for the allocation that begins at `base`. Raises TransferFailed."""
         handle = _Handle()
-        self._call("cuIpcGetMemHandle", "the pool's memory cannot be shared", ctypes.byref(handle), base)
+        # The driver has no such handle for memory of cuMemCreate.
+        what = "the pool's memory cannot be shared; give up expandable_segments in PYTORCH_CUDA_ALLOC_CONF if it is set"
+        self._call("cuIpcGetMemHandle", what, ctypes.byref(handle), base)
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
