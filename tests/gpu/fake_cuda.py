@@ -22,13 +22,14 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter, jit
 
-from pdserve.engine import build_engine, dummy
+from pdserve.engine import build_engine, dummy, weights
 from pdserve.engine.gpu.bans import Bans
 
 H200_BYTES = 141 * 10**9
@@ -307,11 +308,14 @@ def fake_cuda(num_devices: int = 1) -> Iterator[FakeCuda]:
             stack.enter_context(mock.patch.object(kernels, "run", run))
         # One thread creates the weights, because a fake device exists only in its own thread.
         stack.enter_context(mock.patch.object(dummy, "_fill_chunk"))
-        stack.enter_context(mock.patch.object(dummy, "load_threads", one_thread))
+        for module in (dummy, weights):
+            stack.enter_context(mock.patch.object(module, "load_threads", one_thread))
         stack.enter_context(mock.patch.object(build_engine, "dummy_hash", return_value="made up"))
         # Numbers that the host computes are real.
         stack.enter_context(mock.patch.object(Bans, "_words", with_numbers(Bans._words)))
         stack.enter_context(mock.patch.object(torch, "from_numpy", with_numbers(torch.from_numpy)))
+        # torch's CUDA build would look for a driver.
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", return_value=None))
         # Weights and pools of real sizes need no memory, because tensors of the host are fake as well.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(FlashRules())

@@ -240,6 +240,7 @@ class FakeDevice:
         behind: Copying | None = None,
     ) -> FakeCopying:
         assert isinstance(source, FakeBlocks)
+        assert target is None or (target.block_bytes == source.block_bytes and len(targets) == len(sources))
         self.num_copies += 1
         dies_at = self._rng.randrange(len(sources)) if self._rng.random() < self.trouble.killed else -1
 

@@ -102,6 +102,19 @@ def test_torch_accepts_every_operation(
         assert {"_attend", "_merge", "_place", "_look", "_settle"} <= set(cuda.launches)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+def test_stored_weights_reach_the_device(dtype: str, tiny: Callable[[str], Path]) -> None:
+    config = WorkerConfig(
+        model=str(tiny("qwen3")), worker_id="w", device="cuda", dtype=dtype, kv_blocks=64, threads=1, block_size=16
+    )
+    with fake_cuda() as cuda:
+        copied: list[torch.Tensor] = []
+        cuda.on_copy = copied.append
+        engine = open_torch_engine(config)
+        assert engine.pool.tensor.device == torch.device("cuda", 0)
+        assert len(copied) >= 20
+
+
 @pytest.mark.parametrize(
     "values",
     [
