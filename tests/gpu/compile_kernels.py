@@ -22,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tests.gpu.all_cases import CASES, FILES, LAUNCHES
-from tests.gpu.machine_code import in_flight, shortcomings, usage
+from tests.gpu.machine_code import SHARED_BYTES, in_flight, shortcomings, usage
+from tests.gpu.strict_interpreter import check_grid
 
 MAX_SPILLED_BYTES = 64
 META = torch.device("meta")
@@ -55,6 +56,9 @@ def main() -> int:
                 return None
             seen.add(variant)
         kernel = compile_and_run(self, *args, grid=grid, warmup=True, **kwargs)
+        check_grid(grid)
+        if kernel.metadata.shared > SHARED_BYTES:
+            raise RuntimeError(f"{self.fn.__name__} takes {kernel.metadata.shared} bytes of shared memory")
         compiled[kernel.hash] = kernel
         return kernel
 

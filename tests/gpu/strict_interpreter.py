@@ -14,20 +14,28 @@ another of its threads may have stored it.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from math import prod
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
+MOST_PROGRAMS: Final = (2**31 - 1, 65_535, 65_535)  # of a launch on CUDA, by axis
+
 
 class OutOfBounds(RuntimeError):
     pass
+
+
+def check_grid(grid: Sequence[int]) -> None:
+    """A device rejects larger launches, which a compiler and an interpreter accept."""
+    if any(count > most for count, most in zip(grid, MOST_PROGRAMS, strict=False)):
+        raise OutOfBounds(f"a launch of {tuple(grid)} programs, at most {MOST_PROGRAMS}")
 
 
 class Registered:
@@ -189,6 +197,7 @@ def strict_interpreter(seed: int = 0) -> Iterator[None]:
         return originals["create_barrier"](self, *rest)
 
     def set_dim(self: Any, *dims: int) -> None:
+        check_grid(dims)
         shuffled.begin(dims)
         originals["set_grid_dim"](self, *dims)
 

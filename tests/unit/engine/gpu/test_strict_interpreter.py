@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.faulty_kernels import add_before, copy, store_and_load, sum_of_last
-from tests.gpu.strict_interpreter import Shuffled, strict_interpreter
+from tests.gpu.strict_interpreter import OutOfBounds, Shuffled, check_grid, strict_interpreter
 
 pytestmark = [
     pytest.mark.gpu_checks,
@@ -32,6 +32,14 @@ def test_access_stays_inside_tensors(loads: bool, stores: bool, kind: str | None
             return
         with pytest.raises(Exception, match=kind):
             copy[(2,)](source, target, 100, BLOCK=64, MASK_LOADS=loads, MASK_STORES=stores)
+
+
+def test_a_launch_has_cudas_limits() -> None:
+    check_grid((2**31 - 1, 65_535, 65_535))
+    with pytest.raises(OutOfBounds, match="at most"):
+        check_grid((2**31,))
+    with strict_interpreter(), pytest.raises(Exception, match="at most"):
+        copy[(1, 65_536)](torch.zeros(4), torch.zeros(4), 4, BLOCK=4, MASK_LOADS=True, MASK_STORES=True)
 
 
 def test_fresh_memory_is_poisoned() -> None:
