@@ -59,7 +59,7 @@ def prepare() -> torch.device:
 
 def let_scalars_be_loop_bounds() -> None:
     """The interpreter stores scalars as arrays of one element, and numpy 2.4 rejects int() of these."""
-    interpreter = import_module("triton.runtime.interpreter")
+    interpreter: Any = import_module("triton.runtime.interpreter")
     patch = interpreter._patch_lang_tensor
 
     def patch_and_mend(tensor: Any, scope: Any) -> None:
@@ -72,7 +72,7 @@ def let_scalars_be_loop_bounds() -> None:
 def let_comparisons_be_masks() -> None:
     """The interpreter gives a comparison the type of its operands, so a scalar comparison that is broadcast becomes a
     mask of integers. Triton 3.9's interpreter rejects such masks; for its compiler they are int1."""
-    interpreter = import_module("triton.runtime.interpreter")
+    interpreter: Any = import_module("triton.runtime.interpreter")
     int1, builder = import_module("triton.language").int1, interpreter.InterpreterBuilder
     compute = builder.binary_op
 
@@ -86,7 +86,7 @@ def let_comparisons_be_masks() -> None:
 def patch_the_language_once() -> None:
     """The interpreter patches triton.language at each call of a function in a kernel, although it is already patched.
     Without this, that takes a third of a test's time."""
-    interpreter = import_module("triton.runtime.interpreter")
+    interpreter: Any = import_module("triton.runtime.interpreter")
     patch, language = interpreter._patch_lang, import_module("triton.language")
 
     @cache
