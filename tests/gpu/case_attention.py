@@ -30,6 +30,7 @@ class Setup:
     softcap: float | None = None
     heads_first: bool = False  # in a block
     programs: int = 4  # of each kv head
+    is_fused: bool = False
     lengths: tuple[int, ...] = (1, 0, 151, 400, 129)  # before the queries; 0 is a padding row
 
     @property
@@ -116,16 +117,25 @@ def case(setup: Setup) -> Case:
             start_B=rows.start_B.to(device),
             length_B=rows.length_B.to(device),
         )
-        out = attend(
-            _to(pool, device),
-            _LAYER,
-            q_THD.to(device),
-            there,
-            scratch,
-            window=setup.window,
-            scale=setup.scale,
-            softcap=setup.softcap,
-        ).cpu()
+        pool_there, q_there = _to(pool, device), q_THD.to(device)
+
+        def run() -> Tensor:
+            return attend(
+                pool_there,
+                _LAYER,
+                q_there,
+                there,
+                scratch,
+                window=setup.window,
+                scale=setup.scale,
+                softcap=setup.softcap,
+                is_fused=setup.is_fused,
+            ).cpu()
+
+        out = run()
+        # The next launch finds counters of 0, and adds the parts in the same order.
+        if setup.is_fused and (bool(scratch.counts.any()) or not torch.equal(out, run())):
+            return float("inf")
         if not bool(out.isfinite().all()):
             return float("inf")
         is_real = [
@@ -166,6 +176,13 @@ CASES = [
         Setup(kv_dtype=torch.int8, dtype=torch.bfloat16, page=16, num_queries=3, lengths=(200, 0, 60)),
         Setup(kv_dtype=torch.float8_e4m3fn),
         Setup(head_dim=256, page=16, lengths=(140, 0), num_heads=2, num_kv_heads=1),
+        Setup(is_fused=True),
+        Setup(is_fused=True, programs=1),
+        Setup(is_fused=True, page=8, programs=40, dtype=torch.bfloat16),
+        Setup(is_fused=True, page=16, programs=24, lengths=(3, 2400, 0, 17), num_heads=2, num_kv_heads=1),
+        Setup(is_fused=True, page=16, num_heads=5, num_kv_heads=1, head_dim=24, lengths=(130, 0, 33)),
+        Setup(is_fused=True, num_queries=4, window=40, lengths=(10, 0, 300, 150)),
+        Setup(is_fused=True, kv_dtype=torch.int8, programs=6),
     )
 ]
 
@@ -205,12 +222,15 @@ def _launch(name: str, num_rows: int, context: int, setup: Setup, num_processors
             device,
         )
         return (
-            lambda: attend(pool, 0, q_THD, rows, scratch, window=setup.window, softcap=setup.softcap),
+            lambda: attend(
+                pool, 0, q_THD, rows, scratch, window=setup.window, softcap=setup.softcap, is_fused=setup.is_fused
+            ),
             None,
         )
 
     seen = min(context, setup.window or context)
     num_bytes = num_rows * -(-seen // setup.page) * shape.block_bytes
+    name += " fused" * setup.is_fused
     return Launch(f"attend {name} b={num_rows} ctx={context} q={setup.num_queries}", make, num_bytes)
 
 
@@ -236,4 +256,8 @@ LAUNCHES = [
     _launch("gemma-2-9b heads first", 16, 8192, replace(_GEMMA, heads_first=True)),
     _launch("gemma-2-9b", 16, 8192, _GEMMA),
     _launch("llama-8b float32", 8, 1024, replace(_LLAMA, dtype=torch.float32)),
+    _launch("llama-8b", 1, 1024, replace(_LLAMA, is_fused=True)),
+    _launch("llama-8b", 8, 1024, replace(_LLAMA, is_fused=True)),
+    _launch("llama-8b", 64, 4096, replace(_LLAMA, is_fused=True)),
+    _launch("llama-8b", 8, 4096, replace(_LLAMA, num_queries=16, is_fused=True)),
 ]

@@ -1,15 +1,18 @@
 """Compiles every kernel for sm_90 at real models' shapes, without a device. Prints registers, spills, shared memory.
 
-    python -m tests.gpu.compile_kernels [--cases] [--short]
+    python -m tests.gpu.compile_kernels [--cases] [--short] [--only REGEX]
 
 The interpreter accepts code that the compiler rejects (fp8 casts, small tl.dot tiles, branches whose types differ);
 this finds such code without a GPU. --cases: also at the checks' shapes. --short: each kernel once per file of cases,
-with the shape and types of its first launch. Exit code 1 if a kernel does not compile, spills more than a few
-registers, or lacks instructions that it must have at real models' shapes (machine_code.py).
+with the shape and types of its first launch. --only: the launches whose name matches. Exit code 1 if a kernel does not
+compile, spills more than a few registers, or lacks instructions that it must have at real models' shapes
+(machine_code.py).
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
 import time
 from collections.abc import Callable, Hashable
@@ -43,19 +46,24 @@ class NoDevice:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for what in ("cases", "short"):
+        parser.add_argument(f"--{what}", action="store_true")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX")
+    args = parser.parse_args()
     triton.runtime.driver.set_active(NoDevice())
     compiled: dict[str, Any] = {}
     compile_and_run = JITFunction.run
     seen: set[Hashable] = set()
     file_of = {launch.name: file.__name__ for file in FILES for launch in file.LAUNCHES}
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        if "--short" in sys.argv[1:]:
+    def compile_only(self: Any, *values: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if args.short:
             variant = file_of.get(name), self.fn.__name__
             if variant in seen:
                 return None
             seen.add(variant)
-        kernel = compile_and_run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = compile_and_run(self, *values, grid=grid, warmup=True, **kwargs)
         check_grid(grid)
         if kernel.metadata.shared > SHARED_BYTES:
             raise RuntimeError(f"{self.fn.__name__} takes {kernel.metadata.shared} bytes of shared memory")
@@ -71,9 +79,9 @@ def main() -> int:
         for launch in LAUNCHES
     ]
     launches = list(runs)
-    if "--cases" in sys.argv[1:]:
+    if args.cases:
         runs += [(case.name, lambda case=case: case.check(META)) for case in CASES]  # type: ignore[misc]
-    for name, run in runs:
+    for name, run in (one for one in runs if args.only.search(one[0])):
         compiled.clear()
         began_s = time.monotonic()
         # Nothing is computed, so a check ends when it first reads a result, which is after its launches.

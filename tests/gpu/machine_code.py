@@ -38,6 +38,10 @@ NEEDED: Final = {
     "_move": (WIDE_LOAD, WIDE_STORE),
     "_relay": (WIDE_LOAD,),
 }
+#: Kernels whose programs count themselves, so that the last one sums what all have stored.
+COUNTING: Final = ("_attend", "_product")
+COUNTED: Final = re.compile(r"atom\.global\S*\.add\.u32")
+ACCESS: Final = re.compile(r"\b(?:ld|st|atom|red)\.global|cp\.async\.c")
 PROGRAMS: Final = {4: 3, 8: 2}  # of attention per multiprocessor, by number of warps
 
 
@@ -77,6 +81,22 @@ def shortcomings(kernel: Any) -> list[str]:
             moving = in_flight(kernel)
             if moving < IN_FLIGHT_BYTES:
                 missing.append(f"{IN_FLIGHT_BYTES:,.0f} bytes in flight on a multiprocessor: there are {moving:,}")
+    return missing + disorder(kernel)
+
+
+def disorder(kernel: Any) -> list[str]:
+    """What the order of memory needs and the code lacks: a kernel that may start before its predecessor ends waits
+    before its first access, and programs that count themselves release their parts after a barrier."""
+    ptx, missing = kernel.asm["ptx"], []
+    if getattr(kernel.metadata, "launch_pdl", False):
+        wait, access = ptx.find("griddepcontrol.wait"), ACCESS.search(ptx)
+        if wait < 0 or (access and access.start() < wait):
+            missing.append("griddepcontrol.wait before the first access")
+    for count in COUNTED.finditer(ptx) if kernel.metadata.name in COUNTING else ():
+        if ".gpu.acq_rel." not in count[0]:
+            missing.append(f"acq_rel of the device in {count[0]}")
+        if "bar.sync" not in ptx[ptx.rfind("st.global", 0, count.start()) : count.start()]:
+            missing.append("a barrier between the last store and the counter")
     return missing
 
 

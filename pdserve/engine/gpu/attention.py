@@ -7,6 +7,13 @@ queries are the rows of one product, so keys and values are read once for all of
 for any rows and lengths, so that it can be captured: a program iterates over its share of the positions of all rows
 (splits.py). A padding row of length 0 yields zeros. int8 and fp8 values are multiplied unscaled, and scales are applied
 to the scores and the weights in float32. Softmax uses powers of two.
+
+The merge is a second kernel, or, with the switch merge=fused, the work of the program that finishes a row's last part.
+A program stores its part, then counts itself at the row's counter. A barrier orders the stores of its threads before
+the addition, which releases them and acquires those of the programs that were counted before (acq_rel, device scope).
+So the program that finds all others counted sees all parts. It adds them in their order, not in that of arrival, and
+sets the counter to 0 for the next launch. The interpreter runs one program after the other, in random order in the
+tests: it shows that any program can be the last one and that counters return to 0, but no error in the order of memory.
 """
 
 # Shapes: B rows, Q queries of each row, T = B * Q, H query heads, K kv heads, G = H / K, D head dim, C tokens per
@@ -25,6 +32,9 @@ from pdserve.core.errors import InternalError
 from pdserve.engine.gpu.attention_plan import MOST_QUERIES, AttentionScratch, Rows, Tiling, block_of, choose_tiling
 from pdserve.engine.gpu.casts import cast, operand
 from pdserve.engine.gpu.gated import tanh
+from pdserve.engine.gpu.overlap import begin as begin_kernel
+from pdserve.engine.gpu.overlap import overlap_options
+from pdserve.engine.gpu.switches import gpu_switches
 from pdserve.engine.gpu.work import HEAD_WORDS, Division, tile_range
 from pdserve.engine.pool import TorchPool
 
@@ -57,6 +67,7 @@ def _attend(
     out,  # [T, H * D]
     part_out,
     part_weight,
+    counts,  # [K, W]: parts of the row that begins in a program and ends in another; unread unless FUSED
     q_stride,
     table_stride,
     block_stride,
@@ -77,7 +88,10 @@ def _attend(
     HEAD: tl.constexpr,
     SCALED: tl.constexpr,
     RAGGED: tl.constexpr,
+    FUSED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_kernel(PDL)
     kv_head = tl.program_id(0)  # varies fastest, because the heads of a token are contiguous
     program = tl.program_id(1)
     num_programs = tl.num_programs(1)
@@ -168,6 +182,45 @@ def _attend(
             at = (kv_head * 2 * num_programs + slot) * (GROUP * NUM_QUERIES) + m
             tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], acc_MD, mask=is_out)
             tl.store(part_weight + at, most_M + tl.log2(share_M), mask=is_query)
+            if FUSED:
+                first = row_begin // share
+                last = (row_end - 1) // share
+                count = counts + kv_head * num_programs + first
+                tl.debug_barrier()
+                if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == last - first:
+                    merged_MD = _merged(
+                        part_out, part_weight, kv_head, first, last, row_begin > first * share, num_programs, m, d,
+                        is_query, in_head, NUM_QUERIES, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M,
+                    )  # fmt: skip
+                    into = out + (token[:, None] * NUM_HEADS + head[:, None]) * HEAD_DIM + d[None, :]
+                    tl.store(into, cast(merged_MD, out.dtype.element_ty), mask=is_out)
+                    tl.store(count, 0)
+
+
+@triton.jit
+def _merged(
+    part_out, part_weight, kv_head, first, last, is_second, num_programs, m, d, is_query, in_head,
+    NUM_QUERIES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The sum of a row's parts, of all queries of a kv head; `is_second`: the first program has another row before."""
+    most_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total_M = tl.zeros([BLOCK_M], tl.float32)
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    inside = is_query[:, None] & in_head[None, :]
+    for program in range(first, last + 1):
+        slot = 2 * program + ((program == first) & is_second).to(tl.int32)
+        at = (kv_head * 2 * num_programs + slot) * (GROUP * NUM_QUERIES) + m
+        weight_M = tl.load(part_weight + at, mask=is_query, other=float("-inf"))
+        part_MD = tl.load(part_out + at[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+        higher_M = tl.maximum(most_M, weight_M)
+        anchor_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
+        share_M = tl.exp2(weight_M - anchor_M)
+        fade_M = tl.exp2(most_M - anchor_M)
+        total_M = total_M * fade_M + share_M
+        acc_MD = acc_MD * fade_M[:, None] + part_MD * share_M[:, None]
+        most_M = higher_M
+    return acc_MD / tl.where(total_M > 0.0, total_M, 1.0)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_programs"])
@@ -185,9 +238,11 @@ def _merge(
     HEAD: tl.constexpr,
     PARTS: tl.constexpr,
     RAGGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merges one token and head of a row that several programs share: each part is weighted by its sum of
     exponentials."""
+    begin_kernel(PDL)
     row = tl.program_id(0) // NUM_QUERIES
     head = tl.program_id(1)
     share = tl.load(work)
@@ -238,10 +293,12 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     tiling: Tiling | None = None,
+    is_fused: bool | None = None,
 ) -> Tensor:
     """The output of every query, [T, H * D]; see engine.attention.attend for scale and softcap.
 
     Queries at or after the row's length (padding for drafts that a row lacks) yield undefined numbers, but no NaN.
+    `is_fused`: the merge is part of the kernel; None: as the switches say.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     shape = pool.shape
@@ -268,7 +325,9 @@ def attend(
         "GROUP": group,
         "HEAD": HEAD_WORDS,
         "RAGGED": rows.first_B1 is not None,
+        **overlap_options(),
     }
+    is_fused = gpu_switches().merge == "fused" if is_fused is None else is_fused
     first = rows.start_B if rows.first_B1 is None else rows.first_B1
     programs = scratch.num_programs
     work = rows.work_of(Division(programs, tiling.positions, window))
@@ -284,6 +343,7 @@ def attend(
         out_TN,
         scratch.out,
         scratch.weight,
+        scratch.counts,
         q_THD.stride(0),
         rows.table_BP.stride(0),
         stored.stride(0),
@@ -298,12 +358,13 @@ def attend(
         WINDOW=window or 0,
         SOFTCAP=0.0 if softcap is None else softcap * _LOG2_E,
         SCALED=scales is not None,
+        FUSED=is_fused and programs > 1,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         maxnreg=tiling.most_registers,
         **shared,
     )
-    if programs > 1:
+    if programs > 1 and not is_fused:
         _merge[(num_rows * rows.num_queries, num_heads)](
             out_TN, scratch.out, scratch.weight, first, work, programs, PARTS=_PARTS, num_warps=2, **shared
         )

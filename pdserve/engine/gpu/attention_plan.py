@@ -53,6 +53,7 @@ class AttentionScratch:
     num_programs: int  # W, of each kv head
     out: Tensor  # float32 [K, 2 W, M, D]
     weight: Tensor  # float32 [K, 2 W, M]: log2 of the sum of exponentials
+    counts: Tensor  # int32 [K, W]: 0 between two launches
 
 
 def make_scratch(
@@ -76,7 +77,8 @@ def scratch_of(programs: int, queries: int, num_kv_heads: int, head_dim: int, de
     """`queries`: of all heads of a kv head."""
     size = (num_kv_heads, 2 * programs, queries)
     out, weight = torch.empty((*size, head_dim), device=device), torch.empty(size, device=device)
-    return AttentionScratch(programs, out, weight)
+    counts = torch.zeros((num_kv_heads, programs), dtype=torch.int32, device=device)
+    return AttentionScratch(programs, out, weight, counts)
 
 
 def block_of(queries: int) -> int:

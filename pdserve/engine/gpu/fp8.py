@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pdserve.engine.gpu.casts import cast
 from pdserve.engine.gpu.gated import gate_times_up
+from pdserve.engine.gpu.overlap import begin, overlap_options
 
 MOST = 448.0
 _MOST = tl.constexpr(MOST)
@@ -35,7 +36,9 @@ def _store(value, values, scales, row, at, inside, SIZE: tl.constexpr):
 def _norm(
     x, delta, weight, values, scales, x_stride, delta_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -52,7 +55,10 @@ def _norm(
 
 
 @triton.jit
-def _gate(gate_up, values, scales, stride, SIZE: tl.constexpr, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(
+    gate_up, values, scales, stride, SIZE: tl.constexpr, IS_GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -111,6 +117,7 @@ def _launch_norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor | None,
             HAS_DELTA=delta_TE is not None,
             HAS_WEIGHT=weight_E is not None,
             num_warps=_num_warps(block),
+            **overlap_options(),
         )
     return values, scales
 
@@ -129,6 +136,7 @@ def _launch_gate(gate_up: Tensor, *, is_gelu: bool) -> tuple[Tensor, Tensor]:
             IS_GELU=is_gelu,
             BLOCK=block,
             num_warps=_num_warps(block),
+            **overlap_options(),
         )
     return values, scales
 

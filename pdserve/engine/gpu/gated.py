@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.engine.gpu.casts import cast
+from pdserve.engine.gpu.overlap import begin, overlap_options
 
 _TWO_LOG2_E = tl.constexpr(2.885390081777927)
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
@@ -31,7 +32,8 @@ def gate_times_up(gate, up, IS_GELU: tl.constexpr):
 
 
 @triton.jit
-def _gate(gate_up, out, stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(gate_up, out, stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -55,5 +57,7 @@ def _launch(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
     out_TF = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
         grid = (num_rows, triton.cdiv(size, _BLOCK))
-        _gate[grid](gate_up, out_TF, gate_up.stride(0), size, IS_GELU=is_gelu, BLOCK=_BLOCK, num_warps=4)
+        _gate[grid](
+            gate_up, out_TF, gate_up.stride(0), size, IS_GELU=is_gelu, BLOCK=_BLOCK, num_warps=4, **overlap_options()
+        )
     return out_TF

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.engine.gpu.casts import cast
+from pdserve.engine.gpu.overlap import begin, overlap_options
 
 
 @triton.jit
@@ -25,7 +26,9 @@ def _norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -70,5 +73,6 @@ def _launch(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float)
         BLOCK=block,
         HAS_DELTA=delta_TE is not None,
         num_warps=min(16, max(1, block // 512)),
+        **overlap_options(),
     )
     return out_TE

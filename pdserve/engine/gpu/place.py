@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.engine.gpu.casts import cast, rint
+from pdserve.engine.gpu.overlap import begin, overlap_options
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rope import rotation
 
@@ -55,7 +56,9 @@ def _place(
     HEAD_STRIDE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_PROGRAMS: tl.constexpr = (NUM_HEADS + MOST - 1) // MOST
     KV_PROGRAMS: tl.constexpr = (NUM_KV_HEADS + MOST - 1) // MOST
@@ -181,6 +184,7 @@ def place(
         SCALED=scales is not None,
         num_warps=1 if head_dim <= 128 else 2,
         enable_fp_fusion=False,  # a fused multiply-add would round differently from pool.quantise
+        **overlap_options(),
     )
     return q_out_THD
 

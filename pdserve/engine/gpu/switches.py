@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Final, Literal, get_args, get_type_hints
 
 from pdserve.core.errors import ConfigError
@@ -34,6 +35,7 @@ class GpuSwitches:
     sampler: Literal["kernel", "argmax"] = "kernel"
 
 
+@cache
 def parse_switches(text: str) -> GpuSwitches:
     """The switches of `text`, as in "merge=fused,pdl=on". Raises ConfigError."""
     hints = get_type_hints(GpuSwitches)

@@ -4,6 +4,7 @@ The machine code must have wide loads, asynchronous copies, tensor cores, and fe
 each kernel once for each file of cases; `make test-slow` compiles all launches with all types.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from benchmarks.gpu.floor import ATTENTION_IN_FLIGHT
 from tests.gpu import machine_code
 from tests.gpu.all_cases import FILES
-from tests.gpu.machine_code import least_in_flight, opcodes_of, resident, shortcomings
+from tests.gpu.machine_code import disorder, least_in_flight, opcodes_of, resident, shortcomings
 
 ROOT = Path(__file__).parents[4]
 pytestmark = pytest.mark.gpu_checks
@@ -32,6 +33,39 @@ def test_every_kernel_compiles_for_sm_90_without_a_device(flags: list[str]) -> N
     assert not missing, done.stdout
     [attend] = [line for line in done.stdout.splitlines() if "| attend llama-8b b=1 ctx=1024 q=1 | _attend |" in line]
     assert f" {ATTENTION_IN_FLIGHT:,} " in attend, "what docs/gpu.md says"
+
+
+@pytest.mark.timeout(300)
+def test_kernels_that_overlap_compile_for_sm_90() -> None:
+    """With programmatic dependent launch each kernel waits before its first access."""
+    names = "rms_norm 1x4096|silu_mul 1x14336|place llama-8b t=1|llama-8b (fused )?b=1 ctx=1024|product 1x4096"
+    command = [sys.executable, "-m", "tests.gpu.compile_kernels", "--short", "--only", names]
+    environ = os.environ | {"PDSERVE_GPU": "pdl=on"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    for kernel in ("_norm", "_gate", "_place", "_attend", "_merge"):
+        assert f"| {kernel} |" in done.stdout
+
+
+FUSED = """
+    griddepcontrol.wait; // dummy %r1
+    ld.global.b32 %r2, [ %rd1 + 0 ];
+    st.global.b32 [ %rd2 + 0 ], %r2;
+    bar.sync 0;
+    @%p71 atom.global.gpu.acq_rel.add.u32 %r810, [ %rd198 + 0 ], %r811;
+"""
+
+
+def test_an_order_that_memory_does_not_keep_is_reported() -> None:
+    def lacks(ptx: str) -> list[str]:
+        return disorder(SimpleNamespace(metadata=SimpleNamespace(name="_attend", launch_pdl=True), asm={"ptx": ptx}))
+
+    assert lacks(FUSED) == []
+    assert lacks(FUSED.replace("bar.sync 0;", "")) == ["a barrier between the last store and the counter"]
+    assert lacks(FUSED.replace("acq_rel", "relaxed")) == ["acq_rel of the device in atom.global.gpu.relaxed.add.u32"]
+    late = ["griddepcontrol.wait before the first access"]
+    assert lacks(FUSED.replace("griddepcontrol.wait; // dummy %r1", "")) == late
+    assert lacks("    cp.async.cg.shared.global [ %r4 + 0 ], [ %rd4 + 0 ], 0x10;" + FUSED) == late
 
 
 def test_registers_and_shared_memory_limit_programs() -> None:
