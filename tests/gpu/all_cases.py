@@ -15,6 +15,7 @@ from tests.gpu import (
     case_penalties,
     case_place,
     case_prepare,
+    case_products,
     case_relay,
     case_sampling,
 )
@@ -23,6 +24,7 @@ FILES = (
     case_norms,
     case_fp8,
     case_prepare,
+    case_products,
     case_place,
     case_attention,
     case_flatten,

@@ -95,7 +95,7 @@ def main() -> int:
             missing = shortcomings(kernel) if (name, run) in launches else []
             failed |= bool(missing)
             told = f"**{'; '.join(missing)}**" if missing else ""
-            moving = f"{in_flight(kernel):,}" if of.name == "_attend" else ""
+            moving = f"{in_flight(kernel):,}" if of.name in ("_attend", "_product") else ""
             sizes = f"{registers} | {spilled} | {of.shared} | {moving}"
             print(f"| {name} | {of.name} | {sizes} | {took_s:.1f} | {told} |", flush=True)
     return int(failed)

@@ -4,8 +4,9 @@
 
 Kernels that are bound by memory must move 16 bytes per load or store. Attention must copy keys and values
 asynchronously, multiply them on tensor cores, and leave registers and shared memory for the number of programs per
-multiprocessor that engine/gpu/attention.py assumes. While these programs compute, each multiprocessor must have enough
-loads in flight to use the memory's full bandwidth (Little's law).
+multiprocessor that engine/gpu/attention.py assumes; so must products of few rows with weights (products.py). While
+these programs compute, each multiprocessor must have enough loads in flight to use the memory's full bandwidth
+(Little's law). Programs that depend on others must keep the order of memory (`disorder`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ NEEDED: Final = {
     "_place": (WIDE_LOAD, WIDE_STORE),
     "_flatten": (WIDE_LOAD, WIDE_STORE),
     "_attend": (ASYNC_COPY, WIDE_STORE),
+    "_product": (ASYNC_COPY,),
     "_merge": (WIDE_LOAD,),
     "_look": (WIDE_LOAD,),
     "_penalise": (WIDE_LOAD, WIDE_STORE),
@@ -42,7 +44,7 @@ NEEDED: Final = {
 COUNTING: Final = ("_attend", "_product")
 COUNTED: Final = re.compile(r"atom\.global\S*\.add\.u32")
 ACCESS: Final = re.compile(r"\b(?:ld|st|atom|red)\.global|cp\.async\.c")
-PROGRAMS: Final = {4: 3, 8: 2}  # of attention per multiprocessor, by number of warps
+PROGRAMS: Final = {("_attend", 4): 3, ("_attend", 8): 2, ("_product", 4): 2}  # per multiprocessor, by number of warps
 
 
 def tool(name: str) -> Path:
@@ -70,13 +72,13 @@ def shortcomings(kernel: Any) -> list[str]:
     of = kernel.metadata
     opcodes = opcodes_of(dump(kernel, "nvdisasm", "-c"))
     missing = [one for one in NEEDED.get(of.name, ()) if one not in opcodes]
-    if of.name == "_attend":
+    if wanted := PROGRAMS.get((of.name, of.num_warps)):
         # Products of float32 must be exact, so they cannot use tensor cores.
         if "bf16" in kernel.asm["ptx"] and not any(one.startswith(TENSOR_CORES) for one in opcodes):
             missing.append("tensor cores")
         programs = resident(usage(kernel)[0], of.num_warps, of.shared)
-        if programs < PROGRAMS[of.num_warps]:
-            missing.append(f"room for {PROGRAMS[of.num_warps]} programs on a multiprocessor: there is for {programs}")
+        if programs < wanted:
+            missing.append(f"room for {wanted} programs on a multiprocessor: there is for {programs}")
         if "bf16" in kernel.asm["ptx"]:
             moving = in_flight(kernel)
             if moving < IN_FLIGHT_BYTES:
@@ -101,14 +103,15 @@ def disorder(kernel: Any) -> list[str]:
 
 
 def in_flight(kernel: Any) -> int:
-    """The least number of bytes of keys and values in flight to a multiprocessor while all its programs compute."""
+    """The least number of bytes of keys and values, or of a product's operands, in flight to a multiprocessor while all
+    its programs compute."""
     num_warps = kernel.metadata.num_warps
-    return PROGRAMS[num_warps] * least_in_flight(kernel.asm["ptx"], num_warps)
+    return PROGRAMS[kernel.metadata.name, num_warps] * least_in_flight(kernel.asm["ptx"], num_warps)
 
 
 def least_in_flight(ptx: str, num_warps: int) -> int:
-    """Bytes of keys and values in flight while one program computes a tile: the newest groups of asynchronous copies in
-    the loop of tiles, as many as its wait instruction permits to be unfinished. 0 if it waits for all of them."""
+    """Bytes in flight while one program computes a tile: the newest groups of asynchronous copies in the loop of tiles,
+    as many as its wait instruction permits to be unfinished. 0 if it waits for all of them."""
     for body in loops(ptx):
         waits = re.findall(r"cp\.async\.wait_group\s+(\w+)", body)
         # Copies of 4 bytes contain block numbers and scales.

@@ -38,12 +38,12 @@ def test_every_kernel_compiles_for_sm_90_without_a_device(flags: list[str]) -> N
 @pytest.mark.timeout(300)
 def test_kernels_that_overlap_compile_for_sm_90() -> None:
     """With programmatic dependent launch each kernel waits before its first access."""
-    names = "rms_norm 1x4096|silu_mul 1x14336|place llama-8b t=1|llama-8b (fused )?b=1 ctx=1024|product 1x4096"
+    names = "rms_norm 1x4096|silu_mul 1x14336|place llama-8b t=1|llama-8b (fused )?b=1 ctx=1024|product qkv"
     command = [sys.executable, "-m", "tests.gpu.compile_kernels", "--short", "--only", names]
     environ = os.environ | {"PDSERVE_GPU": "pdl=on"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    for kernel in ("_norm", "_gate", "_place", "_attend", "_merge"):
+    for kernel in ("_norm", "_gate", "_place", "_attend", "_merge", "_product"):
         assert f"| {kernel} |" in done.stdout
 
 
