@@ -17,16 +17,26 @@ FILE: Final = "benchmark.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class GpuBar:
-    """A bar: the figure must be at least, or at most, this bound."""
+    """A bar: the figure must be at least, or at most, this bound, which may be a goal beyond what is `expected`
+    (claims.py)."""
 
     name: str
     value: float
     bound: float
     is_least: bool = True
+    expected: Sequence[float] | None = None  # the slower and the faster end
 
     @property
     def is_met(self) -> bool:
         return self.value >= self.bound if self.is_least else self.value <= self.bound
+
+    @property
+    def verdict(self) -> str:
+        if self.is_met:
+            return "met"
+        if self.expected is None:
+            return "**missed**"
+        return "as expected" if self.value >= self.expected[0] else "**below what is expected**"
 
 
 @dataclass
@@ -53,10 +63,18 @@ class Report:
         print("| " + " | ".join(self.findings.rows[-1]) + " |", flush=True)
         self._write(row=self.findings.rows[-1])
 
-    def bar(self, name: str, value: float, *, least: float | None = None, most: float | None = None) -> None:
+    def bar(
+        self,
+        name: str,
+        value: float,
+        *,
+        least: float | None = None,
+        most: float | None = None,
+        expected: tuple[float, float] | None = None,
+    ) -> None:
         bound = least if least is not None else most
         assert bound is not None
-        self.findings.bars.append(GpuBar(name, value, bound, least is not None))
+        self.findings.bars.append(GpuBar(name, value, bound, least is not None, expected))
         print(bar_line(self.findings.bars[-1]), flush=True)
         self._write(bar=asdict(self.findings.bars[-1]))
 
@@ -104,7 +122,8 @@ def shown(value: float | int) -> str:
 
 def bar_line(bar: GpuBar) -> str:
     sign = ">=" if bar.is_least else "<="
-    return f"| {bar.name} {sign} {shown(bar.bound)} | {shown(bar.value)} | {'met' if bar.is_met else '**missed**'} |"
+    expected = "" if bar.expected is None else " to ".join(map(shown, bar.expected))
+    return f"| {bar.name} {sign} {shown(bar.bound)} | {expected} | {shown(bar.value)} | {bar.verdict} |"
 
 
 def table(findings: Findings) -> str:
@@ -112,6 +131,6 @@ def table(findings: Findings) -> str:
     lines.append("|---" * len(findings.columns) + "|")
     lines += ["| " + " | ".join(row) + " |" for row in findings.rows]
     if findings.bars:
-        lines += ["", "| bar | measured | |", "|---|---|---|", *map(bar_line, findings.bars)]
+        lines += ["", "| bar, goal | expected | measured | |", "|---|---|---|---|", *map(bar_line, findings.bars)]
     lines += ["", *(f"- failed: {error}" for error in findings.errors)]
     return "\n".join(lines)

@@ -172,6 +172,21 @@ def test_bars_are_met_at_their_bound() -> None:
     assert not GpuBar("most", float("nan"), 1.1, is_least=False).is_met
 
 
+def test_a_figure_below_its_goal_may_be_as_expected(tmp_path: Path) -> None:
+    """Expected is printed beside the goal, also from the file."""
+    report = Report(tmp_path, "llama-bf16", "a title", ["what"])
+    for tokens_per_s in (156.0, 145.0, 139.0, float("nan")):
+        report.bar("b=1: tok/s", tokens_per_s, least=155, expected=(141.0, 150.0))
+    report.bar("other", 1.0, least=2)
+    for findings in (report.findings, read(tmp_path / FILE)["llama-bf16"]):
+        lines = table(findings).splitlines()
+        assert "| b=1: tok/s >= 155 | 141 to 150 | 156 | met |" in lines
+        assert "| b=1: tok/s >= 155 | 141 to 150 | 145 | as expected |" in lines
+        assert "| b=1: tok/s >= 155 | 141 to 150 | 139 | **below what is expected** |" in lines
+        assert "| b=1: tok/s >= 155 | 141 to 150 | nan | **below what is expected** |" in lines
+        assert "| other >= 2 |  | 1 | **missed** |" in lines
+
+
 @pytest.mark.skipif(bool(os.environ.get("CUDA_VISIBLE_DEVICES")), reason="there may be a CUDA device")
 @pytest.mark.skipif(gpu.has_cuda(), reason="there is a CUDA device")
 def test_without_a_device_nothing_is_measured(
