@@ -173,6 +173,16 @@ def open_rank(
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for tens of milliseconds for every new length
     model = Decoder(model_config, weights, ranks, device_ops(device))
+    if is_triton(device):
+        from pdserve.engine.gpu.few_rows import open_few_rows, sites_of
+        from pdserve.engine.gpu.switches import gpu_switches
+
+        model.few_rows = open_few_rows(
+            gpu_switches().products,
+            sites_of(weights, model_config.activation),
+            device,
+            torch.cuda.get_device_properties(device).multi_processor_count,
+        )
 
     def assemble(num_blocks: int) -> TorchEngine:
         spec = spec_of(num_blocks)

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.engine.families import Activation
 from pdserve.engine.fp8 import make_fp8_linear
 from pdserve.engine.int4 import make_int4_linear
 from pdserve.engine.kernels import jit
@@ -104,17 +105,45 @@ def weight_dtype(dtype: torch.dtype, rounding: Rounding) -> torch.dtype:
 @final
 class PlainLinear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
-        self._weight_NK = weight_NK
-        self._bias_N = bias_N
+        self.weight_NK = weight_NK
+        self.bias_N = bias_N
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        return F.linear(x_TK, self._weight_NK, self._bias_N)
+        return F.linear(x_TK, self.weight_NK, self.bias_N)
 
     def into(self, x_TK: Tensor, out_TN: Tensor) -> Tensor:
         """The same product, in `out_TN`, which is of the weight's dtype."""
-        if self._bias_N is not None:
-            return torch.addmm(self._bias_N, x_TK, self._weight_NK.t(), out=out_TN)
-        return torch.mm(x_TK, self._weight_NK.t(), out=out_TN)
+        if self.bias_N is not None:
+            return torch.addmm(self.bias_N, x_TK, self.weight_NK.t(), out=out_TN)
+        return torch.mm(x_TK, self.weight_NK.t(), out=out_TN)
+
+
+class FewRows(Protocol):
+    """Products of at most `most_rows` rows with plain weights, and what is in front of and behind them; for devices
+    where the library's product is not the fastest (gpu/few_rows.py)."""
+
+    @property
+    def most_rows(self) -> int: ...
+
+    def product(self, linear: PlainLinear, x_TK: Tensor, out_TN: Tensor | None = None) -> Tensor: ...
+
+    def normed(
+        self, linear: PlainLinear, x_TK: Tensor, delta_TK: Tensor | None, norm_K: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """x + delta, which may be in x's memory, and the product of its norm."""
+        ...
+
+    def gated(
+        self,
+        linear: PlainLinear,
+        x_TK: Tensor,
+        delta_TK: Tensor | None,
+        norm_K: Tensor,
+        eps: float,
+        activation: Activation,
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and activation(gate) * up of the product: gate, then up."""
+        ...
 
 
 @final

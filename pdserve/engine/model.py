@@ -19,7 +19,7 @@ from pdserve.engine import cpu_ops
 from pdserve.engine.attention import AttentionBackend, Heads
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.experts import apply_experts
-from pdserve.engine.linear import Linear, PlainLinear, RoundingLinear
+from pdserve.engine.linear import FewRows, Linear, PlainLinear, RoundingLinear
 from pdserve.engine.ops import Ops, RoundedOps
 from pdserve.engine.parameters import ExpertWeights, MlpWeights, Weights
 from pdserve.engine.sharding import Shard, rank_config
@@ -43,6 +43,7 @@ class Decoder:
         self._gated = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
         shards = () if ranks is None else (Shard(rank, ranks.shard.size) for rank in range(ranks.shard.size))
         head, is_plain = weights.head, ranks is None and config.logit_softcap is None
+        self.few_rows: FewRows | None = None  # on a GPU, by a switch
         self._plain_head = head if is_plain and isinstance(head, PlainLinear) else None  # its product is the logits
         self._tokens_of = tuple(one.span(whole.vocab_size, whole.vocab_size) for one in shards)  # by rank
 
@@ -78,7 +79,7 @@ class Decoder:
         """`hidden` of embedded tokens, which it may overwrite."""
         delta_TE: Tensor | None = None  # output of the previous sublayer, to be added
         for index, layer in enumerate(self._weights.layers):
-            qkv_TN = self._normed_product(layer.qkv, x_TE, delta_TE, layer.attention_norm_E)
+            x_TE, qkv_TN = self._normed_product(layer.qkv, x_TE, delta_TE, layer.attention_norm_E)
             qkv_TND = qkv_TN.view(len(x_TE), -1, self._config.head_dim)
             attended_TN = attention.forward(index, layer, qkv_TND)
             if index == self._config.num_layers - 1 and attention.read_U is not None:
@@ -88,10 +89,11 @@ class Decoder:
                     self._sum(x_TE.new_zeros(1))
                     return x_TE[:0]
                 x_TE, attended_TN = x_TE[attention.read_U], attended_TN[attention.read_U]
-            delta_TE = self._sum(layer.o(attended_TN))
+            delta_TE = self._sum(self._product(layer.o, attended_TN))
             if layer.attention_post_norm_E is not None:
                 delta_TE = self._norm(delta_TE, layer.attention_post_norm_E)
-            delta_TE = self._sum(self._mlp(layer.mlp, x_TE, delta_TE, layer.mlp_norm_E))
+            x_TE, mlp_TE = self._mlp(layer.mlp, x_TE, delta_TE, layer.mlp_norm_E)
+            delta_TE = self._sum(mlp_TE)
             if layer.mlp_post_norm_E is not None:
                 delta_TE = self._norm(delta_TE, layer.mlp_post_norm_E)
         return self._add_norm(x_TE, delta_TE, self._weights.norm_E)
@@ -104,8 +106,11 @@ class Decoder:
     def logits(self, x_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
         """Logits of states that `hidden` returned, [T, V]: float32, or of `logits_dtype` in `out_TV`."""
         if out_TV is not None and self._plain_head is not None:
+            few_rows = self._few_rows_of(self._plain_head, x_TE)
+            if few_rows is not None:
+                return few_rows.product(self._plain_head, x_TE, out_TV)
             return self._plain_head.into(x_TE, out_TV)
-        logits_TV = self._weights.head(x_TE)
+        logits_TV = self._product(self._weights.head, x_TE)
         if self._ranks is not None:
             logits_TV = self._ranks.concat_columns(logits_TV.float(), [end - begin for begin, end in self._tokens_of])
         logits_TV = logits_TV.float() if out_TV is None else out_TV.copy_(logits_TV)
@@ -128,27 +133,51 @@ class Decoder:
     def _sum(self, x_TE: Tensor) -> Tensor:
         return x_TE if self._ranks is None else self._ranks.sum(x_TE.to(self.dtype))
 
-    def _mlp(self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor, delta_TE: Tensor, norm_E: Tensor) -> Tensor:
-        """The norm of x + delta; x becomes that sum."""
+    def _few_rows_of(self, linear: Linear, x_TK: Tensor) -> FewRows | None:
+        """What computes the product of so few rows; None: the product itself."""
+        few_rows = self.few_rows
+        is_few = few_rows is not None and isinstance(linear, PlainLinear) and len(x_TK) <= few_rows.most_rows
+        return few_rows if is_few else None
+
+    def _product(self, linear: Linear, x_TK: Tensor) -> Tensor:
+        few_rows = self._few_rows_of(linear, x_TK)
+        return linear(x_TK) if few_rows is None else few_rows.product(cast(PlainLinear, linear), x_TK)
+
+    def _mlp(
+        self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor, delta_TE: Tensor, norm_E: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """x + delta, and the mlp of its norm. The sum may be in x's memory."""
         if isinstance(mlp, MlpWeights):
-            gate_up = self._normed_product(mlp.gate_up, x_TE, delta_TE, norm_E)
+            few_rows = self._few_rows_of(mlp.gate_up, x_TE)
+            if few_rows is not None:
+                gate_up, activation = cast(PlainLinear, mlp.gate_up), self._config.activation
+                x_TE, gated = few_rows.gated(gate_up, x_TE, delta_TE, norm_E, self._config.norm_eps, activation)
+                return x_TE, self._product(mlp.down, gated)
+            x_TE, gate_up_TN = self._normed_product(mlp.gate_up, x_TE, delta_TE, norm_E)
             rounded = self._rounded(mlp.down)
             if rounded is None:
-                return mlp.down(self._gated(gate_up))
-            gated = rounded.silu_mul if self._config.activation == "silu" else rounded.gelu_mul
-            return cast(RoundingLinear, mlp.down).product(*gated(gate_up))
+                return x_TE, self._product(mlp.down, self._gated(gate_up_TN))
+            round_gated = rounded.silu_mul if self._config.activation == "silu" else rounded.gelu_mul
+            return x_TE, cast(RoundingLinear, mlp.down).product(*round_gated(gate_up_TN))
         assert self._config.experts is not None
-        return apply_experts(self._config.experts, mlp, self._gated, self._add_norm(x_TE, delta_TE, norm_E))
+        normed_TE = self._add_norm(x_TE, delta_TE, norm_E)
+        return x_TE, apply_experts(self._config.experts, mlp, self._gated, normed_TE)
 
-    def _normed_product(self, linear: Linear, x_TE: Tensor, delta_TE: Tensor | None, norm_E: Tensor) -> Tensor:
-        """`linear` of `_add_norm`. For a product that rounds its inputs, the norm is rounded in the same operation."""
+    def _normed_product(
+        self, linear: Linear, x_TE: Tensor, delta_TE: Tensor | None, norm_E: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """x + delta, which may be in x's memory, and `linear` of its norm. For a product that rounds its inputs, the
+        norm is rounded in the same operation."""
         rounded, eps = self._rounded(linear), self._config.norm_eps
+        few_rows = self._few_rows_of(linear, x_TE)
+        if few_rows is not None:
+            return few_rows.normed(cast(PlainLinear, linear), x_TE, delta_TE, norm_E, eps)
         if rounded is None:
-            return linear(self._add_norm(x_TE, delta_TE, norm_E))
+            return x_TE, linear(self._add_norm(x_TE, delta_TE, norm_E))
         product = cast(RoundingLinear, linear).product
         if delta_TE is None:
-            return product(*rounded.rms_norm(x_TE, norm_E, eps))
-        return product(*rounded.add_rms_norm(x_TE, delta_TE, norm_E, eps))
+            return x_TE, product(*rounded.rms_norm(x_TE, norm_E, eps))
+        return x_TE, product(*rounded.add_rms_norm(x_TE, delta_TE, norm_E, eps))
 
     def _rounded(self, linear: Linear) -> RoundedOps | None:
         """The operations whose results this product takes."""

@@ -98,7 +98,13 @@ CASES = [
         replace(_NORMED, num_inputs=1100, num_rows=20, processors=2, dtype=torch.bfloat16),
         replace(_NORMED, num_inputs=700, processors=5, gate="silu"),
         replace(
-            _NORMED, num_rows=16, num_inputs=700, num_outputs=260, gate="gelu", has_bias=True, dtype=torch.bfloat16
+            _NORMED,
+            num_rows=16,
+            num_inputs=700,
+            num_outputs=260,
+            gate="gelu_pytorch_tanh",
+            has_bias=True,
+            dtype=torch.bfloat16,
         ),
         Setup(gate="silu", num_outputs=140, processors=1),
     )

@@ -8,6 +8,7 @@ in a CUDA graph, because its grid depends only on shapes.
     norms.rms_norm(x_TE, weight_E, eps) -> out_TE
     norms.add_rms_norm(x_TE, delta_TE, weight_E, eps) -> out_TE         x_TE += delta_TE
     gated.silu_mul(gate_up) -> out_TF                                   also gelu_mul
+    products.multiply(x_TK, weight_NK, bias_N, scratch, ..) -> x, y     few rows; with the norm and the gate
     fp8.quantise(x_TE) -> values_TE, scale_T1                           also rms_norm, add_rms_norm, silu_mul, gelu_mul
     place.place(pool, layer, qkv_TND, slot_T, position_T, table_PD, ..) -> q_THD
                                                                         rope, qk-norm, KV into the pool

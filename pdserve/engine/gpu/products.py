@@ -30,12 +30,13 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.core.errors import InternalError
+from pdserve.engine.families import Activation
 from pdserve.engine.gpu.casts import cast, operand
 from pdserve.engine.gpu.gated import gate_times_up
 from pdserve.engine.gpu.overlap import begin, overlap_options
 
 MOST_ROWS: Final = 32
-Gate = Literal["", "silu", "gelu"]
+Gate = Literal["", Activation]
 
 _OUTPUTS: Final = 64  # of a tile; of a gate: half of them gates, half of them ups
 _BLOCK_BYTES: Final = 256  # of an output's weights at a time
@@ -240,7 +241,7 @@ def multiply(
         NORMED=norm is not None,
         HAS_BIAS=bias_N is not None,
         GATED=bool(gate),
-        IS_GELU=gate == "gelu",
+        IS_GELU=gate != "silu",
         num_warps=4,
         num_stages=4,
         **overlap_options(),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +40,26 @@ def strict(request: pytest.FixtureRequest) -> Iterator[None]:
 MAX_ROWS = 3
 
 
+@contextmanager
+def plain_products() -> Iterator[None]:
+    """Weights that are loaded in it are stored as on a GPU."""
+    from pdserve.engine import dummy, linear, weights
+
+    with ExitStack() as stack:
+        for module in (linear, weights, dummy):
+            stack.enter_context(mock.patch.object(module, "is_repacked", return_value=False))
+        yield
+
+
+def few_rows_of(model: Any, products: Any) -> Any:
+    """As build_engine opens them; `fastest` finds each method fastest in turn."""
+    from pdserve.engine.gpu.few_rows import open_few_rows, sites_of
+
+    turn, sites = cycle(range(5)), sites_of(model._weights, model._config.activation)
+    assert sites or products == "cublas"
+    return open_few_rows(products, sites, DEVICE, 4, lambda run: float(next(turn)))
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The tiny model with two layers, because an interpreted kernel takes milliseconds per program."""
@@ -57,6 +81,7 @@ def make_pair(tiny: Callable[[str], Path], open_engine: Callable[..., Any]) -> C
     from pdserve.engine.gpu.engine import GraphEngine
     from pdserve.engine.gpu.graphs import EagerReplays
     from pdserve.engine.gpu.static import StaticDecode
+    from pdserve.engine.gpu.switches import gpu_switches
 
     def get(
         name: str,
@@ -67,11 +92,16 @@ def make_pair(tiny: Callable[[str], Path], open_engine: Callable[..., Any]) -> C
         block_size: int = 16,
     ) -> tuple[Any, Any]:
         settings = {"kv_blocks": 64, "block_size": block_size, "max_context_tokens": 128, "device": DEVICE.type}
-        eager, inner = open_engine(tiny(name), **settings), open_engine(tiny(name), **settings)
+        products = gpu_switches().products
+        eager = open_engine(tiny(name), **settings)
+        with plain_products() if products != "cublas" else nullcontext():
+            inner = open_engine(tiny(name), **settings)
         if grammars is not None:
             eager.grammars = inner.grammars = grammars
+        model = copy(inner.model)  # the eager engine keeps its own products
+        model.few_rows = few_rows_of(model, products)
         decode = StaticDecode(
-            inner.model,
+            model,
             inner.pool,
             most_rows=most_rows,
             max_context_tokens=inner.spec.max_context_tokens,

@@ -43,6 +43,9 @@ def test_every_tile_has_one_program(seed: int) -> None:
     slots = [part.slot for part in found if part.slot is not None]
     assert len(set(slots)) == len(slots)
     assert all(0 <= slot < 2 * programs for slot in slots)
+    # The counter of a row that several programs share is that of the program in which it begins.
+    begins = {part.row: part.program for part in reversed(found) if part.slot is not None}
+    assert len(set(begins.values())) == len(begins)
     loads = [sum(part.end - part.begin for part in found if part.program == one) for one in range(programs)]
     total = sum(loads)
     assert max(loads) <= max(least_tiles(TILE), -(-total // programs))

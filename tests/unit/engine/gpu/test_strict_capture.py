@@ -30,6 +30,7 @@ from tests.gpu.strict_capture import Captures, ForbiddenInCapture, strict_captur
 pytestmark = pytest.mark.gpu_checks
 
 MAX_ROWS = 2
+SWITCHES = pytest.mark.parametrize("switches", ["", "merge=fused,pdl=on,products=split-k"])
 
 
 def config(folder: Path, **settings: Any) -> WorkerConfig:
@@ -51,10 +52,17 @@ class Growing:
         return self.num_looks
 
 
+@SWITCHES
 @pytest.mark.parametrize(("name", "kv_dtype", "most_drafts"), [("llama", "auto", 3), ("gemma2", "int8", 0)])
 def test_decode_graphs_are_captured(
-    name: str, kv_dtype: str, most_drafts: int, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    kv_dtype: str,
+    most_drafts: int,
+    switches: str,
+    tiny: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PDSERVE_GPU", switches)
     folder = tiny(name)
     with strict_capture() as captures:
         eager = open_torch_engine(config(folder, kv_dtype=kv_dtype))
@@ -134,8 +142,12 @@ class Group:
         return ask
 
 
-def test_ranks_capture_the_same_all_reduces(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@SWITCHES
+def test_ranks_capture_the_same_all_reduces(
+    switches: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each graph contains the all-reduces of all ranks. A rank with another order would wait for ever."""
+    monkeypatch.setenv("PDSERVE_GPU", switches)
     folder, asked = tiny("llama"), []
     for rank in range(2):
         with strict_capture(num_devices=2) as captures:

@@ -68,7 +68,11 @@ def test_drafts_give_the_eager_engines_tokens(make_pair: Callable[..., Any], mos
         assert_same(mine, other)
 
 
-def test_drafts_with_prompts_in_the_same_step(make_pair: Callable[..., Any], serve: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("switches", ["", "merge=fused,pdl=on,products=split-k"])
+def test_drafts_with_prompts_in_the_same_step(
+    switches: str, make_pair: Callable[..., Any], serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_GPU", switches)
     eager, graph = make_pair("gemma2", most_tokens=12)
 
     def requests() -> list[Request]:

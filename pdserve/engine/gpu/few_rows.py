@@ -1,0 +1,247 @@
+"""Which library or kernel computes the products of at most 32 rows, for the switch `products`.
+
+    cublaslt  torch's products by cuBLASLt. `preferred_blas_library` is a field of the process that each product reads
+              when it is called (at::Context, read by at::cuda::blas::gemm); it has no effect on queued or captured
+              work. cuBLASLt's choice of an algorithm runs on the host alone and its workspace comes from torch's
+              allocator, so both may happen during a capture. Other shapes than it supports fall back to cuBLAS.
+    split-k   products.py, with the norm in front and the gate behind
+    fastest   the fastest of these and cuBLAS for each shape and number of rows, measured at the start
+
+Weights that are rounded (fp8) and products of experts keep their own methods.
+"""
+
+# Shapes: T rows, K inputs, N outputs.
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal, NamedTuple, final, get_args
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.families import Activation
+from pdserve.engine.gpu import norms
+from pdserve.engine.gpu.gated import gelu_mul, silu_mul
+from pdserve.engine.gpu.products import MOST_ROWS, Gate, Norm, ProductScratch, multiply, product_scratch
+from pdserve.engine.linear import Linear, PlainLinear
+from pdserve.engine.parameters import MlpWeights, Weights
+
+Method = Literal["cublas", "cublaslt", "split-k"]
+Kind = Literal["plain", "normed", "gated"]  # what is in front of a product and behind it
+Seconds = Callable[[Callable[[], object]], float]  # that a device takes for what the call launches
+Choice = Callable[["Shape"], Method]
+
+_METHODS: Final[tuple[Method, ...]] = get_args(Method)
+_BUCKETS: Final = (1, 2, 4, 8, 16, 32)
+_MOST_SECONDS: Final = 20.0  # of all measurements, most of them compilation; what is not measured then is by cuBLAS
+_REPLAYS: Final = 3
+
+log = logging.getLogger(__name__)
+
+
+class Shape(NamedTuple):
+    """Of a product, with what is computed in front of it and behind it."""
+
+    kind: Kind
+    num_outputs: int
+    num_inputs: int
+    num_rows: int  # one of the buckets
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.num_rows}x{self.num_inputs} to {self.num_outputs}"
+
+
+def shape_of(kind: Kind, linear: PlainLinear, num_rows: int) -> Shape:
+    num_outputs, num_inputs = linear.weight_NK.shape
+    return Shape(kind, num_outputs, num_inputs, next(bucket for bucket in _BUCKETS if bucket >= num_rows))
+
+
+@final
+class FewRows:
+    """engine.linear.FewRows on a GPU."""
+
+    most_rows = MOST_ROWS
+
+    def __init__(self, choose: Choice, scratch: ProductScratch) -> None:
+        self._choose, self._scratch = choose, scratch
+
+    def product(self, linear: PlainLinear, x_TK: Tensor, out_TN: Tensor | None = None) -> Tensor:
+        method = self._choose(shape_of("plain", linear, len(x_TK)))
+        if method == "split-k":
+            return multiply(x_TK, linear.weight_NK, linear.bias_N, self._scratch, out_TN=out_TN)[1]
+        with preferred(method):
+            return linear(x_TK) if out_TN is None else linear.into(x_TK, out_TN)
+
+    def normed(
+        self, linear: PlainLinear, x_TK: Tensor, delta_TK: Tensor | None, norm_K: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        method = self._choose(shape_of("normed", linear, len(x_TK)))
+        return self._after_norm(method, linear, x_TK, Norm(delta_TK, norm_K, eps))
+
+    def gated(
+        self,
+        linear: PlainLinear,
+        x_TK: Tensor,
+        delta_TK: Tensor | None,
+        norm_K: Tensor,
+        eps: float,
+        activation: Activation,
+    ) -> tuple[Tensor, Tensor]:
+        method, norm = self._choose(shape_of("gated", linear, len(x_TK))), Norm(delta_TK, norm_K, eps)
+        if method == "split-k":
+            return self._after_norm(method, linear, x_TK, norm, activation)
+        x_TK, out_TN = self._after_norm(method, linear, x_TK, norm)
+        return x_TK, silu_mul(out_TN) if activation == "silu" else gelu_mul(out_TN)
+
+    def _after_norm(
+        self, method: Method, linear: PlainLinear, x_TK: Tensor, norm: Norm, gate: Gate = ""
+    ) -> tuple[Tensor, Tensor]:
+        if method == "split-k":
+            return multiply(x_TK, linear.weight_NK, linear.bias_N, self._scratch, norm=norm, gate=gate)
+        if norm.delta_TK is None:
+            normed_TK = norms.rms_norm(x_TK, norm.weight_K, norm.eps)
+        else:
+            normed_TK = norms.add_rms_norm(x_TK, norm.delta_TK, norm.weight_K, norm.eps)
+        with preferred(method):
+            return x_TK, linear(normed_TK)
+
+
+@contextmanager
+def preferred(method: Method) -> Iterator[None]:
+    """Products of torch by that library."""
+    if method != "cublaslt":
+        yield
+        return
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a model has products of one shape: those of all its layers, which together exceed the device's cache."""
+
+    kind: Kind
+    linears: Sequence[PlainLinear]
+    norm_K: Tensor | None = None
+    activation: Activation = "silu"
+
+    def inputs(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """x and delta."""
+        weight_NK = self.linears[0].weight_NK
+        x_TK = torch.zeros((num_rows, weight_NK.shape[1]), dtype=weight_NK.dtype, device=weight_NK.device)
+        return x_TK, torch.zeros_like(x_TK)
+
+    def launch(self, few_rows: FewRows, x_TK: Tensor, delta_TK: Tensor | None, count: int | None = None) -> None:
+        for linear in self.linears[:count]:
+            if self.norm_K is None:
+                few_rows.product(linear, x_TK)
+            elif self.kind == "gated":
+                few_rows.gated(linear, x_TK, delta_TK, self.norm_K, 1e-5, self.activation)
+            else:
+                few_rows.normed(linear, x_TK, delta_TK, self.norm_K, 1e-5)
+
+
+def sites_of(weights: Weights, activation: Activation) -> list[Site]:
+    """Equal matrices of all layers form one site."""
+    found: dict[Shape, list[PlainLinear]] = {}
+    norm_E = weights.norm_E
+
+    def add(kind: Kind, linear: Linear) -> None:
+        if isinstance(linear, PlainLinear):
+            found.setdefault(shape_of(kind, linear, 1), []).append(linear)
+
+    for layer in weights.layers:
+        add("normed", layer.qkv)
+        add("plain", layer.o)
+        if isinstance(layer.mlp, MlpWeights):
+            add("gated", layer.mlp.gate_up)
+            add("plain", layer.mlp.down)
+    add("plain", weights.head)
+    return [
+        Site(shape.kind, linears, None if shape.kind == "plain" else norm_E, activation)
+        for shape, linears in found.items()
+    ]
+
+
+def open_few_rows(
+    products: Literal["cublas", "cublaslt", "fastest", "split-k"],
+    sites: Sequence[Site],
+    device: torch.device,
+    num_processors: int,
+    seconds: Seconds | None = None,
+) -> FewRows | None:
+    """None: all products are torch's. Measures and compiles before anything is captured."""
+    if products == "cublas":
+        return None
+    scratch = product_scratch(num_processors, device)
+    if products == "fastest":
+        began_s = time.monotonic()
+        chosen = measure(sites, scratch, seconds or graph_seconds, lambda: time.monotonic() - began_s < _MOST_SECONDS)
+        told = {str(shape): method for shape, method in chosen.items()}
+        took_s = round(time.monotonic() - began_s, 2)
+        log.info("products of few rows are chosen", extra={"took_s": took_s, "chosen": told})
+        few_rows = FewRows(lambda shape: chosen.get(shape, "cublas"), scratch)
+    else:
+        few_rows = FewRows(partial(_always, products), scratch)
+    with torch.inference_mode():
+        for site in sites:
+            for num_rows in _BUCKETS:
+                x_TK, delta_TK = site.inputs(num_rows)
+                for delta in (delta_TK, None):  # the first layer's norm has none
+                    site.launch(few_rows, x_TK, delta, count=1)
+    return few_rows
+
+
+def _always(method: Method, shape: Shape) -> Method:
+    return method
+
+
+@torch.inference_mode()
+def measure(
+    sites: Sequence[Site], scratch: ProductScratch, seconds: Seconds, goes_on: Callable[[], bool]
+) -> dict[Shape, Method]:
+    """The fastest method of each shape that was measured while it `goes_on`."""
+    chosen: dict[Shape, Method] = {}
+    for num_rows in _BUCKETS:
+        for site in sites:
+            x_TK, delta_TK = site.inputs(num_rows)
+            took_s: dict[Method, float] = {}
+            for method in _METHODS:
+                if not goes_on():
+                    return chosen
+                few_rows = FewRows(partial(_always, method), scratch)
+                took_s[method] = seconds(partial(site.launch, few_rows, x_TK, delta_TK))
+            chosen[shape_of(site.kind, site.linears[0], num_rows)] = min(took_s, key=took_s.__getitem__)
+    return chosen
+
+
+def graph_seconds(run: Callable[[], object]) -> float:
+    """The least time of a replay of what `run` launches, so that the host's time does not count."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()  # compiles
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            run()
+        took_ms = []
+        for _ in range(1 + _REPLAYS):  # the first one warms up
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            took_ms.append(begin.elapsed_time(end))
+    torch.cuda.current_stream().wait_stream(stream)
+    return float(min(took_ms[1:])) / 1e3
