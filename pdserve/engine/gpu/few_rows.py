@@ -5,7 +5,8 @@
               work. cuBLASLt's choice of an algorithm runs on the host alone and its workspace comes from torch's
               allocator, so both may happen during a capture. Other shapes than it supports fall back to cuBLAS.
     split-k   products.py, with the norm in front and the gate behind
-    fastest   the fastest of these and cuBLAS for each shape and number of rows, measured at the start
+    fastest   the fastest of these and cuBLAS for each shape and number of rows, measured at the start. A method that
+              fails, or whose result is not that of cuBLAS, is reported and not used.
 
 Weights that are rounded (fp8) and products of experts keep their own methods.
 """
@@ -41,6 +42,7 @@ _METHODS: Final[tuple[Method, ...]] = get_args(Method)
 _BUCKETS: Final = (1, 2, 4, 8, 16, 32)
 _MOST_SECONDS: Final = 20.0  # of all measurements, most of them compilation; what is not measured then is by cuBLAS
 _REPLAYS: Final = 3
+_ROUNDING: Final = 2.0**-5  # of the largest result: bfloat16 rounds inputs, sums and gates to 2^-9 of each
 
 log = logging.getLogger(__name__)
 
@@ -135,20 +137,27 @@ class Site:
     norm_K: Tensor | None = None
     activation: Activation = "silu"
 
-    def inputs(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """x and delta."""
+    def inputs(self, num_rows: int, seed: int | None = None) -> tuple[Tensor, Tensor]:
+        """x and delta: zeros, or normal numbers."""
         weight_NK = self.linears[0].weight_NK
-        x_TK = torch.zeros((num_rows, weight_NK.shape[1]), dtype=weight_NK.dtype, device=weight_NK.device)
-        return x_TK, torch.zeros_like(x_TK)
+        size = (2, num_rows, weight_NK.shape[1])
+        if seed is None:
+            pair = torch.zeros(size, dtype=weight_NK.dtype, device=weight_NK.device)
+        else:
+            generator = torch.Generator().manual_seed(seed)
+            pair = torch.randn(size, generator=generator).to(weight_NK.device, weight_NK.dtype)
+        return pair[0], pair[1]
 
-    def launch(self, few_rows: FewRows, x_TK: Tensor, delta_TK: Tensor | None, count: int | None = None) -> None:
+    def launch(self, few_rows: FewRows, x_TK: Tensor, delta_TK: Tensor | None, count: int | None = None) -> Tensor:
+        """The last result."""
         for linear in self.linears[:count]:
             if self.norm_K is None:
-                few_rows.product(linear, x_TK)
+                out_TN = few_rows.product(linear, x_TK)
             elif self.kind == "gated":
-                few_rows.gated(linear, x_TK, delta_TK, self.norm_K, 1e-5, self.activation)
+                _, out_TN = few_rows.gated(linear, x_TK, delta_TK, self.norm_K, 1e-5, self.activation)
             else:
-                few_rows.normed(linear, x_TK, delta_TK, self.norm_K, 1e-5)
+                _, out_TN = few_rows.normed(linear, x_TK, delta_TK, self.norm_K, 1e-5)
+        return out_TN
 
 
 def sites_of(weights: Weights, activation: Activation) -> list[Site]:
@@ -210,7 +219,7 @@ def _always(method: Method, shape: Shape) -> Method:
 def measure(
     sites: Sequence[Site], scratch: ProductScratch, seconds: Seconds, goes_on: Callable[[], bool]
 ) -> dict[Shape, Method]:
-    """The fastest method of each shape that was measured while it `goes_on`."""
+    """The fastest method of each shape that was measured while it `goes_on`, among those whose result is cuBLAS's."""
     chosen: dict[Shape, Method] = {}
     for num_rows in _BUCKETS:
         for site in sites:
@@ -220,9 +229,28 @@ def measure(
                 if not goes_on():
                     return chosen
                 few_rows = FewRows(partial(_always, method), scratch)
-                took_s[method] = seconds(partial(site.launch, few_rows, x_TK, delta_TK))
+                try:
+                    result = site.launch(few_rows, *site.inputs(num_rows, seed=1), count=1)
+                    took_s[method] = seconds(partial(site.launch, few_rows, x_TK, delta_TK))
+                except Exception:
+                    if method == "cublas":
+                        raise
+                    log.exception("a method of products fails and is not used", extra={"method": method})
+                    continue
+                if method == "cublas":
+                    expected = result
+                elif not agrees(result, expected):
+                    shape = shape_of(site.kind, site.linears[0], num_rows)
+                    log.error("a product is wrong and not used", extra={"method": method, "shape": str(shape)})
+                    del took_s[method]
             chosen[shape_of(site.kind, site.linears[0], num_rows)] = min(took_s, key=took_s.__getitem__)
     return chosen
+
+
+def agrees(ours_TN: Tensor, theirs_TN: Tensor) -> bool:
+    """Whether two methods' results differ by rounding only. Waits for the device."""
+    error = (ours_TN.float() - theirs_TN.float()).abs().max()
+    return bool(error <= _ROUNDING * theirs_TN.float().abs().max())
 
 
 def graph_seconds(run: Callable[[], object]) -> float:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from pdserve.core.errors import InternalError
 from pdserve.engine.families import Activation
-from pdserve.engine.gpu.casts import cast, operand
+from pdserve.engine.gpu.casts import INTERPRETED, cast, operand
 from pdserve.engine.gpu.gated import gate_times_up
 from pdserve.engine.gpu.overlap import begin, overlap_options
 
@@ -40,8 +40,19 @@ Gate = Literal["", Activation]
 
 _OUTPUTS: Final = 64  # of a tile; of a gate: half of them gates, half of them ups
 _BLOCK_BYTES: Final = 256  # of an output's weights at a time
+_LINES = tl.constexpr(4)  # of 128 bytes of each output, asked for while the kernel before still runs: two blocks
 _PER_PROCESSOR: Final = 2  # programs that a multiprocessor holds at once
 _LEAST_BLOCKS: Final = 4  # of a program: with fewer, its start and the sum of the parts cost more than they gain
+
+
+@triton.jit
+def _prefetch(weight, n, first, N: tl.constexpr, K: tl.constexpr, COUNT: tl.constexpr, LINE: tl.constexpr):
+    """Asks the L2 cache for COUNT lines of LINE weights of outputs n, from input `first` on."""
+    k = tl.minimum(first + LINE * tl.arange(0, COUNT), K - 1)
+    address_NK = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address_NK], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -75,12 +86,17 @@ def _product(
     IS_GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K  # of a tile
     HALVES: tl.constexpr = 2 if GATED else 1
     dtype: tl.constexpr = x.dtype.element_ty
     program = tl.program_id(0)
     my_begin = program * SHARE
+    if PDL and not INTERPRETED:  # no kernel writes weights, so they need not wait for the kernel before
+        n = (my_begin // BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
+        _prefetch(weight, n, (my_begin % BLOCKS) * BLOCK_K, N, K, _LINES, BLOCK_K // 2)
+        if GATED:
+            _prefetch(weight + N * K, n, (my_begin % BLOCKS) * BLOCK_K, N, K, _LINES, BLOCK_K // 2)
+    begin(PDL)
     my_end = tl.minimum(my_begin + SHARE, TOTAL)
     m = tl.arange(0, BLOCK_M)
     is_row = m < num_rows

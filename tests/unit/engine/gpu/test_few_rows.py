@@ -64,6 +64,13 @@ def test_tokens_match_the_eager_engine(
     assert serve(graph, requests(), chunk=8) == serve(eager, requests(), chunk=8)
 
 
+def find_the_last_method_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """split-k, where nothing is computed."""
+    turn = iter(range(10**6))
+    monkeypatch.setattr(few_rows, "graph_seconds", lambda run: -float(next(turn)))
+    monkeypatch.setattr(few_rows, "agrees", lambda *_: True)
+
+
 def open_fake(folder: Path, dtype: str = "bfloat16") -> Any:
     config = WorkerConfig(
         model=str(folder), worker_id="w", device="cuda", load="dummy", kv_blocks=64, threads=1, dtype=dtype
@@ -79,10 +86,7 @@ def test_a_capture_launches_only_counted_kernels(
     monkeypatch.setenv("PDSERVE_GPU", switches)
     monkeypatch.setattr(Resampler, "warm", lambda self: None)
     folder, num_rows = tiny("llama"), 16
-    turn = iter(range(10**6))
-    monkeypatch.setattr(
-        few_rows, "graph_seconds", lambda run: run() or -float(next(turn))
-    )  # the last method is fastest
+    find_the_last_method_fastest(monkeypatch)
     with strict_capture() as captures:
         eager = open_fake(folder)
         with_graphs(eager, eager.model, num_rows, "w")
@@ -116,7 +120,7 @@ def test_random_steps_compile_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PDSERVE_GPU", switches)
-    monkeypatch.setattr(few_rows, "graph_seconds", lambda run: run() or 1.0)
+    find_the_last_method_fastest(monkeypatch)
     rng = random.Random(5)
     with count_compiled() as compiled, plain_products():
         engine = open_triton("llama")
@@ -141,9 +145,35 @@ def test_random_steps_compile_nothing(
         assert compiled.variants()["_product"] == warmed["_product"]
 
 
+def test_wrong_and_failing_methods_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both are reported."""
+    multiply = few_rows.multiply
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        x, out = multiply(*args, **kwargs)
+        return x, 2 * out
+
+    def chosen() -> Any:
+        seconds = iter([2.0, 3.0, 1.0])
+        scratch = product_scratch(2, torch.device("cpu"))
+        goes_on = iter([True] * 3 + [False]).__next__
+        return list(measure([site("normed", 64, 32)], scratch, lambda run: next(seconds), goes_on).values())
+
+    assert chosen() == ["split-k"]
+    monkeypatch.setattr(few_rows, "multiply", doubled)
+    assert chosen() == ["cublas"]
+    assert caplog.messages == ["a product is wrong and not used"]
+    monkeypatch.setattr(few_rows, "multiply", lambda *_, **__: 1 // 0)
+    assert chosen() == ["cublas"]
+    assert caplog.messages[1:] == ["a method of products fails and is not used"]
+
+
 def site(kind: Any, num_outputs: int, num_inputs: int) -> Site:
     norm = None if kind == "plain" else torch.ones(num_inputs)
-    return Site(kind, [PlainLinear(torch.ones(num_outputs, num_inputs), None)], norm)
+    weight = torch.randn((num_outputs, num_inputs), generator=torch.Generator().manual_seed(3))
+    return Site(kind, [PlainLinear(weight, None)], norm)
 
 
 def test_the_fastest_method_of_each_shape_is_chosen() -> None:
