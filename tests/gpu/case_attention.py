@@ -183,6 +183,7 @@ CASES = [
         Setup(is_fused=True, page=16, num_heads=5, num_kv_heads=1, head_dim=24, lengths=(130, 0, 33)),
         Setup(is_fused=True, num_queries=4, window=40, lengths=(10, 0, 300, 150)),
         Setup(is_fused=True, kv_dtype=torch.int8, programs=6),
+        Setup(is_fused=True, heads_first=True, page=16, programs=6, lengths=(200, 0, 60)),
     )
 ]
 

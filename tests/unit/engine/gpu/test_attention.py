@@ -14,10 +14,12 @@ TILE = 64
 
 
 @pytest.mark.gpu_checks
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name == LONG.name() else ()) for case in CASES],
-)
+def marks(case: Case) -> list[pytest.MarkDecorator]:
+    is_switched = "is_fused" in case.name or "heads_first" in case.name
+    return [pytest.mark.slow] * (case.name == LONG.name()) + [pytest.mark.gpu_checks] * is_switched
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks(case)) for case in CASES])
 def test_attention_over_parts_matches_float64(case: Case, device: torch.device) -> None:
     assert case.check(device) <= case.bound
 
