@@ -7,24 +7,16 @@ Hugging Face templates, and with limits on its time and the size of its output. 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, final
 
 import jinja2
-import jinja2.exceptions
-import jinja2.ext
 import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
-import jinja2.utils
 
 from pdserve.core.errors import InvalidRequest, ModelError, shortened
+from pdserve.text.chat_sandbox import CLOCK, RenderClock, TemplateRefusal, sandbox
 from pdserve.text.tokenizer import NAMED_TOKENS, named_token, read_tokenizer_config
 from pdserve.text.tool_format import tool_format
 
@@ -68,7 +60,7 @@ class ChatTemplate:
         """Raises ModelError when the template does not parse."""
         self._named_tokens = dict(named_tokens or {})
         self._render_s, self._max_chars = render_s, max_chars
-        self._environment = _environment()
+        self._environment = sandbox()
         try:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -104,7 +96,7 @@ class ChatTemplate:
             raise InvalidRequest("tools", f"{len(tools)} tools", "none: this model's chat template takes no tools")
         given = self._checked(arguments) if arguments else {}
         plain = [_plain(message) for message in messages]
-        clock = _RenderClock(self._render_s)
+        clock = RenderClock(self._render_s)
         chunks: list[str] = []
         num_chars = 0
         try:
@@ -115,14 +107,14 @@ class ChatTemplate:
                 documents=None,
                 **given,
                 **self._named_tokens,
-                **{_CLOCK: clock},
+                **{CLOCK: clock},
             ):
                 num_chars += len(chunk)
                 if num_chars > self._max_chars:
                     raise ModelError("chat_template", "over that", f"at most {self._max_chars} characters of prompt")
                 clock.check()
                 chunks.append(chunk)
-        except _Refused as error:
+        except TemplateRefusal as error:
             raise InvalidRequest(
                 "chat.messages", "these messages", f"what the chat template takes: {shortened(error)}"
             ) from error
@@ -209,87 +201,3 @@ def _object(field: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(field, "a text that is no JSON object", "a JSON object")
     return value
-
-
-class _Refused(jinja2.TemplateError):
-    """The template called raise_exception."""
-
-
-_CLOCK: Final = "_pdserve_clock"
-
-
-class _RenderClock:
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._end_s = time.monotonic() + limit_s
-
-    def check(self) -> None:
-        if time.monotonic() > self._end_s:
-            raise ModelError("chat_template", "a longer rendering", f"one within {self._limit_s:g} s")
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Also limits the size of an operator's result, and checks the time at every call."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        clock = __context.get(_CLOCK)
-        if isinstance(clock, _RenderClock):
-            clock.check()
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or any(isinstance(one, int) and abs(one) > 2**63 for one in (left, right)):
-            raise jinja2.exceptions.SecurityError("a chat template may not raise to a power")
-        for one, other in ((left, right), (right, left)):
-            if isinstance(one, (str, list, tuple)) and isinstance(other, int) and len(one) * other > 2**20:
-                raise jinja2.exceptions.SecurityError("a chat template may not repeat so much")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks an assistant's text for training; here its body is rendered unchanged."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Without names that begin with an underscore, which give access to the interpreter."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a chat template may not set {name!r}")
-        super().__setitem__(name, value)
-
-
-def _environment() -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["namespace"] = _Namespace
-    return environment
-
-
-def _raise_exception(message: object) -> NoReturn:
-    raise _Refused(str(message))
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike jinja's own filter, it does not escape <, > and &, because a prompt is not HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
