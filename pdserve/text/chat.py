@@ -1,4 +1,4 @@
-"""Converts chat messages to a prompt by the chat template in the model's folder.
+"""Converts chat messages to a prompt by a chat template in the model's folder.
 
 A template is a program written by the model's author. It runs in jinja2's immutable sandbox, with the helpers of
 Hugging Face templates, and with limits on its time and the size of its output. Templates never come from a request.
@@ -7,16 +7,18 @@ Hugging Face templates, and with limits on its time and the size of its output. 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
 import jinja2
 import jinja2.meta
+import jinja2.nodes
 
-from pdserve.core.errors import InvalidRequest, ModelError, shortened
+from pdserve.core.errors import InvalidRequest, ModelError, PdserveError, shortened
 from pdserve.text.chat_sandbox import CLOCK, RenderClock, TemplateRefusal, sandbox
+from pdserve.text.template_forms import PROBE_TOOL, find_forms
 from pdserve.text.tokenizer import NAMED_TOKENS, named_token, read_tokenizer_config
 from pdserve.text.tool_format import tool_format
 
@@ -26,19 +28,22 @@ MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 128
 MAX_ARGUMENTS_CHARS: Final = 4096
 _OWN: Final = ("messages", "add_generation_prompt", "tools", "documents")  # what render() gives to every template
+#: The names under which templates read whether the model shall reason.
+_SWITCHES: Final = ("enable_thinking", "thinking", "enable_reasoning", "reasoning")
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     id: str
     name: str
-    arguments: str  # a JSON object
+    arguments: str  # JSON; an object unless the model wrote something else, or its answer was cut
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     role: str
-    content: str
+    content: str | None  # None: an assistant that only called tools or reasoned
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
     tool_call_id: str | None = None  # of a tool's result
     name: str | None = None
@@ -54,77 +59,126 @@ class ChatTemplate:
         source: str,
         named_tokens: Mapping[str, str] | None = None,
         *,
+        tool_use: ChatTemplate | None = None,
         render_s: float = RENDER_S,
         max_chars: int = MAX_RENDERED_CHARS,
     ) -> None:
-        """Raises ModelError when the template does not parse."""
-        self._named_tokens = dict(named_tokens or {})
+        """`tool_use` replaces this template in requests with tools. Raises ModelError when the template does not
+        parse."""
+        self.source = source
+        self.tool_use = tool_use
+        self.named_tokens = dict(named_tokens or {})
         self._render_s, self._max_chars = render_s, max_chars
         self._environment = sandbox()
         try:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError("chat_template", f"line {error.lineno}: {error.message}", "a jinja template") from error
-        read = jinja2.meta.find_undeclared_variables(self._environment.parse(source))
-        self._takes_tools = "tools" in read
-        self._arguments = read.difference(_OWN, self._named_tokens, self._environment.globals)
-        self.tool_format = tool_format(source) if self._takes_tools else ""
+        parsed = self._environment.parse(source)
+        read = jinja2.meta.find_undeclared_variables(parsed)
+        self.takes_tools = "tools" in read
+        self._arguments = read.difference(_OWN, self.named_tokens, self._environment.globals)
+        self._reads_reasoning = any(
+            (isinstance(one, jinja2.nodes.Getattr) and one.attr == "reasoning")
+            or (isinstance(one, jinja2.nodes.Getitem) and _is_constant(one.arg, "reasoning"))
+            for one in parsed.find_all((jinja2.nodes.Getattr, jinja2.nodes.Getitem))
+        )
+        self.tool_format = tool_format(source) if self.takes_tools else ""
         self.reasoning_mark = next((mark for mark in ("[/THINK]", "</think>") if mark in source), None)
+        if tool_use is not None:
+            self.tool_format = tool_use.tool_format
+            self.reasoning_mark = self.reasoning_mark or tool_use.reasoning_mark
+        self.forms = find_forms(self._probe)
+
+    def rewritten(self, rewrite: Callable[[jinja2.nodes.Template], jinja2.nodes.Template]) -> ChatTemplate:
+        """The same template with another program. It has the same forms and limits."""
+        found = object.__new__(ChatTemplate)
+        found.__dict__.update(self.__dict__)
+        found._template = self._environment.from_string(rewrite(self._environment.parse(self.source)))
+        return found
 
     def render(
         self,
         messages: Sequence[Message],
         tools: Sequence[str] = (),
         arguments: str = "",
+        effort: str | None = None,
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """`tools` are JSON objects. So is `arguments`, with values for names that the template reads.
+        """`tools` are JSON objects. So is `arguments`, with values for names that the template reads. `effort` is one
+        of EFFORTS.
 
         Raises InvalidRequest if the template rejects the messages, and ModelError if it exceeds a limit.
         """
+        if tools and self.tool_use is not None:
+            return self.tool_use.render(messages, tools, arguments, effort, add_generation_prompt=add_generation_prompt)
         if not messages:
             raise InvalidRequest("chat.messages", "no message", "at least one message")
         if len(messages) > MAX_MESSAGES:
             raise InvalidRequest("chat.messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES} messages")
-        for message in messages:
+        for index, message in enumerate(messages):
             if not message.role:
-                raise InvalidRequest("chat.messages.role", "an empty role", "a role such as user")
+                raise InvalidRequest(f"chat.messages[{index}].role", "an empty role", "a role such as user")
         if len(tools) > MAX_TOOLS:
             raise InvalidRequest("tools", f"{len(tools)} tools", f"at most {MAX_TOOLS} tools")
-        if tools and not self._takes_tools:
+        if tools and not self.takes_tools:
             raise InvalidRequest("tools", f"{len(tools)} tools", "none: this model's chat template takes no tools")
-        given = self._checked(arguments) if arguments else {}
-        plain = [_plain(message) for message in messages]
+        given = self._effort_arguments(effort) | (self._checked(arguments) if arguments else {})
+        plain = [self._plain(f"chat.messages[{index}]", message) for index, message in enumerate(messages)]
+        objects = [_object("tools", one) for one in tools]
+        try:
+            return self._rendered(plain, objects, add_generation_prompt, given)
+        except (MemoryError, RecursionError) as error:
+            raise ModelError("chat_template", type(error).__name__, "a template that ends") from error
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest(
+                _place(error, plain), "this value", f"what the chat template takes: {shortened(error)}"
+            ) from error
+
+    def _rendered(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        add_generation_prompt: bool,
+        given: Mapping[str, Any],
+    ) -> str:
         clock = RenderClock(self._render_s)
         chunks: list[str] = []
         num_chars = 0
-        try:
-            for chunk in self._template.generate(
-                messages=plain,
-                add_generation_prompt=add_generation_prompt,
-                tools=[_object("tools", one) for one in tools] or None,
-                documents=None,
-                **given,
-                **self._named_tokens,
-                **{CLOCK: clock},
-            ):
-                num_chars += len(chunk)
-                if num_chars > self._max_chars:
-                    raise ModelError("chat_template", "over that", f"at most {self._max_chars} characters of prompt")
-                clock.check()
-                chunks.append(chunk)
-        except TemplateRefusal as error:
-            raise InvalidRequest(
-                "chat.messages", "these messages", f"what the chat template takes: {shortened(error)}"
-            ) from error
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise InvalidRequest(
-                "chat.messages", "these messages", f"what the chat template takes: {shortened(error)}"
-            ) from error
-        except (MemoryError, RecursionError) as error:
-            raise ModelError("chat_template", type(error).__name__, "a template that ends") from error
+        for chunk in self._template.generate(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=list(tools) or None,
+            documents=None,
+            **{**self.named_tokens, **given, CLOCK: clock},
+        ):
+            num_chars += len(chunk)
+            if num_chars > self._max_chars:
+                raise ModelError("chat_template", "over that", f"at most {self._max_chars} characters of prompt")
+            clock.check()
+            chunks.append(chunk)
         return "".join(chunks)
+
+    def _probe(self, messages: Sequence[dict[str, Any]], has_tools: bool) -> str | None:
+        if has_tools and not self.takes_tools:
+            return None
+        try:
+            return self._rendered(messages, [PROBE_TOOL] if has_tools else [], True, {})
+        except (*_TEMPLATE_ERRORS, PdserveError, MemoryError, RecursionError):
+            return None
+
+    def _effort_arguments(self, effort: str | None) -> dict[str, Any]:
+        """As in vLLM: the effort itself, and whether the model shall reason, under the names that the template reads.
+
+        Raises InvalidRequest.
+        """
+        if effort is None:
+            return {}
+        if effort not in EFFORTS:
+            raise InvalidRequest("reasoning_effort", "another value", f"one of {', '.join(EFFORTS)}")
+        found: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in self._arguments}
+        return found | ({"reasoning_effort": effort} if "reasoning_effort" in self._arguments else {})
 
     def _checked(self, arguments: str) -> dict[str, Any]:
         """Raises InvalidRequest: a name that the template does not read would change nothing."""
@@ -139,6 +193,79 @@ class ChatTemplate:
             if not isinstance(value, (str, bool, int, float)):
                 raise InvalidRequest(field, f"another value of {name!r}", "a text, a number or a boolean")
         return found
+
+    def _plain(self, place: str, message: Message) -> dict[str, Any]:
+        """As templates of Hugging Face read it. An absent value stays absent."""
+        found: dict[str, Any] = {"role": message.role}
+        if message.content is not None:
+            is_parts = self.forms.takes_parts
+            found["content"] = [{"type": "text", "text": message.content}] if is_parts else message.content
+        elif self.forms.no_content != "absent":
+            found["content"] = None if self.forms.no_content == "null" else ""
+        if message.tool_calls:
+            found["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": self._call_arguments(
+                            f"{place}.tool_calls[{index}].function.arguments", call.arguments
+                        ),
+                    },
+                }
+                for index, call in enumerate(message.tool_calls)
+            ]
+        if message.tool_call_id is not None:
+            found["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            found["name"] = message.name
+        if message.reasoning_content is not None:
+            # The names under which templates read it; transformers fills the first two.
+            names = ("reasoning_content", "thinking", *(("reasoning",) if self._reads_reasoning else ()))
+            found |= dict.fromkeys(names, message.reasoning_content)
+        return found
+
+    def _call_arguments(self, place: str, text: str) -> Any:
+        """An object if the template takes it. Text that is no JSON object stays text."""
+        try:
+            value = json.loads(text) if text.strip() else {}
+        except (ValueError, RecursionError):
+            value = text
+        if value is None:
+            value = {}
+        if isinstance(value, dict):
+            return (text if text.strip() not in ("", "null") else "{}") if self.forms.prefers_text else value
+        if not self.forms.takes_text:
+            raise InvalidRequest(
+                place, "a text that is no JSON object", "a JSON object: this model's chat template takes nothing else"
+            )
+        return text
+
+
+_TEMPLATE_ERRORS: Final = (
+    TemplateRefusal,
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+)
+
+
+def _place(error: BaseException, messages: Iterable[dict[str, Any]]) -> str:
+    """The message that the template was reading: the one in the innermost variable of its program."""
+    numbers = {id(one): index for index, one in enumerate(messages)}
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        # jinja replaces the frames of a template by frames with the template's own names.
+        seen = {name: numbers[id(value)] for name, value in trace.tb_frame.f_locals.items() if id(value) in numbers}
+        if seen:
+            found = seen.get("message", [*seen.values()][-1])
+        trace = trace.tb_next
+    return "chat.messages" if found is None else f"chat.messages[{found}]"
 
 
 def reasoning_format(template: ChatTemplate) -> str:
@@ -155,42 +282,49 @@ def reasoning_format(template: ChatTemplate) -> str:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """chat_template.jinja, otherwise `chat_template` of tokenizer_config.json; None if the model has neither."""
+    """The templates `default` and `tool_use` of a model; None if it has neither.
+
+    Files override tokenizer_config.json: chat_template.jinja, and those in additional_chat_templates.
+    """
     config = read_tokenizer_config(folder)
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        source: Any = path.read_text(encoding="utf-8")
-    else:
-        source = config.get("chat_template")
-        if isinstance(source, list):  # several named templates
-            source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get("default")
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise ModelError("chat_template", type(source).__name__, "text")
+    sources = _sources(config.get("chat_template"))
+    for name, path in (
+        ("tool_use", folder / "additional_chat_templates" / "tool_use.jinja"),
+        ("default", folder / "chat_template.jinja"),
+    ):
+        if path.is_file():
+            sources[name] = path.read_text(encoding="utf-8")
+            if name == "default" and not (folder / "additional_chat_templates").is_dir():
+                sources.pop("tool_use", None)  # of the config, which belongs to another default
     named = {name: named_token(config, name) for name in NAMED_TOKENS}
-    return ChatTemplate(source, {name: token for name, token in named.items() if token is not None})
+    tokens = {name: token for name, token in named.items() if token is not None}
+    tool_use = ChatTemplate(sources["tool_use"], tokens) if "tool_use" in sources else None
+    if "default" in sources:
+        return ChatTemplate(sources["default"], tokens, tool_use=tool_use)
+    return tool_use
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """As templates of Hugging Face read it; arguments of calls are objects there, not text."""
-    found: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": _object("chat.messages.tool_calls", call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        found["name"] = message.name
-    if message.reasoning_content is not None:
-        found["reasoning_content"] = message.reasoning_content
+def _sources(held: Any) -> dict[str, str]:
+    """By name. `chat_template` is one template or a list of named ones. Raises ModelError."""
+    if held is None:
+        return {}
+    if isinstance(held, str):
+        return {"default": held}
+    if not isinstance(held, list):
+        raise ModelError("chat_template", type(held).__name__, "text, or a list of named templates")
+    named = {one.get("name"): one.get("template") for one in held if isinstance(one, dict)}
+    found: dict[str, str] = {}
+    for name in ("default", "tool_use"):
+        source = named.get(name)
+        if isinstance(source, str):
+            found[name] = source
+        elif name in named:
+            raise ModelError(f"chat_template {name}", type(source).__name__, "text")
     return found
+
+
+def _is_constant(node: jinja2.nodes.Node, value: str) -> bool:
+    return isinstance(node, jinja2.nodes.Const) and node.value == value
 
 
 def _object(field: str, text: str) -> dict[str, Any]:

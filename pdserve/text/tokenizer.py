@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.model_source import TOY_MODELS
+from pdserve.text.control_tokens import renamed_tokenizer
 from pdserve.text.detokenize import (
     ByteDetokenizer,
     Detokenizer,
@@ -44,6 +46,22 @@ class Tokenizer(Protocol):
 
         Raises InvalidRequest if it would have to read more than MAX_WHOLE_CHARS.
         """
+        ...
+
+    def tail_start(self, text: str, num_tokens: int) -> int:
+        """The position from which `text` must be tokenized so that its last `num_tokens` tokens are found.
+
+        Raises InvalidRequest if more than MAX_WHOLE_CHARS would have to be read.
+        """
+        ...
+
+    def control_tokens(self, template: str) -> dict[str, int]:
+        """The id of each token that a chat must not contain as text: special tokens, and others that `template`
+        writes."""
+        ...
+
+    def with_names(self, names: Mapping[str, str]) -> Callable[[str], list[int]]:
+        """encode(text, has_special_tokens=False), where some tokens have other names, and their own are only text."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
@@ -128,6 +146,10 @@ class HuggingFaceTokenizer:
         return ids
 
     def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
+        tail = text[self.tail_start(text, num_tokens) :]
+        return self.encode(tail, has_special_tokens=has_special_tokens)[-num_tokens:]
+
+    def tail_start(self, text: str, num_tokens: int) -> int:
         start = self.bounds.tail_start(text, num_tokens)
         if start == 0 and len(text) > max(MAX_WHOLE_CHARS, self.bounds.max_chars(num_tokens) or 0):
             raise InvalidRequest(
@@ -135,8 +157,30 @@ class HuggingFaceTokenizer:
                 f"{len(text)} characters, without a place where they could be cut",
                 f"at most {MAX_WHOLE_CHARS} characters, or words with spaces between them",
             )
-        tail = text[start:]
-        return self.encode(tail, has_special_tokens=has_special_tokens)[-num_tokens:]
+        return start
+
+    def control_tokens(self, template: str) -> dict[str, int]:
+        added = self._backend.get_added_tokens_decoder()
+        return {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.content.strip() and (token.special or _is_control(token.content, template))
+        }
+
+    def with_names(self, names: Mapping[str, str]) -> Callable[[str], list[int]]:
+        from tokenizers import Tokenizer as Backend
+
+        serialized = json.dumps(renamed_tokenizer(json.loads(self._backend.to_str()), names))
+        backend = Backend.from_str(serialized)
+        for token, name in names.items():
+            if (token_id := self._backend.token_to_id(token)) != backend.token_to_id(name):
+                raise ModelError("tokenizer.json", f"{token!r} with the id {token_id}", "an id that follows its order")
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return ids
+
+        return encode
 
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=not has_special_tokens)
@@ -202,6 +246,15 @@ class ToyTokenizer:
     def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
         return list(text[-num_tokens:].encode())[-num_tokens:]
 
+    def tail_start(self, text: str, num_tokens: int) -> int:
+        return max(len(text) - num_tokens, 0)
+
+    def control_tokens(self, template: str) -> dict[str, int]:
+        return {}
+
+    def with_names(self, names: Mapping[str, str]) -> Callable[[str], list[int]]:
+        return self.encode
+
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
         return b"".join(map(_toy_piece, token_ids)).decode("utf-8", "replace")
 
@@ -217,6 +270,12 @@ class ToyTokenizer:
 
 def _toy_piece(token_id: int) -> bytes:
     return bytes((token_id,)) if token_id < TOY_EOS else b""
+
+
+def _is_control(token: str, template: str) -> bool:
+    """Of a token that is not marked as special. Models also have tokens for spaces and for HTML, which are text."""
+    is_mark = re.search(r"[^\w\s]", token) is not None
+    return (is_mark and token in template) or re.fullmatch(r"<[|｜].*[|｜]>", token) is not None
 
 
 def _mark_special(backend: Any, config: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def test_a_template_error_is_a_bad_request() -> None:
     assert "must alternate" in caught.value.message
 
 
-@pytest.mark.parametrize(("messages", "field"), [([], "chat.messages"), ([Message("", "x")], "chat.messages.role")])
+@pytest.mark.parametrize(("messages", "field"), [([], "chat.messages"), ([Message("", "x")], "chat.messages[0].role")])
 def test_messages_without_content_or_role_are_rejected(messages: list[Message], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         ChatTemplate(CHATML).render(messages)
@@ -151,8 +151,6 @@ def test_tools_are_counted_and_must_be_objects() -> None:
     for broken in ("[]", "{", "[" * 100_000):
         with pytest.raises(InvalidRequest, match="tools"):
             ChatTemplate(HERMES).render(TALK, [broken])
-        with pytest.raises(InvalidRequest, match="tool_calls"):
-            ChatTemplate(HERMES).render([Message("assistant", "", tool_calls=(ToolCall("c", "f", broken),))])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,224 @@
+"""Converts a chat to token ids, and finds whether the answer begins within the model's reasoning.
+
+The text is that of the chat template. Control tokens in it come from the template alone: a request's own text is
+encoded as text, even where it contains the name of a control token (pdserve/text/control_tokens.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, final
+
+from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.text.chat import ChatTemplate, Message, ToolCall
+from pdserve.text.control_tokens import SecretNames, any_of, rewritten
+from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS, ReasoningState
+from pdserve.text.template_forms import PROBE_TOOL
+from pdserve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    messages: Sequence[Message]
+    tools: Sequence[str] = ()  # JSON objects
+    template_arguments: str = ""  # a JSON object; empty: none
+    effort: str | None = None
+    allows_special_tokens: bool = False  # names of control tokens in the request's text become these tokens
+
+    def strings(self) -> Iterator[str]:
+        for one in self.messages:
+            calls = (text for call in one.tool_calls for text in (call.id, call.name, call.arguments))
+            texts = (one.role, one.content, one.tool_call_id, one.name, one.reasoning_content, *calls)
+            yield from (text for text in texts if text)
+        yield from self.tools
+        yield self.template_arguments
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    token_ids: list[int]
+    reasoning: ReasoningState
+
+
+@final
+class ChatEncoder:
+    """Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        both = (template,) if template.tool_use is None else (template, template.tool_use)
+        self._tokenizer = tokenizer
+        self._control = tokenizer.control_tokens("\n".join(one.source for one in both))
+        self._control_ids = frozenset(self._control.values())
+        self._pattern = any_of(self._control)
+        self._names = SecretNames([*self._control, *THINK_MARKS, *MISTRAL_MARKS])
+        self._programs = [_Program(one, self._names, self._pattern) for one in both]
+        self._lock = threading.Lock()
+        self._renamed: Callable[[str], list[int]] | None = None
+
+    def encode(self, chat: Chat, keep: int | None, check_chars: Callable[[int], None]) -> EncodedChat:
+        """`keep`: only the last tokens are needed. `check_chars` is called with the size of the text if all are.
+
+        Raises InvalidRequest and ModelError.
+        """
+        program = self._programs[-1 if chat.tools else 0]
+        safe = chat if chat.allows_special_tokens else program.guarded(chat)
+        marked = program.render(safe)
+        text = self._names.shown(marked)
+        if keep is None:
+            check_chars(len(text))
+        has_control = any(self._pattern.search(one) or self._names.broken in one for one in safe.strings())
+        if has_control or not program.is_exact or self._names.has_part(text):
+            plain = program.template.render(chat.messages, chat.tools, chat.template_arguments, chat.effort)
+            if plain != text:
+                if has_control and not chat.allows_special_tokens:
+                    raise InvalidRequest(
+                        "chat.messages",
+                        "the name of a control token where the chat template examines it",
+                        "other text, or allow_special_tokens",
+                    )
+                # Without such a name in the request, every control token is the template's.
+                marked, text = self._names.hidden(plain), plain
+                safe = chat = replace(chat, allows_special_tokens=True)
+        start = 0 if keep is None else self._tokenizer.tail_start(text, keep)
+        ids = self._tokenizer.encode(text[start:], has_special_tokens=False)
+        if not chat.allows_special_tokens:
+            written = [
+                self._control[mark] for at, mark in self._names.found(marked) if at >= start and mark in self._control
+            ]
+            if [one for one in ids if one in self._control_ids] != written:
+                tail = marked[self._names.position(marked, start) :]
+                ids = self._encode_names(self._names.shown(tail, but=self._control))
+        return EncodedChat(ids if keep is None else ids[-keep:], self._reasoning(program, safe, marked))
+
+    def _encode_names(self, text: str) -> list[int]:
+        with self._lock:
+            if self._renamed is None:
+                names = {mark: name for mark, name in self._names.of.items() if mark in self._control}
+                self._renamed = self._tokenizer.with_names(names)
+        return self._renamed(text)
+
+    def _reasoning(self, program: _Program, chat: Chat, marked: str) -> ReasoningState:
+        mark = program.template.reasoning_mark
+        if mark is None:
+            return ReasoningState.UNMARKED
+        marks = MISTRAL_MARKS if mark == MISTRAL_MARKS[1] else THINK_MARKS
+        opened, closed = (self._names.of[one] for one in marks)
+        end = marked.rstrip()
+        if end.endswith(opened):
+            return ReasoningState.OPEN
+        if end.endswith(closed):
+            return ReasoningState.CLOSED
+        last = marked.rfind(opened)
+        if last <= marked.rfind(closed):
+            return ReasoningState.UNMARKED
+        # The template may have written the mark as an instruction, or at the beginning of the answer.
+        without = program.render(chat, add_generation_prompt=False)
+        return ReasoningState.OPEN if marked[: last + 1] != without[: last + 1] else ReasoningState.UNMARKED
+
+
+@final
+class _Program:
+    """A template, and its program that writes names."""
+
+    def __init__(self, template: ChatTemplate, names: SecretNames, pattern: re.Pattern[str]) -> None:
+        self.template = template
+        self._names = names
+        self._program = template.rewritten(lambda parsed: rewritten(parsed, names, template.named_tokens))
+        self.is_exact = True  # the program writes the template's text, for usual chats
+        self._joined: frozenset[str] = frozenset()  # control tokens that the template joins from parts
+        joined: set[str] = set()
+        for chat in _PROBES:
+            if chat.tools and not template.takes_tools:
+                continue
+            try:
+                plain = template.render(chat.messages, chat.tools)
+            except (InvalidRequest, ModelError):
+                continue
+            try:
+                marked = self._program.render(chat.messages, chat.tools)
+            except (InvalidRequest, ModelError):
+                self.is_exact = False
+                continue
+            self.is_exact &= names.shown(marked) == plain
+            joined.update(set(pattern.findall(names.shown(marked, but=names.of))))
+        self._joined = frozenset(joined)
+
+    def render(self, chat: Chat, *, add_generation_prompt: bool = True) -> str:
+        """With a name for each control token and mark that the template writes."""
+        text = self._program.render(
+            chat.messages,
+            chat.tools,
+            chat.template_arguments,
+            chat.effort,
+            add_generation_prompt=add_generation_prompt,
+        )
+        for mark in sorted(self._joined, key=len, reverse=True):
+            text = text.replace(mark, self._names.of[mark])
+        return text
+
+    def guarded(self, chat: Chat) -> Chat:
+        """With text of which no token that the template joins from parts can be made, so that each of them in the
+        prompt is the template's. SecretNames.shown() restores the text."""
+        if not self._joined:
+            return chat
+
+        def broken(text: str) -> str:
+            return self._names.without_marks(text, self._joined)
+
+        def guarded(text: str) -> str:
+            core = text.strip()
+            if not core or not any(_may_join(core, token) for token in self._joined):
+                return broken(text)
+            start = text.index(core)
+            edge = self._names.broken
+            return text[:start] + edge + broken(core) + edge + text[start + len(core) :]
+
+        def optional(text: str | None) -> str | None:
+            return None if text is None else guarded(text)
+
+        def json_text(text: str) -> str:
+            try:
+                return broken(json.dumps(json.loads(text), ensure_ascii=False))
+            except (ValueError, RecursionError):
+                return broken(text)
+
+        messages = [
+            replace(
+                one,
+                role=one.role if re.fullmatch(r"[A-Za-z0-9_]+", one.role) else guarded(one.role),
+                content=optional(one.content),
+                name=optional(one.name),
+                tool_call_id=optional(one.tool_call_id),
+                reasoning_content=optional(one.reasoning_content),
+                tool_calls=tuple(
+                    ToolCall(guarded(call.id), guarded(call.name), json_text(call.arguments)) for call in one.tool_calls
+                ),
+            )
+            for one in chat.messages
+        ]
+        arguments = json_text(chat.template_arguments) if chat.template_arguments else ""
+        return replace(chat, messages=messages, tools=list(map(json_text, chat.tools)), template_arguments=arguments)
+
+
+def _may_join(text: str, token: str) -> bool:
+    """Whether `text` and text beside it may be `token`."""
+    return text in token or any(
+        text.endswith(token[:size]) or text.startswith(token[size:]) for size in range(1, len(token))
+    )
+
+
+_TOOL: Final = json.dumps(PROBE_TOOL)
+_CALLING: Final = Message("assistant", None, (ToolCall("probe0001", "probe_call", '{"probe_key": "probe"}'),))
+_RESULT: Final = Message("tool", "result", tool_call_id="probe0001", name="probe_call")
+_PROBES: Final = (
+    Chat([Message("user", "probe")]),
+    Chat([Message("system", "probe"), Message("user", "probe")]),
+    Chat([Message("user", "probe"), Message("assistant", "answer", reasoning_content="hm"), Message("user", "probe")]),
+    Chat([Message("user", "probe")], [_TOOL]),
+    Chat([Message("user", "probe"), _CALLING, _RESULT], [_TOOL]),
+    Chat([Message("user", "probe"), _CALLING, _RESULT, Message("assistant", "answer"), Message("user", "x")], [_TOOL]),
+)
