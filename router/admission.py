@@ -25,6 +25,7 @@ from pdserve.core.types import (
 )
 from pdserve.text.bad_words import bad_word_ids
 from pdserve.text.chat import ChatTemplate, reasoning_format
+from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS, ReasoningSplit, ReasoningState
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
@@ -73,6 +74,14 @@ class Prepared(RequestAttributes):
     cache_salt: bytes  # salt of the prompt's block hashes
     block_hashes: tuple[bytes, ...]
     is_chat: bool
+    reasoning: ReasoningState | None  # of a chat with a model that marks its reasoning
+    reasoning_marks: tuple[str, str] | None  # if the answer may have reasoning, to which stop strings do not apply
+
+    def reasoning_split(self) -> ReasoningSplit | None:
+        """For one answer."""
+        if self.reasoning_marks is None:
+            return None
+        return ReasoningSplit(self.reasoning_marks, is_open=self.reasoning is ReasoningState.OPEN)
 
 
 @final
@@ -115,13 +124,13 @@ class Admission:
         n, best_of = group.counts(request, sampling)
         slo = convert.slo_from_proto(request.slo, tenant.slo or limits.default_slo)
         prompt = await self._prompts.read(request, model)
-        _check_scores(sampling, len(prompt))
+        _check_scores(sampling, len(prompt.token_ids))
         if sampling.grammar is not None:
             await self._grammars.check(sampling.grammar, model, client)
         timeout_s = limits.request_timeout_s
         return Prepared(
             request_id=request_id,
-            prompt_ids=prompt,
+            prompt_ids=prompt.token_ids,
             sampling=sampling,
             num_answers=n,
             samplings=tuple(group.samplings(sampling, n, best_of)),
@@ -129,10 +138,20 @@ class Admission:
             deadline_s=timeout_s if time_remaining_s is None else min(timeout_s, max(time_remaining_s, 0.0)),
             tenant=tenant.name,
             cache_salt=salt,
-            block_hashes=await self._hashes(prompt, model, salt),
+            block_hashes=await self._hashes(prompt.token_ids, model, salt),
             is_chat=request.HasField("chat"),
+            reasoning=prompt.reasoning if request.HasField("chat") and self.reasoning_format else None,
+            reasoning_marks=self._marks(request, sampling, prompt.reasoning),
             **attributes.attributes(),
         )
+
+    def _marks(
+        self, request: inference_pb2.GenerateRequest, sampling: Sampling, reasoning: ReasoningState
+    ) -> tuple[str, str] | None:
+        is_whole = sampling.stop_in_reasoning or sampling.grammar is not None or reasoning is ReasoningState.CLOSED
+        if is_whole or not request.HasField("chat") or not self.reasoning_format:
+            return None
+        return MISTRAL_MARKS if self.reasoning_format == "mistral" else THINK_MARKS
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None) -> list[int]:
         return await self._prompts.tokenize(request, model)

@@ -14,6 +14,7 @@ from pdserve.core.errors import Cancelled, InternalError, PdserveError
 from pdserve.core.results import Usage
 from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.detokenize import Detokenizer
+from pdserve.text.reasoning import ReasoningSplit
 from pdserve.text.stops import StopMatcher
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
@@ -40,9 +41,11 @@ class Answer:
         changed: asyncio.Event | None = None,
         shows_logprobs: bool = True,
         model: str = "",
+        reasoning: str | None = None,
+        split: ReasoningSplit | None = None,
     ) -> None:
         """The answers of one call share `changed`. Without `shows_logprobs`, logprobs are used for ranking only, and
-        not sent."""
+        not sent. Stop strings apply to the text after the reasoning that `split` finds."""
         self.changed = asyncio.Event() if changed is None else changed
         self.error: PdserveError | None = None
         self.is_over = False  # the last message is pending or was taken, or `error` is set
@@ -51,10 +54,11 @@ class Answer:
         self.model = model
         self.ended_s: float | None = None  # when the answer ended, by the runtime's clock
         self._started: inference_pb2.Started | None = inference_pb2.Started(
-            request_id=request_id, prompt_tokens=num_prompt_tokens, model=model
+            request_id=request_id, prompt_tokens=num_prompt_tokens, model=model, reasoning=reasoning
         )
         self._sampling = sampling
         self._detokenizer = detokenizer
+        self._split = split if sampling.stop else None
         self._stops = StopMatcher(sampling.stop, is_stop_included=sampling.include_stop_in_output)
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
         self._end_ids = ends
@@ -102,6 +106,8 @@ class Answer:
             return
         if self._stop is None:
             self._write(self._match(self._detokenizer.finish()))
+        if self._stop is None and self._split is not None:
+            self._write(self._match_content(self._split.finish()))
         if self._stop is None:
             self._write(self._stops.finish())
         is_stopped = self._stop is not None
@@ -180,7 +186,14 @@ class Answer:
             self._deltas[-1].text += text
 
     def _match(self, text: str) -> str:
-        """The text that may be sent after `text` was added. Stop strings are ignored before min_tokens."""
+        """The text that may be sent after `text` was added."""
+        if self._split is None:
+            return self._match_content(text)
+        reasoning, content = self._split.push(text)
+        return reasoning + (self._match_content(content) if content else "")
+
+    def _match_content(self, text: str) -> str:
+        """Stop strings are ignored before min_tokens."""
         if self.num_tokens <= self._sampling.min_tokens:
             return self._stops.push_unmatched(text).text
         piece = self._stops.push(text)

@@ -235,6 +235,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             changed=changed,
             shows_logprobs=prepared.sampling.logprobs is not None,
             model=model.name,
+            reasoning=prepared.reasoning,
+            split=prepared.reasoning_split(),
         )
 
     def _shared_blocks(self, request_id: str, num_blocks: int) -> Mapping[str, int]:

@@ -6,10 +6,13 @@ tokenized; pdserve/text/text_bounds.py has the bound, and explains why the tail 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, final
 
 from pdserve.core.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.text.chat import MAX_MESSAGES, ChatTemplate, Message, ToolCall
+from pdserve.text.chat_encoder import Chat, ChatEncoder, EncodedChat
+from pdserve.text.reasoning import ReasoningState
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from router.model import ModelFacts
@@ -19,18 +22,25 @@ QUICK_CHARS: Final = 256  # shorter texts are tokenized on the event loop: a thr
 MAX_CHARS_WITHOUT_MODEL: Final = 65_536  # limit of Tokenize before the first worker has reported its context length
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: tuple[int, ...]
+    reasoning: ReasoningState = ReasoningState.UNMARKED  # of a chat
+
+
 @final
 class PromptReader:
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, threads: TokenizerThreads) -> None:
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
+        self._encoder = None if chat_template is None else ChatEncoder(tokenizer, chat_template)
         self._threads = threads
 
-    async def read(self, request: inference_pb2.GenerateRequest, model: ModelFacts) -> tuple[int, ...]:
+    async def read(self, request: inference_pb2.GenerateRequest, model: ModelFacts) -> Prompt:
         """Raises InvalidRequest with the field and its limit, and Overloaded if too many texts wait for a thread."""
         keep = _truncation(request, model)
         kind = request.WhichOneof("prompt")
         num_bytes = request.ByteSize()
+        reasoning = ReasoningState.UNMARKED
         if kind == "token_ids":
             given = request.token_ids.ids
             if keep is None:
@@ -39,7 +49,8 @@ class PromptReader:
         elif kind == "text":
             ids = await self._text(request.text, keep, model, num_bytes)
         elif kind == "chat":
-            ids = await self._chat(request.chat, keep, model, num_bytes)
+            chat = await self._chat(request.chat, keep, model, num_bytes)
+            ids, reasoning = chat.token_ids, chat.reasoning
         else:
             raise InvalidRequest("prompt", "nothing", "text, token_ids or chat")
         if not ids:
@@ -48,7 +59,7 @@ class PromptReader:
         if max(ids) >= model.vocab_size:
             raise InvalidRequest(kind, f"token id {max(ids)}", f"ids below {model.vocab_size}")
         _check_tokens(len(ids), model)
-        return tuple(ids)
+        return Prompt(tuple(ids), reasoning)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None) -> list[int]:
         """Tokenizes a text. The limit is a prompt's number of characters, not of tokens."""
@@ -58,7 +69,7 @@ class PromptReader:
         if kind == "text":
             return await self._text(request.text, None, model, request.ByteSize(), has_special_tokens=has_special)
         if kind == "chat":
-            return await self._chat(
+            chat = await self._chat(
                 request.chat,
                 None,
                 model,
@@ -66,6 +77,7 @@ class PromptReader:
                 has_special_tokens=has_special,
                 add_generation_prompt=begins_answer,
             )
+            return chat.token_ids
         raise InvalidRequest("prompt", "nothing", "text or chat")
 
     async def _text(
@@ -92,27 +104,29 @@ class PromptReader:
         model: ModelFacts | None,
         num_bytes: int,
         *,
-        has_special_tokens: bool = False,  # the template has written them
+        has_special_tokens: bool = False,
         add_generation_prompt: bool = True,
-    ) -> list[int]:
-        template = self._chat_template
-        if template is None:
+    ) -> EncodedChat:
+        encoder = self._encoder
+        if encoder is None:
             raise InvalidRequest("chat", "messages", "text or token_ids: this model has no chat template")
         if len(chat.messages) > MAX_MESSAGES:
             raise InvalidRequest("chat.messages", f"{len(chat.messages)} messages", f"at most {MAX_MESSAGES} messages")
-        messages = [_message(one) for one in chat.messages]
-        tools = list(chat.tools)
+        given = Chat(
+            [_message(one) for one in chat.messages],
+            list(chat.tools),
+            chat.template_arguments,
+            chat.reasoning_effort if chat.HasField("reasoning_effort") else None,
+            chat.allow_special_tokens,
+            has_special_tokens=has_special_tokens,
+            add_generation_prompt=add_generation_prompt,
+        )
 
-        def work() -> list[int]:
-            text = template.render(
-                messages, tools, chat.template_arguments, add_generation_prompt=add_generation_prompt
-            )
-            if keep is not None:
-                return self._tokenizer.encode_tail(text, keep, has_special_tokens=False)
-            self._check_chars(len(text), model)  # checked here, because a template may omit content
-            return self._tokenizer.encode(text, has_special_tokens=has_special_tokens)
+        def work() -> EncodedChat:
+            # The size is checked after rendering, because a template may omit content.
+            return encoder.encode(given, keep, lambda num_chars: self._check_chars(num_chars, model))
 
-        return await self._threads.run(sum(map(len, tools)) + sum(map(_num_chars, messages)), num_bytes, work)
+        return await self._threads.run(sum(map(len, given.strings())), num_bytes, work)
 
     def _check_chars(self, num_chars: int, model: ModelFacts | None) -> None:
         if model is None:
@@ -126,19 +140,15 @@ class PromptReader:
 
 
 def _message(one: inference_pb2.ChatMessage) -> Message:
+    # Only an assistant's content may be null. Clients of an earlier version do not send an empty text.
+    is_null = not one.HasField("content") and one.role == "assistant"
     return Message(
         one.role,
-        one.content,
+        None if is_null else one.content,
         tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in one.tool_calls),
         tool_call_id=one.tool_call_id if one.HasField("tool_call_id") else None,
         name=one.name if one.HasField("name") else None,
         reasoning_content=one.reasoning_content if one.HasField("reasoning_content") else None,
-    )
-
-
-def _num_chars(message: Message) -> int:
-    return sum(
-        map(len, (message.content, message.reasoning_content or "", *(one.arguments for one in message.tool_calls)))
     )
 
 

@@ -27,6 +27,7 @@ class AnswerBuilder:
         self._call = ClientCall(_attributes(request, server), is_stream=is_stream)
         self.request_id = request.request_id
         self.prompt_tokens: int | None = None
+        self.reasoning: str | None = None  # how the prompt ends; None: the router does not say
         self._num_answers = request.n if request.HasField("n") else 1
         self._pieces: list[Piece] = []
         self._finished: list[inference_pb2.Finished] = []
@@ -50,6 +51,7 @@ class AnswerBuilder:
         if event == "started":
             self.request_id = message.started.request_id
             self.prompt_tokens = message.started.prompt_tokens
+            self.reasoning = message.started.reasoning if message.started.HasField("reasoning") else None
             self._call.answered_by(message.started.model)
         elif event == "delta" and (message.delta.text or message.delta.token_ids):
             piece = results.PIECE.decode(message.delta)

@@ -153,6 +153,12 @@ class BaseStream:
         return self._answer.request_id
 
     @property
+    def reasoning(self) -> str | None:
+        """Of a chat whose model marks its reasoning: `open` if the prompt ends within it, `closed` if after it, empty
+        if without a mark. Available with the first piece; None if unknown."""
+        return self._answer.reasoning
+
+    @property
     def prompt_tokens(self) -> int | None:
         """Number of prompt tokens. Available with the first piece; None before."""
         return self._answer.prompt_tokens

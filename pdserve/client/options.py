@@ -36,6 +36,7 @@ class Options(TypedDict, total=False):
     logprobs: Annotated[int | None, "logprobs of the output tokens and of the N most likely tokens; 0 to 64"]
     include_stop_in_output: Annotated[bool | None, "keep the stop string or stop token in the text"]
     skip_special_tokens: Annotated[bool | None, "leave special tokens out of the text"]  # True if absent
+    stop_in_reasoning: Annotated[bool | None, "stop strings of a chat also end its reasoning"]
     prompt_logprobs: Annotated[int | None, "logprobs of the prompt tokens and of the N most likely tokens; 0 to 20"]
     stop: str | Sequence[str] | None  # at most 16 strings of 1 to 256 characters
     stop_token_ids: Sequence[int] | None  # at most 64
@@ -52,6 +53,8 @@ class Options(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]] | None  # of a chat: functions that the model may call, in OpenAI's form
     # of a chat: values for names that the model's chat template reads, such as {"enable_thinking": False} for Qwen3
     chat_template_kwargs: Mapping[str, Any] | None
+    reasoning_effort: str | None  # of a chat: none, minimal, low, medium, high, xhigh or max; docs/http.md
+    allow_special_tokens: bool | None  # of a chat: names of control tokens in its texts become these tokens
     best_of: int | None  # n to 16: samples this many and returns the n with the largest mean logprob, at the end
     slo: Slo | Mapping[str, float] | None  # a mapping sets only the targets that it names: ttft_s, tpot_s, itl_s
     timeout_s: float | None  # limit of the whole call, including retries

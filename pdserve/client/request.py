@@ -122,6 +122,8 @@ def _chat(messages: Sequence[Any]) -> inference_pb2.ChatPrompt:
                 f"not {sorted(map(str, message))}"
             )
         texts = {key: message[key] for key in _TEXTS if key in message}
+        if texts["content"] is None and message["role"] == "assistant":
+            del texts["content"]  # absent in the message, which is not the same as an empty text
         for key, value in texts.items():
             if not isinstance(value, str):
                 raise _wrong(f"{name}[{key!r}]", "str", value)
@@ -140,7 +142,9 @@ def _tool_calls(name: str, calls: Any) -> list[inference_pb2.ToolCall]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise _wrong(f"{name}[{index}]", "a dict with id, type and function", call)
-        texts = {"id": call.get("id"), "name": function.get("name"), "arguments": function.get("arguments")}
+        # Some models' calls have no arguments, and clients send that back as null.
+        arguments = "" if function.get("arguments") is None else function["arguments"]
+        texts = {"id": call.get("id"), "name": function.get("name"), "arguments": arguments}
         for key, value in texts.items():
             if not isinstance(value, str):
                 raise _wrong(f"{name}[{index}] {key}", "str", value)
@@ -165,6 +169,15 @@ def _set_template_arguments(
         raise InvalidRequest(name, "a dict", "messages as the prompt")
     if value:
         request.chat.template_arguments = _utf8(name, json.dumps(dict(value), ensure_ascii=False))
+
+
+def _set_of_chat(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+    kind = bool if name == "allow_special_tokens" else str
+    if not isinstance(value, kind):
+        raise _wrong(name, kind.__name__, value)
+    if not request.HasField("chat"):
+        raise InvalidRequest(name, "a value", "messages as the prompt")
+    setattr(request.chat, name, _utf8(name, value) if isinstance(value, str) else value)
 
 
 def _tools(name: str, tools: Any) -> list[str]:
@@ -290,9 +303,11 @@ def checked_timeout_s(name: str, value: object) -> float:
 
 _Setter = Callable[[inference_pb2.GenerateRequest, str, Any], None]
 _BY_NAME: Final[Mapping[str, _Setter]] = {
+    "allow_special_tokens": _set_of_chat,
     "allowed_token_ids": _set_allowed,
     "chat_template_kwargs": _set_template_arguments,
     "logit_bias": _set_logit_bias,
+    "reasoning_effort": _set_of_chat,
     **dict.fromkeys(_OF_OUTPUT, _set_structured),
     "slo": _set_slo,
     "timeout_s": _check_timeout,

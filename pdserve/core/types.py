@@ -75,6 +75,7 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: of the sampled token; k: also of the k most likely tokens
     include_stop_in_output: bool = False
+    stop_in_reasoning: bool = False  # stop strings also end the text within a chat's reasoning
     skip_special_tokens: bool = True  # in the text only; token ids always include them
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, in [-100, 100]), added to the logit; ids ascend
     allowed_token_ids: tuple[int, ...] = ()  # no other token can be sampled; empty: no restriction

@@ -28,6 +28,8 @@ class Chat:
     template_arguments: str = ""  # a JSON object; empty: none
     effort: str | None = None
     allows_special_tokens: bool = False  # names of control tokens in the request's text become these tokens
+    has_special_tokens: bool = False  # the tokenizer puts its own around the text too
+    add_generation_prompt: bool = True
 
     def strings(self) -> Iterator[str]:
         for one in self.messages:

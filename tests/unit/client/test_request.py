@@ -114,7 +114,7 @@ def test_every_field_of_a_request_is_an_option() -> None:
         *sampling,
         *request,
         *output,
-        *("timeout_s", "traceparent", "tools", "chat_template_kwargs"),
+        *("timeout_s", "traceparent", "tools", "chat_template_kwargs", "reasoning_effort", "allow_special_tokens"),
     }
 
 
@@ -260,7 +260,7 @@ def test_messages_may_have_calls_of_tools_and_their_results() -> None:
     expected = inference_pb2.ChatPrompt(
         messages=[
             inference_pb2.ChatMessage(
-                role="assistant", tool_calls=[inference_pb2.ToolCall(id="c1", name="add", arguments="{}")]
+                role="assistant", content="", tool_calls=[inference_pb2.ToolCall(id="c1", name="add", arguments="{}")]
             ),
             inference_pb2.ChatMessage(role="tool", content="5", tool_call_id="c1", name="add"),
         ],

@@ -8,6 +8,7 @@ from pdserve.core.errors import Cancelled, InternalError, KvLost
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.results import Timings, Usage
 from pdserve.core.types import FinishReason, Sampling, TokenOut
+from pdserve.text.reasoning import THINK_MARKS, ReasoningSplit
 from pdserve.text.tokenizer import ToyTokenizer
 from pdserve.v1 import inference_pb2
 from router.answer import Answer
@@ -174,3 +175,32 @@ def test_the_end_of_a_document_is_never_text() -> None:
         one.take([*tokens("a"), TokenOut(token_id=256)])
         one.finish(end(2, FinishReason.STOP))
         assert "".join(message.delta.text for message in one.drain()) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "sent", "stop"),
+    [
+        ("a\n\nb</think>\n\nfive\n\nsix", True, "a\n\nb</think>\n\nfive", "\n\n"),
+        ("<think>\n\n</think>\n\nfive\n\n", False, "<think>\n\n</think>\n\nfive", "\n\n"),
+        ("five\n\n<think>", False, "five", "\n\n"),
+        ("a\n\nb", True, "a\n\nb", None),
+        ("<thi\n\n", False, "<thi", "\n\n"),
+        ("<thi", False, "<thi", None),
+    ],
+)
+def test_stop_strings_apply_after_the_reasoning(text: str, is_open: bool, sent: str, stop: str | None) -> None:
+    for size in range(1, len(text) + 1):
+        one = Answer(
+            "r",
+            3,
+            Sampling(stop=("\n\n",)),
+            ToyTokenizer().detokenizer(),
+            (256,),
+            split=ReasoningSplit(THINK_MARKS, is_open=is_open),
+        )
+        for start in range(0, len(text), size):
+            one.take(tokens(text[start : start + size]))
+        one.finish(end(len(text)))
+        messages = one.drain()
+        assert "".join(message.delta.text for message in messages) == sent
+        assert (messages[-1].finished.stop if messages[-1].finished.HasField("stop") else None) == stop
