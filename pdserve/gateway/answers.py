@@ -38,6 +38,11 @@ class Answers:
         return self._streams[0].request_id
 
     @property
+    def reasoning(self) -> str | None:
+        """How the prompt of a chat ends. Available with the first piece."""
+        return self._streams[0].reasoning
+
+    @property
     def prompt_tokens(self) -> list[int]:
         """The number of each prompt whose first piece has arrived; 0 for the others."""
         return [one.prompt_tokens or 0 for one in self._streams]

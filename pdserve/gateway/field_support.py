@@ -71,7 +71,6 @@ _REJECTED_CHAT: Final[Mapping[str, Rejected]] = {
     "modalities": Rejected("answers are text", (["text"],)),
     "moderation": Rejected("answers are not moderated"),
     "prediction": Rejected("drafts come from the text itself"),
-    "reasoning_effort": Rejected("the switches of a chat template are in chat_template_kwargs"),
     "verbosity": Rejected("the models have no such switch", ("medium",)),
     "service_tier": Rejected("there are no tiers; see priority", ("auto", "default")),
     "store": Rejected("nothing is stored", (False,)),

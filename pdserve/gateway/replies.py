@@ -29,6 +29,7 @@ class Head:
     model: str
     created_s: int
     eos_token_ids: tuple[int, ...] = ()
+    reasoning: str | None = None  # how the prompt of a chat ends; None: the router does not say
 
 
 class Writer(ABC):
@@ -184,7 +185,7 @@ class ChatWriter(ReplyWriter):
         found = {"role": "assistant", "content": choice.text, "refusal": None}
         num_calls = 0
         if self._plan is not None:
-            tools = AnswerTools(self._plan)
+            tools = AnswerTools(self._plan, self._head.reasoning)
             found = message([*tools.feed(choice.text), *tools.end()])
             num_calls = tools.num_calls
         return {
@@ -238,7 +239,7 @@ class ChatWriter(ReplyWriter):
     def _tools_of(self, index: int) -> AnswerTools:
         assert self._plan is not None
         if index not in self._tools:
-            self._tools[index] = AnswerTools(self._plan)
+            self._tools[index] = AnswerTools(self._plan, self._head.reasoning)
         return self._tools[index]
 
     def _ended_with(self, choice: Choice, num_calls: int) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class NamedChoice(Strict):
 
 class CalledFunction(Strict):
     name: str
-    arguments: str
+    arguments: str | None = None  # null or empty: no arguments
 
 
 class ToolCall(Strict):
@@ -152,7 +152,7 @@ class Message(Strict):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
-    refusal: None = None
+    refusal: str | None = None  # in place of the content
     audio: None = None
     function_call: None = None
     annotations: list[None] | None = None
@@ -170,6 +170,13 @@ class ChatRequest(SamplingRequest):
         "`none`, `auto`, `required` or a function; the last two are enforced by a grammar"
     )
     parallel_tool_calls: bool | None = described("false allows one call")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = described(
+        "to the chat template, if it reads the effort or whether to reason; `chat_template_kwargs` override it"
+    )
+    stop_in_reasoning: bool | None = described("pdserve only; true applies `stop` to the reasoning too")
+    allow_special_tokens: bool | None = described(
+        "pdserve only; true lets names of control tokens in the messages become these tokens"
+    )
     chat_template_kwargs: dict[str, str | bool | int | float] | None = described(
         "vLLM; values for names that the model's chat template reads, such as `enable_thinking`"
     )

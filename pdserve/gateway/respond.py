@@ -61,6 +61,7 @@ class Responder:
                 model=model.name,
                 created_s=int(time.time()),
                 eos_token_ids=model.eos_token_ids,
+                reasoning=answers.reasoning,
             )
             writer = WRITERS[endpoint](head, call, self._tokens)
             if call.shown.is_streamed:

@@ -20,10 +20,19 @@ class InputPart(Strict):
     logprobs: list[Any] | None = None
 
 
+class RefusalPart(Strict):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 class InputMessage(Strict):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
+    content: str | list[InputPart | RefusalPart]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -33,7 +42,7 @@ class InputCall(Strict):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: str | None = None
     id: str | None = None
     status: str | None = None
 
@@ -47,7 +56,7 @@ class InputResult(Strict):
 
 
 class InputReasoning(Strict):
-    """Reasoning of an earlier answer, which is not passed to the template."""
+    """Reasoning of an earlier answer. Its text becomes `reasoning_content` of the assistant's message that follows."""
 
     type: Literal["reasoning"]
     id: str | None = None

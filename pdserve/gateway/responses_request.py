@@ -5,7 +5,7 @@ A response is not stored, so the input holds the whole conversation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from pdserve.gateway.responses_models import (
     InputPart,
     InputReasoning,
     InputResult,
+    RefusalPart,
     ResponsesRequest,
     SchemaFormat,
     TextOptions,
@@ -36,9 +37,8 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
     """Raises InvalidRequest and UnknownModel."""
     check_model(given.get("model"), model)
     request = validated(ResponsesRequest, supported("responses", given))
-    messages = _messages(request.input)
-    if request.instructions is not None:
-        messages.insert(0, {"role": "system", "content": request.instructions})
+    begin = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    messages, places = _messages(begin, request.input)
     is_scored = LOGPROBS in (request.include or ())
     chat = {
         "messages": messages,
@@ -60,7 +60,7 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
         call = chat_call({name: value for name, value in chat.items() if value is not None}, model, headers)
     except InvalidRequest as error:
         raise error.renamed(_name(error.field)) from None
-    names = {theirs: _name(ours) for theirs, ours in call.names.items()} | {"max_tokens": "max_output_tokens"}
+    names = {theirs: _name(ours) for theirs, ours in call.names.items()} | {"max_tokens": "max_output_tokens", **places}
     return replace(call, names=names, echoed=_echoed(request))
 
 
@@ -69,18 +69,24 @@ def _name(field: str) -> str:
     return _NAMES.get(field.partition(".")[0], field)
 
 
-def _messages(found: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(
+    messages: list[dict[str, Any]], found: str | list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The messages and those of the input, and the item of the input that each message or call comes from."""
     if isinstance(found, str):
-        return [{"role": "user", "content": found}]
+        return [*messages, {"role": "user", "content": found}], {}
     if not 1 <= len(found) <= MAX_MESSAGES:
         raise InvalidRequest("input", f"{len(found)} items", f"1 to {MAX_MESSAGES} items")
-    messages: list[dict[str, Any]] = []
+    places: dict[str, str] = {}
     for index, item in enumerate(found):
-        _add(messages, f"input.{index}", {name: value for name, value in item.items() if value is not None})
-    return messages
+        given = {name: value for name, value in item.items() if value is not None}
+        if added := _add(messages, f"input.{index}", given):
+            places[added] = f"input[{index}]"
+    return messages, places
 
 
-def _add(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> None:
+def _add(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> str:
+    """Returns the place of the message or call among the messages; empty if nothing was added."""
     kind = item.get("type", "message")
     model = ITEMS.get(kind) if isinstance(kind, str) else None
     if model is None:
@@ -90,19 +96,45 @@ def _add(messages: list[dict[str, Any]], place: str, item: dict[str, Any]) -> No
     except InvalidRequest as error:
         raise error.renamed(f"{place}.{error.field}") from None
     if isinstance(one, InputCall):
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
+        calls = _assistant(messages).setdefault("tool_calls", [])
         call = {"id": one.call_id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
-        messages[-1].setdefault("tool_calls", []).append(call)
-    elif isinstance(one, InputReasoning):
-        return
+        calls.append(call)
+        return f"messages[{len(messages) - 1}].tool_calls[{len(calls) - 1}].function"
+    if isinstance(one, InputReasoning):
+        text = _reasoning(one)
+        if not text:
+            return ""
+        message = _assistant(messages)
+        earlier = message.get("reasoning_content")
+        message["reasoning_content"] = text if earlier is None else f"{earlier}\n{text}"
     elif isinstance(one, InputResult):
         messages.append({"role": "tool", "tool_call_id": one.call_id, "content": _text(one.output)})
+    elif one.role == "assistant" and messages and messages[-1]["role"] == "assistant" and _is_bare(messages[-1]):
+        messages[-1]["content"] = _text(one.content)
     else:
         messages.append({"role": one.role, "content": _text(one.content)})
+    return f"messages[{len(messages) - 1}]"
 
 
-def _text(content: str | list[InputPart]) -> str:
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last message if it is the assistant's, otherwise a new one without content."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _is_bare(message: dict[str, Any]) -> bool:
+    """It has only reasoning so far."""
+    return message["content"] is None and "tool_calls" not in message
+
+
+def _reasoning(item: InputReasoning) -> str:
+    """Our answers have reasoning as `content`, in parts of the type `reasoning_text`."""
+    parts = [one for one in item.content or () if isinstance(one, dict) and isinstance(one.get("text"), str)]
+    return "\n".join(one["text"] for one in parts)
+
+
+def _text(content: str | Sequence[InputPart | RefusalPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 

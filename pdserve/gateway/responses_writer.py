@@ -23,7 +23,7 @@ class ResponsesWriter(Writer):
     def __init__(self, head: Head, call: SdkCall, bytes_of: BytesOf) -> None:
         self._head, self._call, self._bytes_of = head, call, bytes_of
         self._output = _Output(head.request_id)
-        self._tools = None if call.tools is None else AnswerTools(call.tools)
+        self._tools = None if call.tools is None else AnswerTools(call.tools, head.reasoning)
         self._sequence = 0
         self._has_begun = False
 

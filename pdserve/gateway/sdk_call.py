@@ -31,7 +31,7 @@ from pdserve.gateway.tools.plan import ToolPlan, plan_tools
 
 MAX_PROMPTS: Final = 128
 _STRUCTURES: Final = {one.value for one in GrammarKind}
-_MESSAGES: Final = ("prompt", "chat", "chat.messages", "chat.messages.role", "chat.messages.tool_calls")
+_MESSAGES: Final = ("prompt", "chat", "chat.messages")
 DEFAULT_TEXT_TOKENS: Final = 16  # OpenAI's, of /v1/completions
 MAX_MESSAGES: Final = 4096  # the router's limit, before anything is converted
 _PASSED: Final = (  # under the same name
@@ -92,7 +92,15 @@ class SdkCall:
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """The error about a field of the SDK's call, as one about the request's field."""
         name = self.names.get(error.field)
+        if name is None and error.field.startswith("chat.messages["):
+            name = self._message_name(error.field.removeprefix("chat."))
         return error if name is None else error.renamed(name)
+
+    def _message_name(self, field: str) -> str:
+        """The longest known beginning of the field has another name: `messages[3]` may be `input[5]`."""
+        known = [one for one in self.names if one.startswith("messages[") and field.startswith(one)]
+        longest = max(known, key=len, default="")
+        return self.names[longest] + field[len(longest) :] if longest else field
 
 
 def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:
@@ -111,6 +119,9 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
     switches = request.chat_template_kwargs or {}
     if switches:
         options["chat_template_kwargs"] = switches
+    for name in ("reasoning_effort", "stop_in_reasoning", "allow_special_tokens"):
+        if getattr(request, name) is not None:
+            options[name] = getattr(request, name)
     plan = plan_tools(
         request.tools or (),
         request.tool_choice,
@@ -212,8 +223,10 @@ def sdk_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _sdk_message(place: str, message: Message) -> dict[str, Any]:
-    if message.content is None and not message.tool_calls:
-        raise InvalidRequest(f"{place}.content", "no value", "text, or tool_calls of an assistant")
+    content = message.refusal if message.content is None else message.content
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if content is None and not message.tool_calls and (reasoning is None or message.role != "assistant"):
+        raise InvalidRequest(f"{place}.content", "no value", "text, or tool_calls or reasoning of an assistant")
     if bool(message.tool_calls) and message.role != "assistant":
         raise InvalidRequest(f"{place}.tool_calls", f"calls of {message.role}", "calls of an assistant only")
     if (message.tool_call_id is not None) != (message.role == "tool"):
@@ -223,17 +236,16 @@ def _sdk_message(place: str, message: Message) -> dict[str, Any]:
             "the call's id, in messages of role tool only",
         )
     role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": _text(message.content)}
+    found: dict[str, Any] = {"role": role, "content": None if content is None else _text(content)}
     if message.tool_calls:
         found["tool_calls"] = [one.model_dump() for one in message.tool_calls]
-    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     optional = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": reasoning}
     found |= {name: value for name, value in optional.items() if value is not None}
     return found
 
 
 def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _checked(endpoint: Endpoint, given: Mapping[str, Any], model: Model) -> dict[str, Any]:

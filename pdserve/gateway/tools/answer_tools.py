@@ -14,8 +14,9 @@ from pdserve.gateway.tools.plan import ToolPlan
 class AnswerTools:
     """Belongs to one answer."""
 
-    def __init__(self, plan: ToolPlan) -> None:
-        self._reader = plan.make_reader()
+    def __init__(self, plan: ToolPlan, reasoning: str | None = None) -> None:
+        """`reasoning`: how the prompt ends."""
+        self._reader = plan.reader(reasoning)
         self._most = plan.most_calls
         self._has_short_ids = plan.has_short_ids
         self.num_calls = 0

@@ -21,15 +21,26 @@ from pdserve.gateway.tools.readers import ArrayReader, NamedReader, make_reader
 from pdserve.gateway.tools.reasoning import ReasoningReader, TextReader
 
 MAX_CALLS: Final = 16  # of one answer with a grammar
+_MARKS: Final = {"tagged": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}  # of reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
     tools: Sequence[Mapping[str, Any]]  # for the chat template
     options: Mapping[str, Any]  # of the SDK's call, beside the tools
-    make_reader: Callable[[], Reader]  # one for each answer
+    make_reader: Callable[[], Reader]  # of the answer after its reasoning
     most_calls: int | None = None
     has_short_ids: bool = False  # Mistral's templates take ids of nine characters only
+    marks: tuple[str, str] | None = None  # of reasoning that may come before the answer
+    is_open: bool = False  # the prompt ends within the reasoning, if the router does not say how it ends
+
+    def reader(self, reasoning: str | None) -> Reader:
+        """For one answer. `reasoning` is how its prompt ends: open, closed, or empty without a mark."""
+        rest = self.make_reader()
+        if self.marks is None or reasoning == "closed":
+            return rest
+        is_open = self.is_open if reasoning is None else reasoning == "open"
+        return ReasoningReader(rest, is_open=is_open, marks=self.marks)
 
 
 def plan_tools(
@@ -41,19 +52,14 @@ def plan_tools(
     """
     form = model.reasoning_format
     is_open = is_thinking and form == "open"
-
-    def with_reasoning(reader: Reader) -> Reader:
-        if form == "mistral":
-            return ReasoningReader(reader, is_open=False, marks=("[THINK]", "[/THINK]"))
-        return ReasoningReader(reader, is_open=is_open) if form else reader
-
+    marks = _MARKS.get(form, _MARKS["tagged"]) if form else None
     names = [one.function.name for one in tools]
     if len(set(names)) != len(names):
         raise InvalidRequest("tools", "several functions of one name", "different names")
     if not tools or choice == "none":
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice", "a choice without tools", "tools beside it")
-        return ToolPlan((), _shown(form), lambda: with_reasoning(TextReader())) if form else None
+        return ToolPlan((), _shown(form), TextReader, marks=marks, is_open=is_open) if form else None
     shown = [_for_template(one) for one in tools]
     most = None if is_parallel else 1
     is_short = model.tool_format == "mistral"
@@ -73,7 +79,15 @@ def plan_tools(
     if model.tool_format == "qwen3_coder":  # the only form whose reader looks at the schemas
         parameters = {name: _with_pointers(one) for name, one in parameters.items()}
     shows = _shown(model.tool_format, form)
-    return ToolPlan(shown, shows, lambda: with_reasoning(make_reader(model.tool_format, parameters)), most, is_short)
+    return ToolPlan(
+        shown,
+        shows,
+        lambda: make_reader(model.tool_format, parameters),
+        most,
+        is_short,
+        marks=marks,
+        is_open=is_open,
+    )
 
 
 def _shown(*formats: str) -> dict[str, Any]:

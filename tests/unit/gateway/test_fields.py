@@ -25,6 +25,10 @@ EQUAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "temperature": (0.0, {"temperature": 0.0}),
     "top_p": (0.5, {"top_p": 0.5}),
     "stop": (["e", "a"], {"stop": ["e", "a"]}),
+    # test_histories.py has their effects on a model that reasons.
+    "reasoning_effort": ("none", {"reasoning_effort": "none"}),
+    "stop_in_reasoning": (True, {"stop_in_reasoning": True}),
+    "allow_special_tokens": (True, {"allow_special_tokens": True}),
     "seed": (-1, {"seed": 2**64 - 1}),
     "presence_penalty": (2.0, {"presence_penalty": 2.0}),
     "frequency_penalty": (2.0, {"frequency_penalty": 2.0}),

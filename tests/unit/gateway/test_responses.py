@@ -257,7 +257,7 @@ def test_a_rejected_field_is_named_with_its_reason(bundled: Served, name: str) -
         ({"input": []}, "input"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
+        ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input.0.name"),
         ({"input": [{"role": "user", "content": "x"}] * 4097}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
