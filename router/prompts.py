@@ -6,7 +6,7 @@ tokenized; pdserve/text/text_bounds.py has the bound, and explains why the tail 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, final
 
 from pdserve.core.errors import ContextLengthExceeded, InvalidRequest
@@ -112,14 +112,8 @@ class PromptReader:
             raise InvalidRequest("chat", "messages", "text or token_ids: this model has no chat template")
         if len(chat.messages) > MAX_MESSAGES:
             raise InvalidRequest("chat.messages", f"{len(chat.messages)} messages", f"at most {MAX_MESSAGES} messages")
-        given = Chat(
-            [_message(one) for one in chat.messages],
-            list(chat.tools),
-            chat.template_arguments,
-            chat.reasoning_effort if chat.HasField("reasoning_effort") else None,
-            chat.allow_special_tokens,
-            has_special_tokens=has_special_tokens,
-            add_generation_prompt=add_generation_prompt,
+        given = replace(
+            chat_of(chat), has_special_tokens=has_special_tokens, add_generation_prompt=add_generation_prompt
         )
 
         def work() -> EncodedChat:
@@ -137,6 +131,16 @@ class PromptReader:
         max_chars = self._tokenizer.bounds.max_chars(model.max_prompt_tokens)
         if max_chars is not None and num_chars > max_chars:
             raise _too_long(f"{num_chars} characters", f"{max_chars} characters", model)
+
+
+def chat_of(prompt: inference_pb2.ChatPrompt) -> Chat:
+    return Chat(
+        [_message(one) for one in prompt.messages],
+        list(prompt.tools),
+        prompt.template_arguments,
+        prompt.reasoning_effort if prompt.HasField("reasoning_effort") else None,
+        prompt.allow_special_tokens,
+    )
 
 
 def _message(one: inference_pb2.ChatMessage) -> Message:

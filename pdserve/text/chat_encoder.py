@@ -52,11 +52,12 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         both = (template,) if template.tool_use is None else (template, template.tool_use)
-        self._tokenizer = tokenizer
-        self._control = tokenizer.control_tokens("\n".join(one.source for one in both))
-        self._control_ids = frozenset(self._control.values())
-        self._pattern = any_of(self._control)
-        self._names = SecretNames([*self._control, *THINK_MARKS, *MISTRAL_MARKS])
+        self.tokenizer = tokenizer
+        self.control_tokens = tokenizer.control_tokens("\n".join(one.source for one in both))
+        self._control_ids = frozenset(self.control_tokens.values())
+        self._pattern = any_of(self.control_tokens)
+        self._names = SecretNames([*self.control_tokens, *THINK_MARKS, *MISTRAL_MARKS])
+        self.takes_tools = both[-1].takes_tools
         self._programs = [_Program(one, self._names, self._pattern) for one in both]
         self._lock = threading.Lock()
         self._renamed: Callable[[str], list[int]] | None = None
@@ -85,22 +86,24 @@ class ChatEncoder:
                 # Without such a name in the request, every control token is the template's.
                 marked, text = self._names.hidden(plain), plain
                 safe = chat = replace(chat, allows_special_tokens=True)
-        start = 0 if keep is None else self._tokenizer.tail_start(text, keep)
-        ids = self._tokenizer.encode(text[start:], has_special_tokens=False)
+        start = 0 if keep is None else self.tokenizer.tail_start(text, keep)
+        ids = self.tokenizer.encode(text[start:], has_special_tokens=False)
         if not chat.allows_special_tokens:
             written = [
-                self._control[mark] for at, mark in self._names.found(marked) if at >= start and mark in self._control
+                self.control_tokens[mark]
+                for at, mark in self._names.found(marked)
+                if at >= start and mark in self.control_tokens
             ]
             if [one for one in ids if one in self._control_ids] != written:
                 tail = marked[self._names.position(marked, start) :]
-                ids = self._encode_names(self._names.shown(tail, but=self._control))
+                ids = self._encode_names(self._names.shown(tail, but=self.control_tokens))
         return EncodedChat(ids if keep is None else ids[-keep:], self._reasoning(program, safe, marked))
 
     def _encode_names(self, text: str) -> list[int]:
         with self._lock:
             if self._renamed is None:
-                names = {mark: name for mark, name in self._names.of.items() if mark in self._control}
-                self._renamed = self._tokenizer.with_names(names)
+                names = {mark: name for mark, name in self._names.of.items() if mark in self.control_tokens}
+                self._renamed = self.tokenizer.with_names(names)
         return self._renamed(text)
 
     def _reasoning(self, program: _Program, chat: Chat, marked: str) -> ReasoningState:

@@ -19,6 +19,8 @@ _SEARCHES: Final = frozenset(
     ("split", "rsplit", "partition", "rpartition", "startswith", "endswith", "removeprefix", "removesuffix", "strip",
      "lstrip", "rstrip", "find", "rfind", "index", "rindex", "count", "get")
 )  # fmt: skip
+#: Those after which nothing that they have found is left, or which return no text.
+_REMOVERS: Final = ("split", "rsplit", "partition", "startswith", "endswith", "removeprefix", "removesuffix", "replace")
 _SEARCHING_FILTERS: Final = frozenset(("select", "reject", "selectattr", "rejectattr", "trim", "map", "attr"))
 
 
@@ -127,8 +129,11 @@ class _Writer:
         elif isinstance(node, nodes.Test):
             if not isinstance(node.node, nodes.Name):
                 self._each(node, True)
-        elif isinstance(node, (nodes.Compare, nodes.Operand, nodes.Keyword)):
-            self._each(node, is_searched or not isinstance(node, nodes.Keyword))
+        elif isinstance(node, nodes.Compare):
+            self._each(node, True)
+            return self._contained(node)
+        elif isinstance(node, (nodes.Operand, nodes.Keyword)):
+            self._each(node, is_searched or isinstance(node, nodes.Operand))
         elif isinstance(node, (nodes.Call, nodes.Filter)):
             self._call(node, is_searched)
         elif isinstance(node, nodes.Getitem):
@@ -172,6 +177,31 @@ class _Writer:
             self._each(node, is_searched, ("kwargs", "dyn_args", "dyn_kwargs"))
         else:
             self._each(node, is_searched or is_search, ("args", "kwargs", "dyn_args", "dyn_kwargs"))
+
+        if isinstance(node, nodes.Call) and name in _REMOVERS:
+            self._unify(node)
+
+    def _unify(self, node: nodes.Call) -> None:
+        """A template may search for a mark in a text that it has joined itself: both forms of the mark are found."""
+        assert isinstance(node.node, nodes.Getattr)
+        for one in node.args[:1]:
+            if isinstance(one, nodes.Const) and isinstance(one.value, str):
+                hidden = self._names.hidden(one.value)
+                if hidden != one.value:
+                    replace = nodes.Getattr(node.node.node, "replace", "load", lineno=node.lineno)
+                    pair: list[nodes.Expr] = [nodes.Const(hidden), nodes.Const(one.value)]
+                    node.node.node = nodes.Call(replace, pair, [], None, None, lineno=node.lineno)
+
+    def _contained(self, node: nodes.Compare) -> nodes.Expr:
+        """`MARK in TEXT`, for both forms of the mark."""
+        mark, [first, *others] = node.expr, node.ops
+        if others or first.op not in ("in", "notin") or not isinstance(mark, nodes.Const):
+            return node
+        hidden = self._names.hidden(mark.value) if isinstance(mark.value, str) else mark.value
+        if hidden == mark.value:
+            return node
+        other = nodes.Compare(nodes.Const(hidden), [nodes.Operand(first.op, first.expr)], lineno=node.lineno)
+        return (nodes.Or if first.op == "in" else nodes.And)(node, other, lineno=node.lineno)
 
     def _variable(self, node: nodes.Name, is_searched: bool) -> nodes.Node:
         if node.ctx != "load":
