@@ -13,7 +13,9 @@ for name in "${names[@]}"; do
   if [ -f "$made" ] && [ ! "$list" -nt "$made" ]; then continue; fi
   echo "making .clients/$name"
   "$python" -m venv ".clients/$name"
-  ".clients/$name/bin/pip" install -q --disable-pip-version-check -r "$list"
+  options=()
+  [ "$name" != templates ] || options=(--no-deps)  # only files of these packages are read
+  ".clients/$name/bin/pip" install -q --disable-pip-version-check "${options[@]}" -r "$list"
   if [ "$name" = vllm ]; then
     ".clients/$name/bin/pip" uninstall -q -y torchvision torchaudio torchcodec
   fi
