@@ -102,6 +102,9 @@ class Admission:
         self.chat_template = chat_template
         self.tool_format = "" if chat_template is None else chat_template.tool_format
         self.reasoning_format = "" if chat_template is None else reasoning_format(chat_template)
+        self._hides_marks = self.reasoning_format == "mistral" or _is_hidden(THINK_MARKS[1], tokenizer)
+        if self.reasoning_format and self._hides_marks and self.reasoning_format != "mistral":
+            self.reasoning_format = "special"
         self.limits = limits
         self._threads = TokenizerThreads()
         self._prompts = PromptReader(tokenizer, chat_template, self._threads)
@@ -149,6 +152,7 @@ class Admission:
         self, request: inference_pb2.GenerateRequest, sampling: Sampling, reasoning: ReasoningState
     ) -> tuple[str, str] | None:
         is_whole = sampling.stop_in_reasoning or sampling.grammar is not None or reasoning is ReasoningState.CLOSED
+        is_whole |= self._hides_marks and sampling.skip_special_tokens  # the marks have no text
         if is_whole or not request.HasField("chat") or not self.reasoning_format:
             return None
         return MISTRAL_MARKS if self.reasoning_format == "mistral" else THINK_MARKS
@@ -220,6 +224,12 @@ def least_tokens(request: inference_pb2.GenerateRequest) -> int:
     sampling = request.sampling
     output = min(sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS, RESERVED_TOKENS)
     return max(len(request.token_ids.ids), 1) + output
+
+
+def _is_hidden(mark: str, tokenizer: Tokenizer) -> bool:
+    """Whether it is a special token, which has no text unless the request asks for special tokens."""
+    token_id = tokenizer.control_tokens(mark).get(mark)
+    return token_id is not None and not tokenizer.decode([token_id])
 
 
 def _check_scores(sampling: Sampling, num_tokens: int) -> None:

@@ -91,8 +91,8 @@ def plan_tools(
 
 
 def _shown(*formats: str) -> dict[str, Any]:
-    """Options by which a reader sees the marks of these formats. Mistral's are special tokens."""
-    return {"skip_special_tokens": False} if "mistral" in formats else {}
+    """Options by which a reader sees the marks of these formats, if they are special tokens."""
+    return {} if {"mistral", "special"}.isdisjoint(formats) else {"skip_special_tokens": False}
 
 
 def calls_schema(tools: Sequence[Tool], most_calls: int) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def test_an_error_of_a_response_names_the_item(client: openai.OpenAI, script: Sc
 # --- reasoning, by the end of the prompt
 
 
-@pytest.mark.parametrize("form", ["tagged", "open", "mistral"])
+@pytest.mark.parametrize("form", ["tagged", "open", "special", "mistral"])
 @pytest.mark.parametrize(
     ("reasoning", "text", "expected"),
     [
@@ -176,6 +176,7 @@ def test_the_end_of_the_prompt_decides_what_is_reasoning(
     marks = {"open": "[THINK]", "close": "[/THINK]"} if form == "mistral" else {"open": "<think>", "close": "</think>"}
     says(script, text.format(**marks), reasoning)
     message = client.chat.completions.create(model="m", messages=[USER]).choices[0].message
+    assert script.requests[-1].sampling.HasField("skip_special_tokens") == (form in ("special", "mistral"))
     content = expected[0].format(**marks)
     assert (message.content, getattr(message, "reasoning_content", None)) == (content, expected[1])
     says(script, text.format(**marks), reasoning)

@@ -82,6 +82,22 @@ async def test_the_prompt_of_each_request_decides(
     assert whole.reasoning_split() is None
 
 
+async def test_marks_that_are_special_tokens_are_known(tmp_path: Path) -> None:
+    """They have no text by default. Then stop strings apply to the whole text, as its end cannot be found."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<think>", "</think>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    one = Admission(HuggingFaceTokenizer(tmp_path), ChatTemplate(TEMPLATE), LIMITS)
+    try:
+        assert one.reasoning_format == "special"
+        chat = {"messages": [user("hi")], "reasoning_effort": "low"}
+        for is_skipped in (True, False):
+            prepared = await one.prepare(request(chat, skip_special_tokens=is_skipped), MODEL, None)
+            assert (prepared.reasoning_split() is None) == is_skipped
+    finally:
+        one.close()
+
+
 async def test_names_of_control_tokens_are_text_unless_allowed(admission: Admission) -> None:
     end = admission.tokenizer.control_tokens("")["<|end|>"]
     for allowed, count in ((False, 1), (True, 2)):
