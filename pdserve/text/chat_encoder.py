@@ -33,11 +33,21 @@ class Chat:
 
     def strings(self) -> Iterator[str]:
         for one in self.messages:
-            calls = (text for call in one.tool_calls for text in (call.id, call.name, call.arguments))
+            calls = (text for call in one.tool_calls for text in (call.id, call.name, _unescaped(call.arguments)))
             texts = (one.role, one.content, one.tool_call_id, one.name, one.reasoning_content, *calls)
             yield from (text for text in texts if text)
-        yield from self.tools
-        yield self.template_arguments
+        yield from map(_unescaped, self.tools)
+        yield _unescaped(self.template_arguments)
+
+
+def _unescaped(text: str) -> str:
+    """JSON, as a template would write it."""
+    if "\\" not in text:
+        return text
+    try:
+        return json.dumps(json.loads(text), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +79,12 @@ class ChatEncoder:
         """
         program = self._programs[-1 if chat.tools else 0]
         safe = chat if chat.allows_special_tokens else program.guarded(chat)
-        marked = program.render(safe)
+        marked = self._render(program, chat, safe)
         text = self._names.shown(marked)
         if keep is None:
             check_chars(len(text))
         has_control = any(self._pattern.search(one) or self._names.broken in one for one in safe.strings())
-        if has_control or not program.is_exact or self._names.has_part(text):
+        if has_control or not text or not program.is_exact or self._names.has_part(text):
             plain = program.template.render(chat.messages, chat.tools, chat.template_arguments, chat.effort)
             if plain != text:
                 if has_control and not chat.allows_special_tokens:
@@ -83,6 +93,8 @@ class ChatEncoder:
                         "the name of a control token where the chat template examines it",
                         "other text, or allow_special_tokens",
                     )
+                if keep is None:
+                    check_chars(len(plain))
                 # Without such a name in the request, every control token is the template's.
                 marked, text = self._names.hidden(plain), plain
                 safe = chat = replace(chat, allows_special_tokens=True)
@@ -97,7 +109,16 @@ class ChatEncoder:
             if [one for one in ids if one in self._control_ids] != written:
                 tail = marked[self._names.position(marked, start) :]
                 ids = self._encode_names(self._names.shown(tail, but=self.control_tokens))
-        return EncodedChat(ids if keep is None else ids[-keep:], self._reasoning(program, safe, marked))
+        return EncodedChat(ids if keep is None else ids[-keep:], self._reasoning(program, chat, safe, marked))
+
+    def _render(self, program: _Program, chat: Chat, safe: Chat, *, add_generation_prompt: bool = True) -> str:
+        """Empty if only the program with secret names fails. Its error could tell a name, so the template itself
+        reports the error."""
+        try:
+            return program.render(safe, add_generation_prompt=add_generation_prompt)
+        except (InvalidRequest, ModelError):
+            program.template.render(chat.messages, chat.tools, chat.template_arguments, chat.effort)
+            return ""
 
     def _encode_names(self, text: str) -> list[int]:
         with self._lock:
@@ -106,7 +127,7 @@ class ChatEncoder:
                 self._renamed = self.tokenizer.with_names(names)
         return self._renamed(text)
 
-    def _reasoning(self, program: _Program, chat: Chat, marked: str) -> ReasoningState:
+    def _reasoning(self, program: _Program, chat: Chat, safe: Chat, marked: str) -> ReasoningState:
         mark = program.template.reasoning_mark
         if mark is None:
             return ReasoningState.UNMARKED
@@ -121,7 +142,7 @@ class ChatEncoder:
         if last <= marked.rfind(closed):
             return ReasoningState.UNMARKED
         # The template may have written the mark as an instruction, or at the beginning of the answer.
-        without = program.render(chat, add_generation_prompt=False)
+        without = self._render(program, chat, safe, add_generation_prompt=False)
         return ReasoningState.OPEN if marked[: last + 1] != without[: last + 1] else ReasoningState.UNMARKED
 
 
