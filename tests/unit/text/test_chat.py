@@ -47,7 +47,7 @@ def test_rendering_matches_transformers(source: str) -> None:
 def test_a_template_error_is_a_bad_request() -> None:
     with pytest.raises(InvalidRequest) as caught:
         ChatTemplate(STRICT, {"bos_token": "<s>"}).render([Message("assistant", "I begin")])
-    assert caught.value.field == "chat.messages"
+    assert caught.value.field == "chat.messages[0]"
     assert "must alternate" in caught.value.message
 
 
