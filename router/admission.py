@@ -102,9 +102,9 @@ class Admission:
         self.chat_template = chat_template
         self.tool_format = "" if chat_template is None else chat_template.tool_format
         self.reasoning_format = "" if chat_template is None else reasoning_format(chat_template)
-        self._hides_marks = self.reasoning_format == "mistral" or _is_hidden(THINK_MARKS[1], tokenizer)
-        if self.reasoning_format and self._hides_marks and self.reasoning_format != "mistral":
+        if self.reasoning_format not in ("", "mistral") and _is_hidden(THINK_MARKS[1], tokenizer):
             self.reasoning_format = "special"
+        self._hides_marks = self.reasoning_format in ("mistral", "special")
         self.limits = limits
         self._threads = TokenizerThreads()
         self._prompts = PromptReader(tokenizer, chat_template, self._threads)

@@ -196,4 +196,4 @@ async def test_a_real_models_text_matches_its_tokens(connect: Connect, start: St
     assert (await front.client.model()).has_chat_template
     with pytest.raises(InvalidRequest) as caught:
         await front.client.generate([{"role": "", "content": "x"}])
-    assert caught.value.field == "chat.messages.role"
+    assert caught.value.field == "chat.messages[0].role"
