@@ -85,7 +85,7 @@ class ChatEncoder:
             check_chars(len(text))
         has_control = any(self._pattern.search(one) or self._names.broken in one for one in safe.strings())
         if has_control or not text or not program.is_exact or self._names.has_part(text):
-            plain = program.template.render(chat.messages, chat.tools, chat.template_arguments, chat.effort)
+            plain = program.plain(chat)
             if plain != text:
                 if has_control and not chat.allows_special_tokens:
                     raise InvalidRequest(
@@ -109,16 +109,26 @@ class ChatEncoder:
             if [one for one in ids if one in self._control_ids] != written:
                 tail = marked[self._names.position(marked, start) :]
                 ids = self._encode_names(self._names.shown(tail, but=self.control_tokens))
+        if chat.has_special_tokens and keep is None:
+            ids = self._surrounded(text, ids)
         return EncodedChat(ids if keep is None else ids[-keep:], self._reasoning(program, chat, safe, marked))
 
-    def _render(self, program: _Program, chat: Chat, safe: Chat, *, add_generation_prompt: bool = True) -> str:
+    def _render(self, program: _Program, chat: Chat, safe: Chat) -> str:
         """Empty if only the program with secret names fails. Its error could tell a name, so the template itself
         reports the error."""
         try:
-            return program.render(safe, add_generation_prompt=add_generation_prompt)
+            return program.render(safe)
         except (InvalidRequest, ModelError):
-            program.template.render(chat.messages, chat.tools, chat.template_arguments, chat.effort)
+            program.plain(chat)
             return ""
+
+    def _surrounded(self, text: str, ids: list[int]) -> list[int]:
+        """With the tokens that the tokenizer puts before and after a text."""
+        inner = self.tokenizer.encode(text, has_special_tokens=False)
+        whole = self.tokenizer.encode(text)
+        num_added = len(whole) - len(inner)
+        before = next((at for at in range(num_added + 1) if whole[at : at + len(inner)] == inner), num_added)
+        return [*whole[:before], *ids, *whole[before + len(inner) :]]
 
     def _encode_names(self, text: str) -> list[int]:
         with self._lock:
@@ -142,7 +152,7 @@ class ChatEncoder:
         if last <= marked.rfind(closed):
             return ReasoningState.UNMARKED
         # The template may have written the mark as an instruction, or at the beginning of the answer.
-        without = self._render(program, chat, safe, add_generation_prompt=False)
+        without = self._render(program, chat, replace(safe, add_generation_prompt=False))
         return ReasoningState.OPEN if marked[: last + 1] != without[: last + 1] else ReasoningState.UNMARKED
 
 
@@ -173,15 +183,13 @@ class _Program:
             joined.update(set(pattern.findall(names.shown(marked, but=names.of))))
         self._joined = frozenset(joined)
 
-    def render(self, chat: Chat, *, add_generation_prompt: bool = True) -> str:
+    def plain(self, chat: Chat) -> str:
+        """The template's own text."""
+        return _rendered(self.template, chat)
+
+    def render(self, chat: Chat) -> str:
         """With a name for each control token and mark that the template writes."""
-        text = self._program.render(
-            chat.messages,
-            chat.tools,
-            chat.template_arguments,
-            chat.effort,
-            add_generation_prompt=add_generation_prompt,
-        )
+        text = _rendered(self._program, chat)
         for mark in sorted(self._joined, key=len, reverse=True):
             text = text.replace(mark, self._names.of[mark])
         return text
@@ -228,6 +236,16 @@ class _Program:
         ]
         arguments = json_text(chat.template_arguments) if chat.template_arguments else ""
         return replace(chat, messages=messages, tools=list(map(json_text, chat.tools)), template_arguments=arguments)
+
+
+def _rendered(template: ChatTemplate, chat: Chat) -> str:
+    return template.render(
+        chat.messages,
+        chat.tools,
+        chat.template_arguments,
+        chat.effort,
+        add_generation_prompt=chat.add_generation_prompt,
+    )
 
 
 def _may_join(text: str, token: str) -> bool:

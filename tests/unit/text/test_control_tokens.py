@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,17 @@ def test_a_truncated_prompt_has_the_last_tokens(tmp_path: Path) -> None:
         whole = ids_of(encoder, chat)
         for keep in (1, 7, 40, 300, len(whole) - 1, len(whole) + 5):
             assert ids_of(encoder, chat, keep) == whole[-keep:]
+
+
+@pytest.mark.parametrize("text", ["the", "<s>the<|im_end|>"])
+def test_the_tokenizers_own_tokens_go_around_a_chat_if_asked_for(tmp_path: Path, text: str) -> None:
+    encoder = make_encoder(tmp_path, "sentencepiece", CHATML)
+    chat = Chat([Message("user", text)])
+    ids = ids_of(encoder, chat)
+    assert ids_of(encoder, replace(chat, has_special_tokens=True)) == [encoder.control_tokens["<s>"], *ids]
+    shorter = ids_of(encoder, replace(chat, add_generation_prompt=False))
+    assert shorter == ids[: len(shorter)]
+    assert len(shorter) < len(ids)
 
 
 def test_spaces_and_html_stay_tokens(tmp_path: Path) -> None:
