@@ -1,6 +1,7 @@
 """Reads one call, `{"name": .., "arguments": {..}}`, character by character. Pure.
 
-The keys may come in any order; other keys are skipped. `parameters` is Llama's name of the arguments.
+The keys may come in any order, and `parameters` is Llama's name of the arguments. Other members are not lost: `extra`
+has their text, except for those that models write as a part of a call (`id`, `type`, `index`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import Final, final
 
 _SPACE: Final = " \t\r\n"
 _ARGUMENTS: Final = ("arguments", "parameters")
+_IGNORED: Final = ("id", "type", "index")
+_KEYS: Final = ("name", *_ARGUMENTS, *_IGNORED)
+_NO_JSON: Final = "<"  # outside of a string, a mark of the next call
 MAX_NAME_CHARS: Final = 256
 
 
@@ -19,35 +23,45 @@ class JsonValue:
     """One JSON value. Checks only what is needed to find its end."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self.text = ""  # of an object or an array, the first character
         self.is_done = False
+        self.is_broken = False
         self._depth = 0
-        self._in_string = False
+        self.is_in_string = False
         self._is_escaped = False
 
     @property
     def is_text(self) -> bool:
         return self.text.startswith('"')
 
+    @property
+    def is_nested(self) -> bool:
+        return self.text.startswith(("{", "["))
+
     def feed(self, char: str) -> bool:
-        """False if `char` comes after the value: the end of a number or a literal is only visible at the next
-        character."""
+        """False if `char` is not part of the value: it comes after the end of a number or a literal, or breaks the
+        value."""
         if not self.text and char in _SPACE:
             return True
-        if not self._in_string and not self._depth and self.text and not self.is_text and char in _SPACE + ",]}":
-            self.is_done = True
-            return False
-        self.text += char
-        if self._in_string:
+        if not self.is_in_string:
+            if char in _NO_JSON or (not self.text and char in ",:]}"):
+                self.is_broken = True
+                return False
+            if not self._depth and self.text and not self.is_text and char in _SPACE + ",]}":
+                self.is_done = True
+                return False
+        if not self.is_nested:
+            self.text += char
+        if self.is_in_string:
             if self._is_escaped:
                 self._is_escaped = False
             elif char == "\\":
                 self._is_escaped = True
             elif char == '"':
-                self._in_string = False
+                self.is_in_string = False
                 self.is_done = self._depth == 0
         elif char == '"':
-            self._in_string = True
+            self.is_in_string = True
         elif char in "{[":
             self._depth += 1
         elif char in "}]":
@@ -70,12 +84,14 @@ class _Place(Enum):
 class CallObject:
     def __init__(self) -> None:
         self.name: str | None = None
+        self.extra = ""  # what belongs to no call: other members, and an incomplete one
         self._place = _Place.BEFORE
         self._key = JsonValue()
         self._key_text: str | None = None
         self._value = JsonValue()
+        self._member = ""  # the text of a member that is not accepted yet, from its comma
         self._pending = ""  # arguments that were not taken yet
-        self._has_arguments = False
+        self._seen: set[str] = set()  # the keys of accepted members
 
     @property
     def is_done(self) -> bool:
@@ -85,17 +101,20 @@ class CallObject:
     def is_broken(self) -> bool:
         return self._place is _Place.BROKEN
 
-    def feed(self, char: str) -> None:
-        """One character, while the object is neither done nor broken."""
+    def feed(self, char: str) -> bool:
+        """One character, while the object is neither done nor broken. False if `char` broke it and is not part of
+        it."""
         place = self._place
         if place is _Place.VALUE:
-            self._feed_value(char)
-        elif place is _Place.KEY and self._key.text:
+            return self._feed_value(char)
+        if place is not _Place.BEFORE:
+            self._member += char
+        if place is _Place.KEY and self._key.text:
             self._key.feed(char)
             if self._key.is_done:
                 self._place, self._key_text = _Place.COLON, _text(self._key.text)
         elif char in _SPACE:
-            return
+            pass
         elif place is _Place.BEFORE and char == "{":
             self._place = _Place.KEY
         elif place is _Place.KEY and char == '"':
@@ -107,7 +126,10 @@ class CallObject:
         elif place is _Place.COMMA and char == "}":
             self._end()
         else:
-            self._place = _Place.BROKEN
+            self._member = self._member[:-1]
+            self._break()
+            return False
+        return True
 
     def take(self) -> str:
         """The arguments since the last take, once the name is known."""
@@ -116,36 +138,82 @@ class CallObject:
         text, self._pending = self._pending, ""
         return text
 
+    def end(self) -> None:
+        """The text has ended. What may be the beginning of an accepted member was cut, and is no text."""
+        if self._place is _Place.VALUE and self._key_text in _ARGUMENTS and self._is_accepted:
+            self._pending += "" if self._value.is_nested else self._value.text
+        elif self._place is not _Place.VALUE or not self._is_accepted:
+            word = self._member.strip(_SPACE + ",")
+            if word and not any(f'"{key}":'.startswith(word) for key in self._missing()):
+                self.extra += self._member
+
     # ------------------------------------------------------------------------------------------------------------
 
-    def _feed_value(self, char: str) -> None:
-        value, key = self._value, self._key_text
-        belongs = value.feed(char)
-        if key in _ARGUMENTS and belongs and value.text[:1] in ("{", "["):
-            self._has_arguments = True
-            self._pending += char
-        if value.is_done:
-            self._place = _Place.COMMA
-            if key == "name":
-                self._take_name()
-            elif key in _ARGUMENTS and value.text[:1] not in ("{", "["):
-                self._has_arguments = True
-                # Some models write the object as a string, or null for an empty one.
-                self._pending += (_text(value.text) or "{}") if value.is_text else "{}"
-        if not belongs and self._place is _Place.COMMA:
-            self.feed(char)
+    @property
+    def _is_accepted(self) -> bool:
+        """The member that is being read is part of a call."""
+        return self._key_text in self._missing()
 
-    def _take_name(self) -> None:
-        name = _text(self._value.text) if self._value.is_text else None
-        if not name or len(name) > MAX_NAME_CHARS:
-            self._place = _Place.BROKEN
-        else:
-            self.name = name
+    def _missing(self) -> list[str]:
+        has_arguments = not self._seen.isdisjoint(_ARGUMENTS)
+        return [key for key in _KEYS if key not in self._seen and not (has_arguments and key in _ARGUMENTS)]
+
+    def _feed_value(self, char: str) -> bool:
+        value = self._value
+        belongs = value.feed(char)
+        is_accepted, is_arguments = self._is_accepted, self._key_text in _ARGUMENTS
+        if belongs:
+            self._member += char
+            if is_accepted and is_arguments and value.is_nested:
+                self._pending += char
+                self._member = ""
+        if value.is_broken:
+            self._break()
+        elif value.is_done:
+            self._place = _Place.COMMA
+            if is_accepted:
+                self._accept()
+            else:
+                self.extra += self._member.lstrip(_SPACE + ",")
+            self._member = ""
+            if not belongs and not self.is_broken:
+                return self.feed(char)
+        return belongs
+
+    def _accept(self) -> None:
+        value, key = self._value, self._key_text
+        assert key is not None
+        self._seen.add(key)
+        if key == "name":
+            name = _text(value.text) if value.is_text else None
+            if not name or len(name) > MAX_NAME_CHARS:
+                self._place = _Place.BROKEN
+            else:
+                self.name = name
+        elif key in _ARGUMENTS and not value.is_nested:
+            self._pending += _as_object(value.text)
 
     def _end(self) -> None:
         self._place = _Place.BROKEN if self.name is None else _Place.DONE
-        if not self._has_arguments:
+        self._member = ""
+        if self._seen.isdisjoint(_ARGUMENTS):
             self._pending = "{}"
+
+    def _break(self) -> None:
+        self._place = _Place.BROKEN
+        self.extra += self._member
+
+
+def _as_object(raw: str) -> str:
+    """Some models write the arguments' object as a string, or null or "" for an empty one. Any other value stays as
+    it is, so that the client can tell the model."""
+    text = _text(raw)
+    if raw == "null" or (text is not None and not text.strip()):
+        return "{}"
+    try:
+        return text if text is not None and isinstance(json.loads(text), dict) else raw
+    except (ValueError, RecursionError):
+        return raw
 
 
 def _text(raw: str) -> str | None:

@@ -44,6 +44,12 @@ class ParameterValue:
         text = self._text.removesuffix("\n")
         return f'{found}{_escaped(text)}"' if self._is_string else _json(text, self._types)
 
+    def cut(self) -> str:
+        """Like end(), of a text that was cut: without a quotation mark at the end."""
+        if self._is_string:
+            return self._begin() + _escaped(self._text.removesuffix("\n"))
+        return _json(self._text, self._types) if self._text.strip() else ""
+
     def _begin(self) -> str:
         if self._has_begun:
             return ""

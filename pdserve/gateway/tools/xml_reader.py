@@ -2,7 +2,8 @@
 
     <tool_call><function=NAME><parameter=KEY>VALUE</parameter> .. </function></tool_call>
 
-Values are bare text. Models sometimes omit <tool_call>, which is accepted before the name of a tool, or </parameter>.
+Values are bare text. Models sometimes omit <tool_call>, which is accepted before the name of a tool, or an end mark.
+Other text within a call is text of the answer, after the call.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ class XmlReader(CallReader):
         self._place = _Place.TEXT
         self._outside = Mark(_CALL, _CALL_END, _FUNCTION)
         self._function = Mark(_FUNCTION)
-        self._inside = Mark(_PARAMETER, _FUNCTION_END)
+        self._inside = Mark(_PARAMETER, _FUNCTION_END, _CALL_END, _CALL, _FUNCTION)
         self._value_end = Mark(_PARAMETER_END, _PARAMETER, _FUNCTION_END)
         self._opening = ""  # the first mark of what may become a call; the text after it is in _raw
         self._word = ""  # a name or key that is being read
         self._schema: Mapping[str, Any] = {}  # of the call's parameters
         self._value = ParameterValue(frozenset())
         self._separator = ""  # before the next parameter
+        self._extra = ""  # text within a call
+        self._is_open = False  # </tool_call> may follow
 
     def _char(self, char: str) -> None:
         place = self._place
@@ -63,7 +66,7 @@ class XmlReader(CallReader):
             self._raw += char
             self._feed_name(char)
         elif place is _Place.BETWEEN:
-            self._inside.feed(char)  # text between parameters is dropped
+            self._add_extra(self._inside.feed(char))
             self._go_on(self._inside.found())
         elif place is _Place.KEY:
             self._feed_key(char)
@@ -74,9 +77,18 @@ class XmlReader(CallReader):
                 self._go_on(mark)
 
     def _end(self) -> None:
-        if self._place in (_Place.OPENED, _Place.NAME):
+        place, self._place = self._place, _Place.TEXT
+        if place in (_Place.OPENED, _Place.NAME):
             self._write_all(self._opening + self._raw)
-        self._write_all(self._outside.rest())
+        elif place is _Place.KEY:
+            self._add_extra(_PARAMETER + self._word)
+        elif place is _Place.VALUE:
+            value = self._value.feed(self._value_end.rest())
+            self._found.append(Arguments(value + self._value.cut()))
+        self._write_extra()
+        rest = self._outside.rest()
+        if not (self._is_open and _CALL_END.startswith(rest)):
+            self._write_all(rest)
         super()._end()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -84,13 +96,25 @@ class XmlReader(CallReader):
     def _feed_text(self, char: str) -> None:
         self._write_all(self._outside.feed(char))
         mark = self._outside.found()
-        if mark == _CALL_END and self._has_calls:
-            self._space = ""
+        if mark == _CALL_END and self._is_open:
+            self._space, self._is_open = "", False
         elif mark == _CALL_END:
             self._write_all(mark)
         elif mark:
-            self._opening, self._raw, self._word = mark, "", ""
-            self._place = _Place.OPENED if mark == _CALL else _Place.NAME
+            self._open(mark)
+
+    def _open(self, mark: str) -> None:
+        self._is_open = self._is_open and mark != _CALL
+        self._opening, self._raw, self._word = mark, "", ""
+        self._place = _Place.OPENED if mark == _CALL else _Place.NAME
+
+    def _add_extra(self, text: str) -> None:
+        """Space between marks is no text."""
+        self._extra += text if self._extra else text.lstrip(SPACE)
+
+    def _write_extra(self) -> None:
+        self._write_all(self._extra.rstrip(SPACE))
+        self._extra = ""
 
     def _feed_opened(self, char: str) -> None:
         if char in SPACE and not self._function.held:
@@ -112,6 +136,7 @@ class XmlReader(CallReader):
             self._reject()
             return
         self._call(name)
+        self._is_open = True
         self._found.append(Arguments("{"))
         self._schema, self._separator, self._place = self._parameters.get(name, {}), "", _Place.BETWEEN
 
@@ -128,11 +153,21 @@ class XmlReader(CallReader):
             self._place, self._word = _Place.KEY, ""
         elif mark == _PARAMETER_END:
             self._place = _Place.BETWEEN
-        elif mark == _FUNCTION_END:
+        elif mark:  # a model may omit </function>
             self._found.append(Arguments("}"))
             self._place = _Place.TEXT
+            self._write_extra()
+            if mark == _CALL_END:
+                self._is_open = False
+            elif mark != _FUNCTION_END:
+                self._open(mark)
 
     def _feed_key(self, char: str) -> None:
+        if char in "<\n" or len(self._word) > MAX_NAME_CHARS:
+            self._add_extra(_PARAMETER + self._word)
+            self._place = _Place.BETWEEN
+            self._char(char)
+            return
         if char != ">":
             self._word += char
             return

@@ -131,6 +131,64 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("qwen3_coder", "<function=add><parameter=r>{'x': None}</parameter></function>", called('{"r": {"x": null}}')),
     ("qwen3_coder", "<function=add><parameter=r>{1, 2}</parameter></function>", called('{"r": "{1, 2}"}')),
     ("qwen3_coder", "<function=add><parameter=s>12</parameter></function>", called('{"s": "12"}')),
+    ("hermes", f"<tool_call>{ADD}{GET}</tool_call>", [*ADDED, *GOT]),
+    ("hermes", f"<tool_call>{ADD},\n{GET}</tool_call> so", [*ADDED, *GOT, Text(" so")]),
+    ("hermes", f"<tool_call>{ADD}\n<tool_call>{GET}</tool_call>", [*ADDED, *GOT]),
+    ("hermes", f"<tool_call>{ADD} and {{</tool_call>", [*ADDED, Text(" and {")]),
+    ("hermes", f"<tool_call>{ADD}<tool_call>x</tool_call>", [*ADDED, Text("<tool_call>x</tool_call>")]),
+    ("hermes", f"<tool_call>{ADD}</tool_call></tool_call>", [*ADDED, Text("</tool_call>")]),
+    ("hermes", f"<tool_call>{ADD}</tool_c", ADDED),
+    ("hermes", '<tool_call>{"na<tool_call>', [Text('<tool_call>{"na<tool_call>')]),
+    ("hermes", f'<tool_call>{{"name" <tool_call>{GET}', [Text('<tool_call>{"name"'), *GOT]),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "add", "arguments": {{"a": 1<tool_call>{GET}',
+        [CallBegan("add"), Arguments('{"a": 1'), *GOT],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "get", "why": "so", "arguments": {}, "arguments": {"a": 1}} x',
+        [*GOT, Text('"why": "so""arguments": {"a": 1} x')],
+    ),
+    ("hermes", '<tool_call>{"name": "get", "arguments": {}, "wh', [*GOT, Text(', "wh')]),
+    ("hermes", '<tool_call>{"name": "get", "arguments": {} why}', [*GOT, Text(" why}")]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": 5}', [CallBegan("add"), Arguments("5")]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "so"}', [CallBegan("add"), Arguments('"so"')]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": ""}', [CallBegan("add"), Arguments("{}")]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": 1', [CallBegan("add"), Arguments("1")]),
+    ("llama3", f"{ADD}<|python_tag|>", [*ADDED, Text("<|python_tag|>")]),
+    ("mistral", f"[TOOL_CALLS][{ADD} and {GET}]", [*ADDED, Text(f" and {GET}]")]),
+    ("mistral", f"[TOOL_CALLS][{ADD}{GET}", [*ADDED, *GOT]),
+    ("mistral", f"[TOOL_CALLS][{ADD}[TOOL_CALLS]get{{}}", [*ADDED, *GOT]),
+    ("mistral", '[TOOL_CALLS][{"x": 1}]', [Text('[TOOL_CALLS][{"x": 1}]')]),
+    ("mistral", "[TOOL_CALLS] []", [Text("[TOOL_CALLS] []")]),
+    ("mistral", "[TOOL_CALLS] [so", [Text("[TOOL_CALLS] [so")]),
+    ("mistral", f"[TOOL_CALLS]{GET} so", [*GOT, Text(" so")]),
+    ("mistral", "[TOOL_CALLS]add[ARGS]so", [Text("[TOOL_CALLS]add[ARGS]so")]),
+    ("mistral", "[TOOL_CALLS]it is a {}", [Text("[TOOL_CALLS]it is a {}")]),
+    ("mistral", "[TOOL_CALLS]add[TOOL_CALLS]get{}", [Text("[TOOL_CALLS]add"), *GOT]),
+    ("mistral", '[TOOL_CALLS]add{"a": [1[TOOL_CALLS]get{}', [CallBegan("add"), Arguments('{"a": [1'), *GOT]),
+    (
+        "qwen3_coder",
+        "<function=get>so <parameter=q>x</parameter>y\n<parameter=k\n</function></tool_call>",
+        [CallBegan("get"), Arguments('{"q": "x"}'), Text("so y\n<parameter=k")],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=get><parameter=q>x</parameter></tool_call><tool_call><function=get></function>",
+        [CallBegan("get"), Arguments('{"q": "x"}'), *GOT],
+    ),
+    ("qwen3_coder", "<tool_call><function=get><function=get></function>", [*GOT, *GOT]),
+    (
+        "qwen3_coder",
+        "<function=get></function></tool_call><tool_call>x</tool_call>",
+        [*GOT, Text("<tool_call>x</tool_call>")],
+    ),
+    ("qwen3_coder", "<function=add><parameter=i>\n12", called('{"i": 12')),
+    ("qwen3_coder", "<function=add><parameter=s>\n12 <", called('{"s": "12 <')),
+    ("qwen3_coder", "<function=add><parameter=ke", [CallBegan("add"), Arguments("{"), Text("<parameter=ke")]),
+    ("array", f"[{ADD}] so", [*ADDED, Text("] so")]),
+    ("array", '[{"na', [Text('[{"na')]),
     ("array", f"[{ADD}]", ADDED),
     ("array", f"[ {ADD} ,\n{GET} ]", [*ADDED, *GOT]),
     ("named", '{"a": [1]}', [CallBegan("add"), Arguments('{"a": [1]}')]),
@@ -156,58 +214,112 @@ def test_a_text_is_parsed_equally_at_every_split(form: str, text: str, events: l
         assert read(form, [text[: cuts[0]], text[cuts[0] : cuts[1]], text[cuts[1] :]]) == events
 
 
-@given(
-    st.sampled_from(["hermes", "llama3", "mistral", "qwen3_coder"]),
-    st.lists(
-        st.sampled_from(
-            [
-                "<tool_call>",
-                "</tool_call>",
-                "[TOOL_CALLS]",
-                "[ARGS]",
-                "[CALL_ID]",
-                "<|python_tag|>",
-                "<function=",
-                "</function>",
-                "add>",
-                "<parameter=",
-                "i>",
-                "</parameter>",
-                "\n",
-                ADD,
-                GET,
-                "{",
-                "}",
-                '"',
-                '{"name": "add", ',
-                '"arguments": ',
-                "\\",
-                " ",
-                ";",
-                "[",
-                "]",
-                ",",
-                "x",
-                "null",
-                "1.5",
-            ]
-        ),
-        max_size=12,
-    ),
-)
-def test_any_text_is_parsed_equally_at_every_split(form: str, parts: list[str]) -> None:
+FORMS = ["hermes", "llama3", "mistral", "qwen3_coder"]
+PARTS = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<|python_tag|>",
+    "<function=",
+    "</function>",
+    "add>",
+    "<parameter=",
+    "i>",
+    "</parameter>",
+    "\n",
+    ADD,
+    GET,
+    "{",
+    "}",
+    '"',
+    '{"name": "add", ',
+    '"arguments": ',
+    '"arguments": {"α": "β"}',
+    ', "γ": "δ"',
+    "\\",
+    " ",
+    ";",
+    "[",
+    "]",
+    ",",
+    "x",
+    "null",
+    "1.5",
+    "αβ",
+]
+ANSWERS = {  # well-formed, with calls
+    "hermes": f"Hm.\n<tool_call>\n{ADD}\n</tool_call>\n<tool_call>{GET}</tool_call>",
+    "llama3": f"<|python_tag|>{ADD.replace('arguments', 'parameters')}; {GET}",
+    "mistral": f"Hm.[TOOL_CALLS] [{ADD}, {GET}][TOOL_CALLS]add[CALL_ID]x[ARGS]{{}}[TOOL_CALLS]get{{}}",
+    "qwen3_coder": "Hm.\n<tool_call>\n<function=add>\n<parameter=s>\nso\n</parameter>\n<parameter=i>\n1\n</parameter>\n"
+    "</function>\n</tool_call>\n<tool_call><function=get></function></tool_call>",
+}
+WORDS = "αβγδεζηθ"  # stand for what a model wrote; they are no syntax of any form
+
+
+def in_pieces(text: str, cuts: list[int]) -> list[str]:
+    ends = sorted(min(one, len(text)) for one in cuts)
+    return [text[a:b] for a, b in itertools.pairwise([0, *ends, len(text)])]
+
+
+def check_nothing_is_lost(form: str, text: str, found: list[Event]) -> None:
+    """Each character is in a call, in the text in its order, or part of a call's syntax. A text without a call is
+    unchanged."""
+    content = "".join(one.text for one in found if isinstance(one, Text))
+    calls = "".join(one.text if isinstance(one, Arguments) else one.name for one in found if not isinstance(one, Text))
+    for word in WORDS:
+        assert (content + calls).count(word) == text.count(word), (word, text, found)
+    rest = iter(text)
+    assert all(char in rest for char in content if not char.isspace()), (text, found)
+    if not calls:
+        assert content == text
+
+
+@given(st.sampled_from(FORMS), st.lists(st.sampled_from(PARTS), max_size=12), st.lists(st.integers(0, 200), max_size=4))
+def test_nothing_of_any_text_is_lost(form: str, parts: list[str], cuts: list[int]) -> None:
     text = "".join(parts)
-    assert read(form, parts) == read(form, [text]) == read(form, list(text))
+    found = read(form, [text])
+    assert read(form, in_pieces(text, cuts)) == read(form, list(text)) == found
+    check_nothing_is_lost(form, text, found)
 
 
 @given(
-    st.sampled_from(["hermes", "mistral", "qwen3_coder"]),
+    st.sampled_from(FORMS),
+    st.lists(st.tuples(st.integers(0, 200), st.sampled_from([*PARTS, *WORDS])), max_size=4),
+    st.lists(st.tuples(st.integers(0, 200), st.integers(1, 12)), max_size=2),
+    st.integers(0, 300),
+)
+def test_nothing_of_a_damaged_call_is_lost(
+    form: str, insertions: list[tuple[int, str]], deletions: list[tuple[int, int]], end: int
+) -> None:
+    """Text is put into an answer with calls, parts are deleted, and the end is cut off."""
+    text = ANSWERS[form]
+    for place, part in insertions:
+        text = text[:place] + part + text[place:]
+    for place, size in deletions:
+        text = text[:place] + text[place + size :]
+    text = text[:end]
+    found = read(form, [text])
+    assert read(form, list(text)) == found
+    check_nothing_is_lost(form, text, found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_word_anywhere_in_an_answer_is_kept(form: str) -> None:
+    whole = ANSWERS[form]
+    for place in range(len(whole) + 1):
+        text = f"{whole[:place]}αβ{whole[place:]}"
+        check_nothing_is_lost(form, text, read(form, [text]))
+
+
+@given(
+    st.sampled_from(FORMS),
     st.text(alphabet='ab <>/[]{}"_toolcaTOOLCALLS\n', max_size=40),
 )
 def test_text_without_a_call_is_kept(form: str, text: str) -> None:
-    found = read(form, [text])
-    if not any(isinstance(one, CallBegan) for one in found) and "[TOOL_CALLS]" not in text:
-        assert "".join(one.text for one in found if isinstance(one, Text)) == text
+    check_nothing_is_lost(form, text, read(form, [text]))
 
 
 def test_arguments_come_before_their_end() -> None:
