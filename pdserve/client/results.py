@@ -81,7 +81,8 @@ class Model:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
-    tool_format: str = ""  # how the model writes tool calls: hermes, qwen3_coder, llama3 or mistral; empty if unknown
+    # How the model writes tool calls: hermes, qwen3_coder, llama3, mistral or other; empty if it takes no tools.
+    tool_format: str = ""
     # How it marks reasoning: mistral, special, tagged, or open if its prompt begins it; empty if it has no marks.
     reasoning_format: str = ""
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that give no value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
@@ -122,17 +123,18 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
     for name in ("reasoning_effort", "stop_in_reasoning", "allow_special_tokens"):
         if getattr(request, name) is not None:
             options[name] = getattr(request, name)
+    structure: dict[str, Any] = {name: options.pop(name) for name in _STRUCTURES if name in options}
+    is_auto = bool(request.tools) and request.tool_choice in (None, "auto")
     plan = plan_tools(
         request.tools or (),
         request.tool_choice,
         model,
         is_parallel=request.parallel_tool_calls is not False,
         is_thinking=switches.get("enable_thinking") is not False,
+        answer=_answer_schema(structure) if is_auto and structure else None,
     )
-    has_form = not options.keys().isdisjoint(_STRUCTURES)
-    if plan is not None and plan.tools and has_form:
-        raise InvalidRequest("response_format", "a form beside tools", "no form, or the tool_choice none")
-    if has_form:
+    if structure and not (plan is not None and plan.tools):
+        options |= structure
         plan = None  # a grammar does not allow the marks of reasoning
     if plan is not None:
         options |= {**plan.options, "tools": plan.tools}
@@ -140,6 +142,22 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
     if plan is not None and plan.tools:
         names |= dict.fromkeys(_STRUCTURES, "tools")
     return _call(request, [sdk_messages(request.messages)], {**options, **headers}, logprobs, names, plan)
+
+
+def _answer_schema(structure: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an answer that may be calls instead. Raises InvalidRequest."""
+    if "json_object" in structure:
+        return {"type": "object"}
+    schema = structure.get("json_schema")
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise InvalidRequest("structured_outputs", "a text that does not parse", "a JSON schema") from None
+    if not isinstance(schema, dict):
+        expected = "a JSON schema beside tools, or the tool_choice none, required or a function"
+        raise InvalidRequest("structured_outputs", ", ".join(structure), expected)
+    return schema
 
 
 def text_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:

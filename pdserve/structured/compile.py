@@ -7,6 +7,7 @@ docs/decisions/0004-structured-output.md has the figures.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
@@ -32,6 +33,8 @@ _JSON: Final[JsonCompileOptions] = {
     # Without \\uXXXX, so that a name of a property has one spelling, and a free name is never one that is listed.
     "json_allowed_escapes": 'nrbtf\\"',
 }
+_EMBEDDED: Final = re.compile(r"%json\s*(?=\{)")
+_DECODER: Final = json.JSONDecoder()
 _PER_GRAMMAR: Final = "x-guidance"  # a schema's own options, which could override those above
 
 
@@ -102,7 +105,25 @@ def _source(grammar: Grammar) -> str:
             strings = " | ".join(json.dumps(one, ensure_ascii=False) for one in grammar.choices())
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {strings}")
         case GrammarKind.LARK:
-            return LLMatcher.grammar_from_lark(grammar.text)
+            return LLMatcher.grammar_from_lark(_with_json_options(grammar.text))
+
+
+def _with_json_options(lark: str) -> str:
+    """Schemas within a Lark grammar obey the rules of a JSON_SCHEMA, unless they have options of their own. Raises
+    ValueError or RecursionError with the reason."""
+    found, end = "", 0
+    for mark in _EMBEDDED.finditer(lark):
+        if mark.start() < end:
+            continue  # in the schema before
+        try:
+            schema, stop = _DECODER.raw_decode(lark, mark.end())
+        except (ValueError, RecursionError):
+            continue  # llguidance says why
+        if _PER_GRAMMAR not in schema:
+            schema = {**supported(schema), _PER_GRAMMAR: _JSON}
+        found += lark[end : mark.end()] + json.dumps(schema)
+        end = stop
+    return found + lark[end:]
 
 
 def schema_of(grammar: Grammar) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 
 from pdserve import AsyncClient, Completion
 from pdserve.gateway.request_models import Tool
-from pdserve.gateway.tools.plan import calls_schema
+from pdserve.gateway.tools.grammars import calls_schema
 from tests.cluster.cluster import Cluster
 from tests.support.tooled_model import make_tooled_model
 

@@ -2,6 +2,7 @@
 
 With `auto` the model decides whether to call; the form of its calls is found from its chat template. `required` and a
 named function are enforced by a grammar, so their arguments always validate, and the answer is JSON in our own form.
+They win over a schema for the answer. With `auto` and such a schema a grammar allows either (grammars.py).
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from typing import Any, Final
 
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.grammar import MAX_GRAMMAR_BYTES
 from pdserve.core.json_schema import localized
 from pdserve.gateway.request_models import NamedChoice, Tool
-from pdserve.gateway.sse import to_json
 from pdserve.gateway.tools.events import Reader
-from pdserve.gateway.tools.readers import ArrayReader, NamedReader, make_reader
+from pdserve.gateway.tools.grammars import MAX_CALLS, calls_or_answer, calls_schema, parameters_of
+from pdserve.gateway.tools.readers import ArrayReader, FirstCharReader, NamedReader, make_reader
 from pdserve.gateway.tools.reasoning import ReasoningReader, TextReader
 
-MAX_CALLS: Final = 16  # of one answer with a grammar
+UNKNOWN: Final = "other"  # Model.tool_format of a template that takes tools, but shows no known form of calls
+_FIRST: Final = {"hermes": "<", "qwen3_coder": "<"}  # the first character of a call; JSON begins with another
 _MARKS: Final = {"tagged": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}  # of reasoning
 
 
@@ -44,11 +45,18 @@ class ToolPlan:
 
 
 def plan_tools(
-    tools: Sequence[Tool], choice: str | NamedChoice | None, model: Model, *, is_parallel: bool, is_thinking: bool
+    tools: Sequence[Tool],
+    choice: str | NamedChoice | None,
+    model: Model,
+    *,
+    is_parallel: bool,
+    is_thinking: bool,
+    answer: Mapping[str, Any] | None = None,
 ) -> ToolPlan | None:
     """None if the answer is text alone: neither calls nor marks of reasoning. Raises InvalidRequest.
 
-    `is_thinking`: the request does not turn the reasoning off. A template then closes it in the prompt.
+    `is_thinking`: the request does not turn the reasoning off. A template then closes it in the prompt. `answer`: the
+    schema of an answer without calls.
     """
     form = model.reasoning_format
     is_open = is_thinking and form == "open"
@@ -60,6 +68,8 @@ def plan_tools(
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice", "a choice without tools", "tools beside it")
         return ToolPlan((), _shown(form), TextReader, marks=marks, is_open=is_open) if form else None
+    if not model.tool_format:
+        raise InvalidRequest("tools", f"{len(tools)} tools", "none: this model's chat template takes no tools")
     shown = [_for_template(one) for one in tools]
     most = None if is_parallel else 1
     is_short = model.tool_format == "mistral"
@@ -67,17 +77,22 @@ def plan_tools(
         named = next((one for one in tools if one.function.name == choice.function.name), None)
         if named is None:
             raise InvalidRequest("tool_choice", repr(choice.function.name), "the name of one of the tools")
-        options = {"json_schema": _parameters(named)}
+        options = {"json_schema": parameters_of(named)}
         return ToolPlan(shown, options, lambda: NamedReader(named.function.name), 1, is_short)
     if choice == "required":
         schema = calls_schema(tools, most or MAX_CALLS)
         return ToolPlan(shown, {"json_schema": schema}, ArrayReader, most, is_short)
-    if not model.tool_format:
-        expected = "required or a named function: the form of this model's calls is not known"
-        raise InvalidRequest("tool_choice", "auto", expected)
-    parameters = {one.function.name: _parameters(one) for one in tools}
+    parameters = {one.function.name: parameters_of(one) for one in tools}
     if model.tool_format == "qwen3_coder":  # the only form whose reader looks at the schemas
         parameters = {name: _with_pointers(one) for name, one in parameters.items()}
+    if answer is not None:
+        grammar = calls_or_answer(model.tool_format, tools, answer, most or MAX_CALLS)
+        return ToolPlan(
+            shown, {"grammar": grammar}, lambda: _either_reader(model.tool_format, parameters), most, is_short
+        )
+    if model.tool_format == UNKNOWN:
+        expected = "required, a named function, or a response_format: the form of this model's calls is not known"
+        raise InvalidRequest("tool_choice", "auto", expected)
     shows = _shown(model.tool_format, form)
     return ToolPlan(
         shown,
@@ -90,48 +105,18 @@ def plan_tools(
     )
 
 
+def _either_reader(tool_format: str, parameters: Mapping[str, Any]) -> Reader:
+    """Of an answer that is calls, or JSON, in which a mark of a call means nothing."""
+    if tool_format == "llama3":
+        return make_reader(tool_format, parameters)
+    if first := _FIRST.get(tool_format):
+        return FirstCharReader(first, make_reader(tool_format, parameters))
+    return FirstCharReader("[", ArrayReader(parameters))
+
+
 def _shown(*formats: str) -> dict[str, Any]:
     """Options by which a reader sees the marks of these formats, if they are special tokens."""
     return {} if {"mistral", "special"}.isdisjoint(formats) else {"skip_special_tokens": False}
-
-
-def calls_schema(tools: Sequence[Tool], most_calls: int) -> dict[str, Any]:
-    """The schema of an array of calls. A function's schema with references is moved to $defs, and its references are
-    changed accordingly. Raises InvalidRequest if they are too long or a reference cannot be resolved."""
-    definitions: dict[str, Any] = {}
-    calls = []
-    num_bytes = sum(len(to_json(_parameters(one))) for one in tools)
-    if num_bytes > MAX_GRAMMAR_BYTES:  # checked before the schemas are rewritten
-        raise InvalidRequest("tools", f"{num_bytes} bytes of parameters", f"at most {MAX_GRAMMAR_BYTES} bytes")
-    for index, tool in enumerate(tools):
-        parameters = _parameters(tool)
-        try:
-            moved = localized(parameters, f"#/$defs/tool{index}")
-        except (ValueError, RecursionError) as error:
-            place, expected = f"tools.{index}.function.parameters", "a schema with references to its own parts"
-            raise InvalidRequest(place, str(error), expected) from None
-        if moved != parameters:
-            definitions[f"tool{index}"] = moved
-            moved = {"$ref": f"#/$defs/tool{index}"}
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "arguments": moved},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    schema: dict[str, Any] = {
-        "type": "array",
-        "minItems": 1,
-        "maxItems": most_calls,
-        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
-    }
-    return schema | ({"$defs": definitions} if definitions else {})
-
-
-def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def _with_pointers(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, Final, final
 
 from pdserve.gateway.tools.call_object import MAX_NAME_CHARS, JsonValue
 from pdserve.gateway.tools.call_reader import SEPARATORS, SPACE, CallReader, CharReader
-from pdserve.gateway.tools.events import Arguments, CallBegan, Reader
+from pdserve.gateway.tools.events import Arguments, CallBegan, Text
 from pdserve.gateway.tools.marks import Mark
 from pdserve.gateway.tools.xml_reader import XmlReader
 
@@ -126,9 +126,14 @@ class Llama3Reader(CallReader):
 class ArrayReader(CallReader):
     """Reads `[{..}, {..}]`, which the grammar of a required call produces. Anything else is text."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        """`names`: other objects are text."""
         super().__init__()
+        self._names = None if names is None else frozenset(names)
         self._between = ""  # since the last call
+
+    def _is_tool(self, name: str) -> bool:
+        return self._names is None or name in self._names
 
     def _char(self, char: str) -> None:
         if self._object is not None:
@@ -167,6 +172,24 @@ class NamedReader(CharReader):
 
     def _end(self) -> None:
         """Nothing was held back."""
+
+
+@final
+class FirstCharReader(CharReader):
+    """Reads with `reader` if the answer begins with `first`. Otherwise all of it is text."""
+
+    def __init__(self, first: str, reader: CharReader) -> None:
+        super().__init__()
+        self._first, self._reader = first, reader
+        self._is_text: bool | None = None
+
+    def _char(self, char: str) -> None:
+        if self._is_text is None:
+            self._is_text = char != self._first
+        self._found += [Text(char)] if self._is_text else self._reader.feed(char)
+
+    def _end(self) -> None:
+        self._found += self._reader.end()
 
 
 class _Place(Enum):
@@ -307,7 +330,7 @@ class MistralReader(CallReader):
         super()._end()
 
 
-def make_reader(tool_format: str, parameters: Mapping[str, Mapping[str, Any]]) -> Reader:
+def make_reader(tool_format: str, parameters: Mapping[str, Mapping[str, Any]]) -> CharReader:
     """The reader for the form in which a model writes calls. `parameters` are the schemas of the tools' parameters,
     by the tools' names. Raises KeyError for an unknown form."""
     if tool_format == "llama3":

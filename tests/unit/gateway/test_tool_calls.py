@@ -93,6 +93,86 @@ def test_a_streamed_call_begins_with_null_content(tooled: Served, logprobs: bool
         assert begins(tools=[ADD])[0] == ""
 
 
+UNTYPED: list[dict[str, Any]] = [
+    {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    {"required": ["a"], "properties": {"a": {"enum": [1, 2]}}, "additionalProperties": False},
+    {"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"type": "boolean"}}, "required": ["a"]}}},
+    {"anyOf": [{"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}, {"type": "null"}]},
+    {"type": ["null", "object"], "properties": {"a": {"type": "null"}}, "required": ["a"]},
+]
+
+
+@pytest.mark.parametrize("parameters", UNTYPED)
+def test_arguments_are_an_object_without_a_type_too(tooled: Served, parameters: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    fields: dict[str, Any] = {"tools": [tool], "parallel_tool_calls": False}
+    for seed in range(4):
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            [answer] = ask(tooled, tool_choice=choice, seed=seed, max_tokens=1000, **fields).choices
+            [call] = answer.message.tool_calls
+            assert "a" in json.loads(call.function.arguments)
+            check(call.function.arguments, tool)
+    flat = {"type": "function", "name": "f", "parameters": parameters}
+    given: Any = {"tools": [flat], "tool_choice": "required", "parallel_tool_calls": False}
+    found = tooled.openai.responses.create(model=tooled.model, input="add", extra_body={"seed": 5}, **given)
+    [item] = found.output
+    assert "a" in json.loads(item.arguments)  # type: ignore[union-attr]
+
+
+RESULT = {
+    "type": "object",
+    "properties": {"total": {"type": "integer", "maximum": 99}},
+    "required": ["total"],
+    "additionalProperties": False,
+}
+TYPED = {"type": "json_schema", "json_schema": {"name": "result", "schema": RESULT}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_forced_call_wins_over_a_schema(tooled: Served, choice: Any) -> None:
+    [answer] = ask(tooled, tools=[ADD], tool_choice=choice, response_format=TYPED, max_tokens=1000).choices
+    assert answer.message.content is None
+    for call in answer.message.tool_calls:
+        check(call.function.arguments, ADD)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_auto_with_a_schema_calls_or_answers_by_it(tooled: Served, is_streamed: bool) -> None:
+    """A bias against the mark of a call makes the model answer."""
+    mark = tooled.sdk.tokenize("<tool_call>")[0]
+    less = {str(one): -100 for one in (mark, *tooled.sdk.tokenize("<"), *tooled.sdk.tokenize("<t"))}
+    kinds = set()
+    for bias in ({}, less):
+        for seed in range(3):
+            found = ask(
+                tooled,
+                tools=[ADD, STOP],
+                response_format=TYPED,
+                logit_bias=bias,
+                seed=seed,
+                stream=is_streamed,
+                max_tokens=1000,
+            )
+            if is_streamed:
+                deltas = [one.choices[0].delta for one in found]
+                content = "".join(one.content or "" for one in deltas)
+                parts = [part for one in deltas for part in one.tool_calls or ()]
+                names = [one.function.name for one in parts if one.id]
+                values = "".join(one.function.arguments for one in parts if one.index == 0)
+            else:
+                message = found.choices[0].message
+                content, calls = message.content or "", message.tool_calls or ()
+                names = [one.function.name for one in calls]
+                values = calls[0].function.arguments if calls else ""
+            assert bool(content) != bool(names)
+            if content:
+                jsonschema.validate(json.loads(content), RESULT)
+            else:
+                check(values, {"add": ADD, "stop": STOP}[names[0]])
+            kinds.add(bool(content))
+    assert kinds == {True, False}
+
+
 def test_streamed_and_whole_calls_are_equal(tooled: Served) -> None:
     fields = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
     [whole] = ask(tooled, **fields).choices[0].message.tool_calls
@@ -147,7 +227,8 @@ def test_a_conversation_with_tool_results_continues(tooled: Served) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": "always"}, "tool_choice"),
-        ({"tools": [ADD], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [ADD], "extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools"),
         ({"messages": [{"role": "tool", "content": "5"}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "user", "content": "5", "tool_call_id": "c"}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
@@ -160,9 +241,10 @@ def test_wrong_tools_are_named(tooled: Served, fields: dict[str, Any], param: st
 
 
 def test_a_model_without_tools_in_its_template_rejects_them(bundled: Served) -> None:
-    for choice in ("auto", "required"):
-        with pytest.raises(openai.BadRequestError, match="tool"):
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "add"}}):
+        with pytest.raises(openai.BadRequestError, match="this model's chat template takes no tools") as caught:
             ask(bundled, tools=[ADD], tool_choice=choice)
+        assert caught.value.param == "tools"
 
 
 def wrong_call(served: Served, number: int) -> str:

@@ -16,7 +16,8 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.gateway.request_models import NamedChoice, Tool
 from pdserve.gateway.tools.answer_tools import AnswerTools, message
 from pdserve.gateway.tools.events import Arguments, CallBegan, Event, Reader, Text, joined
-from pdserve.gateway.tools.plan import calls_schema, plan_tools
+from pdserve.gateway.tools.grammars import calls_schema
+from pdserve.gateway.tools.plan import plan_tools
 from pdserve.gateway.tools.readers import ArrayReader, NamedReader, make_reader
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": {"c": "}"}}}'
@@ -455,7 +456,9 @@ def function(name: str, parameters: dict[str, Any]) -> Tool:
         ([], "required", "hermes", "tool_choice"),
         ([], named("add"), "hermes", "tool_choice"),
         (TOOLS, named("nobody"), "hermes", "tool_choice"),
-        (TOOLS, "auto", "", "tool_choice"),
+        (TOOLS, "auto", "other", "tool_choice"),
+        (TOOLS, "auto", "", "takes no tools"),
+        (TOOLS, "required", "", "takes no tools"),
     ],
 )
 def test_impossible_choices_are_rejected(tools: list[Tool], choice: Any, model_format: str, field: str) -> None:

@@ -161,9 +161,9 @@ def test_tools_are_counted_and_must_be_objects() -> None:
         ("<|python_tag|>", "llama3"),
         ('"parameters"', "llama3"),
         ("<tool_call>\n<function=f>\n<parameter=p>", "qwen3_coder"),
-        ("<seed:tool_call><function=f><parameter=p>", ""),
-        ("<function=f>{}</function>", ""),
-        ("other", ""),
+        ("<seed:tool_call><function=f><parameter=p>", "other"),
+        ("<function=f>{}</function>", "other"),
+        ("unknown", "other"),
     ],
 )
 def test_the_template_shows_the_form_of_tool_calls(mark: str, expected: str) -> None:
