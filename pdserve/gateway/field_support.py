@@ -48,7 +48,7 @@ _IGNORED_CHAT: Final[Mapping[str, str]] = {
 IGNORED: Final[Mapping[Endpoint, Mapping[str, str]]] = {
     "chat": _IGNORED_CHAT,
     "text": _IGNORED,
-    "responses": _IGNORED_CHAT,
+    "responses": {**_IGNORED_CHAT, "client_metadata": "the client's own labels"},
 }
 
 _TEMPLATE: Final = "the chat template is the model's own"
@@ -100,7 +100,6 @@ _REJECTED_RESPONSES: Final[Mapping[str, Rejected]] = {
     "moderation": Rejected("answers are not moderated"),
     "previous_response_id": Rejected("nothing is stored; the input holds the whole conversation"),
     "prompt": Rejected("nothing is stored"),
-    "reasoning": Rejected("the chat template has no such switch"),
     "service_tier": Rejected("there are no tiers", ("auto", "default")),
     "store": Rejected("nothing is stored", (False,)),
     "truncation": Rejected("an input over the context window is an error", ("disabled",)),

@@ -14,6 +14,7 @@ from pdserve.telemetry import propagate
 
 REQUEST_ID: Final = "x-request-id"
 SESSION_ID: Final = "x-session-id"
+IGNORED: Final = "x-pdserve-ignored"  # of an answer: parts of its request that had no effect
 TARGETS: Final[Mapping[str, str]] = {"x-slo-ttft-ms": "ttft_s", "x-slo-tpot-ms": "tpot_s"}
 _SCHEME: Final = "bearer "
 

@@ -16,6 +16,13 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
+class History(BaseModel):
+    """What a client sends back, of earlier answers or of its own. Clients add fields to it (`parsed`, `index`, ids)
+    that are not part of the conversation; these are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -60,28 +67,18 @@ def described(text: str) -> Any:
     return Field(default=None, description=text)
 
 
-class SamplingRequest(Strict):
-    """The fields that chat and text completions share. An absent field has the server's default."""
+class SamplingFields(Strict):
+    """The fields that all requests share. An absent field has the server's default."""
 
     model: str | None = described("name of the served model; may be absent")
     stream: bool | None = described("server-sent events")
-    stream_options: StreamOptions | None = described(
-        "`include_usage`, `include_obfuscation`, and vLLM's `continuous_usage_stats`"
-    )
-    max_tokens: int | None = described(
-        "most generated tokens; absent: 16 for texts, the server's limit for chats; 0 for texts only: scores the prompt"
-    )
     temperature: float | None = described("0 to 100; 0 is greedy; where absent, the model's default or 1")
     top_p: float | None = described("above 0, to 1")
-    n: int | None = described("answers, 1 to 16; over 1 only with a temperature above 0")
     stop: str | list[str] | None = described("up to 16 strings")
     seed: int | None = described("64 bits, signed or unsigned; random where absent")
     presence_penalty: float | None = described("-2 to 2")
     frequency_penalty: float | None = described("-2 to 2")
     logit_bias: dict[str, float] | None = described("token id to -100 to 100; up to 1024")
-    response_format: ResponseFormat | None = described(
-        "`text`, `json_object` or `json_schema`, which is always enforced"
-    )
     # vLLM's
     top_k: int | None = described("vLLM; 0 or -1 means all")
     min_p: float | None = described("vLLM; 0 to 1")
@@ -94,20 +91,35 @@ class SamplingRequest(Strict):
     skip_special_tokens: bool | None = described("vLLM; false shows special tokens")
     bad_words: list[str] | None = described("vLLM; texts that the answer never contains")
     allowed_token_ids: list[int] | None = described("vLLM; only these are sampled")
-    prompt_logprobs: int | None = described("vLLM; 0 to 20, not while streaming")
     truncate_prompt_tokens: int | None = described("vLLM; keep this many last prompt tokens")
-    structured_outputs: StructuredOutputs | None = described(
-        "vLLM; one of `json`, `json_object`, `regex`, `choice`, `grammar`"
-    )
     priority: int | None = described("vLLM; a smaller value is served first among requests of equal slack")
     cache_salt: str | None = described(
         "vLLM; only requests with the same salt share cached prefixes; 1 to 256 characters"
     )
-    return_token_ids: bool | None = described("vLLM; `token_ids` of each choice")
     request_id: str | None = described("vLLM; 1 to 128 printable characters; the header `x-request-id` does the same")
 
 
-class TextPart(Strict):
+class SamplingRequest(SamplingFields):
+    """The fields that chat and text completions share."""
+
+    stream_options: StreamOptions | None = described(
+        "`include_usage`, `include_obfuscation`, and vLLM's `continuous_usage_stats`"
+    )
+    max_tokens: int | None = described(
+        "most generated tokens; absent: 16 for texts, the server's limit for chats; 0 for texts only: scores the prompt"
+    )
+    n: int | None = described("answers, 1 to 16; over 1 only with a temperature above 0")
+    response_format: ResponseFormat | None = described(
+        "`text`, `json_object` or `json_schema`, which is always enforced"
+    )
+    prompt_logprobs: int | None = described("vLLM; 0 to 20, not while streaming")
+    structured_outputs: StructuredOutputs | None = described(
+        "vLLM; one of `json`, `json_object`, `regex`, `choice`, `grammar`"
+    )
+    return_token_ids: bool | None = described("vLLM; `token_ids` of each choice")
+
+
+class TextPart(History):
     type: Literal["text"]
     text: str
 
@@ -133,19 +145,22 @@ class NamedChoice(Strict):
     function: FunctionName
 
 
-class CalledFunction(Strict):
+class CalledFunction(History):
     name: str
     arguments: str | None = None  # null or empty: no arguments
 
 
-class ToolCall(Strict):
+class ToolCall(History):
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(Strict):
-    """Has all fields of a message in our answers, because clients send those back unchanged."""
+class Message(History):
+    """Has all fields of a message in our answers, because clients send those back unchanged. What an answer of
+    another server said in `refusal`, `audio` or `function_call` is rejected and not ignored."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -155,7 +170,6 @@ class Message(Strict):
     refusal: str | None = None  # in place of the content
     audio: None = None
     function_call: None = None
-    annotations: list[None] | None = None
     reasoning_content: str | None = None  # of an earlier answer; the template decides what the model sees of it
     reasoning: str | None = None  # vLLM's newer name of it
 

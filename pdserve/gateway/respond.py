@@ -19,7 +19,7 @@ from pdserve.gateway import errors, logprobs, sse
 from pdserve.gateway.answers import Answers, TokenTable
 from pdserve.gateway.echo import with_echoes
 from pdserve.gateway.field_support import Endpoint
-from pdserve.gateway.headers import REQUEST_ID
+from pdserve.gateway.headers import IGNORED, REQUEST_ID
 from pdserve.gateway.logprobs import EchoedPrompt
 from pdserve.gateway.replies import ChatWriter, Head, TextWriter, Writer
 from pdserve.gateway.responses_writer import ResponsesWriter
@@ -64,9 +64,10 @@ class Responder:
                 reasoning=answers.reasoning,
             )
             writer = WRITERS[endpoint](head, call, self._tokens)
+            headers = _headers(answers.request_id, call.ignored)
             if call.shown.is_streamed:
-                return await self._stream(writer, answers, echoes, first, pieces, client, watch, send)
-            return await self._whole(writer, answers, echoes, pieces, client, watch, send)
+                return await self._stream(writer, answers, echoes, first, pieces, client, watch, send, headers)
+            return await self._whole(writer, answers, echoes, pieces, client, watch, send, headers)
         finally:
             answers.close()
             watch.cancel()
@@ -80,6 +81,7 @@ class Responder:
         client: AsyncClient,
         watch: asyncio.Task[None],
         send: Any,
+        headers: tuple[tuple[bytes, bytes], ...],
     ) -> int:
         async for _ in pieces:
             pass
@@ -91,7 +93,7 @@ class Responder:
             for choice in one.choices:
                 await self._tokens.learn(client, logprobs.token_ids(choice.logprobs))
         body = sse.to_json(writer.answer(completions))
-        await send_json(send, 200, body, ((REQUEST_ID.encode(), answers.request_id.encode()),))
+        await send_json(send, 200, body, headers)
         return 200
 
     async def _stream(
@@ -104,9 +106,9 @@ class Responder:
         client: AsyncClient,
         watch: asyncio.Task[None],
         send: Any,
+        headers: tuple[tuple[bytes, bytes], ...],
     ) -> int:
-        headers = [*EVENT_STREAM, (REQUEST_ID.encode(), answers.request_id.encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *headers]})
         begun: set[int] = set()
         try:
             while piece is not None:
@@ -143,6 +145,11 @@ class Responder:
         if echoes:
             await self._tokens.learn(client, set(echoes[number].token_ids))
             writer.repeat(number, dataclasses.replace(echoes[number], scored=tuple(scored)))
+
+
+def _headers(request_id: str, ignored: Iterable[str]) -> tuple[tuple[bytes, bytes], ...]:
+    named = ", ".join(ignored).encode()
+    return ((REQUEST_ID.encode(), request_id.encode()), *([(IGNORED.encode(), named)] if named else ()))
 
 
 async def send_json(send: Any, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from pdserve.gateway.request_models import JsonObjectFormat, PlainFormat, Strict, described
+from pdserve.gateway.request_models import History, JsonObjectFormat, PlainFormat, SamplingFields, Strict, described
 
 LOGPROBS: Final = "message.output_text.logprobs"
 
 
-class InputPart(Strict):
-    """A part of a message. Clients send annotations and logprobs back with an earlier answer."""
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
+
+class InputPart(History):
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
 
 
-class RefusalPart(Strict):
+class RefusalPart(History):
     type: Literal["refusal"]
     refusal: str
 
@@ -29,49 +37,54 @@ class RefusalPart(Strict):
         return self.refusal
 
 
-class InputMessage(Strict):
+class InputMessage(History):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[InputPart | RefusalPart]
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
 
 
-class InputCall(Strict):
+class InputCall(History):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str | None = None
-    id: str | None = None
-    status: str | None = None
 
 
-class InputResult(Strict):
+class InputResult(History):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[InputPart]
-    id: str | None = None
-    status: str | None = None
 
 
-class InputReasoning(Strict):
+class InputReasoning(History):
     """Reasoning of an earlier answer. Its text becomes `reasoning_content` of the assistant's message that follows."""
 
     type: Literal["reasoning"]
-    id: str | None = None
-    status: str | None = None
     summary: list[Any] | None = None
     content: list[Any] | None = None
-    encrypted_content: str | None = None
 
 
-class FunctionTool(Strict):
+class FunctionTool(History):
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class OtherTool(BaseModel):
+    """One that OpenAI's service runs, or whose calls are no JSON. The model does not see it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: str = Field(pattern=r"^[a-z0-9_]{1,64}$")
+
+
+def _tool_kind(given: Any) -> str:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return "function" if kind == "function" else "other"
+
+
+_ByKind: Final = Discriminator(_tool_kind)
 
 
 class FunctionChoice(Strict):
@@ -89,10 +102,22 @@ class SchemaFormat(Strict):
 
 class TextOptions(Strict):
     format: PlainFormat | JsonObjectFormat | SchemaFormat | None = Field(default=None, discriminator="type")
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(History):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
 
 
 class ResponseStreamOptions(Strict):
+    """The usage comes with the last event in any case."""
+
     include_obfuscation: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 ITEMS: Final = {
@@ -103,26 +128,26 @@ ITEMS: Final = {
 }
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(SamplingFields):
     input: str | list[dict[str, Any]] = Field(
         description="a text, or items: messages, `function_call` and `function_call_output`"
     )
-    model: str | None = described("name of the served model; may be absent")
     instructions: str | None = described("a system message before the input")
     max_output_tokens: int | None = described("most generated tokens; absent: the server's limit")
-    temperature: float | None = described("0 to 100; 0 is greedy; 1 where absent")
-    top_p: float | None = described("above 0, to 1")
-    stream: bool | None = described("events, as OpenAI's client names them")
-    stream_options: ResponseStreamOptions | None = described("`include_obfuscation`")
-    text: TextOptions | None = described("`format`: `text`, `json_object` or `json_schema`, which is always enforced")
-    tools: list[FunctionTool] | None = described("functions that the model may call; up to 128")
+    stream_options: ResponseStreamOptions | None = described("`include_obfuscation`; the usage is always sent")
+    text: TextOptions | None = described(
+        "`format`: `text`, `json_object` or `json_schema`, which is always enforced; `verbosity` has no effect"
+    )
+    reasoning: ReasoningOptions | None = described("accepted without effect")
+    tools: (
+        list[Annotated[Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], _ByKind]] | None
+    ) = described("functions that the model may call; up to 128. Tools of other types are ignored")
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = described(
         "`none`, `auto`, `required` or a function; the last two are enforced by a grammar"
     )
     parallel_tool_calls: bool | None = described("false allows one call")
-    include: list[Literal["message.output_text.logprobs"]] | None = described(f"`{LOGPROBS}`")
-    top_logprobs: int | None = described("0 to 64 most likely tokens, with the logprobs in `include`")
-    cache_salt: str | None = described(
-        "vLLM; only requests with the same salt share cached prefixes; 1 to 256 characters"
+    chat_template_kwargs: dict[str, str | bool | int | float] | None = described(
+        "vLLM; values for names that the model's chat template reads, such as `enable_thinking`"
     )
-    seed: int | None = described("pdserve only; random where absent")
+    include: list[Include] | None = described(f"`{LOGPROBS}`; the others name parts that no answer has")
+    top_logprobs: int | None = described("0 to 64 most likely tokens, with the logprobs in `include`")

@@ -13,6 +13,7 @@ from pdserve.client.options import Options
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
 from pdserve.gateway.field_support import supported
+from pdserve.gateway.request_models import SamplingFields
 from pdserve.gateway.responses_models import (
     ITEMS,
     LOGPROBS,
@@ -22,6 +23,7 @@ from pdserve.gateway.responses_models import (
     InputPart,
     InputReasoning,
     InputResult,
+    OtherTool,
     RefusalPart,
     ResponsesRequest,
     SchemaFormat,
@@ -29,6 +31,7 @@ from pdserve.gateway.responses_models import (
 )
 from pdserve.gateway.sdk_call import MAX_MESSAGES, SdkCall, chat_call, check_model, validated
 
+MAX_NAMED: Final = 8  # types of ignored tools in the answer's header
 #: The name that a chat's field has here.
 _NAMES: Final = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 
@@ -40,17 +43,15 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
     begin = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     messages, places = _messages(begin, request.input)
     is_scored = LOGPROBS in (request.include or ())
+    functions = [one for one in request.tools or () if isinstance(one, FunctionTool)]
     chat = {
+        **{name: getattr(request, name) for name in SamplingFields.model_fields if name != "model"},
         "messages": messages,
         "max_tokens": request.max_output_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "seed": request.seed,
-        "cache_salt": request.cache_salt,
-        "stream": request.stream,
-        "stream_options": None if request.stream_options is None else request.stream_options.model_dump(),
+        "stream_options": _stream_options(request),
+        "chat_template_kwargs": request.chat_template_kwargs,
         "response_format": _format(request.text),
-        "tools": None if request.tools is None else [_tool(one) for one in request.tools],
+        "tools": [_tool(one) for one in functions] or None,
         "tool_choice": _choice(request.tool_choice),
         "parallel_tool_calls": request.parallel_tool_calls,
         "logprobs": is_scored or None,
@@ -61,7 +62,7 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
     except InvalidRequest as error:
         raise error.renamed(_name(error.field)) from None
     names = {theirs: _name(ours) for theirs, ours in call.names.items()} | {"max_tokens": "max_output_tokens", **places}
-    return replace(call, names=names, echoed=_echoed(request))
+    return replace(call, names=names, echoed=_echoed(request, functions), ignored=_ignored(request))
 
 
 def _name(field: str) -> str:
@@ -138,6 +139,22 @@ def _text(content: str | Sequence[InputPart | RefusalPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
+def _stream_options(request: ResponsesRequest) -> dict[str, Any] | None:
+    asked = request.stream_options
+    return {"include_obfuscation": asked.include_obfuscation} if asked is not None and request.stream else None
+
+
+def _ignored(request: ResponsesRequest) -> tuple[str, ...]:
+    """What the request asks for, and the answer lacks."""
+    kinds = sorted({one.type for one in request.tools or () if isinstance(one, OtherTool)})
+    found = [f"tools.{kind}" for kind in kinds[:MAX_NAMED]]
+    if request.text is not None and request.text.verbosity in ("low", "high"):
+        found.append("text.verbosity")
+    if (asked := request.reasoning) is not None:
+        found += [f"reasoning.{name}" for name in ("effort", "summary") if getattr(asked, name) not in (None, "none")]
+    return tuple(found)
+
+
 def _format(text: TextOptions | None) -> dict[str, Any] | None:
     form = None if text is None else text.format
     if isinstance(form, SchemaFormat):
@@ -155,7 +172,7 @@ def _choice(choice: str | FunctionChoice | None) -> Any:
     return {"type": "function", "function": {"name": choice.name}} if isinstance(choice, FunctionChoice) else choice
 
 
-def _echoed(request: ResponsesRequest) -> dict[str, Any]:
+def _echoed(request: ResponsesRequest, functions: Sequence[FunctionTool]) -> dict[str, Any]:
     """The fields of a request that its answer repeats."""
     form = None if request.text is None else request.text.format
     return {
@@ -168,9 +185,7 @@ def _echoed(request: ResponsesRequest) -> dict[str, Any]:
             request.tool_choice.model_dump() if isinstance(request.tool_choice, FunctionChoice) else request.tool_choice
         )
         or "auto",
-        "tools": [
-            {"parameters": None, "strict": None, **one.model_dump(exclude_none=True)} for one in request.tools or ()
-        ],
+        "tools": [{"parameters": None, "strict": None, **one.model_dump(exclude_none=True)} for one in functions],
         "top_p": request.top_p,
         "top_logprobs": request.top_logprobs,
         "previous_response_id": None,

@@ -33,6 +33,7 @@ from pdserve.gateway.tools.plan import ToolPlan, plan_tools
 MAX_PROMPTS: Final = 128
 _STRUCTURES: Final = {one.value for one in GrammarKind}
 _MESSAGES: Final = ("prompt", "chat", "chat.messages")
+_SENT_BACK: Final = ("assistant", "tool")  # clients add fields to these messages; they are ignored
 DEFAULT_TEXT_TOKENS: Final = 16  # OpenAI's, of /v1/completions
 MAX_MESSAGES: Final = 4096  # the router's limit, before anything is converted
 _PASSED: Final = (  # under the same name
@@ -85,6 +86,7 @@ class SdkCall:
     tools: ToolPlan | None = None
     names: Mapping[str, str] = field(default_factory=dict)  # from an option of the SDK to the field of the request
     echoed: Mapping[str, Any] = field(default_factory=dict)  # fields that an answer of /v1/responses repeats
+    ignored: tuple[str, ...] = ()  # parts of the request without effect, named in a header of the answer
 
     @property
     def shows_special_tokens(self) -> bool:
@@ -253,6 +255,8 @@ def _sdk_message(place: str, message: Message) -> dict[str, Any]:
             "no value" if message.tool_call_id is None else f"a value in a message of role {message.role}",
             "the call's id, in messages of role tool only",
         )
+    if message.role not in _SENT_BACK and message.model_extra:
+        raise InvalidRequest(f"{place}.{next(iter(message.model_extra))}", "an unknown field", "no such field")
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role, "content": None if content is None else _text(content)}
     if message.tool_calls:

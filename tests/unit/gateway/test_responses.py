@@ -221,8 +221,33 @@ SUPPORTED = {
     "parallel_tool_calls": {"tools": [ADD], "parallel_tool_calls": False},
     "include": {"include": ["message.output_text.logprobs"]},
     "top_logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 1},
-    "seed": {"extra_body": {"seed": 6}},
-    "cache_salt": {"extra_body": {"cache_salt": "x"}},
+    "reasoning": {"reasoning": {"effort": "low", "summary": "auto"}},
+    "chat_template_kwargs": {"extra_body": {"chat_template_kwargs": {"style": "x"}}},
+    **{
+        name: {"extra_body": {name: value}}
+        for name, value in {
+            "seed": 6,
+            "cache_salt": "x",
+            "stop": ["e"],
+            "presence_penalty": 1.0,
+            "frequency_penalty": 1.0,
+            "logit_bias": {"40": 60},
+            "top_k": 2,
+            "min_p": 0.5,
+            "top_n_sigma": 1.0,
+            "repetition_penalty": 2.0,
+            "min_tokens": 4,
+            "ignore_eos": True,
+            "stop_token_ids": [3],
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "bad_words": ["return"],
+            "allowed_token_ids": [30, 40, 50],
+            "truncate_prompt_tokens": 2,
+            "priority": 3,
+            "request_id": "mine",
+        }.items()
+    },
 }
 
 
@@ -235,6 +260,89 @@ def test_a_supported_field_is_accepted_and_echoed(tooled: Served, name: str) -> 
         if key in fields:
             assert getattr(found, key) == fields[key]
     assert found.usage.output_tokens >= 1
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({"stop": ["e"], "include_stop_str_in_output": True}, {"stop": ["e"], "include_stop_in_output": True}),
+        ({"ignore_eos": True, "min_tokens": 16}, {"ignore_eos": True, "min_tokens": 16}),
+        ({"top_k": 1}, {"top_k": 1}),
+        ({"logit_bias": {"40": 60}}, {"logit_bias": {40: 60}}),
+        ({"allowed_token_ids": [30, 40, 50]}, {"allowed_token_ids": [30, 40, 50]}),
+        ({"repetition_penalty": 5.0}, {"repetition_penalty": 5.0}),
+    ],
+)
+def test_sampling_fields_are_those_of_a_chat(bundled: Served, given: Any, options: Any) -> None:
+    expected = bundled.sdk.generate([{"role": "user", "content": INPUT}], **SDK, **options)
+    assert ask(bundled, extra_body=given).output_text == expected.text
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_what_has_no_effect_is_named_in_a_header(tooled: Served, is_streamed: bool) -> None:
+    """As Codex, inspect-ai, litellm and aiperf send it."""
+    given: dict[str, Any] = {
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "high", "summary": "auto", "more": 1},
+        "text": {"verbosity": "low"},
+        "tools": [
+            {"type": "web_search", "external_web_access": False},
+            {"type": "namespace", "name": "x", "description": "y", "tools": []},
+            {"type": "custom", "name": "patch", "format": {"type": "grammar"}},
+            {**ADD, "defer_loading": True},
+        ],
+        "store": False,
+        "extra_body": {"client_metadata": {"a": "b"}, "seed": 5},
+        "stream": is_streamed,
+    }
+    if is_streamed:
+        given["extra_body"]["stream_options"] = {"include_usage": True}
+    base = {"model": tooled.model, "input": INPUT, "max_output_tokens": 16, "temperature": 0.8}
+    raw = tooled.openai.responses.with_raw_response.create(**base, **given)
+    ignored = "tools.custom, tools.namespace, tools.web_search, text.verbosity, reasoning.effort, reasoning.summary"
+    assert raw.headers["x-pdserve-ignored"] == ignored
+    found: Any = raw.parse()
+    found = list(found)[-1].response if is_streamed else found
+    tool = {"type": "function", "function": {"name": "add", "parameters": ADD["parameters"]}}
+    assert found.output_text == tooled.sdk.generate([{"role": "user", "content": INPUT}], tools=[tool], **SDK).text
+    assert [one.type for one in found.tools] == ["function"]
+    plain = tooled.openai.responses.with_raw_response.create(**base, tools=[{"type": "web_search"}])
+    assert plain.headers["x-pdserve-ignored"] == "tools.web_search"
+    assert "x-pdserve-ignored" not in tooled.openai.responses.with_raw_response.create(**base).headers
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_tools_beside_a_schema_call_or_answer(tooled: Served, is_streamed: bool) -> None:
+    form = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+    fields: dict[str, Any] = {"tools": [ADD], "text": form, "parallel_tool_calls": False, "stream": is_streamed}
+    tokenize = tooled.sdk.tokenize
+    marks = [str(one) for one in (tokenize("<tool_call>")[0], *tokenize("<"), *tokenize("<t"))]
+    for choice, bias in (("required", 0), ("auto", 100), ("auto", -100)):
+        extra = {"logit_bias": dict.fromkeys(marks, bias)}
+        found = ask(tooled, tool_choice=choice, extra_body=extra, max_output_tokens=300, **fields)
+        found = list(found)[-1].response if is_streamed else found
+        if bias < 0:
+            assert list(json.loads(found.output_text)) == ["ok"]
+        else:
+            assert {one.type for one in found.output} == {"function_call"}
+            assert all(set(json.loads(one.arguments)) == {"a"} for one in found.output)
+
+
+def test_the_client_s_parsed_output_is_input_again(tooled: Served) -> None:
+    """The helper adds `parsed` and `parsed_arguments` to what it received."""
+    add: Any = {**ADD, "strict": True}
+    base: dict[str, Any] = {"model": tooled.model, "max_output_tokens": 300, "extra_body": {"seed": 5}}
+    first = tooled.openai.responses.parse(
+        input=INPUT, tools=[add], tool_choice="required", parallel_tool_calls=False, **base
+    )
+    [call] = first.output
+    assert call.parsed_arguments  # type: ignore[union-attr]
+    talk = [{"role": "user", "content": INPUT}, *(one.model_dump() for one in first.output)]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "5", "caller": None}  # type: ignore[union-attr]
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+    second = tooled.openai.responses.parse(input=[*talk, result], text=form, **base)  # type: ignore[list-item]
+    again = [*talk, result, *(one.model_dump() for one in second.output), {"role": "user", "content": "more"}]
+    assert tooled.openai.responses.create(input=again, **base).status  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", IGNORED["responses"])
@@ -259,9 +367,10 @@ def test_a_rejected_field_is_named_with_its_reason(bundled: Served, name: str) -
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content"),
         ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input.0.name"),
         ({"input": [{"role": "user", "content": "x"}] * 4097}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tools": [{"type": "web search"}]}, "tools.0"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["something.else"]}, "include"),
         ({"extra_body": {"messages": []}}, "messages"),
         ({"max_output_tokens": 0}, "max_"),
     ],

@@ -140,9 +140,9 @@ def test_a_forced_call_wins_over_a_schema(tooled: Served, choice: Any) -> None:
 def test_auto_with_a_schema_calls_or_answers_by_it(tooled: Served, is_streamed: bool) -> None:
     """A bias against the mark of a call makes the model answer."""
     mark = tooled.sdk.tokenize("<tool_call>")[0]
-    less = {str(one): -100 for one in (mark, *tooled.sdk.tokenize("<"), *tooled.sdk.tokenize("<t"))}
+    marks = (mark, *tooled.sdk.tokenize("<"), *tooled.sdk.tokenize("<t"))
     kinds = set()
-    for bias in ({}, less):
+    for bias in (dict.fromkeys(map(str, marks), 100), dict.fromkeys(map(str, marks), -100)):
         for seed in range(3):
             found = ask(
                 tooled,
@@ -215,6 +215,33 @@ def test_a_conversation_with_tool_results_continues(tooled: Served) -> None:
     expected = tooled.sdk.generate(talk, tools=[ADD], max_tokens=8, temperature=1.0, seed=5)
     assert found.choices[0].message.content == expected.text
     assert found.usage.prompt_tokens == len(tooled.sdk.tokenize(talk, tools=[ADD]))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_client_s_own_messages_are_sent_back(tooled: Served, is_streamed: bool) -> None:
+    """OpenAI's helpers add `parsed`, `parsed_arguments` and, while streaming, `index` to what they received."""
+    fields: Any = {"tools": [{**ADD, "function": {**ADD["function"], "strict": True}}], "tool_choice": "required"}
+    base: Any = {"model": tooled.model, "parallel_tool_calls": False, **SEEDED}
+    if is_streamed:
+        with tooled.openai.chat.completions.stream(messages=TALK, **base, **fields) as stream:
+            first = stream.get_final_completion().choices[0].message
+    else:
+        first = tooled.openai.chat.completions.parse(messages=TALK, **base, **fields).choices[0].message
+    [call] = first.tool_calls or ()
+    assert call.function.parsed_arguments
+    sent = {**first.model_dump(), "annotations": [{"type": "url_citation"}], "provider_specific_fields": {}}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "5", "is_error": False}
+    found = ask(tooled, messages=[*TALK, sent, result], tools=[ADD], max_tokens=8)
+    bare = {"role": "assistant", "content": None, "tool_calls": [{"id": call.id, "type": "function"}]}
+    bare["tool_calls"][0]["function"] = {"name": "add", "arguments": call.function.arguments}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+    assert found.usage == ask(tooled, messages=[*TALK, bare, result], tools=[ADD], max_tokens=8).usage
+
+
+def test_a_stream_that_may_call_begins_without_text(tooled: Served) -> None:
+    for fields, content in (({"tools": [ADD], "tool_choice": "required"}, None), ({}, "")):
+        first = next(iter(ask(tooled, stream=True, **fields))).choices[0].delta
+        assert (first.role, first.content) == ("assistant", content)
 
 
 @pytest.mark.parametrize(
