@@ -235,7 +235,8 @@ def test_the_client_s_own_messages_are_sent_back(tooled: Served, is_streamed: bo
     bare = {"role": "assistant", "content": None, "tool_calls": [{"id": call.id, "type": "function"}]}
     bare["tool_calls"][0]["function"] = {"name": "add", "arguments": call.function.arguments}
     result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
-    assert found.usage == ask(tooled, messages=[*TALK, bare, result], tools=[ADD], max_tokens=8).usage
+    again = ask(tooled, messages=[*TALK, bare, result], tools=[ADD], max_tokens=8)
+    assert found.usage.prompt_tokens == again.usage.prompt_tokens
 
 
 def test_a_stream_that_may_call_begins_without_text(tooled: Served) -> None:
