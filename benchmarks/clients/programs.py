@@ -51,6 +51,11 @@ def python_of(name: str) -> Path | None:
     return found if (ENVIRONMENTS / name / ".installed").exists() else None
 
 
+def node_of(name: str) -> Path | None:
+    """The folder node_modules of a client's environment; None if it was not made."""
+    return ENVIRONMENTS / name / "node_modules" if (ENVIRONMENTS / name / ".installed").exists() else None
+
+
 def offline(folder: Path) -> dict[str, str]:
     """The environment of a client: no hub, no telemetry, and a proxy that does not exist for all but this host."""
     nowhere = "http://127.0.0.1:9"

@@ -14,7 +14,6 @@ from pdserve.v1 import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.unit.client.conftest import WAIT_S, Script, delta, finished, started
 from tests.unit.gateway.conftest import gateway
 
-
 RESULT_TOOL = "final_result"  # pydantic-ai's, for a typed result
 
 
@@ -52,7 +51,7 @@ class AgentScript(Script):
         yield finished(reason=inference_pb2.FINISH_REASON_STOP, usage=usage)
 
     def _text(self, request: inference_pb2.GenerateRequest) -> str:
-        chat, form = request.chat, request.structured_output
+        chat, form = request.chat, request.sampling.structured_output
         names = [json.loads(tool)["function"]["name"] for tool in chat.tools]
         if self.name in names and all(one.role != "tool" for one in chat.messages):
             name, arguments = self.name, self.arguments

@@ -5,6 +5,7 @@ import json
 import sys
 
 from autogen_agentchat.agents import AssistantAgent
+from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from pydantic import BaseModel
 
@@ -35,8 +36,9 @@ async def main() -> None:
             "family": "unknown",
         },
     )
+    tool = FunctionTool(add, "Adds two numbers.", strict=True)
     agent = AssistantAgent(
-        "adder", client, tools=[add], output_content_type=Result, reflect_on_tool_use=True, max_tool_iterations=3
+        "adder", client, tools=[tool], output_content_type=Result, reflect_on_tool_use=True, max_tool_iterations=3
     )
     done = await agent.run(task="2 + 3?")
     streamed = None
