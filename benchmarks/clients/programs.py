@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 ENVIRONMENTS: Final = Path(__file__).resolve().parents[2] / ".clients"
 TIMEOUT_S: Final = 420.0
@@ -34,6 +34,7 @@ class ClientLoad:
     requests: int
     input_tokens: int
     output_tokens: int
+    api: Literal["chat", "responses"] = "chat"  # of aiperf and guidellm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ def aiperf(load: ClientLoad, folder: Path) -> ClientTimes:
     run_client(
         [
             *(str(ENVIRONMENTS / "aiperf/bin/aiperf"), "profile", "-m", load.model, "--tokenizer", name),
-            *("--url", load.url, "--endpoint-type", "chat", "--streaming", "--concurrency", str(load.concurrency)),
+            *("--url", load.url, "--endpoint-type", load.api, "--streaming", "--concurrency", str(load.concurrency)),
             *("--request-count", str(load.requests), "--isl", str(load.input_tokens), "--osl", str(load.output_tokens)),
             *("--extra-inputs", "ignore_eos:true", "--use-server-token-count", "--ui", "none"),
             *("--artifact-dir", str(folder / "aiperf")),

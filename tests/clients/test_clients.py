@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -65,7 +65,15 @@ def test_litellm_gets_the_sdks_answers(run_program: Callable[..., Any], cluster:
     found = run_program("litellm", "litellm_chat.py")
     with Client(cluster.target) as sdk:
         greedy, text = sdk.generate(MESSAGES, **GREEDY).text, sdk.generate("def", **GREEDY).text
-    assert found == {"chat": greedy, "tokens": 16, "streamed": greedy, "text": text, "too_long": True}
+        long = sdk.generate(MESSAGES, **GREEDY, ignore_eos=True).text
+    assert found == {
+        "chat": greedy,
+        "tokens": 16,
+        "streamed": greedy,
+        "text": text,
+        "response": long,
+        "too_long": True,
+    }
 
 
 def test_lm_eval_gets_the_loglikelihoods_of_transformers(
@@ -87,9 +95,21 @@ def test_lm_eval_gets_the_loglikelihoods_of_transformers(
         assert found[name]["rolling"] == pytest.approx(expected["rolling"], rel=2.0**-23, abs=2e-4), name
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+SWEEPS: list[tuple[str, Literal["chat", "responses"]]] = [
+    *((name, "chat") for name in PROGRAMS),
+    ("aiperf", "responses"),
+    ("guidellm", "responses"),
+]
+
+
+@pytest.mark.parametrize(("name", "api"), SWEEPS)
 def test_a_benchmark_completes_every_request(
-    name: str, need: Callable[[str], Path], cluster: Running, model: Path, tmp_path: Path
+    name: str,
+    api: Literal["chat", "responses"],
+    need: Callable[[str], Path],
+    cluster: Running,
+    model: Path,
+    tmp_path: Path,
 ) -> None:
     need(name)
     for concurrency in (1, 2):
@@ -103,6 +123,7 @@ def test_a_benchmark_completes_every_request(
             requests=6,
             input_tokens=32,
             output_tokens=8,
+            api=api,
         )
         found = PROGRAMS[name](load, folder)
         assert found.requests == 6

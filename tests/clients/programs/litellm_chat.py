@@ -15,6 +15,19 @@ MESSAGES = [{"role": "user", "content": "add two numbers"}]
 chat = litellm.completion(model=f"openai/{MODEL}", messages=MESSAGES, **COMMON)
 stream = litellm.completion(model=f"openai/{MODEL}", messages=MESSAGES, stream=True, **COMMON)
 text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt="def", **COMMON)
+response = litellm.responses(
+    model=f"openai/{MODEL}",
+    input=MESSAGES,
+    api_base=URL,
+    api_key="none",
+    max_output_tokens=16,
+    temperature=0,
+    include=["reasoning.encrypted_content"],
+    tools=[{"type": "web_search"}],
+    reasoning={"effort": "low", "summary": "auto"},
+    text={"verbosity": "low"},
+    extra_body={"ignore_eos": True, "client_metadata": {"a": "b"}},
+)
 is_too_long = False
 try:
     litellm.completion(model=f"openai/{MODEL}", messages=[{"role": "user", "content": "x = 1\n" * 10_000}], **COMMON)
@@ -27,6 +40,7 @@ print(
             "tokens": chat.usage.completion_tokens,
             "streamed": "".join(one.choices[0].delta.content or "" for one in stream),
             "text": text.choices[0].text,
+            "response": response.output[0].content[0].text,
             "too_long": is_too_long,
         }
     )
