@@ -33,6 +33,7 @@ from pdserve.gateway.tools.plan import ToolPlan, plan_tools
 MAX_PROMPTS: Final = 128
 _STRUCTURES: Final = {one.value for one in GrammarKind}
 _MESSAGES: Final = ("prompt", "chat", "chat.messages")
+_OPTIONS: Final = "x-guidance"  # llguidance's, of a schema within a grammar
 _SENT_BACK: Final = ("assistant", "tool")  # clients add fields to these messages; they are ignored
 DEFAULT_TEXT_TOKENS: Final = 16  # OpenAI's, of /v1/completions
 MAX_MESSAGES: Final = 4096  # the router's limit, before anything is converted
@@ -159,6 +160,8 @@ def _answer_schema(structure: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(schema, dict):
         expected = "a JSON schema beside tools, or the tool_choice none, required or a function"
         raise InvalidRequest("structured_outputs", ", ".join(structure), expected)
+    if _OPTIONS in schema:  # would change how the whole grammar is compiled
+        raise InvalidRequest("response_format", f"a schema with {_OPTIONS}", "a schema without it")
     return schema
 
 

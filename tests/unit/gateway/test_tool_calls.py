@@ -257,6 +257,16 @@ def test_a_stream_that_may_call_begins_without_text(tooled: Served) -> None:
         ({"tools": [ADD], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [ADD], "extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools"),
+        (
+            {
+                "tools": [ADD],
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"x-guidance": {"lenient": True}}},
+                },
+            },
+            "response_format",
+        ),
         ({"messages": [{"role": "tool", "content": "5"}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "user", "content": "5", "tool_call_id": "c"}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
