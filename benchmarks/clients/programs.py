@@ -34,7 +34,7 @@ class ClientLoad:
     requests: int
     input_tokens: int
     output_tokens: int
-    api: Literal["chat", "responses"] = "chat"  # of aiperf and guidellm
+    api: Literal["chat", "responses"] = "chat"  # of aiperf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +92,15 @@ def run_client(words: list[str], folder: Path) -> str:
 
 
 def aiperf(load: ClientLoad, folder: Path) -> ClientTimes:
+    """Of a response that a limit of tokens ended, it does not read the server's number of tokens."""
+    counts = ["--use-server-token-count"] if load.api == "chat" else []
     name = _into_cache(load.tokenizer, folder / "huggingface")
     run_client(
         [
             *(str(ENVIRONMENTS / "aiperf/bin/aiperf"), "profile", "-m", load.model, "--tokenizer", name),
             *("--url", load.url, "--endpoint-type", load.api, "--streaming", "--concurrency", str(load.concurrency)),
             *("--request-count", str(load.requests), "--isl", str(load.input_tokens), "--osl", str(load.output_tokens)),
-            *("--extra-inputs", "ignore_eos:true", "--use-server-token-count", "--ui", "none"),
+            *("--extra-inputs", "ignore_eos:true", *counts, "--ui", "none"),
             *("--artifact-dir", str(folder / "aiperf")),
         ],
         folder,
