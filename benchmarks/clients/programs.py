@@ -34,7 +34,7 @@ class ClientLoad:
     requests: int
     input_tokens: int
     output_tokens: int
-    api: Literal["chat", "responses"] = "chat"  # of aiperf
+    api: Literal["chat", "responses"] = "chat"  # of aiperf and guidellm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +114,12 @@ def aiperf(load: ClientLoad, folder: Path) -> ClientTimes:
 
 
 def guidellm(load: ClientLoad, folder: Path) -> ClientTimes:
+    path = "/v1/responses" if load.api == "responses" else "/v1/chat/completions"
     out = folder / "guidellm.json"
     run_client(
         [
             *(str(ENVIRONMENTS / "guidellm/bin/guidellm"), "run"),
-            *("--backend", f"kind=openai_http,target={load.url},model={load.model}"),
+            *("--backend", f"kind=openai_http,target={load.url},model={load.model},request_format={path}"),
             *("--profile", f"kind=concurrent,streams={load.concurrency}"),
             *("--constraint", f"kind=max_requests,count={load.requests}"),
             *("--tokenizer", f"kind=huggingface_auto,model={load.tokenizer}"),

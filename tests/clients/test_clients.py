@@ -98,6 +98,7 @@ def test_lm_eval_gets_the_loglikelihoods_of_transformers(
 SWEEPS: list[tuple[str, Literal["chat", "responses"]]] = [
     *((name, "chat") for name in PROGRAMS),
     ("aiperf", "responses"),
+    ("guidellm", "responses"),
 ]
 
 
