@@ -138,7 +138,7 @@ class ResponsesRequest(SamplingFields):
     text: TextOptions | None = described(
         "`format`: `text`, `json_object` or `json_schema`, which is always enforced; `verbosity` has no effect"
     )
-    reasoning: ReasoningOptions | None = described("accepted without effect")
+    reasoning: ReasoningOptions | None = described("`effort` as `reasoning_effort` of a chat; `summary` has no effect")
     tools: (
         list[Annotated[Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], _ByKind]] | None
     ) = described("functions that the model may call; up to 128. Tools of other types are ignored")

@@ -33,7 +33,12 @@ from pdserve.gateway.sdk_call import MAX_MESSAGES, SdkCall, chat_call, check_mod
 
 MAX_NAMED: Final = 8  # types of ignored tools in the answer's header
 #: The name that a chat's field has here.
-_NAMES: Final = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+_NAMES: Final = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 
 
 def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:
@@ -49,6 +54,7 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
         "messages": messages,
         "max_tokens": request.max_output_tokens,
         "stream_options": _stream_options(request),
+        "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
         "chat_template_kwargs": request.chat_template_kwargs,
         "response_format": _format(request.text),
         "tools": [_tool(one) for one in functions] or None,
@@ -150,8 +156,8 @@ def _ignored(request: ResponsesRequest) -> tuple[str, ...]:
     found = [f"tools.{kind}" for kind in kinds[:MAX_NAMED]]
     if request.text is not None and request.text.verbosity in ("low", "high"):
         found.append("text.verbosity")
-    if (asked := request.reasoning) is not None:
-        found += [f"reasoning.{name}" for name in ("effort", "summary") if getattr(asked, name) not in (None, "none")]
+    if request.reasoning is not None and request.reasoning.summary not in (None, "none"):
+        found.append("reasoning.summary")
     return tuple(found)
 
 

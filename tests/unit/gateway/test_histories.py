@@ -199,3 +199,8 @@ def test_switches_reach_the_router(client: openai.OpenAI, script: Script) -> Non
     client.chat.completions.create(model="m", messages=[USER])
     chat = script.requests[-1].chat
     assert (chat.HasField("reasoning_effort"), chat.allow_special_tokens) == (False, False)
+    says(script, "five")
+    client.responses.create(model="m", input="?", reasoning={"effort": "high", "summary": "auto"})
+    assert script.requests[-1].chat.reasoning_effort == "high"
+    with pytest.raises(openai.BadRequestError, match=r"reasoning\.effort"):
+        client.responses.create(model="m", input="?", reasoning={"effort": "extreme"})  # type: ignore[typeddict-item]

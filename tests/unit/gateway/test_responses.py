@@ -299,7 +299,7 @@ def test_what_has_no_effect_is_named_in_a_header(tooled: Served, is_streamed: bo
         given["extra_body"]["stream_options"] = {"include_usage": True}
     base = {"model": tooled.model, "input": INPUT, "max_output_tokens": 16, "temperature": 0.8}
     raw = tooled.openai.responses.with_raw_response.create(**base, **given)
-    ignored = "tools.custom, tools.namespace, tools.web_search, text.verbosity, reasoning.effort, reasoning.summary"
+    ignored = "tools.custom, tools.namespace, tools.web_search, text.verbosity, reasoning.summary"
     assert raw.headers["x-pdserve-ignored"] == ignored
     found: Any = raw.parse()
     found = list(found)[-1].response if is_streamed else found
