@@ -39,10 +39,18 @@ def store_and_load(values, out, BLOCK: tl.constexpr, HAS_BARRIER: tl.constexpr):
 
 @triton.jit
 def sum_of_last(values, parts, count, out, PROGRAMS: tl.constexpr, SEM: tl.constexpr, HAS_BARRIER: tl.constexpr):
-    """The last program to arrive adds what all have stored."""
+    """The last program to arrive adds what all have stored, and resets the counter for the next launch."""
     program = tl.program_id(0)
     tl.store(parts + program, tl.load(values + program))
     if HAS_BARRIER:
         tl.debug_barrier()
     if tl.atomic_add(count, 1, sem=SEM) == PROGRAMS - 1:
         tl.store(out, tl.sum(tl.load(parts + tl.arange(0, PROGRAMS)), axis=0))
+        tl.store(count, 0)
+
+
+@triton.jit
+def reset_early(count, SEM: tl.constexpr):
+    """The last program resets the counter, and unless SEM acquires, another one may still be changing it."""
+    if tl.atomic_add(count, 1, sem=SEM) == tl.num_programs(0) - 1:
+        tl.store(count, 0)

@@ -14,7 +14,7 @@ another of its threads may have stored it.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from importlib import import_module
 from math import prod
@@ -80,6 +80,7 @@ class Accesses:
         self._stored_in = -1  # epoch of the program's last store
         self._released: set[int] = set()  # programs whose stores are visible after an acquire
         self._seen: set[int] = set()  # those that the running program has acquired
+        self._changed: dict[tuple[int, int], set[int]] = {}  # programs that changed an element by atomic operations
 
     def begin(self, tensors: list[Tensor]) -> None:
         storages = {
@@ -87,6 +88,7 @@ class Accesses:
         }
         self._spans = {span: tuple(np.zeros(span[1] - span[0], np.int32) for _ in range(3)) for span in storages}  # type: ignore[misc]
         self._released = set()
+        self._changed = {}
 
     def enter(self, program: int) -> None:
         self._me, self._seen, self._stored_in = program + 1, set(), -1
@@ -97,22 +99,26 @@ class Accesses:
 
     def load(self, pointers: Any, mask: Any) -> None:
         for writer, epoch, reader, at in self._at(pointers, mask):
-            self._check("loads", "stored", writer[at])
+            self._check("loads", "stored", writer[at], self._changers(writer, at))
             if ((writer[at] == self._me) & (epoch[at] == self._epoch)).any():
                 raise Race("a program loads what it has stored, without a barrier")
             reader[at] = np.where((reader[at] == 0) | (reader[at] == self._me), self._me, _MANY)
 
     def store(self, pointers: Any, mask: Any) -> None:
         for writer, epoch, reader, at in self._at(pointers, mask):
-            self._check("stores", "stored", writer[at])
+            self._check("stores", "stored", writer[at], self._changers(writer, at))
             self._check("stores", "loaded", reader[at])
             writer[at], epoch[at] = self._me, self._epoch
             self._stored_in = self._epoch
 
     def atomic(self, pointers: Any, mask: Any, semantic: str) -> None:
         for writer, _, reader, at in self._at(pointers, mask):
-            self._check("changes", "stored", np.where(writer[at] == _ATOMIC, 0, writer[at]))
+            self._check("changes", "stored", writer[at])
             self._check("changes", "loaded", reader[at])
+            for one in at.tolist():
+                if writer[one] != _ATOMIC:
+                    self._changed[id(writer), one] = set()
+                self._changed[id(writer), one].add(self._me)
             writer[at] = _ATOMIC
         if "release" in semantic:
             if self._stored_in == self._epoch:
@@ -121,8 +127,14 @@ class Accesses:
         if "acq" in semantic:
             self._seen = set(self._released)
 
-    def _check(self, does: str, did: str, programs: Any) -> None:
-        others = set(np.unique(programs).tolist()) - {0, self._me} - self._seen
+    def _changers(self, writer: Any, at: Any) -> set[int]:
+        """The programs whose atomic operations an access without one must come after: the last one to change a
+        counter may reset it, if it has acquired what all others have released."""
+        changed = at[writer[at] == _ATOMIC].tolist()
+        return set().union(*(self._changed[id(writer), one] for one in changed))
+
+    def _check(self, does: str, did: str, programs: Any, changers: Set[int] = frozenset()) -> None:
+        others = (set(np.unique(programs).tolist()) | changers) - {0, self._me, _ATOMIC} - self._seen
         if others:
             raise Race(f"a program {does} what another one has {did} ({len(others)} of them)")
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.gpu.faulty_kernels import add_before, copy, store_and_load, sum_of_last
+from tests.gpu.faulty_kernels import add_before, copy, reset_early, store_and_load, sum_of_last
 from tests.gpu.strict_interpreter import OutOfBounds, Shuffled, check_grid, strict_interpreter
 
 pytestmark = [
@@ -93,3 +93,12 @@ def test_atomic_operations_order_programs(sem: str, has_barrier: bool, error: st
     with strict_interpreter(), nullcontext() if error is None else pytest.raises(Exception, match=error):
         sum_of_last[(4,)](values, parts, count, out, PROGRAMS=4, SEM=sem, HAS_BARRIER=has_barrier)
         assert out.item() == 6.0
+        assert count.item() == 0
+
+
+@pytest.mark.parametrize(("sem", "is_race"), [("acq_rel", False), ("relaxed", True), ("acquire", True)])
+def test_a_counter_is_reset_after_all_changes(sem: str, is_race: bool) -> None:
+    count = torch.zeros(1, dtype=torch.int32)
+    with strict_interpreter(), pytest.raises(Exception, match="what another one has") if is_race else nullcontext():
+        reset_early[(4,)](count, SEM=sem)
+        assert count.item() == 0
