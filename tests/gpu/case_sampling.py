@@ -73,7 +73,8 @@ def _agreement(
         error = float((logprob_B.cpu().double() - reference).abs().max())
         return differ / len(samplings) + (error if error == error else float("inf"))
 
-    return Case(f"draw {name}", check, 2e-6)
+    # A float32 logprob near -10 is a multiple of 9.5e-7, and the device's own exp2 adds 2.4e-7 to each of its sums.
+    return Case(f"draw {name}", check, 4e-6)
 
 
 def _samplings(count: int, **kinds: float) -> list[Sampling]:

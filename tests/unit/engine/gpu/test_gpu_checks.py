@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +94,16 @@ def test_a_token_beyond_rounding_is_reported(ours: int, is_broken: bool) -> None
     judge(outs, [7, 0], torch.stack([rounded_V, rounded_V]), "bfloat16", outcome, lambda num_sampled: exact_V)
     assert outcome.num_equal == 0
     assert bool(outcome.broken) == is_broken
+
+
+def test_the_bound_of_draws_is_above_the_rounding_of_a_logprob() -> None:
+    """Two of float32 near -10, the reference's and the sum's, and the error of the device's exp2."""
+    from tests.gpu.case_sampling import CASES
+
+    rounding = float(np.spacing(np.float32(10.0)))
+    bounds = [case.bound for case in CASES if case.name.startswith("draw")]
+    assert min(bounds) > 2 * rounding + 2.0**-22
+    assert max(bounds) < 10 * rounding
 
 
 class WrongSender:
