@@ -89,7 +89,9 @@ def matrix_tflop_s(clock: Clock, size: int, kind: str) -> float:
     else:
         fp8 = torch.float8_e4m3fn
         left8, right8 = left.to(fp8), right.to(fp8).t()
-        scales = torch.ones(size, 1, device=clock.device), torch.ones(1, size, device=clock.device)
+        # One scale a row; torch 2.11 has only one for the whole matrix on a CPU.
+        sizes = ((size, 1), (1, size)) if clock.device.type == "cuda" else ((), ())
+        scales = torch.ones(sizes[0], device=clock.device), torch.ones(sizes[1], device=clock.device)
 
         def product() -> object:
             return torch._scaled_mm(

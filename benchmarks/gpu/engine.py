@@ -24,7 +24,6 @@ from pdserve.engine.interface import PENDING, Flight, Row
 from pdserve.engine.memory import weight_bytes
 
 GREEDY = Sampling(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
-BLOCK_SIZE = 16
 _WARM_STEPS = 2
 
 
@@ -53,12 +52,12 @@ class OpenedEngine:
 
     def tables(self, num_rows: int, num_tokens: int) -> list[list[int]]:
         """Blocks of each row. If the pool is too small, distant rows share blocks, so that no cache holds them."""
-        per_row, size = -(-num_tokens // BLOCK_SIZE), self.engine.spec.num_blocks
+        per_row, size = -(-num_tokens // self.engine.spec.block_size), self.engine.spec.num_blocks
         return [[(row * per_row + at) % size for at in range(per_row)] for row in range(num_rows)]
 
     def shared_kv(self, num_rows: int, num_tokens: int) -> float:
         """Share of the rows' blocks that also belong to another row."""
-        return max(0.0, 1 - self.engine.spec.num_blocks / (num_rows * -(-num_tokens // BLOCK_SIZE)))
+        return max(0.0, 1 - self.engine.spec.num_blocks / (num_rows * -(-num_tokens // self.engine.spec.block_size)))
 
 
 def open_model(setting: Setting, shape: str, dtype: str, parent: Path) -> OpenedEngine:
@@ -66,9 +65,10 @@ def open_model(setting: Setting, shape: str, dtype: str, parent: Path) -> Opened
     clock, folder = setting.clock, setting.folder(shape, parent)
     began_s = time.monotonic()
     model = read_config(folder)
-    block_bytes = 2 * BLOCK_SIZE * model.num_layers * model.num_kv_heads * model.head_dim * dtype_bytes(setting)
-    wanted = max(rows * -(-(context + 4 * setting.num_steps) // BLOCK_SIZE) for rows, context in setting.decodes)
-    wanted = max(wanted, -(-setting.max_context_tokens // BLOCK_SIZE))
+    size = setting.choice.block_size
+    block_bytes = 2 * size * model.num_layers * model.num_kv_heads * model.head_dim * dtype_bytes(setting)
+    wanted = max(rows * -(-(context + 4 * setting.num_steps) // size) for rows, context in setting.decodes)
+    wanted = max(wanted, -(-setting.max_context_tokens // size))
     held = weight_bytes(model, torch.bfloat16, rounding="none")
     room = int(0.85 * (setting.memory_bytes - held)) // block_bytes
     eager = open_torch_engine(
@@ -79,13 +79,18 @@ def open_model(setting: Setting, shape: str, dtype: str, parent: Path) -> Opened
             device=clock.device.type,
             dtype="float32" if setting.is_rehearsal else dtype,
             kv_blocks=min(wanted, room),
-            block_size=BLOCK_SIZE,
+            block_size=size,
+            kv_dtype=setting.choice.kv_dtype,
             max_context_tokens=setting.max_context_tokens,
             max_batch_tokens=setting.chunk_tokens,
         )
     )
     with torch.inference_mode():
-        eager.pool.tensor.normal_()  # zeros would be read faster
+        if eager.pool.scales is None:
+            eager.pool.tensor.normal_()  # zeros would be read faster
+        else:
+            eager.pool.tensor.view(torch.uint8).random_(0, 100)
+            eager.pool.scales.fill_(0.01)
     clock.sync()
     loaded_s = time.monotonic()
     buckets = sorted({rows for rows, _ in setting.decodes})

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
+from benchmarks.gpu.failures import told
+
 FILE: Final = "benchmark.jsonl"
 
 
@@ -53,10 +55,12 @@ class Findings:
 class Report:
     """The findings of one part. Parts run one after the other, so only one process writes at a time."""
 
-    def __init__(self, folder: Path, part: str, title: str, columns: Sequence[str]) -> None:
+    def __init__(self, folder: Path, part: str, title: str, columns: Sequence[str], *, goes_on: bool = False) -> None:
+        """`goes_on`: adds to the findings of an earlier process."""
         self.findings = Findings(part, title, list(columns))
         self._path = folder / FILE
-        self._write(title=title, columns=self.findings.columns)
+        if not goes_on:
+            self._write(title=title, columns=self.findings.columns)
 
     def row(self, *cells: Any) -> None:
         self.findings.rows.append([cell if isinstance(cell, str) else shown(cell) for cell in cells])
@@ -79,7 +83,7 @@ class Report:
         self._write(bar=asdict(self.findings.bars[-1]))
 
     def error(self, where: str, error: BaseException) -> None:
-        self.findings.errors.append(error_text(where, error))
+        self.findings.errors.append(error_text(where, error, self._path.parent))
         print(self.findings.errors[-1], flush=True)
         self._write(error=self.findings.errors[-1])
 
@@ -87,8 +91,9 @@ class Report:
         append(self._path, self.findings.part, **what)
 
 
-def error_text(where: str, error: BaseException) -> str:
-    return f"{where}: {type(error).__name__}: {error}"[:500]
+def error_text(where: str, error: BaseException, folder: Path) -> str:
+    """One line; the traceback is in the folder's traces.txt."""
+    return f"{where}: {told(where, error, folder)}"
 
 
 def append(path: Path, part: str, **what: Any) -> None:

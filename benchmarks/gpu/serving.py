@@ -34,7 +34,7 @@ TEXTS: Final = (
 
 def serving(setting: Setting, folder: Path) -> None:
     columns = ["model", "over", "at once", "prompt", "TTFT ms", "TPOT ms", "tokens equal transformers'"]
-    report = Report(folder, "serving", "a prefill and a decode worker on one device", columns)
+    report = setting.report(folder, "a prefill and a decode worker on one device", columns)
     bundled: dict[str, Any] = {"model": str(BUNDLED), "dtype": "float32", "kv_blocks": 512}
     prompts = bundled_prompts()
     theirs = transformers_tokens(setting, prompts, setting.serve_tokens)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.failures import Cases, chosen
+from benchmarks.gpu.report import Report
 
 MIB: Final = 2**20
 _LLAMA3_ROPE: Final = {
@@ -73,8 +76,22 @@ _SMALL: Final = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartChoice:
+    """What one run of a part measures, where it differs from the others."""
+
+    label: str  # of its findings
+    only: str = ""  # cases that match (failures.py)
+    start: str = ""  # the first of them
+    num_failed: int = 0  # before this process
+    block_size: int = 16  # tokens of a KV block
+    chunk_tokens: int = 2048
+    kv_dtype: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     is_rehearsal: bool
+    choice: PartChoice
     clock: Clock
     copy_bytes: int  # of the device copy that is the bandwidth's measure
     matrix_size: int
@@ -91,6 +108,15 @@ class Setting:
     serve_tokens: int
     serve_at_once: int
 
+    def report(self, folder: Path, title: str, columns: Sequence[str]) -> Report:
+        return Report(folder, self.choice.label, title, columns, goes_on=self.choice.num_failed > 0)
+
+    def cases(self, names: Sequence[str]) -> Cases:
+        """Those of the names that this run measures. Raises ValueError if none matches."""
+        choice = self.choice
+        wanted = chosen(names, choice.only, choice.start)
+        return Cases(wanted, None if self.is_rehearsal else self.clock.sync, num_failed=choice.num_failed)
+
     def folder(self, shape: str, parent: Path) -> Path:
         """A folder with the model's config.json only."""
         folder = parent / shape
@@ -100,9 +126,10 @@ class Setting:
         return folder
 
 
-def rehearsal(clock: Clock) -> Setting:
+def rehearsal(clock: Clock, choice: PartChoice) -> Setting:
     return Setting(
         is_rehearsal=True,
+        choice=choice,
         clock=clock,
         copy_bytes=1 * MIB,
         matrix_size=64,
@@ -121,16 +148,17 @@ def rehearsal(clock: Clock) -> Setting:
     )
 
 
-def full(clock: Clock, memory_bytes: int) -> Setting:
+def full(clock: Clock, memory_bytes: int, choice: PartChoice) -> Setting:
     return Setting(
         is_rehearsal=False,
+        choice=choice,
         clock=clock,
         copy_bytes=2048 * MIB,
         matrix_size=8192,
         decodes=(*((rows, 1024) for rows in (1, 8, 32, 64, 128, 256)), (64, 4096), (64, 8192)),
         num_steps=40,
         prefills=(512, 2048, 4096, 8192, 16384),
-        chunk_tokens=2048,
+        chunk_tokens=choice.chunk_tokens,
         max_context_tokens=16640,
         memory_bytes=memory_bytes,
         peer_rows=(1, 32),

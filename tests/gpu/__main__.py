@@ -1,8 +1,8 @@
-"""Runs all checks that need a GPU, several at once, within nine minutes. Prints one table.
+"""Runs all checks that need a GPU, several at once, within seven minutes. Prints one table.
 
-    python -m tests.gpu [--out DIR] [--only kernels,engine] [--budget 500] [--rehearse]
+    python -m tests.gpu [--out DIR] [--only kernels,engine] [--budget 420] [--rehearse]
 
-  kernels    every Triton kernel against float64 (check_kernels)
+  kernels    every Triton kernel against float64 (check_kernels), in two processes
   graphs     captured decode steps against the same steps uncaptured, no waiting in a launch (check_graphs): the bundled
              model, and two times two families, in three processes
   engine     the eager engine against transformers, every family (check_engine)
@@ -11,14 +11,16 @@
 
 Each check runs in a process of its own, so that an error in one does not affect the others, and is killed when its time
 is over. `transfer` and `times` have deadlines or measure time, so nothing else runs beside them. Output lines are
-printed as they arrive, with the name of their check, and are also written to DIR/checks.log. Failures are repeated at
-the end and written to DIR/checks.md. Exit code 1 if a check failed, 2 without a CUDA device. --rehearse runs graphs and
-transfer on a CPU; the kernels' checks run there in `make test`.
+printed as they arrive, with the name of their check, and are also written to DIR/checks.log ($OUT if it is set).
+Failures are repeated at the end and written to DIR/checks.md, tracebacks to DIR/traces.txt. Exit code 1 if a check
+failed, 2 without a CUDA device. --rehearse runs them on a CPU. scripts/gpu has the checks of a first run, in an order
+for fifteen minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import threading
 import time
@@ -28,10 +30,13 @@ from typing import Final, final
 
 import torch
 
+from benchmarks.gpu.failures import out_folder
 from benchmarks.gpu.stages import module, run, why
 
+ATTENTION: Final = "attention,norms"  # files of kernels that take as long to compile as all others
 TOGETHER: Final = {  # that run at once; mostly compilers, which share a GPU well
-    "kernels": module("tests.gpu.check_kernels", "--errors"),
+    "kernels": module("tests.gpu.check_kernels", "--errors", "--only", ATTENTION),
+    "kernels-1": module("tests.gpu.check_kernels", "--errors", "--only", f"(?!{ATTENTION.replace(',', '|')}).*"),
     "graphs": module("tests.gpu.check_graphs", "--only", "stdlib-5m"),
     "graphs-1": module("tests.gpu.check_graphs", "--only", "llama,qwen3"),
     "graphs-2": module("tests.gpu.check_graphs", "--only", "gemma2,mistral-window"),
@@ -39,11 +44,12 @@ TOGETHER: Final = {  # that run at once; mostly compilers, which share a GPU wel
 }
 ALONE: Final = {"transfer": module("tests.gpu.check_transfer"), "times": module("tests.gpu.check_kernels", "--times")}
 REHEARSED: Final = {
+    "kernels": module("tests.gpu.check_kernels", "--rehearse", "--errors"),
     "transfer": module("tests.gpu.check_transfer", "--rehearse"),
     "graphs": module("tests.gpu.check_graphs", "--rehearse"),
 }
-BUDGET_S: Final = 500.0
-TOGETHER_S: Final = 300.0  # of it at most, so that something is left for the others
+BUDGET_S: Final = 420.0
+TOGETHER_S: Final = 240.0  # of it at most, so that something is left for the others
 ALONE_S: Final = 110.0  # each
 _LEAST_S: Final = 20.0  # no check is started with less time than this
 _MOST_TOLD: Final = 60  # lines of failures that are repeated at the end of the output
@@ -61,28 +67,25 @@ class Check:
 class Log:
     """Prints the lines of several checks that run at once, and writes them to a file."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._lock = threading.Lock()
         self._folder = folder
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "checks.log").write_text("")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "checks.log").write_text("")
 
     def say(self, line: str) -> None:
         with self._lock:
             print(line, flush=True)
-            if self._folder is not None:
-                with (self._folder / "checks.log").open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            with (self._folder / "checks.log").open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
     def keep(self, name: str, text: str) -> None:
-        if self._folder is not None:
-            (self._folder / name).write_text(text + "\n", encoding="utf-8")
+        (self._folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=out_folder())
     parser.add_argument("--only", default="")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all checks")
     parser.add_argument("--rehearse", action="store_true")
@@ -92,15 +95,17 @@ def main() -> int:
         return 2
     known = REHEARSED if args.rehearse else TOGETHER | ALONE
     names = args.only.split(",") if args.only else list(known)
-    if not args.rehearse and "graphs" in names:  # all of them
-        names += [name for name in known if name.startswith("graphs-") and name not in names]
+    for kind in ("graphs", "kernels"):
+        if kind in names:  # all of them
+            names += [name for name in known if name.startswith(f"{kind}-") and name not in names]
     unknown = [name for name in names if name not in known]
     if unknown:
         parser.error(f"no such check: {', '.join(unknown)}")
+    os.environ["OUT"] = str(args.out)  # where their traces go
     return session({name: known[name] for name in names}, args.budget, args.out)
 
 
-def session(commands: dict[str, list[str]], budget_s: float, folder: Path | None) -> int:
+def session(commands: dict[str, list[str]], budget_s: float, folder: Path) -> int:
     """Runs the checks; those of ALONE run after the others. Returns the exit code."""
     log, ends_s = Log(folder), time.monotonic() + budget_s
     together = [Check(name) for name in commands if name not in ALONE]

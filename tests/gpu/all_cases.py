@@ -5,6 +5,8 @@ On a machine without CUDA, call interpreter.prepare before this import, unless k
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.gpu import (
     case_attention,
     case_extents,
@@ -19,6 +21,7 @@ from tests.gpu import (
     case_relay,
     case_sampling,
 )
+from tests.gpu.cases import Case, Launch
 
 FILES = (
     case_norms,
@@ -36,3 +39,16 @@ FILES = (
 )
 CASES = [case for file in FILES for case in file.CASES]
 LAUNCHES = [launch for file in FILES for launch in file.LAUNCHES]
+
+
+def _named(kind: str) -> dict[str, Any]:
+    return {
+        f"{file.__name__.removeprefix('tests.gpu.case_')}: {one.name}": one
+        for file in FILES
+        for one in getattr(file, kind)
+    }
+
+
+#: By the name of their file and their own.
+NAMED_CASES: dict[str, Case] = _named("CASES")
+NAMED_LAUNCHES: dict[str, Launch] = _named("LAUNCHES")

@@ -1,6 +1,6 @@
 """Compares our eager engine with transformers on a CUDA device: each family, float32 and bfloat16. Prints a table.
 
-    python -m tests.gpu.check_engine [--device cuda] [--tokens 64] [--only llama,stdlib-5m]
+    python -m tests.gpu.check_engine [--device cuda] [--tokens 64] [--only llama,stdlib-5m] [--from CASE]
 
 Rules for the position at which two greedy texts first differ:
   trained model       each side's token is among the other's five likeliest (as in vLLM's tests)
@@ -26,6 +26,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.gpu.failures import add_flags, cases_of, told
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.build_engine import open_torch_engine
@@ -50,7 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--only", default=",".join((*TINY, BUNDLED.name)), help="models")
+    add_flags(parser, "models and dtypes")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was checked", file=sys.stderr)
@@ -59,24 +60,32 @@ def main() -> int:
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
     print("| model | dtype | texts equal | worst logprob gap where they part | s |\n|---|---|---|---|---|")
-    is_broken = False
+    has_fp8 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+    pairs = [(family, dtype) for family in (*TINY, BUNDLED.name) for dtype in ("float32", "bfloat16")]
+    pairs += [(BUNDLED.name, "fp8")] if has_fp8 else []
+    cases = cases_of(
+        args, [" ".join(pair) for pair in pairs], torch.cuda.synchronize if args.device == "cuda" else None
+    )
     with tempfile.TemporaryDirectory() as parent:
-        for family in args.only.split(","):
-            folder = BUNDLED if family == BUNDLED.name else build_tiny(family, Path(parent) / family)
-            has_fp8 = folder == BUNDLED and args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
-            for dtype in ("float32", "bfloat16", *(("fp8",) if has_fp8 else ())):
-                began_s = time.monotonic()
-                try:
-                    outcome = compare(folder, dtype, args.device, args.tokens)
-                except Exception as error:  # so that the other families are still checked
-                    outcome = Outcome(broken=f"**raised {type(error).__name__}: {str(error)[:300]!r}** ")
-                is_broken |= bool(outcome.broken)
-                print(
-                    f"| {family} | {dtype} | {outcome.num_equal} of {outcome.num_texts} | {outcome.worst_gap:.2g} "
-                    f"{outcome.broken}| {time.monotonic() - began_s:.1f} |",
-                    flush=True,
-                )
-    return int(is_broken)
+        for family, dtype in pairs:
+            began_s = time.monotonic()
+
+            def say(outcome: Outcome, label: str = f"{family} | {dtype}", began_s: float = began_s) -> None:
+                equal = f"{outcome.num_equal} of {outcome.num_texts}"
+                took_s = time.monotonic() - began_s
+                print(f"| {label} | {equal} | {outcome.worst_gap:.2g} {outcome.broken}| {took_s:.1f} |", flush=True)
+
+            def check(family: str = family, dtype: str = dtype) -> None:
+                folder = BUNDLED if family == BUNDLED.name else Path(parent) / family
+                if not folder.exists():
+                    build_tiny(family, folder)
+                outcome = compare(folder, dtype, args.device, args.tokens)
+                cases.num_failed += bool(outcome.broken)
+                say(outcome)
+
+            name = f"{family} {dtype}"
+            cases.run(name, check, lambda error, name=name: say(Outcome(broken=f"**raised {told(name, error)}** ")))
+    return int(cases.num_failed > 0)
 
 
 def compare(folder: Path, dtype: str, device: str, num_tokens: int) -> Outcome:

@@ -1,6 +1,6 @@
 """Decode steps that were captured as graphs sample the same tokens as uncaptured ones: every bucket, asynchronously.
 
-    python -m tests.gpu.check_graphs [--only llama,stdlib-5m] [--rehearse]
+    python -m tests.gpu.check_graphs [--only llama,stdlib-5m] [--from CASE] [--rehearse]
 
 For each model and dtype, each bucket is tested full and with one row less, with greedy and with seeded rows. Both
 engines decode the same prompts, and their tokens and logprobs must be equal, bit for bit. Contexts are short, except
@@ -27,6 +27,7 @@ from typing import Final
 
 import torch
 
+from benchmarks.gpu.failures import add_flags, cases_of, told
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import PENDING, AsyncEngine, Flight, Row
@@ -38,6 +39,7 @@ SAMPLINGS: Final = (
     Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=7, max_tokens=64, ignore_eos=True, logprobs=0),
     Sampling(temperature=1.0, min_p=0.02, seed=11, max_tokens=64, ignore_eos=True, logprobs=0),
 )
+CASE_S: Final = 90.0  # captures every bucket
 Drawn = list[list[tuple[int, float]]]  # of each row
 
 
@@ -56,15 +58,28 @@ class Rows:
         return list(range(row * self.num_blocks_each, (row + 1) * self.num_blocks_each))
 
 
+@dataclass(frozen=True)
+class GraphCase:
+    """`rows` None: rows with sampling options, and rows with drafts."""
+
+    model: str
+    label: str
+    dtype: str
+    rows: Rows | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} {self.dtype}"
+
+
 LONG: Final = Rows(most=8, num_blocks_each=128, shortest=300, spread=1500)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--only", default="", help="models")
+    add_flags(parser, "models and dtypes")
     args = parser.parse_args()
-    names = args.only.split(",") if args.only else ["llama"] if args.rehearse else [*FAMILIES, BUNDLED.name]
     if args.rehearse:
         from tests.gpu.interpreter import prepare
 
@@ -77,32 +92,50 @@ def main() -> int:
 
     num_steps = 2 if args.rehearse else 16
     print("| model | dtype | graphs | capture s | rows compared | result |\n|---|---|---|---|---|---|")
-    is_broken = False
+    found = graph_cases(is_rehearsal=args.rehearse)
+    synchronise = None if args.rehearse else torch.cuda.synchronize
+    cases = cases_of(args, [one.name for one in found], synchronise, CASE_S)
     with tempfile.TemporaryDirectory() as parent:
-        for name in names:
-            folder = BUNDLED if name == BUNDLED.name else build_tiny(name, Path(parent) / name)
-            rows = Rows(most=2 if args.rehearse else 256 if folder == BUNDLED else 64)
-            cases = [(name, dtype, rows) for dtype in (("float32",) if args.rehearse else ("float32", "bfloat16"))]
-            if folder == BUNDLED:
-                cases += [(f"{name}, long rows", dtype, LONG) for dtype in ("bfloat16", "fp8")]
-            for label, dtype, rows in cases:
-                try:
-                    line, wrong = compare(folder, dtype, rows, num_steps, is_rehearsal=args.rehearse)
-                except Exception as error:
-                    line, wrong = "| | ", f"raised {type(error).__name__}: {str(error)[:300]}"
-                is_broken |= bool(wrong)
-                print(f"| {label} | {dtype} | {line} | {f'**{wrong}**' if wrong else 'equal'} |", flush=True)
-            try:
-                line, wrong = extra_sampling.compare(
-                    folder, num_steps, is_rehearsal=args.rehearse, quiet=lambda: no_waiting(is_cuda=not args.rehearse)
-                )
-            except Exception as error:
-                line, wrong = "| | ", f"raised {type(error).__name__}: {str(error)[:300]}"
-            is_broken |= bool(wrong)
-            print(
-                f"| {name}, sampling options | float32 | {line} | {f'**{wrong}**' if wrong else 'equal'} |", flush=True
+        for one in found:
+
+            def say(line: str, wrong: str, one: GraphCase = one) -> None:
+                print(f"| {one.label} | {one.dtype} | {line} | {f'**{wrong}**' if wrong else 'equal'} |", flush=True)
+
+            def check(one: GraphCase = one) -> None:
+                folder = BUNDLED if one.model == BUNDLED.name else Path(parent) / one.model
+                if not folder.exists():
+                    build_tiny(one.model, folder)
+                if one.rows is None:
+                    line, wrong = extra_sampling.compare(
+                        folder,
+                        num_steps,
+                        is_rehearsal=args.rehearse,
+                        quiet=lambda: no_waiting(is_cuda=not args.rehearse),
+                    )
+                else:
+                    line, wrong = compare(folder, one.dtype, one.rows, num_steps, is_rehearsal=args.rehearse)
+                cases.num_failed += bool(wrong)
+                say(line, wrong)
+
+            cases.run(
+                one.name,
+                check,
+                lambda error, one=one: say("| | ", f"raised {told(one.name, error)}", one),  # type: ignore[misc]
             )
-    return int(is_broken)
+    return int(cases.num_failed > 0)
+
+
+def graph_cases(*, is_rehearsal: bool) -> list[GraphCase]:
+    found: list[GraphCase] = []
+    for model in ("llama",) if is_rehearsal else (*FAMILIES, BUNDLED.name):
+        is_bundled = model == BUNDLED.name
+        rows = Rows(most=2 if is_rehearsal else 256 if is_bundled else 64)
+        dtypes = ("float32",) if is_rehearsal else ("float32", "bfloat16")
+        found += [GraphCase(model, model, dtype, rows) for dtype in dtypes]
+        if is_bundled:
+            found += [GraphCase(model, f"{model}, long rows", dtype, LONG) for dtype in ("bfloat16", "fp8")]
+        found.append(GraphCase(model, f"{model}, sampling options", "float32", None))
+    return found
 
 
 def compare(folder: Path, dtype: str, rows: Rows, num_steps: int, *, is_rehearsal: bool) -> tuple[str, str]:

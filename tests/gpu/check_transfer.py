@@ -1,6 +1,6 @@
 """Checks cuda_ipc and nccl between two processes on one GPU, also when the sender is killed. Prints a table.
 
-    python -m tests.gpu.check_transfer [--rehearse]
+    python -m tests.gpu.check_transfer [--only cuda_ipc] [--from TRANSPORT] [--rehearse]
 
 For each transport, blocks are written only to the granted places. If the sender is killed during a transfer, the
 receiver keeps running, reports the failure before the deadline, and nothing is written after that report. Then a new
@@ -23,6 +23,7 @@ from typing import Final
 import torch
 
 from benchmarks.gpu.ends import Landing, Memory, ProcessSender, SenderSetup, make_pool, nccl_environment
+from benchmarks.gpu.failures import add_flags, cases_of, told
 from kvtransfer.transport import Received, ReceiveOutcome
 from tests.support.fake_ends import DEVICE_TRANSPORTS, stand_ins
 from tests.support.transfer_ends import fingerprint
@@ -31,34 +32,41 @@ NUM_BLOCKS: Final = 96
 SENT_BLOCKS: Final = 64
 DEADLINE_S: Final = 10.0
 FIRST_CHUNKS: Final = 8  # chunks that have arrived when the sender is killed
+CASE_S: Final = 35.0  # two senders start, and one is noticed at its deadline
 QUIET_S: Final = 1.0  # long enough to notice a writer that is still alive
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="over stand-ins for CUDA and NCCL")
+    add_flags(parser, "transports")
     args = parser.parse_args()
     if not args.rehearse and not torch.cuda.is_available():
         print("no CUDA device: nothing was checked (--rehearse runs the script)", file=sys.stderr)
         return 2
     print("| transport | check | result | s |\n|---|---|---|---|")
     with stand_ins() if args.rehearse else nullcontext():
-        results = [checked(transport, args.rehearse) for transport in DEVICE_TRANSPORTS]
-    return int(not all(results))
+        cases = cases_of(args, DEVICE_TRANSPORTS, None if args.rehearse else torch.cuda.synchronize, CASE_S)
+        for transport in DEVICE_TRANSPORTS:
+
+            def check_one(transport: str = transport) -> None:
+                cases.num_failed += not checked(transport, args.rehearse)
+
+            def failed(error: Exception, transport: str = transport) -> None:
+                print(f"| {transport} | all | **raised** {told(transport, error)} | |", flush=True)
+
+            cases.run(transport, check_one, failed)
+    return int(cases.num_failed > 0)
 
 
 def checked(transport: str, is_rehearsal: bool) -> bool:
     environment: dict[str, str] = {}
-    try:
-        if is_rehearsal:
-            return check(transport, "stand-in", 2**16, environment)
-        if transport == "nccl":
-            os.environ.update(nccl_environment("receiver"))
-            environment = nccl_environment("sender")
-        return check(transport, "cuda", 2**20, environment)
-    except Exception as error:
-        print(f"| {transport} | all | **raised** {type(error).__name__}: {str(error)[:300]} | |", flush=True)
-        return False
+    if is_rehearsal:
+        return check(transport, "stand-in", 2**16, environment)
+    if transport == "nccl":
+        os.environ.update(nccl_environment("receiver"))
+        environment = nccl_environment("sender")
+    return check(transport, "cuda", 2**20, environment)
 
 
 def check(transport: str, memory: Memory, block_bytes: int, environment: dict[str, str]) -> bool:

@@ -6,13 +6,18 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import stages
+from benchmarks.gpu.clock import HostClock
+from benchmarks.gpu.parts import steps_of
 from benchmarks.gpu.report import FILE, GpuBar, Report, append, read, table
+from benchmarks.gpu.setting import PartChoice, rehearsal
 
 ROOT = Path(__file__).parents[4]
 #: Packages that the GPU machine lacks (numba would select the CPU path).
@@ -109,7 +114,8 @@ def test_a_failed_part_keeps_its_rows(tmp_path: Path) -> None:
     found = read(tmp_path / FILE)
     kept = found["qwen"]
     assert kept.rows == [["first", "1234"]]
-    assert kept.errors == ["qwen: RuntimeError: out of memory"]
+    [error] = kept.errors
+    assert error.startswith("qwen: RuntimeError: out of memory (tests/unit/engine/gpu/test_gpu_benchmark.py:")
     assert "- failed: qwen: RuntimeError" in table(kept)
     assert found["serving"].errors
     assert "exit code 1" in found["transfers"].errors[0]
@@ -152,6 +158,39 @@ def test_a_repeated_part_replaces_only_its_own_rows(tmp_path: Path) -> None:
     Report(tmp_path, "device", "a title", ["what", "value"]).row("it", 3)
     append(tmp_path / FILE, "qwen", title="", columns=["what"])
     assert {name: one.rows for name, one in read(tmp_path / FILE).items()} == {"qwen": [], "device": [["it", "3"]]}
+
+
+def test_a_part_that_goes_on_in_a_new_process_keeps_its_findings(tmp_path: Path) -> None:
+    choice = PartChoice(label="llama-bf16 merge=fused")
+    report = rehearsal(HostClock(), choice).report(tmp_path, "a title", ["what", "rows", "context", "tok/s", "step ms"])
+    report.row("decode", 128, 1024, 8000.0, 16.0)
+    report.error("decode 1 x 1024", RuntimeError("an illegal memory access"))
+    again = rehearsal(HostClock(), replace(choice, num_failed=1))
+    again.report(tmp_path, "a title", ["what"]).row("kernels of a step", 128, 1024, "", 15.0)
+    found = read(tmp_path / FILE)[choice.label]
+    assert [row[0] for row in found.rows] == ["decode", "kernels of a step"]
+    assert len(found.errors) == 1
+    assert steps_of(tmp_path, again) == {(128, 1024): 0.016}
+    assert steps_of(tmp_path, rehearsal(HostClock(), choice)) == {}
+
+
+def test_switches_and_settings_label_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_GPU", "merge=fused")
+    flags = Namespace(cases="decode 1 x 1024", start="", failed=0, block_size=64, chunk_tokens=None, kv_dtype=None)
+    choice = gpu.choice_of("llama-bf16", flags)
+    assert choice == PartChoice(label="llama-bf16 merge=fused block_size=64", only="decode 1 x 1024", block_size=64)
+
+
+@pytest.mark.gpu_checks
+@pytest.mark.slow  # `make gpu-rehearsal` runs such commands.
+def test_chosen_cases_of_a_part_alone_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--only", "llama-bf16", "--cases", "prefill 24"]
+    command += ["--block-size", "32", "--out", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = read(tmp_path / FILE)["llama-bf16 block_size=32"].rows
+    assert [row[0] for row in rows] == ["loaded", "captured", "prefill"]
 
 
 def test_skipped_parts_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
