@@ -18,7 +18,7 @@ from pdserve.core.types import Sampling
 from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.config import read_config
 from pdserve.engine.gpu.engine import GraphEngine
-from pdserve.engine.gpu.graphs import EagerReplays, GraphReplays, Replays
+from pdserve.engine.gpu.graphs import EagerReplays, Replays, make_replays
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.interface import PENDING, Flight, Row
 from pdserve.engine.memory import weight_bytes
@@ -103,7 +103,7 @@ def open_model(setting: Setting, shape: str, dtype: str, parent: Path) -> Opened
         vocab_size=eager.spec.vocab_size,
         num_processors=torch.cuda.get_device_properties(clock.device).multi_processor_count if is_cuda else 4,
     )
-    replays = TimedReplays(GraphReplays(decode, buckets) if is_cuda else EagerReplays(decode, buckets), clock)
+    replays = TimedReplays(make_replays(decode, buckets) if is_cuda else EagerReplays(decode, buckets), clock)
     clock.sync()
     engine = GraphEngine(eager, decode, replays)
     return OpenedEngine(engine, replays, clock, loaded_s - began_s, time.monotonic() - loaded_s)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from pdserve.engine.gpu.splits import num_programs
+from pdserve.engine.gpu.switches import gpu_switches
 from pdserve.engine.gpu.work import Division, split
 
 MOST_QUERIES: Final = 16
@@ -91,6 +92,11 @@ def choose_tiling(head_dim: int, dtype: torch.dtype, num_query_rows: int, *, is_
 
     `is_scaled`: the pool is int8 or fp8.
     """
+    tiling = _staged_tiling(head_dim, dtype, num_query_rows, is_scaled=is_scaled)
+    return replace(tiling, num_stages=1) if gpu_switches().attention == "few-stages" else tiling
+
+
+def _staged_tiling(head_dim: int, dtype: torch.dtype, num_query_rows: int, *, is_scaled: bool) -> Tiling:
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     positions = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
     # Stages include the load of the block's number: with five, the next tile is being loaded while one is computed;

@@ -15,9 +15,10 @@ from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.device import use_device
 from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
 from pdserve.engine.gpu.engine import GraphEngine
-from pdserve.engine.gpu.graphs import GraphReplays
+from pdserve.engine.gpu.graphs import GraphReplays, make_replays
 from pdserve.engine.gpu.penalties import penalty_bytes
 from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.gpu.switches import gpu_switches
 from pdserve.engine.measure_memory import MeasureGraphs, Meter
 from pdserve.engine.memory_plan import graph_bytes
 from pdserve.engine.model import Decoder
@@ -68,11 +69,11 @@ def with_graphs(
     """Captures the decode step for every bucket up to `most_rows`, with a progress line; and for every bucket of
     tokens, if rows may have up to `most_drafts` drafts."""
     decode, most_tokens = _static(eager, model, most_rows, most_drafts)
-    replays = GraphReplays(decode, buckets_for(most_rows), PhaseReport(worker_id, "decode graphs", "graphs"))
+    replays = make_replays(decode, buckets_for(most_rows), PhaseReport(worker_id, "decode graphs", "graphs"))
     verify = None
     if decode.most_queries > 1:
         line = PhaseReport(worker_id, "draft graphs", "graphs")
-        verify = GraphReplays(decode, buckets_for(most_tokens), line, decode.most_queries)
+        verify = make_replays(decode, buckets_for(most_tokens), line, decode.most_queries)
     return GraphEngine(eager, decode, replays, verify)
 
 
@@ -84,6 +85,8 @@ def measure_graphs(eager: TorchEngine, meter: Meter, *, most_rows: int, most_dra
     meter.settle()
     before = meter.reserved()
     decode, most_tokens = _static(eager, eager.model, most_rows, most_drafts)
+    if gpu_switches().steps == "eager":
+        return penalty_bytes(most_tokens, eager.spec.vocab_size)
     after: list[int] = []
 
     def note(_done: int, _count: int) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from pdserve.engine.gpu.plain_rows import no_rows
 from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.gpu.switches import gpu_switches
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ class Replays(Protocol):
 
 @final
 class EagerReplays:
-    """Without graphs: launches the same step kernel by kernel. For machines without CUDA, and for comparison."""
+    """Without graphs: launches the same step kernel by kernel. For machines without CUDA, and for comparison with
+    graphs or instead of them."""
 
     def __init__(self, decode: StaticDecode, buckets: Sequence[int], num_queries: int = 1) -> None:
         self.buckets = tuple(buckets)
@@ -78,3 +80,16 @@ class GraphReplays:
 
     def replay(self, bucket: int) -> None:
         self._graphs[bucket].replay()
+
+
+def make_replays(
+    decode: StaticDecode,
+    buckets: Sequence[int],
+    progress: CaptureProgress = lambda done, count: None,
+    num_queries: int = 1,
+) -> Replays:
+    """Graphs, or the same steps without them if the switch says so."""
+    if gpu_switches().steps == "eager":
+        log.warning("decode steps run kernel by kernel, as a switch of the GPU engine says")
+        return EagerReplays(decode, buckets, num_queries)
+    return GraphReplays(decode, buckets, progress, num_queries)

@@ -26,6 +26,7 @@ from pdserve.core.errors import InternalError
 from pdserve.engine.gpu.cutoff import GROUP, bound_of, candidate, depth_key, find_cutoff, mass_of
 from pdserve.engine.gpu.noise import gumbel, stream
 from pdserve.engine.gpu.samplings import Draws
+from pdserve.engine.gpu.switches import gpu_switches
 from pdserve.engine.sampling import LEAST_TEMPERATURE
 
 _BLOCK: Final = 1024
@@ -249,6 +250,7 @@ class Sampler:
     def __init__(self, most_rows: int, vocab_size: int, device: torch.device, num_processors: int = 132) -> None:
         self._most_rows = most_rows
         self._size = vocab_size
+        self._is_argmax = gpu_switches().sampler == "argmax"
         self._num_groups = -(-vocab_size // GROUP)
         self._num_processors = num_processors
 
@@ -291,6 +293,10 @@ class Sampler:
             torch.empty(num_rows, dtype=torch.float32, device=logits_BV.device),
         )
         if not num_rows:
+            return token_B, logprob_B
+        if self._is_argmax:  # every row is greedy
+            token_B.copy_(logits_BV.argmax(-1))
+            logprob_B.copy_(logits_BV.float().log_softmax(-1).gather(1, token_B[:, None])[:, 0])
             return token_B, logprob_B
         parts = parts or num_parts(num_rows, size, self._num_processors)
         stride, grid = logits_BV.stride(0), (num_rows, parts)

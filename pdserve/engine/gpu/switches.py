@@ -29,10 +29,10 @@ class GpuSwitches:
     merge: Literal["kernel", "fused"] = "kernel"  # of a row's attention that several programs computed
     pdl: Literal["off", "on"] = "off"  # programmatic dependent launch of Triton kernels
     # Replacements of parts that fail.
-    attention: Literal["staged", "few-stages"] = "staged"  # stages of the attention kernel's pipeline
+    attention: Literal["staged", "few-stages"] = "staged"  # few: the attention kernel without a pipeline of loads
     steps: Literal["graphs", "eager"] = "graphs"
     prefill: Literal["flash", "torch"] = "flash"  # attention of prompts
-    sampler: Literal["kernel", "argmax"] = "kernel"
+    sampler: Literal["kernel", "argmax"] = "kernel"  # argmax: torch's, so that every row is greedy
 
 
 @cache

@@ -23,6 +23,7 @@ from pdserve.engine.gpu.flatten import flatten
 from pdserve.engine.gpu.layers import LayerKernels
 from pdserve.engine.gpu.prefill import attend_chunks, plan_chunks
 from pdserve.engine.gpu.splits import edges
+from pdserve.engine.gpu.switches import gpu_switches
 from pdserve.engine.host_to_device import to_device
 from pdserve.engine.interface import OnLayer
 from pdserve.engine.parameters import LayerWeights
@@ -49,6 +50,8 @@ def plan_rows(group: RowGroup, device: torch.device) -> Rows:
 
 def takes_flash(heads: Heads, dtype: torch.dtype) -> bool:
     """Whether chunks can attend by flash attention."""
+    if gpu_switches().prefill == "torch":
+        return False
     is_small = heads.head_dim % 8 == 0 and heads.head_dim <= 256
     return heads.softcap is None and is_small and dtype in (torch.bfloat16, torch.float16)
 
