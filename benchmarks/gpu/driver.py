@@ -21,6 +21,8 @@ import grpc
 from pdserve.config import WorkerConfig
 from pdserve.config_flags import to_flags
 from pdserve.core.types import Role, Sampling
+from pdserve.engine.memory_plan import MemoryPlan
+from pdserve.launch.report import memory_of
 from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto
 from tests.support.cluster_secret import ENVIRONMENT, attach
@@ -51,6 +53,15 @@ class WorkerProcess:
         if found is None:
             raise RuntimeError(f"the {self.role.value} worker ended with {self._process.poll()}, see stderr")
         return found[1]
+
+    async def memory(self) -> MemoryPlan:
+        """How it has divided its memory; said once, after its address."""
+        assert self._process.stdout is not None
+        line = await asyncio.wait_for(asyncio.to_thread(self._process.stdout.readline), REQUEST_S)
+        plan = memory_of(line.rstrip())
+        if plan is None:
+            raise RuntimeError(f"the {self.role.value} worker does not say how it has divided its memory: {line!r}")
+        return plan
 
     def stop(self) -> None:
         self._process.terminate()

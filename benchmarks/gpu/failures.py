@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
@@ -163,6 +165,7 @@ class Cases:
                     failed(TimeoutError(f"ended after {self._most_s:.0f} s: it hangs"))
                     self.num_failed += 1
                     self._go_on(name)
+                    kill_children()
                     os._exit(1)
 
         runs_in = threading.get_ident()
@@ -204,5 +207,20 @@ def replace_process(start: str, num_failed: int) -> None:
     """Runs this program anew from a case on, in the same process of the system: what waits for it goes on waiting."""
     sys.stdout.flush()
     sys.stderr.flush()
+    kill_children()
     os.closerange(3, 4096)  # the driver's files, and with them the memory of the lost context
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--from", start, "--failed", str(num_failed)])
+
+
+def kill_children() -> None:
+    """Ends the processes that this one started, and theirs: nobody would wait for them, and they hold the device."""
+    parent_of: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent_of[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
+    below = {os.getpid()}
+    while more := {child for child, parent in parent_of.items() if parent in below} - below:
+        below |= more
+    for process in below - {os.getpid()}:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)

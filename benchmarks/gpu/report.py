@@ -2,11 +2,14 @@
 
 All parts write to FOLDER/benchmark.jsonl, because few files come back from a borrowed machine. Each line adds to the
 findings of one part; a part's header line discards its earlier ones.
+
+    python -m benchmarks.gpu.report FOLDER/benchmark.jsonl    # each part's rates on one line, its bars and errors
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -139,3 +142,14 @@ def table(findings: Findings) -> str:
         lines += ["", "| bar, goal | expected | measured | |", "|---|---|---|---|", *map(bar_line, findings.bars)]
     lines += ["", *(f"- failed: {error}" for error in findings.errors)]
     return "\n".join(lines)
+
+
+def summary(findings: Findings) -> list[str]:
+    """Rates of decode and prefill on one line, so that runs with different switches can be compared; bars, errors."""
+    rates = [f"{row[0]} {row[1]} x {row[2]}: {row[3]}" for row in findings.rows if row[0] in ("decode", "prefill")]
+    lines = [f"{findings.part}: {', '.join(rates)} tok/s" if rates else f"{findings.part}: {len(findings.rows)} rows"]
+    return [*lines, *map(bar_line, findings.bars), *(f"failed: {error}" for error in findings.errors)]
+
+
+if __name__ == "__main__":
+    print("\n".join(line for one in read(Path(sys.argv[1])).values() for line in summary(one)))

@@ -6,6 +6,8 @@ import asyncio
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +20,12 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import Setting
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
+from pdserve.engine.memory_plan import MemoryPlan
 
+CASE_S: Final = 80.0  # two workers start and compile
+WORKER_SHARE: Final = 0.45  # of the device's memory, for each of two workers
 BUNDLED: Final = Path(__file__).parents[2] / "pdserve/models/stdlib-5m"
+MADE_UP: Final = f"{LLAMA}, made up"
 TEXTS: Final = (
     "def read_lines(path):\n",
     "import os\n\nclass Node:\n    def __init__(self",
@@ -35,15 +41,30 @@ TEXTS: Final = (
 def serving(setting: Setting, folder: Path) -> None:
     columns = ["model", "over", "at once", "prompt", "TTFT ms", "TPOT ms", "tokens equal transformers'"]
     report = setting.report(folder, "a prefill and a decode worker on one device", columns)
+    runs = {f"stdlib-5m over {transport}": transport for transport in transports_of(setting)}
+    cases = setting.cases([*runs, MADE_UP], CASE_S)
     bundled: dict[str, Any] = {"model": str(BUNDLED), "dtype": "float32", "kv_blocks": 512}
     prompts = bundled_prompts()
-    theirs = transformers_tokens(setting, prompts, setting.serve_tokens)
-    for transport in ("shm",) if setting.is_rehearsal else ("cuda_ipc", "nccl"):
-        try:
-            labels = f"stdlib-5m, float32|{transport}".split("|")
-            serve(setting, report, labels, bundled | {"transport": transport}, prompts, theirs)
-        except Exception as error:
-            report.error(f"stdlib-5m over {transport}", error)
+
+    @cache
+    def theirs() -> list[list[int]]:
+        return transformers_tokens(setting, prompts, setting.serve_tokens)
+
+    def compared(transport: str) -> None:
+        labels = ["stdlib-5m, float32", transport]
+        serve(setting, report, labels, bundled | {"transport": transport}, prompts, theirs())
+
+    for name, transport in runs.items():
+        cases.run(name, partial(compared, transport), partial(report.error, name))
+    cases.run(MADE_UP, partial(serve_made_up, setting, report), partial(report.error, MADE_UP))
+
+
+def transports_of(setting: Setting) -> tuple[str, ...]:
+    return ("shm",) if setting.is_rehearsal else ("cuda_ipc", "nccl")
+
+
+def serve_made_up(setting: Setting, report: Report) -> None:
+    """The Llama shape with made-up weights, and what each worker does with its part of the device's memory."""
     with tempfile.TemporaryDirectory() as parent:
         shape = setting.folder(LLAMA, Path(parent))
         length = setting.peer_context
@@ -52,14 +73,12 @@ def serving(setting: Setting, folder: Path) -> None:
             "model": str(shape),
             "load": "dummy",
             "dtype": "float32" if setting.is_rehearsal else "bfloat16",
-            "kv_blocks": setting.serve_at_once * 2 * -(-(length + setting.serve_tokens) // 16),
+            # The size of the pool is left to the worker, as with `pdserve up`: each has its share of the device.
+            "gpu_memory_share": WORKER_SHARE,
             "transport": "shm" if setting.is_rehearsal else "cuda_ipc",
             "max_context_tokens": length + setting.serve_tokens,
         }
-        try:
-            serve(setting, report, [f"{LLAMA}, made up", str(made_up["transport"])], made_up, prompts, None)
-        except Exception as error:
-            report.error(f"{LLAMA} with made-up weights", error)
+        serve(setting, report, [MADE_UP, str(made_up["transport"])], made_up, prompts, None)
 
 
 def serve(
@@ -87,6 +106,10 @@ def serve(
     ]
     try:
         alone, together = asyncio.run(drive(setting, workers, prompts))
+        if not flags.get("kv_blocks"):
+            for worker in workers:
+                told = parts_of(asyncio.run(worker.memory()))
+                report.row(f"{labels[0]}, memory of {worker.role.value}", *[""] * 5, told)
     finally:
         for worker in workers:
             worker.stop()
@@ -101,6 +124,13 @@ def serve(
             statistics.median(getattr(one, name) * 1e3 for one in answers) for name in ("ttft_s", "tpot_s")
         )
         report.row(*labels, at_once, float(size), ttft_ms, tpot_ms, equal)
+
+
+def parts_of(plan: MemoryPlan) -> str:
+    sizes = {name: size for name, size in asdict(plan).items() if isinstance(size, int) and size}
+    tokens = sizes.pop("kv_tokens")
+    parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in sizes.items())
+    return f"{plan.device}: {parts} GB; {tokens:,} tokens of KV"
 
 
 async def drive(

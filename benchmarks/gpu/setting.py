@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.clock import Clock
-from benchmarks.gpu.failures import Cases, chosen
+from benchmarks.gpu.failures import CASE_S, Cases, chosen
 from benchmarks.gpu.report import Report
 
 MIB: Final = 2**20
@@ -111,11 +111,11 @@ class Setting:
     def report(self, folder: Path, title: str, columns: Sequence[str]) -> Report:
         return Report(folder, self.choice.label, title, columns, goes_on=self.choice.num_failed > 0)
 
-    def cases(self, names: Sequence[str]) -> Cases:
+    def cases(self, names: Sequence[str], most_s: float = CASE_S) -> Cases:
         """Those of the names that this run measures. Raises ValueError if none matches."""
         choice = self.choice
         wanted = chosen(names, choice.only, choice.start)
-        return Cases(wanted, None if self.is_rehearsal else self.clock.sync, num_failed=choice.num_failed)
+        return Cases(wanted, None if self.is_rehearsal else self.clock.sync, most_s, choice.num_failed)
 
     def folder(self, shape: str, parent: Path) -> Path:
         """A folder with the model's config.json only."""

@@ -9,15 +9,18 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import stages
+from benchmarks.gpu import serving, stages
 from benchmarks.gpu.clock import HostClock
 from benchmarks.gpu.parts import steps_of
-from benchmarks.gpu.report import FILE, GpuBar, Report, append, read, table
+from benchmarks.gpu.report import FILE, GpuBar, Report, append, read, summary, table
 from benchmarks.gpu.setting import PartChoice, rehearsal
+from pdserve.config import WorkerConfig
+from pdserve.engine.memory_plan import MemoryPlan
 
 ROOT = Path(__file__).parents[4]
 #: Packages that the GPU machine lacks (numba would select the CPU path).
@@ -62,6 +65,10 @@ def test_a_rehearsal_without_optional_packages(bare: dict[str, str], tmp_path: P
     assert {"cuda_ipc", "nccl", "tcp_staged", "cuda_ipc, its copy alone"} <= {
         row[0] for row in findings["transfers"].rows
     }
+    names = {row[0] for row in findings["serving"].rows}
+    assert {f"llama-3.1-8b, made up, memory of {role}" for role in ("prefill", "decode")} <= names
+    judged = {bar.name.split(",")[0] for bar in findings["transfers"].bars}
+    assert judged == {"cuda_ipc", "decode of 1 rows beside a copy in this process at 50 GB/s"}
     texts = [bar for bar in findings["serving"].bars if "equal texts" in bar.name]
     assert len(texts) == 2
     assert all(bar.is_met for bar in texts)
@@ -191,6 +198,42 @@ def test_chosen_cases_of_a_part_alone_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     rows = read(tmp_path / FILE)["llama-bf16 block_size=32"].rows
     assert [row[0] for row in rows] == ["loaded", "captured", "prefill"]
+
+
+def test_the_llama_workers_divide_the_device_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of `pdserve up` do: no other program of the first run measures memory on a GPU."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(serving, "serve", lambda setting, report, labels, flags, *rest: asked.append(flags))
+    setting = rehearsal(HostClock(), PartChoice(label="serving"))
+    serving.serve_made_up(setting, setting.report(tmp_path, "a title", ["model"]))
+    [flags] = asked
+    config = WorkerConfig(worker_id="w", **flags)
+    assert config.kv_blocks == config.kv_memory_bytes == 0
+    assert 2 * config.gpu_memory_share < 1
+    plan = MemoryPlan(
+        device="cuda:0", total=85 * 10**9, usable=38 * 10**9, weights=16 * 10**9, kv_pool=9, kv_tokens=4096
+    )
+    told = serving.parts_of(plan)
+    assert told == "cuda:0: total 85.00, usable 38.00, weights 16.00, kv_pool 0.00 GB; 4,096 tokens of KV"
+
+
+def test_parts_run_in_the_order_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["benchmarks.gpu", "--rehearse", "--budget", "0", "--only", "serving,device", "--out", str(tmp_path)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", flags)
+        assert gpu.main() == 1
+    assert list(read(tmp_path / FILE)) == ["serving", "device"]
+
+
+def test_rates_of_runs_with_switches_stand_below_each_other(tmp_path: Path) -> None:
+    for label, rate in (("llama-bf16", 8000.0), ("llama-bf16 merge=fused", 8100.0)):
+        report = Report(tmp_path, label, "a title", ["what", "rows", "context", "tok/s"])
+        report.row("decode", 128, 1024, rate)
+        report.bar("b=128: tok/s", rate, least=8500)
+    lines = [line for one in read(tmp_path / FILE).values() for line in summary(one)]
+    assert lines[0] == "llama-bf16: decode 128 x 1,024: 8000 tok/s"
+    assert lines[2] == "llama-bf16 merge=fused: decode 128 x 1,024: 8100 tok/s"
+    assert lines[3] == "| b=128: tok/s >= 8,500 | 8100 | **missed** |"
 
 
 def test_skipped_parts_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

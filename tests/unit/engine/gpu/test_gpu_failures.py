@@ -182,7 +182,8 @@ STICKY = """
                 is_lost = True
                 synchronise()
             if name == "hangs":
-                import time
+                import subprocess, time
+                print("child", subprocess.Popen(["sleep", "600"]).pid, flush=True)
                 time.sleep(600)
             if name == "does not compile":
                 raise ValueError("types differ")
@@ -211,6 +212,13 @@ def run_sticky(tmp_path: Path, *flags: str, more: str = "", most_s: float = 60.0
     return done.returncode, done.stdout + done.stderr
 
 
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -235,6 +243,8 @@ def test_a_case_that_hangs_does_not_take_the_later_ones_with_it(tmp_path: Path) 
     assert code == 1
     assert "| it: hangs | TimeoutError: ended after 3 s: it hangs" in text
     assert "| it: last | 0 | 0.5 |  |" in text
+    [child] = [int(line.split()[1]) for line in text.splitlines() if line.startswith("child")]
+    assert not is_running(child), "it would hold the device"
     assert "time.sleep(600)" in (tmp_path / TRACES).read_text()
 
 
