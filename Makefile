@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test alert-checks dashboard-checks ui-test gpu-checks test-newest test-isa mutants test-slow clients fault-storm rank-storm kill-storm model protocol-coverage check format reference proto bench clean
+.PHONY: demo test alert-checks dashboard-checks ui-test gpu-checks test-newest test-isa mutants test-slow clients gpu-rehearsal fault-storm rank-storm kill-storm model protocol-coverage check format reference proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -40,6 +40,17 @@ ui-test: .venv/.ui-test
 # Checks of the GPU path over stand-ins, without a GPU: the tests with the marker gpu_checks. Part of `make test`.
 gpu-checks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m gpu_checks tests/unit $(ARGS)
+
+# The commands for a borrowed GPU over stand-ins, with the Python and the packages of that machine and nothing else; and
+# the size of what travels there. About ten minutes, after some minutes and 5 GB for the environment.
+PYTHON312 ?= $(shell $(PYTHON) scripts/python.py 3.12)
+gpu-rehearsal:
+	@if [ -z "$(PYTHON312)" ]; then echo "no Python 3.12 here: make PYTHON312=/path/to/python3.12 gpu-rehearsal" >&2; exit 1; fi
+	@cmp -s scripts/gpu/packages.txt .venv-gpu/packages.txt || ( \
+		$(PYTHON312) -m venv --clear .venv-gpu && \
+		.venv-gpu/bin/pip install -q --disable-pip-version-check -r scripts/gpu/packages.txt && \
+		cp scripts/gpu/packages.txt .venv-gpu )
+	scripts/gpu/rehearse.sh
 
 # What is too long for every run, of which `make test` has a short version: tests marked slow, Redis away for a minute,
 # and all examples of hypothesis.
@@ -140,4 +151,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-newest .venv-proto .venv-gpu .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -2,6 +2,7 @@
 
 PYTHON scripts/python.py check     # exit status 1 and one line where it is older than pyproject.toml allows
 PYTHON scripts/python.py newest    # path of the newest interpreter here that the pins support; nothing if none is
+PYTHON scripts/python.py 3.12      # path of one of that version
 """
 
 # Newer syntax than Python 2's would fail where this file must print its message.
@@ -53,6 +54,10 @@ def works(path, version):
 
 
 def main():
+    if re.match(r"\d+\.\d+$", "".join(sys.argv[1:])):
+        version = tuple(map(int, sys.argv[1].split(".")))
+        sys.stdout.write(dict(supported()).get(version, "") + "\n")
+        return 0
     if sys.argv[1:] == ["newest"]:
         found = supported()
         sys.stdout.write(found[0][1] + "\n" if found else "")

@@ -145,10 +145,12 @@ def table(findings: Findings) -> str:
 
 
 def summary(findings: Findings) -> list[str]:
-    """Rates of decode and prefill on one line, so that runs with different switches can be compared; bars, errors."""
+    """Rates of decode and prefill on one line, so that runs with different switches can be compared; bars if nothing
+    was changed, errors."""
     rates = [f"{row[0]} {row[1]} x {row[2]}: {row[3]}" for row in findings.rows if row[0] in ("decode", "prefill")]
     lines = [f"{findings.part}: {', '.join(rates)} tok/s" if rates else f"{findings.part}: {len(findings.rows)} rows"]
-    return [*lines, *map(bar_line, findings.bars), *(f"failed: {error}" for error in findings.errors)]
+    bars = [] if " " in findings.part else [bar_line(bar) for bar in findings.bars]
+    return [*lines, *bars, *(f"failed: {error}" for error in findings.errors)]
 
 
 if __name__ == "__main__":

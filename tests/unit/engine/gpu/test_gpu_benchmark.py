@@ -233,7 +233,8 @@ def test_rates_of_runs_with_switches_stand_below_each_other(tmp_path: Path) -> N
     lines = [line for one in read(tmp_path / FILE).values() for line in summary(one)]
     assert lines[0] == "llama-bf16: decode 128 x 1,024: 8000 tok/s"
     assert lines[2] == "llama-bf16 merge=fused: decode 128 x 1,024: 8100 tok/s"
-    assert lines[3] == "| b=128: tok/s >= 8,500 | 8100 | **missed** |"
+    assert lines[1].startswith("| b=128: tok/s >= 8,500 |")
+    assert len(lines) == 3
 
 
 def test_skipped_parts_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
