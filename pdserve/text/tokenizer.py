@@ -11,7 +11,6 @@ from typing import Any, Final, Protocol, final
 
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.model_source import TOY_MODELS
-from pdserve.text.control_tokens import renamed_tokenizer
 from pdserve.text.detokenize import (
     ByteDetokenizer,
     Detokenizer,
@@ -169,6 +168,8 @@ class HuggingFaceTokenizer:
 
     def with_names(self, names: Mapping[str, str]) -> Callable[[str], list[int]]:
         from tokenizers import Tokenizer as Backend
+
+        from pdserve.text.control_tokens import renamed_tokenizer  # needs jinja2, which `doctor` must run without
 
         serialized = json.dumps(renamed_tokenizer(json.loads(self._backend.to_str()), names))
         backend = Backend.from_str(serialized)
