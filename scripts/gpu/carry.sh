@@ -5,7 +5,7 @@
 #   scripts/gpu/carry.sh
 #
 # .carry/wheels             grpcio and protobuf for Python 3.12, for a machine whose own are too old for the stubs
-# .carry/triton-cache.tgz   kernels compiled for sm_90 by the Triton of .venv-gpu (make gpu-rehearsal makes it); a
+# .carry/triton-cache.tar.xz   kernels compiled for sm_90 by the Triton of .venv-gpu (make gpu-rehearsal makes it); a
 #                           machine with another Triton compiles them itself, which takes about a minute
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -22,10 +22,10 @@ pins=$(sed -n -E '/^(grpcio|protobuf)==/p' constraints.txt)
   --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
   --platform manylinux2014_x86_64 -d .carry/wheels $pins
 
-if [ ! -e .carry/triton-cache.tgz ] || [ -n "$(find pdserve/engine/gpu tests/gpu -name '*.py' -newer .carry/triton-cache.tgz)" ]; then
+if [ ! -e .carry/triton-cache.tar.xz ] || [ -n "$(find pdserve/engine/gpu tests/gpu -name '*.py' -newer .carry/triton-cache.tar.xz)" ]; then
   cache="$(mktemp -d)"
   trap 'rm -rf "$cache"' EXIT
   TRITON_CACHE_DIR="$cache" "$python" -m tests.gpu.compile_kernels --cases >/dev/null
-  tar -czf .carry/triton-cache.tgz -C "$cache" .
+  tar -cJf .carry/triton-cache.tar.xz -C "$cache" .
 fi
-du -h .carry/wheels/* .carry/triton-cache.tgz
+du -h .carry/wheels/* .carry/triton-cache.tar.xz

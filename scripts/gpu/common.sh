@@ -22,8 +22,8 @@ setup() {
   done
   "$PYTHON" scripts/gpu/floors.py --say
   export TRITON_CACHE_DIR="$STATE/triton"
-  if [ -e .carry/triton-cache.tgz ] && [ ! -d "$TRITON_CACHE_DIR" ]; then
-    mkdir -p "$TRITON_CACHE_DIR" && tar -xzf .carry/triton-cache.tgz -C "$TRITON_CACHE_DIR"
+  if [ -e .carry/triton-cache.tar.xz ] && [ ! -d "$TRITON_CACHE_DIR" ]; then
+    mkdir -p "$TRITON_CACHE_DIR" && "$PYTHON" -W ignore -m tarfile -e .carry/triton-cache.tar.xz "$TRITON_CACHE_DIR"
   fi
   kernels="$(num_kernels)"
   echo "$kernels compiled kernels were carried; switches: ${PDSERVE_GPU:-none}"
