@@ -18,6 +18,7 @@ import jinja2.nodes
 
 from pdserve.core.errors import InvalidRequest, ModelError, PdserveError, shortened
 from pdserve.text.chat_sandbox import CLOCK, RenderClock, TemplateRefusal, sandbox
+from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS
 from pdserve.text.template_forms import PROBE_TOOL, find_forms
 from pdserve.text.tokenizer import NAMED_TOKENS, named_token, read_tokenizer_config
 from pdserve.text.tool_format import tool_format
@@ -84,7 +85,10 @@ class ChatTemplate:
             for one in parsed.find_all((jinja2.nodes.Getattr, jinja2.nodes.Getitem))
         )
         self.tool_format = tool_format(source) if self.takes_tools else ""
-        self.reasoning_mark = next((mark for mark in ("[/THINK]", "</think>") if mark in source), None)
+        # A template that only begins the reasoning does not contain the last mark.
+        self.reasoning_mark = next(
+            (close for begin, close in (MISTRAL_MARKS, THINK_MARKS) if begin in source or close in source), None
+        )
         if tool_use is not None:
             self.tool_format = tool_use.tool_format
             self.reasoning_mark = self.reasoning_mark or tool_use.reasoning_mark

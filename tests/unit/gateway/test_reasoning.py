@@ -67,8 +67,11 @@ def test_calls_come_after_reasoning() -> None:
         ("{{ messages[0].content }}", ""),
         ("{{ messages[0].content.split('</think>')[-1] }}<|assistant|>", "tagged"),
         ("{{ messages[0].content.split('</think>')[-1] }}<|assistant|><think>\n", "open"),
+        ("{{ messages[0].content }}<|assistant|><think>\n", "open"),
+        ("{{ messages[0].content }}{{ '<think>' if thinking }}", "tagged"),
         ("</think>{{ raise_exception('no') }}", "tagged"),
         ("{{ '[THINK]' + messages[0].content + '[/THINK]' }}", "mistral"),
+        ("[INST]{{ messages[0].content }}[/INST][THINK]", "mistral"),
     ],
 )
 def test_the_template_shows_how_reasoning_is_marked(source: str, expected: str) -> None:

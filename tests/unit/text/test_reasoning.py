@@ -41,6 +41,13 @@ def test_the_end_of_the_prompt_decides(end: str, expected: str) -> None:
     assert state(TURNS + mark + "assistant: " + end) == expected
 
 
+def test_a_template_may_only_begin_the_reasoning() -> None:
+    """Without the last mark anywhere in it."""
+    assert state(TURNS + "assistant: <think>\n") == "open"
+    assert state(TURNS + "{% if think %}[THINK]{% endif %}", arguments='{"think": true}') == "open"
+    assert state(TURNS + "{% if think %}[THINK]{% endif %}") == ""
+
+
 def test_a_switch_of_any_name_decides_for_each_request() -> None:
     assert state(SWITCHED) == "closed"
     assert state(SWITCHED, arguments='{"thinking": true}') == "open"
