@@ -7,16 +7,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class Strict(BaseModel):
+class NullIsAbsent(BaseModel):
+    """At every level, as json_body.parse does for the request itself: clients of typed languages send all fields."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
+class Strict(NullIsAbsent):
     """Converts no types and accepts no unknown fields, because an ignored value would silently change the answer."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
-class History(BaseModel):
+class History(NullIsAbsent):
     """What a client sends back, of earlier answers or of its own. Clients add fields to it (`parsed`, `index`, ids)
     that are not part of the conversation; these are ignored."""
 
@@ -124,6 +133,15 @@ class TextPart(History):
     text: str
 
 
+class RefusalPart(History):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 class Function(Strict):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -163,7 +181,7 @@ class Message(History):
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None

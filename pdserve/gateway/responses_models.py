@@ -6,7 +6,15 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from pdserve.gateway.request_models import History, JsonObjectFormat, PlainFormat, SamplingFields, Strict, described
+from pdserve.gateway.request_models import (
+    History,
+    JsonObjectFormat,
+    PlainFormat,
+    RefusalPart,
+    SamplingFields,
+    Strict,
+    described,
+)
 
 LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -26,15 +34,6 @@ Include = Literal[
 class InputPart(History):
     type: Literal["input_text", "output_text", "text"]
     text: str
-
-
-class RefusalPart(History):
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
 
 
 class InputMessage(History):

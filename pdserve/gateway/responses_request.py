@@ -13,7 +13,7 @@ from pdserve.client.options import Options
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
 from pdserve.gateway.field_support import supported
-from pdserve.gateway.request_models import SamplingFields
+from pdserve.gateway.request_models import RefusalPart, SamplingFields
 from pdserve.gateway.responses_models import (
     ITEMS,
     LOGPROBS,
@@ -24,7 +24,6 @@ from pdserve.gateway.responses_models import (
     InputReasoning,
     InputResult,
     OtherTool,
-    RefusalPart,
     ResponsesRequest,
     SchemaFormat,
     TextOptions,

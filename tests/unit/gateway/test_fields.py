@@ -273,6 +273,28 @@ def test_wrong_messages_are_named(bundled: Served, messages: list[Any], param: s
     assert (caught.value.param or "").startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        ("chat", {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": None}}),
+        ("text", {"stream": True, "stream_options": {"include_usage": None, "continuous_usage_stats": None}}),
+        ("chat", {"response_format": {"type": "text", "json_schema": None}}),
+        ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": None, "schema": None}}}),
+        ("text", {"structured_outputs": {"json": None, "choice": ["a"], "regex": None, "whitespace": None}}),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image": None}]}]}),
+        ("chat", {"messages": [{"role": "user", "content": "x", "weight": None}]}),
+        ("responses", {"stream": True, "stream_options": {"include_obfuscation": None}}),
+        ("responses", {"text": {"format": {"type": "text", "schema": None}, "verbosity": None}}),
+    ],
+)
+def test_null_is_absent_at_every_level(bundled: Served, endpoint: str, fields: dict[str, Any]) -> None:
+    path = {"text": "completions", "chat": "chat/completions", "responses": "responses"}[endpoint]
+    base = {"text": {"prompt": "x"}, "chat": {"messages": MESSAGES}, "responses": {"input": "x"}}[endpoint]
+    most = "max_output_tokens" if endpoint == "responses" else "max_tokens"
+    status, answer = bundled.post(f"/v1/{path}", {**base, most: 2, **fields})
+    assert status == 200, answer
+
+
 def test_text_parts_are_joined_and_a_developer_is_the_system(bundled: Served) -> None:
     parts = [{"type": "text", "text": "add"}, {"type": "text", "text": "numbers"}]
     messages = [{"role": "developer", "content": "Write."}, {"role": "user", "content": parts}]

@@ -57,6 +57,8 @@ def test_a_missing_content_is_not_an_empty_one(client: openai.OpenAI, script: Sc
         ({"content": None, "reasoning_content": "hm"}, None),
         ({"content": None, "refusal": "no"}, "no"),
         ({"content": "five", "refusal": None}, "five"),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
+        ({"content": None, "tool_calls": [{**call(), "type": None, "index": None}]}, None),
     ]
     for fields, content in histories:
         [found] = sent(client, script, {"role": "assistant", **fields})
