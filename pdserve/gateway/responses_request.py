@@ -135,9 +135,13 @@ def _is_bare(message: dict[str, Any]) -> bool:
 
 
 def _reasoning(item: InputReasoning) -> str:
-    """Our answers have reasoning as `content`, in parts of the type `reasoning_text`."""
-    parts = [one for one in item.content or () if isinstance(one, dict) and isinstance(one.get("text"), str)]
-    return "\n".join(one["text"] for one in parts)
+    """Our answers have reasoning as `content`, in parts of the type `reasoning_text`. Those of other servers may have
+    a summary alone."""
+    for parts in (item.content, item.summary):
+        texts = [one["text"] for one in parts or () if isinstance(one, dict) and isinstance(one.get("text"), str)]
+        if any(texts):
+            return "\n".join(texts)
+    return ""
 
 
 def _text(content: str | Sequence[InputPart | RefusalPart]) -> str:

@@ -116,6 +116,23 @@ def test_items_of_a_response_become_messages_without_loss(client: openai.OpenAI,
     assert (messages[4].content, messages[4].reasoning_content) == ("no", "hm")
 
 
+SUMMARY = [{"type": "summary_text", "text": "in short"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(None, "in short"), ([], "in short"), ([{"type": "reasoning_text", "text": "hm"}], "hm")],
+)
+def test_reasoning_may_be_a_summary_alone(
+    client: openai.OpenAI, script: Script, content: list[Any] | None, expected: str
+) -> None:
+    says(script, "five")
+    reasoning = {"type": "reasoning", "id": "rs", "summary": SUMMARY, "content": content}
+    items: Any = [USER, reasoning, {"role": "assistant", "content": "5"}, USER]
+    client.responses.create(model="m", input=items)
+    assert script.requests[-1].chat.messages[1].reasoning_content == expected
+
+
 ARGUMENTS = "chat.messages[1].tool_calls[1].function.arguments"
 
 
