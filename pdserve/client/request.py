@@ -116,6 +116,9 @@ def _chat(messages: Sequence[Any]) -> inference_pb2.ChatPrompt:
         name = f"prompt[{index}]"
         if not isinstance(message, Mapping):
             raise _wrong(name, "a dict with role and content (or an int, in a list of ints)", message)
+        message = {key: value for key, value in message.items() if value is not None or key not in _OPTIONAL}
+        if message.get("role") == "assistant" and not {"tool_calls", "reasoning_content"}.isdisjoint(message):
+            message.setdefault("content", None)
         if not {"role", "content"} <= set(message) <= {"role", "content", *_OPTIONAL}:
             raise TypeError(
                 f"{name} must have the keys role and content, and may have {', '.join(_OPTIONAL)}, "

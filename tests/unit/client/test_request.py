@@ -270,9 +270,23 @@ def test_messages_may_have_calls_of_tools_and_their_results() -> None:
     assert tokenize_request(messages, [TOOL]).chat == expected
 
 
+def test_a_value_of_a_message_may_be_none_or_absent() -> None:
+    empty = {"tool_calls": None, "tool_call_id": None, "name": None, "reasoning_content": None}
+    for message in ({"role": "user", "content": "x", **empty}, {"role": "assistant", "content": "x", **empty}):
+        [found] = generate_request([message], {}).chat.messages
+        assert [field.name for field, _ in found.ListFields()] == ["role", "content"]
+    for more in ({"tool_calls": [CALL]}, {"reasoning_content": "hm"}):
+        [found] = generate_request([{"role": "assistant", **more}], {}).chat.messages
+        assert not found.HasField("content")
+
+
 @pytest.mark.parametrize(
     "message",
     [
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "assistant"},
+        {"role": "user", "reasoning_content": "hm"},
         {"role": "user", "content": "x", "audio": "y"},
         {"role": "user", "content": "x", "name": 5},
         {"role": "assistant", "content": "x", "tool_calls": CALL},
