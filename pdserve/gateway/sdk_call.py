@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
@@ -14,7 +15,7 @@ from pdserve.client.options import Options
 from pdserve.client.request import Prompt
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.grammar import GrammarKind
+from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.core.types import MAX_PROMPT_LOGPROBS, MAX_SEED
 from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint, supported
@@ -28,11 +29,13 @@ from pdserve.gateway.request_models import (
     StreamOptions,
     TextRequest,
 )
+from pdserve.gateway.tools.grammars import terminal
 from pdserve.gateway.tools.plan import ToolPlan, plan_tools
 
 MAX_PROMPTS: Final = 128
 _STRUCTURES: Final = {one.value for one in GrammarKind}
 _MESSAGES: Final = ("prompt", "chat", "chat.messages")
+_EMBEDDED: Final = "%json"  # begins a schema in a Lark grammar
 _OPTIONS: Final = "x-guidance"  # llguidance's, of a schema within a grammar
 _SENT_BACK: Final = ("assistant", "tool")  # clients add fields to these messages; they are ignored
 DEFAULT_TEXT_TOKENS: Final = 16  # OpenAI's, of /v1/completions
@@ -134,7 +137,7 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
         model,
         is_parallel=request.parallel_tool_calls is not False,
         is_thinking=switches.get("enable_thinking") is not False,
-        answer=_answer_schema(structure) if is_auto and structure else None,
+        answer=_answer_form(structure) if is_auto and structure else None,
     )
     if structure and not (plan is not None and plan.tools):
         options |= structure
@@ -147,18 +150,26 @@ def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
     return _call(request, [sdk_messages(request.messages)], {**options, **headers}, logprobs, names, plan)
 
 
-def _answer_schema(structure: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an answer that may be calls instead. Raises InvalidRequest."""
+def _answer_form(structure: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Of an answer that may be calls instead: a schema, or a terminal of Lark. Raises InvalidRequest."""
     if "json_object" in structure:
         return {"type": "object"}
+    try:
+        for name, make in (("choice", choice), ("regex", partial(Grammar, GrammarKind.REGEX))):
+            if name in structure and _EMBEDDED not in (found := terminal(make(structure[name]))):
+                return found
+    except InvalidRequest as error:
+        raise error.renamed("structured_outputs") from None
     schema = structure.get("json_schema")
+    if schema is True:
+        return {}
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
             raise InvalidRequest("structured_outputs", "a text that does not parse", "a JSON schema") from None
     if not isinstance(schema, dict):
-        expected = "a JSON schema beside tools, or the tool_choice none, required or a function"
+        expected = "a JSON schema, a choice or a regex beside tools, or the tool_choice none, required or a function"
         raise InvalidRequest("structured_outputs", ", ".join(structure), expected)
     if _OPTIONS in schema:  # would change how the whole grammar is compiled
         raise InvalidRequest("response_format", f"a schema with {_OPTIONS}", "a schema without it")

@@ -1,19 +1,20 @@
 """Grammars of answers with tools: calls alone, or calls or an answer by a schema. Pure.
 
-`required` and a named function get a JSON schema, and the answer is JSON in our own form. With `auto` and a schema for
-the answer, one Lark grammar allows calls in the form that the model knows from its chat template, or a document of the
-schema. Mistral's mark is a special token, which has no text, and some models' form is unknown: their calls are an
-array, as with `required`.
+`required` and a named function get a JSON schema, and the answer is JSON in our own form. With `auto` and a schema
+(or a choice, or a regex) for the answer, one Lark grammar allows calls in the form that the model knows from its chat
+template, or such an answer. Mistral's mark is a special token, which has no text, and some models' form is unknown:
+their calls are an array, as with `required`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.grammar import MAX_GRAMMAR_BYTES
+from pdserve.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.core.json_schema import localized
 from pdserve.gateway.request_models import Tool
 from pdserve.gateway.sse import to_json
@@ -43,8 +44,8 @@ def calls_schema(tools: Sequence[Tool], most_calls: int) -> dict[str, Any]:
     return schema | ({"$defs": definitions} if definitions else {})
 
 
-def calls_or_answer(tool_format: str, tools: Sequence[Tool], answer: Mapping[str, Any], most_calls: int) -> str:
-    """A Lark grammar: one to `most_calls` calls, or a document of the schema `answer`."""
+def calls_or_answer(tool_format: str, tools: Sequence[Tool], answer: Mapping[str, Any] | str, most_calls: int) -> str:
+    """A Lark grammar: one to `most_calls` calls, or a document of the schema `answer`, or a text of this terminal."""
     if tool_format == "hermes":
         rules = _repeated("block", most_calls)
         rules += (
@@ -56,7 +57,18 @@ def calls_or_answer(tool_format: str, tools: Sequence[Tool], answer: Mapping[str
         rules = _repeated("block", most_calls) + _XML_VALUE + _xml_calls(tools)
     else:
         rules = f"calls: %json {json.dumps(calls_schema(tools, most_calls))}\n"
-    return f"start: calls | answer\nanswer: %json {json.dumps(answer)}\n{rules}"
+    form = f"ANSWER\nANSWER: {answer}" if isinstance(answer, str) else f"%json {json.dumps(answer)}"
+    return f"start: calls | answer\nanswer: {form}\n{rules}"
+
+
+def terminal(grammar: Grammar) -> str:
+    """Of Lark, for a CHOICE or REGEX."""
+    if grammar.kind is GrammarKind.CHOICE:
+        return " | ".join(map(_text, grammar.choices()))
+    escaped = re.sub(
+        r"\\.|/|\n", lambda found: {"/": "\\/", "\n": "\\n"}.get(found[0], found[0]), grammar.text, flags=re.S
+    )
+    return f"/{escaped}/"
 
 
 def _repeated(rule: str, most: int, separator: str = "") -> str:

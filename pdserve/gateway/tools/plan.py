@@ -51,12 +51,12 @@ def plan_tools(
     *,
     is_parallel: bool,
     is_thinking: bool,
-    answer: Mapping[str, Any] | None = None,
+    answer: Mapping[str, Any] | str | None = None,
 ) -> ToolPlan | None:
     """None if the answer is text alone: neither calls nor marks of reasoning. Raises InvalidRequest.
 
     `is_thinking`: the request does not turn the reasoning off. A template then closes it in the prompt. `answer`: the
-    schema of an answer without calls.
+    schema of an answer without calls, or a terminal of Lark.
     """
     form = model.reasoning_format
     is_open = is_thinking and form == "open"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -173,6 +174,22 @@ def test_auto_with_a_schema_calls_or_answers_by_it(tooled: Served, is_streamed: 
     assert kinds == {True, False}
 
 
+@pytest.mark.parametrize(
+    ("form", "pattern"), [({"choice": ["yes", "no"]}, "yes|no"), ({"regex": "[ab]{3}/"}, "[ab]{3}/")]
+)
+def test_auto_with_a_choice_or_a_regex_calls_or_answers_by_it(tooled: Served, form: Any, pattern: str) -> None:
+    firsts = [str(tooled.sdk.tokenize(text)[0]) for text in ("<tool_call>", "<", "<t")]
+    for bias in (100, -100):
+        fields: dict[str, Any] = {"extra_body": {"structured_outputs": form}, "logit_bias": dict.fromkeys(firsts, bias)}
+        message = ask(tooled, tools=[ADD], max_tokens=1000, **fields).choices[0].message
+        assert bool(message.tool_calls) == (bias > 0)
+        for call in message.tool_calls or ():
+            check(call.function.arguments, ADD)
+        assert message.tool_calls or re.fullmatch(pattern, message.content)
+    with pytest.raises(openai.BadRequestError, match="a JSON schema, a choice or a regex beside tools"):
+        ask(tooled, tools=[ADD], extra_body={"structured_outputs": {"grammar": 'start: "a"'}})
+
+
 def test_streamed_and_whole_calls_are_equal(tooled: Served) -> None:
     fields = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
     [whole] = ask(tooled, **fields).choices[0].message.tool_calls
@@ -255,7 +272,7 @@ def test_a_stream_that_may_call_begins_without_text(tooled: Served) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": "always"}, "tool_choice"),
-        ({"tools": [ADD], "extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
+        ({"tools": [ADD], "extra_body": {"structured_outputs": {"grammar": 'start: "a"'}}}, "structured_outputs"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools"),
         (
             {

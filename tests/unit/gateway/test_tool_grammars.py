@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from pdserve.core.grammar import Grammar, GrammarKind
+from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.gateway.request_models import Tool
 from pdserve.gateway.tools.answer_tools import AnswerTools, message
+from pdserve.gateway.tools.grammars import terminal
 from pdserve.gateway.tools.plan import ToolPlan, plan_tools
 from pdserve.structured.checker import reason_against
 from pdserve.structured.compile import Compiler
@@ -81,9 +82,9 @@ FORBIDDEN = {
 }
 
 
-def plan(form: str, *, is_parallel: bool = True) -> ToolPlan:
+def plan(form: str, *, is_parallel: bool = True, answer: Any = ANSWER) -> ToolPlan:
     model = type(MODEL)(**{**{name: getattr(MODEL, name) for name in MODEL.__slots__}, "tool_format": form})
-    found = plan_tools(TOOLS, "auto", model, is_parallel=is_parallel, is_thinking=True, answer=ANSWER)
+    found = plan_tools(TOOLS, "auto", model, is_parallel=is_parallel, is_thinking=True, answer=answer)
     assert found is not None
     return found
 
@@ -122,3 +123,29 @@ def test_one_call_is_the_most_without_parallel_calls(compiler: Compiler, form: s
     assert [is_allowed(compiler, grammar, text) for text, _ in ALLOWED[form]] == [
         len(calls) < 2 for _, calls in ALLOWED[form]
     ]
+
+
+OTHER_ANSWERS = [
+    (choice(["yes", '"<no>"\n', "[é]"]), ["yes", '"<no>"\n', "[é]"], ["", "ye", "yes "]),
+    (Grammar(GrammarKind.REGEX, r"[<a/]{2}\n\/"), ["<a\n/", "//\n/"], ["a\n/", "<a\n\\/"]),
+    (Grammar(GrammarKind.REGEX, "a\nb|\\[c?"), ["a\nb", "[c", "["], ["ab", "a\\nb"]),
+]
+
+
+@pytest.mark.parametrize("form", ALLOWED)
+@pytest.mark.parametrize(("answer", "allowed", "forbidden"), OTHER_ANSWERS)
+def test_an_answer_may_be_a_choice_or_a_regex(
+    compiler: Compiler, form: str, answer: Grammar, allowed: list[str], forbidden: list[str]
+) -> None:
+    one = plan(form, answer=terminal(answer))
+    grammar = one.options["grammar"]
+    assert reason_against(compiler, Grammar(GrammarKind.LARK, grammar)) is None
+    [(call, _), *_] = ALLOWED[form]
+    assert is_allowed(compiler, grammar, call)
+    for text in allowed:
+        assert is_allowed(compiler, grammar, text), text
+        tools = AnswerTools(one)
+        found = message([*(delta for char in text for delta in tools.feed(char)), *tools.end()])
+        assert (found["content"], "tool_calls" in found) == (text, False)
+    for text in forbidden:
+        assert not is_allowed(compiler, grammar, text), text
