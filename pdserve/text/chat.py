@@ -162,7 +162,7 @@ class ChatTemplate:
                 raise ModelError("chat_template", "over that", f"at most {self._max_chars} characters of prompt")
             clock.check()
             chunks.append(chunk)
-        return "".join(chunks)
+        return _as_unicode("".join(chunks))
 
     def _probe(self, messages: Sequence[dict[str, Any]], has_tools: bool) -> str | None:
         if has_tools and not self.takes_tools:
@@ -325,6 +325,15 @@ def _sources(held: Any) -> dict[str, str]:
         elif name in named:
             raise ModelError(f"chat_template {name}", type(source).__name__, "text")
     return found
+
+
+def _as_unicode(text: str) -> str:
+    """With U+FFFD in place of each surrogate, which JSON of a request can escape and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
 
 
 def _is_constant(node: jinja2.nodes.Node, value: str) -> bool:

@@ -284,3 +284,17 @@ def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
         ids = ids_of(encoder, Chat([Message("user", text)]))
         assert control(encoder, ids) == control(encoder, found["input_ids"])
         assert theirs.decode(ids) == theirs.decode(found["input_ids"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_of_a_surrogate_pair_is_encoded_as_a_replacement_character(tmp_path: Path, family: str) -> None:
+    """Models write such escapes in arguments, and clients send these back in every later turn."""
+    encoder = make_encoder(tmp_path, family, CHATML)
+
+    def ids(text: str) -> list[int]:
+        calls = (ToolCall("c1", "f", f'{{"{text}": "{text}"}}'),)
+        tools = [f'{{"name": "{text}"}}']
+        return ids_of(encoder, Chat([Message("user", "x"), Message("assistant", None, calls)], tools))
+
+    assert ids("a\\ud83db") == ids("a\\ufffdb")
+    assert ids("a\\ud83d\\ude00b") == ids("a\U0001f600b")
