@@ -43,12 +43,14 @@ _BESIDE: Final = _words(
     "minimum multipleOf not oneOf pattern patternProperties properties propertyNames required then type "
     "uniqueItems"
 )
+MAX_NAME_CHARS: Final = 2048  # of a URI, which is repeated for each reference
+MAX_POINTER_CHARS: Final = 262_144  # of all references: many short ones may lead to a place with a long name
 _NAMES: Final = ("$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$schema", "$vocabulary")
 
 
 def localized(schema: dict[str, Any], root: str = "#") -> dict[str, Any]:
     """A copy whose references are pointers below `root`, the place where the caller puts it. Raises ValueError if a
-    reference cannot be resolved, and RecursionError if the schema is nested too deeply."""
+    reference cannot be resolved or if they are too long, and RecursionError if the schema is nested too deeply."""
     document = copy.deepcopy(schema)
     _Rewriter(document, root).rewrite()
     return document
@@ -104,6 +106,7 @@ class _Rewriter:
         self._resources[""] = ()
         self._index(self._document, "", _draft(self._document, _NEWEST), ())
         pending = list(self._nodes.values())
+        num_chars = 0
         while pending:
             node, base, draft, _ = pending.pop()
             reference = node.get("$ref")
@@ -111,6 +114,9 @@ class _Rewriter:
                 continue
             path = self._target(reference, base)
             node["$ref"] = self._root + pointer(path)
+            num_chars += len(node["$ref"])
+            if num_chars > MAX_POINTER_CHARS:
+                raise ValueError(f"the references have over {MAX_POINTER_CHARS} characters as paths; use shorter names")
             target = resolve(self._document, path)
             if isinstance(target, dict) and id(target) not in self._nodes:
                 # The target is below an unknown keyword, such as `components`.
@@ -130,6 +136,8 @@ class _Rewriter:
             uri, fragment = urldefrag(name)
             if uri:
                 base = urljoin(base, uri)
+                if len(base) > MAX_NAME_CHARS:
+                    raise ValueError(f"an $id of {len(base)} characters; at most {MAX_NAME_CHARS} are supported")
                 self._resources.setdefault(base, path)
             if fragment and draft <= 7:
                 self._anchors.setdefault(f"{base}#{fragment}", path)

@@ -276,3 +276,17 @@ def test_a_schema_is_not_changed_by_its_preparation() -> None:
     supported(schema)
     assert json.dumps(schema) == before
     assert Grammar(GrammarKind.JSON_SCHEMA, before)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"n" * 30_000: {"$anchor": "x"}}, "anyOf": [{"$ref": "#x"} for _ in range(1_500)]},
+        {"$id": "http://" + "a" * 30_000, "$defs": {str(one): {"$anchor": str(one)} for one in range(1_000)}},
+    ],
+    ids=("pointers", "names"),
+)
+def test_short_references_do_not_become_much_longer(schema: dict[str, Any]) -> None:
+    """The gateway rewrites the schemas of tools itself: a request of 64 KiB must not become one of 50 MiB there."""
+    with pytest.raises(ValueError, match="characters"):
+        supported(schema)
