@@ -4,6 +4,7 @@ the file."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ _NAMES: Final = {
     "max_new_tokens": "max_tokens",
 }
 _WHOLE: Final = ("top_k", "max_tokens")
+_MOST: Final = 2**32 - 1  # on the wire; larger whole numbers mean the same
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
@@ -29,7 +31,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
         values = json.loads((folder / _FILE).read_bytes())
     except FileNotFoundError:
         return NO_DEFAULTS
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(_FILE, str(error), "a readable JSON file") from error
     if not isinstance(values, dict):
         raise ModelError(_FILE, f"a {type(values).__name__}", "a JSON object")
@@ -44,11 +46,16 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
 
 def _number(name: str, ours: str, value: Any) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or (ours in _WHOLE and value != int(value)):
+    if not is_number or (ours in _WHOLE and isinstance(value, float) and not value.is_integer()):
         raise _wrong(name, value, "a whole number" if ours in _WHOLE else "a number")
     if ours == "top_k" and value == -1:  # vLLM's name of all tokens
         return 0
-    return int(value) if ours in _WHOLE else float(value)
+    if ours in _WHOLE:
+        return min(int(value), _MOST)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _wrong(name: str, value: object, expected: str) -> ModelError:

@@ -46,6 +46,9 @@ def test_the_authors_values_are_read(tmp_path: Path) -> None:
         ("top_p", 1.5),
         ("top_k", -2),
         ("top_k", 2.5),
+        ("top_k", float("nan")),
+        ("max_new_tokens", float("inf")),
+        pytest.param("temperature", 10**400, id="temperature-400 digits"),
         ("min_p", 2),
         ("repetition_penalty", 0),
         ("max_new_tokens", 0),
@@ -59,10 +62,15 @@ def test_an_impossible_value_is_refused_by_name(name: str, value: Any, tmp_path:
 
 
 def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
-    for text in ("{", "[1]"):
+    for text in ("{", "[1]", "[" * 5000):
         (tmp_path / "generation_config.json").write_text(text)
         with pytest.raises(ModelError, match=r"generation_config.json"):
             read_sampling_defaults(tmp_path)
+
+
+def test_whole_numbers_beyond_the_wire_mean_the_largest(tmp_path: Path) -> None:
+    found = read_sampling_defaults(write(tmp_path, {"top_k": 1e30, "max_new_tokens": 2**63}))
+    assert (found.top_k, found.max_tokens) == (2**32 - 1, 2**32 - 1)
 
 
 def test_a_request_overrides_each_default() -> None:
