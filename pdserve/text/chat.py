@@ -297,7 +297,10 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         ("default", folder / "chat_template.jinja"),
     ):
         if path.is_file():
-            sources[name] = path.read_text(encoding="utf-8")
+            try:
+                sources[name] = path.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ModelError(path.name, type(error).__name__, "a readable file in UTF-8") from error
             if name == "default" and not (folder / "additional_chat_templates").is_dir():
                 sources.pop("tool_use", None)  # of the config, which belongs to another default
     named = {name: named_token(config, name) for name in NAMED_TOKENS}
@@ -316,7 +319,7 @@ def _sources(held: Any) -> dict[str, str]:
         return {"default": held}
     if not isinstance(held, list):
         raise ModelError("chat_template", type(held).__name__, "text, or a list of named templates")
-    named = {one.get("name"): one.get("template") for one in held if isinstance(one, dict)}
+    named = {str(one.get("name")): one.get("template") for one in held if isinstance(one, dict)}
     found: dict[str, str] = {}
     for name in ("default", "tool_use"):
         source = named.get(name)

@@ -202,3 +202,11 @@ def test_a_request_sets_nothing_else(arguments: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match="chat_template_kwargs") as caught:
         ChatTemplate(source, {"bos_token": "<s>"}).render([Message("user", "hi")], arguments=arguments)
     assert says in caught.value.message
+
+
+def test_a_template_that_cannot_be_read_is_a_model_error(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"chat_template": [{"name": ["default"], "template": "{{ 1 }}"}]})
+    assert load_chat_template(folder) is None
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match="UTF-8"):
+        load_chat_template(folder)
