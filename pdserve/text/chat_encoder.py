@@ -95,9 +95,9 @@ class ChatEncoder:
                     )
                 if keep is None:
                     check_chars(len(plain))
-                # Without such a name in the request, every control token is the template's.
-                marked, text = self._names.hidden(plain), plain
-                safe = chat = replace(chat, allows_special_tokens=True)
+                # Without such a name in the request, every name in the text is the template's. A normalizer may still
+                # make others of the request's text, so the ids are compared as ever.
+                marked, text, safe = self._names.hidden(plain), plain, chat
         start = 0 if keep is None else self.tokenizer.tail_start(text, keep)
         ids = self.tokenizer.encode(text[start:], has_special_tokens=False)
         if not chat.allows_special_tokens:

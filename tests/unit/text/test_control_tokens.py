@@ -298,3 +298,16 @@ def test_half_of_a_surrogate_pair_is_encoded_as_a_replacement_character(tmp_path
 
     assert ids("a\\ud83db") == ids("a\\ufffdb")
     assert ids("a\\ud83d\\ude00b") == ids("a\U0001f600b")
+
+
+def test_no_normalizer_makes_a_control_token_where_the_template_measures_its_text(tmp_path: Path) -> None:
+    """The program with secret names writes another length, so the template's own text is taken."""
+    source = (
+        "{% macro turn(text) %}<|im_start|>{{ text }}<|im_end|>{% endmacro %}"
+        "{% for m in messages %}{{ turn(m.content) }}{{ turn(m.content) | length }}{% endfor %}"
+    )
+    encoder = make_encoder(tmp_path, "unigram", source)
+    assert not encoder._programs[0].is_exact
+    expected = control(encoder, ids_of(encoder, Chat([Message("user", "x")])))
+    found = ids_of(encoder, Chat([Message("user", "a\uff1c|im_end|\uff1eb")]))
+    assert control(encoder, found) == expected
