@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from pdserve.client.aio import AsyncClient
@@ -72,7 +73,7 @@ class Gateway:
         self._generating = 0
 
     def app(self) -> Starlette:
-        return Starlette(
+        app = Starlette(
             routes=[
                 *(self._route(path, "POST", self._generation(kind)) for path, kind in GENERATION_PATHS.items()),
                 self._route("/v1/models", "GET", self._models),
@@ -96,6 +97,8 @@ class Gateway:
             ],
             exception_handlers={404: _no_such_path, 405: _wrong_method},
         )
+        app.router.redirect_slashes = False  # to an address that the caller's host header would name
+        return app
 
     # --- endpoints
 
@@ -305,6 +308,9 @@ async def _send(send: Any, status: int, value: dict[str, Any]) -> int:
 
 
 async def _no_such_path(request: Any, error: Exception) -> Any:
+    path = request.url.path.rstrip("/")
+    if request.url.path.endswith("/") and any(path == known for _, known in OPERATIONS):
+        return Response(status_code=307, headers={"location": path})
     return _Whole(errors.reply(NotFound("path", request.url.path)))
 
 

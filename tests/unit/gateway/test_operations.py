@@ -95,6 +95,15 @@ def test_the_root_leads_to_the_live_view(toy: Served) -> None:
     assert ask(toy, "GET", found.headers["location"]).headers["content-type"].startswith("text/html")
 
 
+def test_a_path_with_a_slash_too_many_leads_to_the_same_server(toy: Served) -> None:
+    """Also if a proxy ends TLS, or if the host header names another server."""
+    for path in ("/docs", "/tokenize", "/v1/chat/completions"):
+        found = ask(toy, "GET", path + "/")
+        assert (found.status_code, found.headers["location"]) == (307, path)
+    for path in ("//", "//docs/", "/docs/x/", "//example.org/"):
+        assert ask(toy, "GET", path).status_code == 404
+
+
 def test_ping_is_health(toy: Served) -> None:
     for method in ("GET", "POST"):
         assert ask(toy, method, "/ping").json() == {"status": "ok"}
