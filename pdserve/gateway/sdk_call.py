@@ -332,6 +332,8 @@ def _options(request: SamplingRequest, max_tokens: int, logprobs: int | None) ->
     if request.seed is not None:
         found["seed"] = request.seed & MAX_SEED if -(2**63) <= request.seed < 0 else request.seed
     if request.priority is not None:
+        if not -(2**31) < request.priority <= 2**31:  # said here, because the SDK's message would have the other sign
+            raise InvalidRequest("priority", request.priority, f"{1 - 2**31} to {2**31}")
         found["priority"] = -request.priority  # in vLLM, smaller values are served first
     if request.include_stop_str_in_output is not None:
         found["include_stop_in_output"] = request.include_stop_str_in_output

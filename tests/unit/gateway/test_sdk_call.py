@@ -199,3 +199,9 @@ def test_headers_become_options() -> None:
 def test_a_target_is_a_number(value: str) -> None:
     with pytest.raises(InvalidRequest, match="x-slo-tpot-ms"):
         headers.options({"x-slo-tpot-ms": value})
+
+
+@pytest.mark.parametrize("priority", [-(2**31), 2**31 + 1, 2**63])
+def test_an_error_about_the_priority_repeats_it_with_its_own_sign(priority: int) -> None:
+    with pytest.raises(InvalidRequest, match=rf"got {priority}, expected -2147483647 to 2147483648"):
+        text_call({"prompt": "a", "priority": priority}, MODEL, {})
