@@ -20,7 +20,7 @@ async def tokenize(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
         raise InvalidRequest("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES} messages")
     request = validated(TokenizeRequest, given)
     if (request.prompt is None) == (request.messages is None):
-        raise InvalidRequest("prompt", "both" if request.prompt else "neither", "prompt or messages")
+        raise InvalidRequest("prompt", "neither" if request.prompt is None else "both", "prompt or messages")
     if request.messages is None:
         for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
             if getattr(request, name):

@@ -240,6 +240,8 @@ def test_options_of_a_chat_are_refused_beside_a_text(tooled: Served) -> None:
     for name, value in (("add_generation_prompt", True), ("chat_template_kwargs", {"a": 1}), ("tools", [TOOL])):
         found = ask(tooled, "POST", "/tokenize", prompt="a", **{name: value})
         assert (found.status_code, found.json()["error"]["param"]) == (400, name)
+    for given, seen in (({"prompt": "", "messages": MESSAGES}, "both"), ({}, "neither")):
+        assert f"got {seen}," in ask(tooled, "POST", "/tokenize", **given).json()["error"]["message"]
     unread = ask(tooled, "POST", "/tokenize", messages=MESSAGES, chat_template_kwargs={"no_such_name": 1})
     assert (unread.status_code, unread.json()["error"]["param"]) == (400, "chat_template_kwargs")
 
