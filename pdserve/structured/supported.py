@@ -49,7 +49,7 @@ class _Simplifier:
                 key = int(path[-1]) if isinstance(parent, list) else path[-1]
                 parent[key] = self._simplified(parent[key], path)
             except LookupError:
-                raise ValueError(f"the reference to #{pointer(path[1:])} leads into a keyword without effect") from None
+                raise _lost(path) from None
         for path, node in self._seen.items():
             self._check_min_properties(node, path)
         found = self._document[""]
@@ -105,12 +105,19 @@ class _Simplifier:
         )
         parts = list(node["allOf"]) if isinstance(node.get("allOf"), list) else []
         if isinstance(reference := node.get("$ref"), str):
-            parts.append(resolve(self._document, ("", *path_of(reference[1:]))))
+            try:
+                parts.append(resolve(self._document, path := ("", *path_of(reference[1:]))))
+            except LookupError:
+                raise _lost(path) from None
         return any([is_closed, *(self._collect(one, required, visited) for one in parts)])
 
 
 def _refuse(keyword: str, path: Path, why: str = "remove it, or check it in the answer") -> NoReturn:
     raise ValueError(f'"{keyword}" at #{pointer(path[1:])} is not supported: {why}')
+
+
+def _lost(path: Path) -> ValueError:
+    return ValueError(f"the reference to #{pointer(path[1:])} leads into a keyword without effect")
 
 
 def _names(value: object) -> set[str]:

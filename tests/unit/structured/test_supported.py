@@ -290,3 +290,11 @@ def test_short_references_do_not_become_much_longer(schema: dict[str, Any]) -> N
     """The gateway rewrites the schemas of tools itself: a request of 64 KiB must not become one of 50 MiB there."""
     with pytest.raises(ValueError, match="characters"):
         supported(schema)
+
+
+def test_a_reference_into_a_condition_is_refused_wherever_it_is(compiler: Compiler) -> None:
+    definitions = {"a": {"if": True, "then": {"required": ["q"]}}}
+    parts = [{"$ref": "#/components/a"}, {"$ref": "#/components/a/then"}]  # below an unknown keyword
+    schema = {"type": "object", "components": definitions, "allOf": parts, "minProperties": 3}
+    reason = reason_against(compiler, json_schema(schema))
+    assert "#/components/a/then" in str(reason)
