@@ -53,15 +53,18 @@ gpu-rehearsal:
 	scripts/gpu/rehearse.sh
 
 # What is too long for every run, of which `make test` has a short version: tests marked slow, Redis away for a minute,
-# and all examples of hypothesis.
+# and all examples of hypothesis. Three clients are installed for it.
 test-slow: $(STAMP)
+	PYTHON=$(PYTHON) scripts/clients.sh openai3 litellm lm_eval
 	PDSERVE_REDIS_AWAY_S=60 $(PYTEST) tests/cluster/test_faults.py
 	$(PYTEST) -m slow $(ARGS)
 	$(PYTEST) --hypothesis-profile full $$(grep -rl hypothesis tests/unit --include='test_*.py')
 
-# Environments of other clients, for tests/clients and benchmarks.clients: all, or CLIENTS="openai2 aiperf".
-clients:
+# Other clients, in environments of their own: all, or CLIENTS="openai2 aiperf". Installs and runs them, and prints a
+# table. It then also runs the others whose environments exist.
+clients: $(STAMP)
 	PYTHON=$(PYTHON) scripts/clients.sh $(CLIENTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients $(CLIENTS)
 
 # 100,000 faulty transfers on each transport between processes that are killed and stopped; about fifteen minutes.
 fault-storm: $(STAMP)

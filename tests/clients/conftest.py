@@ -14,6 +14,7 @@ from pdserve.launch.running import Running
 from tests.support.tooled_model import make_tooled_model
 
 PROGRAMS = Path(__file__).parent / "programs"
+CLIENT = "client"  # property of a test: the client that it runs
 SETS = ("worker.deterministic=on", "router.slo_ttft_s=120", "router.slo_tpot_s=20")
 
 
@@ -31,10 +32,11 @@ def cluster(model: Path) -> Iterator[Running]:
 
 
 @pytest.fixture
-def need() -> Callable[[str], Path]:
+def need(record_property: Callable[[str, object], None]) -> Callable[[str], Path]:
     """The interpreter of a client's environment; skips the test if `make clients` has not made it."""
 
     def find(name: str) -> Path:
+        record_property(CLIENT, name)
         python = python_of(name)
         if python is None:
             pytest.skip(f"the environment of {name} was not made: `make clients CLIENTS={name}`")

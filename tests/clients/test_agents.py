@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.clients.programs import node_of, run_client
-from tests.clients.conftest import PROGRAMS
+from tests.clients.conftest import CLIENT, PROGRAMS
 from tests.clients.scripted import AgentScript, scripted_gateway
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -46,10 +46,11 @@ def run(need: Callable[[str], Path], url: str, tmp_path: Path) -> Callable[[str,
 
 
 @pytest.fixture
-def need_node() -> Callable[[str], Path]:
+def need_node(record_property: Callable[[str, object], None]) -> Callable[[str], Path]:
     """The folder of a client for Node; skips the test if `make clients` has not made it."""
 
     def find(name: str) -> Path:
+        record_property(CLIENT, name)
         found = node_of(name)
         if found is None:
             pytest.skip(f"the environment of {name} was not made: `make clients CLIENTS={name}`, which needs npm")

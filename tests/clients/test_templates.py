@@ -22,6 +22,7 @@ from pdserve.text.chat import ChatTemplate
 from pdserve.text.chat_encoder import ChatEncoder
 from pdserve.text.tokenizer import HuggingFaceTokenizer
 from router.prompts import chat_of
+from tests.clients.conftest import CLIENT
 from tests.unit.text.conftest import byte_level
 
 NUM_HISTORIES = 2000
@@ -59,7 +60,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def source(name: str) -> str:
+def source(name: str, record_property: Callable[[str, object], None]) -> str:
+    record_property(CLIENT, "templates")
     folder = packages()
     if folder is None:
         pytest.skip("the templates were not installed: `make clients CLIENTS=templates`")
