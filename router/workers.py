@@ -86,9 +86,8 @@ class Workers:
         self._complaints: dict[str, str] = {}  # endpoint -> why its worker is rejected, to log it once
         self._static: tuple[str, ...] = ()
         self._registered: dict[str, str] = {}  # worker id -> endpoint
-        self._unregistered: dict[
-            str, str
-        ] = {}  # worker id -> endpoint, of workers that left the registry while attached
+        # worker id -> endpoint, of workers that left the registry while attached
+        self._unregistered: dict[str, str] = {}
         self._forgetting: dict[str, asyncio.TimerHandle] = {}  # of unregistered workers without a stream
         self._is_closing = False
         self._contexts: dict[str, int] = {}  # maximum sequence length of each attached decode worker
@@ -254,6 +253,7 @@ class Workers:
             self.model = replace(self.model, max_context_tokens=max(self._contexts.values()))
 
     def _forget_unregistered(self, worker_id: str) -> None:
+        """Forgets a worker whose stream did not come back, unless it has registered again."""
         del self._forgetting[worker_id]
         if self._unregistered.pop(worker_id, None) is not None and not self._is_closing:
             self._reconcile()
