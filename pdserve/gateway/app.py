@@ -173,6 +173,8 @@ class Gateway:
         return 200
 
     async def _live_events(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
+        if scope["method"] == "HEAD":
+            return await live_view.send_head(caller, send)
         return await live_view.stream_frames(caller, receive, send)
 
     async def _live_request(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
@@ -308,14 +310,15 @@ async def _send(send: Any, status: int, value: dict[str, Any]) -> int:
 
 
 async def _no_such_path(request: Any, error: Exception) -> Any:
-    path = request.url.path.rstrip("/")
-    if request.url.path.endswith("/") and any(path == known for _, known in OPERATIONS):
+    given: str = request.scope["path"]  # request.url would be made from the caller's host header
+    path = given.rstrip("/")
+    if given.endswith("/") and any(path == known for _, known in OPERATIONS):
         return Response(status_code=307, headers={"location": path})
-    return _Whole(errors.reply(NotFound("path", request.url.path)))
+    return _Whole(errors.reply(NotFound("path", given)))
 
 
 async def _wrong_method(request: Any, error: Any) -> Any:
-    return _Whole(errors.wrong_method(request.method, request.url.path, error.headers))
+    return _Whole(errors.wrong_method(request.method, request.scope["path"], error.headers))
 
 
 @final

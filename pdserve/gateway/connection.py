@@ -1,16 +1,21 @@
 """One HTTP connection: uvicorn's protocol, with limits on connections, headers and waits.
 
-uvicorn itself waits without limit for a request's headers, accepts headers of any size, never drops a client that stops
-reading, and loses the body of a request that offers another protocol. Bodies are limited in body.py.
+uvicorn itself waits without limit for a request's headers, accepts headers, trailers and chunk extensions of any size,
+never drops a client that stops reading, and loses the body of a request that offers another protocol. Bodies are
+limited in body.py, requests per caller in app.py.
+
+Each byte of a connection is counted: as a part of a head, of a body, of a chunked body's framing, or as dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -30,6 +35,11 @@ KEEPALIVE_PROBES: Final = 2
 LINGER_S: Final = 5.0
 LINGER_BYTES: Final = 64 * 2**20
 MAX_LINGERING: Final = 128  # connections
+# Heads and chunked bodies are parsed in pieces of this size, so that little is parsed beyond a limit.
+PIECE_BYTES: Final = 1024
+# A byte of a body may have this many bytes of framing; a chunk of two bytes has 2.5 for each.
+FRAMING_SHARE: Final = 4
+_HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +100,9 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._ignores_rest = False  # further data is read and dropped, so that a disconnect is noticed
         self._is_open = False
         self._num_answers = 0
-        self._left_bytes = LINGER_BYTES
+        self._left_bytes = LINGER_BYTES  # that are still read and dropped
+        self._is_chunked = False  # the body that is being read
+        self._body_bytes = self._framing_bytes = self._trailer_bytes = 0  # of that body
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -113,21 +125,37 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        if self._ignores_rest or self.parser is None:
-            if self in self._all.lingering:
-                self._left_bytes -= len(data)
-                if self._left_bytes < 0:
-                    self.drop()
+        if len(data) <= PIECE_BYTES:
+            self._feed(data)
             return
-        if self._is_in_head:
+        view = memoryview(data)
+        while view:
+            is_counted = self._is_in_head or self._is_chunked
+            size = PIECE_BYTES if is_counted and not self._ignores_rest else len(view)
+            self._feed(view[:size])
+            view = view[size:]
+
+    def _feed(self, data: bytes | memoryview) -> None:
+        if self._ignores_rest or self.parser is None:
+            self._left_bytes -= len(data)
+            if self._left_bytes < 0:
+                self.drop()
+            return
+        if self._is_in_head or not self.cycle.more_body:  # blank lines may follow a body
             # All earlier data belongs to the headers; this data may also contain a part of the body.
             if self._head_bytes > self._all.limits.max_header_bytes:
-                self._reject_head()
+                self._reject_head() if self._is_in_head else self._ignore_rest()
                 return
-            if self._head_bytes == 0:
+            if self._head_bytes == 0 and self._is_in_head:
                 self._wait(self._all.limits.header_s)
             self._head_bytes += len(data)
-        super().data_received(data)
+            super().data_received(data)
+        elif self._is_chunked:
+            before = self._body_bytes
+            super().data_received(data)
+            self._count_framing(len(data), self._body_bytes - before)
+        else:
+            super().data_received(data)
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -135,6 +163,15 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             raise httptools.HttpParserError("pipelined requests are not supported")
         self._is_in_head = True
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:
+            super().on_header(name, value)
+            return
+        # A trailer is dropped: merged into the headers, it could authorize a request (RFC 9110, 6.5.1).
+        self._trailer_bytes += len(name) + len(value) + 4
+        if self._trailer_bytes > self._all.limits.max_header_bytes:
+            self._reject_head("trailers")
 
     def on_headers_complete(self) -> None:
         if self._ignores_rest:
@@ -146,37 +183,47 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             return
         if self._offers_protocol():
             return
+        if found := self._fault():
+            self._reject(*found)
+            return
         self._is_in_head, self._head_bytes = False, 0
+        self._body_bytes = self._framing_bytes = self._trailer_bytes = 0
         self._stop_waiting()
         self._all.idle.pop(self, None)
         super().on_headers_complete()
         self.cycle.transport = _AnswerTransport(self)
 
     def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
         if not self._ignores_rest:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self._ignores_rest and not self._offers_protocol():
             super().on_message_complete()
+            if self._is_chunked:
+                self._is_chunked = False
+                self._stop_waiting()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._num_answers += 1
-        if not self.transport.is_closing() and not self._ignores_rest:
+        if self.transport.is_closing() or self._ignores_rest:
+            return
+        if self.cycle.more_body:  # the rest of the body must not be taken for a request
+            self._stop_waiting()
+            self.end_answer()
+        else:
             self._unset_keepalive_if_required()  # uvicorn's own timer ends with any byte
             self._is_in_head = True
             self._all.idle[self] = None
             self._wait(self._all.limits.idle_s)
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            # An error message would be inserted into the running answer.
-            if self.cycle.more_body:
-                self.drop()  # the body is broken
-            else:
-                self._ignores_rest = True
-                self.cycle.keep_alive = False
+        if self._ignores_rest:
+            return
+        if self._is_answering() and not self.cycle.more_body:
+            self._ignore_rest()  # an error message would be inserted into the running answer
             return
         self._reject(400, "invalid_request_error", "invalid_http", "a request that is not HTTP/1.1")
 
@@ -215,27 +262,102 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
     def _offers_protocol(self) -> bool:
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
-    def _wait(self, seconds: float) -> None:
+    def _wait(self, seconds: float, then: Callable[[], None] | None = None) -> None:
         self._stop_waiting()
-        self._timer = self.loop.call_later(seconds, self.drop)
+        self._timer = self.loop.call_later(seconds, then or self.drop)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _reject_head(self) -> None:
+    def _ignore_rest(self) -> None:
+        self._ignores_rest = True
+        self.cycle.keep_alive = False
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _fault(self) -> tuple[int, str, str, str] | None:
+        """Why the head of a request is refused although llhttp accepts it (RFC 9110 and 9112)."""
+        version, codings, hosts = self.parser.get_http_version(), [], []
+        for name, value in self.headers:
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"transfer-encoding":
+                codings.append(value.strip().lower())
+            elif name == b"expect":
+                if value.lower() != b"100-continue":
+                    return 417, "invalid_request_error", "expectation_failed", "an expectation other than 100-continue"
+                self.expect_100_continue = version != "1.0"
+        self._is_chunked = bool(codings)
+        if len(hosts) > 1 or (not hosts and version != "1.0") or not all(map(_HOST.fullmatch, hosts)):
+            return _invalid(f"{len(hosts)} host headers or an invalid one; a request has one, HOST or HOST:PORT")
+        if version not in ("1.0", "1.1"):
+            return 505, "invalid_request_error", "invalid_http", "a version other than HTTP/1.1 and HTTP/1.0"
+        if codings and version == "1.0":
+            return _invalid("a transfer-encoding in HTTP/1.0")
+        if codings and codings != [b"chunked"]:
+            return 501, "invalid_request_error", "unknown_coding", "a transfer-encoding other than chunked"
+        if b"#" in self.url:
+            return _invalid("a target with a fragment")
+        if self.url == b"*" and self.parser.get_method() == b"OPTIONS":
+            self.url = b"/"
+        return None if self.url.startswith(b"/") else self._take_authority()
+
+    def _take_authority(self) -> tuple[int, str, str, str] | None:
+        """Of a target in absolute form, which proxies use: its host is the one that counts (RFC 9112, 3.2.2)."""
+        scheme, separator, rest = self.url.partition(b"://")
+        authority, path = re.match(rb"([^/?]*)(.*)", rest).groups()  # type: ignore[union-attr]
+        if (
+            not separator
+            or scheme.lower() not in (b"http", b"https")
+            or not _HOST.fullmatch(authority)
+            or not authority
+        ):
+            return _invalid("a target other than a path or an http URL")
+        self.url = path if path.startswith(b"/") else b"/" + path
+        self.headers[:] = [pair for pair in self.headers if pair[0] != b"host"] + [(b"host", authority)]
+        return None
+
+    def _count_framing(self, num_bytes: int, body_bytes: int) -> None:
+        """Of a piece of a chunked body: sizes, extensions and trailers. They have as much time as headers."""
+        if self._ignores_rest or not self._is_chunked:
+            return
+        self._framing_bytes += num_bytes - body_bytes
         most = self._all.limits.max_header_bytes
-        self._reject(431, "invalid_request_error", "headers_too_large", f"headers of over {most} bytes")
+        if self._framing_bytes > most + FRAMING_SHARE * self._body_bytes:
+            what = f"over {most} bytes of chunk sizes, extensions or trailers"
+            self._reject(400, "invalid_request_error", "invalid_http", what)
+        elif body_bytes:
+            self._stop_waiting()
+        elif self._timer is None:
+            self._wait(self._all.limits.header_s, self._reject_late)
+
+    def _reject_late(self) -> None:
+        what = f"chunk sizes, extensions or trailers took over {self._all.limits.header_s:g} s"
+        self._reject(408, "timeout_error", "deadline", what)
+
+    def _reject_head(self, what: str = "headers") -> None:
+        most = self._all.limits.max_header_bytes
+        self._reject(431, "invalid_request_error", "headers_too_large", f"{what} of over {most} bytes")
 
     def _reject(self, status: int, kind: str, code: str, message: str) -> None:
         if self._ignores_rest:
             return
         self._ignores_rest = True
         self._stop_waiting()
+        if self._is_answering():  # its body is still being received
+            has_begun = self.cycle.response_started
+            self.cycle.disconnected = True  # for the application
+            self.cycle.message_event.set()
+            if has_begun:
+                self.drop()
+                return
         body = sse.to_json(errors.body(message, kind, code))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[status] + head + body)
+        is_head = self.parser is not None and self.parser.get_method() == b"HEAD"
+        self.transport.write(STATUS_LINE[status] + head + (b"" if is_head else body))
         self._linger()
 
     def _reject_busy(self) -> None:
@@ -279,6 +401,10 @@ class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]
             super().feed_data(data)
         except httptools.HttpParserUpgrade as offer:
             self._connection.read_again(data[offer.args[0] :])
+
+
+def _invalid(message: str) -> tuple[int, str, str, str]:
+    return 400, "invalid_request_error", "invalid_http", message
 
 
 def _set_options(transport: asyncio.Transport, stall_s: float) -> None:

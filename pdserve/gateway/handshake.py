@@ -49,7 +49,7 @@ class Handshake(asyncio.Protocol):
     end_idle = drop  # without TLS there is no way to answer
 
     async def _shake_hands(self) -> None:
-        limit_s, early = self._all.limits.header_s, _EarlyBytes()
+        limit_s, early = self._all.limits.header_s, _EarlyBytes(self._transport)
         try:
             secured: Any = await asyncio.get_running_loop().start_tls(
                 self._transport,
@@ -70,6 +70,7 @@ class Handshake(asyncio.Protocol):
         secured.set_protocol(self._http)
         self._http.connection_made(secured)
         if early.data:
+            self._transport.resume_reading()
             self._http.data_received(bytes(early.data))
 
     def _leave(self) -> None:
@@ -81,14 +82,16 @@ class Handshake(asyncio.Protocol):
 
 @final
 class _EarlyBytes(asyncio.Protocol):
-    """Keeps what a client sends together with the end of its handshake."""
+    """Keeps what a client sends together with the end of its handshake: one piece, and the rest stays in the kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self, plain: Any) -> None:
         self.data = bytearray()
         self.has_ended = False
+        self._plain = plain  # transport below TLS
 
     def data_received(self, data: bytes) -> None:
         self.data += data
+        self._plain.pause_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.has_ended = True

@@ -61,7 +61,7 @@ def options(headers: Mapping[str, str]) -> Options:
     found: dict[str, Any] = {}
     for header, name in ((REQUEST_ID, "request_id"), (SESSION_ID, "session_id")):
         if header in headers:
-            found[name] = headers[header]
+            found[name] = _text(header, headers[header])
     targets = {name: _seconds(header, headers[header]) for header, name in TARGETS.items() if header in headers}
     if targets:
         found["slo"] = targets
@@ -69,6 +69,14 @@ def options(headers: Mapping[str, str]) -> Options:
     if propagate.parse(traceparent) is not None:
         found["traceparent"] = traceparent
     return cast(Options, found)
+
+
+def _text(header: str, value: str) -> str:
+    """ASGI's headers are bytes, which Starlette reads as Latin-1. Ids are UTF-8, as the answer's header is."""
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest(header, shortened(repr(value)), "text in UTF-8") from None
 
 
 def _seconds(header: str, value: str) -> float:

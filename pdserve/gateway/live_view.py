@@ -49,6 +49,14 @@ async def stream_frames(caller: Caller, receive: Any, send: Any) -> int:
         await frames.aclose()
 
 
+async def send_head(caller: Caller, send: Any) -> int:
+    """Answers HEAD without becoming a viewer, whose number is limited. Raises PermissionDenied."""
+    await caller.client.topology()
+    await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_STREAM)})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return 200
+
+
 async def explanation(client: AsyncClient, request_id: str) -> dict[str, Any]:
     """Raises NotFound after the router has forgotten the request."""
     return asdict(await client.explain(request_id))

@@ -276,11 +276,12 @@ def test_text_after_a_request_does_not_end_its_answer(toy: Served, raw: Connect)
     assert status_of(exchange(raw(toy.address), post(connection="keep-alive") + b"garbage \x00" * 1000)) == 200
 
 
-def test_a_broken_chunk_ends_the_connection(toy: Served, raw: Connect) -> None:
+def test_a_broken_chunk_is_answered(toy: Served, raw: Connect) -> None:
     request = post(b"", content_length="", transfer_encoding="chunked") + b"1\r\n{\r\n"
     connection = raw(toy.address)
     connection.sendall(request)
-    assert exchange(connection, b"no size\r\n") == b""
+    answer = exchange(connection, b"no size\r\n")
+    assert (status_of(answer), code_of(answer)) == (400, "invalid_http")
 
 
 @pytest.mark.parametrize("offer", ["h2c", "websocket"])
