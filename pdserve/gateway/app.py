@@ -22,10 +22,9 @@ from pdserve.client.options import Options
 from pdserve.client.results import Model
 from pdserve.config import GatewayConfig
 from pdserve.core.errors import InternalError, InvalidRequest, NotFound, PdserveError, PermissionDenied
-from pdserve.core.held_bytes import HeldBytes
 from pdserve.core.version import VERSION
 from pdserve.gateway import errors, headers, json_body, live_view, openapi, replies, sse, tokens
-from pdserve.gateway.body import declared_bytes, read_body
+from pdserve.gateway.body import check_declared, read_body
 from pdserve.gateway.docs_page import docs_page
 from pdserve.gateway.door import Caller, Door
 from pdserve.gateway.errors import UnknownModel
@@ -35,6 +34,7 @@ from pdserve.gateway.operations import OPERATIONS
 from pdserve.gateway.respond import Responder, send_json, send_whole
 from pdserve.gateway.responses_request import responses_call
 from pdserve.gateway.sdk_call import SdkCall, chat_call, text_call
+from pdserve.gateway.shares import BYTES_WEIGHT, CONNECTIONS_WEIGHT, HeldBody, Shares
 from pdserve.gateway.ui.page import page
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
@@ -54,6 +54,7 @@ GENERATION_PATHS: Final[Mapping[str, Endpoint]] = {
     "/v1/completions": "text",
     "/v1/responses": "responses",
 }
+OPEN_SHARE: Final = 16  # one of so many connections is kept for /health and other endpoints without a token
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -65,7 +66,8 @@ class Gateway:
         self._config = config
         self._door = Door(client, needs_token=needs_token)
         self._health = Health(client)
-        self._held = HeldBytes(config.max_held_bytes)
+        self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
+        self._connections = Shares(config.max_connections - config.max_connections // OPEN_SHARE, CONNECTIONS_WEIGHT)
         self._responder = Responder()
         self._metrics = metrics
         self._created_s = int(time.time())
@@ -106,8 +108,9 @@ class Gateway:
         make_call = _CALLS[endpoint]
 
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
-            with self._held.hold(self._declared(given)):
-                fields = json_body.parse(await self._body(receive))
+            self._check_declared(given)
+            with self._held.body(caller.key) as held:
+                fields = json_body.parse(await self._body(receive, held))
                 call = make_call(fields, caller.model, headers.options(given))
                 del fields
                 try:
@@ -119,8 +122,9 @@ class Gateway:
 
     def _unary(self, work: Callable[[Any, Caller], Awaitable[dict[str, Any]]]) -> Handler:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
-            with self._held.hold(self._declared(given)):
-                found = await work(json_body.parse(await self._body(receive)), caller)
+            self._check_declared(given)
+            with self._held.body(caller.key) as held:
+                found = await work(json_body.parse(await self._body(receive, held)), caller)
             return await _send(send, 200, found)
 
         return handle
@@ -203,22 +207,24 @@ class Gateway:
             raise PermissionDenied(f"{why}, and the cluster needs no token: {expected}")
         return caller
 
-    def _declared(self, given: Headers) -> int:
+    def _check_declared(self, given: Headers) -> None:
         kind = given.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise InvalidRequest("content-type", repr(kind), "application/json")
         if given.get("content-encoding", "identity").lower() != "identity":
             raise InvalidRequest("content-encoding", "a compressed body", "a body as it is")
-        return declared_bytes(given.get("content-length"), self._config.max_body_bytes)
+        check_declared(given.get("content-length"), self._config.max_body_bytes)
 
-    async def _body(self, receive: Any) -> bytes:
-        return await read_body(receive, self._config.max_body_bytes, self._config.body_s)
+    async def _body(self, receive: Any, held: HeldBody) -> bytes:
+        return await read_body(receive, self._config.max_body_bytes, self._config.body_s, held)
 
     def _route(self, path: str, method: str, handler: Handler) -> BaseRoute:
         """The handler runs only for callers that are admitted."""
 
         async def admit(scope: Any, receive: Any, send: Any, given: Headers) -> int:
-            return await handler(scope, receive, send, given, await self._admitted(given))
+            caller = await self._admitted(given)
+            with self._connections.connection(caller.key):
+                return await handler(scope, receive, send, given, caller)
 
         assert not OPERATIONS[method, path].is_open
         return Route(path, _Endpoint(self, path, admit), methods=[method])

@@ -38,6 +38,7 @@ Entry = TypeVar("Entry")
 class Caller:
     client: AsyncClient  # presents the caller's token
     model: Model
+    key: bytes = b""  # digest of the token; empty without one
 
 
 @final
@@ -94,7 +95,7 @@ class Door:
     async def _check(self, key: bytes, token: str | None, *, is_unknown: bool) -> Caller:
         try:
             client = self._client.with_token(token)
-            caller = Caller(client, await client.model())
+            caller = Caller(client, await client.model(), key)
         except Unauthenticated as error:
             self._known.pop(key, None)
             _remember(self._rejected, key, (error, self._clock() + REMEMBER_REJECTED_S), MAX_REJECTED)
