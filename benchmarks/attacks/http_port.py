@@ -54,10 +54,33 @@ class Port:
         return socket.create_connection((self.host, self.number), timeout_s)
 
 
-def attack(target: AttackTarget) -> AttackResult:
+def port_of(target: AttackTarget) -> Port:
     parts = urlsplit(target.cluster.http_url)
     tls = ssl.create_default_context(cafile=target.ca) if target.ca else None
-    port = Port(str(parts.hostname), int(parts.port or 0), target.token, tls)
+    return Port(str(parts.hostname), int(parts.port or 0), target.token, tls)
+
+
+def send_all(port: Port, head: bytes, piece: bytes = b"", count: int = 0) -> str:
+    """Sends `piece` until the server closes the connection. The status of the answer, "closed" without one, or
+    "open"."""
+    with port.connect(30) as one:
+        with contextlib.suppress(OSError):  # closed while sending
+            one.sendall(head)
+            for _ in range(count):
+                one.sendall(piece)
+        found = b""
+        try:
+            while data := one.recv(65_536):
+                found += data
+        except TimeoutError:
+            return "open"
+        except OSError:
+            pass
+        return found.split(b" ", 2)[1].decode() if found.startswith(b"HTTP/1.1 ") else "closed"
+
+
+def attack(target: AttackTarget) -> AttackResult:
+    port = port_of(target)
     gateway = psutil.Process(target.pid("gateway"))
     expected = _ask(port)
     before_bytes = gateway.memory_info().rss
@@ -97,7 +120,7 @@ def _large_heads(port: Port) -> tuple[int, int]:
     bombs = (b"x-bomb: " + b"v" * 2**20, b"\r\n".join(b"x-%d: v" % n for n in range(100_000)))
     closed = 0
     for number in range(NUM_HEADS):
-        closed += _send(port, b"POST /v1/completions HTTP/1.1\r\n" + bombs[number % 2] + b"\r\n\r\n")
+        closed += _send(port, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + bombs[number % 2] + b"\r\n\r\n")
     return NUM_HEADS, closed
 
 
@@ -106,7 +129,7 @@ def _large_bodies(port: Port) -> tuple[int, int]:
     closed = 0
     piece = b" " * 2**20
     for number in range(NUM_BODIES):
-        head = f"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer {port.token}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {port.token}\r\n"
         if number % 2:
             closed += _send(port, f"{head}content-length: {BODY_BYTES}\r\n\r\n".encode(), piece, BODY_BYTES >> 20)
         else:
@@ -161,22 +184,8 @@ def _idle_connections(port: Port) -> tuple[int, int]:
 
 def _send(port: Port, head: bytes, piece: bytes = b"", count: int = 0) -> int:
     """1 if the server closes the connection without an answer of success, else 0."""
-    with port.connect(30) as one:
-        try:
-            one.sendall(head)
-            for _ in range(count):
-                one.sendall(piece)
-        except OSError:
-            pass  # closed while sending
-        found = b""
-        try:
-            while data := one.recv(65_536):
-                found += data
-        except TimeoutError:
-            return 0
-        except OSError:
-            pass
-        return int(b"HTTP/1.1 2" not in found[:16])
+    status = send_all(port, head, piece, count)
+    return int(status != "open" and not status.startswith("2"))
 
 
 def _ask(port: Port) -> str:

@@ -90,6 +90,8 @@ class Connections:
 
 @final
 class Connection(HttpToolsProtocol):  # type: ignore[misc]
+    url: bytes  # the target of the request that is being read
+
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
