@@ -41,4 +41,4 @@ def attack(target: AttackTarget) -> AttackResult:
     )
 
 
-ROW = AttackRow(number=18, name="malformed HTTP requests", attack=attack, has_tls=True)
+ROW = AttackRow(number=18, name="malformed HTTP requests", attack=attack)
