@@ -6,9 +6,9 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
+from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.core.bearer import check_token
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
@@ -374,7 +374,4 @@ def from_env(name: str, environ: Mapping[str, str] | None = None) -> str:
     file = environ.get(f"{name}_FILE", "")
     if (own := environ.get(name, "").strip()) or not file:
         return own
-    try:
-        return Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}_FILE", file, f"a text file that can be read ({error})") from None
+    return read_text(file, MAX_SETTINGS_BYTES, f"{name}_FILE").strip()

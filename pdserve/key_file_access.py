@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pdserve.bounded_file import opened
 from pdserve.core.errors import ConfigError
 from pdserve.core.key_file import MAX_FILE_BYTES, read
 
@@ -40,20 +41,10 @@ def version_of(path: str | Path) -> FileVersion | None:
 
 def read_bytes(path: str | Path) -> tuple[bytes, FileVersion]:
     """Raises ConfigError if the file cannot be read, is too large, or can be written by other users."""
-    try:
-        # O_NONBLOCK, because opening a named pipe would otherwise wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    try:
-        facts = os.fstat(descriptor)
+    with opened(path, "key_file") as file:
+        facts = os.fstat(file.fileno())
         _check(path, facts)
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(MAX_FILE_BYTES + 1), _version(facts)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    finally:
-        os.close(descriptor)
+        return file.read(MAX_FILE_BYTES + 1), _version(facts)
 
 
 @contextlib.contextmanager
@@ -99,8 +90,6 @@ def replace(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _check(path: str | Path, facts: os.stat_result) -> None:
-    if not stat.S_ISREG(facts.st_mode):
-        raise ConfigError("key_file", path, "a regular file")
     if facts.st_uid not in (0, os.geteuid()):
         raise ConfigError("key_file", f"{path}, of user {facts.st_uid}", "a file of this user or of root")
     if facts.st_mode & 0o022:

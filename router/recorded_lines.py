@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
+from pdserve.bounded_file import opened
 from pdserve.core.errors import ConfigError
+
+MAX_LINE_CHARS: Final = 64 * 2**20  # so that a file without line ends does not fill the memory
 
 
 @final
@@ -19,10 +23,14 @@ class RecordedLines:
         self.count = 0
 
     def __iter__(self) -> Iterator[str]:
-        try:
-            with self._path.open(encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    self.count += 1
-                    yield line
-        except OSError as error:
-            raise ConfigError("file", self._path, f"a file that can be read ({error.strerror})") from None
+        with (
+            opened(self._path, "file") as raw,
+            io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as file,
+        ):
+            for line in iter(lambda: file.readline(MAX_LINE_CHARS), ""):
+                if len(line) == MAX_LINE_CHARS:
+                    raise ConfigError(
+                        "file", f"line {self.count + 1} of {self._path}", f"at most {MAX_LINE_CHARS} characters"
+                    )
+                self.count += 1
+                yield line

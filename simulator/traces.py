@@ -5,11 +5,13 @@ A recording of a live router (pdserve up --record) is also a trace, and contains
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
+from pdserve.bounded_file import opened
 from pdserve.core.errors import ConfigError
 from simulator.model import TraceRequest
 from simulator.recorded import block_tokens, is_recording, read_recording
@@ -95,14 +97,12 @@ class FileTrace:
         line = 0
         try:
             # A byte order mark is not part of the first row.
-            with self._path.open(encoding="utf-8-sig") as file:
+            with opened(self._path, "trace") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
                 for text in iter(lambda: file.readline(MAX_LINE_CHARS), ""):
                     line += 1
                     if len(text) == MAX_LINE_CHARS:
                         raise TraceError(self.name, line, "row", text, f"fewer than {MAX_LINE_CHARS} characters")
                     if stripped := text.strip():
                         yield line, stripped
-        except OSError as error:
-            raise ConfigError("trace", self._path, f"a file that can be read ({error.strerror})") from None
         except UnicodeDecodeError:
             raise TraceError(self.name, line + 1, "row", "bytes that are not UTF-8", "a text file") from None

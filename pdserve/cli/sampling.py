@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, Final
 
+from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.client.options import SAMPLING_SCALARS, Scalar
+from pdserve.core.errors import ConfigError
 from pdserve.core.types import Sampling, Slo
 
 _PRINTED: Final = ("logprobs", "prompt_logprobs")  # flags of the command that prints them
@@ -72,9 +73,9 @@ def _text(value: str) -> str:
     if not value.startswith("@"):
         return value
     try:
-        return Path(value[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot read {value[1:]}: {error}") from None
+        return read_text(value[1:], MAX_SETTINGS_BYTES, "file")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def _ids(value: str) -> list[int]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
 
+from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_bytes
 from pdserve.core.bearer import check_token
 from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import NO_HTTP_PROXY, is_loopback_host
@@ -157,10 +157,7 @@ def _without_scheme(address: str) -> str:
 def _content(name: str, path: TlsPath | None) -> bytes | None:
     if path is None:
         return None
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(name, path, f"a file that can be read ({error.strerror})") from None
+    content = read_bytes(os.fspath(path), MAX_SETTINGS_BYTES, name)
     # gRPC reports wrong content as a server that does not answer.
     if (b"PRIVATE KEY-----" if name == "tls_key" else b"-----BEGIN CERTIFICATE-----") not in content:
         raise ConfigError(name, path, "a PEM file with " + ("a private key" if name == "tls_key" else "certificates"))

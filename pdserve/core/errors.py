@@ -24,11 +24,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final, Self
 
 from pdserve.core.urls import hide_password
 
 MAX_REPEATED_CHARS: Final = 256  # of a caller's text, in the message of an error
+MAX_SEEN_CHARS: Final = 1024  # of a setting's value
 
 
 def shortened(value: object, most: int = MAX_REPEATED_CHARS) -> str:
@@ -109,7 +111,8 @@ class ConfigError(PdserveError):
     reason = "CONFIG"
 
     def __init__(self, field: str, seen: object, expected: str) -> None:
-        super().__init__(f"{field}: got {hide_password(str(seen))}, expected {expected}")
+        shown = hide_password(shortened(seen, sys.maxsize))  # whole, because a cut URL would show its password
+        super().__init__(f"{shortened(field)}: got {shortened(shown, MAX_SEEN_CHARS)}, expected {expected}")
         self.field, self.seen, self.expected = field, seen, expected
 
 

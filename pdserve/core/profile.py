@@ -14,7 +14,7 @@ tensor-parallel degrees can be derived (degrees.py).
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,6 +23,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.fit import LONGEST_S
 from pdserve.core.latency import CostPrior
 
+MAX_DEGREE_DIGITS: Final = 4
 DEGREES: Final = "tensor_parallel"
 
 
@@ -53,7 +54,8 @@ def degrees(data: Mapping[str, Any]) -> list[int]:
     """The tensor-parallel degrees for which a profile can be parsed; none if it describes one kind of worker."""
     rows = data.get(DEGREES)
     rows = rows if isinstance(rows, Mapping) else {}
-    return sorted(int(key) for key, row in rows.items() if key.isdecimal() and "kv_capacity_tokens" in row)
+    named = {key: row for key, row in rows.items() if isinstance(row, Mapping) and "kv_capacity_tokens" in row}
+    return sorted(int(key) for key in named if key.isascii() and key.isdecimal() and len(key) <= MAX_DEGREE_DIGITS)
 
 
 def parse_profile(data: Mapping[str, Any], degree: int = 0) -> Profile:
@@ -157,12 +159,12 @@ class _Node:
 
     def count(self, name: str) -> int:
         value = self.data.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(self._path(name), value, "a whole number, at least 1")
+        if type(value) is not int or not 1 <= value < 2**63:
+            raise ConfigError(self._path(name), value, "a whole number from 1 to 2**63 - 1")
         return value
 
     def rate(self, name: str) -> float:
-        value = self._seconds(self._path(name), self.data.get(name), most=math.inf)
+        value = self._seconds(self._path(name), self.data.get(name), most=sys.float_info.max)
         if value <= 0.0:
             raise ConfigError(self._path(name), value, "more than 0")
         return value
@@ -172,7 +174,6 @@ class _Node:
 
     @staticmethod
     def _seconds(path: str, value: object, most: float = LONGEST_S) -> float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not 0.0 <= value <= most:  # type: ignore[arg-type, operator]
-            raise ConfigError(path, value, "a finite number, at least 0")
+        if type(value) not in (int, float) or not 0.0 <= value <= most:  # type: ignore[operator]
+            raise ConfigError(path, value, f"a finite number from 0 to {most:g}")
         return float(value)  # type: ignore[arg-type]

@@ -7,12 +7,12 @@ it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from pdserve.bounded_file import read_json_object
 from pdserve.core.errors import ModelError
 from pdserve.engine.config_fields import Fields
 from pdserve.engine.families import FAMILIES, Activation, Family
@@ -20,6 +20,14 @@ from pdserve.engine.layers_config import ExpertsConfig, read_experts, read_windo
 from pdserve.engine.quantisation_config import PLAIN, Quantisation, read_quantisation
 from pdserve.engine.rope_config import RopeConfig, read_local_rope, read_rope
 
+CONFIG: Final = "config.json"
+# About ten times the largest known models.
+MAX_LAYERS: Final = 2048
+MAX_HEADS: Final = 4096  # also the largest head
+MAX_WIDTH: Final = 2**20
+MAX_VOCAB: Final = 2**24
+MAX_EXPERTS: Final = 2**18  # in all layers
+MAX_WEIGHTS: Final = 2**44
 CHECKPOINT_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
@@ -64,28 +72,32 @@ def read_config(folder: Path) -> ModelConfig:
     """Raises ModelError, naming the field, if the model cannot be served exactly."""
     if not folder.is_dir():
         raise ModelError("model", folder, "the folder of a Hugging Face checkpoint")
-    values = _read_object(folder / "config.json")
+    values = read_json_object(folder / CONFIG)
     if values is None:
-        raise ModelError("config.json", f"nothing in {folder}", "the model's configuration")
-    return parse_config(values, _read_object(folder / "generation_config.json") or {})
+        raise ModelError(CONFIG, f"nothing in {folder}", "the model's configuration")
+    return parse_config(values, read_json_object(folder / "generation_config.json") or {})
 
 
 def parse_config(values: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(values)
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
-    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", family.default_kv_heads or num_heads)
+    hidden_size = fields.integer("hidden_size", high=MAX_WIDTH)
+    num_heads = fields.integer("num_attention_heads", high=MAX_HEADS)
+    num_kv_heads = fields.integer("num_key_value_heads", family.default_kv_heads or num_heads, high=num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads, {num_heads}")
-    head_dim = fields.integer("head_dim", family.default_head_dim or hidden_size // num_heads or None, low=2)
+    head_dim = fields.integer(
+        "head_dim", family.default_head_dim or hidden_size // num_heads or None, low=2, high=MAX_HEADS
+    )
     if head_dim % 2:
         raise fields.error("head_dim", head_dim, "an even number: rotation works on pairs")
-    num_layers, vocab_size = fields.integer("num_hidden_layers"), fields.integer("vocab_size")
+    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    vocab_size = fields.integer("vocab_size", high=MAX_VOCAB)
     has_attention_bias = family.attention_bias == "field" and fields.flag("attention_bias", False)
     rope, max_context_tokens, local_rope = _ropes(fields, family)
     windows = read_windows(fields, family, num_layers)
-    mlp_size = fields.integer("intermediate_size")
+    mlp_size = fields.integer("intermediate_size", high=MAX_WIDTH)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -121,12 +133,31 @@ def parse_config(values: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
         quantisation=read_quantisation(fields.get("quantization_config")),
     )
     fields.refuse_unread()
+    _check_size(config)
     return config
 
 
+def _check_size(config: ModelConfig) -> None:
+    """Raises ModelError if the sizes give a model that no host holds: every matrix is listed before it is read."""
+    experts = config.experts
+    sizes = [config.mlp_size] * config.num_layers
+    if experts is not None:
+        for layer in experts.layers:
+            sizes[layer] = experts.num_experts * experts.mlp_size
+        if experts.num_experts * len(experts.layers) > MAX_EXPERTS:
+            seen = f"{experts.num_experts} experts in each of {len(experts.layers)} layers"
+            raise ModelError("num_experts", seen, f"at most {MAX_EXPERTS} in all layers")
+    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    count = config.hidden_size * (config.num_layers * heads + 3 * sum(sizes) + 2 * config.vocab_size)
+    if count > MAX_WEIGHTS:
+        raise ModelError(CONFIG, f"sizes that give {count} weights", f"at most {MAX_WEIGHTS}")
+
+
 def _architecture(fields: Fields) -> str:
-    names = fields.get("architectures") or []
-    model_type = fields.get("model_type")
+    names, model_type = fields.get("architectures") or [], fields.get("model_type")
+    for name, value in (("architectures", names), ("model_type", [model_type])):
+        if not isinstance(value, list) or not all(one is None or isinstance(one, str) for one in value):
+            raise fields.error(name, fields.get(name), "names of architectures")
     if not names:  # written by hand, or by a tool that keeps only model_type
         names = [name for name, family in FAMILIES.items() if family.model_type == model_type] or [model_type]
     if len(names) != 1 or names[0] not in FAMILIES:
@@ -175,16 +206,3 @@ def _dtype(fields: Fields) -> str:
     if name not in CHECKPOINT_DTYPES:
         raise fields.error("dtype", value, "one of " + ", ".join(CHECKPOINT_DTYPES))
     return name
-
-
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """None if there is no such file."""
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(path.name, str(error), "a readable JSON file") from error
-    if not isinstance(values, dict):
-        raise ModelError(path.name, f"a {type(values).__name__}", "a JSON object")
-    return values

@@ -6,11 +6,11 @@ An unknown field may change the mathematics, so it is rejected by name. HARMLESS
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 from pdserve.core.errors import ModelError
+from pdserve.core.setting import LARGEST_COUNT
 
 # These do not change the logits with any value.
 _HARMLESS_NAMES: Final = """
@@ -50,6 +50,9 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 }
 
 
+LARGEST_NUMBER: Final = 1e15
+
+
 @final
 class Fields:
     """One JSON object; `path` is the prefix of names in errors. A null value counts as absent."""
@@ -67,10 +70,10 @@ class Fields:
         self._read.add(name)
         return self._values.get(name)
 
-    def integer(self, name: str, default: int | None = None, *, low: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = LARGEST_COUNT) -> int:
         value = self._present(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.error(name, value, f"an integer of at least {low}")
+        if type(value) is not int or not low <= value <= high:
+            raise self.error(name, value, f"an integer from {low} to {high}")
         return value
 
     def optional_integer(self, name: str) -> int | None:
@@ -78,9 +81,8 @@ class Fields:
 
     def number(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
         value = self._present(name, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value <= above:
-            raise self.error(name, value, f"a number above {above:g}")
+        if type(value) not in (int, float) or not above < value <= LARGEST_NUMBER:
+            raise self.error(name, value, f"a number above {above:g}, at most {LARGEST_NUMBER:g}")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:

@@ -17,6 +17,8 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from pdserve.bounded_file import MAX_JSON_BYTES, read_bytes
+from pdserve.core.errors import ModelError
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.invariant import stable
 from pdserve.engine.linear import Linear, Rounding, is_repacked, make_linear, rounding_for, weight_dtype
@@ -48,7 +50,7 @@ def dummy_hash(folder: Path, device: torch.device, *choices: str) -> str:
     """Identifies the weights: config.json, and a sample of the noise that this build of torch generates on such a
     device."""
     digest = hashlib.blake2b("\n".join(("dummy", *choices)).encode(), digest_size=16)
-    digest.update((folder / "config.json").read_bytes())
+    digest.update(read_bytes(folder / "config.json", MAX_JSON_BYTES, "config.json", ModelError))
     sample = torch.empty(4096, device=device)
     _fill_chunk(sample, "sample", 0, 1.0)
     digest.update(sample.cpu().numpy().tobytes())

@@ -8,6 +8,7 @@ from typing import Any, Final
 from pdserve.engine.config_fields import Fields
 from pdserve.engine.families import ExpertFamily, ExpertNames, Family
 
+MAX_LAYER_EXPERTS: Final = 2**14
 _DEFAULT_FULL_LAYERS: Final = 28  # Qwen's max_window_layers
 _KINDS: Final = {"full_attention": False, "sliding_attention": True}
 
@@ -56,9 +57,11 @@ def read_experts(fields: Fields, family: ExpertFamily, dense_mlp_size: int, num_
     num_chosen = fields.integer("num_experts_per_tok", family.default_num_chosen)
     if num_chosen > num_experts:
         raise fields.error("num_experts_per_tok", num_chosen, f"at most {num_experts}, the number of experts")
+    if num_experts > MAX_LAYER_EXPERTS:
+        raise fields.error("num_experts", num_experts, f"at most {MAX_LAYER_EXPERTS}")
     mlp_size, is_renormalised = dense_mlp_size, family.is_renormalised
     if family.default_mlp_size is not None:
-        mlp_size = fields.integer("moe_intermediate_size", family.default_mlp_size)
+        mlp_size = fields.integer("moe_intermediate_size", family.default_mlp_size, high=2**20)
     if is_renormalised is None:
         is_renormalised = fields.flag("norm_topk_prob", False)
     return ExpertsConfig(

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from pdserve.bounded_file import opened
 from pdserve.core.errors import ModelError
 from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.packed_scheme import PackedScheme
@@ -125,12 +126,9 @@ def _read(tensor: StoredTensor, start: int = 0, most: int | None = None) -> Tens
     dtype = TORCH_DTYPES[tensor.dtype]
     begin, end = start * dtype.itemsize, tensor.num_bytes
     end = end if most is None else min(end, begin + most * dtype.itemsize)
-    try:
-        with tensor.file.open("rb") as stream:
-            stream.seek(tensor.begin + begin)
-            data = bytearray(stream.read(end - begin))
-    except OSError as error:
-        raise ModelError(tensor.name, f"{error} in {tensor.file.name}", "a file that can be read") from error
+    with opened(tensor.file, tensor.file.name, ModelError) as stream:
+        stream.seek(tensor.begin + begin)
+        data = bytearray(stream.read(end - begin))
     return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 

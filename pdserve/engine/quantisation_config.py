@@ -155,7 +155,7 @@ def _compressed_tensors(value: Mapping[str, Any]) -> Quantisation:
         raise ModelError(f"{_FIELD}.kv_cache_scheme", "a scheme for the KV cache", "null")
     for name in ("sparsity_config", "transform_config"):
         inner = value.get(name) or {}
-        if inner and not (name == "sparsity_config" and inner.get("format") == "dense"):
+        if inner and not (name == "sparsity_config" and isinstance(inner, dict) and inner.get("format") == "dense"):
             raise ModelError(f"{_FIELD}.{name}", inner, "none: weights are stored dense and as they are multiplied")
     groups = value.get("config_groups")
     if not isinstance(groups, dict) or not groups:
@@ -182,7 +182,7 @@ def _check_activations(value: Any, at: str) -> None:
 
 def _weights_scheme(weights: Mapping[str, Any], at: str) -> Scheme:
     kind = weights.get("type")
-    if kind not in _STORED or weights.get("num_bits") != 8:
+    if not isinstance(kind, str) or kind not in _STORED or weights.get("num_bits") != 8:
         raise ModelError(at, f"{kind} of {weights.get('num_bits')} bits", SUPPORTED)
     if weights.get("symmetric") is not True:
         raise ModelError(f"{at}.symmetric", weights.get("symmetric"), "true: zero points are not served")

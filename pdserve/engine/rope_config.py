@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pdserve.core.errors import ModelError
+from pdserve.core.setting import LARGEST_COUNT
 from pdserve.engine.config_fields import Fields
 
 DEFAULT_THETA: Final = 10_000.0
@@ -85,7 +86,7 @@ def _parse(
 ) -> tuple[RopeConfig, int]:
     fields = Fields(values, path=name + ".")
     kind = fields.get("rope_type") or fields.get("type") or "default"
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise ModelError(f"{name}.rope_type", kind, "one of " + ", ".join(ROPE_TYPES))
     for field in values:
         if field not in ROPE_TYPES[kind] | _COMMON and values[field] is not None:
@@ -97,7 +98,7 @@ def _parse(
         return RopeConfig(theta=theta), max_positions
     if kind == "linear":
         factor = fields.number("factor")
-        return RopeConfig(kind=kind, theta=theta, factor=factor), int(max_positions * factor)
+        return RopeConfig(kind=kind, theta=theta, factor=factor), _stretched(fields, max_positions, factor)
     original = outer_original or fields.integer("original_max_position_embeddings", max_positions)
     if kind == "llama3":
         low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
@@ -113,7 +114,13 @@ def _parse(
         )
         return rope, max_positions
     rope = _read_yarn(fields, theta, original, max_positions)
-    return rope, max(max_positions, int(original * rope.factor))
+    return rope, max(max_positions, _stretched(fields, original, rope.factor))
+
+
+def _stretched(fields: Fields, num_positions: int, factor: float) -> int:
+    if not 1 <= num_positions * factor <= LARGEST_COUNT:
+        raise fields.error("factor", factor, f"1 to {LARGEST_COUNT} positions; it stretches {num_positions}")
+    return int(num_positions * factor)
 
 
 def _rope_object(config: Fields, layer_type: str | None) -> tuple[str, Mapping[str, Any]]:

@@ -8,16 +8,19 @@ of a file.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from pdserve.bounded_file import MAX_JSON_BYTES, opened, parse_json, read_bytes, read_json_object
 from pdserve.core.errors import ModelError
 
-MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the reference implementation
+MAX_HEADER_BYTES: Final = 32 * 2**20  # 250,000 tensors; the reference implementation takes three times as many
+MAX_INDEX_BYTES: Final = 32 * 2**20
+MAX_DIMENSIONS: Final = 8
 ITEM_BYTES: Final[Mapping[str, int]] = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}
 PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -57,7 +60,7 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """All tensors of the folder's safetensors files, each named once. Raises ModelError."""
     index = folder / "model.safetensors.index.json"
-    weight_map = _read_weight_map(index) if index.exists() else None
+    weight_map = _read_weight_map(index) if os.path.lexists(index) else None
     files = _shards(folder, weight_map) if weight_map is not None else _single(folder)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -72,13 +75,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    size = file.stat().st_size
-    header = _header_bytes(file, size)
+    size, header = _header_bytes(file)
     begin = 8 + len(header)
-    try:
-        entries = json.loads(header)
-    except ValueError as error:
-        raise ModelError(file.name, f"a header that is not JSON ({error})", "a safetensors file") from error
+    entries = parse_json(header, file.name, ModelError)
     if not isinstance(entries, dict):
         raise ModelError(file.name, "a header that is not an object", "a safetensors file")
     tensors = [_stored(file, begin, name, entry) for name, entry in entries.items() if name != "__metadata__"]
@@ -102,33 +101,40 @@ def checkpoint_hash(folder: Path, checkpoint: Checkpoint, *choices: str) -> str:
     config, headers and sizes, but almost no page of their data.
     """
     digest = hashlib.blake2b("\n".join(choices).encode(), digest_size=16)
-    digest.update((folder / "config.json").read_bytes())
+    digest.update(read_bytes(folder / "config.json", MAX_JSON_BYTES, "config.json", ModelError))
     for file in sorted(checkpoint.files):
-        size = file.stat().st_size
-        header = _header_bytes(file, size)
+        size, header = _header_bytes(file)
         digest.update(size.to_bytes(8, "little") + len(header).to_bytes(8, "little") + header)
-        with file.open("rb") as stream:
+        with opened(file, file.name, ModelError) as stream:
             for sample in range(_SAMPLES_PER_FILE):
                 stream.seek(8 + len(header) + (size - 8 - len(header)) * sample // _SAMPLES_PER_FILE)
                 digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
-def _header_bytes(file: Path, size: int) -> bytes:
-    with file.open("rb") as stream:
+def _header_bytes(file: Path) -> tuple[int, bytes]:
+    """The file's size, and its header."""
+    with opened(file, file.name, ModelError) as stream:
+        size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
         length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        if len(prefix) < 8 or length > size - 8:
             seen = f"{size} bytes with a header of {length}" if len(prefix) == 8 else f"{size} bytes"
             raise ModelError(file.name, seen, "a whole safetensors file; it may be truncated or a Git LFS pointer")
-        return stream.read(length)
+        if length > MAX_HEADER_BYTES:
+            raise ModelError(file.name, f"a header of {length} bytes", f"at most {MAX_HEADER_BYTES} bytes")
+        return size, stream.read(length)
 
 
 def _stored(file: Path, data_begin: int, name: str, entry: Any) -> StoredTensor:
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         first, last = entry["data_offsets"]
-        is_sound = all(isinstance(one, int) and one >= 0 for one in (*shape, first, last)) and first <= last
+        # Sizes are below 2^63, the largest size of a file: a product of longer numbers could take hours.
+        is_sound = len(shape) <= MAX_DIMENSIONS and all(
+            type(one) is int and 0 <= one < 2**63 for one in (*shape, first, last)
+        )
+        is_sound = is_sound and first <= last and isinstance(dtype, str)
     except (KeyError, TypeError, ValueError):
         is_sound = False
     if not is_sound:
@@ -142,11 +148,10 @@ def _stored(file: Path, data_begin: int, name: str, entry: Any) -> StoredTensor:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(index.name, repr(error), "a JSON object with a weight_map") from error
-    is_sound = isinstance(weight_map, dict) and all(isinstance(one, str) for one in weight_map.values())
+    weight_map: dict[str, str] = (read_json_object(index, MAX_INDEX_BYTES) or {}).get("weight_map", {})
+    is_sound = (
+        isinstance(weight_map, dict) and bool(weight_map) and all(isinstance(one, str) for one in weight_map.values())
+    )
     if not is_sound or any("/" in name or name in ("", ".", "..") for name in weight_map.values()):
         raise ModelError(index.name, "a wrong weight_map", "tensor names with the names of files in the same folder")
     return weight_map
@@ -158,7 +163,7 @@ def _shards(folder: Path, weight_map: Mapping[str, str]) -> Sequence[Path]:
     if whole.exists() and whole not in files:  # transformers would load it, and other servers the shards
         raise ModelError(whole.name, "a file that the index beside it does not list", "one of them: remove the other")
     for file in files:
-        if not file.is_file():
+        if not os.path.lexists(file):
             raise ModelError(file.name, f"nothing in {folder}", "a shard that the index names; download it")
     return files
 

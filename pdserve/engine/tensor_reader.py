@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, final
 
+from pdserve.bounded_file import open_regular
 from pdserve.core.errors import InternalError, ModelError
 from pdserve.engine.safetensors_file import StoredTensor
 
@@ -121,9 +122,9 @@ def _open_files(paths: Iterable[Path]) -> dict[Path, int]:
     files: dict[Path, int] = {}
     for path in paths:
         try:
-            files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
+            files[path] = open_regular(path, path.name, ModelError)
+        except ModelError:
             while files:
                 os.close(files.popitem()[1])
-            raise ModelError(path.name, str(error), "a file that can be read") from error
+            raise
     return files

@@ -8,6 +8,7 @@ import importlib.util
 import socket
 from pathlib import Path
 
+from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_bytes
 from pdserve.core.errors import ConfigError
 from pdserve.core.extras import advice
 from pdserve.core.hosts import is_loopback_host
@@ -64,9 +65,9 @@ def of_operator(folder: str, client_ca: str) -> ClusterTls:
     tls = ClusterTls(folder=str(Path(folder).expanduser().absolute()), client_ca=client_ca)
     cert = Path(tls.folder, CERT)
     try:
-        hosts = hosts_of(cert.read_bytes())
-    except OSError as error:
-        expected = f"auto, or a folder with {CERT}, tls.key and ca.crt ({cert.name}: {error.strerror})"
+        hosts = hosts_of(read_bytes(cert, MAX_SETTINGS_BYTES, "tls"))
+    except ConfigError as error:
+        expected = f"auto, or a folder with {CERT}, tls.key and ca.crt ({error.message})"
         raise ConfigError("tls", folder, expected) from None
     except ValueError as error:
         raise ConfigError("tls", str(cert), f"a PEM certificate ({error})") from None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pdserve
+from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.config import REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError
 from pdserve.core.key_file import parse
@@ -215,11 +216,10 @@ def _check_texts(folder: Path) -> None:
 
 
 def _from_file(file: Path) -> dict[str, Any]:
+    text = read_text(file, MAX_SETTINGS_BYTES, "config")
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("config", file, f"a file that can be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer of thousands of digits
         raise ConfigError("config", file, f"TOML ({error})") from None
 
 
@@ -230,7 +230,7 @@ def _put_word(found: dict[str, Any], word: str) -> None:
         raise ConfigError("set", word, "KEY=VALUE, such as router.max_queue=4")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     table, dot, name = key.strip().rpartition(".")
     target = found.setdefault(table, {}) if dot else found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from pdserve.bounded_file import MAX_JSON_BYTES, parse_json, read_bytes
 from pdserve.core.degrees import profiles_by_degree
 from pdserve.core.errors import ConfigError
 from pdserve.core.profile import Profile, degrees, parse_profile
@@ -55,7 +55,4 @@ def _named(name_or_path: str) -> tuple[Any, int]:
 
 
 def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError("profile", f"{path} ({error})", "a readable JSON file") from None
+    return parse_json(read_bytes(path, MAX_JSON_BYTES, "profile"), "profile")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from pdserve.bounded_file import MAX_TOKENIZER_BYTES, read_json_object
 from pdserve.core.errors import InvalidRequest, ModelError, shortened
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.structured.supported import supported
@@ -145,9 +146,10 @@ def _tokenizer_text(model: Path, vocab_size: int) -> dict[str, Any]:
 
     Tokens in tokenizer_config.json are special, as in the detokenizer.
     """
-    text = _read(model / "tokenizer.json")
-    config_path = model / "tokenizer_config.json"
-    config = _read(config_path) if config_path.is_file() else {}
+    text = read_json_object(model / "tokenizer.json", MAX_TOKENIZER_BYTES)
+    if text is None:
+        raise ModelError("tokenizer.json", f"nothing in {model}", "the model's tokenizer")
+    config = read_json_object(model / "tokenizer_config.json") or {}
     held = [config.get(name) for name in NAMED_TOKENS]
     named = {one.get("content") if isinstance(one, Mapping) else one for one in held}
     added = text.get("added_tokens")
@@ -166,16 +168,6 @@ def _num_tokens(text: Mapping[str, Any]) -> int:
     ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1] if isinstance(vocab, list) else []
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     return max((token_id for token_id in ids if isinstance(token_id, int)), default=-1) + 1
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(path.name, type(error).__name__, "a JSON object") from error
-    if not isinstance(found, dict):
-        raise ModelError(path.name, type(found).__name__, "a JSON object")
-    return found
 
 
 def _short(reason: str) -> str:

@@ -7,6 +7,7 @@ Hugging Face templates, and with limits on its time and the size of its output. 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import jinja2
 import jinja2.meta
 import jinja2.nodes
 
+from pdserve.bounded_file import read_text
 from pdserve.core.errors import InvalidRequest, ModelError, PdserveError, shortened
 from pdserve.text.chat_sandbox import CLOCK, RenderClock, TemplateRefusal, sandbox
 from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS
@@ -24,6 +26,7 @@ from pdserve.text.tokenizer import NAMED_TOKENS, named_token, read_tokenizer_con
 from pdserve.text.tool_format import tool_format
 
 RENDER_S: Final = 1.0
+MAX_TEMPLATE_BYTES: Final = 2**20  # of a file; the largest known has 100 KB
 MAX_RENDERED_CHARS: Final = 16 * 2**20
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 128
@@ -296,11 +299,8 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         ("tool_use", folder / "additional_chat_templates" / "tool_use.jinja"),
         ("default", folder / "chat_template.jinja"),
     ):
-        if path.is_file():
-            try:
-                sources[name] = path.read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise ModelError(path.name, type(error).__name__, "a readable file in UTF-8") from error
+        if os.path.lexists(path):
+            sources[name] = read_text(path, MAX_TEMPLATE_BYTES, path.name, ModelError)
             if name == "default" and not (folder / "additional_chat_templates").is_dir():
                 sources.pop("tool_use", None)  # of the config, which belongs to another default
     named = {name: named_token(config, name) for name in NAMED_TOKENS}

@@ -3,11 +3,11 @@ the file."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any, Final
 
+from pdserve.bounded_file import read_json_object
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.core.types import NO_DEFAULTS, Sampling, SamplingDefaults
 
@@ -27,14 +27,9 @@ _MOST: Final = 2**32 - 1  # on the wire; larger whole numbers mean the same
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     """Nothing without the file; a null value counts as absent. Raises ModelError on an impossible value."""
-    try:
-        values = json.loads((folder / _FILE).read_bytes())
-    except FileNotFoundError:
+    values = read_json_object(folder / _FILE)
+    if values is None:
         return NO_DEFAULTS
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(_FILE, str(error), "a readable JSON file") from error
-    if not isinstance(values, dict):
-        raise ModelError(_FILE, f"a {type(values).__name__}", "a JSON object")
     found = {ours: _number(name, ours, values[name]) for name, ours in _NAMES.items() if values.get(name) is not None}
     for name, ours in _NAMES.items():
         try:

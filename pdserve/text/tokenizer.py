@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
+from pdserve.bounded_file import MAX_TOKENIZER_BYTES, read_bytes, read_json_object
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.model_source import TOY_MODELS
 from pdserve.text.detokenize import (
@@ -87,16 +89,7 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, or {} if there is none."""
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError("tokenizer_config.json", str(error), "a JSON object") from error
-    if not isinstance(config, dict):
-        raise ModelError("tokenizer_config.json", type(config).__name__, "a JSON object")
-    return config
+    return read_json_object(folder / "tokenizer_config.json") or {}
 
 
 def named_token(config: dict[str, Any], name: str) -> str | None:
@@ -114,10 +107,11 @@ class HuggingFaceTokenizer:
         path = folder / "tokenizer.json"
         if not folder.is_dir():
             raise ModelError("model", str(folder), "a folder of a Hugging Face checkpoint, or toy")
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise ModelError("model", f"{folder} without tokenizer.json", "a folder with tokenizer.json")
+        data = read_bytes(path, MAX_TOKENIZER_BYTES, path.name, ModelError)
         try:
-            backend = Backend.from_file(str(path))
+            backend = Backend.from_buffer(data)
         except Exception as error:  # the Rust binding raises plain Exception for invalid input
             raise ModelError("tokenizer.json", str(error), "a tokenizer that the tokenizers library reads") from error
         backend.no_truncation()

@@ -17,15 +17,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Final, final
 
+from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_bytes
 from pdserve.core.errors import ConfigError
 from pdserve.core.tls_settings import CallerTlsSettings, TlsSettings
 
 log = logging.getLogger(__name__)
 
-MAX_FILE_BYTES: Final = 2**20
 TRY_AGAIN_S: Final = 10.0
 
 Signature = tuple[tuple[int, int, int, int], ...]
@@ -192,14 +191,7 @@ def certificates_of(config: TlsSettings, *, is_mutual: bool) -> ReloadingCertifi
 
 
 def _content(name: str, path: str) -> bytes:
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(name, path, f"a file that can be read ({error.strerror})") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(name, path, f"a PEM file of at most {MAX_FILE_BYTES} bytes")
-    return data
+    return read_bytes(path, MAX_SETTINGS_BYTES, name)
 
 
 def _facts(name: str, path: str) -> tuple[int, int, int, int]:

@@ -1,0 +1,107 @@
+"""Reads files that other programs wrote: model folders, settings, keys, certificates, profiles and traces.
+
+Such a file may be anything: a device without an end, a pipe that no process writes to, or 10 GB of brackets. So each
+is a regular file (links are followed, because the Hub's cache consists of them), its size has a limit, and its JSON has
+a limit of depth. Every defect is a ConfigError or ModelError that names the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.core.errors import ConfigError, ModelError
+
+MAX_JSON_DEPTH: Final = 64
+MAX_SETTINGS_BYTES: Final = 2**20  # a TOML file, a secret, or a text that a flag names
+MAX_JSON_BYTES: Final = 8 * 2**20  # a JSON file of a model folder, or a profile; the largest known have 1 MB
+MAX_TOKENIZER_BYTES: Final = 64 * 2**20  # tokenizer.json; the largest known has 33 MB
+
+Kind = type[ConfigError]
+
+
+def open_regular(path: str | Path, field: str, error: Kind = ConfigError) -> int:
+    """A descriptor for reading. Raises `error` if the file is not a regular one or cannot be opened."""
+    try:
+        # A device is not opened at all, because opening some has an effect.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise error(field, path, "a regular file, no folder, pipe, socket or device")
+        # O_NONBLOCK, because the file may have been replaced by a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except (OSError, ValueError) as failure:
+        raise error(field, path, f"a file that can be read ({_reason(failure)})") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise error(field, path, "a regular file, no folder, pipe, socket or device")
+    return descriptor
+
+
+@contextlib.contextmanager
+def opened(path: str | Path, field: str, error: Kind = ConfigError) -> Iterator[BufferedReader]:
+    """The regular file. Raises `error`, also if reading fails inside the block."""
+    with os.fdopen(open_regular(path, field, error), "rb") as file:
+        try:
+            yield file
+        except OSError as failure:
+            raise error(field, path, f"a file that can be read ({_reason(failure)})") from None
+
+
+def read_bytes(path: str | Path, most_bytes: int, field: str, error: Kind = ConfigError) -> bytes:
+    """The whole file. Raises `error` if it has more than `most_bytes`."""
+    with opened(path, field, error) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = b"" if size > most_bytes else file.read(most_bytes + 1)  # files of /proc have no size
+    if max(size, len(data)) > most_bytes:
+        raise error(field, f"{path} of {max(size, len(data))} bytes or more", f"a file of at most {most_bytes} bytes")
+    return data
+
+
+def read_text(path: str | Path, most_bytes: int, field: str, error: Kind = ConfigError) -> str:
+    """The whole file in UTF-8, like `read_bytes`."""
+    data = read_bytes(path, most_bytes, field, error)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as failure:
+        raise error(field, path, f"a text file in UTF-8 ({failure})") from None
+
+
+def parse_json(data: str | bytes, field: str, error: Kind = ConfigError) -> Any:
+    """Raises `error` if `data` is not JSON, or has more than MAX_JSON_DEPTH objects and arrays inside each other."""
+    try:
+        value = json.loads(data)
+        is_deep = _is_deep(value)
+    except ValueError as failure:
+        raise error(field, f"a text that is no JSON ({failure})", "a readable JSON file") from None
+    except RecursionError:
+        is_deep = True
+    if is_deep:
+        raise error(field, "objects and arrays that lie too deep", f"at most {MAX_JSON_DEPTH} inside each other")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_JSON_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for values in inner for one in values if isinstance(one, dict | list)]
+    return bool(level)
+
+
+def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES, error: Kind = ModelError) -> dict[str, Any] | None:
+    """The JSON object in a file of a model folder; None if there is no such file. A link to nothing is an error."""
+    if not os.path.lexists(path):
+        return None
+    value = parse_json(read_bytes(path, most_bytes, path.name, error), path.name, error)
+    if not isinstance(value, dict):
+        raise error(path.name, f"a {type(value).__name__}", "a JSON object")
+    return value
+
+
+def _reason(failure: OSError | ValueError) -> str:
+    return failure.strerror or str(failure) if isinstance(failure, OSError) else str(failure)
