@@ -10,6 +10,8 @@ import yaml
 
 ROOT = Path(__file__).parents[3]
 KUBERAY = ROOT / "deploy/kuberay"
+BASE = KUBERAY / "base"
+SECRET_MOUNT = "/run/secrets/pdserve/"
 
 Manifest = dict[str, Any]
 
@@ -82,5 +84,10 @@ def environment(only: Manifest, secrets: dict[str, str], fields: dict[str, str])
         elif source:
             found[one["name"]] = fields[one["name"]]
         else:
-            [found[one["name"]]] = expanded([one["value"]], found)  # names that stand before it, as the kubelet does
+            [value] = expanded([one["value"]], found)  # names that stand before it, as the kubelet does
+            if one["name"].endswith("_FILE"):  # the content, which the process reads from its mount
+                value, name = secrets[value.removeprefix(SECRET_MOUNT)], one["name"].removesuffix("_FILE")
+                found[name] = value
+            else:
+                found[one["name"]] = value
     return found

@@ -25,7 +25,7 @@ from redis.exceptions import AuthenticationError
 from redis.retry import Retry
 
 from pdserve.cli import up
-from pdserve.config import RouterConfig
+from pdserve.config import GatewayConfig, RouterConfig
 from pdserve.config_flags import parse_flags
 from pdserve.launch import settings
 from pdserve.launch.ports import free_ports
@@ -33,7 +33,18 @@ from pdserve.launch.spec import ClusterSpec, ray_resources, worker_config
 from pdserve.launch.spec import router_config as router_config_of
 from pdserve.prefix.embedded import server_binary
 from tests.support.tls_files import TestAuthority
-from tests.unit.deploy.manifests import KUBERAY, ROOT, Manifest, container, environment, expanded, load, pod_templates
+from tests.unit.deploy.manifests import (
+    BASE,
+    KUBERAY,
+    ROOT,
+    SECRET_MOUNT,
+    Manifest,
+    container,
+    environment,
+    expanded,
+    load,
+    pod_templates,
+)
 
 KUBERNETES = "1.33"
 SECRETS = {
@@ -46,7 +57,7 @@ REDIS_URL = "redis://:the-redis-password@pdserve-redis:6379/0"
 GPU_FOLDERS = [KUBERAY / "gpu", KUBERAY / "gpu-parallel"]
 FOLDERS = [KUBERAY, *GPU_FOLDERS, KUBERAY / "tls"]
 TLS_FOLDER = "/etc/pdserve/tls"
-TLS_SECRETS = {"pdserve-tls"}  # made by hand, as tls/kustomization.yaml says
+TLS_SECRETS = {"pdserve-tls", "pdserve"}  # made by hand, as tls/kustomization.yaml says
 
 
 @pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
@@ -80,14 +91,21 @@ def asked(manifests: list[Manifest]) -> settings.Asked:
     """The config that the program reads from the launcher's arguments."""
     program, command, *words = launcher_words(manifests)
     assert (program, command) == ("pdserve", "up")
+    words = [
+        word.replace(TLS_FOLDER, secret_folder()).replace("/etc/pdserve/settings", f"{BASE}/settings") for word in words
+    ]
+    return read_up(words, environment(container(manifests, "pdserve-launcher"), HELD, VALUES))
+
+
+def read_up(words: list[str], environ: dict[str, str]) -> settings.Asked:
     parser = argparse.ArgumentParser(exit_on_error=False)
     up.add_flags(parser)
-    args = vars(parser.parse_args([word.replace(TLS_FOLDER, secret_folder()) for word in words]))
+    args = vars(parser.parse_args(words))
     flags = {name: value for name, value in args.items() if name not in ("config", "set")}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment(container(manifests, "pdserve-launcher"), HELD, VALUES).items():
+        for name, value in environ.items():
             patch.setenv(name, value)
-        return settings.read(flags, args["config"], args["set"])
+        return settings.read(flags, Path(args["config"]) if args["config"] else None, args["set"])
 
 
 def test_every_resource_matches_kubernetes_schemas(manifests: list[Manifest], schemas: Any) -> None:
@@ -113,9 +131,9 @@ def test_a_misspelt_field_would_be_found(manifests: list[Manifest], schemas: Any
 
 
 def test_every_file_is_part_of_the_kustomization() -> None:
-    kustomization = yaml.safe_load((KUBERAY / "kustomization.yaml").read_text())
-    files = {path.name for path in KUBERAY.glob("*.yaml")} - {"kustomization.yaml"}
-    generated = {word.partition("=")[2] for one in kustomization["configMapGenerator"] for word in one["files"]}
+    kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
+    files = {path.name for path in BASE.iterdir()} - {"kustomization.yaml"}
+    generated = {word.rpartition("=")[2] for one in kustomization["configMapGenerator"] for word in one["files"]}
     assert files == set(kustomization["resources"]) | generated
 
 
@@ -133,11 +151,100 @@ def test_the_launchers_flags_are_valid(manifests: list[Manifest]) -> None:
     assert router.otlp == "pdserve-otel-collector:4317"
 
 
-def test_the_routers_flags_are_valid(manifests: list[Manifest]) -> None:
+def router_config(manifests: list[Manifest]) -> RouterConfig:
     router = container(manifests, "pdserve-router")
     assert router["command"] == ["python", "-m", "router"]
     environ = environment(router, HELD, VALUES)
-    config = parse_flags(RouterConfig, expanded(router["args"], environ), "router", environ)
+    return parse_flags(RouterConfig, expanded(router["args"], environ), "router", environ)
+
+
+def gateway_config(manifests: list[Manifest]) -> GatewayConfig:
+    gateway = container(manifests, "pdserve-gateway")
+    assert gateway["command"] == ["python", "-m", "pdserve.gateway"]
+    environ = environment(gateway, HELD, VALUES)
+    return parse_flags(GatewayConfig, expanded(gateway["args"], environ), "gateway", environ)
+
+
+def test_the_gateways_flags_are_valid(manifests: list[Manifest]) -> None:
+    gateway, config = container(manifests, "pdserve-gateway"), gateway_config(manifests)
+    assert config.gateway_id == VALUES["POD_NAME"]
+    assert {port["name"]: port["containerPort"] for port in gateway["ports"]} == {
+        "http": config.port,
+        "metrics": config.metrics_port,
+    }
+    name, _, port = config.router.partition(":")
+    [offered] = named(manifests, "Service")[name]["spec"]["ports"]
+    assert (offered["port"], router_config(manifests).port) == (int(port), int(port))
+    assert not {one["name"] for one in gateway["env"]} - {"POD_NAME"}, "a gateway holds no secret"
+
+
+def test_the_gateway_is_alive_without_a_cluster_but_not_ready(manifests: list[Manifest]) -> None:
+    gateway = container(manifests, "pdserve-gateway")
+    assert gateway["readinessProbe"]["httpGet"]["path"] == "/health"
+    assert all("httpGet" not in gateway[probe] for probe in ("startupProbe", "livenessProbe"))
+
+
+def test_the_ingress_sends_requests_to_the_gateway_unbuffered(manifests: list[Manifest]) -> None:
+    [ingress] = named(manifests, "Ingress").values()
+    [rule] = ingress["spec"]["rules"]
+    assert [rule["host"]] == ingress["spec"]["tls"][0]["hosts"]
+    [path] = rule["http"]["paths"]
+    backend = path["backend"]["service"]
+    assert backend["port"]["name"] in {
+        port["name"] for port in named(manifests, "Service")[backend["name"]]["spec"]["ports"]
+    }
+    prefix = "nginx.ingress.kubernetes.io/"
+    noted = {name.removeprefix(prefix): value for name, value in ingress["metadata"]["annotations"].items()}
+    assert noted["proxy-buffering"] == "off"
+    assert int(noted["proxy-read-timeout"]) >= router_config(manifests).request_timeout_s
+    assert int(noted["proxy-body-size"].removesuffix("m")) * 2**20 == gateway_config(manifests).max_body_bytes
+    has_tls = gateway_config(manifests).tls_cert != ""
+    assert (noted.get("backend-protocol") == "HTTPS") is has_tls
+
+
+def test_evictions_are_limited_for_every_pod_that_serves(manifests: list[Manifest]) -> None:
+    limited = {
+        pod
+        for one in named(manifests, "PodDisruptionBudget").values()
+        for pod in selects(one["spec"]["selector"]["matchLabels"], manifests)
+    }
+    assert limited == {"ray-head", "ray-workers", "pdserve-launcher", "pdserve-router", "pdserve-gateway"}
+
+
+def test_egress_is_denied_but_to_pods_and_dns(manifests: list[Manifest]) -> None:
+    [policy] = [one for one in named(manifests, "NetworkPolicy").values() if "Egress" in one["spec"]["policyTypes"]]
+    pods, dns = policy["spec"]["egress"]
+    assert pods == {"to": [{"podSelector": {"matchLabels": {"app.kubernetes.io/part-of": "pdserve"}}}]}
+    assert [port["port"] for port in dns["ports"]] == [53, 53]
+    http = named(manifests, "NetworkPolicy")["pdserve-http"]["spec"]
+    assert selects(http["podSelector"]["matchLabels"], manifests) == {"pdserve-gateway"}
+    assert http["ingress"] == [{"ports": [{"protocol": "TCP", "port": gateway_config(manifests).port}]}]
+
+
+def test_secrets_are_mounted_where_the_variables_point(manifests: list[Manifest]) -> None:
+    for name, template in pod_templates(manifests):
+        [only] = template["spec"]["containers"]
+        files = [one["value"] for one in only.get("env", []) if one["name"].endswith("_FILE")]
+        mounts = [one["mountPath"] + "/" for one in only.get("volumeMounts", []) if one["name"] == "secrets"]
+        items = [
+            SECRET_MOUNT + item["path"]
+            for volume in template["spec"].get("volumes", [])
+            if volume["name"] == "secrets"
+            for item in volume["secret"]["items"]
+        ]
+        assert sorted(files) == sorted(items), name
+        assert mounts == ([SECRET_MOUNT] if files else []), name
+
+
+def test_no_overlay_lies_in_a_folder_of_its_own_base() -> None:
+    """kustomize rejects it as a cycle."""
+    for folder in FOLDERS:
+        for name in yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]:
+            assert (folder / name).resolve() not in folder.resolve().parents, folder
+
+
+def test_the_routers_flags_are_valid(manifests: list[Manifest]) -> None:
+    router, config = container(manifests, "pdserve-router"), router_config(manifests)
     assert config.router_id == VALUES["POD_NAME"]
     assert {port["containerPort"] for port in router["ports"]} == {config.port, config.metrics_port}
     spec = asked(manifests).spec
@@ -185,7 +292,9 @@ def test_ray_inherits_no_secret_of_pdserve(manifests: list[Manifest]) -> None:
         for name, value in environment(launcher, HELD, VALUES).items()
         if any(secret in value for key, secret in HELD.items() if key != "ray-token")
     }
-    assert set(re.findall(r"-u (\w+)", launcher["command"][2])) == held
+    assert {name.removesuffix("_FILE") for name in re.findall(r"-u (\w+)", launcher["command"][2])} == held
+    names = {one["name"] for one in launcher["env"]}
+    assert set(re.findall(r"-u (\w+)", launcher["command"][2])) <= names
 
 
 def test_redis_reads_its_password_from_standard_input(manifests: list[Manifest], tmp_path: Path) -> None:
@@ -230,7 +339,7 @@ def test_every_referenced_name_exists(manifests: list[Manifest]) -> None:
     used = set(re.findall(r"(pdserve-[a-z-]+):(\d+)", text)) - {("pdserve-head-svc", "6379")}
     offered = {(name, str(port["port"])) for name, one in services.items() for port in one["spec"]["ports"]}
     assert used <= offered
-    kustomization = yaml.safe_load((KUBERAY / "kustomization.yaml").read_text())
+    kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
     config_maps = {one["name"] for one in kustomization["configMapGenerator"]}
     for name, template in pod_templates(manifests):
         [only] = template["spec"]["containers"]
@@ -242,6 +351,8 @@ def test_every_referenced_name_exists(manifests: list[Manifest]) -> None:
         for volume in volumes.values():
             assert volume.get("configMap", {}).get("name", "pdserve-otel-collector") in config_maps
             assert volume.get("secret", {}).get("secretName", "pdserve-tls") in TLS_SECRETS
+            for item in volume.get("secret", {}).get("items", []):
+                assert item["key"] in SECRETS["pdserve"]
             assert volume.get("persistentVolumeClaim", {}).get("claimName", "models") in CLAIMS
 
 
@@ -257,6 +368,7 @@ def test_every_selector_matches_its_pods(manifests: list[Manifest]) -> None:
     services = {name: selects(one["spec"]["selector"], manifests) for name, one in named(manifests, "Service").items()}
     assert services == {
         "pdserve": {"pdserve-launcher", "pdserve-router"},
+        "pdserve-http": {"pdserve-gateway"},
         "pdserve-redis": {"pdserve-redis"},
         "pdserve-otel-collector": {"pdserve-otel-collector"},
     }
@@ -295,15 +407,25 @@ def test_the_images_version_is_current(manifests: list[Manifest]) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     ours = {container(manifests, name)["image"] for name, _ in pod_templates(manifests)}
     assert {image for image in ours if image.startswith("pdserve")} == {f"pdserve:{version}"}
-    kustomization = yaml.safe_load((KUBERAY / "kustomization.yaml").read_text())
+    kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
     assert [one["newTag"] for one in kustomization["images"]] == [version]
 
 
 def test_the_pods_have_time_to_drain(manifests: list[Manifest]) -> None:
-    drain_s = parse_flags(RouterConfig, ["--model=toy"], "router").drain_s
-    for name in ("pdserve-launcher", "pdserve-router"):
-        [spec] = [template["spec"] for found, template in pod_templates(manifests) if found == name]
-        assert spec["terminationGracePeriodSeconds"] > drain_s
+    """After the preStop hook, which the grace period includes."""
+    spec = asked(manifests).spec
+    drain_s = {
+        "pdserve-launcher": router_config_of(spec, ()).drain_s,
+        "pdserve-router": router_config(manifests).drain_s,
+        "pdserve-gateway": gateway_config(manifests).drain_s,
+        "ray-workers": max(worker_config(spec, index)[1].drain_s for index in range(len(spec.worker_ids))),
+    }
+    for name, drained_s in drain_s.items():
+        [pod] = [template["spec"] for found, template in pod_templates(manifests) if found == name]
+        [only] = pod["containers"]
+        [_, hook_s] = only["lifecycle"]["preStop"]["exec"]["command"] if "lifecycle" in only else ["sleep", "0"]
+        assert pod["terminationGracePeriodSeconds"] >= int(hook_s) + drained_s + 10, name
+        assert ("lifecycle" in only) is (name != "ray-workers"), "what a Service sends calls to waits first"
 
 
 def test_the_gpu_overlay_changes_the_model_the_device_and_the_resources() -> None:
@@ -358,8 +480,9 @@ def test_the_tls_overlay_encrypts_all_ports() -> None:
         assert path.startswith(TLS_FOLDER)
         found = {getattr(one, name).replace(secret_folder(), TLS_FOLDER) for one in (first, *workers)}
         assert found == {path}
-    assert {one.tls_peer_name for one in (added, first, *workers)} == {"pdserve"}
+        assert path == getattr(gateway_config(manifests), name)
+    assert {one.tls_peer_name for one in (added, first, gateway_config(manifests), *workers)} == {"pdserve"}
     for name, template in pod_templates(manifests):
         mounts = {mount["mountPath"] for mount in template["spec"]["containers"][0].get("volumeMounts", [])}
-        serves = name in ("pdserve-launcher", "pdserve-router", "ray-workers")
+        serves = name in ("pdserve-launcher", "pdserve-router", "pdserve-gateway", "ray-workers")
         assert (TLS_FOLDER in mounts) is serves, name
