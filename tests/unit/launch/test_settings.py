@@ -110,7 +110,9 @@ def test_the_cluster_secret_may_come_from_the_environment_or_a_file(
     assert read({"model": "toy"}, folder=tmp_path).spec.cluster_secret == "of the environment"
     monkeypatch.delenv("PDSERVE_CLUSTER_SECRET")
     file.unlink()
-    with pytest.raises(ConfigError, match=r"PDSERVE_CLUSTER_SECRET_FILE: got .*/secret, expected a text file"):
+    with pytest.raises(
+        ConfigError, match=r"PDSERVE_CLUSTER_SECRET_FILE: got .*/secret, expected a file that can be read"
+    ):
         read({"model": "toy"}, folder=tmp_path)
 
 
@@ -380,5 +382,5 @@ def test_a_recording_needs_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_config_that_is_a_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config: got .*, expected a file that can be read"):
+    with pytest.raises(ConfigError, match=r"config: got .*, expected a regular file"):
         settings.read({}, tmp_path, ())

@@ -148,7 +148,7 @@ def test_an_encrypted_key_is_an_error(ours: TestAuthority) -> None:
 def test_an_oversized_file_is_not_read(ours: TestAuthority) -> None:
     files = ours.files("one")
     write_private(Path(files.ca), b"x" * (2**20 + 1))
-    with pytest.raises(ConfigError, match="a PEM file of at most"):
+    with pytest.raises(ConfigError, match="a file of at most"):
         read(files)
 
 
