@@ -23,6 +23,8 @@ MAX_SETTINGS_BYTES: Final = 2**20  # a TOML file, a secret, or a text that a fla
 MAX_JSON_BYTES: Final = 8 * 2**20  # a JSON file of a model folder, or a profile; the largest known have 1 MB
 MAX_TOKENIZER_BYTES: Final = 64 * 2**20  # tokenizer.json; the largest known has 33 MB
 
+NOT_REGULAR: Final = "a file that can be read (this is a folder, pipe, socket or device, and no regular file)"
+
 Kind = type[ConfigError]
 
 
@@ -31,14 +33,14 @@ def open_regular(path: str | Path, field: str, error: Kind = ConfigError) -> int
     try:
         # A device is not opened at all, because opening some has an effect.
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise error(field, path, "a regular file, no folder, pipe, socket or device")
+            raise error(field, path, NOT_REGULAR)
         # O_NONBLOCK, because the file may have been replaced by a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (OSError, ValueError) as failure:
         raise error(field, path, f"a file that can be read ({_reason(failure)})") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise error(field, path, "a regular file, no folder, pipe, socket or device")
+        raise error(field, path, NOT_REGULAR)
     return descriptor
 
 

@@ -382,5 +382,5 @@ def test_a_recording_needs_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_config_that_is_a_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config: got .*, expected a regular file"):
+    with pytest.raises(ConfigError, match=r"config: got .*, expected a file that can be read"):
         settings.read({}, tmp_path, ())
