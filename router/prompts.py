@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Final, final
 
 from pdserve.core.errors import ContextLengthExceeded, InvalidRequest
-from pdserve.text.chat import MAX_MESSAGES, ChatTemplate, Message, ToolCall
+from pdserve.core.types import (
+    MAX_CHAT_CALLS,
+    MAX_MESSAGES,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
+    require_at_most,
+)
+from pdserve.text.chat import ChatTemplate, Message, ToolCall
 from pdserve.text.chat_encoder import Chat, ChatEncoder, EncodedChat
 from pdserve.text.reasoning import ReasoningState
 from pdserve.text.tokenizer import Tokenizer
@@ -110,8 +118,7 @@ class PromptReader:
         encoder = self._encoder
         if encoder is None:
             raise InvalidRequest("chat", "messages", "text or token_ids: this model has no chat template")
-        if len(chat.messages) > MAX_MESSAGES:
-            raise InvalidRequest("chat.messages", f"{len(chat.messages)} messages", f"at most {MAX_MESSAGES} messages")
+        check_counts(chat)
         given = replace(
             chat_of(chat), has_special_tokens=has_special_tokens, add_generation_prompt=add_generation_prompt
         )
@@ -131,6 +138,19 @@ class PromptReader:
         max_chars = self._tokenizer.bounds.max_chars(model.max_prompt_tokens)
         if max_chars is not None and num_chars > max_chars:
             raise _too_long(f"{num_chars} characters", f"{max_chars} characters", model)
+
+
+def check_counts(chat: inference_pb2.ChatPrompt) -> None:
+    """Before anything is converted. Raises InvalidRequest."""
+    require_at_most("chat.messages", "messages", len(chat.messages), MAX_MESSAGES)
+    require_at_most("tools", "tools", len(chat.tools), MAX_TOOLS)
+    require_at_most("tools", "characters", sum(map(len, chat.tools)), MAX_TOOLS_BYTES)
+    num_calls = 0
+    for index, message in enumerate(chat.messages):
+        count = len(message.tool_calls)
+        require_at_most(f"chat.messages[{index}].tool_calls", "calls", count, MAX_TOOL_CALLS)
+        num_calls += count
+    require_at_most("chat.messages", "tool calls", num_calls, MAX_CHAT_CALLS)
 
 
 def chat_of(prompt: inference_pb2.ChatPrompt) -> Chat:

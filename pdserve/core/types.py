@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Final
@@ -34,6 +34,11 @@ _COUNTS: Final = (
     ("bad_token_ids", "bad_words", "token sequences", MAX_BAD_SEQUENCES),
 )
 MAX_SESSION_ID_CHARS: Final = 128
+MAX_MESSAGES: Final = 4096  # of a chat
+MAX_TOOL_CALLS: Final = 128  # of a message
+MAX_CHAT_CALLS: Final = 8192  # of all messages of a chat
+MAX_TOOLS: Final = 128
+MAX_TOOLS_BYTES: Final = 524_288  # of all tools of a chat, as JSON
 MAX_SEED: Final = 2**64 - 1
 
 
@@ -110,7 +115,7 @@ class Sampling:
             _require_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         for word in self.bad_token_ids:
             _require("bad_words", "a word without tokens", len(word) > 0, "words of at least one token")
-            _require_at_most("bad_words", "tokens in a word", word, MAX_BAD_SEQUENCE_TOKENS)
+            require_at_most("bad_words", "tokens in a word", len(word), MAX_BAD_SEQUENCE_TOKENS)
 
     @property
     def is_greedy(self) -> bool:
@@ -204,12 +209,12 @@ def check_counts(sampling: object) -> None:
     Raises InvalidRequest.
     """
     for attribute, field, noun, most in _COUNTS:
-        _require_at_most(field, noun, getattr(sampling, attribute), most)
+        require_at_most(field, noun, len(getattr(sampling, attribute)), most)
 
 
 def check_bad_words(words: Sequence[str]) -> None:
     """Checks bad words before they are tokenised. Raises InvalidRequest."""
-    _require_at_most("bad_words", "words", words, MAX_BAD_WORDS)
+    require_at_most("bad_words", "words", len(words), MAX_BAD_WORDS)
     for word in words:
         _require(
             "bad_words",
@@ -244,8 +249,8 @@ def _require(field: str, seen: object, holds: bool, expected: str) -> None:
         raise InvalidRequest(field, seen, expected)
 
 
-def _require_at_most(field: str, noun: str, values: Sized, most: int) -> None:
-    _require(field, f"{len(values)} {noun}", len(values) <= most, f"at most {most}")
+def require_at_most(field: str, noun: str, count: int, most: int) -> None:
+    _require(field, f"{count} {noun}", count <= most, f"at most {most}")
 
 
 def _require_between(field: str, value: int | None, most: int) -> None:

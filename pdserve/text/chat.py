@@ -19,6 +19,7 @@ import jinja2.nodes
 
 from pdserve.bounded_file import read_text
 from pdserve.core.errors import InvalidRequest, ModelError, PdserveError, shortened
+from pdserve.core.types import MAX_MESSAGES, MAX_TOOLS
 from pdserve.text.chat_sandbox import CLOCK, RenderClock, TemplateRefusal, sandbox
 from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS
 from pdserve.text.template_forms import PROBE_TOOL, find_forms
@@ -28,8 +29,6 @@ from pdserve.text.tool_format import tool_format
 RENDER_S: Final = 1.0
 MAX_TEMPLATE_BYTES: Final = 2**20  # of a file; the largest known has 100 KB
 MAX_RENDERED_CHARS: Final = 16 * 2**20
-MAX_MESSAGES: Final = 4096
-MAX_TOOLS: Final = 128
 MAX_ARGUMENTS_CHARS: Final = 4096
 _OWN: Final = ("messages", "add_generation_prompt", "tools", "documents")  # what render() gives to every template
 #: The names under which templates read whether the model shall reason.
