@@ -347,14 +347,15 @@ _SETTERS: Final = _setters()
 
 
 def _token_ids(name: str, values: Sequence[Any]) -> list[int]:
-    if set(map(type, values)) - {int}:  # one pass in C for the usual list of ints
+    is_plain = set(map(type, values)) <= {int}  # one pass in C for the usual list of ints
+    if not is_plain:
         for index, value in enumerate(values):
             if not _is_whole(value):
                 raise _wrong(f"{name}[{index}]", "int", value)
     if len(values) > 0 and not (min(values) >= 0 and max(values) < 2**32):
         index = next(index for index, value in enumerate(values) if not 0 <= value < 2**32)
         raise InvalidRequest(f"{name}[{index}]", values[index], "a token id, which is an unsigned 32-bit integer")
-    return [int(value) for value in values]
+    return list(values) if is_plain else [int(value) for value in values]
 
 
 def _utf8(name: str, text: str) -> str:

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, final
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar, final
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -55,6 +56,8 @@ GENERATION_PATHS: Final[Mapping[str, Endpoint]] = {
     "/v1/responses": "responses",
 }
 OPEN_SHARE: Final = 16  # one of so many connections is kept for /health and other endpoints without a token
+QUICK_BYTES: Final = 65_536  # a smaller body is validated on the event loop: a thread would take longer
+AnyRequest = TypeVar("AnyRequest")
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -69,6 +72,8 @@ class Gateway:
         self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
         self._connections = Shares(config.max_connections - config.max_connections // OPEN_SHARE, CONNECTIONS_WEIGHT)
         self._responder = Responder()
+        # One thread: each call of the parser keeps the interpreter to itself, so several would add up.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="gateway-bodies")
         self._metrics = metrics
         self._created_s = int(time.time())
         self._running = 0
@@ -80,8 +85,8 @@ class Gateway:
                 *(self._route(path, "POST", self._generation(kind)) for path, kind in GENERATION_PATHS.items()),
                 self._route("/v1/models", "GET", self._models),
                 self._route("/v1/models/{name:path}", "GET", self._model),
-                self._route("/tokenize", "POST", self._unary(tokens.tokenize)),
-                self._route("/detokenize", "POST", self._unary(tokens.detokenize)),
+                self._route("/tokenize", "POST", self._unary(tokens.tokenize_request, tokens.tokenize)),
+                self._route("/detokenize", "POST", self._unary(tokens.detokenize_request, tokens.detokenize)),
                 self._route("/version", "GET", self._version),
                 self._route("/load", "GET", self._load),
                 self._route("/ui/events", "GET", self._live_events),
@@ -110,9 +115,8 @@ class Gateway:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             self._check_declared(given)
             with self._held.body(caller.key) as held:
-                fields = json_body.parse(await self._body(receive, held))
-                call = make_call(fields, caller.model, headers.options(given))
-                del fields
+                options = headers.options(given)
+                call = await self._read(receive, held, lambda fields: make_call(fields, caller.model, options))
                 try:
                     return await self._responder.respond(endpoint, call, caller.client, caller.model, receive, send)
                 except InvalidRequest as error:
@@ -120,11 +124,16 @@ class Gateway:
 
         return handle
 
-    def _unary(self, work: Callable[[Any, Caller], Awaitable[dict[str, Any]]]) -> Handler:
+    def _unary(
+        self,
+        make_request: Callable[[Mapping[str, Any], Model], AnyRequest],
+        work: Callable[[AnyRequest, Caller], Awaitable[dict[str, Any]]],
+    ) -> Handler:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             self._check_declared(given)
             with self._held.body(caller.key) as held:
-                found = await work(json_body.parse(await self._body(receive, held)), caller)
+                request = await self._read(receive, held, lambda fields: make_request(fields, caller.model))
+                found = await work(request, caller)
             return await _send(send, 200, found)
 
         return handle
@@ -215,8 +224,14 @@ class Gateway:
             raise InvalidRequest("content-encoding", "a compressed body", "a body as it is")
         check_declared(given.get("content-length"), self._config.max_body_bytes)
 
-    async def _body(self, receive: Any, held: HeldBody) -> bytes:
-        return await read_body(receive, self._config.max_body_bytes, self._config.body_s, held)
+    async def _read(
+        self, receive: Any, held: HeldBody, make: Callable[[Mapping[str, Any]], AnyRequest]
+    ) -> AnyRequest:
+        """Parses and validates the body. A large one is read in a thread, so that others do not wait for it."""
+        body = await read_body(receive, self._config.max_body_bytes, self._config.body_s, held)
+        if len(body) <= QUICK_BYTES:
+            return make(json_body.parse(body))
+        return await asyncio.get_running_loop().run_in_executor(self._reader, lambda: make(json_body.parse(body)))
 
     def _route(self, path: str, method: str, handler: Handler) -> BaseRoute:
         """The handler runs only for callers that are admitted."""

@@ -17,7 +17,6 @@ from pdserve.gateway.headers import REQUEST_ID, SESSION_ID, TARGETS
 from pdserve.gateway.operations import EVENTS, JSON, OPERATIONS, Operation
 from pdserve.gateway.request_models import TokenizeRequest
 from pdserve.gateway.response_models import ErrorAnswer
-from pdserve.gateway.sdk_call import MAX_MESSAGES
 
 API_VERSION: Final = "1"  # of the API: the version of pdserve is behind the token
 _REFERENCE: Final = "#/components/schemas/{model}"
@@ -61,7 +60,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "truncate_prompt_tokens": _within(1, None),
     "priority": _within(1 - 2**31, 2**31),
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _within(0, None)),
-    "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
+    "messages": {"minItems": 1},
     "cache_salt": {"minLength": 1, "maxLength": 256},
     "request_id": {"minLength": 1, "maxLength": 128},
 }

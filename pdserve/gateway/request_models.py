@@ -5,9 +5,67 @@ docs/reference/http.md lists them; field_support.py has the API's other fields.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, final
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from pdserve.core.grammar import MAX_CHOICES
+from pdserve.core.types import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+)
+
+TOO_MANY: Final = "too_many"  # pydantic's type of the error
+MAX_PROMPTS: Final = 128
+MAX_PROMPT_IDS: Final = 2**20  # more than the context window of any model
+MAX_PARTS: Final = 1024  # of a message's content
+MAX_NAMES: Final = 256  # in an object with known fields
+MAX_KEYWORDS: Final = 4096  # in a schema
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Most:
+    """The most items of an array, or names in an object. The number is checked before the first item is validated, and
+    validation ends at the first wrong item of an array. So a body costs no more steps than its limits allow.
+
+    Every array and every object with free names needs one (tests/unit/gateway/test_steps.py).
+    """
+
+    count: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        inner = handler(source)
+        assert inner["type"] in ("list", "dict")
+        inner["max_length"] = self.count  # type: ignore[typeddict-unknown-key]
+        if inner["type"] == "list":
+            inner["fail_fast"] = True
+        return core_schema.no_info_before_validator_function(self._checked, inner)
+
+    def _checked(self, given: Any) -> Any:
+        if isinstance(given, (list, dict)):
+            _check_count(given, self.count)
+        return given
+
+
+def _check_count(given: Sized, most: int) -> None:
+    if len(given) > most:
+        noun = "names" if isinstance(given, dict) else "items"
+        raise PydanticCustomError(TOO_MANY, "at most {most} {noun}", {"seen": len(given), "most": most, "noun": noun})
+
+
+Schema = Annotated[dict[str, Any], Most(MAX_KEYWORDS)]
+TokenIds = Annotated[list[int], Most(MAX_PROMPT_IDS)]
+TemplateArguments = Annotated[dict[str, str | bool | int | float], Most(MAX_NAMES)]
 
 
 class NullIsAbsent(BaseModel):
@@ -16,7 +74,10 @@ class NullIsAbsent(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        _check_count(given, MAX_NAMES)
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class Strict(NullIsAbsent):
@@ -41,7 +102,7 @@ class StreamOptions(Strict):
 class JsonSchema(Strict):
     name: str = "schema"
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: Schema | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -64,10 +125,10 @@ ResponseFormat = Annotated[PlainFormat | JsonObjectFormat | JsonSchemaFormat, Fi
 class StructuredOutputs(Strict):
     """vLLM's; one of the five."""
 
-    json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
+    json_: Schema | str | bool | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Most(MAX_CHOICES)] | None = None
     grammar: str | None = None
 
 
@@ -83,11 +144,13 @@ class SamplingFields(Strict):
     stream: bool | None = described("server-sent events")
     temperature: float | None = described("0 to 100; 0 is greedy; where absent, the model's default or 1")
     top_p: float | None = described("above 0, to 1")
-    stop: str | list[str] | None = described("up to 16 strings")
+    stop: str | Annotated[list[str], Most(MAX_STOP_STRINGS)] | None = described("up to 16 strings")
     seed: int | None = described("64 bits, signed or unsigned; random where absent")
     presence_penalty: float | None = described("-2 to 2")
     frequency_penalty: float | None = described("-2 to 2")
-    logit_bias: dict[str, float] | None = described("token id to -100 to 100; up to 1024")
+    logit_bias: Annotated[dict[str, float], Most(MAX_LOGIT_BIASES)] | None = described(
+        "token id to -100 to 100; up to 1024"
+    )
     # vLLM's
     top_k: int | None = described("vLLM; 0 or -1 means all")
     min_p: float | None = described("vLLM; 0 to 1")
@@ -95,11 +158,15 @@ class SamplingFields(Strict):
     repetition_penalty: float | None = described("vLLM; 0.01 to 100")
     min_tokens: int | None = described("vLLM; least generated tokens")
     ignore_eos: bool | None = described("vLLM; continue after the end of sequence")
-    stop_token_ids: list[int] | None = described("vLLM; up to 64")
+    stop_token_ids: Annotated[list[int], Most(MAX_STOP_TOKEN_IDS)] | None = described("vLLM; up to 64")
     include_stop_str_in_output: bool | None = described("vLLM; keep the stop string in the text")
     skip_special_tokens: bool | None = described("vLLM; false shows special tokens")
-    bad_words: list[str] | None = described("vLLM; texts that the answer never contains")
-    allowed_token_ids: list[int] | None = described("vLLM; only these are sampled")
+    bad_words: Annotated[list[str], Most(MAX_BAD_WORDS)] | None = described(
+        "vLLM; texts that the answer never contains"
+    )
+    allowed_token_ids: Annotated[list[int], Most(MAX_ALLOWED_TOKEN_IDS)] | None = described(
+        "vLLM; only these are sampled"
+    )
     truncate_prompt_tokens: int | None = described("vLLM; keep this many last prompt tokens")
     priority: int | None = described("vLLM; a smaller value is served first among requests of equal slack")
     cache_salt: str | None = described(
@@ -142,10 +209,13 @@ class RefusalPart(History):
         return self.refusal
 
 
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
 class Function(Strict):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Schema | None = None
     strict: bool | None = None
 
 
@@ -181,8 +251,8 @@ class Message(History):
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | RefusalPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Annotated[list[Part], Most(MAX_PARTS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Most(MAX_TOOL_CALLS)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     refusal: str | None = None  # in place of the content
@@ -193,11 +263,11 @@ class Message(History):
 
 
 class ChatRequest(SamplingRequest):
-    messages: list[Message] = Field(
+    messages: Annotated[list[Message], Most(MAX_MESSAGES)] = Field(
         description="roles system, developer (as system), user, assistant and tool; content is text or parts of text"
     )
     max_completion_tokens: int | None = described("the same as `max_tokens`")
-    tools: list[Tool] | None = described("functions that the model may call; up to 128")
+    tools: Annotated[list[Tool], Most(MAX_TOOLS)] | None = described("functions that the model may call; up to 128")
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = described(
         "`none`, `auto`, `required` or a function; the last two are enforced by a grammar"
     )
@@ -209,7 +279,7 @@ class ChatRequest(SamplingRequest):
     allow_special_tokens: bool | None = described(
         "pdserve only; true lets names of control tokens in the messages become these tokens"
     )
-    chat_template_kwargs: dict[str, str | bool | int | float] | None = described(
+    chat_template_kwargs: TemplateArguments | None = described(
         "vLLM; values for names that the model's chat template reads, such as `enable_thinking`"
     )
     logprobs: bool | None = described("logprobs of the generated tokens")
@@ -217,8 +287,8 @@ class ChatRequest(SamplingRequest):
 
 
 class TextRequest(SamplingRequest):
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
-        description="a text, token ids, or up to 128 of either, of which each gets `n` answers"
+    prompt: str | Annotated[list[str], Most(MAX_PROMPTS)] | TokenIds | Annotated[list[TokenIds], Most(MAX_PROMPTS)] = (
+        Field(description="a text, token ids, or up to 128 of either, of which each gets `n` answers")
     )
     echo: bool | None = described("the prompt comes before each answer, with `logprobs` also its tokens")
     best_of: int | None = described("samples this many and returns the best `n`, at the end")
@@ -232,8 +302,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = described("name of the served model; may be absent")
     prompt: str | None = described("a text")
-    messages: list[Message] | None = described("a chat, as of /v1/chat/completions")
-    tools: list[Tool] | None = described("of a chat: functions that the model may call")
+    messages: Annotated[list[Message], Most(MAX_MESSAGES)] | None = described("a chat, as of /v1/chat/completions")
+    tools: Annotated[list[Tool], Most(MAX_TOOLS)] | None = described("of a chat: functions that the model may call")
     add_special_tokens: bool | None = described(
         "the tokens that the tokenizer puts around a text; absent: true for a text, false for a chat"
     )
@@ -241,7 +311,7 @@ class TokenizeRequest(Strict):
         "of a chat: the template begins the assistant's next message; true where absent"
     )
     continue_final_message: Literal[False] | None = described("of a chat: only false")
-    chat_template_kwargs: dict[str, str | bool | int | float] | None = described(
+    chat_template_kwargs: TemplateArguments | None = described(
         "of a chat: values for names that the model's chat template reads"
     )
     return_token_strs: bool | None = described("the text of each token")
@@ -251,4 +321,4 @@ class DetokenizeRequest(Strict):
     """vLLM's."""
 
     model: str | None = described("name of the served model; may be absent")
-    tokens: list[int] = Field(description="token ids, at most as many as the context window has")
+    tokens: TokenIds = Field(description="token ids, at most as many as the context window has")

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from pdserve.core.types import MAX_MESSAGES, MAX_TOOLS
 from pdserve.gateway.request_models import (
+    MAX_NAMES,
+    MAX_PARTS,
     History,
     JsonObjectFormat,
+    Most,
+    NullIsAbsent,
     PlainFormat,
     RefusalPart,
     SamplingFields,
+    Schema,
     Strict,
+    TemplateArguments,
     described,
 )
 
@@ -36,10 +43,13 @@ class InputPart(History):
     text: str
 
 
+_Part = Annotated[InputPart | RefusalPart, Field(discriminator="type")]
+
+
 class InputMessage(History):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart | RefusalPart]
+    content: str | Annotated[list[_Part], Most(MAX_PARTS)]
 
 
 class InputCall(History):
@@ -52,26 +62,26 @@ class InputCall(History):
 class InputResult(History):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputPart]
+    output: str | Annotated[list[InputPart], Most(MAX_PARTS)]
 
 
 class InputReasoning(History):
     """Reasoning of an earlier answer. Its text becomes `reasoning_content` of the assistant's message that follows."""
 
     type: Literal["reasoning"]
-    summary: list[Any] | None = None
-    content: list[Any] | None = None
+    summary: Annotated[list[Any], Most(MAX_PARTS)] | None = None
+    content: Annotated[list[Any], Most(MAX_PARTS)] | None = None
 
 
 class FunctionTool(History):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Schema | None = None
     strict: bool | None = None
 
 
-class OtherTool(BaseModel):
+class OtherTool(NullIsAbsent):
     """One that OpenAI's service runs, or whose calls are no JSON. The model does not see it."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -94,7 +104,7 @@ class FunctionChoice(Strict):
 class SchemaFormat(Strict):
     type: Literal["json_schema"]
     name: str
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: Schema = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
 
@@ -128,7 +138,7 @@ ITEMS: Final = {
 
 
 class ResponsesRequest(SamplingFields):
-    input: str | list[dict[str, Any]] = Field(
+    input: str | Annotated[list[Annotated[dict[str, Any], Most(MAX_NAMES)]], Most(MAX_MESSAGES)] = Field(
         description="a text, or items: messages, `function_call` and `function_call_output`"
     )
     instructions: str | None = described("a system message before the input")
@@ -139,14 +149,20 @@ class ResponsesRequest(SamplingFields):
     )
     reasoning: ReasoningOptions | None = described("`effort` as `reasoning_effort` of a chat; `summary` has no effect")
     tools: (
-        list[Annotated[Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], _ByKind]] | None
+        Annotated[
+            list[Annotated[Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], _ByKind]],
+            Most(2 * MAX_TOOLS),  # with those that are ignored
+        ]
+        | None
     ) = described("functions that the model may call; up to 128. Tools of other types are ignored")
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = described(
         "`none`, `auto`, `required` or a function; the last two are enforced by a grammar"
     )
     parallel_tool_calls: bool | None = described("false allows one call")
-    chat_template_kwargs: dict[str, str | bool | int | float] | None = described(
+    chat_template_kwargs: TemplateArguments | None = described(
         "vLLM; values for names that the model's chat template reads, such as `enable_thinking`"
     )
-    include: list[Include] | None = described(f"`{LOGPROBS}`; the others name parts that no answer has")
+    include: Annotated[list[Include], Most(MAX_NAMES)] | None = described(
+        f"`{LOGPROBS}`; the others name parts that no answer has"
+    )
     top_logprobs: int | None = described("0 to 64 most likely tokens, with the logprobs in `include`")

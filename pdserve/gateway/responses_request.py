@@ -28,7 +28,7 @@ from pdserve.gateway.responses_models import (
     SchemaFormat,
     TextOptions,
 )
-from pdserve.gateway.sdk_call import MAX_MESSAGES, SdkCall, chat_call, check_model, validated
+from pdserve.gateway.sdk_call import SdkCall, chat_call, check_model, validated
 
 MAX_NAMED: Final = 8  # types of ignored tools in the answer's header
 #: The name that a chat's field has here.
@@ -81,8 +81,8 @@ def _messages(
     """The messages and those of the input, and the item of the input that each message or call comes from."""
     if isinstance(found, str):
         return [*messages, {"role": "user", "content": found}], {}
-    if not 1 <= len(found) <= MAX_MESSAGES:
-        raise InvalidRequest("input", f"{len(found)} items", f"1 to {MAX_MESSAGES} items")
+    if not found:
+        raise InvalidRequest("input", "no item", "at least one item")
     places: dict[str, str] = {}
     for index, item in enumerate(found):
         given = {name: value for name, value in item.items() if value is not None}

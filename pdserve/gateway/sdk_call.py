@@ -21,6 +21,7 @@ from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint, supported
 from pdserve.gateway.json_body import summarised
 from pdserve.gateway.request_models import (
+    TOO_MANY,
     ChatRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -32,14 +33,12 @@ from pdserve.gateway.request_models import (
 from pdserve.gateway.tools.grammars import terminal
 from pdserve.gateway.tools.plan import ToolPlan, plan_tools
 
-MAX_PROMPTS: Final = 128
 _STRUCTURES: Final = {one.value for one in GrammarKind}
 _MESSAGES: Final = ("prompt", "chat", "chat.messages")
 _EMBEDDED: Final = "%json"  # begins a schema in a Lark grammar
 _OPTIONS: Final = "x-guidance"  # llguidance's, of a schema within a grammar
 _SENT_BACK: Final = ("assistant", "tool")  # clients add fields to these messages; they are ignored
 DEFAULT_TEXT_TOKENS: Final = 16  # OpenAI's, of /v1/completions
-MAX_MESSAGES: Final = 4096  # the router's limit, before anything is converted
 _PASSED: Final = (  # under the same name
     "temperature",
     "top_p",
@@ -112,10 +111,9 @@ class SdkCall:
 
 def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:
     """Raises InvalidRequest and UnknownModel. `headers` are the options that came in headers."""
-    messages = given.get("messages")
-    if isinstance(messages, list) and not 1 <= len(messages) <= MAX_MESSAGES:
-        raise InvalidRequest("messages", f"{len(messages)} messages", f"1 to {MAX_MESSAGES} messages")
     request = validated(ChatRequest, _checked("chat", given, model))
+    if not request.messages:
+        raise InvalidRequest("messages", "no message", "at least one message")
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
         raise InvalidRequest("max_tokens", request.max_tokens, "no value beside max_completion_tokens")
     if request.top_logprobs is not None and not request.logprobs:
@@ -195,8 +193,6 @@ def text_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCa
     if request.best_of is not None:
         options["best_of"] = request.best_of
     prompts = _prompts(request.prompt)
-    if len(prompts) > MAX_PROMPTS:
-        raise InvalidRequest("prompt", f"{len(prompts)} prompts", f"at most {MAX_PROMPTS} prompts")
     call = _call(request, prompts, {**options, **headers}, logprobs, names)
     shown = dataclasses.replace(call.shown, has_echo=bool(request.echo), is_only_scored=is_only_scored)
     return dataclasses.replace(call, shown=shown)
@@ -213,12 +209,18 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
     try:
         return cast(AnyModel, kind.model_validate(given))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        errors = error.errors(include_url=False)
+        # A union has errors of all its alternatives, of which this one says most.
+        first = next((one for one in errors if one["type"] == TOO_MANY), errors[0])
         place = _place(first["loc"], given, is_missing=first["type"] == "missing")
         if first["type"] == "missing":
             raise InvalidRequest(place, "no value", "a value, because the field is required") from None
         if first["type"] == "extra_forbidden":
             raise InvalidRequest(place, "an unknown field", "no such field") from None
+        if first["type"] == TOO_MANY:
+            raise InvalidRequest(
+                place or "body", f"{first['ctx']['seen']} {first['ctx']['noun']}", first["msg"]
+            ) from None
         field = kind.model_fields.get(str(first["loc"][0])) if first["loc"] else None
         about = None if field is None else field.description
         is_union = first["type"] == "union_tag_invalid" or len(place.split(".")) < len(first["loc"])

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
 from pdserve.gateway.answers import TokenTable
 from pdserve.gateway.door import Caller
 from pdserve.gateway.request_models import DetokenizeRequest, TokenizeRequest
-from pdserve.gateway.sdk_call import MAX_MESSAGES, check_model, sdk_messages, validated
+from pdserve.gateway.sdk_call import check_model, sdk_messages, validated
+from pdserve.gateway.tools.plan import check_tools_bytes
 
 
-async def tokenize(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
+def tokenize_request(given: Mapping[str, Any], model: Model) -> TokenizeRequest:
     """Raises InvalidRequest and UnknownModel."""
-    check_model(given.get("model"), caller.model)
-    messages = given.get("messages")
-    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
-        raise InvalidRequest("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES} messages")
+    check_model(given.get("model"), model)
     request = validated(TokenizeRequest, given)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("prompt", "neither" if request.prompt is None else "both", "prompt or messages")
@@ -25,6 +24,13 @@ async def tokenize(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
         for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
             if getattr(request, name):
                 raise InvalidRequest(name, "a value", "messages beside it")
+    check_tools_bytes(request.tools or ())
+    return request
+
+
+async def tokenize(request: TokenizeRequest, caller: Caller) -> dict[str, Any]:
+    """Raises InvalidRequest."""
+    if request.messages is None:
         ids = await caller.client.tokenize(request.prompt or "", add_special_tokens=request.add_special_tokens)
     else:
         tools = None if request.tools is None else [one.model_dump(exclude_none=True) for one in request.tools]
@@ -48,10 +54,18 @@ async def tokenize(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
     }
 
 
-async def detokenize(given: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
-    """Raises InvalidRequest and UnknownModel. Special tokens have no text."""
-    check_model(given.get("model"), caller.model)
+def detokenize_request(given: Mapping[str, Any], model: Model) -> DetokenizeRequest:
+    """Raises InvalidRequest and UnknownModel."""
+    check_model(given.get("model"), model)
     request = validated(DetokenizeRequest, given)
+    if len(request.tokens) > model.max_context_tokens:
+        expected = f"at most {model.max_context_tokens} tokens, the context window"
+        raise InvalidRequest("tokens", f"{len(request.tokens)} tokens", expected)
+    return request
+
+
+async def detokenize(request: DetokenizeRequest, caller: Caller) -> dict[str, Any]:
+    """Raises InvalidRequest. Special tokens have no text."""
     try:
         return {"prompt": await caller.client.detokenize(request.tokens)}
     except InvalidRequest as error:

@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pydantic_core import to_json
+
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.json_schema import localized
+from pdserve.core.types import MAX_TOOLS_BYTES, require_at_most
 from pdserve.gateway.request_models import NamedChoice, Tool
 from pdserve.gateway.tools.events import Reader
 from pdserve.gateway.tools.grammars import MAX_CALLS, calls_or_answer, calls_schema, parameters_of
@@ -70,6 +73,7 @@ def plan_tools(
         return ToolPlan((), _shown(form), TextReader, marks=marks, is_open=is_open) if form else None
     if not model.tool_format:
         raise InvalidRequest("tools", f"{len(tools)} tools", "none: this model's chat template takes no tools")
+    check_tools_bytes(tools)
     shown = [_for_template(one) for one in tools]
     most = None if is_parallel else 1
     is_short = model.tool_format == "mistral"
@@ -103,6 +107,11 @@ def plan_tools(
         marks=marks,
         is_open=is_open,
     )
+
+
+def check_tools_bytes(tools: Sequence[Tool]) -> None:
+    """Before the schemas are copied and their references are resolved. Raises InvalidRequest."""
+    require_at_most("tools", "bytes", sum(len(to_json(one)) for one in tools), MAX_TOOLS_BYTES)
 
 
 def _either_reader(tool_format: str, parameters: Mapping[str, Any]) -> Reader:

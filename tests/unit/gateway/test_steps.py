@@ -1,0 +1,230 @@
+"""A body is limited in steps, not only in bytes: every array and every object with free names has a limit, and
+validation ends at the first error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from pdserve.client.results import Model
+from pdserve.core.errors import PdserveError
+from pdserve.gateway import json_body
+from pdserve.gateway.operations import OPERATIONS
+from pdserve.gateway.request_models import MAX_NAMES
+from pdserve.gateway.responses_models import ITEMS
+from pdserve.gateway.responses_request import responses_call
+from pdserve.gateway.sdk_call import chat_call, text_call, validated
+from pdserve.gateway.tokens import detokenize_request, tokenize_request
+
+MODEL = Model(
+    name="toy",
+    max_context_tokens=2**21,
+    max_new_tokens=64,
+    vocab_size=256,
+    eos_token_ids=(0,),
+    has_chat_template=True,
+    tool_format="qwen3_coder",
+)
+BODY_BYTES = 4 * 2**20
+MAX_ERRORS = 8 * MAX_NAMES  # an object with free names has a few alternatives for each value
+MAX_CALLS = 200_000  # calls of functions, for a body within the limits; without limits, millions
+READ: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "/v1/chat/completions": lambda given: chat_call(given, MODEL, {}),
+    "/v1/completions": lambda given: text_call(given, MODEL, {}),
+    "/v1/responses": lambda given: responses_call(given, MODEL, {}),
+    "/tokenize": lambda given: tokenize_request(given, MODEL),
+    "/detokenize": lambda given: detokenize_request(given, MODEL),
+}
+MODELS = {path: one.request for (_, path), one in OPERATIONS.items() if one.request is not None}
+
+
+def schemas(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All schemas of pydantic's validator, with where they are."""
+    if isinstance(node, dict):
+        if isinstance(node.get("type"), str):
+            yield path, node
+        for name, one in node.items():
+            if name not in ("metadata", "serialization"):
+                yield from schemas(one, f"{path}.{name}")
+    elif isinstance(node, (list, tuple)):
+        for number, one in enumerate(node):
+            yield from schemas(one, f"{path}.{number}")
+
+
+@pytest.mark.parametrize("model", [*MODELS.values(), *ITEMS.values()], ids=lambda one: one.__name__)
+def test_every_array_has_a_limit(model: type[BaseModel]) -> None:
+    for path, one in schemas(model.__pydantic_core_schema__, model.__name__):
+        if one["type"] in ("list", "dict"):
+            assert "max_length" in one, f"{path} has no Most(...)"
+            assert one["type"] == "dict" or one["fail_fast"], path
+        assert one["type"] not in ("set", "frozenset", "tuple", "generator"), path
+        if one["type"] == "union":
+            kinds = [choice[0] if isinstance(choice, tuple) else choice for choice in one["choices"]]
+            num_models = sum(kind["type"] == "model" for kind in kinds)
+            assert num_models <= 1, f"{path} is a union of models without a discriminator"
+
+
+def paths_of(model: type[BaseModel]) -> list[tuple[str, ...]]:
+    """The fields of a request, and those of the objects within it."""
+    found: list[tuple[str, ...]] = []
+
+    def add(kind: Any, path: tuple[str, ...]) -> None:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            for name, field in kind.model_fields.items():
+                found.append((*path, field.alias or name))
+                add(field.annotation, found[-1])
+        for one in get_args(kind):
+            add(one, (*path, "[]") if get_origin(kind) is list else path)
+
+    add(model, ())
+    return [*dict.fromkeys(found)]
+
+
+def hostile() -> dict[str, str]:
+    """Values of 4 MiB that fail at every item, at the last one, or nowhere; within the limit of parts."""
+    return {
+        "numbers": "[" + "1," * (BODY_BYTES // 2 - 400) + "1]",
+        "texts": "[" + '"",' * (BODY_BYTES // 3 - 400) + '""]',
+        "mixed": '["a",' + "1," * (BODY_BYTES // 2 - 400) + "1]",
+        "late": "[" + "1," * (BODY_BYTES // 2 - 400) + '"a"]',
+        "objects": "[" + '{"type":"text"},' * 60_000 + "{}]",
+        "empty": "[" + "{}," * 120_000 + "1]",
+        "arrays": "[" + "[]," * 120_000 + "{}]",
+        "nested": "[[" + "1," * (BODY_BYTES // 2 - 400) + '"a"]]',
+        "names": "{" + ",".join(f'"{number:x}":"x"' for number in range(120_000)) + "}",
+        "biases": "{" + ",".join(f'"{number}":{number}' for number in range(120_000)) + "}",
+        "typed": '{"type":"function",' + ",".join(f'"{number:x}":1' for number in range(120_000)) + "}",
+    }
+
+
+PARSED = {name: json_body.parse(f'{{"x":{text}}}'.encode())["x"] for name, text in hostile().items()}
+BESIDE: Mapping[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+}
+
+
+def bodies(model: type[BaseModel], beside: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each hostile value at each field, and where it is."""
+    for path in paths_of(model):
+        for name, value in PARSED.items():
+            given: Any = value
+            for part in reversed(path[1:]):
+                given = [given] if part == "[]" else {"type": "function", "role": "user", part: given}
+            yield f"{'.'.join(path)} {name}", {**beside, path[0]: given}
+
+
+def calls_of(work: Callable[[], Any]) -> int:
+    """How many functions, of Python or of C, were called."""
+    count = 0
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def message_of(read: Callable[[Any], Any], body: dict[str, Any]) -> str:
+    try:
+        read(body)
+    except PdserveError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize("path", READ)
+def test_every_field_costs_few_steps(path: str) -> None:
+    costly: dict[str, int] = {}
+    for where, body in bodies(MODELS[path], BESIDE.get(path, {})):
+        messages: list[str] = []
+        count = calls_of(lambda body=body, messages=messages: messages.append(message_of(READ[path], body)))
+        assert len(messages[0]) < 1000, where
+        if count > MAX_CALLS:
+            costly[where] = count
+    assert costly == {}
+
+
+def error_count(model: type[BaseModel], body: dict[str, Any]) -> int:
+    try:
+        model.model_validate(body)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+@pytest.mark.parametrize("model", [*MODELS.values(), *ITEMS.values()], ids=lambda one: one.__name__)
+def test_errors_are_not_collected(model: type[BaseModel]) -> None:
+    counts = {where: error_count(model, body) for where, body in bodies(model, {})}
+    assert {where: count for where, count in counts.items() if count > MAX_ERRORS} == {}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"x":[' + b"[]," * 1_000_000 + b"1]}",
+        b'{"x":[' + b"{}," * 1_000_000 + b"1]}",
+        b"{" + b",".join(b'"%x":1' % number for number in range(400_000)) + b"}",
+        b'{"x":[' + b'["",""],' * 400_000 + b"1]}",
+    ],
+    ids=["arrays", "objects", "names", "texts"],
+)
+def test_parts_are_counted_before_they_are_parsed(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_body.jiter, "from_json", None)
+    with pytest.raises(PdserveError, match="at most"):
+        json_body.parse(body)
+
+
+def test_marks_within_texts_do_not_count() -> None:
+    code = '{"a": [1, "b\\\\", {}]}\\' * 150_000
+    assert json_body.parse(json.dumps({"prompt": code}).encode()) == {"prompt": code}
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (b'{"max_tokens": 1, "max_tokens": 2}', '"max_tokens"'),
+        (b'{"a": [{"b": {"role": 1, "x": 0, "role": 1}}]}', '"role"'),
+        (b'{"a": 1, "\\u0061": 2}', '"a"'),
+        (b'{"' + b"k" * 5000 + b'": 1, "' + b"k" * 5000 + b'": 1}', '"kkk'),
+    ],
+)
+def test_a_name_comes_once_in_an_object(body: bytes, name: str) -> None:
+    with pytest.raises(PdserveError, match="each name once") as caught:
+        json_body.parse(body)
+    assert name in caught.value.message
+    assert len(caught.value.message) < 400
+    assert json_body.parse(b'{"a": {"b": 1}, "b": {"b": 1}, "c": [{"b": 1}, {"b": 1}]}')
+
+
+def test_an_array_over_its_limit_is_named() -> None:
+    with pytest.raises(PdserveError, match=r"^messages: got 5000 items, expected at most 4096 items$"):
+        chat_call({"messages": [{"role": "user", "content": "x"}] * 5000}, MODEL, {})
+    with pytest.raises(PdserveError, match=r"^stop: got 17 items, expected at most 16 items$"):
+        text_call({"prompt": "x", "stop": ["x"] * 17}, MODEL, {})
+
+
+def test_all_tools_together_have_a_limit() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"description": "x" * 300_000}}}
+    other = {"type": "function", "function": {"name": "g", "parameters": {"description": "x" * 300_000}}}
+    messages = [{"role": "user", "content": "x"}]
+    assert chat_call({"messages": messages, "tools": [tool]}, MODEL, {}).tools is not None
+    for read in (READ["/v1/chat/completions"], READ["/tokenize"]):
+        with pytest.raises(PdserveError, match=r"^tools: got 6.* bytes, expected at most 524288"):
+            read({"messages": messages, "tools": [tool, other]})
+
+
+def test_validated_names_the_first_error() -> None:
+    with pytest.raises(PdserveError, match=r"^prompt: "):
+        validated(MODELS["/v1/completions"], {"prompt": ["a", 1]})
