@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import grpc.aio
 
 from pdserve.core.attempt import Attempt, AttemptKey
-from pdserve.core.errors import Cancelled, InternalError, InvalidRequest, NoWorkers, PdserveError, QuotaExceeded
+from pdserve.core.errors import Cancelled, IdInUse, InternalError, NoWorkers, PdserveError, QuotaExceeded
 from pdserve.core.held_bytes import HeldBytes
 from pdserve.prefix.lookup import PrefixLookup
 from pdserve.telemetry import names, propagate
@@ -308,7 +308,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         for number in range(2, MAX_SAME_ID + 1):
             if not self._runtime.knows(f"{name}~{number}"):
                 return f"{name}~{number}"
-        raise InvalidRequest("request_id", name, "an id that is not in use")
+        raise IdInUse(name.removeprefix(f"{current_tenant().name}/"))
 
     async def _cached_blocks(self, hashes: Sequence[bytes], span: OpenSpan) -> Mapping[str, int]:
         if not hashes:

@@ -5,6 +5,7 @@
     │   └── ContextLengthExceeded   the prompt is too long for the model
     ├── NotFound              no such request, worker or model
     │   └── UnknownMethod     the server does not implement the method that was called
+    ├── IdInUse               a running request has the same id
     ├── ConfigError           a setting is wrong
     │   └── ModelError        the model folder cannot be served
     ├── Overloaded            no placement meets the targets now; retry after retry_after_s
@@ -92,6 +93,16 @@ class NotFound(PdserveError):
     def __init__(self, kind: str, name: str) -> None:
         super().__init__(f"no {kind} named {shortened(repr(name))}")
         self.kind, self.name = kind, name
+
+
+class IdInUse(PdserveError):
+    """Running requests have the id `name`. A retry may succeed when they have ended."""
+
+    reason = "ID_IN_USE"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the request_id {shortened(repr(name))} is in use; wait for its end, or choose another one")
+        self.name = name
 
 
 class UnknownMethod(NotFound):

@@ -23,6 +23,7 @@ from pdserve.core.errors import (
     ConfigError,
     ContextLengthExceeded,
     DeadlineExceeded,
+    IdInUse,
     InternalError,
     InvalidRequest,
     KvLost,
@@ -70,6 +71,7 @@ TABLE: Final[Mapping[type[PdserveError], Mapped]] = {
     ContextLengthExceeded: Mapped(
         grpc.StatusCode.INVALID_ARGUMENT, ("field", "seen", "expected"), _field_error(ContextLengthExceeded)
     ),
+    IdInUse: Mapped(grpc.StatusCode.ALREADY_EXISTS, ("name",), lambda _, fields, __: IdInUse(fields["name"])),
     NotFound: Mapped(
         grpc.StatusCode.NOT_FOUND, ("kind", "name"), lambda _, fields, __: NotFound(fields["kind"], fields["name"])
     ),
@@ -113,6 +115,7 @@ BY_NUMBER: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code 
 _BARE: Final[Mapping[grpc.StatusCode, Callable[[str], PdserveError]]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.INVALID_ARGUMENT: lambda text: InvalidRequest("request", text, "a request that the server accepts"),
+    grpc.StatusCode.ALREADY_EXISTS: IdInUse,
     grpc.StatusCode.NOT_FOUND: lambda text: NotFound("resource", text),
     grpc.StatusCode.DEADLINE_EXCEEDED: lambda _: DeadlineExceeded("in flight"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: lambda text: Overloaded(text, 1.0),

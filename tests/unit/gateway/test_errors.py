@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -43,6 +44,7 @@ STATUS = [
     (UnsupportedField("tools", "x", "y"), 400, "unsupported_parameter", "tools"),
     (BodyTooLarge("body", 9, "at most 8"), 413, "body_too_large", "body"),
     (Unauthenticated("no"), 401, "invalid_api_key", None),
+    (core.IdInUse("a"), 409, "id_in_use", None),
     (NotFound("worker", "p0"), 404, "not_found", None),
     (UnknownModel("a", "b"), 404, "model_not_found", None),
     (UnknownMethod("/x"), 501, "unknown_method", None),
@@ -222,3 +224,19 @@ def test_the_token_the_targets_and_the_trace_reach_the_router(client: openai.Ope
     assert not request.slo.HasField("ttft_s")
     assert script.metadata[-1]["traceparent"] == trace
     assert {one["authorization"] for one in script.metadata} == {"Bearer mine"}
+
+
+def test_an_id_in_use_is_a_conflict() -> None:
+    """OpenAI's clients retry a conflict, and its error names the id."""
+    with serve(router={"max_new_tokens": 20_000}) as served, contextlib.ExitStack() as stack:
+        ask = {"model": "toy", "prompt": "x", "max_tokens": 20_000, "extra_body": {"ignore_eos": True}}
+        for _ in range(16):  # nobody reads them, so they do not end
+            given = {"x-request-id": "same"}
+            stream = stack.enter_context(served.openai.completions.create(**ask, stream=True, extra_headers=given))
+            next(iter(stream))
+        with pytest.raises(openai.ConflictError, match="the request_id 'same' is in use") as caught:
+            served.openai.completions.create(**ask, extra_headers={"x-request-id": "same"})
+        assert caught.value.code == "id_in_use"
+        with pytest.raises(core.IdInUse) as raised:
+            served.sdk.generate("x", request_id="same")
+        assert raised.value.name == "same"
