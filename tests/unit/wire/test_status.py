@@ -15,6 +15,7 @@ from pdserve.wire import status
 EXAMPLES: list[PdserveError] = [
     errors.InvalidRequest("temperature", "nan", "a number in [0, 100]"),
     errors.ContextLengthExceeded("prompt", "9 tokens", "at most 7 tokens"),
+    errors.IdInUse("r1"),
     errors.NotFound("request", "r-1"),
     errors.UnknownMethod("/pdserve.v1.InferenceService/Explode"),
     errors.ConfigError("port", "90000", "a port between 0 and 65535"),
