@@ -22,7 +22,7 @@ from pdserve.client.aio import AsyncClient
 from pdserve.client.options import Options
 from pdserve.client.results import Model
 from pdserve.config import GatewayConfig
-from pdserve.core.errors import InternalError, InvalidRequest, NotFound, PdserveError, PermissionDenied
+from pdserve.core.errors import InternalError, InvalidRequest, NotFound, PdserveError, PermissionDenied, shortened
 from pdserve.core.version import VERSION
 from pdserve.gateway import errors, headers, json_body, live_view, openapi, replies, sse, tokens
 from pdserve.gateway.body import check_declared, read_body
@@ -209,17 +209,19 @@ class Gateway:
 
     # --- what they share
 
-    async def _admitted(self, given: Headers) -> Caller:
+    async def _admitted(self, scope: Any, given: Headers) -> Caller:
         caller = await self._door.admit(headers.bearer_token(given.get("authorization")))
-        if (why := headers.foreign(given)) and await self._door.is_open():
+        if (why := headers.foreign(given, scope["scheme"])) and await self._door.is_open():
             expected = "call it by its address or as localhost, or give the cluster a token (PDSERVE_TOKEN)"
             raise PermissionDenied(f"{why}, and the cluster needs no token: {expected}")
         return caller
 
     def _check_declared(self, given: Headers) -> None:
-        kind = given.get("content-type", "application/json").partition(";")[0].strip().lower()
+        # Without permission, pages of other origins can send other types only.
+        kind = given.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise InvalidRequest("content-type", repr(kind), "application/json")
+            expected = "application/json; with curl, add -H 'content-type: application/json'"
+            raise InvalidRequest("content-type", shortened(repr(kind)) if kind else "no such header", expected)
         if given.get("content-encoding", "identity").lower() != "identity":
             raise InvalidRequest("content-encoding", "a compressed body", "a body as it is")
         check_declared(given.get("content-length"), self._config.max_body_bytes)
@@ -237,7 +239,7 @@ class Gateway:
         """The handler runs only for callers that are admitted."""
 
         async def admit(scope: Any, receive: Any, send: Any, given: Headers) -> int:
-            caller = await self._admitted(given)
+            caller = await self._admitted(scope, given)
             with self._connections.connection(caller.key):
                 return await handler(scope, receive, send, given, caller)
 

@@ -31,15 +31,23 @@ def bearer_token(authorization: str | None) -> str | None:
     return token
 
 
-def foreign(headers: Mapping[str, str]) -> str:
+def foreign(headers: Mapping[str, str], scheme: str = "http") -> str:
     """Why the call may come from a page of another site in a browser on this host; empty if there is no such sign."""
     host = headers.get("host", "")
     if not is_own_host(host):
         return f"the call is for the name {shortened(repr(host))}"
-    # Browsers also send this header to loopback addresses.
-    if headers.get("sec-fetch-site", "").lower() == "cross-site":
-        return "the call comes from a page of another site"
+    # Browsers also send both headers to loopback addresses. A page of the same site may have another port or scheme.
+    origin = headers.get("origin")
+    if origin is not None and _origin(*origin.lower().partition("://")[::2]) != _origin(scheme, host.lower()):
+        return f"the call comes from a page of another origin, {shortened(repr(origin))}"
+    if headers.get("sec-fetch-site", "none").lower() not in ("none", "same-origin"):
+        return "the call comes from a page of another origin"
     return ""
+
+
+def _origin(scheme: str, host: str) -> tuple[str, str]:
+    """Without the port that the scheme implies."""
+    return scheme, host.removesuffix({"http": ":80", "https": ":443"}.get(scheme, " "))
 
 
 def is_own_host(host: str) -> bool:

@@ -20,7 +20,7 @@ OK = b'{"prompt": "hello", "max_tokens": 2}'
 
 
 def post(body: bytes = OK, path: str = "/v1/completions", **headers: str) -> bytes:
-    given = {"host": "x", "content-length": str(len(body)), "connection": "close"}
+    given = {"host": "x", "content-length": str(len(body)), "connection": "close", "content-type": "application/json"}
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items() if value)]
     return "\r\n".join([*lines, "", ""]).encode() + body

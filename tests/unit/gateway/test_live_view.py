@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 
 from pdserve.core.types import Role
-from pdserve.gateway.headers import is_own_host
+from pdserve.gateway.headers import foreign, is_own_host
 from tests.unit.gateway.conftest import WAIT_S, Served, serve, until
 
 OWN = {"x-pdserve-ui": "1"}
@@ -108,14 +108,64 @@ def test_a_name_that_resolves_to_this_host_is_not_served_without_a_token(toy: Se
     assert httpx.get(f"{toy.url}/v1/models", headers={"host": "localhost:1"}).status_code == 200
 
 
-def test_another_sites_page_cannot_start_requests(toy: Served) -> None:
+@pytest.mark.parametrize(
+    "sent",
+    [
+        *({"sec-fetch-site": one} for one in ("cross-site", "same-site", "Same-Site", "unknown")),
+        *({"origin": one} for one in ("null", "", "http://evil.example", "http://localhost", "http://localhost:7999")),
+        *(
+            {"origin": one}
+            for one in ("https://localhost:8000", "http://localhost:8000.evil.example", "localhost:8000")
+        ),
+        *({"origin": one} for one in ("http://127.0.0.1:8000", "http://a.localhost:8000", "http://x@localhost:8000")),
+        {"origin": "null", "sec-fetch-site": "same-origin"},
+    ],
+)
+def test_a_page_of_another_origin_cannot_start_requests(sent: dict[str, str], toy: Served) -> None:
     """It could not read the answer, but it could start requests and use up the viewer slots."""
-    for method, path in (("POST", "v1/completions"), ("GET", "ui/events")):
-        answer = httpx.request(
-            method, f"{toy.url}/{path}", headers={"sec-fetch-site": "cross-site"}, content=b'{"prompt": "x"}'
-        )
+    for method, path in (("POST", "v1/completions"), ("POST", "tokenize"), ("GET", "ui/events")):
+        headers = {"host": "localhost:8000", "content-type": "application/json", **sent}
+        answer = httpx.request(method, f"{toy.url}/{path}", headers=headers, content=b'{"prompt": "x"}')
         assert answer.status_code == 403
-        assert "another site" in answer.json()["error"]["message"]
+        assert "another origin" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "scheme", "is_own"),
+    [
+        ("localhost:8000", "http://localhost:8000", "http", True),
+        ("LOCALHOST:8000", "http://localhost:8000", "http", True),
+        ("localhost", "http://localhost", "http", True),
+        ("localhost:80", "http://localhost", "http", True),
+        ("[::1]:8000", "http://[::1]:8000", "http", True),
+        ("localhost:8000", "https://localhost:8000", "https", True),
+        ("localhost:443", "https://localhost", "https", True),
+        ("localhost:8000", "http://localhost:8000", "https", False),
+        ("localhost:443", "http://localhost", "http", False),
+        ("localhost:80", "https://localhost", "https", False),
+    ],
+)
+def test_an_origin_is_scheme_host_and_port(host: str, origin: str, scheme: str, is_own: bool) -> None:
+    assert (foreign({"host": host, "origin": origin}, scheme) == "") is is_own
+
+
+def test_the_own_page_can_start_requests(toy: Served) -> None:
+    own = {"origin": toy.url, "sec-fetch-site": "same-origin"}
+    body = {"prompt": "x", "max_tokens": 1}
+    assert httpx.post(f"{toy.url}/v1/completions", headers=own, json=body).status_code == 200
+    assert httpx.get(f"{toy.url}/v1/models", headers={"sec-fetch-site": "none"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [{}, {"content-type": ""}, *({"content-type": one} for one in ("text/plain", "application/x-www-form-urlencoded"))],
+)
+def test_a_body_needs_its_content_type(sent: dict[str, str], toy: Served) -> None:
+    """Pages of other origins send these types without asking; curl sends the last one."""
+    for path in ("v1/chat/completions", "v1/completions", "v1/responses", "tokenize", "detokenize"):
+        answer = httpx.post(f"{toy.url}/{path}", headers=sent, content=b'{"prompt": "x"}')
+        assert answer.status_code == 400
+        assert "-H 'content-type: application/json'" in answer.json()["error"]["message"]
 
 
 def test_a_proxys_name_is_served_with_a_token() -> None:
