@@ -57,6 +57,7 @@ GENERATION_PATHS: Final[Mapping[str, Endpoint]] = {
 }
 OPEN_SHARE: Final = 16  # one of so many connections is kept for /health and other endpoints without a token
 QUICK_BYTES: Final = 65_536  # a smaller body is validated on the event loop: a thread would take longer
+LEAST_ANSWER_BYTES: Final = 2**20  # allowed whatever the limit
 AnyRequest = TypeVar("AnyRequest")
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -85,8 +86,14 @@ class Gateway:
                 *(self._route(path, "POST", self._generation(kind)) for path, kind in GENERATION_PATHS.items()),
                 self._route("/v1/models", "GET", self._models),
                 self._route("/v1/models/{name:path}", "GET", self._model),
-                self._route("/tokenize", "POST", self._unary(tokens.tokenize_request, tokens.tokenize)),
-                self._route("/detokenize", "POST", self._unary(tokens.detokenize_request, tokens.detokenize)),
+                self._route(
+                    "/tokenize", "POST", self._unary(tokens.tokenize_request, tokens.tokenize, tokens.tokenize_bytes)
+                ),
+                self._route(
+                    "/detokenize",
+                    "POST",
+                    self._unary(tokens.detokenize_request, tokens.detokenize, tokens.detokenize_bytes),
+                ),
                 self._route("/version", "GET", self._version),
                 self._route("/load", "GET", self._load),
                 self._route("/ui/events", "GET", self._live_events),
@@ -117,6 +124,7 @@ class Gateway:
             with self._held.body(caller.key) as held:
                 options = headers.options(given)
                 call = await self._read(receive, held, lambda fields: make_call(fields, caller.model, options))
+                self._hold_answer(held, call.answer_bytes(caller.model))
                 try:
                     return await self._responder.respond(endpoint, call, caller.client, caller.model, receive, send)
                 except InvalidRequest as error:
@@ -128,13 +136,14 @@ class Gateway:
         self,
         make_request: Callable[[Mapping[str, Any], Model], AnyRequest],
         work: Callable[[AnyRequest, Caller], Awaitable[dict[str, Any]]],
+        answer_bytes: Callable[[AnyRequest], int],
     ) -> Handler:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             self._check_declared(given)
             with self._held.body(caller.key) as held:
                 request = await self._read(receive, held, lambda fields: make_request(fields, caller.model))
-                found = await work(request, caller)
-            return await _send(send, 200, found)
+                self._hold_answer(held, answer_bytes(request))
+                return await _send(send, 200, await work(request, caller))
 
         return handle
 
@@ -226,9 +235,15 @@ class Gateway:
             raise InvalidRequest("content-encoding", "a compressed body", "a body as it is")
         check_declared(given.get("content-length"), self._config.max_body_bytes)
 
-    async def _read(
-        self, receive: Any, held: HeldBody, make: Callable[[Mapping[str, Any]], AnyRequest]
-    ) -> AnyRequest:
+    def _hold_answer(self, held: HeldBody, num_bytes: int) -> None:
+        """Before any work for the answer. Raises InvalidRequest if it could never fit, and Overloaded."""
+        most = max(self._config.max_held_bytes, LEAST_ANSWER_BYTES)
+        if num_bytes > most:
+            expected = f"at most {most} bytes: fewer answers, tokens or logprobs"
+            raise InvalidRequest("logprobs", f"an answer of up to {num_bytes} bytes", expected)
+        held.add(num_bytes)
+
+    async def _read(self, receive: Any, held: HeldBody, make: Callable[[Mapping[str, Any]], AnyRequest]) -> AnyRequest:
         """Parses and validates the body. A large one is read in a thread, so that others do not wait for it."""
         body = await read_body(receive, self._config.max_body_bytes, self._config.body_s, held)
         if len(body) <= QUICK_BYTES:
@@ -328,7 +343,7 @@ class _Sent:
 
 
 async def _send(send: Any, status: int, value: dict[str, Any]) -> int:
-    await send_json(send, status, sse.to_json(value))
+    await send_json(send, status, await sse.encoded(value))
     return status
 
 

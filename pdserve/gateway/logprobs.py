@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -38,26 +38,35 @@ def token_ids(scored: Iterable[TokenLogprob | None]) -> set[int]:
 
 
 def chat_logprobs(scored: Sequence[TokenLogprob], most: int, bytes_of: BytesOf) -> dict[str, Any]:
-    return {
-        "content": [
-            {
-                **_token(one.token_id, one.logprob, bytes_of),
-                "top_logprobs": [_token(token_id, logprob, bytes_of) for token_id, logprob in one.top[:most]],
-            }
-            for one in scored
-        ],
-        "refusal": None,
-    }
+    return {"content": list(chat_content(scored, most, bytes_of)), "refusal": None}
+
+
+def chat_content(scored: Sequence[TokenLogprob], most: int, bytes_of: BytesOf) -> Iterator[dict[str, Any]]:
+    return (
+        {
+            **_token(one.token_id, one.logprob, bytes_of),
+            "top_logprobs": [_token(token_id, logprob, bytes_of) for token_id, logprob in one.top[:most]],
+        }
+        for one in scored
+    )
 
 
 def text_logprobs(
-    ids: Sequence[int], scored: Sequence[TokenLogprob | None], offsets: Sequence[int], most: int, bytes_of: BytesOf
+    ids: Sequence[int],
+    scored: Sequence[TokenLogprob | None],
+    offsets: Sequence[int],
+    most: int,
+    bytes_of: BytesOf,
+    *,
+    is_lazy: bool = False,
 ) -> dict[str, Any]:
-    """Of the tokens `ids`; the first token of a prompt has no logprob. `offsets` are positions in the text."""
+    """Of the tokens `ids`; the first token of a prompt has no logprob. `offsets` are positions in the text. `is_lazy`:
+    `top_logprobs` is an iterator."""
+    top = (None if one is None else _likeliest(one, most, bytes_of) for one in scored)
     return {
         "tokens": [_key(token_id, bytes_of) for token_id in ids],
         "token_logprobs": [None if one is None else _finite(one.logprob) for one in scored],
-        "top_logprobs": [None if one is None else _likeliest(one, most, bytes_of) for one in scored],
+        "top_logprobs": top if is_lazy else list(top),
         "text_offset": list(offsets),
     }
 
@@ -99,9 +108,11 @@ def prompt_offsets(text: str, ids: Sequence[int], tokens: Tokens) -> list[int]:
     return [min(offset, len(text)) for offset in TextOffsets(tokens, 0, has_special_tokens=False).take(ids)]
 
 
-def prompt_logprobs(scored: Sequence[TokenLogprob | None], most: int, bytes_of: BytesOf) -> list[dict[str, Any] | None]:
+def prompt_logprobs(
+    scored: Sequence[TokenLogprob | None], most: int, bytes_of: BytesOf
+) -> Iterator[dict[str, Any] | None]:
     """As in vLLM: by token id, the prompt's own token first."""
-    return [None if one is None else _prompt_token(one, most, bytes_of) for one in scored]
+    return (None if one is None else _prompt_token(one, most, bytes_of) for one in scored)
 
 
 def _prompt_token(one: TokenLogprob, most: int, bytes_of: BytesOf) -> dict[str, Any]:

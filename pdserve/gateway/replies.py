@@ -6,8 +6,9 @@ the end one completion for each prompt.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -37,7 +38,7 @@ class Writer(ABC):
 
     @abstractmethod
     def answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole answer."""
+        """The whole answer. Its long arrays may be iterators, which are read while it is encoded."""
 
     @abstractmethod
     def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> bytes:
@@ -62,6 +63,8 @@ class ReplyWriter(Writer):
     prefix: ClassVar[str]  # of the answer's id
     whole: ClassVar[str]  # `object` of a whole answer
     part: ClassVar[str]  # of a chunk
+    #: Each choice has the prompt's logprobs, as in vLLM, because a request may have several prompts.
+    scores_choices: ClassVar[bool] = False
 
     def __init__(self, head: Head, call: SdkCall, bytes_of: BytesOf) -> None:
         self._head, self._bytes_of = head, bytes_of
@@ -73,15 +76,18 @@ class ReplyWriter(Writer):
 
     def answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         reply = self._base(self.whole)
-        reply["choices"] = [
-            self._choice(choice, self._index(prompt, choice.index))
-            for prompt, completion in enumerate(completions)
-            for choice in completion.choices
-        ]
+        is_scored = self._shown.prompt_logprobs is not None and any(one.prompt_logprobs for one in completions)
+        reply["choices"] = self._choices(completions, is_scored=is_scored and self.scores_choices)
         reply["usage"] = self._usage(completions)
-        if self._shown.prompt_logprobs is not None and any(one.prompt_logprobs for one in completions):
-            self._add_prompt_logprobs(reply, completions)
+        if is_scored and not self.scores_choices:
+            reply["prompt_logprobs"] = self._scores(completions[0])
         return reply
+
+    def _choices(self, completions: Sequence[Completion], *, is_scored: bool) -> Iterator[dict[str, Any]]:
+        for prompt, completion in enumerate(completions):
+            for choice in completion.choices:
+                found = self._choice(choice, self._index(prompt, choice.index))
+                yield {**found, "prompt_logprobs": self._scores(completion)} if is_scored else found
 
     # --- a stream
 
@@ -118,9 +124,6 @@ class ReplyWriter(Writer):
     def _last(self, choice: Choice, index: int) -> list[dict[str, Any]]:
         """The choices of an answer's last chunks, without their index."""
 
-    @abstractmethod
-    def _add_prompt_logprobs(self, reply: dict[str, Any], completions: Sequence[Completion]) -> None: ...
-
     def _piece(self, piece: Piece, prompt_tokens: int) -> bytes:
         self._tokens[piece.index] = self._tokens.get(piece.index, 0) + len(piece.token_ids)
         if not (piece.text or piece.logprobs or self._shown.has_token_ids):
@@ -151,7 +154,7 @@ class ReplyWriter(Writer):
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         return usage(completions)
 
-    def _scores(self, completion: Completion) -> list[dict[str, Any] | None]:
+    def _scores(self, completion: Completion) -> Iterator[dict[str, Any] | None]:
         return logprobs.prompt_logprobs(completion.prompt_logprobs, self._shown.prompt_logprobs or 0, self._bytes_of)
 
     def _index(self, prompt: int, index: int) -> int:
@@ -191,7 +194,7 @@ class ChatWriter(ReplyWriter):
         return {
             "index": index,
             "message": found,
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": self._all_logprobs(choice.logprobs),
             **self._ended_with(choice, num_calls),
             **self._with_ids(choice),
         }
@@ -248,18 +251,22 @@ class ChatWriter(ReplyWriter):
             ended["finish_reason"] = "tool_calls"
         return ended
 
+    def _all_logprobs(self, scored: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        most = self._shown.logprobs
+        if most is None:
+            return None
+        return {"content": logprobs.chat_content(scored, most, self._bytes_of), "refusal": None}
+
     def _logprobs(self, scored: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         most = self._shown.logprobs
         return None if most is None else logprobs.chat_logprobs(scored, most, self._bytes_of)
-
-    def _add_prompt_logprobs(self, reply: dict[str, Any], completions: Sequence[Completion]) -> None:
-        reply["prompt_logprobs"] = self._scores(completions[0])
 
 
 @final
 class TextWriter(ReplyWriter):
     prefix = "cmpl"
     whole = part = "text_completion"
+    scores_choices = True
 
     def __init__(self, head: Head, call: SdkCall, tokens: Tokens) -> None:
         super().__init__(head, call, tokens)
@@ -272,14 +279,15 @@ class TextWriter(ReplyWriter):
 
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
         echoed, text = self._echo_of(index), choice.text
-        scores = self._logprobs(choice.logprobs, index)
+        scores = self._logprobs(choice.logprobs, index, is_lazy=True)
         if self._shown.is_only_scored:
-            text, scores = "", self._logprobs((), index)
+            text, scores = "", self._logprobs((), index, is_lazy=True)
         if echoed is not None:
             text = echoed.text + text
-            before = self._echoed_logprobs(echoed)
+            before = self._echoed_logprobs(echoed, is_lazy=True)
             if scores is not None and before is not None:
-                scores = {name: before[name] + scores[name] for name in scores}
+                top = itertools.chain(before.pop("top_logprobs"), scores.pop("top_logprobs"))
+                scores = {name: before[name] + scores[name] for name in scores} | {"top_logprobs": top}
         if scores is not None:  # tokens of a stop string begin behind the text's end
             scores["text_offset"] = [min(offset, len(text)) for offset in scores["text_offset"]]
         return {
@@ -324,7 +332,7 @@ class TextWriter(ReplyWriter):
     def _echo_of(self, index: int) -> EchoedPrompt | None:
         return self._echoes.get(index // self._answers_each)
 
-    def _logprobs(self, scored: Sequence[TokenLogprob], index: int) -> dict[str, Any] | None:
+    def _logprobs(self, scored: Sequence[TokenLogprob], index: int, *, is_lazy: bool = False) -> dict[str, Any] | None:
         most = self._shown.logprobs
         if most is None:
             return None
@@ -333,19 +341,16 @@ class TextWriter(ReplyWriter):
             begin = 0 if echoed is None else len(echoed.text)
             self._offsets[index] = TextOffsets(self._all_tokens, begin, has_special_tokens=self._shows_special_tokens)
         ids = [one.token_id for one in scored]
-        return logprobs.text_logprobs(ids, scored, self._offsets[index].take(ids), most, self._bytes_of)
+        offsets = self._offsets[index].take(ids)
+        return logprobs.text_logprobs(ids, scored, offsets, most, self._bytes_of, is_lazy=is_lazy)
 
-    def _echoed_logprobs(self, echoed: EchoedPrompt) -> dict[str, Any] | None:
-        if self._shown.logprobs is None:
+    def _echoed_logprobs(self, echoed: EchoedPrompt, *, is_lazy: bool = False) -> dict[str, Any] | None:
+        most = self._shown.logprobs
+        if most is None:
             return None
         offsets = logprobs.prompt_offsets(echoed.text, echoed.token_ids, self._all_tokens)
-        return logprobs.text_logprobs(echoed.token_ids, echoed.scored, offsets, self._shown.logprobs, self._bytes_of)
-
-    def _add_prompt_logprobs(self, reply: dict[str, Any], completions: Sequence[Completion]) -> None:
-        """The prompt's logprobs and token ids, in each choice as in vLLM, because a request may have several
-        prompts."""
-        for choice in reply["choices"]:
-            choice["prompt_logprobs"] = self._scores(completions[choice["index"] // self._answers_each])
+        ids, scored = echoed.token_ids, echoed.scored
+        return logprobs.text_logprobs(ids, scored, offsets, most, self._bytes_of, is_lazy=is_lazy)
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Model, Piece, TokenLogprob
@@ -25,6 +26,7 @@ from pdserve.gateway.replies import ChatWriter, Head, TextWriter, Writer
 from pdserve.gateway.responses_writer import ResponsesWriter
 from pdserve.gateway.sdk_call import SdkCall
 
+Written = TypeVar("Written")
 WRITERS: Final[Mapping[Endpoint, Callable[[Head, SdkCall, TokenTable], Writer]]] = {
     "chat": ChatWriter,
     "text": TextWriter,
@@ -65,9 +67,12 @@ class Responder:
             )
             writer = WRITERS[endpoint](head, call, self._tokens)
             headers = _headers(answers.request_id, call.ignored)
+            is_scored = call.shown.logprobs is not None
             if call.shown.is_streamed:
-                return await self._stream(writer, answers, echoes, first, pieces, client, watch, send, headers)
-            return await self._whole(writer, answers, echoes, pieces, client, watch, send, headers)
+                return await self._stream(
+                    writer, answers, echoes, is_scored, first, pieces, client, watch, send, headers
+                )
+            return await self._whole(writer, answers, echoes, is_scored, pieces, client, watch, send, headers)
         finally:
             answers.close()
             watch.cancel()
@@ -77,6 +82,7 @@ class Responder:
         writer: Writer,
         answers: Answers,
         echoes: Sequence[EchoedPrompt],
+        is_scored: bool,
         pieces: AsyncIterator[Piece],
         client: AsyncClient,
         watch: asyncio.Task[None],
@@ -92,8 +98,8 @@ class Responder:
             await self._begin_prompt(writer, echoes, number, one.prompt_logprobs, client)
             for choice in one.choices:
                 await self._tokens.learn(client, logprobs.token_ids(choice.logprobs))
-        body = sse.to_json(writer.answer(completions))
-        await send_json(send, 200, body, headers)
+        answer = await _written(is_scored, lambda: writer.answer(completions))
+        await send_json(send, 200, await sse.encoded(answer), headers)
         return 200
 
     async def _stream(
@@ -101,6 +107,7 @@ class Responder:
         writer: Writer,
         answers: Answers,
         echoes: Sequence[EchoedPrompt],
+        is_scored: bool,
         piece: Piece | None,
         pieces: AsyncIterator[Piece],
         client: AsyncClient,
@@ -119,12 +126,14 @@ class Responder:
                 if piece.logprobs:
                     await self._tokens.learn(client, logprobs.token_ids(piece.logprobs))
                 prompt_tokens = answers.prompt_tokens[prompt]
-                if frames := writer.pieces((piece,), prompt_tokens):
+                # The prompt's tokens come in one frame.
+                write = functools.partial(writer.pieces, (piece,), prompt_tokens)
+                if frames := await _written(is_scored and bool(echoes), write):
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
                 piece = await anext(pieces, None)
             if watch.done():
                 return 499
-            last = writer.end(answers.completions)
+            last = await _written(is_scored, lambda: writer.end(answers.completions))
         except PdserveError as error:
             reply = errors.reply(error)
             await send({"type": "http.response.body", "body": writer.error(reply), "more_body": False})
@@ -145,6 +154,11 @@ class Responder:
         if echoes:
             await self._tokens.learn(client, set(echoes[number].token_ids))
             writer.repeat(number, dataclasses.replace(echoes[number], scored=tuple(scored)))
+
+
+async def _written(is_long: bool, write: Callable[[], Written]) -> Written:
+    """A part of an answer, which is written in a thread if it may be long, so that others do not wait for it."""
+    return await asyncio.to_thread(write) if is_long else write()
 
 
 def _headers(request_id: str, ignored: Iterable[str]) -> tuple[tuple[bytes, bytes], ...]:

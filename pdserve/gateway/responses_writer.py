@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
@@ -202,5 +201,8 @@ class _Output:
 
 
 def _copy(value: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(value))
-    return found
+    """Logprobs are shared, because they never change."""
+    return {
+        name: list(one) if name == "logprobs" else [_copy(part) for part in one] if isinstance(one, list) else one
+        for name, one in value.items()
+    }

@@ -38,6 +38,8 @@ _MESSAGES: Final = ("prompt", "chat", "chat.messages")
 _EMBEDDED: Final = "%json"  # begins a schema in a Lark grammar
 _OPTIONS: Final = "x-guidance"  # llguidance's, of a schema within a grammar
 _SENT_BACK: Final = ("assistant", "tool")  # clients add fields to these messages; they are ignored
+TOKEN_BYTES: Final = 16  # of an answer: text and id of a token
+SCORE_BYTES: Final = 128  # of a token with its logprob
 DEFAULT_TEXT_TOKENS: Final = 16  # OpenAI's, of /v1/completions
 _PASSED: Final = (  # under the same name
     "temperature",
@@ -95,6 +97,24 @@ class SdkCall:
     def shows_special_tokens(self) -> bool:
         return self.options.get("skip_special_tokens") is False
 
+    def answer_bytes(self, model: Model) -> int:
+        """The most that the answer takes in memory, before any of it exists."""
+        shown, each = self.shown, self.answers_each
+        generated = (self.options.get("max_tokens") or 0) * _bytes_of_token(shown.logprobs)
+        total = 0
+        for prompt in self.prompts:
+            num_tokens = model.max_context_tokens
+            if isinstance(prompt, str):
+                num_tokens = min(num_tokens, 4 * len(prompt))
+            elif prompt and isinstance(prompt[0], int):
+                num_tokens = min(num_tokens, len(prompt))
+            if (kept := self.options.get("truncate_prompt_tokens")) is not None:
+                num_tokens = min(num_tokens, kept)
+            echoed = num_tokens * _bytes_of_token(shown.logprobs) if shown.has_echo else 0
+            scored = 0 if shown.prompt_logprobs is None else num_tokens * _bytes_of_token(shown.prompt_logprobs)
+            total += each * (generated + echoed + scored)
+        return total
+
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """The error about a field of the SDK's call, as one about the request's field."""
         name = self.names.get(error.field)
@@ -107,6 +127,10 @@ class SdkCall:
         known = [one for one in self.names if one.startswith("messages[") and field.startswith(one)]
         longest = max(known, key=len, default="")
         return self.names[longest] + field[len(longest) :] if longest else field
+
+
+def _bytes_of_token(logprobs: int | None) -> int:
+    return TOKEN_BYTES if logprobs is None else TOKEN_BYTES + (1 + logprobs) * SCORE_BYTES
 
 
 def chat_call(given: Mapping[str, Any], model: Model, headers: Options) -> SdkCall:

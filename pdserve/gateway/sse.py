@@ -1,13 +1,17 @@
-"""Frames of a stream of server-sent events, as OpenAI's clients read them. Pure."""
+"""Frames of a stream of server-sent events, as OpenAI's clients read them, and the encoder of whole answers."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import pydantic_core
 
+SLICE: Final = 256  # items of an array that are encoded at a time
+PAUSE_BYTES: Final = 65_536  # encoded between two pauses
+_MANY: Final = (Mapping, list, tuple, Iterator)
 DONE: Final = b"data: [DONE]\n\n"
 PADDED_BYTES: Final = 64
 _PADDING: Final = ',"obfuscation":""'
@@ -19,6 +23,46 @@ def to_json(value: Mapping[str, Any]) -> bytes:
     """Compact, in UTF-8. A seventh of the time of the standard library's encoder."""
     found: bytes = pydantic_core.to_json(value, inf_nan_mode="null")
     return found
+
+
+def to_json_pieces(value: Any) -> Iterator[bytes]:
+    """The same as to_json, in pieces of some KiB. Each takes little time, and an iterator in the value is read only as
+    far as it is written."""
+    if isinstance(value, Mapping) and any(isinstance(one, _MANY) for one in value.values()):
+        begin = b"{"
+        for name, one in value.items():
+            yield begin + pydantic_core.to_json(name) + b":"
+            yield from to_json_pieces(one)
+            begin = b","
+        yield b"}"
+    elif isinstance(value, Iterator) or (isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping)):
+        begin = b"["
+        for one in value:
+            yield begin
+            yield from to_json_pieces(one)
+            begin = b","
+        yield b"[]" if begin == b"[" else b"]"
+    elif isinstance(value, (list, tuple)) and len(value) > SLICE:
+        for start in range(0, len(value), SLICE):
+            yield (b"," if start else b"[") + pydantic_core.to_json(value[start : start + SLICE], inf_nan_mode="null")[
+                1:-1
+            ]
+        yield b"]"
+    else:
+        yield pydantic_core.to_json(value, inf_nan_mode="null")
+
+
+async def encoded(value: Mapping[str, Any]) -> bytes:
+    """The same as to_json. Others of the event loop run in between."""
+    pieces: list[bytes] = []
+    num_bytes = 0
+    for piece in to_json_pieces(value):
+        pieces.append(piece)
+        num_bytes += len(piece)
+        if num_bytes > PAUSE_BYTES:
+            await asyncio.sleep(0)
+            num_bytes = 0
+    return b"".join(pieces)
 
 
 def frame(value: Mapping[str, Any]) -> bytes:

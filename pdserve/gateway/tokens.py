@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
@@ -12,6 +12,20 @@ from pdserve.gateway.door import Caller
 from pdserve.gateway.request_models import DetokenizeRequest, TokenizeRequest
 from pdserve.gateway.sdk_call import check_model, sdk_messages, validated
 from pdserve.gateway.tools.plan import check_tools_bytes
+
+ID_BYTES: Final = 8
+NAME_BYTES: Final = 64
+
+
+def tokenize_bytes(request: TokenizeRequest) -> int:
+    """The most that the answer takes in memory: a text has at most one token for each byte."""
+    texts = [request.prompt or ""] if request.messages is None else [str(one) for one in sdk_messages(request.messages)]
+    each = ID_BYTES + (NAME_BYTES if request.return_token_strs else 0)
+    return each * sum(map(len, texts))
+
+
+def detokenize_bytes(request: DetokenizeRequest) -> int:
+    return NAME_BYTES * len(request.tokens)
 
 
 def tokenize_request(given: Mapping[str, Any], model: Model) -> TokenizeRequest:

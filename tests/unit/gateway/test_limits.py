@@ -422,3 +422,23 @@ def test_a_client_that_reads_nothing_is_disconnected(raw: Connect) -> None:
         until(lambda: served.sdk.topology().running_requests > 0)
         until(lambda: is_idle(served.sdk), within_s=60.0)
         assert b"[DONE]" not in read_all(connection)
+
+
+def test_a_long_answer_is_charged_before_its_work(raw: Connect) -> None:
+    with serve(max_held_bytes=4 * 2**20) as toy:
+        long = b'{"prompt": "x", "max_tokens": 4000, "n": 4, "temperature": 1, "logprobs": 64}'
+        answer = exchange(raw(toy.address), post(long))
+        assert status_of(answer) == 400
+        assert b"an answer of up to" in answer
+        assert not toy.sdk.topology().running_requests
+        slow = raw(toy.address)  # three of four MiB, while nobody reads it
+        body = b'{"prompt": "x", "max_tokens": 4000, "ignore_eos": true, "logprobs": 4, "stream": true}'
+        slow.sendall(post(body))
+        assert slow.recv(1) == b"H"
+        until(lambda: status_of(exchange(raw(toy.address), post(body))) == 429)
+        assert status_of(exchange(raw(toy.address), post())) == 200
+    with serve() as toy:
+        tokens = json.dumps({"prompt": "x" * 100_000, "return_token_strs": True}).encode()
+        with gateway(toy.router, max_held_bytes=2**20) as host:
+            answer = exchange(raw(host.address), post(tokens, "/tokenize"))
+            assert (status_of(answer), b"an answer of up to" in answer) == (400, True)
