@@ -32,7 +32,7 @@ from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint
 from pdserve.gateway.health import Health
 from pdserve.gateway.operations import OPERATIONS
-from pdserve.gateway.respond import Responder, send_json, send_whole
+from pdserve.gateway.respond import Responder, encoded, send_json, send_whole
 from pdserve.gateway.responses_request import responses_call
 from pdserve.gateway.sdk_call import SdkCall, chat_call, text_call
 from pdserve.gateway.shares import BYTES_WEIGHT, CONNECTIONS_WEIGHT, HeldBody, Shares
@@ -343,7 +343,7 @@ class _Sent:
 
 
 async def _send(send: Any, status: int, value: dict[str, Any]) -> int:
-    await send_json(send, status, await sse.encoded(value))
+    await send_json(send, status, await encoded(value))
     return status
 
 

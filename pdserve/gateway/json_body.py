@@ -1,8 +1,8 @@
 """Parses the body of a request. Pure.
 
-The number of objects, arrays and names is limited before the parser runs, because each costs far more than its bytes.
-The parser rejects nesting over 200 levels while it reads, before an object exists, and numbers of any length cost no
-more than their digits.
+The number of objects, arrays, names and items is limited before the parser runs, because each costs far more than its
+bytes. The parser rejects nesting over 200 levels while it reads, before an object exists, and numbers of any length
+cost no more than their digits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import jiter
 
 from pdserve.core.errors import InvalidRequest, shortened
 
-MAX_PARTS: Final = 131_072  # objects, arrays and names of a body
+MAX_PARTS: Final = 65_536  # objects, arrays and names of a body
+MAX_ITEMS: Final = 2**20  # commas of a body, which separate numbers and texts too
 MAX_TEXTS: Final = 262_144  # texts of a body that may have more parts
 _KINDS: Final = {list: "an array", dict: "an object", str: "a string", type(None): "null"}
 _DUPLICATE: Final = re.compile(r'Detected duplicate key (".*") at line \d+ column \d+', re.DOTALL)
@@ -45,17 +46,18 @@ def summarised(value: object) -> str:
 
 def _check_parts(body: bytes) -> None:
     """Counts the marks of parts: first everywhere, which is enough for almost all bodies, and then outside of texts."""
-    if _num_marks(body) <= MAX_PARTS:
+    if _num_marks(body) <= MAX_PARTS and body.count(b",") <= MAX_ITEMS:
         return
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that each quote begins or ends a text
     num_texts = plain.count(b'"') // 2
     if num_texts > MAX_TEXTS:
-        raise InvalidRequest(
-            "body", f"{num_texts} texts", f"at most {MAX_TEXTS} texts, or {MAX_PARTS} objects and arrays"
-        )
-    num_parts = _num_marks(b"".join(plain.split(b'"')[::2]))
+        raise InvalidRequest("body", f"{num_texts} texts", f"at most {MAX_TEXTS} texts in a body with many parts")
+    outside = b"".join(plain.split(b'"')[::2])
+    num_parts, num_items = _num_marks(outside), outside.count(b",")
     if num_parts > MAX_PARTS:
         raise InvalidRequest("body", f"{num_parts} objects, arrays and names", f"at most {MAX_PARTS} of them")
+    if num_items > MAX_ITEMS:
+        raise InvalidRequest("body", f"{num_items} items", f"at most {MAX_ITEMS} of them")
 
 
 def _num_marks(data: bytes) -> int:

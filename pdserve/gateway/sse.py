@@ -1,8 +1,7 @@
-"""Frames of a stream of server-sent events, as OpenAI's clients read them, and the encoder of whole answers."""
+"""Frames of a stream of server-sent events, as OpenAI's clients read them, and the encoder of whole answers. Pure."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -10,7 +9,6 @@ from typing import Any, Final
 import pydantic_core
 
 SLICE: Final = 256  # items of an array that are encoded at a time
-PAUSE_BYTES: Final = 65_536  # encoded between two pauses
 _MANY: Final = (Mapping, list, tuple, Iterator)
 DONE: Final = b"data: [DONE]\n\n"
 PADDED_BYTES: Final = 64
@@ -50,19 +48,6 @@ def to_json_pieces(value: Any) -> Iterator[bytes]:
         yield b"]"
     else:
         yield pydantic_core.to_json(value, inf_nan_mode="null")
-
-
-async def encoded(value: Mapping[str, Any]) -> bytes:
-    """The same as to_json. Others of the event loop run in between."""
-    pieces: list[bytes] = []
-    num_bytes = 0
-    for piece in to_json_pieces(value):
-        pieces.append(piece)
-        num_bytes += len(piece)
-        if num_bytes > PAUSE_BYTES:
-            await asyncio.sleep(0)
-            num_bytes = 0
-    return b"".join(pieces)
 
 
 def frame(value: Mapping[str, Any]) -> bytes:

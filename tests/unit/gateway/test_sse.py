@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pdserve.gateway import sse
-from pdserve.gateway.sse import PAUSE_BYTES, SLICE, encoded, to_json, to_json_pieces
+from pdserve.gateway.respond import PAUSE_BYTES, encoded
+from pdserve.gateway.sse import SLICE, to_json, to_json_pieces
 
 TEXT = 'a\x85b\u2028c\u2029d\n\x0b\x0c\x1c\x1d\x1ee\\u2028"é日'
 

@@ -88,17 +88,17 @@ def paths_of(model: type[BaseModel]) -> list[tuple[str, ...]]:
 def hostile() -> dict[str, str]:
     """Values of 4 MiB that fail at every item, at the last one, or nowhere; within the limit of parts."""
     return {
-        "numbers": "[" + "1," * (BODY_BYTES // 2 - 400) + "1]",
-        "texts": "[" + '"",' * (BODY_BYTES // 3 - 400) + '""]',
-        "mixed": '["a",' + "1," * (BODY_BYTES // 2 - 400) + "1]",
-        "late": "[" + "1," * (BODY_BYTES // 2 - 400) + '"a"]',
-        "objects": "[" + '{"type":"text"},' * 60_000 + "{}]",
-        "empty": "[" + "{}," * 120_000 + "1]",
-        "arrays": "[" + "[]," * 120_000 + "{}]",
-        "nested": "[[" + "1," * (BODY_BYTES // 2 - 400) + '"a"]]',
-        "names": "{" + ",".join(f'"{number:x}":"x"' for number in range(120_000)) + "}",
-        "biases": "{" + ",".join(f'"{number}":{number}' for number in range(120_000)) + "}",
-        "typed": '{"type":"function",' + ",".join(f'"{number:x}":1' for number in range(120_000)) + "}",
+        "numbers": "[" + "1," * (2**20 - 400) + "1]",
+        "texts": "[" + '"",' * (2**20 - 400) + '""]',
+        "mixed": '["a",' + "1," * (2**20 - 400) + "1]",
+        "late": "[" + "1," * (2**20 - 400) + '"a"]',
+        "objects": "[" + '{"type":"text"},' * 30_000 + "{}]",
+        "empty": "[" + "{}," * 60_000 + "1]",
+        "arrays": "[" + "[]," * 60_000 + "{}]",
+        "nested": "[[" + "1," * (2**20 - 400) + '"a"]]',
+        "names": "{" + ",".join(f'"{number:x}":"x"' for number in range(60_000)) + "}",
+        "biases": "{" + ",".join(f'"{number}":{number}' for number in range(60_000)) + "}",
+        "typed": '{"type":"function",' + ",".join(f'"{number:x}":1' for number in range(60_000)) + "}",
     }
 
 
@@ -177,8 +177,9 @@ def test_errors_are_not_collected(model: type[BaseModel]) -> None:
         b'{"x":[' + b"{}," * 1_000_000 + b"1]}",
         b"{" + b",".join(b'"%x":1' % number for number in range(400_000)) + b"}",
         b'{"x":[' + b'["",""],' * 400_000 + b"1]}",
+        b'{"x":[' + b"1," * 1_500_000 + b"1]}",
     ],
-    ids=["arrays", "objects", "names", "texts"],
+    ids=["arrays", "objects", "names", "texts", "numbers"],
 )
 def test_parts_are_counted_before_they_are_parsed(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_body.jiter, "from_json", None)
