@@ -1,9 +1,8 @@
-"""Limits the bytes of the requests being served and of their answers, because a server keeps each until its answer has
-ended. Pure."""
+"""Limits the bytes of the requests being served, because a server keeps each until its answer has ended. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, final
 
@@ -21,21 +20,13 @@ class HeldBytes:
         self.num_bytes = 0
 
     @contextmanager
-    def hold(self, num_bytes: int) -> Iterator[Callable[[int], None]]:
-        """Adds a request; the function adds more bytes to it. Both raise Overloaded if the sum would exceed the limit.
-        A single request always fits."""
-        own = 0
-
-        def add(more: int) -> None:
-            nonlocal own
-            limit = self._limit if own + more <= SMALL_BYTES else int(LARGE_SHARE * self._limit)
-            if self.num_bytes > own and self.num_bytes + more > limit:
-                raise Overloaded(f"requests of {self.num_bytes} bytes are being served, of {limit} at most", RETRY_S)
-            self.num_bytes += more
-            own += more
-
-        add(num_bytes)
+    def hold(self, num_bytes: int) -> Iterator[None]:
+        """Adds a request. Raises Overloaded if the sum would exceed the limit. A single request always fits."""
+        limit = self._limit if num_bytes <= SMALL_BYTES else int(LARGE_SHARE * self._limit)
+        if self.num_bytes and self.num_bytes + num_bytes > limit:
+            raise Overloaded(f"requests of {self.num_bytes} bytes are being served, of {limit} at most", RETRY_S)
+        self.num_bytes += num_bytes
         try:
-            yield add
+            yield
         finally:
-            self.num_bytes -= own
+            self.num_bytes -= num_bytes

@@ -100,7 +100,9 @@ class SdkCall:
     def answer_bytes(self, model: Model) -> int:
         """The most that the answer takes in memory, before any of it exists."""
         shown, each = self.shown, self.answers_each
-        generated = (self.options.get("max_tokens") or 0) * _bytes_of_token(shown.logprobs)
+        generated = 0  # A text alone is small, and clients name a large `max_tokens` that they never use.
+        if shown.logprobs is not None:
+            generated = (self.options.get("max_tokens") or 0) * _bytes_of_token(shown.logprobs)
         total = 0
         for prompt in self.prompts:
             num_tokens = model.max_context_tokens

@@ -234,13 +234,14 @@ def test_validated_names_the_first_error() -> None:
 @pytest.mark.parametrize(
     ("endpoint", "fields", "least", "most"),
     [
-        ("/v1/completions", {"prompt": "x", "max_tokens": 64}, 1024, 8192),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 64}, 0, 0),
+        ("/v1/completions", {"prompt": "x" * 256, "max_tokens": 64, "echo": True}, 1024, 16_384),
         ("/v1/completions", {"prompt": "x", "n": 16, "logprobs": 64, "max_tokens": 64}, 8 * 2**20, 16 * 2**20),
         ("/v1/completions", {"prompt": [[1] * 1000] * 128, "echo": True, "logprobs": 20}, 2**28, 2**29),
         ("/v1/completions", {"prompt": [1] * 100_000, "prompt_logprobs": 4, "n": 16}, 2**29, 2**31),
         ("/v1/completions", {"prompt": [1] * 100_000, "prompt_logprobs": 4, "truncate_prompt_tokens": 9}, 1024, 16_384),
         ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 20, "max_tokens": 64}, 2**17, 2**18),
-        ("/v1/responses", {"input": "x", "max_output_tokens": 64}, 1024, 8192),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 64}, 0, 0),
     ],
 )
 def test_an_answer_is_charged_before_it_exists(endpoint: str, fields: dict[str, Any], least: int, most: int) -> None:
