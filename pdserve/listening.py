@@ -1,14 +1,34 @@
-"""Shared by all servers: why a port cannot be used, and errors of event loops. Standard library only."""
+"""Shared by all servers: why a port cannot be used, and errors of event loops. Standard library only.
+
+The launcher keeps each port of its processes bound, without listening, so that no other user can bind it while a
+process is being restarted (pdserve/launch/ports.py). A server binds beside the launcher with SO_REUSEPORT, which the
+kernel allows only to sockets of one user that all set it. A server without a launcher does not set it: a second server
+on its port is then an error.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import os
 import socket
-from typing import Any
+from typing import Any, Final
 
 from pdserve.core.errors import ConfigError, port_in_use
+
+HELD_ENV: Final = "PDSERVE_HELD_PORTS"  # set by the launcher for its processes: the ports that it keeps bound
+
+
+def is_held(port: int) -> bool:
+    """Whether this process's launcher keeps `port` bound."""
+    return str(port) in os.environ.get(HELD_ENV, "").split(",")
+
+
+def share_port(listener: socket.socket, port: int) -> None:
+    """Before the bind: lets `listener` bind beside the launcher, if that keeps `port`."""
+    if is_held(port):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
 
 def bind_error(name: str, host: str, port: int) -> ConfigError | None:
@@ -16,6 +36,7 @@ def bind_error(name: str, host: str, port: int) -> ConfigError | None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is available
+        share_port(probe, port)
         try:
             probe.bind((host, port))
         except OSError as error:

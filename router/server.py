@@ -20,7 +20,7 @@ from pdserve.core.errors import port_in_use
 from pdserve.core.hosts import join
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
-from pdserve.listening import bind_error
+from pdserve.listening import bind_error, is_held
 from pdserve.model_source import TOY_MODELS, model_name
 from pdserve.prefix.index import PrefixIndex
 from pdserve.prefix.lookup import MemoryLookup, PrefixLookup
@@ -332,7 +332,11 @@ def _sampling_defaults(config: RouterConfig) -> SamplingDefaults:
 def _server_options(config: RouterConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
-        *port_options(max_connections=config.max_connections, idle_s=config.connection_idle_s),
+        *port_options(
+            max_connections=config.max_connections,
+            idle_s=config.connection_idle_s,
+            shares_port=is_held(config.port),
+        ),
         *age_options(age_s=config.connection_age_s, grace_s=config.request_timeout_s + GRACE_MARGIN_S),
         # Clients may ping while a long prompt is computed; otherwise gRPC would disconnect them.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

@@ -23,9 +23,14 @@ def is_loopback_host(host: str) -> bool:
         return False
 
 
+def is_any_host(host: str) -> bool:
+    """Whether a server on `host` listens on every address of this host."""
+    return host.strip("[]") in _ANY
+
+
 def local_host(host: str) -> str:
     """The address at which this host reaches its own server that listens on `host`."""
-    if host.strip("[]") not in _ANY:
+    if not is_any_host(host):
         return host
     return "::1" if ":" in host else "127.0.0.1"
 

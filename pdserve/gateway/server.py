@@ -23,7 +23,7 @@ from pdserve.core.hosts import is_loopback_host
 from pdserve.gateway.app import Gateway
 from pdserve.gateway.connection import Connection, ConnectionLimits, Connections
 from pdserve.gateway.handshake import Handshake
-from pdserve.listening import bind_error, ignore_poller_races
+from pdserve.listening import bind_error, ignore_poller_races, share_port
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.tls.certificates import ReloadingCertificates, TlsFiles, certificates_of
@@ -196,6 +196,7 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    share_port(listener, port)
     try:
         listener.bind((host, port))
     except OSError as raced:

@@ -13,8 +13,10 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.progress import PROGRESS_ENV
 from pdserve.launch.child import Child, StartFailed, outcome
 from pdserve.launch.own_redis import OwnRedis
+from pdserve.launch.ports import HeldPorts
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import Process
+from pdserve.listening import HELD_ENV
 from pdserve.prefix.embedded import EmbeddedRedis
 
 KILL_AFTER_S: Final = 5.0  # in addition to a process's own drain time
@@ -55,9 +57,12 @@ def member(process: Process) -> Member:
 class Crew:
     """Starts processes and, after `keep` was called, restarts those that end. Belongs to one event loop."""
 
-    def __init__(self, report: LauncherReport, on_start: Callable[[str], None] = lambda name: None) -> None:
-        """`on_start` is called with the name of each process that has started."""
-        self._report, self._on_start = report, on_start
+    def __init__(
+        self, report: LauncherReport, held: HeldPorts, on_start: Callable[[str], None] = lambda name: None
+    ) -> None:
+        """Its processes listen beside the `held` ports. `on_start` is called with the name of each process that has
+        started."""
+        self._report, self._held, self._on_start = report, held, on_start
         self._children: dict[str, Child] = {}
         self._members: dict[str, Member] = {}
         self._redis: EmbeddedRedis | None = None
@@ -151,7 +156,8 @@ class Crew:
 
     async def _start(self, one: Member) -> None:
         relay = one.on_line or self._report.relay(one.name)
-        child = self._children[one.name] = Child(one.name, one.program, dict(one.env), relay)
+        env = {**dict(one.env), HELD_ENV: ",".join(map(str, self._held.ports))}
+        child = self._children[one.name] = Child(one.name, one.program, env, relay)
         slow = asyncio.get_running_loop().call_later(_SLOW_START_S, self._report.say, one.name, one.slow_start)
         try:
             await child.start(one.start_s)

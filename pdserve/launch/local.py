@@ -8,17 +8,18 @@ import time
 from typing import Final, final
 
 from pdserve.client.connect import Tls
-from pdserve.config import RouterConfig
+from pdserve.config import GatewayConfig, RouterConfig
+from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import join, local_host
 from pdserve.launch.crew import REDIS, Crew, member, side_by_side
 from pdserve.launch.launcher_metrics import LauncherMetrics
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
 from pdserve.launch.own_redis import OwnRedis
-from pdserve.launch.ports import check_free, free_ports
+from pdserve.launch.ports import HeldPorts, check_free, free_ports
 from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
 from pdserve.launch.report import LauncherReport
-from pdserve.launch.spec import ClusterSpec, fixed_ports, gateway, processes, router_config
+from pdserve.launch.spec import ClusterSpec, fixed_ports, gateway, metrics_host, processes, router, router_config
 
 GATEWAY: Final = "gateway"
 FIRST_TOKEN: Final = "first token"
@@ -30,10 +31,11 @@ class LocalCluster:
 
     def __init__(self, spec: ClusterSpec, report: LauncherReport) -> None:
         self._report = report
-        spec, self._redis = with_ports(spec)
+        self._held = HeldPorts()
+        spec, self._redis = with_ports(spec, self._held)
         self.spec, self._certificates = make_certificates(spec)
         self._metrics = LauncherMetrics(self.spec)
-        self._crew = Crew(report, self._metrics.process_started)
+        self._crew = Crew(report, self._held, self._metrics.process_started)
 
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
@@ -43,10 +45,10 @@ class LocalCluster:
             await self._crew.start_redis(self._redis)
         else:
             await check_alone(self.spec)
-        *workers, router = processes(self.spec)
+        *workers, last = processes(self.spec)
         await side_by_side(self._crew.start(member(process)) for process in workers)
-        await self._crew.start(member(router))
-        address = self._crew.address(router.name)
+        await self._crew.start(member(last))
+        address = self._crew.address(last.name)
         await self._crew.unless_ended(ask_first(self.spec, address, self._report))
         await start_gateway(self._crew, self.spec, address)
         self._crew.keep()
@@ -68,29 +70,48 @@ class LocalCluster:
             await self._crew.stop(names, is_graceful=is_graceful)
         await self._crew.stop_redis()
         self._metrics.close()
+        self._held.release()
         for folder in (self._certificates, None if self._redis is None else self._redis.folder):
             if folder is not None:
                 folder.remove()
 
 
-def with_ports(spec: ClusterSpec, *, are_workers_here: bool = True) -> tuple[ClusterSpec, OwnRedis | None]:
-    """The spec with all ports filled in, and the Redis to start; None if a URL was given.
+def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) -> tuple[ClusterSpec, OwnRedis | None]:
+    """The spec with all ports filled in, and the Redis to start; None if a URL was given. `ray` is the address of a Ray
+    cluster, empty for one on this host; None: the workers are processes of the launcher.
 
-    Raises ConfigError if a requested port is in use.
+    The ports of the launcher's processes are `held`. Raises ConfigError if a requested port is in use.
     """
-    fixed = fixed_ports(spec, are_workers_here=are_workers_here)
+    fixed = fixed_ports(spec, are_workers_here=not ray)
     for port, (name, host) in fixed.items():
         check_free(name, host, port)
-    *workers, router, http, redis = free_ports(spec.prefill + spec.decode + 3, avoid=fixed)
+    *workers, router_port, http, redis = free_ports(spec.prefill + spec.decode + 3, avoid=fixed)
     own = None if spec.redis else OwnRedis.on_socket() if spec.tls is not None else OwnRedis.on_port(redis)
     filled = dataclasses.replace(
         spec,
         worker_ports=tuple(workers),
-        port=spec.port or router,
+        port=spec.port or router_port,
         http=None if spec.http is None else spec.http or http,
         redis=spec.redis if own is None else own.url,
     )
+    _hold(filled, held, has_workers=ray is None)
     return filled, own
+
+
+def _hold(spec: ClusterSpec, held: HeldPorts, *, has_workers: bool) -> None:
+    """All ports of the processes that the launcher starts. Redis, which cannot share one, and the launcher's own are
+    not among them, nor is a rendezvous, at which ranks of other hosts prove the cluster's secret."""
+    http = gateway(spec, "")
+    started = [*(processes(spec) if has_workers else [router(spec, ())]), *([] if http is None else [http])]
+    try:
+        for process in started:
+            config = process.config
+            held.hold("http" if isinstance(config, GatewayConfig) else "port", config.host, config.port)
+            if config.metrics_port:
+                held.hold("metrics_port", metrics_host(config), config.metrics_port)
+    except ConfigError:
+        held.release()
+        raise
 
 
 def start_steps(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:

@@ -1,24 +1,71 @@
-"""Finds ports that can be kept, because a restarted worker must listen where routers look for it."""
+"""Finds ports that can be kept, and keeps them bound, because a restarted process must listen where others look for it.
+
+Between the death of a process and its restart, another user could otherwise bind its port, and would receive what
+clients send there, such as their tokens.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import socket
-import sys
+import stat
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import is_any_host, is_loopback_host
 from pdserve.listening import bind_error
+
+try:
+    import fcntl
+except ImportError:  # on a system without it, no port is claimed
+    fcntl = None  # type: ignore[assignment]
 
 _LOWEST: Final = 20_000
 _TRIES: Final = 2_000
-_claims: Final[dict[int, socket.socket]] = {}  # until this process ends
+_claims: Final[dict[int, int]] = {}  # port -> descriptor of its lock file, until this process ends
+
+
+@final
+class HeldPorts:
+    """Ports that stay bound until `release`, or until this process ends, even if it is killed. None of them listens, so
+    the kernel refuses connections while no server is bound beside it (pdserve/listening.py)."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[int, list[socket.socket]] = {}
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        return tuple(self._sockets)
+
+    def hold(self, name: str, host: str, port: int) -> None:
+        """Raises ConfigError about the setting `name` if `port` of `host` is not available."""
+        held: list[socket.socket] = []
+        try:
+            for family, address in _addresses(host):
+                held.append(_bound(family, address, port))
+        except OSError as error:
+            for one in held:
+                one.close()
+            raise bind_error(name, host, port) or ConfigError(
+                name, port, f"a port that is free on every address of {host} ({error.strerror})"
+            ) from error
+        self._sockets[port] = held
+
+    def release(self) -> None:
+        """Idempotent."""
+        for held in self._sockets.values():
+            for one in held:
+                one.close()
+        self._sockets.clear()
 
 
 def free_ports(count: int, host: str = "127.0.0.1", *, avoid: Collection[int] = ()) -> tuple[int, ...]:
-    """`count` different ports without a listener that no other launcher has claimed; none of `avoid`.
+    """`count` different ports without a listener that no other launcher of this user has claimed; none of `avoid`.
 
     They are below the kernel's ephemeral range: between a worker's death and its restart an outgoing connection could
     take a port in that range, and a client that reconnects could even connect to itself.
@@ -35,18 +82,21 @@ def free_ports(count: int, host: str = "127.0.0.1", *, avoid: Collection[int] = 
 
 
 def claim(port: int) -> bool:
-    """False if another process has claimed it: seconds may pass between the choice and the use of a port, and another
-    launcher must not choose it in that time. The claim ends with the process. Always true on systems without abstract
-    sockets."""
-    if port in _claims or not sys.platform.startswith("linux"):
+    """False if another process of this user has claimed it: seconds may pass between the choice and the use of a port,
+    and another launcher must not choose it in that time. The claim ends with the process. Always true if there is no
+    folder of this user for the lock files: a claim only avoids a failed start, and no other user can make it fail."""
+    if port in _claims or fcntl is None or (folder := _claims_folder()) is None:
         return True
-    mark = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        mark.bind(f"\0pdserve.port.{port}")
+        lock = os.open(folder / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:
-        mark.close()
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
         return False
-    _claims[port] = mark
+    _claims[port] = lock
     return True
 
 
@@ -59,6 +109,61 @@ def check_free(name: str, host: str, port: int) -> None:
     error = bind_error(name, host, port)
     if error is not None:
         raise error
+
+
+def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    """A socket that no other user can bind beside. Raises OSError."""
+    one = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(not is_any_host(address)))
+        try:
+            one.bind((address, port))
+        except OSError:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an ended server are in TIME_WAIT
+            one.bind((address, port))
+            # Other users could bind beside a socket with this option that does not listen.
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        # Only after the bind, so that the bind fails if another launcher of this user keeps the port.
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except BaseException:
+        one.close()
+        raise
+    return one
+
+
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """What a server on `host` binds, and the addresses to which a client's name for it may lead: `localhost` has two,
+    and a server on any address may be called by IPv4 and IPv6. Raises OSError."""
+    host = host.strip("[]")
+    if is_any_host(host):
+        return [(socket.AF_INET6, "::")] if _has("::") else [(socket.AF_INET, "0.0.0.0")]
+    if is_loopback_host(host):
+        own = [] if host in ("localhost", "127.0.0.1", "::1") else [(socket.AF_INET, host)]
+        return [*own, (socket.AF_INET, "127.0.0.1"), *([(socket.AF_INET6, "::1")] if _has("::1") else [])]
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((one[0], str(one[4][0])) for one in found))
+
+
+def _has(address: str) -> bool:
+    """Whether this host has IPv6 with that address."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _claims_folder() -> Path | None:
+    """A folder that only this user can access; None if another user has taken its name."""
+    folder = Path(tempfile.gettempdir(), f"pdserve-ports-{os.geteuid()}")
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        facts = folder.lstat()
+        if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077:
+            return folder
+    return None
 
 
 def _ephemeral_start() -> int:

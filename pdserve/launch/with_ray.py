@@ -19,6 +19,7 @@ from pdserve.launch.crew import Crew, Member, member
 from pdserve.launch.local import GATEWAY, ask_first, start_gateway, start_steps, with_ports
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
+from pdserve.launch.ports import HeldPorts
 from pdserve.launch.report import LauncherReport, memory_of
 from pdserve.launch.spec import ClusterSpec, router, worker_config
 
@@ -35,8 +36,9 @@ class RayCluster:
 
     def __init__(self, spec: ClusterSpec, address: str, report: LauncherReport) -> None:
         self._report = report
-        self._crew = Crew(report)
-        spec, self._redis = with_ports(spec, are_workers_here=not address)
+        self._held = HeldPorts()
+        self._crew = Crew(report, self._held)
+        spec, self._redis = with_ports(spec, self._held, ray=address)
         spec, self._certificates = make_certificates(spec)
         self.spec = dataclasses.replace(spec, worker_ports=())
         self._driver = Member(
@@ -79,6 +81,7 @@ class RayCluster:
         for names in stages:
             await self._crew.stop(names, is_graceful=is_graceful)
         await self._crew.stop_redis()
+        self._held.release()
         for folder in (self._certificates, None if self._redis is None else self._redis.folder):
             if folder is not None:
                 folder.remove()

@@ -11,6 +11,7 @@ import wsgiref.simple_server
 from collections.abc import Callable
 from typing import Any, Final, final
 
+from pdserve.listening import is_held
 from pdserve.tls.certificates import ReloadingCertificates
 
 MAX_CONNECTIONS: Final = 16
@@ -26,6 +27,7 @@ class MetricsServer(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServe
 
     def __init__(self, host: str, port: int, app: Callable[..., Any], tls: ReloadingCertificates | None) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.allow_reuse_port = is_held(port)
         self._tls = tls
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((host, port), _Handler)

@@ -43,14 +43,17 @@ def server_options(*, max_message_bytes: int, max_connections: int, idle_s: floa
     """Without a maximum age of connections, which would end long streams."""
     return (
         *message_options(max_message_bytes),
-        *port_options(max_connections=max_connections, idle_s=idle_s),
+        *port_options(max_connections=max_connections, idle_s=idle_s, shares_port=False),
         *KEEPALIVE,
         _PINGS_ALLOWED,
     )
 
 
-def make_peer_server(options: Options, on_rejected: OnRejected) -> tuple[Any, ProofInterceptor]:
-    """A grpc.aio server that rejects every call until its ProofInterceptor serves."""
+def make_peer_server(
+    options: Options, on_rejected: OnRejected, *, shares_port: bool = False
+) -> tuple[Any, ProofInterceptor]:
+    """A grpc.aio server that rejects every call until its ProofInterceptor serves. `shares_port` as in port_options."""
+    options = tuple({**dict(options), "grpc.so_reuseport": int(shares_port)}.items())
     proofs = ProofInterceptor(abort, on_rejected)
     return grpc.aio.server(interceptors=(RequestCheck(abort, on_rejected), proofs), options=options), proofs
 

@@ -17,9 +17,11 @@ MAX_STREAMS: Final = 4096
 _MOST_MS: Final = 2**31 - 1  # gRPC reads a C int; the largest value means never
 
 
-def port_options(*, max_connections: int, idle_s: float) -> list[tuple[str, int]]:
+def port_options(*, max_connections: int, idle_s: float, shares_port: bool) -> list[tuple[str, int]]:
+    """`shares_port`: the launcher keeps the port bound, and starts one server beside it. Otherwise a port in use is an
+    error, because a second server would get half of the calls."""
     return [
-        ("grpc.so_reuseport", 0),  # a port in use is an error; otherwise a second server would get half of the calls
+        ("grpc.so_reuseport", int(shares_port)),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", _ms(HANDSHAKE_S)),
         ("grpc.max_connection_idle_ms", _ms(idle_s)),

@@ -26,7 +26,7 @@ from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.types import Role
 from pdserve.engine.memory_plan import MemoryPlan
-from pdserve.listening import ignore_poller_races
+from pdserve.listening import ignore_poller_races, is_held
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.recent_log import RecentLog
@@ -192,7 +192,7 @@ class WorkerHost:
         return self._build(context)
 
     async def _bind(self) -> int:
-        self._server, self._proofs = make_peer_server(OPTIONS, self._rejected)
+        self._server, self._proofs = make_peer_server(OPTIONS, self._rejected, shares_port=is_held(self._config.port))
         return listen(self._server, self._config.host, self._config.port, "port", self._tls)
 
     def _rejected(self, error: PdserveError) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.launch.child import Child, StartFailed, outcome
-from pdserve.launch.ports import check_free, claim, free_ports, is_free
+from pdserve.launch.ports import check_free, free_ports, is_free
 
 from .conftest import is_alive
 
@@ -147,20 +147,6 @@ def test_free_ports_are_different_and_below_the_ephemeral_range() -> None:
     assert len(set(ports)) == 20
     assert all(is_free("127.0.0.1", port) for port in ports)
     assert max(ports) < 32_768
-
-
-def test_a_claimed_port_is_not_given_again() -> None:
-    code = "from pdserve.launch.ports import free_ports; print(*free_ports(1), flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        port = int(other.stdout.readline())
-        assert is_free("127.0.0.1", port), "nobody listens there"
-        assert not claim(port)
-        other.communicate("\n", timeout=WAIT_S)
-    assert claim(port)
-    assert claim(port), "one's own"
 
 
 def test_a_port_in_use_is_refused_by_name() -> None:

@@ -1,0 +1,190 @@
+"""Ports that the launcher keeps bound, and the claims of launchers on ports that they will use."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.launch import ports
+from pdserve.launch.ports import HeldPorts, claim, free_ports
+from pdserve.listening import HELD_ENV, bind_error
+from pdserve.telemetry.metrics_server import MetricsServer
+
+WAIT_S = 10.0
+STRANGER = 54_321  # a user id that owns nothing
+ADDRESSES = (("127.0.0.1", None), ("0.0.0.0", None), ("::1", 1), ("::", 0), ("::", 1))
+
+
+@pytest.fixture
+def held() -> Iterator[HeldPorts]:
+    ports = HeldPorts()
+    yield ports
+    ports.release()
+
+
+def bind(host: str, port: int, *, v6_only: int | None = None, reuse_port: int = 0, reuse_address: int = 0) -> None:
+    """Binds and listens, then closes. Raises OSError."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse_address)
+        if v6_only is not None:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, v6_only)
+        one.bind((host, port))
+        one.listen()
+
+
+def as_stranger(work: Callable[[], object]) -> str:
+    """What `work` gives to another user of this host: `ok`, or the name of its error."""
+    reads, writes = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setgid(STRANGER)
+            os.setuid(STRANGER)
+            work()
+            os.write(writes, b"ok")
+        except OSError as error:
+            os.write(writes, errno.errorcode[error.errno or 0].encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writes)
+    with os.fdopen(reads) as answer:
+        return answer.read()
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as a second user, which only root can become")
+
+
+@needs_root
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "0.0.0.0", "::"])
+def test_another_user_cannot_bind_a_held_port(held: HeldPorts, host: str) -> None:
+    [port] = free_ports(1)
+    held.hold("port", host, port)
+    tried = {
+        as_stranger(lambda: bind(*at, v6_only=only, reuse_port=shared, reuse_address=again))  # noqa: B023
+        for address, only in ADDRESSES
+        for at in [(address, port)]
+        for shared in (0, 1)
+        for again in (0, 1)
+    }
+    assert tried == {"EADDRINUSE"}
+
+
+def test_a_held_port_takes_no_connection(held: HeldPorts) -> None:
+    [port] = free_ports(1)
+    held.hold("port", "127.0.0.1", port)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), WAIT_S)
+
+
+def test_every_connection_reaches_the_server_beside_it(held: HeldPorts, monkeypatch: pytest.MonkeyPatch) -> None:
+    [port] = free_ports(1)
+    held.hold("port", "127.0.0.1", port)
+    monkeypatch.setenv(HELD_ENV, f"1,{port}")
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen(64)
+        for _ in range(50):
+            with socket.create_connection(("127.0.0.1", port), WAIT_S) as client:
+                accepted, _ = server.accept()
+                with accepted:
+                    assert accepted.getpeername() == client.getsockname()
+
+
+def test_only_a_process_of_the_launcher_listens_beside_it(held: HeldPorts, monkeypatch: pytest.MonkeyPatch) -> None:
+    [port] = free_ports(1)
+    held.hold("port", "127.0.0.1", port)
+    with pytest.raises(OSError, match="in use"):
+        MetricsServer("127.0.0.1", port, lambda *_: [], None)
+    assert bind_error("port", "127.0.0.1", port) is not None
+    monkeypatch.setenv(HELD_ENV, str(port))
+    MetricsServer("127.0.0.1", port, lambda *_: [], None).close()
+
+
+def test_a_second_launcher_of_the_same_user_is_refused(held: HeldPorts) -> None:
+    [port] = free_ports(1)
+    held.hold("port", "127.0.0.1", port)
+    with pytest.raises(ConfigError, match=f"port: got {port}"):
+        HeldPorts().hold("port", "127.0.0.1", port)
+
+
+def test_the_other_loopback_address_in_use_is_refused(held: HeldPorts) -> None:
+    """A client of `localhost` may reach either address."""
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as stranger:
+        port = stranger.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port: got {port}"):
+            held.hold("port", "127.0.0.1", port)
+    assert held.ports == ()
+
+
+def test_a_port_of_an_ended_server_can_be_held(held: HeldPorts) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port), WAIT_S)
+        accepted, _ = server.accept()
+        accepted.close()  # first, so that this side waits in TIME_WAIT
+        client.close()
+    held.hold("port", "127.0.0.1", port)
+    with pytest.raises(OSError, match="in use"):
+        bind("127.0.0.1", port, reuse_address=1)
+
+
+def test_a_killed_launcher_leaves_no_port_bound() -> None:
+    code = (
+        "from pdserve.launch.ports import HeldPorts, free_ports\n"
+        "[port] = free_ports(1)\n"
+        "held = HeldPorts()\n"
+        "held.hold('port', '0.0.0.0', port)\n"
+        "print(port, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        port = int(other.stdout.readline())
+        with pytest.raises(OSError, match="in use"):
+            bind("127.0.0.1", port)
+        assert not claim(port)
+        other.kill()
+        other.wait(WAIT_S)
+    bind("127.0.0.1", port)
+    assert claim(port)
+    assert claim(port), "one's own"
+
+
+def test_another_users_folder_of_claims_does_not_stop_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = tmp_path / f"pdserve-ports-{os.geteuid()}"
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert len(free_ports(3)) == 3
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    folder.unlink()
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    assert len(free_ports(3)) == 3
+    assert list(folder.iterdir()) == []
+
+
+def test_squatted_abstract_names_stop_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no owner, so any user can take them."""
+    monkeypatch.setattr(ports.tempfile, "gettempdir", lambda: str(tmp_path))
+    with contextlib.ExitStack() as squatted:
+        for port in range(20_000, 20_050):
+            one = squatted.enter_context(socket.socket(socket.AF_UNIX))
+            with contextlib.suppress(OSError):  # another process has it already
+                one.bind(f"\0pdserve.port.{port}")
+        assert all(claim(port) for port in range(20_000, 20_050))
