@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, TextIO, final
 
 from pdserve.core.errors import ConfigError
+from pdserve.private_file import open_private
 from router import replay
 from router.commands import Command
 from router.events import Event
@@ -32,11 +33,10 @@ class RecordFile:
         because it may be the recording of a crash."""
         self._path = Path(path)
         try:
-            if self._path.is_file():
+            if self._path.is_file() and not self._path.is_symlink():
                 self._path.replace(self._path.with_name(self._path.name + OLD_SUFFIX))
             # The file contains callers' answers as tokens, so other users of this host may not read it.
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            self._file: TextIO = os.fdopen(descriptor, "w", encoding="utf-8")
+            self._file: TextIO = os.fdopen(open_private(self._path), "w", encoding="utf-8")
         except OSError as error:
             raise ConfigError("record", path, f"a file that can be written ({error.strerror})") from error
         self._bytes_left = max_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 import time
@@ -19,6 +20,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.progress import PhaseProgress, bar_line, log_text, phase_of
 from pdserve.engine.memory_plan import MemoryPlan, plan_from_json
 from pdserve.launch.start_progress import ClusterProgress
+from pdserve.private_file import open_private
 from pdserve.progress import LINE_EVERY_S, StatusLine, first_s
 from pdserve.telemetry.logs import json_line
 
@@ -91,7 +93,7 @@ class LauncherReport:
             return lambda line: self._err(f"{name:<{_WIDTH}} | {line}")
         if name not in self._files:
             with _a_folder(self._log_dir):
-                file = (self._log_dir / f"{name}.log").open("ab", buffering=0)
+                file = os.fdopen(open_private(self._log_dir / f"{name}.log", is_appended=True), "ab", 0)
             self._files[name] = LogFile(file, lambda why: self.say(name, f"its log loses lines: {why}"))
         return self._files[name].write
 

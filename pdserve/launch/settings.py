@@ -179,6 +179,8 @@ def _check_writable(name: str, file: Path) -> None:
     """Checked here, because the router would report it only after the workers have loaded."""
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigError(name, file, "a file that can be written, in a folder that exists")
+    if file.is_symlink():
+        raise ConfigError(name, file, "a file, not a link to one")
 
 
 def _model(asked: str | None, *, is_here: bool) -> str:
