@@ -17,6 +17,7 @@ from pdserve.config_flags import Config, parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import missing
 from pdserve.core.hosts import is_loopback_host
+from pdserve.descriptors import allow_descriptors, needed_by
 from pdserve.model_source import find_model
 from pdserve.telemetry.logs import log_to_stderr
 
@@ -56,6 +57,7 @@ def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv
         log_to_stderr(name)
         config = parse_flags(kind, argv, f"python -m {name}")
         forget_secrets()
+        allow_descriptors(needed_by(config), name)
         if config.insecure and not config.tls_cert and not is_loopback_host(config.host):
             log.warning("plain text is served beyond loopback", extra={"host": config.host})
         if not isinstance(config, GatewayConfig):

@@ -12,12 +12,13 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.extras import advice
 from pdserve.core.hosts import is_loopback_host
 from pdserve.core.urls import place
+from pdserve.descriptors import OF_A_CHILD, OF_A_PROCESS, allow_descriptors, needed_by
 from pdserve.launch.capacity import capacity_warnings
 from pdserve.launch.degraded import degradations
 from pdserve.launch.local import LocalCluster
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.settings import Asked
-from pdserve.launch.spec import ClusterSpec, gateway
+from pdserve.launch.spec import ClusterSpec, gateway, processes, router
 from pdserve.launch.with_ray import RayCluster
 from pdserve.model_source import model_name
 from pdserve.owned_folder import sweep
@@ -42,6 +43,7 @@ async def serve(asked: Asked) -> int:
     """Returns the exit status. Raises PdserveError if the cluster cannot start; all its processes have then ended."""
     if gateway(asked.spec, "") is not None and importlib.util.find_spec("starlette") is None:
         raise ConfigError("http", "no such package as starlette", f"the extra gateway: {advice('gateway')}")
+    _allow_descriptors(asked)
     stop, hurry = asyncio.Event(), asyncio.Event()
     _on_signals(stop, hurry)
     report = LauncherReport(asked.log_dir, is_json=log_format() == JSON)
@@ -141,6 +143,17 @@ async def _stop(cluster: ServedCluster, hurry: asyncio.Event, *, is_graceful: bo
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
         await cluster.stop(is_graceful=False)
+
+
+def _allow_descriptors(asked: Asked) -> None:
+    """Raises ConfigError if this process or one that it starts may need more open files than it is allowed. Checked
+    here, because the process would report it only after others have started."""
+    spec = asked.spec
+    http = gateway(spec, "")
+    started = processes(spec) if asked.ray is None else [router(spec, ())]
+    allow_descriptors(OF_A_PROCESS + OF_A_CHILD * spec.num_processes, "the launcher")
+    for process in started if http is None else [*started, http]:
+        allow_descriptors(needed_by(process.config), process.name)
 
 
 def _on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
