@@ -212,6 +212,11 @@ class RouterConfig(CallerTlsSettings):
     cluster: str = setting(
         "name of the cluster; clusters that share one Redis need different names", "default", is_name=True
     )
+    unix_socket: str = setting(
+        "path of a unix socket, in a folder that only this user can access, on which the router also listens in plain "
+        "text; none when empty",
+        "",
+    )
     policy: str = setting("placement policy", "goodput", choices=POLICIES)
     slo_ttft_s: float = setting("default TTFT target, for requests that set none", 2.0, within=(0.001, DAY_S))
     slo_tpot_s: float = setting("default TPOT target, for requests that set none", 0.2, within=(0.0001, DAY_S))
@@ -293,7 +298,7 @@ class RouterConfig(CallerTlsSettings):
 class GatewayConfig(CallerTlsSettings):
     """One HTTP gateway process. It holds no secret: its callers' tokens are checked by the router."""
 
-    router: str = setting("HOST:PORT of the router")
+    router: str = setting("HOST:PORT of the router, or unix:PATH")
     router_cert: str = setting("PEM file with the certificate that the router sees; tls_cert when empty", "")
     router_key: str = setting("PEM file with the private key of router_cert", "")
     gateway_id: str = setting("name of this gateway", "gateway-0", is_name=True)

@@ -23,6 +23,7 @@ except ImportError:  # on a system without it, nothing is removed
 PREFIX: Final = "pdserve-run-"
 SHORT: Final = Path("/tmp")
 _LOCK: Final = "owner.lock"
+_MAX_SOCKET_CHARS: Final = 100  # the kernel allows 107 bytes
 _TRIES: Final = 10
 _UNLOCKED_S: Final = 3600.0  # a folder of this age without a lock file was abandoned between creation and locking
 
@@ -45,6 +46,15 @@ class OwnedFolder:
                 return cls(path, lock)
             os.close(lock)  # a sweep removed the folder between creation of the file and its lock
         raise AssertionError(f"{_TRIES} new folders in {parent} were removed at once")
+
+    @classmethod
+    def for_socket(cls, purpose: str, name: str) -> Self:
+        """One in which the path of a socket file called `name` is short enough."""
+        folder = cls.make(purpose)
+        if len(str(folder.path / name)) > _MAX_SOCKET_CHARS:
+            folder.remove()
+            folder = cls.make(purpose, SHORT)
+        return folder
 
     def remove(self) -> None:
         """Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import port_in_use
+from pdserve.core.errors import ConfigError, port_in_use
 from pdserve.core.hosts import join
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
@@ -227,7 +228,25 @@ class RouterServer:
         if port == 0:
             host = self._config.host
             raise bind_error("port", host, self._config.port) or port_in_use("port", host, self._config.port)
+        if self._config.unix_socket:
+            self._bind_unix(Path(self._config.unix_socket))
         return port
+
+    def _bind_unix(self, path: Path) -> None:
+        """gRPC first removes the socket file of an ended router. Callers need the token here too, but no certificate,
+        because only this user can reach the file."""
+        try:
+            facts = path.parent.stat()
+        except OSError as error:
+            raise ConfigError("unix_socket", path, f"a path in a folder that exists ({error.strerror})") from None
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+            raise ConfigError("unix_socket", path, "a path in a folder of this user with mode 0700")
+        try:
+            bound = self._server.add_insecure_port(f"unix:{path}")
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise ConfigError("unix_socket", path, "a path of at most 107 bytes that is free or a socket")
 
     def _add_services(self) -> None:
         servicer = InferenceServicer(

@@ -24,6 +24,7 @@ COMPUTED: Final = frozenset(
         "router_id",
         "gateway_id",
         "router",
+        "unix_socket",
         "port",
         "host",
         "workers",

@@ -20,9 +20,11 @@ from pdserve.launch.ports import HeldPorts, check_free, free_ports
 from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, fixed_ports, gateway, metrics_host, processes, router, router_config
+from pdserve.owned_folder import OwnedFolder
 
 GATEWAY: Final = "gateway"
 FIRST_TOKEN: Final = "first token"
+SOCKET: Final = "router.sock"
 
 
 @final
@@ -33,6 +35,7 @@ class LocalCluster:
         self._report = report
         self._held = HeldPorts()
         spec, self._redis = with_ports(spec, self._held)
+        spec, self._socket = with_socket(spec)
         self.spec, self._certificates = make_certificates(spec)
         self._metrics = LauncherMetrics(self.spec)
         self._crew = Crew(report, self._held, self._metrics.process_started)
@@ -71,7 +74,8 @@ class LocalCluster:
         await self._crew.stop_redis()
         self._metrics.close()
         self._held.release()
-        for folder in (self._certificates, None if self._redis is None else self._redis.folder):
+        folders = (self._certificates, self._socket, None if self._redis is None else self._redis.folder)
+        for folder in folders:
             if folder is not None:
                 folder.remove()
 
@@ -96,6 +100,15 @@ def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) ->
     )
     _hold(filled, held, has_workers=ray is None)
     return filled, own
+
+
+def with_socket(spec: ClusterSpec) -> tuple[ClusterSpec, OwnedFolder | None]:
+    """The spec with the router's socket for the gateway, and the socket's folder; None: there is no gateway. No other
+    user can take the path of a socket in such a folder while the router is being restarted."""
+    if spec.http is None:
+        return spec, None
+    folder = OwnedFolder.for_socket(GATEWAY, SOCKET)
+    return dataclasses.replace(spec, unix_socket=str(folder.path / SOCKET)), folder
 
 
 def _hold(spec: ClusterSpec, held: HeldPorts, *, has_workers: bool) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
-from pdserve.owned_folder import SHORT, OwnedFolder
+from pdserve.owned_folder import OwnedFolder
 from pdserve.prefix.embedded import SOCKET, EmbeddedRedis, loopback_url, socket_url
-
-_MAX_PATH_CHARS: Final = 100  # of a socket file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +25,7 @@ class OwnRedis:
 
     @classmethod
     def on_socket(cls) -> Self:
-        folder = OwnedFolder.make("redis")
-        if len(str(folder.path / SOCKET)) > _MAX_PATH_CHARS:
-            folder.remove()
-            folder = OwnedFolder.make("redis", SHORT)
-        return cls(folder=folder)
+        return cls(folder=OwnedFolder.for_socket("redis", SOCKET))
 
     @property
     def path(self) -> Path | None:

@@ -47,6 +47,7 @@ class ClusterSpec:
     ray_wait_s: float = 10.0  # how long Ray may take to place them; more where it starts nodes on demand
     gpus: tuple[str, ...] = ()  # of this host, as CUDA_VISIBLE_DEVICES names them
     worker_ports: tuple[int, ...] = ()
+    unix_socket: str = ""  # of the router, for the gateway
     inject_faults: str = ""  # for tests: faults to inject into KV transfers
     settings: Mapping[Kind, Mapping[str, Value]] = field(default_factory=dict)
 
@@ -161,11 +162,11 @@ def router(spec: ClusterSpec, workers: Sequence[str]) -> Process:
 
 
 def gateway(spec: ClusterSpec, router: str) -> Process | None:
-    """The HTTP gateway of the router at that address; None if none is asked for."""
+    """The HTTP gateway of the router at that address, or at its socket; None if none is asked for."""
     if spec.http is None:
         return None
     config = GatewayConfig(
-        router=router,
+        router=f"unix:{spec.unix_socket}" if spec.unix_socket else router,
         host=spec.host,
         port=spec.http,
         **{
@@ -187,6 +188,7 @@ def router_config(spec: ClusterSpec, workers: Sequence[str]) -> RouterConfig:
         redis=spec.redis,
         cluster=spec.cluster,
         cluster_secret=spec.cluster_secret,
+        unix_socket=spec.unix_socket,
         **{**_security(spec, "router"), **_metrics(spec, 0), **spec.settings.get("router", {})},  # type: ignore[arg-type]
     )
 

@@ -16,7 +16,7 @@ from typing import Any, Final, final
 from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
 from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.crew import Crew, Member, member
-from pdserve.launch.local import GATEWAY, ask_first, start_gateway, start_steps, with_ports
+from pdserve.launch.local import GATEWAY, ask_first, start_gateway, start_steps, with_ports, with_socket
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
 from pdserve.launch.ports import HeldPorts
@@ -39,6 +39,7 @@ class RayCluster:
         self._held = HeldPorts()
         self._crew = Crew(report, self._held)
         spec, self._redis = with_ports(spec, self._held, ray=address)
+        spec, self._socket = with_socket(spec)
         spec, self._certificates = make_certificates(spec)
         self.spec = dataclasses.replace(spec, worker_ports=())
         self._driver = Member(
@@ -82,7 +83,8 @@ class RayCluster:
             await self._crew.stop(names, is_graceful=is_graceful)
         await self._crew.stop_redis()
         self._held.release()
-        for folder in (self._certificates, None if self._redis is None else self._redis.folder):
+        folders = (self._certificates, self._socket, None if self._redis is None else self._redis.folder)
+        for folder in folders:
             if folder is not None:
                 folder.remove()
 

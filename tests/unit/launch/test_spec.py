@@ -18,6 +18,7 @@ from pdserve.launch.spec import (
     processes,
     ray_resources,
     remote_ranks,
+    router_config,
     waiting_env,
     why_not_placed,
     worker_config,
@@ -310,3 +311,12 @@ def test_a_gateway_gets_no_secret() -> None:
     process = gateway(spec(http=0, settings={"router": {"token": "t"}}), "127.0.0.1:1")
     assert process is not None
     assert process.env == (("OMP_NUM_THREADS", "1"),)
+
+
+def test_the_gateway_calls_the_router_by_its_socket() -> None:
+    found = spec(http=8000, unix_socket="/run/0700/router.sock")
+    process = gateway(found, "127.0.0.1:50051")
+    assert process is not None
+    assert isinstance(process.config, GatewayConfig)
+    assert process.config.router == "unix:/run/0700/router.sock"
+    assert router_config(found, ()).unix_socket == "/run/0700/router.sock"
