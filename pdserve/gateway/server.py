@@ -123,8 +123,9 @@ class GatewayHost:
 
     def _client(self) -> AsyncClient:
         config, tls = self._config, self._tls
-        is_plain = tls is None or not tls.files.ca or config.router.startswith("unix:")
-        transport = None if is_plain else ReloadingTransport(self._router_tls or tls)
+        transport = None
+        if tls is not None and tls.files.ca and not config.router.startswith("unix:"):
+            transport = ReloadingTransport(self._router_tls or tls)
         return AsyncClient(
             config.router,
             tls=transport is not None,
