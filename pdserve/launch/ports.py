@@ -6,12 +6,10 @@ clients send there, such as their tokens.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import random
 import socket
-import stat
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final, final
@@ -19,6 +17,7 @@ from typing import Final, final
 from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import is_any_host, is_loopback_host
 from pdserve.listening import bind_error
+from pdserve.private_file import open_private
 
 try:
     import fcntl
@@ -27,7 +26,7 @@ except ImportError:  # on a system without it, no port is claimed
 
 _LOWEST: Final = 20_000
 _TRIES: Final = 2_000
-_claims: Final[dict[int, int]] = {}  # port -> descriptor of its lock file, until this process ends
+_claims: Final[set[int]] = set()
 
 
 @final
@@ -83,20 +82,16 @@ def free_ports(count: int, host: str = "127.0.0.1", *, avoid: Collection[int] = 
 
 def claim(port: int) -> bool:
     """False if another process of this user has claimed it: seconds may pass between the choice and the use of a port,
-    and another launcher must not choose it in that time. The claim ends with the process. Always true if there is no
-    folder of this user for the lock files: a claim only avoids a failed start, and no other user can make it fail."""
-    if port in _claims or fcntl is None or (folder := _claims_folder()) is None:
+    and another launcher must not choose it in that time. The claim is a lock on one byte of a file, and ends with the
+    process. Always true if this user has no such file: a claim only avoids a failed start."""
+    if fcntl is None or (lock := _claims_file()) < 0:
         return True
-    try:
-        lock = os.open(folder / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        return False
-    _claims[port] = lock
+    if port not in _claims:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        except OSError:
+            return False
+        _claims.add(port)
     return True
 
 
@@ -155,15 +150,16 @@ def _has(address: str) -> bool:
     return True
 
 
-def _claims_folder() -> Path | None:
-    """A folder that only this user can access; None if another user has taken its name."""
-    folder = Path(tempfile.gettempdir(), f"pdserve-ports-{os.geteuid()}")
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        facts = folder.lstat()
-        if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077:
-            return folder
-    return None
+@functools.cache
+def _claims_file() -> int:
+    """Open until this process ends, because closing it would end all claims. -1 if there is none. It is in the user's
+    own folder: in a shared one, other users could take its name."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "pdserve")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return open_private(folder / "ports.lock", is_appended=True)
+    except (OSError, RuntimeError):  # no home, or one that cannot be written
+        return -1
 
 
 def _ephemeral_start() -> int:
