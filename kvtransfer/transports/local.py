@@ -33,6 +33,8 @@ class UnixListener:
         try:
             sock.settimeout(timeout_s)
             sock.connect("\0" + address)
+            if not self.admits(sock):  # abstract names have no owner, and anyone can take that of an ended receiver
+                raise PermissionError("the receiver's socket belongs to another user")
         except BaseException:
             sock.close()
             raise
