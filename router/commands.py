@@ -33,6 +33,7 @@ class FailKind(Enum):
     OVERLOADED = "overloaded"
     NO_WORKERS = "no_workers"
     UNAVAILABLE = "unavailable"
+    SHUTTING_DOWN = "shutting_down"
     DEADLINE = "deadline"
     INVALID = "invalid"
     TRANSFER = "transfer"
@@ -87,6 +88,8 @@ class FailRequest:
                 return errors.NoWorkers(self.role, self.retry_after_s)
             case FailKind.UNAVAILABLE:
                 return errors.Unavailable(self.message, self.retry_after_s)
+            case FailKind.SHUTTING_DOWN:
+                return errors.ShuttingDown(self.retry_after_s)
             case FailKind.DEADLINE:
                 return errors.DeadlineExceeded(self.stage)
             case FailKind.INVALID:

@@ -115,10 +115,16 @@ class RouterClosing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainEnded:
+    """The router ends. Requests that have not ended fail, so that their clients get an error rather than a lost
+    connection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
     """The time of a WakeAt has come. Has no effect at other times."""
 
 
 ClientEvent = RequestArrived | ClientLeft | StopMatched
 WorkerEvent = WorkerConnected | WorkerLost | WorkerForgotten | WorkerMessage
-Event = ClientEvent | WorkerEvent | DrainRequested | UndrainRequested | RouterClosing | TimePassed
+Event = ClientEvent | WorkerEvent | DrainRequested | UndrainRequested | RouterClosing | DrainEnded | TimePassed

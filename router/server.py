@@ -41,7 +41,7 @@ from pdserve.wire.tls_credentials import caller_port
 from router.admission import Admission, Limits
 from router.auth import AuthInterceptor
 from router.cluster import ClusterServicer
-from router.events import RouterClosing
+from router.events import DrainEnded, RouterClosing
 from router.gauges import Gauges
 from router.grammars import GrammarCheck
 from router.inference import InferenceServicer
@@ -196,8 +196,10 @@ class RouterServer:
         await self.stop()
 
     async def stop(self) -> None:
-        """Ends every call and stream now."""
+        """Ends every call and stream now, with an error that says why."""
         self._is_closing = True
+        if not self._has_crashed:
+            self._runtime.submit(DrainEnded())
         if self._server is not None:
             await self._health.enter_graceful_shutdown()
             self._watching.close()

@@ -46,6 +46,7 @@ from router.cluster_state import ClusterState
 from router.commands import Command, FailKind, WakeAt
 from router.events import (
     ClientLeft,
+    DrainEnded,
     DrainRequested,
     Event,
     RequestArrived,
@@ -64,9 +65,12 @@ from router.policy.interface import Decision
 from router.request import Request
 from router.settings import RouterSettings
 from router.snapshot import ClusterSnapshot, take_snapshot
-from router.transitions import CARRY_OUT, Disconnect, Expire, Finish, Reject, Step
+from router.transitions import CARRY_OUT, Disconnect, Expire, Fail, Finish, Reject, Step
 
+RETRY_S: Final = 1.0  # after which clients of a closing router retry
 SHORTEST_WAKE_S: Final = 0.001  # lower limit of the time to WakeAt
+
+_CLOSING: Final = "the router is shutting down"
 
 
 @final
@@ -236,7 +240,7 @@ def _on_arrived(cluster: ClusterState, event: RequestArrived) -> Iterable[Step]:
     cluster.enqueue(request)
     cluster.note_demand(request)
     if cluster.is_closing:
-        return (Reject(request, FailKind.UNAVAILABLE, "the router is shutting down", retry_after_s=1.0),)
+        return (Reject(request, FailKind.SHUTTING_DOWN, _CLOSING, retry_after_s=RETRY_S),)
     if deadline_at_s is not None and deadline_at_s <= cluster.now_s:
         return (Expire(request),)
     if deadline_at_s is not None:
@@ -307,6 +311,13 @@ def _on_closing(cluster: ClusterState, event: RouterClosing) -> Iterable[Step]:
     return ()
 
 
+def _on_drain_ended(cluster: ClusterState, event: DrainEnded) -> Iterable[Step]:
+    cluster.is_closing = True
+    for request in list(cluster.requests.values()):
+        if request.request_id not in cluster.ended:
+            yield Fail(request, FailKind.SHUTTING_DOWN, _CLOSING, retry_after_s=RETRY_S)
+
+
 def _on_time(cluster: ClusterState, event: TimePassed) -> Iterable[Step]:
     """Nothing is left to do: `handle` runs everything that is due for every event. The alarm may be slightly early."""
     cluster.timers.wake_at_s = None
@@ -347,6 +358,7 @@ _HANDLERS: Final[Mapping[type, Handler]] = {
     DrainRequested: _on_drain,
     UndrainRequested: _on_undrain,
     RouterClosing: _on_closing,
+    DrainEnded: _on_drain_ended,
     TimePassed: _on_time,
 }
 

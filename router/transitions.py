@@ -65,6 +65,7 @@ class Fail(NamedTuple):
     message: str
     field: str = ""
     role: str = ""
+    retry_after_s: float | None = None
 
 
 class Cause(Enum):
@@ -169,6 +170,7 @@ def _give_up(cluster: ClusterState, end: Fail) -> list[Command]:
         end.message,
         role=end.role,
         field=end.field,
+        retry_after_s=end.retry_after_s,
     )
 
 

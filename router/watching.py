@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Final, final
 
 from pdserve.core.durations import check_duration
-from pdserve.core.errors import Overloaded
+from pdserve.core.errors import Overloaded, ShuttingDown
 from pdserve.core.live import PERIOD_S
 from pdserve.v1 import cluster_pb2
 from pdserve.wire.live import FRAME
@@ -28,8 +28,8 @@ class Watching:
         self._closing = asyncio.Event()
 
     async def frames(self, period_s: float) -> AsyncGenerator[cluster_pb2.WatchResponse, None]:
-        """Yields frames until `close`. The first one contains recently ended requests. Raises InvalidRequest and
-        Overloaded."""
+        """The first one contains recently ended requests. Raises InvalidRequest, Overloaded, and ShuttingDown after
+        `close`."""
         period_s = period_s or PERIOD_S
         check_duration("period_s", period_s, SHORTEST_S, LONGEST_S)
         if self._num_viewers >= MAX_VIEWERS:
@@ -43,6 +43,7 @@ class Watching:
                 yield cluster_pb2.WatchResponse(frame=FRAME.encode(frame))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), period_s)
+            raise ShuttingDown
         finally:
             self._num_viewers -= 1
 

@@ -11,7 +11,8 @@
     ├── Overloaded            no placement meets the targets now; retry after retry_after_s
     │   └── QuotaExceeded     the tenant has used up one of its quotas
     ├── Unavailable           no process can do the work now
-    │   └── NoWorkers         no worker of a needed role
+    │   ├── NoWorkers         no worker of a needed role
+    │   └── ShuttingDown      the server drains or ends
     ├── DeadlineExceeded      the request's deadline has passed
     ├── Cancelled             the client cancelled
     ├── Unauthenticated       no valid token
@@ -173,6 +174,15 @@ class NoWorkers(Unavailable):
     def __init__(self, role: str, retry_after_s: float | None = 1.0) -> None:
         super().__init__(f"no {role} worker is available", retry_after_s)
         self.role = role
+
+
+class ShuttingDown(Unavailable):
+    """The server drains or ends. A retry reaches another server, or this one after its restart."""
+
+    reason = "SHUTTING_DOWN"
+
+    def __init__(self, retry_after_s: float | None = 1.0) -> None:
+        super().__init__("the server is shutting down; retry", retry_after_s)
 
 
 class DeadlineExceeded(PdserveError):

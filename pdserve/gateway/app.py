@@ -22,7 +22,15 @@ from pdserve.client.aio import AsyncClient
 from pdserve.client.options import Options
 from pdserve.client.results import Model
 from pdserve.config import GatewayConfig
-from pdserve.core.errors import InternalError, InvalidRequest, NotFound, PdserveError, PermissionDenied, shortened
+from pdserve.core.errors import (
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    PdserveError,
+    PermissionDenied,
+    ShuttingDown,
+    shortened,
+)
 from pdserve.core.version import VERSION
 from pdserve.gateway import errors, headers, json_body, live_view, openapi, replies, sse, tokens
 from pdserve.gateway.body import check_declared, read_body
@@ -32,10 +40,11 @@ from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint
 from pdserve.gateway.health import Health
 from pdserve.gateway.operations import OPERATIONS
-from pdserve.gateway.respond import Responder, encoded, send_json, send_whole
+from pdserve.gateway.respond import Responder, Sender, encoded, send_json, send_whole
 from pdserve.gateway.responses_request import responses_call
 from pdserve.gateway.sdk_call import SdkCall, chat_call, text_call
 from pdserve.gateway.shares import BYTES_WEIGHT, CONNECTIONS_WEIGHT, HeldBody, Shares
+from pdserve.gateway.shutdown import Shutdown
 from pdserve.gateway.ui.page import page
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
@@ -59,15 +68,21 @@ OPEN_SHARE: Final = 16  # one of so many connections is kept for /health and oth
 QUICK_BYTES: Final = 65_536  # a smaller body is validated on the event loop: a thread would take longer
 LEAST_ANSWER_BYTES: Final = 2**20  # allowed whatever the limit
 AnyRequest = TypeVar("AnyRequest")
+HEALTH_PATHS: Final = ("/health", "/ping")  # answered while the gateway drains
+ENDLESS_PATHS: Final = ("/ui/events",)  # a drain does not wait for their requests
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 @final
 class Gateway:
-    """The handlers. Each returns the status of its answer, or raises before its answer has begun."""
+    """The handlers. Each returns the status of its answer, or raises: before its answer has begun, or within a
+    stream."""
 
-    def __init__(self, config: GatewayConfig, client: AsyncClient, metrics: Metrics, *, needs_token: bool) -> None:
+    def __init__(
+        self, config: GatewayConfig, client: AsyncClient, metrics: Metrics, shutdown: Shutdown, *, needs_token: bool
+    ) -> None:
         self._config = config
+        self._shutdown = shutdown
         self._door = Door(client, needs_token=needs_token)
         self._health = Health(client)
         self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
@@ -185,6 +200,8 @@ class Gateway:
 
     async def _answer_health(self, scope: Any, receive: Any, send: Any, given: Headers) -> int:
         """Needs no token, because load balancers have none."""
+        if self._shutdown.is_draining:  # load balancers then send no more requests
+            return await _send(send, 503, {"status": "shutting down"})
         is_serving = await self._health.is_serving()
         return await _send(send, 200 if is_serving else 503, {"status": "ok" if is_serving else "unavailable"})
 
@@ -269,14 +286,17 @@ class Gateway:
     async def run(self, path: str, handler: OpenHandler, scope: Any, receive: Any, send: Any) -> None:
         """Turns every error into an answer, and measures the request."""
         began_s = time.perf_counter()
-        sent, received, given = _Sent(send), _Received(receive), Headers(scope=scope)
+        sent, received, given = Sender(send, self._is_last), _Received(receive), Headers(scope=scope)
         has_body = "content-length" in given or "transfer-encoding" in given
         self._running += 1
         self._metrics.set(metric_names.HTTP_RUNNING, self._running)
         self._generating += path in GENERATION_PATHS
         status = 499
         try:
-            status = await handler(scope, received, sent, given)
+            if self._shutdown.is_draining and path not in HEALTH_PATHS:
+                raise ShuttingDown
+            async with self._shutdown.interruptible(is_endless=path in ENDLESS_PATHS):
+                status = await handler(scope, received, sent, given)
         except asyncio.CancelledError:
             raise
         except PdserveError as error:
@@ -293,8 +313,14 @@ class Gateway:
             if sent.first_part_s is not None and path in GENERATION_PATHS:
                 self._metrics.observe(metric_names.HTTP_TTFT, sent.first_part_s - began_s)
 
-    async def _fail(self, sent: _Sent, error: PdserveError, *, is_unread: bool) -> int:
+    def _is_last(self) -> bool:
+        return self._shutdown.is_draining
+
+    async def _fail(self, sent: Sender, error: PdserveError, *, is_unread: bool) -> int:
         found = errors.reply(error)
+        if sent.has_begun and not sent.has_ended and sent.error_frame is not None:
+            await sent.fail(found)
+            return found.status
         if sent.has_begun:
             raise error  # the server then closes the connection, so the client knows that the answer is incomplete
         pairs = [(name.encode(), value.encode()) for name, value in found.headers]
@@ -326,20 +352,6 @@ class _Received:
         if not message.get("more_body", False):
             self.is_complete = True
         return message
-
-
-@final
-class _Sent:
-    def __init__(self, send: Any) -> None:
-        self._send = send
-        self.has_begun = False
-        self.first_part_s: float | None = None  # when the first part of a stream was sent
-
-    async def __call__(self, message: Any) -> None:
-        self.has_begun = True
-        await self._send(message)
-        if self.first_part_s is None and message.get("more_body", False):
-            self.first_part_s = time.perf_counter()
 
 
 async def _send(send: Any, status: int, value: dict[str, Any]) -> int:

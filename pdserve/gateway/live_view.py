@@ -17,21 +17,20 @@ from pdserve.core.live import PERIOD_S, LiveFrame
 from pdserve.core.live_json import frame_to_json
 from pdserve.gateway import sse
 from pdserve.gateway.door import Caller
-from pdserve.gateway.respond import EVENT_STREAM, disconnected
+from pdserve.gateway.respond import EVENT_STREAM, Sender, disconnected
 
 #: A page of another site cannot set this header without the gateway's permission (CORS), which it never gives.
 OWN_HEADER: Final = "x-pdserve-ui"
 
 
-async def stream_frames(caller: Caller, receive: Any, send: Any) -> int:
-    """Sends frames until the viewer leaves or the router ends the stream. Raises PdserveError before the first
-    frame."""
+async def stream_frames(caller: Caller, receive: Any, send: Sender) -> int:
+    """Sends frames until the viewer leaves or the router ends the stream. Raises PdserveError."""
     gone = asyncio.create_task(disconnected(receive))
     frames = caller.client.watch(PERIOD_S)
     try:
         first = await _next(frames, gone)
         topology = await caller.client.topology()
-        await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_STREAM)})
+        await send.begin_stream(lambda reply: sse.frame(reply.body))
         hello = {"model": caller.model.name, "router_id": topology.router_id, "period_s": PERIOD_S, "is_operator": True}
         data = sse.frame({"hello": hello})
         frame: LiveFrame | None = first

@@ -15,10 +15,11 @@ from typing import Any, Final, TypeVar, final
 
 from pdserve.client.aio import AsyncClient
 from pdserve.client.results import Model, Piece, TokenLogprob
-from pdserve.core.errors import Cancelled, PdserveError
-from pdserve.gateway import errors, logprobs, sse
+from pdserve.core.errors import Cancelled
+from pdserve.gateway import logprobs, sse
 from pdserve.gateway.answers import Answers, TokenTable
 from pdserve.gateway.echo import with_echoes
+from pdserve.gateway.errors import ErrorReply
 from pdserve.gateway.field_support import Endpoint
 from pdserve.gateway.headers import IGNORED, REQUEST_ID
 from pdserve.gateway.logprobs import EchoedPrompt
@@ -41,6 +42,40 @@ EVENT_STREAM: Final = (
 
 
 @final
+class Sender:
+    """Sends one answer. `error_frame` makes the last frame of a stream that fails; None for a whole answer."""
+
+    def __init__(self, send: Any, is_last: Callable[[], bool]) -> None:
+        """`is_last`: whether the connection ends after the answer."""
+        self._send, self._is_last = send, is_last
+        self.has_begun = False
+        self.has_ended = False
+        self.first_part_s: float | None = None  # when the first part of a stream was sent
+        self.error_frame: Callable[[ErrorReply], bytes] | None = None
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start" and self._is_last():
+            pairs = [pair for pair in message["headers"] if pair[0] != b"connection"]
+            message = {**message, "headers": [*pairs, (b"connection", b"close")]}
+        self.has_begun = True
+        self.has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+        await self._send(message)
+        if self.first_part_s is None and message.get("more_body", False):
+            self.first_part_s = time.perf_counter()
+
+    async def begin_stream(
+        self, error_frame: Callable[[ErrorReply], bytes], headers: Iterable[tuple[bytes, bytes]] = ()
+    ) -> None:
+        self.error_frame = error_frame
+        await self({"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *headers]})
+
+    async def fail(self, reply: ErrorReply) -> None:
+        """Ends a stream that has begun with its error."""
+        assert self.error_frame is not None
+        await self({"type": "http.response.body", "body": self.error_frame(reply), "more_body": False})
+
+
+@final
 class Responder:
     """Belongs to one event loop."""
 
@@ -48,9 +83,9 @@ class Responder:
         self._tokens = TokenTable()
 
     async def respond(
-        self, endpoint: Endpoint, call: SdkCall, client: AsyncClient, model: Model, receive: Any, send: Any
+        self, endpoint: Endpoint, call: SdkCall, client: AsyncClient, model: Model, receive: Any, send: Sender
     ) -> int:
-        """Returns the status of the answer. Raises PdserveError before the answer has begun."""
+        """Returns the status of the answer. Raises PdserveError, which the caller turns into the answer or its end."""
         call, echoes = await with_echoes(call, client, self._tokens, model.max_context_tokens)
         answers = Answers(client, call)
         watch = asyncio.create_task(_close_at_disconnect(receive, answers))
@@ -87,7 +122,7 @@ class Responder:
         pieces: AsyncIterator[Piece],
         client: AsyncClient,
         watch: asyncio.Task[None],
-        send: Any,
+        send: Sender,
         headers: tuple[tuple[bytes, bytes], ...],
     ) -> int:
         async for _ in pieces:
@@ -113,32 +148,27 @@ class Responder:
         pieces: AsyncIterator[Piece],
         client: AsyncClient,
         watch: asyncio.Task[None],
-        send: Any,
+        send: Sender,
         headers: tuple[tuple[bytes, bytes], ...],
     ) -> int:
-        await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *headers]})
+        await send.begin_stream(writer.error, headers)
         begun: set[int] = set()
-        try:
-            while piece is not None:
-                prompt = answers.prompt_of(piece.index)
-                if prompt not in begun:
-                    begun.add(prompt)
-                    await self._begin_prompt(writer, echoes, prompt, answers.prompt_logprobs(prompt), client)
-                if piece.logprobs:
-                    await self._tokens.learn(client, logprobs.token_ids(piece.logprobs))
-                prompt_tokens = answers.prompt_tokens[prompt]
-                # The prompt's tokens come in one frame.
-                write = functools.partial(writer.pieces, (piece,), prompt_tokens)
-                if frames := await _written(is_scored and bool(echoes), write):
-                    await send({"type": "http.response.body", "body": frames, "more_body": True})
-                piece = await anext(pieces, None)
-            if watch.done():
-                return 499
-            last = await _written(is_scored, lambda: writer.end(answers.completions))
-        except PdserveError as error:
-            reply = errors.reply(error)
-            await send({"type": "http.response.body", "body": writer.error(reply), "more_body": False})
-            return reply.status
+        while piece is not None:
+            prompt = answers.prompt_of(piece.index)
+            if prompt not in begun:
+                begun.add(prompt)
+                await self._begin_prompt(writer, echoes, prompt, answers.prompt_logprobs(prompt), client)
+            if piece.logprobs:
+                await self._tokens.learn(client, logprobs.token_ids(piece.logprobs))
+            prompt_tokens = answers.prompt_tokens[prompt]
+            # The prompt's tokens come in one frame.
+            write = functools.partial(writer.pieces, (piece,), prompt_tokens)
+            if frames := await _written(is_scored and bool(echoes), write):
+                await send({"type": "http.response.body", "body": frames, "more_body": True})
+            piece = await anext(pieces, None)
+        if watch.done():
+            return 499
+        last = await _written(is_scored, lambda: writer.end(answers.completions))
         await send({"type": "http.response.body", "body": last, "more_body": False})
         return 200
 

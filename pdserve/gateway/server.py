@@ -23,6 +23,7 @@ from pdserve.core.hosts import is_loopback_host
 from pdserve.gateway.app import Gateway
 from pdserve.gateway.connection import Connection, ConnectionLimits, Connections
 from pdserve.gateway.handshake import Handshake
+from pdserve.gateway.shutdown import Shutdown
 from pdserve.listening import bind_error, ignore_poller_races, share_port
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 START_S: Final = 60.0
 MEASURE_EVERY_S: Final = 1.0
 STOP_S: Final = 5.0
+LAST_WORDS_S: Final = 1.0  # in which each request gets its error at the end
 MAX_BACKLOG: Final = 128
 
 
@@ -65,6 +67,8 @@ class GatewayHost:
             )
         )
         self._server: uvicorn.Server | None = None
+        self._shutdown = Shutdown()
+        self._draining: asyncio.Task[None] | None = None  # a reference, because the loop does not keep tasks alive
         self._has_ended = threading.Event()
         self.address = ""
 
@@ -82,14 +86,16 @@ class GatewayHost:
 
     def drain(self) -> None:
         """Finishes running requests, for at most drain_s, and ends. Returns immediately. Idempotent."""
-        if self._server is not None:
-            self._server.should_exit = True
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._begin_drain)
 
     def stop(self) -> None:
-        """Ends every connection now. Idempotent."""
+        """Ends every request now, with an error that says why. Idempotent."""
         if self._server is not None and not self._has_ended.is_set():
-            self._loop.call_soon_threadsafe(self._abort)
-            self._has_ended.wait(STOP_S)
+            asyncio.run_coroutine_threadsafe(self._finish(), self._loop)
+            if not self._has_ended.wait(2 * LAST_WORDS_S):
+                self._loop.call_soon_threadsafe(self._abort)
+                self._has_ended.wait(STOP_S)
         self._end()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -108,7 +114,7 @@ class GatewayHost:
             self._metrics.serve(config.metrics_port, config.metrics_host or config.host, self._tls)
         listener = _listen(config.host, config.port)
         host, port = listener.getsockname()[:2]
-        gateway = Gateway(config, client, self._metrics, needs_token=not is_local)
+        gateway = Gateway(config, client, self._metrics, self._shutdown, needs_token=not is_local)
         self._server = server = uvicorn.Server(_uvicorn_config(config, gateway.app(), self._connections, self._tls))
         serving = asyncio.create_task(self._serve(server, listener, client))
         serving.add_done_callback(lambda _: self._has_ended.set())
@@ -149,6 +155,20 @@ class GatewayHost:
             self._metrics.add(metric_names.HTTP_DROPPED, self._connections.num_dropped - dropped)
             dropped = self._connections.num_dropped
             await asyncio.sleep(MEASURE_EVERY_S)
+
+    def _begin_drain(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """The port stays open, so that new requests and health checks get an answer."""
+        await self._shutdown.drain(self._config.drain_s)
+        await self._finish()
+
+    async def _finish(self) -> None:
+        await self._shutdown.interrupt(LAST_WORDS_S)
+        if self._server is not None:
+            self._server.should_exit = True
 
     def _abort(self) -> None:
         if self._server is not None:
@@ -226,7 +246,7 @@ def _uvicorn_config(
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(config.drain_s)),
+        timeout_graceful_shutdown=1,  # the drain has ended
         # asyncio accepts this many connections at a time. The number is small so that each one is read before it counts
         # as
         # idle.

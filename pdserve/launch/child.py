@@ -103,12 +103,17 @@ class Child:
         await asyncio.wait(self._readers, timeout=1.0)
         return code
 
-    async def stop(self, grace_s: float) -> None:
-        """Sends SIGTERM, and SIGKILL if the process has not ended after `grace_s`. Idempotent."""
+    async def stop(self, grace_s: float, *, drains: bool = True) -> None:
+        """Sends SIGTERM, and SIGKILL if the process has not ended after `grace_s`. Idempotent.
+
+        `drains` False: it also sends SIGINT, the second signal, which ends a process without a drain.
+        """
         if self._process is None:
             return
         if self.is_running and grace_s > 0:
             self.signal(signal.SIGTERM)
+            if not drains:
+                self.signal(signal.SIGINT)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), grace_s)
         if self.is_running:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from pdserve.config import WorkerConfig
+from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.progress import PROGRESS_ENV
 from pdserve.launch.child import Child, StartFailed, outcome
@@ -20,6 +20,7 @@ from pdserve.listening import HELD_ENV
 from pdserve.prefix.embedded import EmbeddedRedis
 
 KILL_AFTER_S: Final = 5.0  # in addition to a process's own drain time
+LAST_WORDS_S: Final = 3.0  # in which a server that ends at once tells its clients
 REDIS: Final = "redis"
 _WATCH_S: Final = 0.2
 _FIRST_BACKOFF_S: Final = 0.25
@@ -38,6 +39,7 @@ class Member:
     env: tuple[tuple[str, str], ...] = ()
     start_s: float
     drain_s: float
+    last_words_s: float = 0.0  # before it is killed, if everything ends at once
     slow_start: str = "still starting"  # message if it has not started after some seconds
     on_line: Callable[[str], None] | None = None
 
@@ -49,6 +51,7 @@ def member(process: Process) -> Member:
         env=(*process.env, (PROGRESS_ENV, "1")) if isinstance(process.config, WorkerConfig) else process.env,
         start_s=process.start_s,
         drain_s=process.config.drain_s,
+        last_words_s=LAST_WORDS_S if isinstance(process.config, RouterConfig | GatewayConfig) else 0.0,
         slow_start=_SLOW_WORKER if isinstance(process.config, WorkerConfig) else "still starting",
     )
 
@@ -134,7 +137,8 @@ class Crew:
 
         async def stop(child: Child) -> None:
             self._report.begins(child.name)
-            await child.stop(self._grace_s(child.name) if is_graceful else 0.0)
+            grace_s = self._grace_s(child.name) if is_graceful else self._members[child.name].last_words_s
+            await child.stop(grace_s, drains=is_graceful)
             self._report.ends(child.name)
 
         await asyncio.gather(*map(stop, children))

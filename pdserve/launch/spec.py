@@ -11,12 +11,14 @@ from typing import Final
 
 from pdserve.config import RAY_STRATEGIES, GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import to_env, to_flags
+from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import PORTS, Range
 from pdserve.core.types import Role
 from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.keys import Kind, Value, check_settings
 
+GATEWAY_FIRST_S: Final = 1.0  # by which the router ends later than the gateway
 SPINS: Final = "1000"  # turns of the waiting loop
 MAX_WORKERS: Final = 256
 NUM_WORKERS: Final[Mapping[str, Range]] = {"prefill": Range(0, MAX_WORKERS), "decode": Range(1, MAX_WORKERS)}
@@ -157,6 +159,8 @@ def waiting_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 def router(spec: ClusterSpec, workers: Sequence[str]) -> Process:
     config = router_config(spec, workers)
+    if spec.http is not None:  # the gateway tells its own clients
+        config = replace(config, drain_s=min(config.drain_s + GATEWAY_FIRST_S, DAY_S))
     env = (("OMP_NUM_THREADS", "1"), *to_env(config).items())
     return Process(name="router", module="router", config=config, env=env)
 

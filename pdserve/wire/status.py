@@ -34,6 +34,7 @@ from pdserve.core.errors import (
     PdserveError,
     PermissionDenied,
     QuotaExceeded,
+    ShuttingDown,
     TransferFailed,
     Unauthenticated,
     Unavailable,
@@ -98,6 +99,7 @@ TABLE: Final[Mapping[type[PdserveError], Mapped]] = {
         ("role",),
         lambda _, fields, retry_after_s: NoWorkers(fields["role"], retry_after_s),
     ),
+    ShuttingDown: Mapped(grpc.StatusCode.UNAVAILABLE, (), lambda _, __, retry_after_s: ShuttingDown(retry_after_s)),
     DeadlineExceeded: Mapped(
         grpc.StatusCode.DEADLINE_EXCEEDED, ("stage",), lambda _, fields, __: DeadlineExceeded(fields["stage"])
     ),
@@ -130,6 +132,7 @@ _BARE: Final[Mapping[grpc.StatusCode, Callable[[str], PdserveError]]] = {
 _NOBODY: Final = re.compile(r"failed to connect to all addresses.*?(?:ipv4|ipv6|unix):(.+?): (?:.*: )?(.+)", re.DOTALL)
 NO_CONNECTION: Final = "no connection to"  # begins the message of a failed TLS handshake
 _NO_NAME: Final = re.compile(r"lookup failed for (\S+): ([^\]]+)")
+_ENDED_CALLS: Final = "Cancelling all calls"  # of a gRPC server that ends
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\.? (\d+)\)")
 
 
@@ -185,6 +188,8 @@ def from_code(code: grpc.StatusCode, text: str) -> PdserveError:
         seen, limit = too_large.groups()
         return InvalidRequest("request", f"a message of {seen} bytes", f"at most {limit} bytes")
     if code is grpc.StatusCode.UNAVAILABLE:
+        if text == _ENDED_CALLS:
+            return ShuttingDown()
         text = _who_is_away(text)
     build = _BARE.get(code)
     return InternalError(f"{code.name}: {text}") if build is None else build(text)

@@ -9,12 +9,20 @@ from pdserve.core.errors import (
     DeadlineExceeded,
     NoWorkers,
     Overloaded,
-    Unavailable,
+    ShuttingDown,
 )
 from pdserve.core.protocol import Cancel, DrainWorker, Load, Prefill, Reserve, UndrainWorker
 from pdserve.core.types import FinishReason
 from router.commands import Command, EndCancelled, FailRequest, FinishRequest, Outcome
-from router.events import DrainRequested, RouterClosing, StopMatched, TimePassed, UndrainRequested, WorkerForgotten
+from router.events import (
+    DrainEnded,
+    DrainRequested,
+    RouterClosing,
+    StopMatched,
+    TimePassed,
+    UndrainRequested,
+    WorkerForgotten,
+)
 from router.lifecycle import Stage
 from router.settings import RouterSettings
 from tests.unit.router.expected import cancel, emit, failure, only, reserve
@@ -129,8 +137,17 @@ def test_a_full_queue_rejects_with_a_retry_time() -> None:
 def test_a_closing_router_only_finishes_its_requests(given: Given) -> None:
     given.decoding()
     given.submit(RouterClosing())
-    assert isinstance(failure(given.arrives("b")).to_error(), Unavailable)
+    assert isinstance(failure(given.arrives("b")).to_error(), ShuttingDown)
     assert given.tokens(1, [101]) == [emit(1, 101)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_end_of_a_drain_fails_a_request_at_any_stage(given: Given, stage: Stage) -> None:
+    STAGES[stage](given)
+    failed = failure(given.submit(DrainEnded()))
+    assert (failed.outcome, type(failed.to_error())) == (Outcome.FAILED, ShuttingDown)
+    assert given.submit(DrainEnded()) == []
+    assert isinstance(failure(given.arrives("b")).to_error(), ShuttingDown)
 
 
 def test_a_drained_worker_only_finishes_its_requests(given: Given) -> None:

@@ -1,0 +1,97 @@
+"""The end of `pdserve up`, and of its router, with 50 streams: each ends complete or with an error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+
+import httpx2 as httpx
+import pytest
+
+from pdserve import AsyncClient
+from pdserve.client.retry import Retries
+from pdserve.core.errors import Unavailable
+from pdserve.launch.running import Running
+
+WORDS = "the server is shutting down; retry"
+DRAIN_S = 1.0
+EACH = 25  # streams over HTTP, and as many over gRPC
+FLAGS = (
+    *("--model=toy", "--prefill=1", "--decode=1", "--http=0"),
+    *("--set", f"router.drain_s={DRAIN_S}", "--set", f"gateway.drain_s={DRAIN_S}", "--set", "worker.toy_step_s=0.02"),
+)
+
+
+def tokens(number: int) -> int:
+    """Some streams end within the drain, most do not."""
+    return 20 if number % 5 == 0 else 2000
+
+
+async def over_http(http: httpx.AsyncClient, url: str, number: int, begun: asyncio.Semaphore) -> str:
+    body = {"prompt": f"stream {number}", "max_tokens": tokens(number), "stream": True}
+    async with http.stream("POST", f"{url}/completions", json=body) as answer:
+        last = ""
+        async for line in answer.aiter_lines():
+            if line:
+                if not last:
+                    begun.release()
+                last = line.removeprefix("data: ")
+    return "complete" if last == "[DONE]" else str(json.loads(last)["error"]["message"])
+
+
+async def over_grpc(client: AsyncClient, number: int, begun: asyncio.Semaphore) -> str:
+    try:
+        stream = client.stream(f"stream {number}", max_tokens=tokens(number))
+        is_first = True
+        async for _ in stream:
+            if is_first:
+                begun.release()
+            is_first = False
+    except Unavailable as error:
+        return error.message
+    return "complete" if stream.completion.choices else "cut"
+
+
+async def ends(cluster: Running, act: Callable[[], None]) -> list[str]:
+    """How each stream ends if `act` happens after all have begun: the HTTP streams first."""
+    begun = asyncio.Semaphore(0)
+    limits = httpx.Limits(max_connections=EACH)
+    async with (
+        httpx.AsyncClient(timeout=60.0, limits=limits) as http,
+        AsyncClient(cluster.target, retries=Retries(limit=0)) as client,
+    ):
+        streams = [
+            *(asyncio.create_task(over_http(http, cluster.http_url, number, begun)) for number in range(EACH)),
+            *(asyncio.create_task(over_grpc(client, number, begun)) for number in range(EACH)),
+        ]
+        for _ in streams:
+            await begun.acquire()
+        await asyncio.to_thread(act)
+        return list(await asyncio.gather(*streams))
+
+
+@pytest.mark.parametrize("is_hurried", [False, True])
+def test_every_stream_ends_complete_or_with_the_error_event(is_hurried: bool) -> None:
+    with Running.start(*FLAGS) as cluster:
+
+        def end() -> None:
+            cluster.process.send_signal(signal.SIGTERM)
+            if is_hurried:
+                cluster.wait_line("draining")
+                cluster.process.send_signal(signal.SIGINT)
+
+        found = asyncio.run(ends(cluster, end))
+        assert set(found) <= {"complete", WORDS}
+        assert WORDS in found[:EACH]
+        assert WORDS in found[EACH:]
+        assert cluster.process.wait(20.0) == 0
+
+
+def test_the_streams_of_a_killed_router_end_with_an_error_event() -> None:
+    with Running.start(*FLAGS) as cluster:
+        found = asyncio.run(ends(cluster, lambda: os.kill(cluster.pid("router"), signal.SIGKILL)))
+        assert "cut" not in found, "each has an error"
+        assert set(found) != {"complete"}
