@@ -21,7 +21,7 @@ from pdserve.client.calls import UnaryCall
 from pdserve.client.options import Options
 from pdserve.client.request import Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Token, Topology
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import NotFound, PdserveError, Unavailable
 from pdserve.core.live import LiveFrame
 from pdserve.core.log_line import LogLine
 from pdserve.v1 import inference_pb2
@@ -147,8 +147,9 @@ class AsyncClient(BaseClient):
         return await self._ask(calls.worker_log(worker_id))
 
     async def explain(self, request_id: str) -> Explanation:
-        """Why a recent request was placed where it was. Raises NotFound after the router has forgotten it."""
-        return await self._ask(calls.explain(request_id))
+        """Why a recent request was placed where it was. Each router is asked, because only the one that served the
+        request knows it. Raises NotFound after the router has forgotten it."""
+        return await self._ask_each(calls.explain(request_id))
 
     async def watch(self, period_s: float = 0.0) -> AsyncGenerator[LiveFrame, None]:
         """What happens on the cluster: a frame every `period_s` seconds (0.1 to 60; 0: the router's default).
@@ -192,8 +193,25 @@ class AsyncClient(BaseClient):
     def _start(self, prompt: Prompt, options: Options, call: str) -> AsyncStream:
         return AsyncStream(*self._begin(self._connection(), prompt, options, call))
 
-    async def _ask(self, call: UnaryCall[Result]) -> Result:
-        method, attempts = getattr(call.stub(self._connection()), call.method), self._attempts()
+    async def _ask_each(self, call: UnaryCall[Result]) -> Result:
+        """The first answer of a router that has one. Otherwise raises the first error of one that does not answer,
+        because it may have it, and NotFound if all have answered."""
+        targets, failure = self._target.each, None
+        if len(targets) == 1:
+            return await self._ask(call)
+        for target in targets:
+            channel = self._transport.open_aio(target)
+            try:
+                return await self._ask(call, channel)
+            except (NotFound, Unavailable) as error:
+                failure = error if failure is None or isinstance(failure, NotFound) else failure
+            finally:
+                await channel.close()
+        assert failure is not None
+        raise failure
+
+    async def _ask(self, call: UnaryCall[Result], channel: Any = None) -> Result:
+        method, attempts = getattr(call.stub(channel or self._connection()), call.method), self._attempts()
         while True:
             try:
                 return call.read(await method(call.request, timeout=attempts.remaining_s, metadata=self._metadata()))

@@ -15,6 +15,8 @@ from pdserve.core.hosts import NO_HTTP_PROXY, is_loopback_host
 from pdserve.telemetry import propagate
 
 CONNECT_S: Final = 5.0
+#: Calls go to the addresses in turn, also to those of one name; one that cannot be reached is left out until it can.
+_ROUND_ROBIN: Final = '{"loadBalancingConfig":[{"round_robin":{}}]}'
 TIMEOUT_S: Final = 600.0
 
 
@@ -72,9 +74,14 @@ class Target:
         """Host and port, or the path of a socket without a port."""
         if self.address.startswith("unix:"):
             return self.address.removeprefix("unix:"), None
-        address = _without_scheme(self.address)
+        address = _without_scheme(_each(self.address)[0])
         host, separator, port = address.rpartition(":")
         return (host.strip("[]"), int(port)) if separator and port.isdecimal() else (address, None)
+
+    @property
+    def each(self) -> list[Target]:
+        """One target for each router that the address lists, such as `ipv4:10.0.0.1:50051,10.0.0.2:50051`."""
+        return [replace(self, address=one) for one in _each(self.address)]
 
     def with_token(self, token: str | None) -> Target:
         """Raises ConfigError if the token would be readable on the way, or if no header can carry it."""
@@ -102,6 +109,7 @@ class Target:
             ("grpc.max_reconnect_backoff_ms", 2000),
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.service_config", _ROUND_ROBIN),
             ("grpc.use_local_subchannel_pool", 1),  # clients share neither a connection nor its backoff
         ]
         if is_loopback(self.address):
@@ -140,12 +148,21 @@ def target(
 
 
 def is_loopback(address: str) -> bool:
-    """True if the target is on this host. A name other than localhost may resolve to any host."""
+    """True if the target, or each address of a list, is on this host. A name other than localhost may resolve to any
+    host."""
     if address.startswith("unix:"):
         return True
+    if len(several := _each(address)) > 1:
+        return all(map(is_loopback, several))
     address = _without_scheme(address)
     host = address.rsplit(":", 1)[0] if address.count(":") == 1 or address.startswith("[") else address
     return is_loopback_host(host)
+
+
+def _each(address: str) -> list[str]:
+    """gRPC takes a list of addresses for two schemes."""
+    scheme = address[:5]
+    return [scheme + one for one in address[5:].split(",")] if scheme in ("ipv4:", "ipv6:") else [address]
 
 
 def _without_scheme(address: str) -> str:

@@ -20,7 +20,7 @@ from pdserve.client.calls import UnaryCall
 from pdserve.client.options import Options
 from pdserve.client.request import Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Token, Topology
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import NotFound, PdserveError, Unavailable
 from pdserve.core.live import LiveFrame
 from pdserve.core.log_line import LogLine
 from pdserve.wire import status
@@ -149,8 +149,9 @@ class Client(BaseClient):
         return self._ask(calls.worker_log(worker_id))
 
     def explain(self, request_id: str) -> Explanation:
-        """Why a recent request was placed where it was. Raises NotFound after the router has forgotten it."""
-        return self._ask(calls.explain(request_id))
+        """Why a recent request was placed where it was. Each router is asked, because only the one that served the
+        request knows it. Raises NotFound after the router has forgotten it."""
+        return self._ask_each(calls.explain(request_id))
 
     def watch(self, period_s: float = 0.0) -> Generator[LiveFrame, None, None]:
         """What happens on the cluster: a frame every `period_s` seconds (0.1 to 60; 0: the router's default).
@@ -184,8 +185,25 @@ class Client(BaseClient):
     def _start(self, prompt: Prompt, options: Options, call: str) -> Stream:
         return Stream(*self._begin(self._channel, prompt, options, call))
 
-    def _ask(self, call: UnaryCall[Result]) -> Result:
-        method, attempts = getattr(call.stub(self._channel), call.method), self._attempts()
+    def _ask_each(self, call: UnaryCall[Result]) -> Result:
+        """The first answer of a router that has one. Otherwise raises the first error of one that does not answer,
+        because it may have it, and NotFound if all have answered."""
+        targets, failure = self._target.each, None
+        if len(targets) == 1:
+            return self._ask(call)
+        for target in targets:
+            channel = self._transport.open(target)
+            try:
+                return self._ask(call, channel)
+            except (NotFound, Unavailable) as error:
+                failure = error if failure is None or isinstance(failure, NotFound) else failure
+            finally:
+                channel.close()
+        assert failure is not None
+        raise failure
+
+    def _ask(self, call: UnaryCall[Result], channel: Any = None) -> Result:
+        method, attempts = getattr(call.stub(channel or self._channel), call.method), self._attempts()
         while True:
             try:
                 return call.read(method(call.request, timeout=attempts.remaining_s, metadata=self._metadata()))

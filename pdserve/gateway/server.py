@@ -136,7 +136,7 @@ class GatewayHost:
             config.router,
             tls=transport is not None,
             insecure=config.insecure,
-            retries=Retries(limit=0),
+            retries=Retries(limit=config.router.count(","), first_backoff_s=0.1),  # one for each further router
             transport=transport,
         )
 
