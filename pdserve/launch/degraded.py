@@ -9,10 +9,12 @@ from typing import Final
 from redis.exceptions import AuthenticationError
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.urls import hide_password
 from pdserve.launch.spec import ClusterSpec, router_config
 from pdserve.prefix.connection import TROUBLE, connect
 
 ANSWER_S: Final = 2.0
+_NO_DATABASE: Final = "DB index"  # in the words of Redis, which redis-py repeats in an error of its own
 _ENDPOINT: Final = re.compile(r"(?:\w+://)?\[?(?P<host>[^/\]]+?)\]?:(?P<port>\d+)(?:/.*)?")
 
 
@@ -28,18 +30,25 @@ async def degradations(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
 
 
 async def redis_answers(url: str) -> bool:
-    """Raises ConfigError if Redis rejects the password."""
+    """Raises ConfigError if Redis rejects the password or the database."""
+    return not await redis_trouble(url)
+
+
+async def redis_trouble(url: str) -> str:
+    """Why Redis does not answer; empty if it does. Raises ConfigError if it rejects the password or the database."""
     client = connect(url, timeout_s=ANSWER_S, max_connections=1)
     try:
         async with asyncio.timeout(ANSWER_S):
             await client.ping()
     except AuthenticationError as error:
         raise ConfigError("redis", url, f"a URL with the password of that Redis ({error})") from None
-    except TROUBLE:
-        return False
+    except TROUBLE as error:
+        if _NO_DATABASE in str(error):
+            raise ConfigError("redis", url, f"a URL with a database that this Redis has ({error})") from None
+        return hide_password(str(error)) or f"no answer within {ANSWER_S:g} s"
     finally:
         await client.aclose()
-    return True
+    return ""
 
 
 async def endpoint_answers(endpoint: str) -> bool:

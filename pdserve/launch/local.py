@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from functools import partial
 from typing import Final, final
 
 from pdserve.client.connect import Tls
@@ -151,6 +152,7 @@ async def ask_first(spec: ClusterSpec, address: str, report: LauncherReport) -> 
         timeout_s=FIRST_ANSWER_S,
         tls=tls_to(config),
         insecure=config.insecure,
+        on_wait=partial(report.waits, FIRST_TOKEN),
     )
     report.phase(FIRST_TOKEN, time.monotonic() - began_s)
 

@@ -124,6 +124,7 @@ class RayDriver:
         """Returns the address of Ray's control plane once every worker listens."""
         for name, work in (("ray init", self._init), ("placement", self._place), ("workers", self._wait_for_workers)):
             began_s = time.monotonic()
+            emit(name.replace(" ", "_"), "begins")
             work()
             emit(name.replace(" ", "_"), f"took {time.monotonic() - began_s:.2f} s")
         for warning in own_ray.warnings(os.environ, self._open_ports(), is_own=not self._address):
@@ -251,10 +252,19 @@ class RayDriver:
         )
 
     def _wait_for_workers(self) -> None:
-        for worker_id in self._actors:
-            health = self._health(worker_id, START_S)
+        """The first worker that fails ends the start, also while others load."""
+        deadline_s = time.monotonic() + START_S
+        waiting = {actor.health.remote(): worker_id for worker_id, actor in self._actors.items()}
+        while waiting:
+            names = ", ".join(waiting.values())
+            emit("workers", f"waits for {names}")
+            done, _ = ray.wait(list(waiting), timeout=max(deadline_s - time.monotonic(), 0.0))
+            if not done:
+                raise StartFailed(f"no answer from {names} within {START_S:.0f} s; Ray's logs may have the reason")
+            worker_id = waiting.pop(done[0])
+            health: ActorHealth = ray.get(done[0])
             if health.error:
-                raise StartFailed(health.error)
+                raise StartFailed(f"{worker_id}: {health.error}")
             self._note(worker_id, health)
 
     def _look(self, worker_id: str) -> None:

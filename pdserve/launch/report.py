@@ -109,6 +109,10 @@ class LauncherReport:
         if self._progress is not None:
             self._progress.begins(name)
 
+    def waits(self, name: str, cause: str) -> None:
+        if self._progress is not None:
+            self._progress.waits(name, cause)
+
     def ends(self, name: str) -> None:
         if self._progress is not None:
             self._progress.ends(name)

@@ -21,6 +21,7 @@ class ClusterProgress:
         self._total = len(self._open)
         self._phases: dict[str, Progress] = {}  # by process; the current one
         self._texts: dict[str, PhaseProgress] = {}
+        self._causes: dict[str, str] = {}  # why a step waits
 
     def begins(self, name: str) -> None:
         if name in self._open:
@@ -33,7 +34,11 @@ class ClusterProgress:
         self._phases[name].update(one.done, now_s)
         self._texts[name] = one
 
+    def waits(self, name: str, cause: str) -> None:
+        self._causes[name] = cause
+
     def ends(self, name: str) -> None:
+        self._causes.pop(name, None)
         self._open.pop(name, None)
         self._phases.pop(name, None)
         self._texts.pop(name, None)
@@ -63,7 +68,7 @@ class ClusterProgress:
     def _one(self, name: str, now_s: float) -> str:
         one = self._texts.get(name)
         if one is None or one.is_over:
-            return name
+            return f"{name}: {self._causes[name]}" if name in self._causes else name
         remaining_s = self._phases[name].remaining_s(now_s)
         rest = "" if remaining_s is None else f", {remaining_s:.0f} s left"
         return f"{name} {one.phase} {one.detail}{rest}"

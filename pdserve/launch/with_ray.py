@@ -11,11 +11,15 @@ import dataclasses
 import json
 import os
 import re
+import time
 from typing import Any, Final, final
 
 from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
+from pdserve.core.errors import Unavailable
+from pdserve.core.urls import place
 from pdserve.launch.cluster_tls import ClusterTls
-from pdserve.launch.crew import Crew, Member, member
+from pdserve.launch.crew import REDIS, Crew, Member, member
+from pdserve.launch.degraded import redis_trouble
 from pdserve.launch.local import GATEWAY, ask_first, start_gateway, start_steps, with_ports, with_socket
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
@@ -25,8 +29,12 @@ from pdserve.launch.spec import ClusterSpec, router, worker_config
 
 DRIVER: Final = "ray"
 DRIVER_START_S: Final = 600.0
+REDIS_WAIT_S: Final = 10.0
+REDIS_RETRY_S: Final = 0.2
 SHUTDOWN_S: Final = 20.0  # time for Ray itself to end, after the workers have drained
 _EVENT: Final = re.compile(r"^@(\w+) (.*)$")
+_BEGINS: Final = "begins"
+_WAITS: Final = "waits for "
 _PHASE: Final = re.compile(r"^took (\d+\.\d+) s$")
 
 
@@ -57,6 +65,7 @@ class RayCluster:
         if self._redis is not None:
             await self._crew.start_redis(self._redis)
         else:
+            await check_redis(self.spec, self._report)
             await check_alone(self.spec)
         await self._crew.start(self._driver)
         process = router(self.spec, ())
@@ -99,11 +108,36 @@ class RayCluster:
         if plan is not None:
             self._report.memory(name, plan)
             return
+        if text == _BEGINS:
+            self._report.begins(name)
+            return
+        if text.startswith(_WAITS):
+            self._report.waits(name, text)
+            return
         phase = _PHASE.match(text)
         if phase is None:
             self._report.say(name, text)
         else:
             self._report.phase(name, float(phase.group(1)))
+
+
+async def check_redis(spec: ClusterSpec, report: LauncherReport, limit_s: float = REDIS_WAIT_S) -> None:
+    """Waits for Redis. Raises Unavailable if it does not answer in time, and ConfigError if it rejects the URL.
+
+    A running cluster does without Redis, but the start of this one cannot: the router finds the workers only there.
+    """
+    deadline_s = time.monotonic() + limit_s
+    where, told = place(spec.redis), ""
+    while why := await redis_trouble(spec.redis):
+        if time.monotonic() >= deadline_s:
+            raise Unavailable(
+                f"redis: {where} does not answer ({why}), and with --ray the router finds the workers only there; "
+                "start it, give another URL, or leave --redis out to start one here"
+            )
+        if why != told:
+            report.say(REDIS, f"{where} does not answer ({why}); waiting for it for at most {limit_s:.0f} s")
+            told = why
+        await asyncio.sleep(REDIS_RETRY_S)
 
 
 def ray_start_steps(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:

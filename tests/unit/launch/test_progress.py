@@ -130,3 +130,12 @@ def test_a_terminal_keeps_log_lines_whole(monkeypatch: pytest.MonkeyPatch) -> No
     assert line == "p0         | a log line\r\n"
     assert again == first
     assert last == "<end>", "the status line is gone"
+
+
+def test_the_cause_of_a_wait_is_shown() -> None:
+    progress = ClusterProgress("starting", ["workers", "first token"], 0.0)
+    progress.begins("first token")
+    progress.waits("first token", "the router is connected to 1 of 2 workers (d0)")
+    assert progress.detail(0.0) == "0 of 2; first token: the router is connected to 1 of 2 workers (d0)"
+    progress.ends("first token")
+    assert progress.detail(0.0) == "1 of 2"
