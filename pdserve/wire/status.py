@@ -129,7 +129,11 @@ _BARE: Final[Mapping[grpc.StatusCode, Callable[[str], PdserveError]]] = {
     grpc.StatusCode.ABORTED: TransferFailed,
 }
 # gRPC text for a refused connection: "... last error: UNKNOWN: ipv4:127.0.0.1:50051: Failed to connect ...: refused".
-_NOBODY: Final = re.compile(r"failed to connect to all addresses.*?(?:ipv4|ipv6|unix):(.+?): (?:.*: )?(.+)", re.DOTALL)
+_NOBODY: Final = re.compile(
+    r"(?:failed to connect to all addresses|connections to all backends failing)"  # the second: of round_robin
+    r".*?(?:ipv4|ipv6|unix):(.+?): (?:.*: )?(.+)",
+    re.DOTALL,
+)
 NO_CONNECTION: Final = "no connection to"  # begins the message of a failed TLS handshake
 _NO_NAME: Final = re.compile(r"lookup failed for (\S+): ([^\]]+)")
 _ENDED_CALLS: Final = "Cancelling all calls"  # of a gRPC server that ends
