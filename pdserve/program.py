@@ -49,13 +49,14 @@ class Host(Protocol):
     def wait(self, timeout_s: float | None = None) -> bool: ...
 
 
-def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv: Sequence[str]) -> int:
-    """Serves until a signal: SIGTERM and SIGINT drain, a second signal stops immediately."""
+def run(module: str, kind: type[Config], make_host: Callable[[Config], Host], argv: Sequence[str]) -> int:
+    """`python -m module`: serves until a signal: SIGTERM and SIGINT drain, a second signal stops immediately."""
     # gRPC, which is not imported yet, would write a line for each failed handshake, so a stranger could fill the log.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    name = module.rpartition(".")[2]
     try:
         log_to_stderr(name)
-        config = parse_flags(kind, argv, f"python -m {name}")
+        config = parse_flags(kind, argv, f"python -m {module}")
         forget_secrets()
         allow_descriptors(needed_by(config), name)
         if config.insecure and not config.tls_cert and not is_loopback_host(config.host):

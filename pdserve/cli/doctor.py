@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import resource
 import subprocess
@@ -17,6 +16,7 @@ from typing import Final
 from pdserve.core.check_result import CheckResult, Level
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import EXTRAS, advice, missing
+from pdserve.engine.host_limits import free_bytes, usable_cores
 from pdserve.image_check import compiler_is_there, cuda_of_torch, cuda_versions_agree, cupy_is_there
 from pdserve.model_source import TOY_MODELS, find_model, model_name
 
@@ -24,6 +24,7 @@ HELP = "check whether this host can run a cluster"
 _MARKS: Final[dict[Level, str]] = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 _KV: Final = "kvtransfer.checks"  # loaded by name, because pdserve imports no package above it
 _FILES_WANTED: Final = 1024
+_MEMORY_WANTED_GIB: Final = 2
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -99,12 +100,14 @@ def _packages(model: str | None) -> Iterator[CheckResult]:
 
 
 def _memory() -> Iterator[CheckResult]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    free_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    level: Level = "ok" if free_gib >= 2 else "warn"
-    yield CheckResult(
-        level, "host", f"{cores} cores, {free_gib:.1f} GiB free", "" if level == "ok" else "free some memory"
-    )
+    cores, num_bytes = f"{usable_cores()} cores", free_bytes()
+    if num_bytes is None:
+        yield CheckResult("warn", "host", f"{cores}, unknown memory", f"a cluster needs {_MEMORY_WANTED_GIB} GiB")
+    elif (free_gib := num_bytes / 2**30) < _MEMORY_WANTED_GIB:
+        advice = f"free some memory, or raise the container's limit, to {_MEMORY_WANTED_GIB} GiB or more"
+        yield CheckResult("warn", "host", f"{cores}, {free_gib:.1f} GiB available", advice)
+    else:
+        yield CheckResult("ok", "host", f"{cores}, {free_gib:.1f} GiB available")
 
 
 def _limits() -> Iterator[CheckResult]:

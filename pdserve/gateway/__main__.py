@@ -16,4 +16,4 @@ def make(config: GatewayConfig) -> Host:
 
 
 if __name__ == "__main__":
-    sys.exit(run("gateway", GatewayConfig, make, sys.argv[1:]))
+    sys.exit(run("pdserve.gateway", GatewayConfig, make, sys.argv[1:]))

@@ -14,11 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdserve.cli import doctor
 from pdserve.cli.main import hint, main
 from pdserve.cli.stats import truncation_warnings
 from pdserve.cli.topology import render
 from pdserve.client import results
 from pdserve.core.errors import Unauthenticated, Unavailable
+from pdserve.engine import host_limits
 from pdserve.v1 import cluster_pb2, worker_pb2
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself"
@@ -308,6 +310,30 @@ def test_doctor_checks_gpu_requirements(
     monkeypatch.setenv("CC", str(tmp_path / "cc"))
     assert main(["doctor", "--skip-pairs"]) == 1
     assert "FAIL  compiler" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(None, "ok    host"), (3 * 2**30, "ok    host"), (2**30, "warn  host")],
+)
+def test_doctor_counts_memory_that_can_be_freed(
+    limit: int | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MemFree is small on a host that has read files; a container may have less than its host."""
+    (tmp_path / "meminfo").write_text("MemFree: 102400 kB\nMemAvailable: 8388608 kB\n")
+    (tmp_path / "memory.max").write_text("max" if limit is None else str(limit))
+    (tmp_path / "memory.current").write_text("0")
+    monkeypatch.setattr(doctor, "free_bytes", lambda: host_limits.free_bytes(tmp_path, tmp_path))
+    [found] = doctor._memory()
+    available = 8.0 if limit is None else limit / 2**30
+    assert doctor.line(found).startswith(expected)
+    assert f"{available:.1f} GiB available" in found.text
+
+
+@pytest.mark.parametrize("module", ["pdserve.gateway", "router", "prefill_worker", "decode_worker"])
+def test_help_names_the_program(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"usage: python -m {module} ")
 
 
 def test_doctor_fails_on_an_unusable_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
