@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, final
 
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
@@ -26,7 +29,7 @@ _WATCH_S: Final = 0.2
 _FIRST_BACKOFF_S: Final = 0.25
 _LONGEST_BACKOFF_S: Final = 10.0
 _SLOW_START_S: Final = 8.0
-_SLOW_WORKER: Final = "still loading; the first start on a machine compiles kernels, which are kept for the next"
+_FIRST_START: Final = "still loading; the first start on a machine compiles kernels, which are kept for the next"
 _STEADY_S: Final = 30.0  # after this uptime, the backoff of a process starts again
 
 
@@ -40,7 +43,7 @@ class Member:
     start_s: float
     drain_s: float
     last_words_s: float = 0.0  # before it is killed, if everything ends at once
-    slow_start: str = "still starting"  # message if it has not started after some seconds
+    is_worker: bool = False
     on_line: Callable[[str], None] | None = None
 
 
@@ -52,7 +55,7 @@ def member(process: Process) -> Member:
         start_s=process.start_s,
         drain_s=process.config.drain_s,
         last_words_s=LAST_WORDS_S if isinstance(process.config, RouterConfig | GatewayConfig) else 0.0,
-        slow_start=_SLOW_WORKER if isinstance(process.config, WorkerConfig) else "still starting",
+        is_worker=isinstance(process.config, WorkerConfig),
     )
 
 
@@ -162,11 +165,15 @@ class Crew:
         relay = one.on_line or self._report.relay(one.name)
         env = {**dict(one.env), HELD_ENV: ",".join(map(str, self._held.ports))}
         child = self._children[one.name] = Child(one.name, one.program, env, relay)
-        slow = asyncio.get_running_loop().call_later(_SLOW_START_S, self._report.say, one.name, one.slow_start)
+        slow = asyncio.get_running_loop().call_later(
+            _SLOW_START_S, self._report.say, one.name, slow_start(is_worker=one.is_worker)
+        )
         try:
             await child.start(one.start_s)
         finally:
             slow.cancel()
+        if one.is_worker:
+            _note_first_start()
         self._on_start(one.name)
         self._report.say(one.name, f"pid {child.pid} listens on {child.address} after {child.start_s:.2f} s")
 
@@ -202,6 +209,25 @@ class Crew:
 
     def _grace_s(self, name: str) -> float:
         return self._members[name].drain_s + KILL_AFTER_S
+
+
+def slow_start(*, is_worker: bool) -> str:
+    """What is said of a process that has not started after some seconds."""
+    if not is_worker:
+        return "still starting"
+    return "still loading" if _started_file().exists() else _FIRST_START
+
+
+def _note_first_start() -> None:
+    with contextlib.suppress(OSError):  # then the next start is taken for the first one
+        _started_file().parent.mkdir(parents=True, exist_ok=True)
+        _started_file().touch()
+
+
+def _started_file() -> Path:
+    """Exists once a worker of this user has started on this machine."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "pdserve" / "worker-started"
 
 
 class _Backoff:

@@ -1,0 +1,17 @@
+"""What the launcher says of a process that starts slowly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.launch import crew
+
+
+def test_the_first_start_is_named_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "first start on a machine" in crew.slow_start(is_worker=True)
+    crew._note_first_start()
+    assert crew.slow_start(is_worker=True) == "still loading"
+    assert crew.slow_start(is_worker=False) == "still starting"
