@@ -16,7 +16,7 @@ from typing import Final, final
 
 from pdserve.core.hashing import HASH_BYTES
 from pdserve.core.urls import hide_password
-from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
+from pdserve.prefix.connection import TROUBLE, Backoff, OutageLog, connect, heed_cancellation
 from pdserve.prefix.keys import fingerprint_of, index_tag, registry_tag
 from pdserve.prefix.lease import CacheBatch, Gap, IndexLease, LeaseLost, RegistryLease, Superseded, Sweeper
 from pdserve.prefix.registry import REDIS_TIMEOUT_S, Registration
@@ -108,6 +108,7 @@ class WorkerPublisher:
         self._heartbeat_s = lease_s / 4
         self._repeat_s = block_ttl_s / 3
         self._notes = CacheNotes()
+        self._outages = OutageLog(log, "Redis cannot be reached", "registered")
         self._in_flight: CacheBatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_notes = asyncio.Event()
@@ -173,8 +174,7 @@ class WorkerPublisher:
                 self._is_connected = False
                 return
             except TROUBLE as error:
-                if self._is_connected:
-                    log.warning("Redis cannot be reached", extra={"redis": self._where, "why": repr(error)})
+                self._outages.failed(redis=self._where, why=repr(error))
             self._is_connected = False
             self.num_failures += 1
             heed_cancellation()
@@ -190,7 +190,7 @@ class WorkerPublisher:
         if len(self._notes):
             self._has_notes.set()
         if not self._is_connected:
-            log.info("registered", extra={"redis": self._where, "slot": self._index.slot})
+            self._outages.recovered(redis=self._where, slot=self._index.slot)
         self._is_connected = True
 
     async def _publish(self) -> None:

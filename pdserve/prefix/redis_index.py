@@ -15,7 +15,7 @@ from typing import Final, final
 
 from pdserve.core.urls import hide_password
 from pdserve.prefix import scripts
-from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
+from pdserve.prefix.connection import TROUBLE, Backoff, OutageLog, connect, heed_cancellation
 from pdserve.prefix.index import leading_blocks
 from pdserve.prefix.keys import bitmap, fetched, fingerprint_of, index_tag, slots_bits, worker_of
 
@@ -60,6 +60,7 @@ class RedisIndex:
         self._is_available = False
         self._in_flight: set[asyncio.Task[Mapping[str, int]]] = set()
         self._late = 0
+        self._outages = OutageLog(log, "the prefix index cannot be reached", "the prefix index answers")
         self._wake = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
         if hash_seed:
@@ -192,7 +193,7 @@ class RedisIndex:
 
     def _recover(self) -> None:
         if not self._is_available:
-            log.info("the prefix index answers", extra={"redis": self._where})
+            self._outages.recovered(redis=self._where)
             self._is_available = True
             # Like a half-open circuit breaker: the next late answer stops lookups again, an answer in time resumes
             # them.
@@ -220,9 +221,8 @@ class RedisIndex:
 
     def _suspend(self, why: str) -> None:
         """Stops lookups until the background task has received an answer from Redis."""
-        if self._is_available:
-            self._is_available = False
-            log.warning("the prefix index cannot be reached", extra={"redis": self._where, "why": why})
+        self._is_available = False
+        self._outages.failed(redis=self._where, why=why)
 
 
 def _probes(count: int) -> list[int]:

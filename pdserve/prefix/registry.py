@@ -16,7 +16,7 @@ from typing import Any, Final, final
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.core.urls import hide_password
-from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
+from pdserve.prefix.connection import TROUBLE, Backoff, OutageLog, connect, heed_cancellation
 from pdserve.prefix.keys import MAX_FACTS_BYTES, MAX_WORKERS, checked_name, registry_tag
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class Registry:
         self._known: dict[str, Registration] = {}
         self._missing_since_s: dict[str, float] = {}
         self._is_available = True
+        self._outages = OutageLog(log, "the registry cannot be reached", "the registry can be reached again")
 
     @property
     def workers(self) -> tuple[Registration, ...]:
@@ -176,9 +177,8 @@ class Registry:
         return has_changed
 
     def _note(self, is_available: bool, error: Exception | None) -> None:
-        if is_available is not self._is_available:
-            self._is_available = is_available
-            if is_available:
-                log.info("the registry can be reached again", extra={"redis": self._where})
-            else:
-                log.warning("the registry cannot be reached", extra={"redis": self._where, "why": repr(error)})
+        if not is_available:
+            self._outages.failed(redis=self._where, why=repr(error))
+        elif not self._is_available:
+            self._outages.recovered(redis=self._where)
+        self._is_available = is_available
