@@ -12,7 +12,7 @@ from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.core.bearer import check_token
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import is_loopback_host
+from pdserve.core.hosts import check_endpoint, is_loopback_host
 from pdserve.core.policies import POLICIES
 from pdserve.core.setting import LARGEST_COUNT, PORTS, check_fields, setting
 from pdserve.core.tls_settings import CallerTlsSettings, TlsSettings, check_tls
@@ -32,6 +32,9 @@ GENERATION_CONFIGS: Final = ("auto", "none")
 RANK_POOLS: Final = ("auto", "own")
 MAX_DRAFTS: Final = 15  # attention computes rows of this many drafts and their own token at once
 
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+LOG_LEVEL_ENV: Final = "PDSERVE_LOG_LEVEL"
 TOKEN_ENV: Final = "PDSERVE_TOKEN"
 RAY_TOKEN_ENV: Final = "RAY_AUTH_TOKEN"  # Ray's own
 REDIS_ENV: Final = "PDSERVE_REDIS"
@@ -287,6 +290,8 @@ class RouterConfig(CallerTlsSettings):
         check_fields(self)
         if self.token:
             check_token("token", self.token)
+        if self.otlp:
+            check_endpoint("otlp", self.otlp)
         if not is_loopback_host(self.host) and not self.token and not self.key_file:
             raise ConfigError(
                 "host", self.host, "a loopback address, or a token or key file beside it: anyone could call this port"

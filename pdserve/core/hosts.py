@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 from typing import Final
 
+from pdserve.core.errors import ConfigError
+
 _ANY: Final = ("", "0.0.0.0", "::")
 
 #: gRPC's channel option for connections within the cluster or this host. gRPC would otherwise send them to the proxy
@@ -38,3 +40,15 @@ def local_host(host: str) -> str:
 def join(host: str, port: int | str) -> str:
     """HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def check_endpoint(name: str, text: str) -> None:
+    """Raises ConfigError if the setting `name` is not HOST:PORT, which may follow http:// or https://."""
+    scheme, found, rest = text.rpartition("://")
+    host, _, port = rest.removesuffix("/").rpartition(":")
+    is_host = (
+        bool(host) and ("://" not in host) and not set(host) & set(" /@?#") and (":" not in host or host[0] == "[")
+    )
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= 65_535
+    if not is_host or not is_port or (found and scheme not in ("http", "https")):
+        raise ConfigError(name, repr(text[:128]), "HOST:PORT, such as localhost:4317, or http(s)://HOST:PORT")

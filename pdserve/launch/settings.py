@@ -31,6 +31,7 @@ from pdserve.launch.spec import ClusterSpec, Process, gateway, processes
 from pdserve.model_source import TOY_MODELS, find_model, is_on_hub
 
 FAULTS: Final = "kvtransfer.faults"  # loaded by name, because pdserve imports no package above it
+_TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
 _OF_ROUTER: Final = ("otlp", "generation_config")
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load")
 
@@ -70,9 +71,13 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         if name in found:
             tables.setdefault("router", {}).setdefault(name, found[name])
     if "record" in found:
-        _check_writable("record", Path(found["record"]).expanduser().absolute())
+        tables.setdefault("router", {}).setdefault("record", found["record"])
+    if record := tables.get("router", {}).get("record"):
         # Absolute, because the router may run in another working directory.
-        tables.setdefault("router", {}).setdefault("record", str(Path(found["record"]).expanduser().absolute()))
+        tables["router"]["record"] = str(Path(record).expanduser().absolute())
+        _check_writable("record", Path(tables["router"]["record"]))
+    if not found.get("ray"):  # workers on other hosts have their own files
+        _check_tls_files(tables)
     if token := from_env(TOKEN_ENV):
         tables.setdefault("router", {}).setdefault("token", token)
     _read_key_file(tables, found.get("key_file", ""))
@@ -173,6 +178,14 @@ def _read_key_file(tables: dict[Kind, dict[str, Any]], given: str) -> None:
     parse(read_bytes(table["key_file"])[0])
     # `up` itself needs the operator's token, to see the workers.
     table.setdefault("token", secrets.token_hex(32))
+
+
+def _check_tls_files(tables: Mapping[Kind, Mapping[str, Any]]) -> None:
+    """Checked here, because the gateway and the router would report them only after the workers have loaded."""
+    for kind, values in tables.items():
+        for name in _TLS_FILES & values.keys():
+            if values[name] and not (Path(values[name]).is_file() and os.access(values[name], os.R_OK)):
+                raise ConfigError(f"{kind}.{name}", values[name], "a file that can be read")
 
 
 def _check_writable(name: str, file: Path) -> None:

@@ -384,3 +384,29 @@ def test_a_recording_needs_a_folder(tmp_path: Path) -> None:
 def test_a_config_that_is_a_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config: got .*, expected a file that can be read"):
         settings.read({}, tmp_path, ())
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "router.record=/nowhere/r.jsonl",
+        "router.tls_cert=/nowhere/tls.crt",
+        "gateway.router_cert=/nowhere/tls.crt",
+        "worker.tls_ca=/",
+        "otlp=localhost",
+        "otlp=localhost:0",
+        "otlp=localhost:otlp",
+        "otlp=:4317",
+        "otlp=ftp://localhost:4317",
+        "router.otlp=http://localhost",
+        "otlp=::1",
+    ],
+)
+def test_paths_and_endpoints_are_checked_before_loading(word: str) -> None:
+    with pytest.raises(ConfigError, match=word.partition("=")[0].rpartition(".")[2]):
+        settings.read({"model": "toy"}, None, [word])
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4317", "http://collector:4317", "https://[::1]:4317/", "[::1]:4317"])
+def test_collectors_with_a_port_are_accepted(endpoint: str) -> None:
+    settings.read({"model": "toy", "otlp": endpoint}, None, [])
