@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig, from_env
+from pdserve.config import LOG_LEVEL_ENV, LOG_LEVELS, GatewayConfig, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import is_hidden
 from pdserve.core.urls import hide_password
@@ -27,7 +27,7 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Map
 
     Secrets come from `environ`; None: this process's environment.
     """
-    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False, parents=[log_flags(prog)])
     hints = typing.get_type_hints(kind)
     from_environ: dict[str, str] = {}
     help_lines: list[str] = []
@@ -58,10 +58,18 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Map
             f"Secrets come from the environment, or from files: {'; '.join(help_lines)}. NAME_FILE names a file of it."
         )
     flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    flags.pop("log_level", None)
     for one in dataclasses.fields(kind):
         if one.name in flags:
             check_shown(one, flags[one.name], one.name)
     return kind(**(from_environ | flags))
+
+
+def log_flags(prog: str) -> argparse.ArgumentParser:
+    """The flags of a program's log, which are read before all others."""
+    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False, add_help=False)
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help=f"least level to log; also in {LOG_LEVEL_ENV} (info)")
+    return parser
 
 
 def check_shown(one: dataclasses.Field[Any], value: Any, name: str) -> None:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
-from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig, forget_secrets
-from pdserve.config_flags import Config, parse_flags
+from pdserve.config import LOG_LEVEL_ENV, GatewayConfig, RouterConfig, WorkerConfig, forget_secrets
+from pdserve.config_flags import Config, log_flags, parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import missing
 from pdserve.core.hosts import is_loopback_host
 from pdserve.descriptors import allow_descriptors, needed_by
 from pdserve.model_source import find_model
+from pdserve.progress import is_on_terminal
 from pdserve.telemetry.logs import log_to_stderr
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ def run(module: str, kind: type[Config], make_host: Callable[[Config], Host], ar
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     name = module.rpartition(".")[2]
     try:
+        if level := log_flags(f"python -m {module}").parse_known_args(argv)[0].log_level:
+            os.environ[LOG_LEVEL_ENV] = level  # its own child processes inherit it
         log_to_stderr(name)
         config = parse_flags(kind, argv, f"python -m {module}")
         forget_secrets()
@@ -110,3 +113,5 @@ def _follow_signals(host: Host) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    if not is_on_terminal():
+        signal.signal(signal.SIGHUP, lambda *_: log.info("SIGHUP: changed TLS and key files are read without it"))

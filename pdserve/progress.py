@@ -25,6 +25,11 @@ _COLUMNS: Final = 80  # of a terminal that does not report its width
 Clock = Callable[[], float]
 
 
+def is_on_terminal() -> bool:
+    """Whether the end of a terminal, which sends SIGHUP, must end this process."""
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+
+
 def first_s(*, is_terminal: bool) -> float:
     """Seconds until a task shows anything."""
     return PATIENCE_S if is_terminal else LINE_EVERY_S

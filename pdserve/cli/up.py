@@ -8,9 +8,19 @@ import os
 import sys
 from pathlib import Path
 
-from pdserve.config import DEVICES, DTYPES, GENERATION_CONFIGS, KV_DTYPES, LOADS, RAY_STRATEGIES, TRANSPORTS
+from pdserve.config import (
+    DEVICES,
+    DTYPES,
+    GENERATION_CONFIGS,
+    KV_DTYPES,
+    LOADS,
+    LOG_LEVEL_ENV,
+    LOG_LEVELS,
+    RAY_STRATEGIES,
+    TRANSPORTS,
+)
 from pdserve.core.errors import ConfigError
-from pdserve.telemetry.logs import FORMAT_ENV, FORMATS
+from pdserve.telemetry.logs import FORMAT_ENV, FORMATS, log_level
 
 HELP = "start a cluster"
 SETTINGS = (
@@ -127,6 +137,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"text, or one JSON object per line; also in {FORMAT_ENV} (text)",
     )
     add(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default=keep,
+        help=f"least level that the processes log; also in {LOG_LEVEL_ENV} (info)",
+    )
+    add(
         "--log-dir",
         default=keep,
         metavar="DIR",
@@ -160,7 +176,10 @@ def run(args: argparse.Namespace) -> int:
     flags = {name: value for name, value in vars(args).items() if name not in ("command", "config", "set")}
     if "log_format" in flags:
         os.environ[FORMAT_ENV] = flags.pop("log_format")  # the processes inherit it
+    if "log_level" in flags:
+        os.environ[LOG_LEVEL_ENV] = flags.pop("log_level")
     try:
+        log_level()  # before any process is started
         asked = settings.read(flags, Path(args.config) if args.config else None, args.set)
     except ConfigError as error:
         print(f"pdserve up: error: {error}", file=sys.stderr)

@@ -25,6 +25,8 @@ from pdserve.progress import LINE_EVERY_S, StatusLine, first_s
 from pdserve.telemetry.logs import json_line
 
 _WIDTH: Final = 10
+LOG_FILE_BYTES: Final = 64 * 2**20  # of one process with --log-dir, before it is renamed
+LOG_FILES_KEPT: Final = 5  # renamed ones of each process
 _MOST_PARTS: Final = 16  # phases of one worker's start
 _MEMORY: Final = re.compile(r"(?:^| )memory (\{.*\})$")
 _PARTS: Final = {  # parts of a memory plan, with their column names
@@ -93,8 +95,8 @@ class LauncherReport:
             return lambda line: self._err(f"{name:<{_WIDTH}} | {line}")
         if name not in self._files:
             with _a_folder(self._log_dir):
-                file = os.fdopen(open_private(self._log_dir / f"{name}.log", is_appended=True), "ab", 0)
-            self._files[name] = LogFile(file, lambda why: self.say(name, f"its log loses lines: {why}"))
+                path = self._log_dir / f"{name}.log"
+                self._files[name] = LogFile(path, lambda why: self.say(name, f"its log loses lines: {why}"))
         return self._files[name].write
 
     # -- progress ------------------------------------------------------------------------------------------------
@@ -172,8 +174,16 @@ class LauncherReport:
 
     def ready(self, line: str) -> None:
         self.settled()
+        if self._is_json:
+            line = json_line("launcher", json.dumps({"elapsed_s": round(self.elapsed_s, 3), "message": line}))
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+    def reopen(self) -> None:
+        """Opens every log file again, after another program has renamed it."""
+        for file in self._files.values():
+            file.reopen()
+        self.say("launcher", f"SIGHUP: {len(self._files)} log files are opened again")
 
     def close(self) -> None:
         self.settled()
@@ -203,30 +213,76 @@ def memory_table(plans: Mapping[str, MemoryPlan]) -> list[str]:
     return lines
 
 
+def open_log(path: Path) -> BinaryIO:
+    return os.fdopen(open_private(path, is_appended=True), "ab", 0)
+
+
 @final
 class LogFile:
-    """Appends whole lines to an unbuffered file. Lost lines are counted, and reported once writing succeeds again."""
+    """Appends whole lines to an unbuffered file. Lost lines are counted, and reported once writing succeeds again.
 
-    def __init__(self, file: BinaryIO, on_loss: Callable[[str], None]) -> None:
-        """`on_loss` is called with the reason when lines begin to be lost."""
-        self._file = file
-        self._on_loss = on_loss
+    A file that would grow beyond `max_bytes` is renamed to NAME.1, an earlier NAME.1 to NAME.2, and so on up to
+    NAME.`kept`; the oldest is deleted.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        on_loss: Callable[[str], None],
+        *,
+        max_bytes: int = LOG_FILE_BYTES,
+        kept: int = LOG_FILES_KEPT,
+        open_file: Callable[[Path], BinaryIO] = open_log,
+    ) -> None:
+        """`on_loss` is called with the reason when lines begin to be lost. Raises OSError."""
+        self._path, self._max_bytes, self._kept = path, max_bytes, kept
+        self._on_loss, self._open_file = on_loss, open_file
         self._num_lost = 0
+        self._open()
 
     def write(self, line: str) -> None:
-        if self._file.closed:
+        if self._is_closed:
             return
         gap = f"({self._num_lost} lines could not be written)\n" if self._num_lost else ""
+        data = f"{gap}{line}\n".encode(errors="replace")
         try:
-            self._file.write(f"{gap}{line}\n".encode(errors="replace"))
+            if self._file.closed:  # it could not be opened again
+                self._open()
+            if self._size and self._size + len(data) > self._max_bytes:
+                self._rotate()
+            self._file.write(data)
+            self._size += len(data)
             self._num_lost = 0
         except OSError as error:
             self._num_lost += 1
             if self._num_lost == 1:
                 self._on_loss(error.strerror or "the disk failed")
 
-    def close(self) -> None:
+    def reopen(self) -> None:
+        """Creates the file again if it was renamed or deleted; if that fails, the next line tries it."""
         self._file.close()
+        with contextlib.suppress(OSError):
+            self._open()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._file.close()
+
+    def _open(self) -> None:
+        self._file = self._open_file(self._path)
+        self._size = self._file.tell()
+        self._is_closed = False
+
+    def _rotate(self) -> None:
+        self._file.close()
+        for number in range(self._kept, 0, -1):
+            older = self._numbered(number - 1) if number > 1 else self._path
+            with contextlib.suppress(FileNotFoundError):
+                older.replace(self._numbered(number))
+        self._open()
+
+    def _numbered(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}")
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ with Running.start("--model", "toy") as cluster:
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -139,7 +140,7 @@ class Running:
         began_s = time.monotonic()
         timer.start()
         try:
-            self.ready_line = self.process.stdout.readline().rstrip("\n")
+            self.ready_line = _message(self.process.stdout.readline().rstrip("\n"))
         finally:
             timer.cancel()
         found = _READY.match(self.ready_line)
@@ -163,3 +164,12 @@ class Running:
                 self._changed.notify_all()
             if self._on_line is not None:
                 self._on_line(line)
+
+
+def _message(line: str) -> str:
+    """The text of a line, which is a JSON object under --log-format json."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return line
+    return str(found.get("message", "")) if isinstance(found, dict) else line

@@ -22,6 +22,7 @@ from pdserve.launch.spec import ClusterSpec, gateway, processes, router
 from pdserve.launch.with_ray import RayCluster
 from pdserve.model_source import model_name
 from pdserve.owned_folder import sweep
+from pdserve.progress import is_on_terminal
 from pdserve.telemetry.logs import JSON, log_format
 
 INTERRUPTED: Final = 130
@@ -47,6 +48,8 @@ async def serve(asked: Asked) -> int:
     stop, hurry = asyncio.Event(), asyncio.Event()
     _on_signals(stop, hurry)
     report = LauncherReport(asked.log_dir, is_json=log_format() == JSON)
+    if not is_on_terminal():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, report.reopen)
     if swept := sweep():  # folders of killed launchers
         report.say("launcher", f"removed {len(swept)} temporary folders that have no owner")
     if not asked.ray:  # another Ray cluster has other hosts

@@ -16,6 +16,7 @@ import sys
 import time
 from typing import Any, Final, final
 
+from pdserve.config import LOG_LEVEL_ENV, LOG_LEVELS
 from pdserve.core.errors import ConfigError
 
 FORMAT_ENV: Final = "PDSERVE_LOG_FORMAT"
@@ -67,8 +68,17 @@ def log_format() -> str:
     return found
 
 
-def log_to_stderr(process: str, level: int = logging.INFO) -> None:
-    """Raises ConfigError as `log_format`."""
+def log_level() -> int:
+    """Raises ConfigError if the environment names another level."""
+    found = os.environ.get(LOG_LEVEL_ENV) or "info"
+    if found not in LOG_LEVELS:
+        raise ConfigError(LOG_LEVEL_ENV, found, "one of " + ", ".join(LOG_LEVELS))
+    return logging.getLevelNamesMapping()[found.upper()]
+
+
+def log_to_stderr(process: str) -> None:
+    """Raises ConfigError as `log_format` and `log_level`."""
+    level = log_level()
     handler = logging.StreamHandler(sys.stderr)
     if log_format() == JSON:
         handler.setFormatter(JsonFormatter(process))

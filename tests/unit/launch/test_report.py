@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,11 @@ def test_a_restarted_process_appends_to_its_log(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_reported_once() -> None:
     told: list[str] = []
-    with open("/dev/full", "ab", buffering=0) as disk:
-        file = LogFile(disk, told.append)
-        for number in range(3):
-            file.write(f"line {number}")
-        file.close()
-        file.write("a line after the end")
+    file = LogFile(Path("/dev/full"), told.append, open_file=lambda path: path.open("ab", buffering=0))
+    for number in range(3):
+        file.write(f"line {number}")
+    file.close()
+    file.write("a line after the end")
     assert told == ["No space left on device"]
 
 
@@ -44,6 +44,11 @@ class Disk:
 
     def __init__(self) -> None:
         self.is_full, self.closed, self.kept = False, False, b""
+
+    closed = False
+
+    def tell(self) -> int:
+        return 0
 
     def write(self, data: bytes) -> int:
         if self.is_full:
@@ -54,7 +59,7 @@ class Disk:
 
 def test_a_log_reports_lost_lines_after_a_full_disk() -> None:
     disk, told = Disk(), list[str]()
-    file = LogFile(disk, told.append)  # type: ignore[arg-type]
+    file = LogFile(Path("p0.log"), told.append, open_file=lambda path: disk)  # type: ignore[arg-type, return-value]
     file.write("first")
     disk.is_full = True
     file.write("lost")
@@ -121,3 +126,35 @@ def test_the_table_of_the_start_divides_memory(capsys: pytest.CaptureFixture[str
         "p0 cuda:0 80.00 72.00 16.00 2.00 1.00 0.50 52.00 425,984",
     ]
     assert len({len(row) for row in rows}) == 1, "columns stand below each other"
+
+
+def test_a_log_file_is_renamed_at_its_size_limit(tmp_path: Path) -> None:
+    file = LogFile(tmp_path / "p0.log", print, max_bytes=20, kept=2)
+    for number in range(10):
+        file.write(f"line {number:04}")  # 10 bytes
+    file.close()
+    found = {path.name: path.read_text(encoding="utf-8").split() for path in tmp_path.iterdir()}
+    assert {name: words[1::2] for name, words in found.items()} == {
+        "p0.log": ["0008", "0009"],
+        "p0.log.1": ["0006", "0007"],
+        "p0.log.2": ["0004", "0005"],
+    }
+
+
+def test_a_log_file_that_was_renamed_is_opened_again(tmp_path: Path) -> None:
+    report = LauncherReport(tmp_path, is_quiet=True)
+    write = report.relay("p0")
+    write("before")
+    (tmp_path / "p0.log").rename(tmp_path / "p0.old")
+    write("between")
+    report.reopen()
+    write("after")
+    report.close()
+    assert (tmp_path / "p0.old").read_text(encoding="utf-8") == "before\nbetween\n"
+    assert (tmp_path / "p0.log").read_text(encoding="utf-8") == "after\n"
+
+
+def test_the_ready_line_is_json_as_all_others(capsys: pytest.CaptureFixture[str]) -> None:
+    LauncherReport(is_json=True).ready("pdserve ready: grpc 127.0.0.1:1 (1 prefill)")
+    found = json.loads(capsys.readouterr().out)
+    assert (found["source"], found["message"]) == ("launcher", "pdserve ready: grpc 127.0.0.1:1 (1 prefill)")

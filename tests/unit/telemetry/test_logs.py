@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.config import LOG_LEVEL_ENV
 from pdserve.core.errors import ConfigError
-from pdserve.telemetry.logs import FORMAT_ENV, FieldFormatter, JsonFormatter, json_line, log_format
+from pdserve.telemetry.logs import FORMAT_ENV, FieldFormatter, JsonFormatter, json_line, log_format, log_level
 
 FORMATTER = FieldFormatter("%(levelname)s router %(name)s: %(message)s")
 
@@ -92,3 +93,13 @@ def test_an_unknown_format_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORMAT_ENV, "xml")
     with pytest.raises(ConfigError, match="text or json"):
         log_format()
+
+
+def test_the_level_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LOG_LEVEL_ENV, raising=False)
+    assert log_level() == logging.INFO
+    monkeypatch.setenv(LOG_LEVEL_ENV, "warning")
+    assert log_level() == logging.WARNING
+    monkeypatch.setenv(LOG_LEVEL_ENV, "loud")
+    with pytest.raises(ConfigError, match="one of debug, info, warning, error"):
+        log_level()
