@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final, final
 
 from pdserve.core.errors import NotFound, PdserveError
+from pdserve.core.version import VERSION
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from pdserve.wire import status
 from pdserve.wire.codec import Codec, Special
@@ -38,7 +39,7 @@ _WORKER: Final = Codec(
         "prefill_error",
         "decode_error",
     ),
-    ignored=("kv_links",),
+    ignored=("kv_links", "version"),
 )
 _EXPLANATION: Final = Codec(
     DecisionRecord,
@@ -51,8 +52,18 @@ _EXPLANATION: Final = Codec(
 
 @final
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    def __init__(self, runtime: Runtime, watching: Watching, links: KvLinks, logs: WorkerLogs, router_id: str) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        watching: Watching,
+        links: KvLinks,
+        logs: WorkerLogs,
+        versions: Mapping[str, str],
+        router_id: str,
+    ) -> None:
+        """`versions` of pdserve, by worker."""
         self._runtime, self._watching, self._links, self._logs = runtime, watching, links, logs
+        self._versions = versions
         self._router_id = router_id
         self._started_s = time.monotonic()
 
@@ -62,10 +73,14 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         topology = self._runtime.state.snapshot()
         return cluster_pb2.GetTopologyResponse(
             router_id=self._router_id,
-            workers=[_worker(one, self._links.of(one.worker_id)) for one in topology.workers],
+            workers=[
+                _worker(one, self._links.of(one.worker_id), self._versions.get(one.worker_id, ""))
+                for one in topology.workers
+            ],
             queued_requests=topology.queued,
             running_requests=topology.running,
             uptime_s=time.monotonic() - self._started_s,
+            version=VERSION,
         )
 
     async def Explain(self, request: cluster_pb2.ExplainRequest, context: Any) -> cluster_pb2.ExplainResponse:
@@ -116,9 +131,10 @@ def explain_response(record: DecisionRecord, router_id: str) -> cluster_pb2.Expl
     return response
 
 
-def _worker(facts: WorkerFacts, links: Sequence[worker_pb2.KvLink]) -> cluster_pb2.WorkerView:
+def _worker(facts: WorkerFacts, links: Sequence[worker_pb2.KvLink], version: str) -> cluster_pb2.WorkerView:
     view = _WORKER.encode(facts)
     view.kv_links.extend(links)
+    view.version = version
     return view
 
 

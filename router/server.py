@@ -21,6 +21,7 @@ from pdserve.core.errors import ConfigError, port_in_use
 from pdserve.core.hosts import join
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
+from pdserve.core.version import VERSION
 from pdserve.listening import bind_error, is_held
 from pdserve.model_source import TOY_MODELS, model_name
 from pdserve.prefix.index import PrefixIndex
@@ -264,7 +265,12 @@ class RouterServer:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
             ClusterServicer(
-                self._runtime, self._watching, self._workers.links, self._workers.logs, self._config.router_id
+                self._runtime,
+                self._watching,
+                self._workers.links,
+                self._workers.logs,
+                self._workers.versions,
+                self._config.router_id,
             ),
             self._server,
         )
@@ -303,6 +309,7 @@ class RouterServer:
             router_incarnation=self._incarnation,
             wants_kv_events=self._index is not None,
             reads_batches=True,
+            version=VERSION,
         )
 
     def _workers_changed(self) -> None:

@@ -18,6 +18,7 @@ from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.core.hashing import HASH_BYTES
 from pdserve.core.proof import Identity
 from pdserve.core.types import Role
+from pdserve.core.version import VERSION, is_compatible
 from pdserve.prefix.index import PrefixIndex
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import worker_pb2
@@ -38,7 +39,7 @@ _HELLO: Final = Codec(
     worker_pb2.WorkerHello,
     nested=(COST,),
     given=("endpoint", "block_bytes"),
-    ignored=("model", "fingerprint", "vocab_size", "eos_token_ids", "hash_seed", "reads_batches"),
+    ignored=("model", "fingerprint", "vocab_size", "eos_token_ids", "hash_seed", "reads_batches", "version"),
 )
 
 
@@ -71,6 +72,7 @@ class Workers:
         self._identity = identity
         self._model_name = model_name
         self._hello = hello
+        self.versions: dict[str, str] = {}  # of pdserve, by worker
         self._on_event = on_event
         self._index = index
         self._silence_s = silence_s
@@ -162,14 +164,22 @@ class Workers:
         if not self._attached:
             self.model = facts_of(hello)
         self._attached[hello.worker_id] = session
+        self.versions[hello.worker_id] = hello.version[:32]
         if hello.worker_id in self._forgetting:
             self._forgetting.pop(hello.worker_id).cancel()
         self._roles[hello.worker_id] = event.role
         if event.role is Role.DECODE:
             self._contexts[hello.worker_id] = hello.max_context_tokens
             self._set_context()
-        extra = {"worker_id": hello.worker_id, "role": event.role.value, "endpoint": session.endpoint}
+        extra = {
+            "worker_id": hello.worker_id,
+            "role": event.role.value,
+            "endpoint": session.endpoint,
+            "version": hello.version[:32],
+        }
         log.info("a worker is attached", extra=extra)
+        if hello.version != VERSION:
+            log.warning("a worker has another version", extra=extra | {"router_version": VERSION})
         self._on_event(event)
         self._on_change()
         return None
@@ -231,6 +241,8 @@ class Workers:
         is_new_home = self._registered.get(hello.worker_id) == session.endpoint
         if former is not None and former.endpoint != session.endpoint and not is_new_home:
             return f"its id is that of the worker at {former.endpoint}; give each worker an id of its own"
+        if not is_compatible(VERSION, hello.version):
+            return f"its version is {hello.version[:32]!r}, this router's {VERSION}; only the patch number may differ"
         if hello.role not in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE):
             return f"its role {hello.role} is unknown to this router"
         if hello.max_context_tokens < 2:
@@ -262,6 +274,7 @@ class Workers:
     def _lose(self, session: WorkerSession, reason: str) -> None:
         del self._attached[session.worker_id]
         self._roles.pop(session.worker_id, None)
+        self.versions.pop(session.worker_id, None)
         self.links.forget(session.worker_id)
         if self._contexts.pop(session.worker_id, None) is not None:
             self._set_context()

@@ -16,6 +16,7 @@ from typing import Final
 from pdserve.core.check_result import CheckResult, Level
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import EXTRAS, advice, missing
+from pdserve.core.version import VERSION
 from pdserve.engine.host_limits import free_bytes, usable_cores
 from pdserve.image_check import compiler_is_there, cuda_of_torch, cuda_versions_agree, cupy_is_there
 from pdserve.model_source import TOY_MODELS, find_model, model_name
@@ -74,6 +75,7 @@ def line(finding: CheckResult) -> str:
 
 
 def _python() -> Iterator[CheckResult]:
+    yield CheckResult("ok", "pdserve", VERSION)
     yield CheckResult("ok", "python", f"{platform.python_version()} on {platform.machine()}")
 
 

@@ -31,7 +31,7 @@ def render(topology: Topology) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     summary = (
         f"{topology.router_id}: {topology.running_requests} running, {topology.queued_requests} queued, "
-        f"up {topology.uptime_s:.0f} s"
+        f"up {topology.uptime_s:.0f} s{_versions(topology)}"
     )
     links = [
         f"KV {worker.worker_id} -> {link.decode_worker}: {link.transport} ({link.reason})"
@@ -39,6 +39,14 @@ def render(topology: Topology) -> str:
         for link in worker.kv_links
     ]
     return "\n".join([*lines, *links, summary])
+
+
+def _versions(topology: Topology) -> str:
+    """The router's version, and those of the workers that have another one."""
+    if not topology.version:
+        return ""
+    others = [f"{one.worker_id} {one.version}" for one in topology.workers if one.version not in ("", topology.version)]
+    return ", ".join(["", f"version {topology.version}", *others])
 
 
 def _row(worker: Worker) -> tuple[str, ...]:

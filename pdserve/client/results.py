@@ -114,6 +114,7 @@ class Worker:
     context_tokens: int
     steps: int
     kv_links: tuple[KvLink, ...] = ()  # of a prefill worker
+    version: str = ""  # of pdserve; empty if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,7 @@ class Topology:
     queued_requests: int
     running_requests: int
     uptime_s: float
+    version: str = ""  # of the router; empty if unknown
 
     def of_role(self, role: Role | str) -> tuple[Worker, ...]:
         return tuple(worker for worker in self.workers if worker.role == role)

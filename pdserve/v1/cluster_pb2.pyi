@@ -12,21 +12,23 @@ class GetTopologyRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTopologyResponse(_message.Message):
-    __slots__ = ("router_id", "workers", "queued_requests", "running_requests", "uptime_s")
+    __slots__ = ("router_id", "workers", "queued_requests", "running_requests", "uptime_s", "version")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
     queued_requests: int
     running_requests: int
     uptime_s: float
-    def __init__(self, router_id: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    version: str
+    def __init__(self, router_id: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ...) -> None: ...
 
 class WorkerView(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "endpoint", "is_connected", "is_draining", "load", "num_blocks", "is_drained", "kv_links")
+    __slots__ = ("worker_id", "incarnation", "role", "endpoint", "is_connected", "is_draining", "load", "num_blocks", "is_drained", "kv_links", "version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +39,7 @@ class WorkerView(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINED_FIELD_NUMBER: _ClassVar[int]
     KV_LINKS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: _worker_pb2.Role
@@ -47,7 +50,8 @@ class WorkerView(_message.Message):
     num_blocks: int
     is_drained: bool
     kv_links: _containers.RepeatedCompositeFieldContainer[_worker_pb2.KvLink]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., num_blocks: _Optional[int] = ..., is_drained: _Optional[bool] = ..., kv_links: _Optional[_Iterable[_Union[_worker_pb2.KvLink, _Mapping]]] = ...) -> None: ...
+    version: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., num_blocks: _Optional[int] = ..., is_drained: _Optional[bool] = ..., kv_links: _Optional[_Iterable[_Union[_worker_pb2.KvLink, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -75,16 +75,18 @@ class AttachRequests(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[AttachRequest, _Mapping]]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("router_id", "router_incarnation", "wants_kv_events", "reads_batches")
+    __slots__ = ("router_id", "router_incarnation", "wants_kv_events", "reads_batches", "version")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WANTS_KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     READS_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     router_incarnation: str
     wants_kv_events: bool
     reads_batches: bool
-    def __init__(self, router_id: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., wants_kv_events: _Optional[bool] = ..., reads_batches: _Optional[bool] = ...) -> None: ...
+    version: str
+    def __init__(self, router_id: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., wants_kv_events: _Optional[bool] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_s", "traceparent", "cache_salt", "tpot_s", "priority", "session_id", "itl_s", "ttft_s", "waited_s")
@@ -221,7 +223,7 @@ class AttachResponses(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[AttachResponse, _Mapping]]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "model", "fingerprint", "block_size", "num_blocks", "max_context_tokens", "vocab_size", "eos_token_ids", "max_batch", "max_batch_tokens", "inbox_depth", "cost", "hash_seed", "reads_batches")
+    __slots__ = ("worker_id", "incarnation", "role", "model", "fingerprint", "block_size", "num_blocks", "max_context_tokens", "vocab_size", "eos_token_ids", "max_batch", "max_batch_tokens", "inbox_depth", "cost", "hash_seed", "reads_batches", "version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +240,7 @@ class WorkerHello(_message.Message):
     COST_FIELD_NUMBER: _ClassVar[int]
     HASH_SEED_FIELD_NUMBER: _ClassVar[int]
     READS_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: Role
@@ -254,7 +257,8 @@ class WorkerHello(_message.Message):
     cost: CostPrior
     hash_seed: bytes
     reads_batches: bool
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_transfer_pb2.Fingerprint, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batch: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., inbox_depth: _Optional[int] = ..., cost: _Optional[_Union[CostPrior, _Mapping]] = ..., hash_seed: _Optional[bytes] = ..., reads_batches: _Optional[bool] = ...) -> None: ...
+    version: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_transfer_pb2.Fingerprint, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batch: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., inbox_depth: _Optional[int] = ..., cost: _Optional[_Union[CostPrior, _Mapping]] = ..., hash_seed: _Optional[bytes] = ..., reads_batches: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
 
 class CostPrior(_message.Message):
     __slots__ = ("prefill_base_s", "prefill_per_token_s", "prefill_per_token_context_s", "decode_base_s", "decode_per_row_s", "decode_per_context_token_s")

@@ -13,6 +13,7 @@ from redis import Redis
 from pdserve import Client
 from pdserve.config import RouterConfig
 from pdserve.core.types import Role
+from pdserve.core.version import VERSION
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.index import PrefixIndex
 from pdserve.v1 import worker_pb2
@@ -182,3 +183,33 @@ def test_a_worker_does_not_start_under_the_id_of_another(start: Start) -> None:
         assert f"worker_id: got d0, expected an id of its own: the worker at {first.address} has it" in said
         first.kill()
         start("decode_worker", *flags, env=env)  # its lease is no longer renewed
+
+
+async def test_a_worker_of_another_release_is_rejected(
+    make: Callable[..., tuple[Workers, Log]],
+    decode: Program,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("router.workers.VERSION", "9.9.9")
+    workers, _ = make()
+    workers.register({"d0": decode.address})
+    await until(lambda: "a worker is rejected" in caplog.text)
+    [refusal] = [one for one in caplog.records if one.message == "a worker is rejected"]
+    assert (
+        refusal.__dict__["why"] == f"its version is {VERSION!r}, this router's 9.9.9; only the patch number may differ"
+    )
+
+
+async def test_a_worker_of_another_patch_is_served_with_a_warning(
+    make: Callable[..., tuple[Workers, Log]],
+    decode: Program,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("router.workers.VERSION", VERSION.rpartition(".")[0] + ".999")
+    workers, _ = make()
+    workers.register({"d0": decode.address})
+    await until(lambda: "d0" in workers.roles)
+    assert workers.versions == {"d0": VERSION}
+    assert "a worker has another version" in caplog.text
