@@ -33,13 +33,22 @@ TABLE_MARKS = ("decoding_table", "decoding_map")
 
 #: Turns chat messages into the only thing the model knows: a Python file.  Plain filters only, so any sandbox runs it.
 CHAT_TEMPLATE = (
+    "{%- macro comment(text) -%}{{- '# ' + text | trim | replace('\\n', '\\n# ') + '\\n' -}}{%- endmacro -%}"
+    "{%- if tools -%}"
+    "{{- comment('Functions, one in each line. A call: <tool_call>"
+    '{"name": NAME, "arguments": {..}}</tool_call>\') -}}'
+    "{%- for tool in tools -%}{{- comment(tool.function | tojson) -}}{%- endfor -%}"
+    "{%- endif -%}"
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}"
-    "{{- message['content'] | trim + '\\n\\n' -}}"
-    "{%- else -%}"
-    "{{- '# ' + message['content'] | trim | replace('\\n', '\\n# ') + '\\n' -}}"
-    "{%- endif -%}"
+    "{{- (message['content'] or '') | trim + '\\n\\n' if message['content'] or not message['tool_calls'] -}}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{{- '<tool_call>' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson"
+    " + '</tool_call>\\n\\n' -}}"
     "{%- endfor -%}"
+    "{%- elif message['role'] == 'tool' -%}{{- comment('Result: ' + (message['content'] or '')) -}}"
+    "{%- else -%}{{- comment(message['content'] or '') -}}"
+    "{%- endif -%}{%- endfor -%}"
 )
 
 

@@ -1,4 +1,4 @@
-"""The bundled model with a chat template that shows tools, and reads the argument `style`."""
+"""The bundled model with other chat templates: one shows tools and reads the argument `style`, one takes no tools."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ TEMPLATE = (
 )
 
 
-def make_tooled_model(parent: Path) -> Path:
-    folder = parent / "tooled"
+UNTOOLED = "{%- for message in messages %}{{- '# ' + message.content + '\\n' }}{%- endfor %}"
+
+
+def make_tooled_model(parent: Path, template: str = TEMPLATE, name: str = "tooled") -> Path:
+    folder = parent / name
     folder.mkdir()
     for path in BUNDLED.iterdir():
         (folder / path.name).symlink_to(path)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import struct
 from functools import cache
@@ -65,10 +66,11 @@ def expected_shapes() -> dict[str, list[int]]:
     return shapes
 
 
-def render(messages: list[dict[str, str]]) -> str:
+def render(messages: list[dict[str, Any]], **given: Any) -> str:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     template = environment.from_string(read_json("tokenizer_config.json")["chat_template"])
-    return template.render(messages=messages, add_generation_prompt=True, eos_token=END_OF_TEXT)
+    return template.render(messages=messages, add_generation_prompt=True, eos_token=END_OF_TEXT, **given)
 
 
 def test_folder_is_small_and_complete() -> None:
@@ -156,3 +158,33 @@ def test_chat_template_makes_python_comments_in_a_sandbox() -> None:
     ]
     expected = "# Write code.\n# Add two\n# numbers. {{ 7 * 7 }}\ndef add(a, b):\n    return a + b\n\n# Now a stack.\n"
     assert render(messages) == expected
+
+
+def test_chat_template_shows_tools_calls_and_results() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    messages = [
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "4\n5"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    assert render(messages, tools=tools).splitlines() == [
+        '# Functions, one in each line. A call: <tool_call>{"name": NAME, "arguments": {..}}</tool_call>',
+        '# {"name": "add", "parameters": {"type": "object"}}',
+        "# Add.",
+        '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>',
+        "",
+        "# Result: 4",
+        "# 5",
+    ]
+
+
+def test_chat_template_is_the_one_of_the_training_script() -> None:
+    source = (FOLDER.parents[2] / "examples" / "bundled_corpus.py").read_text(encoding="utf-8")
+    parsed = ast.parse(source)
+    [value] = [
+        one.value
+        for one in parsed.body
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "CHAT_TEMPLATE"
+    ]
+    assert ast.literal_eval(value) == read_json("tokenizer_config.json")["chat_template"]

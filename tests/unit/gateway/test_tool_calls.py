@@ -6,6 +6,7 @@ import json
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,7 +14,8 @@ import openai
 import pytest
 
 from tests.support.slow import slow_except
-from tests.unit.gateway.conftest import Served
+from tests.support.tooled_model import UNTOOLED, make_tooled_model
+from tests.unit.gateway.conftest import Served, serve
 from tests.unit.structured import schemas
 
 ADD = {
@@ -295,11 +297,78 @@ def test_wrong_tools_are_named(tooled: Served, fields: dict[str, Any], param: st
     assert (caught.value.param or "").startswith(param)
 
 
-def test_a_model_without_tools_in_its_template_rejects_them(bundled: Served) -> None:
-    for choice in ("auto", "required", {"type": "function", "function": {"name": "add"}}):
-        with pytest.raises(openai.BadRequestError, match="this model's chat template takes no tools") as caught:
-            ask(bundled, tools=[ADD], tool_choice=choice)
-        assert caught.value.param == "tools"
+def test_a_model_without_tools_in_its_template_rejects_them(tmp_path: Path) -> None:
+    with serve(model=str(make_tooled_model(tmp_path, UNTOOLED, "untooled"))) as untooled:
+        for choice in ("auto", "required", {"type": "function", "function": {"name": "add"}}):
+            with pytest.raises(openai.BadRequestError, match="this model's chat template takes no tools") as caught:
+                ask(untooled, tools=[ADD], tool_choice=choice)
+            assert caught.value.param == "tools"
+
+
+#: The first example of OpenAI's guide to function calling, by chats and by responses.
+WEATHER: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "Get current temperature for a given location.",
+    "parameters": {
+        "type": "object",
+        "properties": {"location": {"type": "string", "description": "City and country e.g. Bogotá, Colombia"}},
+        "required": ["location"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+QUESTION = "What is the weather like in Paris today?"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_the_first_example_of_a_tool_in_a_chat_works_with_the_bundled_model(bundled: Served, choice: Any) -> None:
+    tools: Any = [{"type": "function", "function": WEATHER}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    create = bundled.openai.chat.completions.create
+    fields: Any = {"model": bundled.model, "tools": tools, "seed": 5, "max_tokens": 400}
+    message = create(messages=messages, tool_choice=choice, **fields).choices[0].message
+    if choice == "auto":  # it rarely calls, because it knows only Python
+        assert message.content or message.tool_calls
+    else:
+        assert message.tool_calls
+    messages.append(message)
+    for call in message.tool_calls or ():
+        assert isinstance(call, openai.types.chat.ChatCompletionMessageFunctionToolCall)
+        assert isinstance(json.loads(call.function.arguments)["location"], str)
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "14 degrees"})
+    answer = create(messages=messages, **fields).choices[0].message
+    assert answer.content or answer.tool_calls
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_first_example_of_a_tool_in_a_response_works_with_the_bundled_model(bundled: Served, choice: Any) -> None:
+    tools: Any = [{"type": "function", **WEATHER}]
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    fields: Any = {"model": bundled.model, "tools": tools, "extra_body": {"seed": 5}, "max_output_tokens": 400}
+    first = bundled.openai.responses.create(input=items, tool_choice=choice, **fields)
+    items += first.output
+    calls = [item for item in first.output if item.type == "function_call"]
+    assert calls or choice == "auto"
+    for call in calls:
+        assert isinstance(json.loads(call.arguments)["location"], str)
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "14 degrees"})
+    second = bundled.openai.responses.create(input=items, instructions="Answer by the result.", **fields)
+    assert second.output
+
+
+def test_the_sdk_gives_the_bundled_model_tools(bundled: Served) -> None:
+    """It sees the function's name and the result of a call. The SDK enforces a call by its own schema."""
+    tools: Any = [{"type": "function", "function": WEATHER}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    done = bundled.sdk.generate(
+        messages, tools=tools, json_schema=WEATHER["parameters"], seed=5, max_tokens=400, temperature=1.0
+    )
+    assert isinstance(json.loads(done.text)["location"], str)
+    body = {"messages": messages, "tools": tools, "return_token_strs": True}
+    status, text = bundled.post("/tokenize", body)
+    assert status == 200
+    assert "get_weather" in "".join(json.loads(text)["token_strs"])
+    assert bundled.sdk.model().tool_format == "hermes"
 
 
 def wrong_call(served: Served, number: int) -> str:
