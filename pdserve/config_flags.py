@@ -9,17 +9,60 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from pdserve.config import LOG_LEVEL_ENV, LOG_LEVELS, GatewayConfig, RouterConfig, WorkerConfig, from_env
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, shortened
+from pdserve.core.nearest import did_you_mean, nearest
 from pdserve.core.setting import is_hidden
 from pdserve.core.urls import hide_password
 
 Config = TypeVar("Config", WorkerConfig, RouterConfig, GatewayConfig)
+_MOST_NAMED: Final = 8  # unknown words in one message
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints one line for a wrong command line, because a page of flags would hide the error, and suggests the nearest
+    known word."""
+
+    def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"invalid choice: '(.{1,100}?)' \(choose from (.*)\)", message):
+            message += did_you_mean(nearest(wrong[1], re.findall(r"[^\s',]+", wrong[2])))
+        self.exit(2, f"{self.prog}: error: {shortened(message, 2000)} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Unknown flags are reported before missing ones: a mistyped flag is often the missing one."""
+        words = list(sys.argv[1:] if args is None else args)
+        own = words[: words.index("--")] if "--" in words else words
+        unknown = [] if self._subparsers else [one for one in own if self._is_unknown(one)]
+        if unknown:
+            self.reject(unknown)
+        return super().parse_known_args(words, namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.reject(unknown)
+        return found
+
+    def reject(self, words: Sequence[str]) -> NoReturn:
+        named = [shortened(one, 64) + self._suggestion(one) for one in words[:_MOST_NAMED]]
+        self.error(f"unrecognized arguments: {' '.join(named)}{' ...' if len(words) > _MOST_NAMED else ''}")
+
+    def _is_unknown(self, word: str) -> bool:
+        return word.startswith("--") and " " not in word and word.partition("=")[0] not in self._flags()
+
+    def _suggestion(self, word: str) -> str:
+        flag = "--" + word.partition("=")[0].lstrip("-").replace("_", "-")
+        return did_you_mean(nearest(flag, self._flags())) if word.startswith("-") else ""
+
+    def _flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings]
 
 
 def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Mapping[str, str] | None = None) -> Config:
@@ -27,7 +70,7 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Map
 
     Secrets come from `environ`; None: this process's environment.
     """
-    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False, parents=[log_flags(prog)])
+    parser = Parser(prog=prog, allow_abbrev=False, parents=[log_flags(prog)])
     hints = typing.get_type_hints(kind)
     from_environ: dict[str, str] = {}
     help_lines: list[str] = []

@@ -11,9 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Final, NoReturn, Protocol, cast
+from typing import Final, Protocol, cast
 
 import pdserve
+from pdserve.config_flags import Parser
 from pdserve.core.errors import PdserveError, Unauthenticated
 from pdserve.core.extras import missing
 
@@ -51,13 +52,6 @@ class Command(Protocol):
         ...
 
 
-class Parser(argparse.ArgumentParser):
-    """Prints one line for a wrong command line, because a page of flags would hide the error."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
 def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
     """The parser of `pdserve`, and the parser and the module of each command."""
     parser = Parser(
@@ -84,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     if unknown:  # parse_args would point to the help of `pdserve`, which does not list them
-        parser_of[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser_of[args.command].reject(unknown)
     try:
         return loaded[args.command].run(args)
     except PdserveError as error:

@@ -6,12 +6,14 @@ the default behaviour. A name that is in no table is rejected as unknown (docs/d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
+from pdserve.core.nearest import did_you_mean, nearest
 from pdserve.gateway.errors import UnknownField, UnsupportedField
 from pdserve.gateway.request_models import ChatRequest, TextRequest
 from pdserve.gateway.responses_models import ResponsesRequest
@@ -124,5 +126,23 @@ def supported(endpoint: Endpoint, given: Mapping[str, Any]) -> dict[str, Any]:
             if not any(type(value) is type(one) and value == one for one in rejected[name].harmless):
                 raise UnsupportedField(name, "a value", f"the field to be absent: {rejected[name].reason}")
         else:
-            raise UnknownField(name, "an unknown field", "only fields of this endpoint (docs/reference/http.md)")
+            expected = "only fields of this endpoint (docs/reference/http.md)"
+            raise UnknownField(name, "an unknown field", expected + did_you_mean(nearest(name, fields)))
     return found
+
+
+def meant_field(kind: type[BaseModel], location: Sequence[str | int]) -> str | None:
+    """The name that is nearest to the unknown one at the end of pydantic's `location`, in the objects before it."""
+    models: list[type[BaseModel]] = [kind]
+    for step in location[:-1]:
+        fields = [one.model_fields.get(str(step)) for one in models]
+        # A step that is no field is an index, or the tag of a union.
+        models = [found for one in fields if one is not None for found in _models_in(one.annotation)] or models
+    known = [field.alias or name for one in models for name, field in one.model_fields.items()]
+    return nearest(str(location[-1]), known)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for one in typing.get_args(annotation) for found in _models_in(one)]

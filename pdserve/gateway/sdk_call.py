@@ -16,9 +16,10 @@ from pdserve.client.request import Prompt
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import Grammar, GrammarKind, choice
+from pdserve.core.nearest import did_you_mean
 from pdserve.core.types import MAX_PROMPT_LOGPROBS, MAX_SEED
 from pdserve.gateway.errors import UnknownModel
-from pdserve.gateway.field_support import Endpoint, supported
+from pdserve.gateway.field_support import Endpoint, meant_field, supported
 from pdserve.gateway.json_body import summarised
 from pdserve.gateway.request_models import (
     TOO_MANY,
@@ -242,7 +243,8 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
         if first["type"] == "missing":
             raise InvalidRequest(place, "no value", "a value, because the field is required") from None
         if first["type"] == "extra_forbidden":
-            raise InvalidRequest(place, "an unknown field", "no such field") from None
+            meant = did_you_mean(meant_field(kind, first["loc"]))
+            raise InvalidRequest(place, "an unknown field", f"no such field{meant}") from None
         if first["type"] == TOO_MANY:
             raise InvalidRequest(
                 place or "body", f"{first['ctx']['seen']} {first['ctx']['noun']}", first["msg"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import check_shown
 from pdserve.core.errors import ConfigError
+from pdserve.core.nearest import did_you_mean, nearest
 from pdserve.core.setting import check_value
 
 Value = str | int | float | bool | tuple[str, ...]
@@ -73,7 +73,7 @@ _WORDS: Final[Mapping[type, str]] = {str: "a text", int: "a whole number", float
 def check_top(name: str, value: Any) -> None:
     """Raises ConfigError on an unknown key outside all tables, or one whose value has the wrong type."""
     if isinstance(value, dict):
-        raise ConfigError(f"[{name}]", "a table", f"one of {', '.join(KINDS)}{_did_you_mean(_nearest_table(name))}")
+        raise ConfigError(f"[{name}]", "a table", f"one of {', '.join(KINDS)}{did_you_mean(_nearest_table(name))}")
     if name not in TOP:
         raise ConfigError(name, repr(value), _unknown(name))
     _check_type(name, value, TOP[name])
@@ -120,31 +120,28 @@ def _fields(kind: str) -> dict[str, dataclasses.Field[Any]]:
 
 def _unknown(name: str, kind: str = "") -> str:
     where = f"[{kind}]" if kind else "any table"
-    nearest = _nearest(name, kind)
+    found = _nearest(name, kind)
     program = {"router": "router", "gateway": "pdserve.gateway"}.get(kind, "decode_worker")
-    hint = "" if nearest else f"; `python -m {program} --help` lists them" if kind else f": {', '.join(TOP)}"
-    return f"a known key {'of' if kind else 'outside'} {where}{_did_you_mean(nearest)}{hint}"
+    hint = "" if found else f"; `python -m {program} --help` lists them" if kind else f": {', '.join(TOP)}"
+    return f"a known key {'of' if kind else 'outside'} {where}{did_you_mean(found)}{hint}"
 
 
-def _nearest(name: str, kind: str) -> list[str]:
+def _nearest(name: str, kind: str) -> str | None:
     """Prefers the same name in another table, then a similar name in this table, then a similar one in another."""
     tables: dict[str, Iterable[str]] = {"": TOP, **{one: _fields(one).keys() - COMPUTED for one in KINDS}}
     tables = {kind: tables.pop(kind), **tables}
     whole = {f"{table}.{key}" if table else key: key for table, keys in tables.items() for key in sorted(keys)}
     same = [full for full, key in whole.items() if key == name]
     if same:
-        return same[:1]
+        return same[0]
     for group in (kind, None):
         keys = [key for full, key in whole.items() if group is None or full == (f"{kind}.{key}" if kind else key)]
-        close = difflib.get_close_matches(name, keys, 1, cutoff=0.6 if group is not None else 0.75)
+        close = nearest(name, keys, cutoff=0.6 if group is not None else 0.75)
         if close:
-            return [next(full for full, key in whole.items() if key == close[0])]
-    return []
+            return next(full for full, key in whole.items() if key == close)
+    return None
 
 
-def _nearest_table(name: str) -> list[str]:
-    return [f"[{kind}]" for kind in difflib.get_close_matches(name, KINDS, 1)]
-
-
-def _did_you_mean(nearest: list[str]) -> str:
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+def _nearest_table(name: str) -> str | None:
+    found = nearest(name, KINDS)
+    return found and f"[{found}]"

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,8 @@ from pdserve.cli.main import hint, main
 from pdserve.cli.stats import truncation_warnings
 from pdserve.cli.topology import render
 from pdserve.client import results
+from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
+from pdserve.config_flags import parse_flags
 from pdserve.core.errors import Unauthenticated, Unavailable
 from pdserve.engine import host_limits
 from pdserve.v1 import cluster_pb2, worker_pb2
@@ -142,7 +145,50 @@ def test_a_wrong_command_line_is_a_usage_error_of_one_line(argv: list[str], caps
 def test_an_unknown_flag_points_to_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["up", "--modle", "x"])
-    assert capsys.readouterr().err == ("pdserve up: error: unrecognized arguments: --modle x (see pdserve up --help)\n")
+    assert capsys.readouterr().err == (
+        "pdserve up: error: unrecognized arguments: --modle; did you mean --model? (see pdserve up --help)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["generte", "x"], "generate"),
+        (["upp"], "up"),
+        (["up", "--prefil", "2"], "--prefill"),
+        (["up", "--kv_dtype=int8"], "--kv-dtype"),
+        (["up", "-model", "toy"], "--model"),
+        (["up", "--transport", "shmm"], "shm"),
+        (["generate", "x", "--max_tokens", "3"], "--max-tokens"),
+        (["bench", "--ulr", "http://x"], "--url"),
+        (["plan", "--worker=3"], "--workers"),
+    ],
+)
+def test_a_mistyped_word_gets_a_suggestion(argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"did you mean {meant}?" in line
+
+
+@pytest.mark.parametrize("kind", [WorkerConfig, RouterConfig, GatewayConfig])
+def test_a_mistyped_flag_of_a_process_gets_a_suggestion_before_missing_flags(
+    kind: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(kind, ["--drain_s", "3"], "python -m program")
+    assert "unrecognized arguments: --drain_s; did you mean --drain-s?" in capsys.readouterr().err
+
+
+def test_a_long_or_strange_word_gets_no_suggestion_and_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["up", "--" + "prefill" * 100_000], ["x" * 1_000_000], ["up", *["--prefil"] * 10_000]):
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert len(capsys.readouterr().err) < 2500
+    with pytest.raises(SystemExit):
+        main(["up", "--qqqqzzzz"])
+    assert "did you mean" not in capsys.readouterr().err
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

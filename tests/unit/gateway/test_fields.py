@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import typing
 from typing import Any
 
@@ -322,3 +323,37 @@ def test_padded_chunks_are_multiples_of_64_bytes(bundled: Served, endpoint: Endp
         sizes = [len(line.encode()) - len("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
     assert len(sizes) > 5
     assert {size % 64 for size in sizes} == {0}
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "meant"),
+    [
+        ("chat/completions", {"max_token": 3}, "max_tokens"),
+        ("completions", {"promt": "x"}, "prompt"),
+        ("responses", {"max_output_token": 3}, "max_output_tokens"),
+        ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}, "schema"),
+        (
+            "chat/completions",
+            {"tools": [{"type": "function", "function": {"name": "f", "parmeters": {}}}]},
+            "parameters",
+        ),
+        ("chat/completions", {"stream_options": {"include_usages": True}}, "include_usage"),
+    ],
+)
+def test_a_mistyped_field_gets_a_suggestion(toy: Served, path: str, given: dict[str, Any], meant: str) -> None:
+    base = {
+        "chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "completions": {"prompt": "x"},
+        "responses": {"input": "x"},
+    }
+    status, text = toy.post(f"/v1/{path}", base[path] | given)
+    assert status == 400
+    assert f"did you mean {meant}?" in json.loads(text)["error"]["message"]
+
+
+def test_a_long_unknown_field_gets_no_suggestion(toy: Served) -> None:
+    for name in ("max_tokens" * 100_000, "qqzzqq"):
+        status, text = toy.post("/v1/completions", {"prompt": "x", name: 1})
+        assert status == 400
+        assert "did you mean" not in text
+        assert len(text) < 2000
