@@ -6,17 +6,24 @@ HF_HUB_OFFLINE=1, the cached files are used. A private or gated repository needs
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 from typing import Final
 
-from pdserve.core.errors import ModelError
+from pdserve.core.errors import ModelError, shortened
 
 TOY_MODELS: Final = ("toy", "toy-marked")
 EXPECTED: Final = "a folder of a Hugging Face checkpoint, a name on its Hub as org/name, or toy"
 #: Weights in other formats, and copies in the format of the authors' own code, are not downloaded.
 FILES: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
 COPIES: Final = ("original/*", "consolidated*", "*.onnx*", "onnx/*", "openvino/*")
+TO_CONVERT: Final = (
+    "safetensors; transformers converts a GGUF file: AutoModelForCausalLM.from_pretrained(FOLDER, "
+    "gguf_file=FILE).save_pretrained(OUT), and the same with AutoTokenizer"
+)
+_OLLAMA: Final = re.compile(r"[\w.-]+(/[\w.-]+)*:[\w.-]+", re.ASCII)  # llama3.2:3b
 _REPOSITORY: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", re.ASCII)
 _SNAPSHOT: Final = re.compile(r"models--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)", re.ASCII)
 
@@ -29,24 +36,35 @@ def find_model(model: str) -> str:
     if model in TOY_MODELS:
         return model
     path = Path(model).expanduser()
-    if model and path.is_dir():
+    if model and os.path.isdir(path):  # pathlib's raises if the name is too long
+        if not (path / "config.json").exists():  # random weights need no more than that file
+            check_no_gguf(path)
         return str(path.absolute())
     if path.suffix.lower() == ".gguf":
-        raise ModelError(
-            "model",
-            model,
-            "safetensors; transformers converts a GGUF file: AutoModelForCausalLM.from_pretrained(FOLDER, "
-            "gguf_file=FILE).save_pretrained(OUT), and the same with AutoTokenizer",
+        raise ModelError("model", model, TO_CONVERT)
+    if os.path.isfile(path):
+        raise ModelError("model", f"{model}, a file", f"the folder that holds it: {path.absolute().parent}")
+    if _OLLAMA.fullmatch(model):
+        expected = (
+            f"{EXPECTED}. Names as Ollama's are not known: find the model on huggingface.co and give its org/name"
         )
+        raise ModelError("model", model, f"{expected}, such as meta-llama/Llama-3.2-3B-Instruct")
     if not is_on_hub(model):
-        raise ModelError("model", model, EXPECTED)
+        raise ModelError("model", shortened(model), EXPECTED)
     name, _, revision = model.partition("@")
     return _download(name, revision or None)
 
 
+def check_no_gguf(folder: Path) -> None:
+    """Raises ModelError for a folder without safetensors that has a GGUF file."""
+    file = next(folder.glob("*.[gG][gG][uU][fF]"), None)
+    if file is not None and not any(folder.glob("*.safetensors")):
+        raise ModelError("model", f"{folder} with only GGUF ({file.name})", TO_CONVERT)
+
+
 def is_on_hub(model: str) -> bool:
     """Whether `model` is a name on the Hub. A folder comes before it."""
-    return not Path(model).expanduser().exists() and _REPOSITORY.fullmatch(model) is not None
+    return not os.path.exists(Path(model).expanduser()) and _REPOSITORY.fullmatch(model) is not None
 
 
 def model_name(model: str) -> str:
@@ -70,18 +88,38 @@ def _download(repository: str, revision: str | None) -> str:
             repository, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(COPIES)
         )
     except errors.GatedRepoError:
-        raise ModelError("model", name, "a repository that you may read: accept its terms, and set HF_TOKEN") from None
+        expected = "a repository that you may read: accept its terms on huggingface.co, and set HF_TOKEN"
+        raise ModelError("model", name, expected) from None
     except errors.RevisionNotFoundError:
         raise ModelError("model", name, "a revision of that repository") from None
     except errors.RepositoryNotFoundError:
-        raise ModelError("model", name, f"{EXPECTED}; the Hub has no such repository, or HF_TOKEN is missing") from None
+        expected = f"{EXPECTED}; the Hub has no such repository: check its spelling. If it is private, set HF_TOKEN"
+        raise ModelError("model", name, expected) from None
     except errors.LocalEntryNotFoundError:
-        raise ModelError("model", name, "a cached repository, because the Hub cannot be reached") from None
+        raise ModelError("model", name, _offline_words(repository)) from None
     except (errors.CachedRepoTreeNotFoundError, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            expected = f"free space in the cache folder {_cache()}; HF_HOME names another one"
+            raise ModelError("model", name, expected) from None
         raise ModelError("model", name, f"a repository that can be downloaded ({_first_line(error)})") from None
     if not (Path(folder) / "config.json").is_file():
-        raise ModelError("model", name, "a repository with config.json and safetensors")
+        raise ModelError("model", name, "a repository with config.json and safetensors; GGUF is not read")
     return str(folder)
+
+
+def _offline_words(repository: str) -> str:
+    is_off = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    why = "HF_HUB_OFFLINE is set" if is_off else "the Hub cannot be reached"
+    return (
+        f"a cached repository, because {why} and {_cache()} has none. Where there is a network, run `hf download "
+        f"{repository}`, copy that folder here, or its model's folder and give its path; HF_HOME names another cache"
+    )
+
+
+def _cache() -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return str(HF_HUB_CACHE)
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from pdserve.bounded_file import MAX_JSON_BYTES, opened, parse_json, read_bytes, read_json_object
 from pdserve.core.errors import ModelError
+from pdserve.model_source import check_no_gguf
 
 MAX_HEADER_BYTES: Final = 32 * 2**20  # 250,000 tensors; the reference implementation takes three times as many
 MAX_INDEX_BYTES: Final = 32 * 2**20
@@ -175,6 +176,7 @@ def _single(folder: Path) -> Sequence[Path]:
     if files:
         names = ", ".join(file.name for file in files[:4])
         raise ModelError("model.safetensors.index.json", f"nothing, beside {names}", "an index of the shards")
+    check_no_gguf(folder)
     pickled = [file.name for pattern in PICKLED for file in sorted(folder.glob(pattern))]
     if pickled:
         raise ModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import ModelError
+from pdserve.engine.safetensors_file import open_checkpoint
 from pdserve.launch.settings import bundled_model
 from pdserve.model_source import find_model, is_on_hub, model_name
 from tests.support.hub import COMMIT, serve_hub
@@ -54,9 +56,9 @@ def test_a_repository_is_downloaded_once_and_found_offline(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("acme/none", "the Hub has no such repository"),
+        ("acme/none", "the Hub has no such repository: check its spelling. If it is private, set HF_TOKEN"),
         ("acme/tiny@other", "a revision of that repository"),
-        ("acme/gated", "accept its terms, and set HF_TOKEN"),
+        ("acme/gated", "accept its terms on huggingface.co, and set HF_TOKEN"),
         ("acme/gguf", "a repository with config.json and safetensors"),
     ],
 )
@@ -69,9 +71,21 @@ def test_errors_of_the_hub_say_what_to_do(model: str, expected: str, tmp_path: P
 
 
 def test_a_repository_that_is_not_cached_cannot_be_found_without_a_network(tmp_path: Path) -> None:
-    for env in ({}, {"HF_HUB_OFFLINE": "1"}):
+    for env, why in (({}, "the Hub cannot be reached"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set")):
         _, error = find("acme/tiny", "http://127.0.0.1:9", tmp_path, **env)
-        assert "a cached repository, because the Hub cannot be reached" in error
+        assert f"a cached repository, because {why} and {tmp_path / 'hub'} has none" in error
+        assert "`hf download acme/tiny`" in error
+
+
+def test_a_full_disk_names_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(ModelError, match=r"expected free space in the cache folder .*hub; HF_HOME names another one"):
+        find_model("acme/tiny")
 
 
 def test_a_folder_comes_before_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +115,33 @@ def test_toys_and_snapshots_have_their_names() -> None:
     assert model_name("acme/tiny@main") == "acme/tiny"
     assert model_name(f"/cache/hub/models--acme--tiny-2.5/snapshots/{COMMIT}") == "acme/tiny-2.5"
     assert model_name(f"/cache/other/snapshots/{COMMIT}") == COMMIT
+
+
+def test_a_folder_with_only_gguf_says_so(tmp_path: Path) -> None:
+    (tmp_path / "q4.GGUF").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"with only GGUF \(q4.GGUF\), expected safetensors; transformers converts"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert find_model(str(tmp_path)) == str(tmp_path)  # random weights are possible
+    with pytest.raises(ModelError, match="with only GGUF"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_in_place_of_a_folder_names_its_folder(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"x")
+    with pytest.raises(ModelError, match=f"a file, expected the folder that holds it: {tmp_path}"):
+        find_model(str(file))
+
+
+@pytest.mark.parametrize("model", ["llama3.2:3b", "qwen3:latest", "hf.co/acme/tiny:Q4_K_M", "user/model:7b"])
+def test_names_of_ollama_get_a_hint(model: str) -> None:
+    with pytest.raises(ModelError, match=r"find the model on huggingface\.co and give its org/name"):
+        find_model(model)
+
+
+@pytest.mark.parametrize("model", ["x" * 5000, "a\0b"])
+def test_impossible_paths_are_errors_of_one_line(model: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        find_model(model)
+    assert len(str(caught.value)) < 600
