@@ -6,8 +6,8 @@ import argparse
 import importlib.metadata
 import importlib.util
 import platform
-import resource
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Final
 
 from pdserve.core.check_result import CheckResult, Level
 from pdserve.core.errors import PdserveError
-from pdserve.core.extras import EXTRAS, advice, missing
+from pdserve.core.extras import EXTRAS, advice, check_platform, missing
 from pdserve.core.version import VERSION
 from pdserve.engine.host_limits import free_bytes, usable_cores
 from pdserve.image_check import compiler_is_there, cuda_of_torch, cuda_versions_agree, cupy_is_there
@@ -35,6 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_platform(sys.platform)
     checks: list[Callable[[], Iterator[CheckResult]]] = [
         _python,
         lambda: _packages(args.model),
@@ -113,6 +114,8 @@ def _memory() -> Iterator[CheckResult]:
 
 
 def _limits() -> Iterator[CheckResult]:
+    import resource  # which Windows lacks
+
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FILES_WANTED:
         yield CheckResult("warn", "files", f"{files} open files allowed", f"ulimit -n {_FILES_WANTED} or more")

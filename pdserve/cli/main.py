@@ -22,6 +22,7 @@ from pdserve.core.extras import missing
 #: imported by name.
 COMMANDS: Final = {
     "up": "pdserve.cli.up",
+    "serve": "pdserve.cli.up",
     "generate": "pdserve.cli.generate",
     "chat": "pdserve.cli.chat",
     "topology": "pdserve.cli.topology",
@@ -38,6 +39,8 @@ COMMANDS: Final = {
     "rank": "pdserve.cli.rank",
     "doctor": "pdserve.cli.doctor",
 }
+#: Of commands that share a module with another one.
+HELPS: Final = {"serve": "the same as `up --http 8000`, as vLLM's command"}
 
 
 class Command(Protocol):
@@ -61,8 +64,8 @@ def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     loaded: dict[str, Command] = {name: cast(Command, import_module(path)) for name, path in COMMANDS.items()}
     parser_of = {
-        name: commands.add_parser(name, help=command.HELP, description=command.HELP, allow_abbrev=False)
-        for name, command in loaded.items()
+        name: commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        for name, text in ((name, HELPS.get(name, command.HELP)) for name, command in loaded.items())
     }
     for name, command in loaded.items():
         command.add_flags(parser_of[name])

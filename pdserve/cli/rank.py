@@ -11,6 +11,7 @@ from typing import Final
 
 from pdserve.config import SECRET_ENV, from_env
 from pdserve.core.errors import ConfigError
+from pdserve.core.extras import check_platform
 from pdserve.model_source import find_model
 
 HELP = "start ranks on this host that join a worker on another host"
@@ -47,6 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Joins again after each restart of the worker, until the worker ends or rejects a rank."""
+    check_platform(sys.platform)
     if not 1 <= args.count <= MAX_COUNT:
         raise ConfigError("count", args.count, f"1 to {MAX_COUNT} ranks")
     if not 0.0 < args.wait_s <= 86_400.0:

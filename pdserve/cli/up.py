@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from typing import Final
 
 from pdserve.config import (
     DEVICES,
@@ -20,9 +21,12 @@ from pdserve.config import (
     TRANSPORTS,
 )
 from pdserve.core.errors import ConfigError
+from pdserve.core.extras import check_platform
 from pdserve.telemetry.logs import FORMAT_ENV, FORMATS, log_level
 
 HELP = "start a cluster"
+SERVE_PORT: Final = 8000  # of HTTP, for `pdserve serve`
+NOT_SETTINGS: Final = ("command", "given_model", "config", "set")
 SETTINGS = (
     "`python -m router --help` and `python -m decode_worker --help` list the keys of these tables with their defaults."
 )
@@ -34,6 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     keep = argparse.SUPPRESS  # without the flag, the file's value applies
     add = parser.add_argument
+    add("given_model", nargs="?", default=None, metavar="MODEL", help="the same as --model")
     add(
         "--model",
         default=keep,
@@ -170,18 +175,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_platform(sys.platform)
     from pdserve.launch import settings
     from pdserve.launch.serve import serve
 
-    flags = {name: value for name, value in vars(args).items() if name not in ("command", "config", "set")}
+    flags = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+    if args.given_model is not None and flags.setdefault("model", args.given_model) != args.given_model:
+        print(f"pdserve {args.command}: error: two models, {args.given_model} and {args.model}", file=sys.stderr)
+        return 2
+    defaults = {"http": SERVE_PORT} if args.command == "serve" else {}
     if "log_format" in flags:
         os.environ[FORMAT_ENV] = flags.pop("log_format")  # the processes inherit it
     if "log_level" in flags:
         os.environ[LOG_LEVEL_ENV] = flags.pop("log_level")
     try:
         log_level()  # before any process is started
-        asked = settings.read(flags, Path(args.config) if args.config else None, args.set)
+        asked = settings.read(flags, Path(args.config) if args.config else None, args.set, defaults)
     except ConfigError as error:
-        print(f"pdserve up: error: {error}", file=sys.stderr)
+        print(f"pdserve {args.command}: error: {error}", file=sys.stderr)
         return 2
     return asyncio.run(serve(asked))

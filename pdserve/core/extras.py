@@ -1,4 +1,4 @@
-"""Optional packages: which extra of pyproject.toml contains each, and how to install it. Pure."""
+"""What an installation lacks: optional packages (which extra of pyproject.toml has each), and Linux. Pure."""
 
 from __future__ import annotations
 
@@ -39,3 +39,13 @@ def missing(error: ModuleNotFoundError) -> ConfigError | None:
     if extra is None:
         return None
     return ConfigError(package, "no such package", f"the extra {extra}: {advice(extra)}")
+
+
+def check_platform(platform: str) -> None:
+    """Raises ConfigError where servers do not run: they use memfd, /dev/shm, prctl and Unix sockets."""
+    if platform != "linux":
+        expected = (
+            "linux: on another system run the server in a container (deploy/README.md) or in WSL 2. The SDK and the "
+            "other commands of pdserve work here"
+        )
+        raise ConfigError("platform", platform, expected)

@@ -45,9 +45,11 @@ class Asked:
     log_dir: Path | None
 
 
-def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> Asked:
-    """`flags` contains only the given ones. Raises ConfigError naming the key."""
-    found: dict[str, Any] = {} if file is None else _from_file(file)
+def read(
+    flags: Mapping[str, Any], file: Path | None, words: Sequence[str], defaults: Mapping[str, Any] | None = None
+) -> Asked:
+    """`flags` contains only the given ones; `defaults` are of the command. Raises ConfigError naming the key."""
+    found: dict[str, Any] = {**(defaults or {}), **({} if file is None else _from_file(file))}
     shown: dict[str, Any] = dict(flags)
     for word in words:
         _put_word(found, word)

@@ -150,3 +150,37 @@ def test_a_missing_module_without_an_extra_is_an_internal_error() -> None:
     error = missing(ModuleNotFoundError("no", name="redis.asyncio"))
     assert isinstance(error, ConfigError)
     assert error.field == "redis"
+
+
+#: Runs `pdserve` as on Windows, whose Python lacks these modules, or on macOS.
+ELSEWHERE = """
+import sys
+platform, *words = sys.argv[1:]
+if platform == "win32":
+    sys.modules.update(dict.fromkeys(("resource", "fcntl", "termios", "pwd", "grp")))
+from pdserve.cli.main import main
+import grpc
+sys.platform = platform
+sys.exit(main(words))
+"""
+
+
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["up"], "platform: got {}, expected linux: on another system run the server in a container"),
+        (["serve", "toy"], "platform: got {}, expected linux"),
+        (["doctor"], "platform: got {}, expected linux"),
+        (["rank", "127.0.0.1:1"], "platform: got {}, expected linux"),
+        (["topology", "--target", "127.0.0.1:1", "--timeout", "1"], "no server answers at 127.0.0.1:1"),
+        (["generate", "x", "--target", "127.0.0.1:1", "--timeout", "1"], "no server answers at 127.0.0.1:1"),
+    ],
+)
+def test_on_another_system_servers_are_refused_and_clients_work(platform: str, words: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, platform, *words], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"pdserve {words[0]}: error: ")
+    assert said.format(platform) in line

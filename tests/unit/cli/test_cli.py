@@ -24,6 +24,7 @@ from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import parse_flags
 from pdserve.core.errors import Unauthenticated, Unavailable
 from pdserve.engine import host_limits
+from pdserve.launch.settings import Asked
 from pdserve.v1 import cluster_pb2, worker_pb2
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself"
@@ -446,3 +447,45 @@ runpy.run_module("pdserve", run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
+    """What `up` and `serve` would have started."""
+    found: list[Asked] = []
+
+    async def serve(one: Asked) -> int:
+        found.append(one)
+        return 0
+
+    monkeypatch.setattr("pdserve.launch.serve.serve", serve)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("argv", "http"),
+    [
+        (["up", "toy"], None),
+        (["up", "--model", "toy"], None),
+        (["up", "toy", "--model", "toy", "--prefill", "1"], None),
+        (["serve", "toy"], 8000),
+        (["serve", "--prefill", "1", "toy", "--http", "9000"], 9000),
+        (["serve", "toy", "--set", "http=9001"], 9001),
+    ],
+)
+def test_a_model_may_be_positional_and_serve_has_http(argv: list[str], http: int | None, asked: list[Asked]) -> None:
+    assert main(argv) == 0
+    assert [(one.spec.model, one.spec.http) for one in asked] == [("toy", http)]
+
+
+def test_serve_without_a_model_takes_that_of_the_file(asked: list[Asked], tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("model = 'toy'\nhttp = 9002\n")
+    assert main(["serve", "--config", str(file)]) == 0
+    assert [(one.spec.model, one.spec.http) for one in asked] == [("toy", 9002)]
+
+
+def test_two_different_models_are_an_error(asked: list[Asked], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "toy", "--model", "toy-marked"]) == 2
+    assert capsys.readouterr().err == "pdserve serve: error: two models, toy and toy-marked\n"
+    assert asked == []
