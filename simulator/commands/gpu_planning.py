@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any, Final
 
@@ -15,7 +14,16 @@ from pdserve.core.json_text import to_json
 from pdserve.core.profile import Profile
 from pdserve.profiles import load_degrees
 from pdserve.progress import ProgressLine
-from simulator.commands.planning import TOO_SHORT, UNATTAINABLE, measured_together, plot_plan, pool, question_from
+from simulator.commands.planning import (
+    TOO_SHORT,
+    UNATTAINABLE,
+    Jobs,
+    counted,
+    measured_together,
+    plot_plan,
+    pool,
+    question_from,
+)
 from simulator.goodput import HighestRate
 from simulator.gpu_plan import LayoutPlan, compare, limiting_target, measure_layout, verdict
 from simulator.layouts import MAX_DEGREES, MAX_GPUS, Layout, usable_layouts
@@ -42,8 +50,8 @@ def carry_out(args: argparse.Namespace) -> int:
     layouts = usable_layouts(args.gpus, profiles, question.windows[0], question.block_size)
     if question.router.policy == "colocated":
         layouts = [one for one in layouts if one.is_colocated]
-    with ProgressLine("planning") as bar, pool(args.jobs) as processes:
-        plan = compare(layouts, lambda *asked: _measured(question, profiles, processes, bar, *asked))
+    with ProgressLine("planning") as bar, pool(args.jobs) as jobs:
+        plan = compare(layouts, lambda *asked: _measured(question, profiles, jobs, bar, *asked))
         shortage = plan.found[plan.top].shortage(question.slo.ttft_s, len(question.windows))
         limits = _limits(question, profiles, plan, bar) if shortage is None and plan.is_attainable else {}
     shown = [
@@ -62,19 +70,23 @@ def carry_out(args: argparse.Namespace) -> int:
 def _measured(
     question: Question,
     profiles: Mapping[int, Profile],
-    processes: ProcessPoolExecutor | None,
+    jobs: Jobs,
     bar: ProgressLine,
     layouts: Sequence[Layout],
     floor: float,
 ) -> list[HighestRate]:
     text = ", ".join(one.text for one in layouts[:2]) + (", ..." if len(layouts) > 2 else "")
     return measured_together(
-        processes, bar, text, [partial(_measure, question, layout, profiles, floor) for layout in layouts]
+        jobs,
+        bar,
+        text,
+        [partial(_measure, question, layout, profiles, floor) for layout in layouts],
+        len(question.windows),
     )
 
 
 def _measure(question: Question, layout: Layout, profiles: Mapping[int, Profile], floor: float) -> HighestRate:
-    return measure_layout(question, layout, profiles, simulate, floor)
+    return measure_layout(question, layout, profiles, counted, floor)
 
 
 def _limits(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from pdserve.progress import ProgressLine
 from router.settings import RouterSettings
 from simulator.commands.plan_windows import plan_windows
 from simulator.goodput import HighestRate
+from simulator.model import SimResult
 from simulator.plan import MARGIN, Plan, Question, measure, sweep, workers_for
 from simulator.plan_figure import PlannedLayout, plan_figure
 from simulator.sufficiency import Shortage
@@ -31,6 +33,8 @@ from simulator.world import simulate
 
 _MOST_SEEDS: Final = 16
 _BAR: Final = 30
+EXPECTED_RUNS: Final = 8  # of the search of one split, until one has ended
+NEARLY: Final = 0.95
 _TICK_S: Final = 0.5  # between checks of the processes, to update the progress display
 UNATTAINABLE: Final = 1  # exit status: no split meets the targets at any rate
 TOO_SHORT: Final = 3  # exit status: the requests are too few, or arrive within too short a time, to say anything
@@ -42,8 +46,8 @@ def carry_out(args: argparse.Namespace) -> int:
     if args.degrees is not None:
         raise ConfigError("degrees", ",".join(map(str, args.degrees)), "--gpus beside it, not --workers")
     question = question_from(args, args.workers, load_profile(args.profile))
-    with ProgressLine("planning") as bar, pool(args.jobs) as processes:
-        plan = sweep(question.num_workers, question.splits, lambda *asked: _measured(question, processes, bar, *asked))
+    with ProgressLine("planning") as bar, pool(args.jobs) as jobs:
+        plan = sweep(question.num_workers, question.splits, lambda *asked: _measured(question, jobs, bar, *asked))
         needed = None
         shortage = lacking(question, plan)
         if args.rate is not None and shortage is None:
@@ -105,51 +109,84 @@ def plot_plan(
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
+class Jobs:
+    """Processes, and how many simulations they have run: the progress within a task."""
+
+    def __init__(self, count: int) -> None:
+        self._runs = multiprocessing.Value("Q", 0)
+        self.executor = ProcessPoolExecutor(count, initializer=_count_into, initargs=(self._runs,))
+
+    @property
+    def num_runs(self) -> int:
+        return int(self._runs.value)
+
+
+_runs: Any = None  # of a process: the counter of its Jobs
+
+
+def _count_into(runs: Any) -> None:
+    global _runs
+    _runs = runs
+
+
+def counted(*args: Any, **options: Any) -> SimResult:
+    """`simulate`, counted."""
+    result = simulate(*args, **options)
+    if _runs is not None:
+        with _runs.get_lock():
+            _runs.value += 1
+    return result
+
+
 @contextmanager
-def pool(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
-    if jobs == 1:
-        yield None
-        return
-    executor = ProcessPoolExecutor(jobs)
+def pool(count: int) -> Iterator[Jobs]:
+    jobs = Jobs(count)
     try:
-        yield executor
+        yield jobs
     finally:
-        executor.shutdown(cancel_futures=True)
+        jobs.executor.shutdown(cancel_futures=True)
+
+
+def tasks_done(num_ended: int, num_tasks: int, num_runs: int, runs_of_ended: int) -> float:
+    """How many tasks are done, those in progress by the runs that they have made. Pure. A search ends after about
+    EXPECTED_RUNS, or as many as those that have ended, and one that takes longer counts as nearly done."""
+    per_task = runs_of_ended / num_ended if num_ended else EXPECTED_RUNS
+    open_tasks = num_tasks - num_ended
+    return num_ended + min((num_runs - runs_of_ended) / max(per_task, 1.0), NEARLY * open_tasks)
 
 
 def _measured(
-    question: Question, processes: ProcessPoolExecutor | None, bar: ProgressLine, splits: Sequence[int], floor: float
+    question: Question, jobs: Jobs, bar: ProgressLine, splits: Sequence[int], floor: float
 ) -> list[HighestRate]:
     text = "splits " + ", ".join(f"{one}:{question.num_workers - one}" for one in splits)
     return measured_together(
-        processes, bar, text, [partial(_measure, question, split, floor=floor) for split in splits]
+        jobs, bar, text, [partial(_measure, question, split, floor=floor) for split in splits], len(question.windows)
     )
 
 
 def measured_together(
-    processes: ProcessPoolExecutor | None, bar: ProgressLine, text: str, tasks: Sequence[Callable[[], HighestRate]]
+    jobs: Jobs, bar: ProgressLine, text: str, tasks: Sequence[Callable[[], HighestRate]], runs_per_probe: int
 ) -> list[HighestRate]:
-    """The results of `tasks`, in order. Without `processes` they run here, one after the other."""
+    """The results of `tasks`, in order. A probe of a search is one run for each seed."""
     bar.begin(text, len(tasks))
     bar.update(0)
-    if processes is None:
-        found = []
-        for task in tasks:
-            found.append(task())
-            bar.update(len(found), f"{len(found)} of {len(tasks)}")
-        return found
-    futures = [processes.submit(task) for task in tasks]
+    before = jobs.num_runs
+    futures = [jobs.executor.submit(task) for task in tasks]
     waiting: set[Future[HighestRate]] = set(futures)
+    runs_of_ended = 0
     while waiting:
         ended, waiting = wait(waiting, timeout=_TICK_S, return_when=FIRST_COMPLETED)
-        bar.update(len(tasks) - len(waiting), f"{len(tasks) - len(waiting)} of {len(tasks)}")
         for one in ended:
-            one.result()  # raises the error of a process without waiting for the others
+            # Raises the error of a process without waiting for the others.
+            runs_of_ended += len(one.result().probes) * runs_per_probe
+        num_ended, num_runs = len(tasks) - len(waiting), jobs.num_runs - before
+        done = tasks_done(num_ended, len(tasks), num_runs, runs_of_ended)
+        bar.update(done, f"{num_ended} of {len(tasks)}, {num_runs} simulations")
     return [one.result() for one in futures]
 
 
 def _measure(question: Question, num_prefill: int, *, floor: float) -> HighestRate:
-    return measure(question, num_prefill, simulate, floor=floor)
+    return measure(question, num_prefill, counted, floor=floor)
 
 
 @dataclass(frozen=True, slots=True)

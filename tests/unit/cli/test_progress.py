@@ -21,6 +21,7 @@ import pdserve.progress
 from pdserve.cli.main import main
 from pdserve.core.progress import PROGRESS_ENV, PhaseProgress, phase_of
 from pdserve.progress import LINE_EVERY_S, PhaseReport, ProgressLine
+from simulator.commands.planning import EXPECTED_RUNS, NEARLY, tasks_done
 
 CLEARED = "\r\x1b[K"
 
@@ -239,3 +240,21 @@ def test_play_reads_a_recording_with_progress(
     out, err = capsys.readouterr()
     assert "frames of" in out
     assert err.splitlines()[-1].startswith("reading run.jsonl: 100%")
+
+
+def test_a_plan_counts_the_simulations_of_unfinished_splits() -> None:
+    assert tasks_done(0, 4, 0, 0) == 0.0
+    assert tasks_done(0, 4, 1, 0) == 1 / EXPECTED_RUNS
+    assert tasks_done(0, 4, 10_000, 0) == NEARLY * 4
+    assert tasks_done(2, 4, 25, 20) == 2.5  # those that ended took 10 each
+    assert tasks_done(4, 4, 40, 40) == 4.0
+
+
+def test_a_plan_has_a_remaining_time_before_its_first_split_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[float, str]] = []
+    monkeypatch.setattr(ProgressLine, "update", lambda self, done, detail="": told.append((done, detail)))
+    monkeypatch.setattr("simulator.commands.planning._TICK_S", 0.01)
+    flags = ["--workers", "2", "--requests", "100", "--lengths", "50,5", "--jobs", "1"]
+    main(["plan", *flags])
+    assert any(0.0 < done < 1.0 and detail.startswith("0 of 2, ") for done, detail in told)
+    assert told[-1][1].startswith("2 of 2, ")
