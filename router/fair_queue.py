@@ -1,10 +1,10 @@
-"""Chooses the grammar that is checked next, fairly among hosts, then among the clients of a host. Pure: no clock.
+"""Chooses which client's work a child process does next, fairly among hosts, then among their clients. Pure: no clock.
 
-Each host and each client has an account of the checker time that it has used. Used time decays with a half-life of
-HALF_LIFE_S. A client's next check is expected to take as long as its last ones; for an unknown client, as long as those
-of all clients. The queue takes the host with the least sum of used and expected time, then its client with the least
-sum, then that client's shortest grammar. So a client with slow grammars waits behind all others, and many connections
-from one host count as one host.
+Each host and each client has an account of the time that its work has used. Used time decays with a half-life of
+HALF_LIFE_S. A client's next work is expected to take as long as its last; for an unknown client, as long as that of all
+clients. The queue takes the host with the least sum of used and expected time, then its client with the least sum, then
+that client's smallest item. So a client with slow grammars waits behind all others, and many connections from one host
+count as one host.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ from pdserve.core.errors import Overloaded
 
 HALF_LIFE_S: Final = 10.0
 WEIGHT: Final = 0.3  # weight of the last check in the expected time of the next
-MAX_WAITING: Final = 256  # grammars
-MAX_OF_HOST: Final = 128
-MAX_OF_CLIENT: Final = 16
 MAX_ACCOUNTS: Final = 4096
 
 Item = TypeVar("Item")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLimits:
+    """How many items may wait, and their size in total."""
+
+    items: str  # what they are, in the plural
+    most: int
+    of_host: int
+    of_client: int
+    size: int
 
 
 @final
@@ -57,24 +66,26 @@ def client_of(peer: str, tenant: str = "") -> ClientKey:
 
 @final
 class _Account:
-    __slots__ = ("at_s", "check_s", "spent_s")
+    __slots__ = ("at_s", "next_s", "spent_s")
 
     def __init__(self) -> None:
         self.spent_s, self.at_s = 0.0, 0.0
-        self.check_s: float | None = None  # expected time of the next check
+        self.next_s: float | None = None  # expected time of the next item
 
     def at(self, now_s: float) -> float:
         return float(self.spent_s * 0.5 ** (max(0.0, now_s - self.at_s) / HALF_LIFE_S))
 
     def add(self, seconds: float, now_s: float) -> None:
         self.spent_s, self.at_s = self.at(now_s) + seconds, now_s
-        self.check_s = seconds if self.check_s is None else self.check_s + WEIGHT * (seconds - self.check_s)
+        self.next_s = seconds if self.next_s is None else self.next_s + WEIGHT * (seconds - self.next_s)
 
 
 @final
 class FairQueue(Generic[Item]):
-    def __init__(self) -> None:
-        self._waiting: list[tuple[ClientKey, int, int, Item]] = []  # heap entries with the grammar's size and a number
+    def __init__(self, limits: QueueLimits) -> None:
+        self._limits = limits
+        self._waiting: list[tuple[ClientKey, int, int, Item]] = []  # with the item's size and a number
+        self._size = 0
         self._num_put = 0
         self._accounts: dict[str, _Account] = {}  # of hosts and clients
         self._all = _Account()
@@ -84,27 +95,31 @@ class FairQueue(Generic[Item]):
         return len(self._waiting)
 
     def put(self, item: Item, client: ClientKey, size: int, retry_after_s: float) -> None:
-        """Raises Overloaded if too many wait: of this client, of its host, or in total."""
+        """Raises Overloaded if too many wait: of this client, of its host, or in total. A single item has any size."""
+        limits = self._limits
         for name, count, most in (
-            ("this client", self._of["client " + client.name], MAX_OF_CLIENT),
-            ("this client's host", self._of["host " + client.host], MAX_OF_HOST),
-            ("all clients", len(self._waiting), MAX_WAITING),
+            ("this client", self._of["client " + client.name], limits.of_client),
+            ("this client's host", self._of["host " + client.host], limits.of_host),
+            ("all clients", len(self._waiting), limits.most),
         ):
             if count >= most:
-                raise Overloaded(f"{count} grammars of {name} wait to be checked, of {most} at most", retry_after_s)
+                raise Overloaded(f"{count} {limits.items} of {name} wait, of {most} at most", retry_after_s)
+        if self._waiting and self._size + size > limits.size:
+            raise Overloaded(f"{limits.items} of {self._size} bytes wait, of {limits.size} at most", retry_after_s)
+        self._size += size
         self._num_put += 1
         self._waiting.append((client, size, self._num_put, item))
         self._of.update(("client " + client.name, "host " + client.host))
 
     def take(self, now_s: float) -> tuple[Item, ClientKey] | None:
-        """Removes and returns the next grammar; None if the queue is empty."""
+        """Removes and returns the next item; None if the queue is empty."""
         if not self._waiting:
             return None
 
         def key(entry: tuple[ClientKey, int, int, Item]) -> tuple[float, float, int, int]:
             client, size, number, _ = entry
             account = self._accounts.get("client " + client.name)
-            expected_s = (account.check_s if account is not None else self._all.check_s) or 0.0
+            expected_s = (account.next_s if account is not None else self._all.next_s) or 0.0
             return (
                 self._spent("host " + client.host, now_s) + expected_s,
                 self._spent("client " + client.name, now_s) + expected_s,
@@ -115,6 +130,7 @@ class FairQueue(Generic[Item]):
         entry = min(self._waiting, key=key)
         self._waiting.remove(entry)
         client = entry[0]
+        self._size -= entry[1]
         for name in ("client " + client.name, "host " + client.host):
             self._of[name] -= 1
             if not self._of[name]:
@@ -122,7 +138,7 @@ class FairQueue(Generic[Item]):
         return entry[3], client
 
     def charge(self, client: ClientKey, seconds: float, now_s: float) -> None:
-        """Records the time of a check of this client's grammar."""
+        """Records the time that this client's item took."""
         self._all.add(seconds, now_s)
         for name in ("client " + client.name, "host " + client.host):
             self._accounts.setdefault(name, _Account()).add(seconds, now_s)

@@ -1,8 +1,4 @@
-"""Checks grammars in separate processes, and caches the results.
-
-Every grammar first gets QUICK_CPU_S of one process. Grammars that take longer go to the other processes, with the full
-limit of pdserve/structured/checker.py. So a fast grammar never waits for slow ones, and the queues are fair among
-clients (router/fair_queue.py). The event loop never blocks, and requests without a grammar do not wait.
+"""Checks grammars in separate processes (router/child_pool.py), and caches the results.
 
 Failures that the grammar did not cause raise Overloaded and are not cached: a killed process, too many waiting
 grammars, or no answer within CHECK_S. A slow grammar reaches its CPU limit before CHECK_S, unless the machine is too
@@ -14,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import signal
 from collections import OrderedDict
 from pathlib import Path
 from typing import Final, final
 
-from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import Grammar
-from router.checker_pool import CheckerPool
-from router.fair_queue import ANONYMOUS, ClientKey
+from pdserve.isolated.child import TOO_LONG as OVER_CPU
+from router.child_pool import Children, LoadFailed, Purpose
+from router.fair_queue import ANONYMOUS, ClientKey, QueueLimits
 from router.model import ModelFacts
 
 CHECK_S: Final = 2.0
@@ -30,7 +26,7 @@ QUICK_CPU_S: Final = 0.05
 SLOW_CPU_S: Final = 0.5  # twice the limit of an admitted grammar (pdserve/structured/checker.py)
 MAX_CHECKERS: Final = 4  # each process has a copy of the vocabulary
 MAX_REMEMBERED: Final = 4096
-LATE: Final = -signal.SIGALRM  # as in pdserve/structured/checker.py, which a router does not import
+QUEUE: Final = QueueLimits(items="grammars", most=256, of_host=128, of_client=16, size=64 * 2**20)
 TOO_LONG: Final = "it takes too long to compile"
 TOO_LARGE: Final = "it takes too much memory to compile"
 EXPECTED: Final = "a grammar that compiles and can be met"
@@ -40,20 +36,24 @@ EXPECTED: Final = "a grammar that compiles and can be met"
 class GrammarCheck:
     def __init__(self, model: Path | None, check_s: float = CHECK_S) -> None:
         """`model` is the model's folder. If it is None, every grammar is rejected."""
-        self._check_s = check_s
-        self.pools: tuple[CheckerPool, ...] = ()
-        if model is not None:
-            num_slow = max(1, min(MAX_CHECKERS, os.cpu_count() or 1) - 1)
-            self.pools = (
-                CheckerPool(model, 1, QUICK_CPU_S, check_s),
-                CheckerPool(model, num_slow, SLOW_CPU_S, check_s),
+        self._model = model
+        self.children = Children(
+            Purpose(
+                module="pdserve.structured.checker",
+                does="compile a grammar",
+                num_slow=max(1, min(MAX_CHECKERS, os.cpu_count() or 1) - 1),
+                quick_cpu_s=QUICK_CPU_S,
+                slow_cpu_s=SLOW_CPU_S,
+                wall_s=check_s,
+                queue=QUEUE,
             )
+        )
         self._reasons: OrderedDict[bytes, str | None] = OrderedDict()  # None: admitted
         self._asked: dict[bytes, asyncio.Task[str | None]] = {}
 
     async def check(self, grammar: Grammar, model: ModelFacts, client: ClientKey = ANONYMOUS) -> None:
         """Raises InvalidRequest with the reason, and Overloaded if too many grammars wait."""
-        if not self.pools:
+        if self._model is None:
             raise InvalidRequest(grammar.field, "a grammar", "no grammar: this model does not support them")
         key = hashlib.sha256(f"{grammar.kind.value}:{grammar.text}".encode()).digest()
         if key in self._reasons:
@@ -74,8 +74,7 @@ class GrammarCheck:
             task.cancel()
         if asked:
             await asyncio.wait(asked)
-        for pool in self.pools:
-            await pool.close()
+        await self.children.close()
 
     async def _ask(self, key: bytes, grammar: Grammar, model: ModelFacts, client: ClientKey) -> str | None:
         try:
@@ -87,14 +86,13 @@ class GrammarCheck:
         return reason
 
     async def _reason(self, grammar: Grammar, model: ModelFacts, client: ClientKey) -> str | None:
-        for pool in self.pools:
-            answer = await pool.ask(grammar, model, client)
-            if answer.ended is None:
-                return answer.rejected
-            if answer.ended == LATE:
-                raise Overloaded("this machine is too busy to compile a grammar", self._check_s)
-            if answer.ended == -signal.SIGKILL:
-                raise Overloaded("the process that checks grammars was killed", self._check_s)
-            if answer.ended != -signal.SIGPROF:
-                return TOO_LARGE  # the allocator failed
-        return TOO_LONG
+        load = {"model": str(self._model), "vocab_size": model.vocab_size, "eos": list(model.eos_token_ids)}
+        message = {"kind": grammar.kind.value, "text": grammar.text}
+        try:
+            answer = await self.children.ask(load, message, len(grammar.text), client)
+        except LoadFailed as error:
+            raise InvalidRequest("structured_output", "a grammar", f"none: {error}") from None
+        if "ended" in answer:
+            return TOO_LONG if answer["ended"] == OVER_CPU else TOO_LARGE
+        rejected: str | None = answer["rejected"]
+        return rejected

@@ -9,23 +9,11 @@ The child itself asks the kernel for the parent-death signal. The alternative, a
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
-import signal
 import sys
-from typing import Final
 
-_PR_SET_PDEATHSIG: Final = 1
-
-
-def tie_to_parent(parent_pid: int) -> None:
-    """Sends SIGKILL, because an orphan that hangs would keep its port and its memory. Linux only; no-op elsewhere."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the launcher died before the call above
-        os._exit(1)
+from pdserve.isolated.child import tie_to_parent
 
 
 def main() -> None:

@@ -6,7 +6,10 @@ import pytest
 
 from pdserve.core.errors import Overloaded
 from router import fair_queue
-from router.fair_queue import HALF_LIFE_S, MAX_OF_CLIENT, MAX_OF_HOST, MAX_WAITING, ClientKey, FairQueue, client_of
+from router.fair_queue import HALF_LIFE_S, ClientKey, FairQueue, QueueLimits, client_of
+
+
+LIMITS = QueueLimits(items="grammars", most=256, of_host=128, of_client=16, size=5000)
 
 
 def put(queue: FairQueue[str], *items: str, host: str = "h", port: int = 1, size: int = 10) -> None:
@@ -22,7 +25,7 @@ def order(queue: FairQueue[str], now_s: float = 0.0) -> list[str]:
 
 
 def test_without_history_the_shortest_grammar_goes_first() -> None:
-    queue: FairQueue[str] = FairQueue()
+    queue: FairQueue[str] = FairQueue(LIMITS)
     put(queue, "long", size=100)
     put(queue, "b", "c", size=10)
     put(queue, "short", size=1)
@@ -31,7 +34,7 @@ def test_without_history_the_shortest_grammar_goes_first() -> None:
 
 
 def test_the_least_served_host_goes_first() -> None:
-    queue: FairQueue[str] = FairQueue()
+    queue: FairQueue[str] = FairQueue(LIMITS)
     for _ in range(5):
         queue.charge(ClientKey("busy", "busy:1"), 1.0, 0.0)
     queue.charge(ClientKey("h", "h:1"), 1.0, 0.0)
@@ -49,7 +52,7 @@ def test_the_least_served_host_goes_first() -> None:
 
 def test_many_slow_clients_do_not_delay_another() -> None:
     """The other client is on the same host, and is served before most of the slow clients."""
-    queue: FairQueue[str] = FairQueue()
+    queue: FairQueue[str] = FairQueue(LIMITS)
     quick = ClientKey("h", "h:99")
     for port in range(24):
         put(queue, f"slow {port}", port=port)
@@ -70,7 +73,7 @@ def test_many_slow_clients_do_not_delay_another() -> None:
 
 
 def test_used_time_decays() -> None:
-    queue: FairQueue[str] = FairQueue()
+    queue: FairQueue[str] = FairQueue(LIMITS)
     queue.charge(ClientKey("a", "a:1"), 4.0, 0.0)
     queue.charge(ClientKey("b", "b:1"), 1.5, HALF_LIFE_S)
     put(queue, "a", host="a")
@@ -83,27 +86,27 @@ def test_used_time_decays() -> None:
 
 
 def test_clients_hosts_and_the_queue_have_limits() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for _ in range(MAX_OF_CLIENT):
+    queue: FairQueue[str] = FairQueue(LIMITS)
+    for _ in range(LIMITS.of_client):
         put(queue, "x")
-    with pytest.raises(Overloaded, match=f"{MAX_OF_CLIENT} grammars of this client wait"):
+    with pytest.raises(Overloaded, match=f"{LIMITS.of_client} grammars of this client wait"):
         put(queue, "x")
-    for port in range(2, 2 + MAX_OF_HOST - MAX_OF_CLIENT):
+    for port in range(2, 2 + LIMITS.of_host - LIMITS.of_client):
         put(queue, "x", port=port)
-    with pytest.raises(Overloaded, match=f"{MAX_OF_HOST} grammars of this client's host"):
+    with pytest.raises(Overloaded, match=f"{LIMITS.of_host} grammars of this client's host"):
         put(queue, "x", port=5000)
-    for number in range(MAX_WAITING - MAX_OF_HOST):
+    for number in range(LIMITS.most - LIMITS.of_host):
         put(queue, "x", host=f"h{number}")
-    with pytest.raises(Overloaded, match=f"{MAX_WAITING} grammars of all clients"):
+    with pytest.raises(Overloaded, match=f"{LIMITS.most} grammars of all clients"):
         put(queue, "x", host="late")
-    assert len(order(queue)) == MAX_WAITING
+    assert len(order(queue)) == LIMITS.most
     put(queue, "x")
     assert len(queue) == 1
 
 
 def test_accounts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_queue, "MAX_ACCOUNTS", 8)
-    queue: FairQueue[str] = FairQueue()
+    queue: FairQueue[str] = FairQueue(LIMITS)
     for number in range(100):
         queue.charge(ClientKey(f"h{number}", f"h{number}:1"), 0.1 if number else 9.0, 0.0)
     assert len(queue._accounts) <= 8

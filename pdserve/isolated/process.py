@@ -1,0 +1,167 @@
+"""A process for work that may never end, seen from the process that starts it. child.py has the inside.
+
+It inherits no sockets, no open files and no secrets of the environment, and it has a process group of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping
+from typing import Any, Final, final
+
+from pdserve.isolated.child import MAX_MESSAGE_BYTES, SIZE, pack
+
+START_S: Final = 60.0  # to load a vocabulary, on a busy machine
+_READ_BYTES: Final = 2**20  # of an answer, before the pipe is paused
+# Everything else may be a secret.
+_KEPT: Final = (
+    "PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
+)  # fmt: skip
+
+
+class ChildEnded(Exception):
+    """The process has ended before it answered. `status` is minus the signal's number, or the exit status."""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__(f"ended with {status}")
+        self.status = status
+
+
+@final
+class ChildProcess:
+    """Answers one message at a time. It is started for the first message, and after it has ended."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._process: Process | None = None
+        self._ending: set[asyncio.Task[int]] = set()
+
+    @property
+    def pid(self) -> int | None:
+        """Also the id of its process group."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self, load: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns its first answer, {"failed": reason or null, ...}. It has been ended if there is a reason.
+
+        Raises ChildEnded and TimeoutError.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *_command(self._module),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,  # a panic message could contain a caller's text
+            env=_environment(),
+            start_new_session=True,
+            limit=_READ_BYTES,
+        )
+        self._process = process
+        try:
+            async with asyncio.timeout(START_S):
+                loaded = await self.ask(load)
+        except BaseException:
+            self.end()
+            raise
+        if loaded["failed"] is not None:
+            self.end()
+        return loaded
+
+    async def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises ChildEnded. The caller calls end() if it does not wait for the answer."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(pack(dict(message)))
+            await process.stdin.drain()
+            size = SIZE.unpack(await process.stdout.readexactly(SIZE.size))[0]
+            if size > MAX_MESSAGE_BYTES:
+                raise ChildEnded(None)
+            answer: dict[str, Any] = json.loads(await process.stdout.readexactly(size))
+            return answer
+        except (BrokenPipeError, ConnectionResetError, asyncio.IncompleteReadError, ValueError):
+            raise ChildEnded(process.returncode) from None
+
+    def end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                _kill_group(process.pid)
+            ending = asyncio.create_task(process.wait(), name="child")
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+    async def wait_until_ended(self) -> None:
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+
+@final
+class BlockingChild:
+    """For programs without an event loop. It can start while the caller loads something else."""
+
+    def __init__(self, module: str) -> None:
+        self._process = subprocess.Popen(
+            _command(module),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask_all(self, *messages: Mapping[str, Any], limit_s: float = START_S) -> list[dict[str, Any]]:
+        """The answers to the first and to further messages, fewer if the first has failed. The process has then ended.
+
+        Raises ChildEnded, also after `limit_s`.
+        """
+        try:
+            answered, _ = self._process.communicate(b"".join(pack(dict(one)) for one in messages), limit_s)
+        except subprocess.TimeoutExpired:
+            raise ChildEnded(None) from None
+        finally:
+            self.end()
+        answers = []
+        while len(answered) >= SIZE.size:
+            end = SIZE.size + SIZE.unpack_from(answered)[0]
+            if end > len(answered):
+                break
+            answers.append(json.loads(answered[SIZE.size : end]))
+            answered = answered[end:]
+        if not answers:
+            raise ChildEnded(self._process.returncode)
+        return answers
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            _kill_group(self._process.pid)
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _kill_group(pid: int) -> None:
+    """The processes that it has forked too."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _command(module: str) -> list[str]:
+    return [sys.executable, "-m", module, str(os.getpid())]
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    # Writing a backtrace takes longer than the work, and threads do not survive a fork.
+    return kept | {"RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,0 +1,211 @@
+"""Child processes for work that may never end (pdserve/isolated): grammars, chat templates, patterns of tokenizers.
+
+All work first gets a little CPU time of one quick child. What takes longer goes to the slow children, with the full
+limit. So quick work never waits for slow work, and both queues are fair among clients. The event loop never blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from pdserve.core.errors import InternalError, Overloaded
+from pdserve.isolated.child import LATE, TOO_LONG
+from pdserve.isolated.process import ChildEnded, ChildProcess
+from router.fair_queue import ClientKey, FairQueue, QueueLimits
+
+HANGING: Final = 2.0  # multiple of the wall time after which the process itself is assumed to hang
+
+log = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purpose:
+    """What the children of a pool do."""
+
+    module: str
+    does: str  # as in "this machine is too busy to ..."
+    num_slow: int
+    quick_cpu_s: float
+    slow_cpu_s: float
+    wall_s: float
+    queue: QueueLimits
+
+
+class LoadFailed(Exception):
+    """The child has refused its first message."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    load: Mapping[str, Any]
+    message: Mapping[str, Any]
+    more_s: float  # in addition to the limits
+    answer: asyncio.Future[dict[str, Any]]
+
+
+@final
+class Children:
+    def __init__(self, purpose: Purpose) -> None:
+        self._purpose = purpose
+        self.pools = (
+            ChildPool(purpose, 1, purpose.quick_cpu_s),
+            ChildPool(purpose, purpose.num_slow, purpose.slow_cpu_s),
+        )
+
+    @property
+    def can_work(self) -> bool:
+        return all(pool.can_work for pool in self.pools)
+
+    async def ask(
+        self,
+        load: Mapping[str, Any],
+        message: Mapping[str, Any],
+        size: int,
+        client: ClientKey,
+        *,
+        is_long: bool = False,
+        more_s: float = 0.0,
+    ) -> dict[str, Any]:
+        """The child's answer, or {"ended": ...} (pdserve/isolated/child.py) if the work exceeded its CPU or memory.
+
+        Raises Overloaded if too many wait, and for each failure that the work did not cause; LoadFailed.
+        """
+        answer: dict[str, Any] = {}
+        for pool in self.pools[1:] if is_long else self.pools:
+            answer = await pool.ask(load, message, size, client, more_s)
+            if answer.get("ended") == LATE:
+                raise self._busy()
+            if answer.get("ended") != TOO_LONG:
+                break
+        return answer
+
+    async def warm(self, load: Mapping[str, Any]) -> None:
+        """Starts the quick child, so that the first work does not wait for it."""
+        await self.pools[0].warm(load)
+
+    async def close(self) -> None:
+        for pool in self.pools:
+            await pool.close()
+
+    def _busy(self) -> Overloaded:
+        return Overloaded(f"this machine is too busy to {self._purpose.does}", self._purpose.wall_s)
+
+
+@final
+class ChildPool:
+    """A process is started when it is first needed, and after it was ended."""
+
+    def __init__(self, purpose: Purpose, num_children: int, cpu_s: float) -> None:
+        self.children = [ChildProcess(purpose.module) for _ in range(num_children)]
+        self._purpose, self._cpu_s = purpose, cpu_s
+        self._idle = list(reversed(self.children))
+        self._queue: FairQueue[_Asked] = FairQueue(purpose.queue)
+        self._serving: set[asyncio.Task[None]] = set()
+        self._has_failed = False  # the last start of a process
+        self._began_s: dict[ChildProcess, float] = {}
+
+    @property
+    def can_work(self) -> bool:
+        """Whether a child can be started, and not every one is busy beyond its time."""
+        late_s = time.monotonic() - HANGING * self._purpose.wall_s
+        is_stuck = not self._idle and all(self._began_s.get(one, late_s) < late_s for one in self.children)
+        return not self._has_failed and not is_stuck
+
+    async def ask(
+        self, load: Mapping[str, Any], message: Mapping[str, Any], size: int, client: ClientKey, more_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Raises Overloaded and LoadFailed."""
+        asked = _Asked(load, message, more_s, asyncio.get_running_loop().create_future())
+        self._queue.put(asked, client, size, self._purpose.wall_s)
+        self._dispatch()
+        return await asked.answer
+
+    async def warm(self, load: Mapping[str, Any]) -> None:
+        if self._idle and self._idle[-1].pid is None:
+            child = self._idle.pop()
+            try:
+                await self._start(child, load)
+            finally:
+                self._idle.append(child)
+                self._dispatch()
+
+    async def close(self) -> None:
+        serving = list(self._serving)
+        for task in serving:
+            task.cancel()
+        if serving:
+            await asyncio.wait(serving)
+        for child in self.children:
+            child.end()
+            await child.wait_until_ended()
+
+    def _dispatch(self) -> None:
+        while self._idle and (taken := self._queue.take(time.monotonic())) is not None:
+            asked, client = taken
+            if asked.answer.done():  # the caller no longer waits
+                continue
+            task = asyncio.create_task(self._serve(self._idle.pop(), asked, client), name="child")
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, child: ChildProcess, asked: _Asked, client: ClientKey) -> None:
+        began_s = self._began_s[child] = time.monotonic()
+        try:
+            answer = await self._answer(child, asked)
+            if not asked.answer.done():
+                asked.answer.set_result(answer)
+        except Exception as error:  # any error is passed to the caller
+            if not asked.answer.done():
+                asked.answer.set_exception(error)
+        finally:
+            del self._began_s[child]
+            now_s = time.monotonic()
+            self._queue.charge(client, now_s - began_s, now_s)
+            self._idle.append(child)
+            self._dispatch()
+
+    async def _answer(self, child: ChildProcess, asked: _Asked) -> dict[str, Any]:
+        purpose = self._purpose
+        if child.pid is None:
+            await self._start(child, asked.load)
+        wall_s = purpose.wall_s + asked.more_s
+        limits = {"cpu_s": self._cpu_s + asked.more_s, "wall_s": wall_s}
+        try:
+            async with asyncio.timeout(HANGING * wall_s):
+                answer = await child.ask({**asked.message, **limits})
+        except TimeoutError:
+            child.end()
+            raise Overloaded(f"this machine is too busy to {purpose.does}", purpose.wall_s) from None
+        except ChildEnded:
+            child.end()
+            raise self._killed() from None
+        except BaseException:
+            child.end()
+            raise
+        if answer.get("ended") == -signal.SIGKILL:
+            child.end()  # its messages may be out of step
+            raise self._killed()
+        return answer
+
+    async def _start(self, child: ChildProcess, load: Mapping[str, Any]) -> None:
+        try:
+            loaded = await child.start(load)
+        except (ChildEnded, TimeoutError, OSError) as error:
+            self._has_failed = True
+            log.error("a child process did not start", extra={"purpose": self._purpose.does, "cause": str(error)})
+            raise InternalError(f"the process to {self._purpose.does} did not start") from None
+        if loaded["failed"] is not None:
+            raise LoadFailed(loaded["failed"])
+        self._has_failed = False
+        log.info("a child process is up", extra={"purpose": self._purpose.does, "pid": child.pid})
+
+    def _killed(self) -> Overloaded:
+        return Overloaded(f"the process to {self._purpose.does} was killed", self._purpose.wall_s)
