@@ -24,8 +24,9 @@ from pdserve.core.types import (
     check_token_ids,
 )
 from pdserve.text.bad_words import bad_word_ids
-from pdserve.text.chat import ChatTemplate, reasoning_format
+from pdserve.text.chat import TemplateSources
 from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS, ReasoningSplit, ReasoningState
+from pdserve.text.template_facts import find_facts
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
@@ -36,6 +37,7 @@ from router.grammars import GrammarCheck
 from router.model import ModelFacts
 from router.prompts import PromptReader
 from router.quotas import RESERVED_TOKENS
+from router.text_children import TextChildren
 from router.tokenizing import TokenizerThreads
 
 MAX_REQUEST_ID_CHARS: Final = 128
@@ -89,25 +91,29 @@ class Admission:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        chat_template: ChatTemplate | None,
+        templates: TemplateSources | None,
         limits: Limits,
         grammars: GrammarCheck | None = None,
         secret: ClusterSecret | None = None,
+        folder: str = "",
     ) -> None:
         """The caller closes `grammars`. Without `grammars`, requests with a grammar are rejected. The salts of block
-        hashes are derived from `secret`; without it, hashes have no salt."""
+        hashes are derived from `secret`; without it, hashes have no salt. `folder` is the model's.
+
+        Raises ModelError if a template does not compile."""
         self._secret = secret
         self._grammars = GrammarCheck(None) if grammars is None else grammars
         self.tokenizer = tokenizer
-        self.chat_template = chat_template
-        self.tool_format = "" if chat_template is None else chat_template.tool_format
-        self.reasoning_format = "" if chat_template is None else reasoning_format(chat_template)
+        self.has_chat_template = templates is not None
+        facts = find_facts(templates)
+        self.tool_format, self.reasoning_format = facts.tool_format, facts.reasoning_format
         if self.reasoning_format not in ("", "mistral") and _is_hidden(THINK_MARKS[1], tokenizer):
             self.reasoning_format = "special"
         self._hides_marks = self.reasoning_format in ("mistral", "special")
         self.limits = limits
         self._threads = TokenizerThreads()
-        self._prompts = PromptReader(tokenizer, chat_template, self._threads)
+        self.children = TextChildren(tokenizer, templates, folder)
+        self._prompts = PromptReader(tokenizer, templates, self._threads, self.children)
 
     async def prepare(
         self,
@@ -123,10 +129,10 @@ class Admission:
         attributes = convert.attributes_from_proto(request)
         _check_priority(attributes.priority, tenant)
         salt = cache_salt(self._secret, tenant.name, request.cache_salt if request.HasField("cache_salt") else None)
-        sampling = await self._sampling(request.sampling, model)
+        sampling = await self._sampling(request.sampling, model, client)
         n, best_of = group.counts(request, sampling)
         slo = convert.slo_from_proto(request.slo, tenant.slo or limits.default_slo)
-        prompt = await self._prompts.read(request, model)
+        prompt = await self._prompts.read(request, model, client)
         _check_scores(sampling, len(prompt.token_ids))
         if sampling.grammar is not None:
             await self._grammars.check(sampling.grammar, model, client)
@@ -157,8 +163,10 @@ class Admission:
             return None
         return MISTRAL_MARKS if self.reasoning_format == "mistral" else THINK_MARKS
 
-    async def tokenize(self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None) -> list[int]:
-        return await self._prompts.tokenize(request, model)
+    async def tokenize(
+        self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None, client: ClientKey = ANONYMOUS
+    ) -> list[int]:
+        return await self._prompts.tokenize(request, model, client)
 
     async def detokenize(self, request: inference_pb2.DetokenizeRequest, model: ModelFacts) -> str:
         most = model.max_context_tokens
@@ -189,14 +197,22 @@ class Admission:
             token_bytes=map(self.tokenizer.token_bytes, ids), special_ids=filter(self.tokenizer.is_special, ids)
         )
 
-    def close(self) -> None:
-        self._threads.close()
+    @property
+    def can_work(self) -> bool:
+        """Whether chats can be read."""
+        return self.children.can_work and self._threads.can_work
 
-    async def _sampling(self, message: inference_pb2.SamplingParams, model: ModelFacts) -> Sampling:
+    async def close(self) -> None:
+        self._threads.close()
+        await self.children.close()
+
+    async def _sampling(self, message: inference_pb2.SamplingParams, model: ModelFacts, client: ClientKey) -> Sampling:
         most = self.limits.max_new_tokens
         check_bad_words(message.bad_words)
         words = list(message.bad_words)
-        if len(words) <= QUICK_WORDS:
+        if words and not self.tokenizer.is_linear:
+            bad = await self.children.bad_words(words, client)
+        elif len(words) <= QUICK_WORDS:
             bad = bad_word_ids(words, self.tokenizer)
         else:
             bad = await self._threads.run(0, 0, lambda: bad_word_ids(words, self.tokenizer))

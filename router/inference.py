@@ -97,7 +97,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_context_tokens=model.max_context_tokens,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
-            has_chat_template=self._admission.chat_template is not None,
+            has_chat_template=self._admission.has_chat_template,
             tool_format=self._admission.tool_format,
             reasoning_format=self._admission.reasoning_format,
             sampling_defaults=SAMPLING_DEFAULTS.encode(self._admission.limits.sampling),
@@ -106,9 +106,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+        client = client_of(context.peer(), current_tenant().name)
         try:
             with self._claim(), self._held.hold(request.ByteSize()):
-                ids = await self._admission.tokenize(request, self._model())
+                ids = await self._admission.tokenize(request, self._model(), client)
         except PdserveError as error:
             self._measure.rejected(error)
             return await status.abort(context, error)

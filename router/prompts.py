@@ -18,12 +18,14 @@ from pdserve.core.types import (
     MAX_TOOLS_BYTES,
     require_at_most,
 )
-from pdserve.text.chat import ChatTemplate, Message, ToolCall
-from pdserve.text.chat_encoder import Chat, ChatEncoder, EncodedChat
+from pdserve.text.chat import Message, TemplateSources, ToolCall
+from pdserve.text.chat_encoder import Chat, EncodedChat
 from pdserve.text.reasoning import ReasoningState
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
+from router.fair_queue import ANONYMOUS, ClientKey
 from router.model import ModelFacts
+from router.text_children import TextChildren
 from router.tokenizing import TokenizerThreads
 
 QUICK_CHARS: Final = 256  # shorter texts are tokenized on the event loop: a thread would take longer
@@ -38,12 +40,21 @@ class Prompt:
 
 @final
 class PromptReader:
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, threads: TokenizerThreads) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: TemplateSources | None,
+        threads: TokenizerThreads,
+        children: TextChildren,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._encoder = None if chat_template is None else ChatEncoder(tokenizer, chat_template)
+        self._has_template = templates is not None
         self._threads = threads
+        self._children = children
 
-    async def read(self, request: inference_pb2.GenerateRequest, model: ModelFacts) -> Prompt:
+    async def read(
+        self, request: inference_pb2.GenerateRequest, model: ModelFacts, client: ClientKey = ANONYMOUS
+    ) -> Prompt:
         """Raises InvalidRequest with the field and its limit, and Overloaded if too many texts wait for a thread."""
         keep = _truncation(request, model)
         kind = request.WhichOneof("prompt")
@@ -55,9 +66,9 @@ class PromptReader:
                 _check_tokens(len(given), model)
             ids = list(given[-keep:] if keep else given)
         elif kind == "text":
-            ids = await self._text(request.text, keep, model, num_bytes)
+            ids = await self._text(request.text, keep, model, num_bytes, client)
         elif kind == "chat":
-            chat = await self._chat(request.chat, keep, model, num_bytes)
+            chat = await self._chat(request.chat, keep, model, num_bytes, client)
             ids, reasoning = chat.token_ids, chat.reasoning
         else:
             raise InvalidRequest("prompt", "nothing", "text, token_ids or chat")
@@ -69,19 +80,23 @@ class PromptReader:
         _check_tokens(len(ids), model)
         return Prompt(tuple(ids), reasoning)
 
-    async def tokenize(self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None) -> list[int]:
+    async def tokenize(
+        self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None, client: ClientKey = ANONYMOUS
+    ) -> list[int]:
         """Tokenizes a text. The limit is a prompt's number of characters, not of tokens."""
         kind = request.WhichOneof("prompt")
         has_special = request.add_special_tokens if request.HasField("add_special_tokens") else kind == "text"
         begins_answer = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
         if kind == "text":
-            return await self._text(request.text, None, model, request.ByteSize(), has_special_tokens=has_special)
+            size = request.ByteSize()
+            return await self._text(request.text, None, model, size, client, has_special_tokens=has_special)
         if kind == "chat":
             chat = await self._chat(
                 request.chat,
                 None,
                 model,
                 request.ByteSize(),
+                client,
                 has_special_tokens=has_special,
                 add_generation_prompt=begins_answer,
             )
@@ -89,12 +104,23 @@ class PromptReader:
         raise InvalidRequest("prompt", "nothing", "text or chat")
 
     async def _text(
-        self, text: str, keep: int | None, model: ModelFacts | None, num_bytes: int, *, has_special_tokens: bool = True
+        self,
+        text: str,
+        keep: int | None,
+        model: ModelFacts | None,
+        num_bytes: int,
+        client: ClientKey,
+        *,
+        has_special_tokens: bool = True,
     ) -> list[int]:
         if not text:
             raise InvalidRequest("prompt", "an empty text", "at least one character")
         if keep is None:
             self._check_chars(len(text), model)
+        if not self._tokenizer.is_linear:
+            return await self._children.encode_text(
+                text, keep, num_bytes, client, has_special_tokens=has_special_tokens
+            )
 
         def work() -> list[int]:
             if keep is not None:
@@ -111,23 +137,39 @@ class PromptReader:
         keep: int | None,
         model: ModelFacts | None,
         num_bytes: int,
+        client: ClientKey,
         *,
         has_special_tokens: bool = False,
         add_generation_prompt: bool = True,
     ) -> EncodedChat:
-        encoder = self._encoder
-        if encoder is None:
+        if not self._has_template:
             raise InvalidRequest("chat", "messages", "text or token_ids: this model has no chat template")
         check_counts(chat)
         given = replace(
             chat_of(chat), has_special_tokens=has_special_tokens, add_generation_prompt=add_generation_prompt
         )
 
+        num_chars = sum(map(len, given.strings()))
+        if not self._tokenizer.is_linear:
+            most = None if keep is not None else self._max_chars(model)
+            found = await self._children.encode_chat(given, keep, most, num_chars, num_bytes, client)
+            if isinstance(found, EncodedChat):
+                return found
+            self._check_chars(found, model)
+            raise AssertionError("a text was too long for one process, and not for another")
+        rendered = await self._children.render(given, num_chars, num_bytes, client)
+
         def work() -> EncodedChat:
             # The size is checked after rendering, because a template may omit content.
-            return encoder.encode(given, keep, lambda num_chars: self._check_chars(num_chars, model))
+            check = self._check_chars
+            return self._children.tokens.encode(given, rendered, keep, lambda num_chars: check(num_chars, model))
 
-        return await self._threads.run(sum(map(len, given.strings())), num_bytes, work)
+        if len(rendered.marked) <= QUICK_CHARS:
+            return work()
+        return await self._threads.run(len(rendered.marked), num_bytes, work)
+
+    def _max_chars(self, model: ModelFacts | None) -> int | None:
+        return MAX_CHARS_WITHOUT_MODEL if model is None else self._tokenizer.bounds.max_chars(model.max_prompt_tokens)
 
     def _check_chars(self, num_chars: int, model: ModelFacts | None) -> None:
         if model is None:
@@ -135,7 +177,7 @@ class PromptReader:
                 most = f"at most {MAX_CHARS_WITHOUT_MODEL} characters until the first worker has started"
                 raise InvalidRequest("prompt", f"{num_chars} characters", most)
             return
-        max_chars = self._tokenizer.bounds.max_chars(model.max_prompt_tokens)
+        max_chars = self._max_chars(model)
         if max_chars is not None and num_chars > max_chars:
             raise _too_long(f"{num_chars} characters", f"{max_chars} characters", model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -29,7 +30,7 @@ from pdserve.prefix.lookup import MemoryLookup, PrefixLookup
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Service, make_tracing
-from pdserve.text.chat import ChatTemplate, load_chat_template
+from pdserve.text.chat import TemplateSources, read_templates
 from pdserve.text.sampling_defaults import read_sampling_defaults
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import certificates_of
@@ -64,6 +65,7 @@ log = logging.getLogger(__name__)
 INFERENCE: Final = "pdserve.v1.InferenceService"
 CLUSTER: Final = "pdserve.v1.ClusterService"
 STOP_GRACE_S: Final = 1.0
+READ_CHECK_S: Final = 0.5  # between two checks whether prompts can be read
 GRACE_MARGIN_S: Final = 30.0  # for the last messages of a request that has used all of its time
 HANG_UP: Final = 4.0  # multiple of the silence limit; after twice the limit, a worker's requests have moved
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -105,7 +107,7 @@ class RouterServer:
         self._tenants = Tenants(config.key_file)
         self._grammars = GrammarCheck(_folder(config.model))
         self._admission = Admission(
-            load_tokenizer(config.model), _chat_template(config.model), limits, self._grammars, secret
+            load_tokenizer(config.model), _templates(config.model), limits, self._grammars, secret, config.model
         )
         self._tracing = make_tracing(Service("pdserve-router", config.router_id), config.otlp, share=config.trace_share)
         self._metrics = metrics or make_metrics(
@@ -177,6 +179,7 @@ class RouterServer:
         self._spawn(self._tenants.watch(), "tenants")
         self._workers.dial(config.workers)
         self._spawn(self._follow_readiness(), "readiness")
+        self._spawn(self._admission.children.keep_warm(), "warm")
         gauges = Gauges(self._measure, self._runtime.state, self._workers, self._tenants.quotas, lambda: self._port)
         self._spawn(gauges.run(), "gauges")
         log.info("router is up", extra={"router_id": config.router_id, "address": self.address})
@@ -213,7 +216,7 @@ class RouterServer:
             await asyncio.wait(self._tasks)
         if self._redis_index is not None:
             await self._redis_index.close()
-        self._admission.close()
+        await self._admission.close()
         await self._grammars.close()
         if self._record is not None:
             self._record.close()
@@ -319,12 +322,17 @@ class RouterServer:
         self._readiness.set()
 
     async def _follow_readiness(self) -> None:
-        """Reports the inference service as serving while a decode worker is attached."""
+        """Reports the inference service as serving while a decode worker is attached and prompts can be read."""
+        was_ready = False
         while True:
-            await self._readiness.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(READ_CHECK_S):
+                    await self._readiness.wait()
             self._readiness.clear()
-            is_ready = Role.DECODE in self._workers.roles.values()
-            await self._health.set(INFERENCE, _SERVING if is_ready else _NOT_SERVING)
+            is_ready = Role.DECODE in self._workers.roles.values() and self._admission.can_work
+            if is_ready != was_ready:
+                await self._health.set(INFERENCE, _SERVING if is_ready else _NOT_SERVING)
+                was_ready = is_ready
 
     def _spawn(self, work: Any, name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -347,8 +355,8 @@ def _folder(model: str) -> Path | None:
     return None if model in TOY_MODELS else Path(model)
 
 
-def _chat_template(model: str) -> ChatTemplate | None:
-    return None if model in TOY_MODELS else load_chat_template(Path(model))
+def _templates(model: str) -> TemplateSources | None:
+    return None if model in TOY_MODELS else read_templates(Path(model))
 
 
 def _sampling_defaults(config: RouterConfig) -> SamplingDefaults:

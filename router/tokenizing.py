@@ -7,9 +7,10 @@ of waiting requests, because memory holds several copies of each.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from typing import Final, Generic, TypeVar, final
+from typing import Any, Final, Generic, TypeVar, final
 
 from pdserve.core.errors import Overloaded
 
@@ -18,6 +19,7 @@ LONG_BYTES: Final = 2**17  # size of the whole request
 MAX_WAITING: Final = 512  # texts in a lane
 MAX_WAITING_BYTES: Final = 16 * 2**20  # in the lane of long texts
 RETRY_S: Final = 0.5
+STUCK_S: Final = 60.0  # no text takes so long
 
 Result = TypeVar("Result")
 
@@ -42,6 +44,11 @@ class TokenizerThreads:
             )
         return await lane.run(num_bytes, work)
 
+    @property
+    def can_work(self) -> bool:
+        """Whether no queue has all of its threads in texts that do not end."""
+        return not any(lane.is_stuck for lane in (self._short, self._long))
+
     def close(self) -> None:
         for lane in (self._short, self._long):
             lane.close()
@@ -53,12 +60,14 @@ class _Lane:
         self.name = name
         self.num_waiting = 0
         self.num_bytes = 0
+        self._num_threads = num_threads
+        self._running: set[_Task[Any]] = set()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"tokenize-{name}")
 
     async def run(self, num_bytes: int, work: Callable[[], Result]) -> Result:
         self.num_waiting += 1
         self.num_bytes += num_bytes
-        task = _Task(work)
+        task = _Task(work, self._running)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, task)
         finally:
@@ -67,17 +76,29 @@ class _Lane:
             self.num_waiting -= 1
             self.num_bytes -= num_bytes
 
+    @property
+    def is_stuck(self) -> bool:
+        late_s = time.monotonic() - STUCK_S
+        return sum(one.began_s < late_s for one in list(self._running)) >= self._num_threads
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 @final
 class _Task(Generic[Result]):
-    def __init__(self, work: Callable[[], Result]) -> None:
+    def __init__(self, work: Callable[[], Result], running: set[_Task[Any]]) -> None:
         self.work: Callable[[], Result] | None = work
+        self.began_s = 0.0
+        self._running = running
 
     def __call__(self) -> Result:
         work = self.work
         if work is None:
             raise CancelledError
-        return work()
+        self.began_s = time.monotonic()
+        self._running.add(self)
+        try:
+            return work()
+        finally:
+            self._running.discard(self)

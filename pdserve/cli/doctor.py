@@ -11,15 +11,18 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from pdserve.core.check_result import CheckResult, Level
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import ModelError, PdserveError
 from pdserve.core.extras import EXTRAS, advice, check_platform, missing
 from pdserve.core.version import VERSION
 from pdserve.engine.host_limits import free_bytes, usable_cores
 from pdserve.image_check import compiler_is_there, cuda_of_torch, cuda_versions_agree, cupy_is_there
 from pdserve.model_source import TOY_MODELS, find_model, model_name
+
+if TYPE_CHECKING:
+    from pdserve.text.tokenizer import Tokenizer
 
 HELP = "check whether this host can run a cluster"
 _MARKS: Final[dict[Level, str]] = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
@@ -183,6 +186,21 @@ def _complaints(name: str, level: Level, check: Callable[[], Iterator[str]]) -> 
         yield CheckResult(level, name, text, repair)
 
 
+def _encoded(text: str, tokenizer: Tokenizer, folder: Path) -> list[int]:
+    """Raises ModelError."""
+    if tokenizer.is_linear:
+        return tokenizer.encode(text, has_special_tokens=False)
+    from pdserve.text.child import load_message
+    from pdserve.text.template_facts import ask_once
+
+    message = {"do": "text", "text": text, "has_special_tokens": False, "cpu_s": 1.0, "wall_s": 10.0}
+    answer = ask_once(load_message(None, folder=str(folder)), message)[1]
+    if "ids" not in answer:
+        raise ModelError("tokenizer.json", "patterns without an end", "patterns that end within 1 s on a short text")
+    ids: list[int] = answer["ids"]
+    return ids
+
+
 def _model(asked: str | None) -> Iterator[CheckResult]:
     from pdserve.engine.config import read_config
     from pdserve.engine.safetensors_file import open_checkpoint
@@ -202,7 +220,7 @@ def _model(asked: str | None) -> Iterator[CheckResult]:
         )
         tokenizer = load_tokenizer(str(folder))
         text = "def f(x):\n    return x"
-        ids = tokenizer.encode(text, has_special_tokens=False)
+        ids = _encoded(text, tokenizer, folder)
         if tokenizer.decode(ids) == text:
             yield CheckResult("ok", "tokenizer", f"{tokenizer.vocab_size} tokens; text comes back as it went in")
         else:

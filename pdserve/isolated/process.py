@@ -76,7 +76,9 @@ class ChildProcess:
     async def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ChildEnded. The caller calls end() if it does not wait for the answer."""
         process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
             process.stdin.write(pack(dict(message)))
             await process.stdin.drain()

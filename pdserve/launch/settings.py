@@ -225,11 +225,12 @@ def _check_defaults(spec: ClusterSpec) -> None:
 
 def _check_texts(folder: Path) -> None:
     # They need the server extra, and `doctor` asks this module for the bundled model without it.
-    from pdserve.text.chat import load_chat_template
+    from pdserve.text.chat import read_templates
+    from pdserve.text.template_facts import find_facts
     from pdserve.text.tokenizer import load_tokenizer
 
     load_tokenizer(str(folder))
-    load_chat_template(folder)
+    find_facts(read_templates(folder))
 
 
 def _from_file(file: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Converts chat messages to a prompt by a chat template in the model's folder.
 
 A template is a program written by the model's author. It runs in jinja2's immutable sandbox, with the helpers of
-Hugging Face templates, and with limits on its time and the size of its output. Templates never come from a request.
+Hugging Face templates. Only a child process that the kernel limits (pdserve/text/child.py) makes a ChatTemplate; other
+processes read TemplateSources. Templates never come from a request.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import jinja2.nodes
 from pdserve.bounded_file import read_text
 from pdserve.core.errors import InvalidRequest, ModelError, PdserveError, shortened
 from pdserve.core.types import MAX_MESSAGES, MAX_TOOLS
-from pdserve.text.chat_sandbox import CLOCK, RenderClock, TemplateRefusal, sandbox
+from pdserve.text.chat_sandbox import TemplateRefusal, sandbox
 from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS
 from pdserve.text.template_forms import PROBE_TOOL, find_forms
 from pdserve.text.tokenizer import NAMED_TOKENS, named_token, read_tokenizer_config
 from pdserve.text.tool_format import tool_format
 
-RENDER_S: Final = 1.0
+MAX_SOURCE_CHARS: Final = 2**20
 MAX_TEMPLATE_BYTES: Final = 2**20  # of a file; the largest known has 100 KB
 MAX_RENDERED_CHARS: Final = 16 * 2**20
 MAX_ARGUMENTS_CHARS: Final = 4096
@@ -54,8 +55,25 @@ class Message:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class TemplateSources:
+    """The templates of a model, which are not compiled."""
+
+    default: str
+    tool_use: str | None  # replaces the default in requests with tools
+    named_tokens: Mapping[str, str]
+
+
+Probe = Callable[[Callable[[], str]], str | None]  # None: it has no end, or needs too much memory
+
+
+def _render_here(render: Callable[[], str]) -> str:
+    return render()
+
+
+@final
 class ChatTemplate:
-    """Thread-safe: each rendering has its own environment overlay and clock."""
+    """Thread-safe."""
 
     def __init__(
         self,
@@ -63,20 +81,23 @@ class ChatTemplate:
         named_tokens: Mapping[str, str] | None = None,
         *,
         tool_use: ChatTemplate | None = None,
-        render_s: float = RENDER_S,
         max_chars: int = MAX_RENDERED_CHARS,
+        probe: Probe = _render_here,
     ) -> None:
-        """`tool_use` replaces this template in requests with tools. Raises ModelError when the template does not
-        parse."""
+        """`tool_use` replaces this template in requests with tools. `probe` renders the histories from which the
+        template's forms are found. Raises ModelError when the template does not parse."""
         self.source = source
         self.tool_use = tool_use
         self.named_tokens = dict(named_tokens or {})
-        self._render_s, self._max_chars = render_s, max_chars
+        self._max_chars = max_chars
+        self.probe = probe
         self._environment = sandbox()
         try:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError("chat_template", f"line {error.lineno}: {error.message}", "a jinja template") from error
+        except (RecursionError, SyntaxError, ValueError) as error:
+            raise ModelError("chat_template", shortened(error), "a jinja template that Python compiles") from error
         parsed = self._environment.parse(source)
         read = jinja2.meta.find_undeclared_variables(parsed)
         self.takes_tools = "tools" in read
@@ -135,8 +156,8 @@ class ChatTemplate:
         objects = [_object("tools", one) for one in tools]
         try:
             return self._rendered(plain, objects, add_generation_prompt, given)
-        except (MemoryError, RecursionError) as error:
-            raise ModelError("chat_template", type(error).__name__, "a template that ends") from error
+        except RecursionError as error:
+            raise ModelError("chat_template", "endless recursion", "a template that ends") from error
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(
                 _place(error, plain), "this value", f"what the chat template takes: {shortened(error)}"
@@ -149,7 +170,6 @@ class ChatTemplate:
         add_generation_prompt: bool,
         given: Mapping[str, Any],
     ) -> str:
-        clock = RenderClock(self._render_s)
         chunks: list[str] = []
         num_chars = 0
         for chunk in self._template.generate(
@@ -157,21 +177,24 @@ class ChatTemplate:
             add_generation_prompt=add_generation_prompt,
             tools=list(tools) or None,
             documents=None,
-            **{**self.named_tokens, **given, CLOCK: clock},
+            **{**self.named_tokens, **given},
         ):
             num_chars += len(chunk)
             if num_chars > self._max_chars:
                 raise ModelError("chat_template", "over that", f"at most {self._max_chars} characters of prompt")
-            clock.check()
             chunks.append(chunk)
         return _as_unicode("".join(chunks))
 
     def _probe(self, messages: Sequence[dict[str, Any]], has_tools: bool) -> str | None:
         if has_tools and not self.takes_tools:
             return None
-        try:
+
+        def render() -> str:
             return self._rendered(messages, [PROBE_TOOL] if has_tools else [], True, {})
-        except (*_TEMPLATE_ERRORS, PdserveError, MemoryError, RecursionError):
+
+        try:
+            return self.probe(render)
+        except (*_TEMPLATE_ERRORS, PdserveError, RecursionError):
             return None
 
     def _effort_arguments(self, effort: str | None) -> dict[str, Any]:
@@ -281,13 +304,13 @@ def reasoning_format(template: ChatTemplate) -> str:
     if template.reasoning_mark == "[/THINK]":
         return "mistral"
     try:
-        prompt = template.render([Message("user", "x")])
+        prompt = template.probe(lambda: template.render([Message("user", "x")]))
     except (InvalidRequest, ModelError):
         return "tagged"
-    return "open" if prompt.rstrip().endswith("<think>") else "tagged"
+    return "open" if prompt is not None and prompt.rstrip().endswith("<think>") else "tagged"
 
 
-def load_chat_template(folder: Path) -> ChatTemplate | None:
+def read_templates(folder: Path) -> TemplateSources | None:
     """The templates `default` and `tool_use` of a model; None if it has neither.
 
     Files override tokenizer_config.json: chat_template.jinja, and those in additional_chat_templates.
@@ -304,10 +327,21 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
                 sources.pop("tool_use", None)  # of the config, which belongs to another default
     named = {name: named_token(config, name) for name in NAMED_TOKENS}
     tokens = {name: token for name, token in named.items() if token is not None}
-    tool_use = ChatTemplate(sources["tool_use"], tokens) if "tool_use" in sources else None
+    for name, source in sources.items():
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ModelError(
+                f"chat_template {name}", f"{len(source)} characters", f"at most {MAX_SOURCE_CHARS} characters"
+            )
     if "default" in sources:
-        return ChatTemplate(sources["default"], tokens, tool_use=tool_use)
-    return tool_use
+        return TemplateSources(sources["default"], sources.get("tool_use"), tokens)
+    return TemplateSources(sources["tool_use"], None, tokens) if "tool_use" in sources else None
+
+
+def compile_templates(sources: TemplateSources, probe: Probe = _render_here) -> ChatTemplate:
+    """Raises ModelError."""
+    named = sources.named_tokens
+    tool_use = None if sources.tool_use is None else ChatTemplate(sources.tool_use, named, probe=probe)
+    return ChatTemplate(sources.default, named, tool_use=tool_use, probe=probe)
 
 
 def _sources(held: Any) -> dict[str, str]:

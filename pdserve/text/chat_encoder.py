@@ -1,5 +1,7 @@
 """Converts a chat to token ids, and finds whether the answer begins within the model's reasoning.
 
+ChatRenderer runs the template, and only a child process may do that. ChatTokens reads the text that it has written.
+
 The text is that of the chat template. Control tokens in it come from the template alone: a request's own text is
 encoded as text, even where it contains the name of a control token (pdserve/text/control_tokens.py).
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
 
@@ -56,71 +58,50 @@ class EncodedChat:
     reasoning: ReasoningState
 
 
-@final
-class ChatEncoder:
-    """Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    marked: str  # with a secret name in place of each control token that the template has written
+    reasoning: ReasoningState
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        both = (template,) if template.tool_use is None else (template, template.tool_use)
+
+@final
+class ChatTokens:
+    """Converts rendered chats to token ids. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, sources: Sequence[str], nonce: str = "") -> None:
+        """`sources` are the templates. `nonce` is that of the secret names of another process."""
         self.tokenizer = tokenizer
-        self.control_tokens = tokenizer.control_tokens("\n".join(one.source for one in both))
+        self.control_tokens = tokenizer.control_tokens("\n".join(sources))
         self._control_ids = frozenset(self.control_tokens.values())
-        self._pattern = any_of(self.control_tokens)
-        self._names = SecretNames([*self.control_tokens, *THINK_MARKS, *MISTRAL_MARKS])
-        self.takes_tools = both[-1].takes_tools
-        self._programs = [_Program(one, self._names, self._pattern) for one in both]
+        self.names = secret_names(self.control_tokens, nonce)
         self._lock = threading.Lock()
         self._renamed: Callable[[str], list[int]] | None = None
 
-    def encode(self, chat: Chat, keep: int | None, check_chars: Callable[[int], None]) -> EncodedChat:
+    def encode(
+        self, chat: Chat, rendered: RenderedChat, keep: int | None, check_chars: Callable[[int], None]
+    ) -> EncodedChat:
         """`keep`: only the last tokens are needed. `check_chars` is called with the size of the text if all are.
 
-        Raises InvalidRequest and ModelError.
+        Raises InvalidRequest.
         """
-        program = self._programs[-1 if chat.tools else 0]
-        safe = chat if chat.allows_special_tokens else program.guarded(chat)
-        marked = self._render(program, chat, safe)
-        text = self._names.shown(marked)
+        marked = rendered.marked
+        text = self.names.shown(marked)
         if keep is None:
             check_chars(len(text))
-        has_control = any(self._pattern.search(one) or self._names.broken in one for one in safe.strings())
-        if has_control or not text or not program.is_exact or self._names.has_part(text):
-            plain = program.plain(chat)
-            if plain != text:
-                if has_control and not chat.allows_special_tokens:
-                    raise InvalidRequest(
-                        "chat.messages",
-                        "the name of a control token where the chat template examines it",
-                        "other text, or allow_special_tokens",
-                    )
-                if keep is None:
-                    check_chars(len(plain))
-                # Without such a name in the request, every name in the text is the template's. A normalizer may still
-                # make others of the request's text, so the ids are compared as ever.
-                marked, text, safe = self._names.hidden(plain), plain, chat
         start = 0 if keep is None else self.tokenizer.tail_start(text, keep)
         ids = self.tokenizer.encode(text[start:], has_special_tokens=False)
         if not chat.allows_special_tokens:
             written = [
                 self.control_tokens[mark]
-                for at, mark in self._names.found(marked)
+                for at, mark in self.names.found(marked)
                 if at >= start and mark in self.control_tokens
             ]
             if [one for one in ids if one in self._control_ids] != written:
-                tail = marked[self._names.position(marked, start) :]
-                ids = self._encode_names(self._names.shown(tail, but=self.control_tokens))
+                tail = marked[self.names.position(marked, start) :]
+                ids = self._encode_names(self.names.shown(tail, but=self.control_tokens))
         if chat.has_special_tokens and keep is None:
             ids = self._surrounded(text, ids)
-        return EncodedChat(ids if keep is None else ids[-keep:], self._reasoning(program, chat, safe, marked))
-
-    def _render(self, program: _Program, chat: Chat, safe: Chat) -> str:
-        """Empty if only the program with secret names fails. Its error could tell a name, so the template itself
-        reports the error."""
-        try:
-            return program.render(safe)
-        except (InvalidRequest, ModelError):
-            program.plain(chat)
-            return ""
+        return EncodedChat(ids if keep is None else ids[-keep:], rendered.reasoning)
 
     def _surrounded(self, text: str, ids: list[int]) -> list[int]:
         """With the tokens that the tokenizer puts before and after a text."""
@@ -133,9 +114,54 @@ class ChatEncoder:
     def _encode_names(self, text: str) -> list[int]:
         with self._lock:
             if self._renamed is None:
-                names = {mark: name for mark, name in self._names.of.items() if mark in self.control_tokens}
+                names = {mark: name for mark, name in self.names.of.items() if mark in self.control_tokens}
                 self._renamed = self.tokenizer.with_names(names)
         return self._renamed(text)
+
+
+def secret_names(control_tokens: Iterable[str], nonce: str = "") -> SecretNames:
+    return SecretNames([*control_tokens, *THINK_MARKS, *MISTRAL_MARKS], nonce)
+
+
+@final
+class ChatRenderer:
+    """Runs a template, and tells its control tokens from equal text of the request."""
+
+    def __init__(self, template: ChatTemplate, control_tokens: Collection[str], names: SecretNames) -> None:
+        both = (template,) if template.tool_use is None else (template, template.tool_use)
+        self._pattern = any_of(control_tokens)
+        self._names = names
+        self._programs = [_Program(one, names, self._pattern) for one in both]
+
+    def render(self, chat: Chat) -> RenderedChat:
+        """Raises InvalidRequest and ModelError."""
+        program = self._programs[-1 if chat.tools else 0]
+        safe = chat if chat.allows_special_tokens else program.guarded(chat)
+        marked = self._render(program, chat, safe)
+        text = self._names.shown(marked)
+        has_control = any(self._pattern.search(one) or self._names.broken in one for one in safe.strings())
+        if has_control or not text or not program.is_exact or self._names.has_part(text):
+            plain = program.plain(chat)
+            if plain != text:
+                if has_control and not chat.allows_special_tokens:
+                    raise InvalidRequest(
+                        "chat.messages",
+                        "the name of a control token where the chat template examines it",
+                        "other text, or allow_special_tokens",
+                    )
+                # Without such a name in the request, every name in the text is the template's. A normalizer may still
+                # make others of the request's text, so the ids are compared as ever.
+                marked, safe = self._names.hidden(plain), chat
+        return RenderedChat(marked, self._reasoning(program, chat, safe, marked))
+
+    def _render(self, program: _Program, chat: Chat, safe: Chat) -> str:
+        """Empty if only the program with secret names fails. Its error could tell a name, so the template itself
+        reports the error."""
+        try:
+            return program.render(safe)
+        except (InvalidRequest, ModelError):
+            program.plain(chat)
+            return ""
 
     def _reasoning(self, program: _Program, chat: Chat, safe: Chat, marked: str) -> ReasoningState:
         mark = program.template.reasoning_mark
@@ -157,6 +183,22 @@ class ChatEncoder:
 
 
 @final
+class ChatEncoder:
+    """Both, where the tokenizer's patterns have no end that is known either."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, nonce: str = "") -> None:
+        both = (template,) if template.tool_use is None else (template, template.tool_use)
+        self.tokens = ChatTokens(tokenizer, [one.source for one in both], nonce)
+        self.tokenizer, self.control_tokens = tokenizer, self.tokens.control_tokens
+        self.takes_tools = both[-1].takes_tools
+        self._renderer = ChatRenderer(template, self.control_tokens, self.tokens.names)
+
+    def encode(self, chat: Chat, keep: int | None, check_chars: Callable[[int], None]) -> EncodedChat:
+        """Raises InvalidRequest and ModelError."""
+        return self.tokens.encode(chat, self._renderer.render(chat), keep, check_chars)
+
+
+@final
 class _Program:
     """A template, and its program that writes names."""
 
@@ -170,13 +212,10 @@ class _Program:
         for chat in _PROBES:
             if chat.tools and not template.takes_tools:
                 continue
-            try:
-                plain = template.render(chat.messages, chat.tools)
-            except (InvalidRequest, ModelError):
+            plain, marked = _probed(template, chat), _probed(self._program, chat)
+            if plain is None:
                 continue
-            try:
-                marked = self._program.render(chat.messages, chat.tools)
-            except (InvalidRequest, ModelError):
+            if marked is None:
                 self.is_exact = False
                 continue
             self.is_exact &= names.shown(marked) == plain
@@ -246,6 +285,13 @@ def _rendered(template: ChatTemplate, chat: Chat) -> str:
         chat.effort,
         add_generation_prompt=chat.add_generation_prompt,
     )
+
+
+def _probed(template: ChatTemplate, chat: Chat) -> str | None:
+    try:
+        return template.probe(lambda: _rendered(template, chat))
+    except (InvalidRequest, ModelError):
+        return None
 
 
 def _may_join(text: str, token: str) -> bool:

@@ -28,15 +28,16 @@ _SEARCHING_FILTERS: Final = frozenset(("select", "reject", "selectattr", "reject
 class SecretNames:
     """Names of control tokens and other marks, for the life of a process."""
 
-    def __init__(self, marks: Iterable[str]) -> None:
+    def __init__(self, marks: Iterable[str], nonce: str = "") -> None:
+        """`nonce` is that of the same names in another process."""
         # Lowercase hexadecimal: no normalizer changes it, and it needs no escape in JSON.
-        self._nonce = secrets.token_hex(12)
+        self.nonce = nonce or secrets.token_hex(12)
         longest_first = sorted(set(marks), key=lambda mark: (-len(mark), mark))
-        self.of: dict[str, str] = {mark: f"{self._nonce}{index:06x}" for index, mark in enumerate(longest_first)}
-        self.broken = f"{self._nonce}ffffff"  # written into a mark that a request contains
+        self.of: dict[str, str] = {mark: f"{self.nonce}{index:06x}" for index, mark in enumerate(longest_first)}
+        self.broken = f"{self.nonce}ffffff"  # written into a mark that a request contains
         self._mark_of = {name: mark for mark, name in self.of.items()}
         self._marks = any_of(longest_first)
-        self._names = re.compile(f"{self._nonce}[0-9a-f]{{6}}")
+        self._names = re.compile(f"{self.nonce}[0-9a-f]{{6}}")
 
     def hidden(self, text: str) -> str:
         """With names in place of marks."""
@@ -70,7 +71,7 @@ class SecretNames:
     def has_part(self, text: str) -> bool:
         """Whether part of a name is left: the template has cut or changed it."""
         lower = text.lower()
-        return any(self._nonce[start : start + 8] in lower for start in (0, 8, 16))
+        return any(self.nonce[start : start + 8] in lower for start in (0, 8, 16))
 
     def position(self, text: str, start: int) -> int:
         """The position in `text`, which has names, of the character `start` of shown(text)."""

@@ -40,6 +40,27 @@ _PATTERNS: Final = (
     # Qwen 2 and 3
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+# Further patterns that take a time in proportion to the text: what one match looks at, it or the next match takes.
+_LINEAR_PATTERNS: Final = (
+    *_PATTERNS,
+    # cl100k
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
+    r"|\s+(?!\S)|\s+",
+    # Mistral's Tekken
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_LINEAR_NORMALIZERS: Final = (
+    "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "ByteLevel", "Strip", "StripAccents", "Nmt", "BertNormalizer",
+)  # fmt: skip
+_LINEAR_PRE_TOKENIZERS: Final = (
+    "ByteLevel", "Digits", "Punctuation", "Metaspace", "UnicodeScripts", "FixedLength", "Whitespace",
+    "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit",
+)  # fmt: skip
+_MAX_REPLACES: Final = 4
+_MAX_ADDED_CHARS: Final = 16  # that a normalizer writes
+_MAX_PIECE_CHARS: Final = 512  # Unigram and WordPiece look so far ahead at every character
 _BYTE_TOKENS: Final = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _STAND_INS: Final = {byte: char for char, byte in BYTE_ALPHABET.items()}
 # UTF-8 has no others.
@@ -79,6 +100,45 @@ class TextBounds:
 def text_bounds(tokenizer: Mapping[str, Any]) -> TextBounds:
     """Of a tokenizer.json."""
     return TextBounds(max_token_chars=_max_token_chars(tokenizer), separators=_separators(tokenizer))
+
+
+def is_linear(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether encoding surely takes time and memory in proportion to the text. Unknown patterns may backtrack, and a
+    normalizer may write a long text for each character."""
+    normalizers = _parts(tokenizer.get("normalizer"), "normalizers")
+    replaces = [one for one in normalizers if one.get("type") == "Replace"]
+    if len(replaces) > _MAX_REPLACES or any(_growth(one) > 1 for one in replaces):
+        return False
+    if any(one.get("type") == "Prepend" and len(one.get("prepend", "")) > _MAX_ADDED_CHARS for one in normalizers):
+        return False
+    if any(one.get("type") not in (*_LINEAR_NORMALIZERS, "Replace", "Prepend") for one in normalizers):
+        return False
+    for one in _parts(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+        pattern = one.get("pattern")
+        if one.get("type") == "Split" and isinstance(pattern, Mapping):
+            if "String" not in pattern and pattern.get("Regex") not in _LINEAR_PATTERNS:
+                return False
+        elif one.get("type") not in _LINEAR_PRE_TOKENIZERS:
+            return False
+    if any(one.get("lstrip") for one in _added(tokenizer)):
+        return False  # for each such token, the library reads the whole text before it
+    model = tokenizer["model"]
+    if model.get("type") in ("BPE", "WordLevel"):
+        return True
+    words = int(model.get("max_input_chars_per_word") or 0)
+    return words <= _MAX_PIECE_CHARS and max(map(len, _vocab(tokenizer)), default=0) <= _MAX_PIECE_CHARS
+
+
+def _growth(replace: Mapping[str, Any]) -> float:
+    """Characters for each one of the text; unlimited for a pattern that may be slow."""
+    pattern, content = replace.get("pattern", {}).get("String", ""), replace.get("content", "")
+    return len(content) / len(pattern) if pattern else float("inf")
+
+
+def without_patterns(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json for decoding only. Nothing in it reads a text."""
+    added = [{**one, "lstrip": False, "rstrip": False} for one in _added(tokenizer)]
+    return {**tokenizer, "normalizer": None, "pre_tokenizer": None, "added_tokens": added}
 
 
 def _max_token_chars(tokenizer: Mapping[str, Any]) -> int | None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
-from pdserve.bounded_file import MAX_TOKENIZER_BYTES, read_bytes, read_json_object
-from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.bounded_file import MAX_TOKENIZER_BYTES, parse_json, read_json_object, read_text
+from pdserve.core.errors import InternalError, InvalidRequest, ModelError
 from pdserve.model_source import TOY_MODELS
 from pdserve.text.detokenize import (
     ByteDetokenizer,
@@ -22,7 +22,7 @@ from pdserve.text.detokenize import (
     read_rule,
     token_bytes,
 )
-from pdserve.text.text_bounds import TextBounds, text_bounds
+from pdserve.text.text_bounds import TextBounds, is_linear, text_bounds, without_patterns
 
 MAX_WHOLE_CHARS: Final = 1_000_000  # limit of a text whose tail is needed but cannot be cut: tokenizing it takes 0.2 GB
 TOY_EOS: Final = 256
@@ -41,6 +41,12 @@ class Tokenizer(Protocol):
 
     @property
     def bounds(self) -> TextBounds: ...
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether texts may be encoded in this process: the time and memory are in proportion to the text. Otherwise
+        encode() raises InternalError, and a child process encodes (pdserve/text/child.py)."""
+        ...
 
     def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
         """The last `num_tokens` of encode(text). Reads only the required part of the text, if it is known.
@@ -101,7 +107,8 @@ def named_token(config: dict[str, Any], name: str) -> str | None:
 
 @final
 class HuggingFaceTokenizer:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_limited: bool = False) -> None:
+        """`is_limited`: this process has limits for each text, so that any tokenizer may encode. Raises ModelError."""
         from tokenizers import Tokenizer as Backend  # imported here, so that toy processes do not load it
 
         path = folder / "tokenizer.json"
@@ -109,20 +116,38 @@ class HuggingFaceTokenizer:
             raise ModelError("model", str(folder), "a folder of a Hugging Face checkpoint, or toy")
         if not os.path.lexists(path):
             raise ModelError("model", f"{folder} without tokenizer.json", "a folder with tokenizer.json")
-        data = read_bytes(path, MAX_TOKENIZER_BYTES, path.name, ModelError)
-        try:
-            backend = Backend.from_buffer(data)
-        except Exception as error:  # the Rust binding raises plain Exception for invalid input
-            raise ModelError("tokenizer.json", str(error), "a tokenizer that the tokenizers library reads") from error
-        backend.no_truncation()
-        backend.no_padding()
-        _mark_special(backend, read_tokenizer_config(folder))
-        self._backend = backend
-        serialized = json.loads(backend.to_str())
+        config = read_tokenizer_config(folder)
+
+        def load(text: str) -> Any:
+            try:
+                backend = Backend.from_str(text)
+                backend.no_truncation()
+                backend.no_padding()
+                _mark_special(backend, config)
+            except Exception as error:  # the Rust binding raises plain Exception for invalid input
+                raise ModelError(
+                    "tokenizer.json", str(error), "a tokenizer that the tokenizers library reads"
+                ) from error
+            return backend
+
+        text = read_text(path, MAX_TOKENIZER_BYTES, path.name, ModelError)
+        raw = parse_json(text, path.name, ModelError)
+        # The library compiles and runs patterns while it loads.
+        is_known = _is_linear(raw)
+        serialized: dict[str, Any] = {}
+        if is_known or is_limited:
+            self._backend = load(text)
+            serialized = json.loads(self._backend.to_str())
+            is_known = is_known and is_linear(serialized)  # as the library has read it
+        self.is_linear = is_known or is_limited
+        if not self.is_linear:
+            self._backend = load(json.dumps(without_patterns(raw)))
+            serialized = json.loads(self._backend.to_str())
+            serialized |= {name: raw.get(name) for name in ("normalizer", "pre_tokenizer")}
         self.bounds = text_bounds(serialized)
         self._rule = read_rule(serialized.get("decoder"))
         self._special = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
         self._tokens: dict[int, str | None] = {}
         self._bytes: dict[int, bytes] = {}
@@ -134,6 +159,7 @@ class HuggingFaceTokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
+        self._check_linear()
         # The batch call releases the GIL; encode() would block other threads, and with them every stream.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=has_special_tokens)[0].ids
         return ids
@@ -165,6 +191,7 @@ class HuggingFaceTokenizer:
 
         from pdserve.text.control_tokens import renamed_tokenizer  # needs jinja2, which `doctor` must run without
 
+        self._check_linear()
         serialized = json.dumps(renamed_tokenizer(json.loads(self._backend.to_str()), names))
         backend = Backend.from_str(serialized)
         for token, name in names.items():
@@ -176,6 +203,10 @@ class HuggingFaceTokenizer:
             return ids
 
         return encode
+
+    def _check_linear(self) -> None:
+        if not self.is_linear:
+            raise InternalError("a tokenizer with unknown patterns was to encode without a limit")
 
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=not has_special_tokens)
@@ -232,6 +263,7 @@ class HuggingFaceTokenizer:
 class ToyTokenizer:
     """Token id = byte value; TOY_EOS ends the text and has no spelling."""
 
+    is_linear = True
     vocab_size = 257
     bounds = TextBounds(max_token_chars=1, separators="")
 
@@ -265,6 +297,14 @@ class ToyTokenizer:
 
 def _toy_piece(token_id: int) -> bytes:
     return bytes((token_id,)) if token_id < TOY_EOS else b""
+
+
+def _is_linear(raw: Any) -> bool:
+    """Of JSON that the library may not accept."""
+    try:
+        return is_linear(raw)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
 
 
 def _is_control(token: str, template: str) -> bool:

@@ -80,7 +80,7 @@ def folder(source: str, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def encoder(source: str, folder: Path) -> ChatEncoder:
-    return ChatEncoder(HuggingFaceTokenizer(folder), ChatTemplate(source, NAMED))
+    return ChatEncoder(HuggingFaceTokenizer(folder, is_limited=True), ChatTemplate(source, NAMED))
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pdserve.core.errors import Overloaded
 from router import fair_queue
 from router.fair_queue import HALF_LIFE_S, ClientKey, FairQueue, QueueLimits, client_of
 
-
 LIMITS = QueueLimits(items="grammars", most=256, of_host=128, of_client=16, size=5000)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 import pytest
 
@@ -73,12 +73,12 @@ class GatedTokenizer:
 
 
 @pytest.fixture
-def gated() -> Iterator[tuple[Admission, GatedTokenizer]]:
+async def gated() -> AsyncIterator[tuple[Admission, GatedTokenizer]]:
     tokenizer = GatedTokenizer()
     one = Admission(tokenizer, None, LIMITS)
     yield one, tokenizer
     tokenizer.gate.set()
-    one.close()
+    await one.close()
 
 
 def request(text: str, **fields: object) -> inference_pb2.GenerateRequest:

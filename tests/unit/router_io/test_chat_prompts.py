@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.text.chat import ChatTemplate
+from pdserve.text.chat import TemplateSources
 from pdserve.text.tokenizer import HuggingFaceTokenizer
 from pdserve.v1 import inference_pb2
 from router.admission import Admission
@@ -30,9 +30,9 @@ async def admission(tmp_path: Path) -> AsyncIterator[Admission]:
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken(one, special=False) for one in ("<think>", "</think>")])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    one = Admission(HuggingFaceTokenizer(tmp_path), ChatTemplate(TEMPLATE), LIMITS)
+    one = Admission(HuggingFaceTokenizer(tmp_path), TemplateSources(TEMPLATE, None, {}), LIMITS)
     yield one
-    one.close()
+    await one.close()
 
 
 def request(chat: dict[str, Any], **sampling: Any) -> inference_pb2.GenerateRequest:
@@ -87,7 +87,7 @@ async def test_marks_that_are_special_tokens_are_known(tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<think>", "</think>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    one = Admission(HuggingFaceTokenizer(tmp_path), ChatTemplate(TEMPLATE), LIMITS)
+    one = Admission(HuggingFaceTokenizer(tmp_path), TemplateSources(TEMPLATE, None, {}), LIMITS)
     try:
         assert one.reasoning_format == "special"
         chat = {"messages": [user("hi")], "reasoning_effort": "low"}
@@ -95,7 +95,7 @@ async def test_marks_that_are_special_tokens_are_known(tmp_path: Path) -> None:
             prepared = await one.prepare(request(chat, skip_special_tokens=is_skipped), MODEL, None)
             assert (prepared.reasoning_split() is None) == is_skipped
     finally:
-        one.close()
+        await one.close()
 
 
 async def test_names_of_control_tokens_are_text_unless_allowed(admission: Admission) -> None:

@@ -194,5 +194,5 @@ async def test_admission_refuses_before_a_request_is_placed() -> None:
         with pytest.raises(InvalidRequest, match=r"json_schema: got one with an error \(Unsatisfiable"):
             await admission.prepare(message, MODEL, None)
     finally:
-        admission.close()
+        await admission.close()
         await check.close()

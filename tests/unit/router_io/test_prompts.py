@@ -16,7 +16,7 @@ import pytest
 from pdserve.core.errors import InvalidRequest, Overloaded
 from pdserve.core.held_bytes import SMALL_BYTES, HeldBytes
 from pdserve.core.types import Slo
-from pdserve.text.chat import ChatTemplate
+from pdserve.text.chat import TemplateSources
 from pdserve.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import status
@@ -59,9 +59,9 @@ def tokenizer() -> RecordingTokenizer:
 @pytest.fixture
 async def admission(tokenizer: RecordingTokenizer) -> AsyncIterator[Admission]:
     kept: Tokenizer = tokenizer  # type: ignore[assignment]
-    one = Admission(kept, ChatTemplate(TEMPLATE), LIMITS)
+    one = Admission(kept, TemplateSources(TEMPLATE, None, {}), LIMITS)
     yield one
-    one.close()
+    await one.close()
 
 
 def most_chars(tokenizer: RecordingTokenizer) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.text.chat import EFFORTS, ChatTemplate, Message, ToolCall, load_chat_template
+from pdserve.text.chat import EFFORTS, ChatTemplate, Message, ToolCall, compile_templates, read_templates
 
 CALL = "{{ call.function.name }}:"
 CALLS = "{% for call in m.tool_calls or [] %}"
@@ -153,8 +153,9 @@ def test_requests_with_tools_use_the_template_for_tools(tmp_path: Path, is_in_fi
     else:
         named = [{"name": "default", "template": DEFAULT}, {"name": "tool_use", "template": TOOL_USE}]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    template = load_chat_template(tmp_path)
-    assert template is not None
+    sources = read_templates(tmp_path)
+    assert sources is not None
+    template = compile_templates(sources)
     assert template.tool_format == "hermes"
     assert template.render([Message("user", "hi")]) == "hi"
     tool = '{"type": "function", "function": {"name": "add"}}'

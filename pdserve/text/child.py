@@ -1,0 +1,164 @@
+"""A process that runs chat templates, and tokenizers whose patterns may never end (pdserve/isolated/process.py starts
+it).
+
+Its first message has `templates`, the `control_tokens` that they must not mix with a request's text, the `nonce` of the
+secret names, and the `folder` of a tokenizer; each may be null. It is answered by {"failed": reason or null} and the
+facts about the templates. Each further message names what to do: `render` a chat, or encode a `chat`, a `text` or
+`bad_words`.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from pdserve.core.errors import ConfigError, InvalidRequest, ModelError
+from pdserve.isolated import child
+from pdserve.text.bad_words import bad_word_ids
+from pdserve.text.chat import ChatTemplate, Message, TemplateSources, ToolCall, compile_templates, reasoning_format
+from pdserve.text.chat_encoder import Chat, ChatEncoder, ChatRenderer, secret_names
+from pdserve.text.tokenizer import HuggingFaceTokenizer
+
+MEMORY_BYTES: Final = 512 * 2**20
+LOADING: Final = child.Limits(cpu_s=20.0, wall_s=55.0, memory_bytes=4 * 2**30)  # with a tokenizer
+PROBE_CPU_S: Final = 0.25  # of one history that is rendered to learn about a template
+PROBES_CPU_S: Final = 1.0  # of all of them
+
+
+@final
+@dataclass(slots=True)
+class _Probes:
+    """Renders in processes of their own, because only some histories may have no end."""
+
+    left_s: float = PROBES_CPU_S
+
+    def __call__(self, render: Callable[[], str]) -> str | None:
+        if self.left_s <= 0:
+            return None
+
+        def work() -> str | None:
+            try:
+                return render()
+            except Exception:  # the template takes no such history
+                return None
+
+        before_s = _cpu_of_children_s()
+        cpu_s = min(PROBE_CPU_S, self.left_s)
+        found = child.run(work, child.Limits(cpu_s, 10 * cpu_s, MEMORY_BYTES))
+        if "ended" in found:
+            self.left_s -= max(_cpu_of_children_s() - before_s, 0.0)
+        text: str | None = found.get("value")
+        return text
+
+
+@final
+class _TooLong(Exception):
+    pass
+
+
+@final
+class _Texts:
+    def __init__(self, load: dict[str, Any]) -> None:
+        """Raises ModelError."""
+        template = None if load["templates"] is None else _template(load["templates"])
+        self.facts = {} if template is None else _facts(template)
+        self._renderer: ChatRenderer | None = None
+        self._encoder: ChatEncoder | None = None
+        self._tokenizer: HuggingFaceTokenizer | None = None
+        if load["folder"] is not None:
+            self._tokenizer = HuggingFaceTokenizer(Path(load["folder"]), is_limited=True)
+            if template is not None:
+                self._encoder = ChatEncoder(self._tokenizer, template)
+        elif template is not None and load["control_tokens"] is not None:
+            names = secret_names(load["control_tokens"], load["nonce"])
+            self._renderer = ChatRenderer(template, load["control_tokens"], names)
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._answer(asked)
+        except (InvalidRequest, ModelError) as error:
+            kind = "model" if isinstance(error, ConfigError) else "request"
+            return {"error": [kind, str(error.field), str(error.seen), error.expected]}
+        except _TooLong as error:
+            return {"num_chars": error.args[0]}
+
+    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        keep = asked.get("keep")
+        if asked["do"] == "render":
+            assert self._renderer is not None
+            rendered = self._renderer.render(chat_from(asked["chat"]))
+            return {"marked": rendered.marked, "reasoning": rendered.reasoning.value}
+        assert self._tokenizer is not None
+        if asked["do"] == "chat":
+            assert self._encoder is not None
+            most = asked["max_chars"]
+
+            def check_chars(num_chars: int) -> None:
+                if most is not None and num_chars > most:
+                    raise _TooLong(num_chars)
+
+            encoded = self._encoder.encode(chat_from(asked["chat"]), keep, check_chars)
+            return {"ids": encoded.token_ids, "reasoning": encoded.reasoning.value}
+        if asked["do"] == "bad_words":
+            return {"ids": bad_word_ids(asked["words"], self._tokenizer)}
+        if keep is not None:
+            return {"ids": self._tokenizer.encode_tail(asked["text"], keep)}
+        return {"ids": self._tokenizer.encode(asked["text"], has_special_tokens=asked["has_special_tokens"])}
+
+
+def chat_from(held: dict[str, Any]) -> Chat:
+    messages = [
+        Message(**{**one, "tool_calls": tuple(ToolCall(**call) for call in one["tool_calls"])})
+        for one in held["messages"]
+    ]
+    return Chat(**{**held, "messages": messages})
+
+
+def _template(held: dict[str, Any]) -> ChatTemplate:
+    return compile_templates(TemplateSources(**held), _Probes())
+
+
+def _facts(template: ChatTemplate) -> dict[str, Any]:
+    return {"tool_format": template.tool_format, "reasoning_format": reasoning_format(template)}
+
+
+def _cpu_of_children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> int:
+    load = child.begin()
+    child.limit_loading(LOADING)
+    try:
+        texts = _Texts(load)
+    except ModelError as error:
+        child.send({"failed": [str(error.field), str(error.seen), error.expected]})
+        return 0
+    except MemoryError:
+        child.send({"failed": ["chat_template", "a large one", "one that compiles with less memory"]})
+        return 0
+    child.end_loading()
+    child.send({"failed": None, **texts.facts})
+    child.serve(texts.answer, MEMORY_BYTES)
+    return 0
+
+
+def load_message(
+    templates: TemplateSources | None,
+    *,
+    control_tokens: list[str] | None = None,
+    nonce: str = "",
+    folder: str | None = None,
+) -> dict[str, Any]:
+    """The first message. Without control tokens, it only checks the templates."""
+    held = None if templates is None else {**asdict(templates), "named_tokens": dict(templates.named_tokens)}
+    return {"templates": held, "control_tokens": control_tokens, "nonce": nonce, "folder": folder}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

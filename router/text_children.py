@@ -1,0 +1,120 @@
+"""Chat templates, and texts of tokenizers whose patterns may never end, in child processes (pdserve/text/child.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final, final
+
+from pdserve.core.errors import InternalError, InvalidRequest, ModelError
+from pdserve.isolated.child import CRASHED, TOO_LONG
+from pdserve.text.chat import TemplateSources
+from pdserve.text.chat_encoder import Chat, ChatTokens, EncodedChat, RenderedChat
+from pdserve.text.child import load_message
+from pdserve.text.reasoning import ReasoningState
+from pdserve.text.template_facts import MODULE
+from pdserve.text.tokenizer import Tokenizer
+from router.child_pool import Children, LoadFailed, Purpose
+from router.fair_queue import ClientKey, QueueLimits
+from router.tokenizing import LONG_BYTES, LONG_CHARS, MAX_WAITING, MAX_WAITING_BYTES
+
+QUICK_CPU_S: Final = 0.1
+SLOW_CPU_S: Final = 1.0
+WALL_S: Final = 4.0
+CHARS_PER_S: Final = 500_000  # that a tokenizer may take beyond SLOW_CPU_S
+MAX_CHILDREN: Final = 4
+RETRY_S: Final = 1.0  # between two attempts to start a child
+
+QUEUE: Final = QueueLimits(
+    items="chats and texts", most=MAX_WAITING, of_host=MAX_WAITING, of_client=MAX_WAITING, size=MAX_WAITING_BYTES
+)
+
+
+@final
+class TextChildren:
+    def __init__(self, tokenizer: Tokenizer, templates: TemplateSources | None, folder: str) -> None:
+        """`folder` is the tokenizer's, if it may not encode in this process."""
+        self._is_needed = templates is not None or not tokenizer.is_linear
+        sources = [] if templates is None else [one for one in (templates.default, templates.tool_use) if one]
+        self.tokens = ChatTokens(tokenizer, sources)
+        self._load: Mapping[str, Any] = load_message(
+            templates,
+            control_tokens=list(self.tokens.control_tokens),
+            nonce=self.tokens.names.nonce,
+            folder=None if tokenizer.is_linear else folder,
+        )
+        self._children = Children(
+            Purpose(
+                module=MODULE,
+                does="apply a chat template or to tokenize",
+                num_slow=max(2, min(MAX_CHILDREN, os.cpu_count() or 1) - 1),
+                quick_cpu_s=QUICK_CPU_S,
+                slow_cpu_s=SLOW_CPU_S,
+                wall_s=WALL_S,
+                queue=QUEUE,
+            )
+        )
+
+    @property
+    def can_work(self) -> bool:
+        return self._children.can_work
+
+    async def keep_warm(self) -> None:
+        """Starts the quick child, also after a failed start: no request may come while the health check fails."""
+        while self._is_needed:
+            with contextlib.suppress(InternalError, LoadFailed):  # logged, and seen in can_work
+                await self._children.warm(self._load)
+            await asyncio.sleep(RETRY_S)
+
+    async def render(self, chat: Chat, num_chars: int, num_bytes: int, client: ClientKey) -> RenderedChat:
+        """Raises InvalidRequest, ModelError and Overloaded."""
+        answer = await self._ask("chat_template", {"do": "render", "chat": asdict(chat)}, num_chars, num_bytes, client)
+        return RenderedChat(answer["marked"], ReasoningState(answer["reasoning"]))
+
+    async def encode_chat(
+        self, chat: Chat, keep: int | None, max_chars: int | None, num_chars: int, num_bytes: int, client: ClientKey
+    ) -> EncodedChat | int:
+        """The number of characters if there are more than `max_chars`."""
+        message = {"do": "chat", "chat": asdict(chat), "keep": keep, "max_chars": max_chars}
+        answer = await self._ask("tokenizer.json", message, num_chars, num_bytes, client)
+        if "num_chars" in answer:
+            return int(answer["num_chars"])
+        return EncodedChat(answer["ids"], ReasoningState(answer["reasoning"]))
+
+    async def encode_text(
+        self, text: str, keep: int | None, num_bytes: int, client: ClientKey, *, has_special_tokens: bool
+    ) -> list[int]:
+        message = {"do": "text", "text": text, "keep": keep, "has_special_tokens": has_special_tokens}
+        ids: list[int] = (await self._ask("tokenizer.json", message, len(text), num_bytes, client))["ids"]
+        return ids
+
+    async def bad_words(self, words: Sequence[str], client: ClientKey) -> list[tuple[int, ...]]:
+        size = sum(map(len, words))
+        answer = await self._ask("tokenizer.json", {"do": "bad_words", "words": list(words)}, size, size, client)
+        return [tuple(one) for one in answer["ids"]]
+
+    async def close(self) -> None:
+        await self._children.close()
+
+    async def _ask(
+        self, part: str, message: dict[str, Any], num_chars: int, num_bytes: int, client: ClientKey
+    ) -> dict[str, Any]:
+        is_long = num_chars > LONG_CHARS or num_bytes > LONG_BYTES
+        more_s = num_chars / CHARS_PER_S if message["do"] != "render" else 0.0
+        try:
+            answer = await self._children.ask(self._load, message, num_bytes, client, is_long=is_long, more_s=more_s)
+        except LoadFailed as error:
+            raise ModelError("chat_template", error, "one that can be loaded again") from None
+        if "error" in answer:
+            kind, field, seen, expected = answer["error"]
+            raise (ModelError if kind == "model" else InvalidRequest)(field, seen, expected)
+        if answer.get("ended") == CRASHED:
+            raise InternalError("the process that applies chat templates and tokenizes failed")
+        if answer.get("ended") == TOO_LONG:
+            raise ModelError(part, "no end within its time", f"an end within {SLOW_CPU_S + more_s:.1f} s of CPU time")
+        if "ended" in answer:
+            raise ModelError(part, "too much memory", "a prompt that needs less memory")
+        return answer
