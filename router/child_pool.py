@@ -138,6 +138,8 @@ class ChildPool:
                 self._dispatch()
 
     async def close(self) -> None:
+        while (taken := self._queue.take(0.0)) is not None:
+            taken[0].answer.cancel()
         serving = list(self._serving)
         for task in serving:
             task.cancel()
@@ -166,6 +168,7 @@ class ChildPool:
             if not asked.answer.done():
                 asked.answer.set_exception(error)
         finally:
+            asked.answer.cancel()  # no effect on one that has its answer
             del self._began_s[child]
             now_s = time.monotonic()
             self._queue.charge(client, now_s - began_s, now_s)

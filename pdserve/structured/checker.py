@@ -1,8 +1,8 @@
 """A process that decides whether a grammar is admitted (pdserve/isolated/process.py starts it).
 
 Its first message is {"model", "vocab_size", "eos"}, answered by {"failed": reason or null}. Each further one is
-{"kind", "text"}, answered by {"rejected": reason or null}. Each grammar is compiled in a process of its own, because a few
-schemas ("multipleOf": 999983) make the compiler run for seconds and take hundreds of MiB.
+{"kind", "text"}, answered by {"rejected": reason or null}. Each grammar is compiled in a process of its own, because a
+few schemas ("multipleOf": 999983) make the compiler run for seconds and take hundreds of MiB.
 """
 
 from __future__ import annotations

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import jinja2
-import jinja2.meta
 import jinja2.nodes
 
 from pdserve.bounded_file import read_text
 from pdserve.core.errors import InvalidRequest, ModelError, PdserveError, shortened
 from pdserve.core.types import MAX_MESSAGES, MAX_TOOLS
-from pdserve.text.chat_sandbox import TemplateRefusal, sandbox
+from pdserve.text.chat_sandbox import TemplateRefusal, sandbox, undeclared_variables
 from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS
 from pdserve.text.template_forms import PROBE_TOOL, find_forms
 from pdserve.text.tokenizer import NAMED_TOKENS, named_token, read_tokenizer_config
@@ -99,7 +98,7 @@ class ChatTemplate:
         except (RecursionError, SyntaxError, ValueError) as error:
             raise ModelError("chat_template", shortened(error), "a jinja template that Python compiles") from error
         parsed = self._environment.parse(source)
-        read = jinja2.meta.find_undeclared_variables(parsed)
+        read = undeclared_variables(self._environment, parsed)
         self.takes_tools = "tools" in read
         self._arguments = read.difference(_OWN, self.named_tokens, self._environment.globals)
         self._reads_reasoning = any(

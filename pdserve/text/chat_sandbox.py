@@ -13,6 +13,7 @@ import jinja2
 import jinja2.compiler
 import jinja2.exceptions
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -34,6 +35,19 @@ class _Generator(jinja2.compiler.CodeGenerator):
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     code_generator_class = _Generator
+
+
+class _Variables(_Generator, jinja2.meta.TrackingCodeGenerator):
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)  # type: ignore[call-arg]
+        self.optimizer = None
+
+
+def undeclared_variables(environment: jinja2.Environment, parsed: jinja2.nodes.Template) -> set[str]:
+    """Like jinja2's own function, but it evaluates nothing."""
+    found = _Variables(environment)
+    found.visit(parsed)
+    return found.undeclared_identifiers
 
 
 class _Generation(jinja2.ext.Extension):

@@ -24,7 +24,8 @@ from pdserve.text.chat_encoder import Chat, ChatEncoder, ChatRenderer, secret_na
 from pdserve.text.tokenizer import HuggingFaceTokenizer
 
 MEMORY_BYTES: Final = 512 * 2**20
-LOADING: Final = child.Limits(cpu_s=20.0, wall_s=55.0, memory_bytes=4 * 2**30)  # with a tokenizer
+COMPILING: Final = child.Limits(cpu_s=5.0, wall_s=50.0, memory_bytes=MEMORY_BYTES)
+LOADING: Final = child.Limits(cpu_s=20.0, wall_s=50.0, memory_bytes=4 * 2**30)  # a tokenizer too
 PROBE_CPU_S: Final = 0.25  # of one history that is rendered to learn about a template
 PROBES_CPU_S: Final = 1.0  # of all of them
 
@@ -133,7 +134,7 @@ def _cpu_of_children_s() -> float:
 
 def main() -> int:
     load = child.begin()
-    child.limit_loading(LOADING)
+    child.limit_loading(COMPILING if load["folder"] is None else LOADING)
     try:
         texts = _Texts(load)
     except ModelError as error:

@@ -34,7 +34,7 @@ def ask_once(load: dict[str, Any], *messages: dict[str, Any]) -> list[dict[str, 
         answers = BlockingChild(MODULE).ask_all(load, *messages)
     except ChildEnded:
         raise ModelError(
-            "chat_template", "one that needs too much time or memory", "one that compiles within 20 s"
+            "chat_template", "one that needs too much time or memory", "one that compiles within its limits"
         ) from None
     if answers[0]["failed"] is not None:
         raise ModelError(*answers[0]["failed"])

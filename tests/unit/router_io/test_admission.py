@@ -44,6 +44,7 @@ class GatedTokenizer:
 
     vocab_size = 257
     bounds = ToyTokenizer.bounds
+    is_linear = True
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -67,6 +68,9 @@ class GatedTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._toy.token_bytes(token_id)
+
+    def control_tokens(self, template: str) -> dict[str, int]:
+        return {}
 
     def is_special(self, token_id: int) -> bool:
         return self._toy.is_special(token_id)

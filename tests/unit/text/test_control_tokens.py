@@ -105,7 +105,7 @@ def make_encoder(parent: Path, family: str, source: str) -> ChatEncoder:
     folder = parent / family
     folder.mkdir(exist_ok=True)
     FAMILIES[family]().save(str(folder / "tokenizer.json"))
-    return ChatEncoder(HuggingFaceTokenizer(folder), ChatTemplate(source, {"bos_token": "<s>"}))
+    return ChatEncoder(HuggingFaceTokenizer(folder, is_limited=True), ChatTemplate(source, {"bos_token": "<s>"}))
 
 
 def ids_of(encoder: ChatEncoder, chat: Chat, keep: int | None = None) -> list[int]:
@@ -166,7 +166,7 @@ def test_no_text_of_a_request_becomes_a_control_token(encoder: ChatEncoder) -> N
 
 def test_a_text_that_a_template_has_joined_is_examined_as_ever(tmp_path: Path) -> None:
     encoder = make_encoder(tmp_path, "byte-level", EXAMINED)
-    assert encoder._programs[0].is_exact
+    assert encoder._renderer._programs[0].is_exact
     messages = [Message("user", "a<|im_end|>b</think>c"), Message("user", "a<think>b", name="x")]
     ids = ids_of(encoder, Chat(messages))
     assert encoder.tokenizer.decode(ids, has_special_tokens=True) == ChatTemplate(EXAMINED).render(messages)
@@ -211,8 +211,10 @@ def test_the_text_is_the_template_s(tmp_path: Path, family: str) -> None:
         whole = tokenizer.encode(template.render(messages), has_special_tokens=False)
         assert ids_of(encoder, Chat(messages)) == whole
         assert (
-            encoder._encode_names(
-                encoder._names.shown(encoder._programs[0].render(Chat(messages)), but=encoder.control_tokens)
+            encoder.tokens._encode_names(
+                encoder.tokens.names.shown(
+                    encoder._renderer._programs[0].render(Chat(messages)), but=encoder.control_tokens
+                )
             )
             == whole
         )
@@ -226,7 +228,7 @@ def test_the_text_is_the_template_s(tmp_path: Path, family: str) -> None:
 def test_special_tokens_can_be_allowed(encoder: ChatEncoder) -> None:
     messages = [Message("user", "a <|im_end|> b"), Message("assistant", "<|im_start|>")]
     chat = Chat(messages, allows_special_tokens=True)
-    template = encoder._programs[0].template
+    template = encoder._renderer._programs[0].template
     assert ids_of(encoder, chat) == encoder.tokenizer.encode(template.render(messages), has_special_tokens=False)
 
 
@@ -254,7 +256,7 @@ def test_spaces_and_html_stay_tokens(tmp_path: Path) -> None:
     tokenizer = chatml_bytes()
     tokenizer.add_tokens([AddedToken("    ", special=False), AddedToken("<table>", special=False)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    encoder = ChatEncoder(HuggingFaceTokenizer(tmp_path), ChatTemplate(CHATML))
+    encoder = ChatEncoder(HuggingFaceTokenizer(tmp_path, is_limited=True), ChatTemplate(CHATML))
     ids = ids_of(encoder, Chat([Message("user", "<table>    x <|im_end|>")]))
     assert {tokenizer.token_to_id("    "), tokenizer.token_to_id("<table>")} <= set(ids)
 
@@ -307,7 +309,7 @@ def test_no_normalizer_makes_a_control_token_where_the_template_measures_its_tex
         "{% for m in messages %}{{ turn(m.content) }}{{ turn(m.content) | length }}{% endfor %}"
     )
     encoder = make_encoder(tmp_path, "unigram", source)
-    assert not encoder._programs[0].is_exact
+    assert not encoder._renderer._programs[0].is_exact
     expected = control(encoder, ids_of(encoder, Chat([Message("user", "x")])))
     found = ids_of(encoder, Chat([Message("user", "a\uff1c|im_end|\uff1eb")]))
     assert control(encoder, found) == expected
