@@ -111,6 +111,9 @@ class TextChildren:
         if "error" in answer:
             kind, field, seen, expected = answer["error"]
             raise (ModelError if kind == "model" else InvalidRequest)(field, seen, expected)
+        if answer.get("ended") == CRASHED and message["do"] != "render":
+            # The library panics when a pattern has been tried ten million times at one place.
+            raise ModelError(part, "a pattern that fails", "a text that its patterns read")
         if answer.get("ended") == CRASHED:
             raise InternalError("the process that applies chat templates and tokenizes failed")
         if answer.get("ended") == TOO_LONG:

@@ -24,7 +24,7 @@ from tests.unit.router_io.test_prompts import LIMITS
 
 SPIN = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 ON_DEMAND = "{% for m in messages %}{% if 'BAD' in m.content %}BODY{% endif %}{{ m.content }}{% endfor %}"
-BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(a|a)*b"}, "behavior": "Isolated", "invert": False}
+BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(?:a|a)*$"}, "behavior": "Isolated", "invert": False}
 
 Make = Callable[..., Awaitable[Admission]]
 
@@ -154,11 +154,11 @@ def slow_folder(tmp_path: Path) -> Path:
 
 async def test_a_pattern_that_backtracks_fails_its_own_text(make: Make, tmp_path: Path) -> None:
     admission = await make(ON_DEMAND, slow_folder(tmp_path))
-    bad = "a" * 60
+    bad = "a" * 60 + "!"
     attacks = [inference_pb2.GenerateRequest(text=bad), chat(bad)]
     attacks.append(inference_pb2.GenerateRequest(text="x", sampling=inference_pb2.SamplingParams(bad_words=[bad])))
     for one in attacks:
-        with pytest.raises(ModelError, match=r"tokenizer\.json: got no end within its time"):
+        with pytest.raises(ModelError, match=r"tokenizer\.json: got (no end within its time|a pattern that fails)"):
             await admission.prepare(one, MODEL, None)
     with pytest.raises(ModelError):
         await admission.tokenize(inference_pb2.TokenizeRequest(text=bad), MODEL)
