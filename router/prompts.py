@@ -6,7 +6,7 @@ tokenized; pdserve/text/text_bounds.py has the bound, and explains why the tail 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, final
 
 from pdserve.core.errors import ContextLengthExceeded, InvalidRequest
@@ -18,14 +18,14 @@ from pdserve.core.types import (
     MAX_TOOLS_BYTES,
     require_at_most,
 )
-from pdserve.text.chat import Message, TemplateSources, ToolCall
-from pdserve.text.chat_encoder import Chat, EncodedChat
+from pdserve.text.chat import TemplateSources
+from pdserve.text.chat_encoder import EncodedChat
 from pdserve.text.reasoning import ReasoningState
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from router.fair_queue import ANONYMOUS, ClientKey
 from router.model import ModelFacts
-from router.text_children import TextChildren
+from router.text_children import GivenChat, TextChildren
 from router.tokenizing import TokenizerThreads
 
 QUICK_CHARS: Final = 256  # shorter texts are tokenized on the event loop: a thread would take longer
@@ -145,24 +145,25 @@ class PromptReader:
         if not self._has_template:
             raise InvalidRequest("chat", "messages", "text or token_ids: this model has no chat template")
         check_counts(chat)
-        given = replace(
-            chat_of(chat), has_special_tokens=has_special_tokens, add_generation_prompt=add_generation_prompt
-        )
-
-        num_chars = sum(map(len, given.strings()))
+        given = GivenChat(chat, has_special_tokens, add_generation_prompt)
         if not self._tokenizer.is_linear:
             most = None if keep is not None else self._max_chars(model)
-            found = await self._children.encode_chat(given, keep, most, num_chars, num_bytes, client)
+            found = await self._children.encode_chat(given, keep, most, num_bytes, client)
             if isinstance(found, EncodedChat):
                 return found
             self._check_chars(found, model)
             raise AssertionError("a text was too long for one process, and not for another")
-        rendered = await self._children.render(given, num_chars, num_bytes, client)
+        rendered = await self._children.render(given, num_bytes, client)
 
         def work() -> EncodedChat:
             # The size is checked after rendering, because a template may omit content.
-            check = self._check_chars
-            return self._children.tokens.encode(given, rendered, keep, lambda num_chars: check(num_chars, model))
+            return self._children.tokens.encode(
+                rendered,
+                keep,
+                lambda num_chars: self._check_chars(num_chars, model),
+                allows_special_tokens=chat.allow_special_tokens,
+                has_special_tokens=has_special_tokens,
+            )
 
         if len(rendered.marked) <= QUICK_CHARS:
             return work()
@@ -193,29 +194,6 @@ def check_counts(chat: inference_pb2.ChatPrompt) -> None:
         require_at_most(f"chat.messages[{index}].tool_calls", "calls", count, MAX_TOOL_CALLS)
         num_calls += count
     require_at_most("chat.messages", "tool calls", num_calls, MAX_CHAT_CALLS)
-
-
-def chat_of(prompt: inference_pb2.ChatPrompt) -> Chat:
-    return Chat(
-        [_message(one) for one in prompt.messages],
-        list(prompt.tools),
-        prompt.template_arguments,
-        prompt.reasoning_effort if prompt.HasField("reasoning_effort") else None,
-        prompt.allow_special_tokens,
-    )
-
-
-def _message(one: inference_pb2.ChatMessage) -> Message:
-    # Only an assistant's content may be null. Clients of an earlier version do not send an empty text.
-    is_null = not one.HasField("content") and one.role == "assistant"
-    return Message(
-        one.role,
-        None if is_null else one.content,
-        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in one.tool_calls),
-        tool_call_id=one.tool_call_id if one.HasField("tool_call_id") else None,
-        name=one.name if one.HasField("name") else None,
-        reasoning_content=one.reasoning_content if one.HasField("reasoning_content") else None,
-    )
 
 
 def _check_tokens(num_tokens: int, model: ModelFacts) -> None:

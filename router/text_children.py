@@ -6,17 +6,18 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 from pdserve.core.errors import InternalError, InvalidRequest, ModelError
 from pdserve.isolated.child import CRASHED, TOO_LONG
 from pdserve.text.chat import TemplateSources
-from pdserve.text.chat_encoder import Chat, ChatTokens, EncodedChat, RenderedChat
-from pdserve.text.child import load_message
+from pdserve.text.chat_encoder import ChatTokens, EncodedChat, RenderedChat
+from pdserve.text.child import ids_of, load_message, to_bytes, to_text
 from pdserve.text.reasoning import ReasoningState
 from pdserve.text.template_facts import MODULE
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.v1 import inference_pb2
 from router.child_pool import Children, LoadFailed, Purpose
 from router.fair_queue import ClientKey, QueueLimits
 from router.tokenizing import LONG_BYTES, LONG_CHARS, MAX_WAITING, MAX_WAITING_BYTES
@@ -24,13 +25,31 @@ from router.tokenizing import LONG_BYTES, LONG_CHARS, MAX_WAITING, MAX_WAITING_B
 QUICK_CPU_S: Final = 0.1
 SLOW_CPU_S: Final = 1.0
 WALL_S: Final = 4.0
-CHARS_PER_S: Final = 500_000  # that a tokenizer may take beyond SLOW_CPU_S
+# More time for a long request, in addition to SLOW_CPU_S.
+RENDERED_BYTES_PER_S: Final = 2**21
+ENCODED_BYTES_PER_S: Final = 2**19
 MAX_CHILDREN: Final = 4
 RETRY_S: Final = 1.0  # between two attempts to start a child
 
 QUEUE: Final = QueueLimits(
     items="chats and texts", most=MAX_WAITING, of_host=MAX_WAITING, of_client=MAX_WAITING, size=MAX_WAITING_BYTES
 )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GivenChat:
+    chat: inference_pb2.ChatPrompt
+    has_special_tokens: bool
+    add_generation_prompt: bool
+
+    def message(self, do: str) -> dict[str, Any]:
+        return {
+            "do": do,
+            "chat": self.chat.SerializeToString(),
+            "has_special_tokens": self.has_special_tokens,
+            "add_generation_prompt": self.add_generation_prompt,
+        }
 
 
 @final
@@ -69,41 +88,39 @@ class TextChildren:
                 await self._children.warm(self._load)
             await asyncio.sleep(RETRY_S)
 
-    async def render(self, chat: Chat, num_chars: int, num_bytes: int, client: ClientKey) -> RenderedChat:
+    async def render(self, chat: GivenChat, num_bytes: int, client: ClientKey) -> RenderedChat:
         """Raises InvalidRequest, ModelError and Overloaded."""
-        answer = await self._ask("chat_template", {"do": "render", "chat": asdict(chat)}, num_chars, num_bytes, client)
-        return RenderedChat(answer["marked"], ReasoningState(answer["reasoning"]))
+        answer = await self._ask("chat_template", chat.message("render"), num_bytes, client)
+        return RenderedChat(to_text(answer["marked"]), ReasoningState(answer["reasoning"]))
 
     async def encode_chat(
-        self, chat: Chat, keep: int | None, max_chars: int | None, num_chars: int, num_bytes: int, client: ClientKey
+        self, chat: GivenChat, keep: int | None, max_chars: int | None, num_bytes: int, client: ClientKey
     ) -> EncodedChat | int:
         """The number of characters if there are more than `max_chars`."""
-        message = {"do": "chat", "chat": asdict(chat), "keep": keep, "max_chars": max_chars}
-        answer = await self._ask("tokenizer.json", message, num_chars, num_bytes, client)
+        message = chat.message("chat") | {"keep": keep, "max_chars": max_chars}
+        answer = await self._ask("tokenizer.json", message, num_bytes, client)
         if "num_chars" in answer:
             return int(answer["num_chars"])
-        return EncodedChat(answer["ids"], ReasoningState(answer["reasoning"]))
+        return EncodedChat(ids_of(answer["ids"]), ReasoningState(answer["reasoning"]))
 
     async def encode_text(
         self, text: str, keep: int | None, num_bytes: int, client: ClientKey, *, has_special_tokens: bool
     ) -> list[int]:
-        message = {"do": "text", "text": text, "keep": keep, "has_special_tokens": has_special_tokens}
-        ids: list[int] = (await self._ask("tokenizer.json", message, len(text), num_bytes, client))["ids"]
-        return ids
+        message = {"do": "text", "text": to_bytes(text), "keep": keep, "has_special_tokens": has_special_tokens}
+        return ids_of((await self._ask("tokenizer.json", message, num_bytes, client))["ids"])
 
     async def bad_words(self, words: Sequence[str], client: ClientKey) -> list[tuple[int, ...]]:
-        size = sum(map(len, words))
-        answer = await self._ask("tokenizer.json", {"do": "bad_words", "words": list(words)}, size, size, client)
+        num_bytes = sum(len(one.encode()) for one in words)
+        answer = await self._ask("tokenizer.json", {"do": "bad_words", "words": list(words)}, num_bytes, client)
         return [tuple(one) for one in answer["ids"]]
 
     async def close(self) -> None:
         await self._children.close()
 
-    async def _ask(
-        self, part: str, message: dict[str, Any], num_chars: int, num_bytes: int, client: ClientKey
-    ) -> dict[str, Any]:
-        is_long = num_chars > LONG_CHARS or num_bytes > LONG_BYTES
-        more_s = num_chars / CHARS_PER_S if message["do"] != "render" else 0.0
+    async def _ask(self, part: str, message: dict[str, Any], num_bytes: int, client: ClientKey) -> dict[str, Any]:
+        is_render = message["do"] == "render"
+        is_long = num_bytes > (LONG_BYTES if is_render else LONG_CHARS)
+        more_s = num_bytes / (RENDERED_BYTES_PER_S if is_render else ENCODED_BYTES_PER_S)
         try:
             answer = await self._children.ask(self._load, message, num_bytes, client, is_long=is_long, more_s=more_s)
         except LoadFailed as error:
@@ -111,7 +128,7 @@ class TextChildren:
         if "error" in answer:
             kind, field, seen, expected = answer["error"]
             raise (ModelError if kind == "model" else InvalidRequest)(field, seen, expected)
-        if answer.get("ended") == CRASHED and message["do"] != "render":
+        if answer.get("ended") == CRASHED and not is_render:
             # The library panics when a pattern has been tried ten million times at one place.
             raise ModelError(part, "a pattern that fails", "a text that its patterns read")
         if answer.get("ended") == CRASHED:

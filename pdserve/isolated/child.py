@@ -5,7 +5,9 @@ and the work runs in the forked process, with limits on CPU time, wall time and 
 SIGPROF, by SIGALRM and by a failed allocation. No code of the interpreter has to run for that. What was loaded stays
 loaded when a forked process has been ended, so the next one takes about a millisecond.
 
-Messages are JSON objects with their size before them, on stdin and stdout. Linux only: other systems have no limit of
+Messages are JSON objects on stdin and stdout, with their size before them. Values of type bytes are not written as
+JSON, but after the object, because long texts would take milliseconds of the starting process's event loop. Linux
+only: other systems have no limit of
 memory, and a process does not end together with its parent.
 """
 
@@ -49,8 +51,28 @@ def tie_to_parent(parent_pid: int) -> None:
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    text = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    return SIZE.pack(len(text)) + text
+    raw = {name: value for name, value in message.items() if isinstance(value, bytes)}
+    values = {name: value for name, value in message.items() if name not in raw}
+    sizes = [[name, len(value)] for name, value in raw.items()]
+    head = json.dumps([values, sizes], ensure_ascii=False).encode("utf-8", "surrogatepass")
+    parts = (SIZE.pack(len(head)), head, *raw.values())
+    return b"".join((SIZE.pack(sum(map(len, parts))), *parts))
+
+
+def unpack(data: bytes | bytearray) -> dict[str, Any]:
+    """A message without its first size. Raises ValueError."""
+    at = SIZE.size
+    if len(data) < at:
+        raise ValueError("a message without a head")
+    end = at + SIZE.unpack_from(data)[0]
+    found: dict[str, Any]
+    found, sizes = json.loads(data[at:end])
+    for name, size in sizes:
+        found[name] = bytes(memoryview(data)[end : end + size])
+        end += size
+    if end != len(data):
+        raise ValueError("a message of another size")
+    return found
 
 
 def begin() -> dict[str, Any]:
@@ -174,8 +196,7 @@ def _receive() -> dict[str, Any] | None:
     head = _read(SIZE.size)
     if len(head) < SIZE.size:
         return None
-    found: dict[str, Any] = json.loads(_read(SIZE.unpack(head)[0]))
-    return found
+    return unpack(_read(SIZE.unpack(head)[0]))
 
 
 def _read(size: int) -> bytearray:

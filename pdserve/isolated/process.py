@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping
 from typing import Any, Final, final
 
-from pdserve.isolated.child import MAX_MESSAGE_BYTES, SIZE, pack
+from pdserve.isolated.child import MAX_MESSAGE_BYTES, SIZE, pack, unpack
 
 START_S: Final = 60.0  # to load a vocabulary, on a busy machine
 _READ_BYTES: Final = 2**20  # of an answer, before the pipe is paused
@@ -85,8 +84,7 @@ class ChildProcess:
             size = SIZE.unpack(await process.stdout.readexactly(SIZE.size))[0]
             if size > MAX_MESSAGE_BYTES:
                 raise ChildEnded(None)
-            answer: dict[str, Any] = json.loads(await process.stdout.readexactly(size))
-            return answer
+            return unpack(await process.stdout.readexactly(size))
         except (BrokenPipeError, ConnectionResetError, asyncio.IncompleteReadError, ValueError):
             raise ChildEnded(process.returncode) from None
 
@@ -138,7 +136,7 @@ class BlockingChild:
             end = SIZE.size + SIZE.unpack_from(answered)[0]
             if end > len(answered):
                 break
-            answers.append(json.loads(answered[SIZE.size : end]))
+            answers.append(unpack(answered[SIZE.size : end]))
             answered = answered[end:]
         if not answers:
             raise ChildEnded(self._process.returncode)

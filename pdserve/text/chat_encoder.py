@@ -21,6 +21,7 @@ from pdserve.text.control_tokens import SecretNames, any_of, rewritten
 from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS, ReasoningState
 from pdserve.text.template_forms import PROBE_TOOL
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.v1 import inference_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,33 @@ def _unescaped(text: str) -> str:
         return text
 
 
+def chat_of(
+    prompt: inference_pb2.ChatPrompt, *, has_special_tokens: bool = False, add_generation_prompt: bool = True
+) -> Chat:
+    return Chat(
+        [_message(one) for one in prompt.messages],
+        list(prompt.tools),
+        prompt.template_arguments,
+        prompt.reasoning_effort if prompt.HasField("reasoning_effort") else None,
+        prompt.allow_special_tokens,
+        has_special_tokens,
+        add_generation_prompt,
+    )
+
+
+def _message(one: inference_pb2.ChatMessage) -> Message:
+    # Only an assistant's content may be null. Clients of an earlier version do not send an empty text.
+    is_null = not one.HasField("content") and one.role == "assistant"
+    return Message(
+        one.role,
+        None if is_null else one.content,
+        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in one.tool_calls),
+        tool_call_id=one.tool_call_id if one.HasField("tool_call_id") else None,
+        name=one.name if one.HasField("name") else None,
+        reasoning_content=one.reasoning_content if one.HasField("reasoning_content") else None,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
     token_ids: list[int]
@@ -78,7 +106,13 @@ class ChatTokens:
         self._renamed: Callable[[str], list[int]] | None = None
 
     def encode(
-        self, chat: Chat, rendered: RenderedChat, keep: int | None, check_chars: Callable[[int], None]
+        self,
+        rendered: RenderedChat,
+        keep: int | None,
+        check_chars: Callable[[int], None],
+        *,
+        allows_special_tokens: bool,
+        has_special_tokens: bool,
     ) -> EncodedChat:
         """`keep`: only the last tokens are needed. `check_chars` is called with the size of the text if all are.
 
@@ -90,7 +124,7 @@ class ChatTokens:
             check_chars(len(text))
         start = 0 if keep is None else self.tokenizer.tail_start(text, keep)
         ids = self.tokenizer.encode(text[start:], has_special_tokens=False)
-        if not chat.allows_special_tokens:
+        if not allows_special_tokens:
             written = [
                 self.control_tokens[mark]
                 for at, mark in self.names.found(marked)
@@ -99,7 +133,7 @@ class ChatTokens:
             if [one for one in ids if one in self._control_ids] != written:
                 tail = marked[self.names.position(marked, start) :]
                 ids = self._encode_names(self.names.shown(tail, but=self.control_tokens))
-        if chat.has_special_tokens and keep is None:
+        if has_special_tokens and keep is None:
             ids = self._surrounded(text, ids)
         return EncodedChat(ids if keep is None else ids[-keep:], rendered.reasoning)
 
@@ -195,7 +229,13 @@ class ChatEncoder:
 
     def encode(self, chat: Chat, keep: int | None, check_chars: Callable[[int], None]) -> EncodedChat:
         """Raises InvalidRequest and ModelError."""
-        return self.tokens.encode(chat, self._renderer.render(chat), keep, check_chars)
+        return self.tokens.encode(
+            self._renderer.render(chat),
+            keep,
+            check_chars,
+            allows_special_tokens=chat.allows_special_tokens,
+            has_special_tokens=chat.has_special_tokens,
+        )
 
 
 @final

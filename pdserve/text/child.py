@@ -4,13 +4,14 @@ it).
 Its first message has `templates`, the `control_tokens` that they must not mix with a request's text, the `nonce` of the
 secret names, and the `folder` of a tokenizer; each may be null. It is answered by {"failed": reason or null} and the
 facts about the templates. Each further message names what to do: `render` a chat, or encode a `chat`, a `text` or
-`bad_words`.
+`bad_words`. A chat is the ChatPrompt of inference.proto; texts and token ids are bytes too.
 """
 
 from __future__ import annotations
 
 import resource
 import sys
+from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +20,10 @@ from typing import Any, Final, final
 from pdserve.core.errors import ConfigError, InvalidRequest, ModelError
 from pdserve.isolated import child
 from pdserve.text.bad_words import bad_word_ids
-from pdserve.text.chat import ChatTemplate, Message, TemplateSources, ToolCall, compile_templates, reasoning_format
-from pdserve.text.chat_encoder import Chat, ChatEncoder, ChatRenderer, secret_names
+from pdserve.text.chat import ChatTemplate, TemplateSources, compile_templates, reasoning_format
+from pdserve.text.chat_encoder import Chat, ChatEncoder, ChatRenderer, chat_of, secret_names
 from pdserve.text.tokenizer import HuggingFaceTokenizer
+from pdserve.v1 import inference_pb2
 
 MEMORY_BYTES: Final = 512 * 2**20
 COMPILING: Final = child.Limits(cpu_s=5.0, wall_s=50.0, memory_bytes=MEMORY_BYTES)
@@ -91,8 +93,8 @@ class _Texts:
         keep = asked.get("keep")
         if asked["do"] == "render":
             assert self._renderer is not None
-            rendered = self._renderer.render(chat_from(asked["chat"]))
-            return {"marked": rendered.marked, "reasoning": rendered.reasoning.value}
+            rendered = self._renderer.render(_chat(asked))
+            return {"marked": to_bytes(rendered.marked), "reasoning": rendered.reasoning.value}
         assert self._tokenizer is not None
         if asked["do"] == "chat":
             assert self._encoder is not None
@@ -102,21 +104,38 @@ class _Texts:
                 if most is not None and num_chars > most:
                     raise _TooLong(num_chars)
 
-            encoded = self._encoder.encode(chat_from(asked["chat"]), keep, check_chars)
-            return {"ids": encoded.token_ids, "reasoning": encoded.reasoning.value}
+            encoded = self._encoder.encode(_chat(asked), keep, check_chars)
+            return {"ids": ids_to_bytes(encoded.token_ids), "reasoning": encoded.reasoning.value}
         if asked["do"] == "bad_words":
             return {"ids": bad_word_ids(asked["words"], self._tokenizer)}
+        text = to_text(asked["text"])
         if keep is not None:
-            return {"ids": self._tokenizer.encode_tail(asked["text"], keep)}
-        return {"ids": self._tokenizer.encode(asked["text"], has_special_tokens=asked["has_special_tokens"])}
+            return {"ids": ids_to_bytes(self._tokenizer.encode_tail(text, keep))}
+        return {"ids": ids_to_bytes(self._tokenizer.encode(text, has_special_tokens=asked["has_special_tokens"]))}
 
 
-def chat_from(held: dict[str, Any]) -> Chat:
-    messages = [
-        Message(**{**one, "tool_calls": tuple(ToolCall(**call) for call in one["tool_calls"])})
-        for one in held["messages"]
-    ]
-    return Chat(**{**held, "messages": messages})
+def to_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def to_text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def ids_to_bytes(ids: list[int]) -> bytes:
+    return array("I", ids).tobytes()
+
+
+def ids_of(data: bytes) -> list[int]:
+    return array("I", data).tolist()
+
+
+def _chat(asked: dict[str, Any]) -> Chat:
+    return chat_of(
+        inference_pb2.ChatPrompt.FromString(asked["chat"]),
+        has_special_tokens=asked["has_special_tokens"],
+        add_generation_prompt=asked["add_generation_prompt"],
+    )
 
 
 def _template(held: dict[str, Any]) -> ChatTemplate:

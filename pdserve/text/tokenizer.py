@@ -132,6 +132,8 @@ class HuggingFaceTokenizer:
 
         text = read_text(path, MAX_TOKENIZER_BYTES, path.name, ModelError)
         raw = parse_json(text, path.name, ModelError)
+        if not isinstance(raw, dict):
+            raise ModelError(path.name, type(raw).__name__, "a JSON object")
         # The library compiles and runs patterns while it loads.
         is_known = _is_linear(raw)
         serialized: dict[str, Any] = {}

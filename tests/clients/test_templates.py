@@ -19,9 +19,8 @@ from tokenizers import AddedToken
 from pdserve.client.request import generate_request
 from pdserve.core.errors import InvalidRequest
 from pdserve.text.chat import ChatTemplate
-from pdserve.text.chat_encoder import ChatEncoder
+from pdserve.text.chat_encoder import ChatEncoder, chat_of
 from pdserve.text.tokenizer import HuggingFaceTokenizer
-from router.prompts import chat_of
 from tests.clients.conftest import CLIENT
 from tests.unit.text.conftest import byte_level
 
