@@ -43,11 +43,23 @@ class LoadFailed(Exception):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class More:
+    """In addition to the limits, for work on a large message."""
+
+    time_s: float = 0.0
+    memory_bytes: int = 0
+
+
+NO_MORE: Final = More()
+
+
+@final
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
     load: Mapping[str, Any]
     message: Mapping[str, Any]
-    more_s: float  # in addition to the limits
+    more: More
     answer: asyncio.Future[dict[str, Any]]
 
 
@@ -72,7 +84,7 @@ class Children:
         client: ClientKey,
         *,
         is_long: bool = False,
-        more_s: float = 0.0,
+        more: More = NO_MORE,
     ) -> dict[str, Any]:
         """The child's answer, or {"ended": ...} (pdserve/isolated/child.py) if the work exceeded its CPU or memory.
 
@@ -80,7 +92,7 @@ class Children:
         """
         answer: dict[str, Any] = {}
         for pool in self.pools[1:] if is_long else self.pools:
-            answer = await pool.ask(load, message, size, client, more_s)
+            answer = await pool.ask(load, message, size, client, more)
             if answer.get("ended") == LATE:
                 raise self._busy()
             if answer.get("ended") != TOO_LONG:
@@ -120,10 +132,10 @@ class ChildPool:
         return not self._has_failed and not is_stuck
 
     async def ask(
-        self, load: Mapping[str, Any], message: Mapping[str, Any], size: int, client: ClientKey, more_s: float = 0.0
+        self, load: Mapping[str, Any], message: Mapping[str, Any], size: int, client: ClientKey, more: More = NO_MORE
     ) -> dict[str, Any]:
         """Raises Overloaded and LoadFailed."""
-        asked = _Asked(load, message, more_s, asyncio.get_running_loop().create_future())
+        asked = _Asked(load, message, more, asyncio.get_running_loop().create_future())
         self._queue.put(asked, client, size, self._purpose.wall_s)
         self._dispatch()
         return await asked.answer
@@ -179,8 +191,9 @@ class ChildPool:
         purpose = self._purpose
         if child.pid is None:
             await self._start(child, asked.load)
-        wall_s = purpose.wall_s + asked.more_s
-        limits = {"cpu_s": self._cpu_s + asked.more_s, "wall_s": wall_s}
+        more = asked.more
+        wall_s = purpose.wall_s + more.time_s
+        limits = {"cpu_s": self._cpu_s + more.time_s, "wall_s": wall_s, "more_bytes": more.memory_bytes}
         try:
             async with asyncio.timeout(HANGING * wall_s):
                 answer = await child.ask({**asked.message, **limits})

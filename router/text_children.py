@@ -18,7 +18,7 @@ from pdserve.text.reasoning import ReasoningState
 from pdserve.text.template_facts import MODULE
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
-from router.child_pool import Children, LoadFailed, Purpose
+from router.child_pool import Children, LoadFailed, More, Purpose
 from router.fair_queue import ClientKey, QueueLimits
 from router.tokenizing import LONG_BYTES, LONG_CHARS, MAX_WAITING, MAX_WAITING_BYTES
 
@@ -27,7 +27,8 @@ SLOW_CPU_S: Final = 1.0
 WALL_S: Final = 4.0
 # More time for a long request, in addition to SLOW_CPU_S.
 RENDERED_BYTES_PER_S: Final = 2**21
-ENCODED_BYTES_PER_S: Final = 2**19
+ENCODED_BYTES_PER_S: Final = 2**18
+MEMORY_PER_BYTE: Final = 400  # of a text that is encoded
 MAX_CHILDREN: Final = 4
 RETRY_S: Final = 1.0  # between two attempts to start a child
 
@@ -120,9 +121,13 @@ class TextChildren:
     async def _ask(self, part: str, message: dict[str, Any], num_bytes: int, client: ClientKey) -> dict[str, Any]:
         is_render = message["do"] == "render"
         is_long = num_bytes > (LONG_BYTES if is_render else LONG_CHARS)
-        more_s = num_bytes / (RENDERED_BYTES_PER_S if is_render else ENCODED_BYTES_PER_S)
+        more = (
+            More(num_bytes / RENDERED_BYTES_PER_S)
+            if is_render
+            else More(num_bytes / ENCODED_BYTES_PER_S, num_bytes * MEMORY_PER_BYTE)
+        )
         try:
-            answer = await self._children.ask(self._load, message, num_bytes, client, is_long=is_long, more_s=more_s)
+            answer = await self._children.ask(self._load, message, num_bytes, client, is_long=is_long, more=more)
         except LoadFailed as error:
             raise ModelError("chat_template", error, "one that can be loaded again") from None
         if "error" in answer:
@@ -134,7 +139,9 @@ class TextChildren:
         if answer.get("ended") == CRASHED:
             raise InternalError("the process that applies chat templates and tokenizes failed")
         if answer.get("ended") == TOO_LONG:
-            raise ModelError(part, "no end within its time", f"an end within {SLOW_CPU_S + more_s:.1f} s of CPU time")
+            raise ModelError(
+                part, "no end within its time", f"an end within {SLOW_CPU_S + more.time_s:.1f} s of CPU time"
+            )
         if "ended" in answer:
             raise ModelError(part, "too much memory", "a prompt that needs less memory")
         return answer

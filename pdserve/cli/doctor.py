@@ -193,7 +193,14 @@ def _encoded(text: str, tokenizer: Tokenizer, folder: Path) -> list[int]:
     from pdserve.text.child import ids_of, load_message, to_bytes
     from pdserve.text.template_facts import ask_once
 
-    message = {"do": "text", "text": to_bytes(text), "has_special_tokens": False, "cpu_s": 1.0, "wall_s": 10.0}
+    message = {
+        "do": "text",
+        "text": to_bytes(text),
+        "has_special_tokens": False,
+        "cpu_s": 1.0,
+        "wall_s": 10.0,
+        "more_bytes": 0,
+    }
     answer = ask_once(load_message(None, folder=str(folder)), message)[1]
     if "ids" not in answer:
         raise ModelError("tokenizer.json", "patterns without an end", "patterns that end within 1 s on a short text")

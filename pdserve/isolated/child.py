@@ -89,7 +89,7 @@ def send(message: dict[str, Any]) -> None:
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]], memory_bytes: int, *, is_reused: bool = True) -> None:
-    """Answers messages until stdin is closed. Each has `cpu_s` and `wall_s`.
+    """Answers messages until stdin is closed. Each has `cpu_s`, `wall_s`, and `more_bytes` of memory.
 
     A message whose work exceeded a limit is answered by {"ended": minus the signal's number, or the exit status}. If
     the forked process is not reused, each message gets a new one, so that none depends on earlier ones. This process
@@ -122,19 +122,18 @@ def run(work: Callable[[], Any], limits: Limits) -> dict[str, Any]:
     return {"ended": ended} if ended != 0 else {"value": json.loads(answer)}
 
 
-def limit_memory(more_bytes: int) -> None:
-    """Allocations beyond it fail. For good: the limit cannot be raised."""
+def limit_memory(num_bytes: int) -> None:
+    """Allocations fail if the process would have more in total."""
     if sys.platform != "linux":
         return
-    limit = _held_bytes() + more_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = num_bytes if most == resource.RLIM_INFINITY else min(num_bytes, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
 
 
 def limit_loading(limits: Limits) -> None:
     """For the work before serve() or run(), whose processes replace these limits. A process that exceeds them ends."""
-    if sys.platform == "linux":
-        most = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (_held_bytes() + limits.memory_bytes, most))
+    limit_memory(_held_bytes() + limits.memory_bytes)
     _start_timers(limits.cpu_s, limits.wall_s)
 
 
@@ -147,8 +146,10 @@ def _serve_and_exit(
 ) -> NoReturn:
     try:
         tie_to_parent(parent)
-        limit_memory(memory_bytes)
+        most_bytes = _held_bytes() + memory_bytes
+        limit_memory(most_bytes)
         while (asked := _receive()) is not None:
+            limit_memory(most_bytes + asked["more_bytes"])
             _start_timers(asked["cpu_s"], asked["wall_s"])
             answered = pack(answer(asked))
             _start_timers(0.0, 0.0)
@@ -165,7 +166,7 @@ def _run_and_exit(work: Callable[[], Any], limits: Limits, parent: int, writer: 
     try:
         tie_to_parent(parent)
         _start_timers(limits.cpu_s, limits.wall_s)
-        limit_memory(limits.memory_bytes)
+        limit_memory(_held_bytes() + limits.memory_bytes)
         answer = json.dumps(work()).encode()
         _start_timers(0.0, 0.0)
         _write(writer, answer)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from pdserve.isolated.child import CRASHED, LATE, TOO_LARGE, TOO_LONG
+from pdserve.isolated.child import CRASHED, LATE, SIZE, TOO_LARGE, TOO_LONG, pack, unpack
 from pdserve.isolated.process import BlockingChild, ChildEnded
 
 PROGRAM = """
@@ -43,7 +45,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def asked(do: str, cpu_s: float = 30.0, wall_s: float = 60.0, **more: int) -> dict[str, object]:
-    return {"do": do, "cpu_s": cpu_s, "wall_s": wall_s, **more}
+    return {"do": do, "cpu_s": cpu_s, "wall_s": wall_s, "more_bytes": 0, **more}
 
 
 def test_each_limit_ends_the_work_and_the_next_message_is_answered(module: str) -> None:
@@ -54,6 +56,7 @@ def test_each_limit_ends_the_work_and_the_next_message_is_answered(module: str) 
         asked("sleep", wall_s=0.05),
         asked("fill", size=2**26),
         asked("fill", size=2**28),
+        asked("fill", size=2**28, more_bytes=2**28),
         asked("raise"),
         asked("two"),
     )
@@ -64,10 +67,34 @@ def test_each_limit_ends_the_work_and_the_next_message_is_answered(module: str) 
         {"ended": LATE},
         {"size": 2**26},
         {"ended": TOO_LARGE},
+        {"size": 2**28},
         {"ended": CRASHED},
     ]
     assert (one["echo"], two["echo"]) == ("one", "two")
     assert one["pid"] != two["pid"]
+
+
+def test_bytes_of_a_message_are_carried_as_they_are() -> None:
+    message = {"a": b"", "ids": bytes(range(256)), "text": "ü\ud800", "more": [1, None, {"b": 2.5}]}
+    packed = pack(message)
+    size = SIZE.unpack_from(packed)[0]
+    assert len(packed) == SIZE.size + size
+    assert message["ids"] in packed
+    assert unpack(packed[SIZE.size :]) == message
+    for cut in range(size):
+        with pytest.raises(ValueError):
+            unpack(packed[SIZE.size : SIZE.size + cut])
+
+
+def test_a_lower_limit_of_the_host_is_kept(module: str) -> None:
+    """As `ulimit -v` or a service manager sets it."""
+    limit = 2**31
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))\n"
+    code += "from pdserve.isolated.child import Limits, limit_loading, limit_memory\n"
+    code += f"limit_loading(Limits(9.0, 9.0, {2 * limit})); limit_memory({2 * limit})\n"
+    code += "print(resource.getrlimit(resource.RLIMIT_AS)[0])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(shown) == limit
 
 
 def test_a_process_is_reused_only_if_asked_for(module: str) -> None:
