@@ -26,7 +26,7 @@ from pdserve.core.types import (
 from pdserve.text.bad_words import bad_word_ids
 from pdserve.text.chat import TemplateSources
 from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS, ReasoningSplit, ReasoningState
-from pdserve.text.template_facts import find_facts
+from pdserve.text.template_facts import TemplateFacts, find_facts
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
@@ -96,16 +96,18 @@ class Admission:
         grammars: GrammarCheck | None = None,
         secret: ClusterSecret | None = None,
         folder: str = "",
+        facts: TemplateFacts | None = None,
     ) -> None:
         """The caller closes `grammars`. Without `grammars`, requests with a grammar are rejected. The salts of block
-        hashes are derived from `secret`; without it, hashes have no salt. `folder` is the model's.
+        hashes are derived from `secret`; without it, hashes have no salt. `folder` is the model's. `facts`
+        are those of `templates`, if they are known.
 
         Raises ModelError if a template does not compile."""
         self._secret = secret
         self._grammars = GrammarCheck(None) if grammars is None else grammars
         self.tokenizer = tokenizer
         self.has_chat_template = templates is not None
-        facts = find_facts(templates)
+        facts = find_facts(templates) if facts is None else facts
         self.tool_format, self.reasoning_format = facts.tool_format, facts.reasoning_format
         if self.reasoning_format not in ("", "mistral") and _is_hidden(THINK_MARKS[1], tokenizer):
             self.reasoning_format = "special"

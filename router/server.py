@@ -32,6 +32,7 @@ from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Service, make_tracing
 from pdserve.text.chat import TemplateSources, read_templates
 from pdserve.text.sampling_defaults import read_sampling_defaults
+from pdserve.text.template_facts import finding_facts
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
@@ -106,9 +107,10 @@ class RouterServer:
         )
         self._tenants = Tenants(config.key_file)
         self._grammars = GrammarCheck(_folder(config.model))
-        self._admission = Admission(
-            load_tokenizer(config.model), _templates(config.model), limits, self._grammars, secret, config.model
-        )
+        templates = _templates(config.model)
+        with finding_facts(templates) as facts:
+            tokenizer = load_tokenizer(config.model)
+            self._admission = Admission(tokenizer, templates, limits, self._grammars, secret, config.model, facts())
         self._tracing = make_tracing(Service("pdserve-router", config.router_id), config.otlp, share=config.trace_share)
         self._metrics = metrics or make_metrics(
             "router", config.metrics_port, config.metrics_host or config.host, self._tls

@@ -226,11 +226,12 @@ def _check_defaults(spec: ClusterSpec) -> None:
 def _check_texts(folder: Path) -> None:
     # They need the server extra, and `doctor` asks this module for the bundled model without it.
     from pdserve.text.chat import read_templates
-    from pdserve.text.template_facts import find_facts
+    from pdserve.text.template_facts import finding_facts
     from pdserve.text.tokenizer import load_tokenizer
 
-    load_tokenizer(str(folder))
-    find_facts(read_templates(folder))
+    with finding_facts(read_templates(folder)) as facts:
+        load_tokenizer(str(folder))
+        facts()
 
 
 def _from_file(file: Path) -> dict[str, Any]:

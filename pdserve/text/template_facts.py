@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -20,18 +22,38 @@ class TemplateFacts:
     reasoning_format: str = ""
 
 
-def find_facts(sources: TemplateSources | None) -> TemplateFacts:
-    """Raises ModelError if a template does not compile."""
+@contextmanager
+def finding_facts(sources: TemplateSources | None) -> Iterator[Callable[[], TemplateFacts]]:
+    """The child starts while the caller loads something else. The function raises ModelError if a template does not
+    compile."""
     if sources is None:
-        return TemplateFacts()
-    loaded = ask_once(load_message(sources))[0]
-    return TemplateFacts(loaded["tool_format"], loaded["reasoning_format"])
+        yield TemplateFacts
+        return
+    child = BlockingChild(MODULE)
+
+    def found() -> TemplateFacts:
+        loaded = _answers(child, load_message(sources))[0]
+        return TemplateFacts(loaded["tool_format"], loaded["reasoning_format"])
+
+    try:
+        yield found
+    finally:
+        child.end()
+
+
+def find_facts(sources: TemplateSources | None) -> TemplateFacts:
+    with finding_facts(sources) as found:
+        return found()
 
 
 def ask_once(load: dict[str, Any], *messages: dict[str, Any]) -> list[dict[str, Any]]:
     """The answers of a child that then ends. Raises ModelError if it cannot load the model's files."""
+    return _answers(BlockingChild(MODULE), load, *messages)
+
+
+def _answers(child: BlockingChild, *messages: dict[str, Any]) -> list[dict[str, Any]]:
     try:
-        answers = BlockingChild(MODULE).ask_all(load, *messages)
+        answers = child.ask_all(*messages)
     except ChildEnded:
         raise ModelError(
             "chat_template", "one that needs too much time or memory", "one that compiles within its limits"
