@@ -54,6 +54,8 @@ class RecordFile:
             self._attempt(self._file.flush)
 
     def close(self) -> None:
+        """Later steps are not recorded: a router that has ended may be told again to end. Idempotent."""
+        self._is_over = True
         with contextlib.suppress(OSError):  # the failed write was reported
             self._file.close()
 
@@ -72,6 +74,5 @@ class RecordFile:
             self._stop(error.strerror or "the disk failed")
 
     def _stop(self, why: str) -> None:
-        self._is_over = True
         log.warning("the recording ends here", extra={"file": str(self._path), "why": why})
         self.close()
