@@ -25,7 +25,7 @@ from pdserve.key_file_access import read_bytes as read_key_file
 from pdserve.launch import settings
 from pdserve.launch.settings import bundled_model
 from pdserve.structured.compile import Compiler
-from pdserve.text.chat import load_chat_template
+from pdserve.text.chat import read_templates
 from pdserve.text.sampling_defaults import read_sampling_defaults
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import ReloadingCertificates, TlsFiles
@@ -113,8 +113,8 @@ READERS = {
 TEXTS = {
     "secret": alone(lambda path: from_env("PDSERVE_TOKEN", {"PDSERVE_TOKEN_FILE": str(path)})),
     "key file": alone(read_key_file),
-    "chat_template.jinja": in_model("chat_template.jinja", load_chat_template),
-    "tool_use.jinja": in_model("additional_chat_templates/tool_use.jinja", load_chat_template),
+    "chat_template.jinja": in_model("chat_template.jinja", read_templates),
+    "tool_use.jinja": in_model("additional_chat_templates/tool_use.jinja", read_templates),
 }
 
 
@@ -289,7 +289,8 @@ OWN = {
     *("pdserve/engine/kernels/jit.py", "pdserve/owned_folder.py"),
     *("pdserve/cli/plot_file.py", "pdserve/launch/report.py", "simulator/commands/simulation.py"),  # written
     *("pdserve/tls/authority.py", "pdserve/launch/own_ray.py", "router/recording.py"),
-    "pdserve/key_file_access.py",  # a folder, for its lock
+    "pdserve/private_file.py",  # written
+    *("pdserve/key_file_access.py", "pdserve/isolated/child.py"),  # a folder, for its lock; /dev/null
 }
 
 

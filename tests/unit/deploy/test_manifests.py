@@ -101,7 +101,7 @@ def read_up(words: list[str], environ: dict[str, str]) -> settings.Asked:
     parser = argparse.ArgumentParser(exit_on_error=False)
     up.add_flags(parser)
     args = vars(parser.parse_args(words))
-    flags = {name: value for name, value in args.items() if name not in ("config", "set")}
+    flags = {name: value for name, value in args.items() if name not in up.NOT_SETTINGS}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)

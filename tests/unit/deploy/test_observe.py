@@ -197,11 +197,11 @@ def test_prometheus_scrapes_the_ports_that_the_manifests_open() -> None:
         for port in template["spec"]["containers"][0]["ports"]
         if re.fullmatch(pattern, port["name"])
     }
-    assert scraped == {"pdserve-launcher", "pdserve-router", "ray-workers"}
+    assert scraped == {"pdserve-gateway", "pdserve-launcher", "pdserve-router", "ray-workers"}
 
 
 def test_the_collectors_address_is_the_exporters() -> None:
-    config = yaml.safe_load((KUBERAY / "otel-collector-config.yaml").read_text())
+    config = yaml.safe_load((KUBERAY / "base/otel-collector-config.yaml").read_text())
     assert config["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].endswith(":4317")
     for pipeline in config["service"]["pipelines"].values():
         for kind in ("receivers", "processors", "exporters"):

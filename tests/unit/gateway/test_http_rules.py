@@ -21,6 +21,7 @@ from tests.unit.gateway.test_limits import code_of, exchange, read_one, status_o
 Connect = Callable[[str], socket.socket]
 MOST = 16_384  # bytes of headers
 BODY = b'{"prompt": "hello"}'
+JSON = b"content-type: application/json\r\n"
 CHUNKED = b"host: x\r\ntransfer-encoding: chunked\r\n\r\n"
 CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
 SIZED = b"content-length: %d\r\n" % len(BODY)
@@ -31,7 +32,7 @@ def get(lines: bytes = b"host: x\r\n", target: bytes = b"/health", version: byte
 
 
 def tokenize(rest: bytes) -> bytes:
-    return b"POST /tokenize HTTP/1.1\r\nconnection: close\r\n" + rest
+    return b"POST /tokenize HTTP/1.1\r\nconnection: close\r\ncontent-type: application/json\r\n" + rest
 
 
 HEADS = {
@@ -133,12 +134,13 @@ def test_head_of_the_live_view_takes_no_viewers_place(bundled: Served, raw: Conn
 def test_a_request_id_is_encoded_once(toy: Served, raw: Connect) -> None:
     body = b'{"prompt": "hello", "max_tokens": 1}'
     for given, status in (("é-Ω", 200), ("plain", 200), ("100%25", 200)):
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-request-id: %s\r\n" % given.encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + JSON
+        head += b"x-request-id: %s\r\n" % given.encode()
         answer = exchange(raw(toy.address), head + b"content-length: %d\r\n\r\n" % len(body) + body)
         assert status_of(answer) == status
         assert b"x-request-id: %s\r\n" % given.encode() in answer
         assert toy.sdk.explain(given).request_id == given
-    latin = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-request-id: \xe9\r\n"
+    latin = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-request-id: \xe9\r\n" + JSON
     assert status_of(exchange(raw(toy.address), latin + b"content-length: %d\r\n\r\n" % len(body) + body)) == 400
 
 

@@ -20,6 +20,7 @@ from pdserve.gateway.app import Gateway
 from pdserve.gateway.openapi import BOUNDS, document
 from pdserve.gateway.operations import OPERATIONS
 from pdserve.gateway.request_models import ChatRequest
+from pdserve.gateway.shutdown import Shutdown
 from pdserve.telemetry.metrics import Metrics
 from tests.support.tooled_model import BUNDLED
 from tests.unit.gateway.conftest import Served, serve
@@ -60,7 +61,11 @@ def ask(served: Served, method: str, path: str, token: str | None = None, **fiel
 
 def test_every_route_is_declared() -> None:
     app = Gateway(
-        GatewayConfig(router="127.0.0.1:1"), AsyncClient("127.0.0.1:1"), Metrics("gateway"), needs_token=False
+        GatewayConfig(router="127.0.0.1:1"),
+        AsyncClient("127.0.0.1:1"),
+        Metrics("gateway"),
+        Shutdown(),
+        needs_token=False,
     ).app()
     routes = {
         (method, one.path)
