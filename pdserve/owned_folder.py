@@ -7,6 +7,7 @@ so a folder whose lock can be taken has no owner. Standard library only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -42,7 +43,7 @@ class OwnedFolder:
         for _ in range(_TRIES):
             path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-", dir=parent))
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            if _take(lock) and (path / _LOCK).exists():
+            if _take(lock) is not False and (path / _LOCK).exists():
                 return cls(path, lock)
             os.close(lock)  # a sweep removed the folder between creation of the file and its lock
         raise AssertionError(f"{_TRIES} new folders in {parent} were removed at once")
@@ -98,7 +99,7 @@ def _remove_ownerless(path: Path) -> bool:
             shutil.rmtree(path, ignore_errors=True)
             return True
         try:
-            if not _take(lock):
+            if _take(lock) is not True:
                 return False
             shutil.rmtree(path, ignore_errors=True)
         finally:
@@ -108,11 +109,12 @@ def _remove_ownerless(path: Path) -> bool:
         os.close(folder)
 
 
-def _take(lock: int) -> bool:
+def _take(lock: int) -> bool | None:
+    """None: this system or file system has no locks."""
     if fcntl is None:
-        return False
+        return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
     return True

@@ -6,6 +6,7 @@ clients send there, such as their tokens.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import random
@@ -53,7 +54,11 @@ class HeldPorts:
             raise bind_error(name, host, port) or ConfigError(
                 name, port, f"a port that is free on every address of {host} ({error.strerror})"
             ) from error
-        self._sockets[port] = held
+        if all(map(_can_share, held)):
+            self._sockets[port] = held
+        else:  # gVisor decides at the bind: servers then bind alone, as without a launcher
+            for one in held:
+                one.close()
 
     def release(self) -> None:
         """Idempotent."""
@@ -89,8 +94,9 @@ def claim(port: int) -> bool:
     if port not in _claims:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
-        except OSError:
-            return False
+        except OSError as error:
+            # Some network file systems have no locks: then nothing is known of other launchers.
+            return error.errno not in (errno.EACCES, errno.EAGAIN)
         _claims.add(port)
     return True
 
@@ -127,6 +133,21 @@ def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.sock
     return one
 
 
+def _can_share(held: socket.socket) -> bool:
+    """Whether this kernel lets a server bind beside a socket that has got the option after its own bind."""
+    with socket.socket(held.family, socket.SOCK_STREAM) as one:
+        if held.family == socket.AF_INET6:
+            only = held.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as servers do
+            one.setsockopt(socket.SOL_SOCKET, option, 1)
+        try:
+            one.bind(held.getsockname())
+        except OSError:
+            return False
+    return True
+
+
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
     """What a server on `host` binds, and the addresses to which a client's name for it may lead: `localhost` has two,
     and a server on any address may be called by IPv4 and IPv6. Raises OSError."""
@@ -137,7 +158,8 @@ def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
         own = [] if host in ("localhost", "127.0.0.1", "::1") else [(socket.AF_INET, host)]
         return [*own, (socket.AF_INET, "127.0.0.1"), *([(socket.AF_INET6, "::1")] if _has("::1") else [])]
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys((one[0], str(one[4][0])) for one in found))
+    # A link-local address needs its interface beside it, which nobody calls by a name.
+    return list(dict.fromkeys((one[0], str(one[4][0])) for one in found if not str(one[4][0]).startswith("fe80:")))
 
 
 def _has(address: str) -> bool:

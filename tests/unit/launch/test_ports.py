@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -15,8 +16,10 @@ import pytest
 
 from benchmarks.attacks.taken_port import as_stranger
 from pdserve.core.errors import ConfigError
+from pdserve.launch import ports
 from pdserve.launch.ports import HeldPorts, claim, free_ports
 from pdserve.listening import HELD_ENV, bind_error
+from pdserve.owned_folder import OwnedFolder, sweep
 from pdserve.telemetry.metrics_server import MetricsServer
 
 WAIT_S = 10.0
@@ -24,9 +27,9 @@ WAIT_S = 10.0
 
 @pytest.fixture
 def held() -> Iterator[HeldPorts]:
-    ports = HeldPorts()
-    yield ports
-    ports.release()
+    held = HeldPorts()
+    yield held
+    held.release()
 
 
 def bind(host: str, port: int, *, reuse_address: int = 0) -> None:
@@ -160,3 +163,24 @@ def test_an_unusable_file_of_claims_stops_nobody(tmp_path: Path, kind: str) -> N
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     assert subprocess.check_output([sys.executable, "-c", code], text=True, env=env) == "3\n"
     assert not (tmp_path / "victim").exists()
+
+
+def test_a_file_system_without_locks_stops_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(ports.fcntl, "lockf", refuse)
+    monkeypatch.setattr(ports.fcntl, "flock", refuse)
+    assert free_ports(1)
+    folder = OwnedFolder.make("test")
+    assert folder.path not in sweep()
+    folder.remove()
+
+
+def test_a_kernel_that_shares_no_port_after_its_bind_gets_none_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "_can_share", lambda held: False)
+    [port] = free_ports(1)
+    held = HeldPorts()
+    held.hold("port", "127.0.0.1", port)
+    assert held.ports == ()
+    assert ports.is_free("127.0.0.1", port)
