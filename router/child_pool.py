@@ -219,6 +219,9 @@ class ChildPool:
             log.error("a child process did not start", extra={"purpose": self._purpose.does, "cause": str(error)})
             raise InternalError(f"the process to {self._purpose.does} did not start") from None
         if loaded["failed"] is not None:
+            self._has_failed = True
+            cause = str(loaded["failed"])
+            log.error("a child process cannot load", extra={"purpose": self._purpose.does, "cause": cause})
             raise LoadFailed(loaded["failed"])
         self._has_failed = False
         log.info("a child process is up", extra={"purpose": self._purpose.does, "pid": child.pid})

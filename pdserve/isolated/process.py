@@ -21,7 +21,8 @@ START_S: Final = 60.0  # to load a vocabulary, on a busy machine
 _READ_BYTES: Final = 2**20  # of an answer, before the pipe is paused
 # Everything else may be a secret.
 _KEPT: Final = (
-    "PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
+    "PATH", "HOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
+    "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE",
 )  # fmt: skip
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from pdserve.core.errors import ModelError
+from pdserve.core.errors import InternalError, ModelError
 from pdserve.isolated.process import BlockingChild, ChildEnded
 from pdserve.text.chat import TemplateSources
 from pdserve.text.child import load_message
@@ -54,7 +55,12 @@ def ask_once(load: dict[str, Any], *messages: dict[str, Any]) -> list[dict[str, 
 def _answers(child: BlockingChild, *messages: dict[str, Any]) -> list[dict[str, Any]]:
     try:
         answers = child.ask_all(*messages)
-    except ChildEnded:
+    except ChildEnded as ended:
+        if ended.status is not None and ended.status > 0:  # no limit ends it in this way
+            raise InternalError(
+                f"the process that reads chat templates ended with status {ended.status}: "
+                f"try `{sys.executable} -m {MODULE}`"
+            ) from None
         raise ModelError(
             "chat_template", "one that needs too much time or memory", "one that compiles within its limits"
         ) from None
