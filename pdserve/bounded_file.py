@@ -23,22 +23,29 @@ MAX_SETTINGS_BYTES: Final = 2**20  # a TOML file, a secret, or a text that a fla
 MAX_JSON_BYTES: Final = 8 * 2**20  # a JSON file of a model folder, or a profile; the largest known have 1 MB
 MAX_TOKENIZER_BYTES: Final = 64 * 2**20  # tokenizer.json; the largest known has 33 MB
 
+OWN_DESCRIPTORS: Final = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
 NOT_REGULAR: Final = "a file that can be read (this is a folder, pipe, socket or device, and no regular file)"
 
 Kind = type[ConfigError]
 
 
 def open_regular(path: str | Path, field: str, error: Kind = ConfigError) -> int:
-    """A descriptor for reading. Raises `error` if the file is not a regular one or cannot be opened."""
+    """A descriptor for reading. Raises `error` if the file is neither a regular one nor a pipe that this process was
+    started with, or cannot be opened."""
     try:
+        mode = os.stat(path).st_mode
+        # A pipe that the caller's shell has opened, as for `<(command)`.
+        is_own_pipe = stat.S_ISFIFO(mode) and str(path).startswith(OWN_DESCRIPTORS)
         # A device is not opened at all, because opening some has an effect.
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if not (stat.S_ISREG(mode) or is_own_pipe):
             raise error(field, path, NOT_REGULAR)
         # O_NONBLOCK, because the file may have been replaced by a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (OSError, ValueError) as failure:
         raise error(field, path, f"a file that can be read ({_reason(failure)})") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if is_own_pipe:
+        os.set_blocking(descriptor, True)
+    elif not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise error(field, path, NOT_REGULAR)
     return descriptor

@@ -317,3 +317,14 @@ def test_files_of_others_are_opened_by_one_module_only() -> None:
 def test_a_file_that_grows_is_read_only_to_its_limit() -> None:
     with pytest.raises(ConfigError, match="at most 10 bytes"):
         bounded_file.read_bytes("/proc/self/status", 10, "file")
+
+
+@pytest.mark.parametrize("folder", ["/dev/fd", "/proc/self/fd"])
+def test_a_pipe_of_the_shell_is_read(folder: str) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"a secret\n")
+    os.close(writer)
+    try:
+        assert from_env("PDSERVE_TOKEN", {"PDSERVE_TOKEN_FILE": f"{folder}/{reader}"}) == "a secret"
+    finally:
+        os.close(reader)
