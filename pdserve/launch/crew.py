@@ -219,6 +219,8 @@ def slow_start(*, is_worker: bool) -> str:
 
 
 def _note_first_start() -> None:
+    if not _started_file().is_absolute():  # this user has no home
+        return
     with contextlib.suppress(OSError):  # then the next start is taken for the first one
         _started_file().parent.mkdir(parents=True, exist_ok=True)
         _started_file().touch()

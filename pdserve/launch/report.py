@@ -96,7 +96,7 @@ class LauncherReport:
         if name not in self._files:
             with _a_folder(self._log_dir):
                 path = self._log_dir / f"{name}.log"
-                self._files[name] = LogFile(path, lambda why: self.say(name, f"its log loses lines: {why}"))
+                self._files[name] = LogFile(path, lambda why: self.say(name, f"trouble with its log file: {why}"))
         return self._files[name].write
 
     # -- progress ------------------------------------------------------------------------------------------------
@@ -234,7 +234,8 @@ class LogFile:
         kept: int = LOG_FILES_KEPT,
         open_file: Callable[[Path], BinaryIO] = open_log,
     ) -> None:
-        """`on_loss` is called with the reason when lines begin to be lost. Raises OSError."""
+        """`on_loss` is called with the reason when lines begin to be lost, or the file cannot be renamed. Raises
+        OSError."""
         self._path, self._max_bytes, self._kept = path, max_bytes, kept
         self._on_loss, self._open_file = on_loss, open_file
         self._num_lost = 0
@@ -275,11 +276,17 @@ class LogFile:
 
     def _rotate(self) -> None:
         self._file.close()
-        for number in range(self._kept, 0, -1):
-            older = self._numbered(number - 1) if number > 1 else self._path
-            with contextlib.suppress(FileNotFoundError):
-                older.replace(self._numbered(number))
-        self._open()
+        try:
+            for number in range(self._kept, 0, -1):
+                older = self._numbered(number - 1) if number > 1 else self._path
+                with contextlib.suppress(FileNotFoundError):
+                    older.replace(self._numbered(number))
+        except OSError as error:  # a long log is better than lost lines
+            self._on_loss(f"it cannot be renamed ({error.strerror}), and grows")
+            self._open()
+            self._size = 0  # until the next attempt
+        else:
+            self._open()
 
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}")

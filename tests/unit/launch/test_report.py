@@ -158,3 +158,17 @@ def test_the_ready_line_is_json_as_all_others(capsys: pytest.CaptureFixture[str]
     LauncherReport(is_json=True).ready("pdserve ready: grpc 127.0.0.1:1 (1 prefill)")
     found = json.loads(capsys.readouterr().out)
     assert (found["source"], found["message"]) == ("launcher", "pdserve ready: grpc 127.0.0.1:1 (1 prefill)")
+
+
+def test_a_log_that_cannot_be_renamed_loses_no_line(tmp_path: Path) -> None:
+    told: list[str] = []
+    (tmp_path / "p0.log.1").mkdir()
+    (tmp_path / "p0.log.1" / "file").touch()
+    file = LogFile(tmp_path / "p0.log", told.append, max_bytes=20, kept=1)
+    lines = [f"line {number}" for number in range(9)]
+    for line in lines:
+        file.write(line)
+    file.close()
+    assert (tmp_path / "p0.log").read_text().splitlines() == lines
+    assert told
+    assert all("cannot be renamed" in one for one in told)
