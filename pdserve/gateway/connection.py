@@ -333,7 +333,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             self._reject(400, "invalid_request_error", "invalid_http", what)
         elif body_bytes:
             self._stop_waiting()
-        elif self._timer is None:
+        elif self._timer is None and num_bytes > 2:  # not the end of a chunk, after which a client may pause
             self._wait(self._all.limits.header_s, self._reject_late)
 
     def _reject_late(self) -> None:

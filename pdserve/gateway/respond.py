@@ -58,8 +58,8 @@ class Sender:
             pairs = [pair for pair in message["headers"] if pair[0] != b"connection"]
             message = {**message, "headers": [*pairs, (b"connection", b"close")]}
         self.has_begun = True
-        self.has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
         await self._send(message)
+        self.has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
         if self.first_part_s is None and message.get("more_body", False):
             self.first_part_s = time.perf_counter()
 

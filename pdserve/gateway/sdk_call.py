@@ -102,13 +102,13 @@ class SdkCall:
         """The most that the answer takes in memory, before any of it exists."""
         shown, each = self.shown, self.answers_each
         generated = 0  # A text alone is small, and clients name a large `max_tokens` that they never use.
-        if shown.logprobs is not None:
+        if shown.logprobs is not None and not shown.is_streamed:
             generated = (self.options.get("max_tokens") or 0) * _bytes_of_token(shown.logprobs)
         total = 0
         for prompt in self.prompts:
             num_tokens = model.max_context_tokens
             if isinstance(prompt, str):
-                num_tokens = min(num_tokens, 4 * len(prompt))
+                num_tokens = min(num_tokens, len(prompt.encode("utf-8", "surrogatepass")))
             elif prompt and isinstance(prompt[0], int):
                 num_tokens = min(num_tokens, len(prompt))
             if (kept := self.options.get("truncate_prompt_tokens")) is not None:

@@ -136,7 +136,8 @@ class GatewayHost:
             config.router,
             tls=transport is not None,
             insecure=config.insecure,
-            retries=Retries(limit=config.router.count(","), first_backoff_s=0.1),  # one for each further router
+            # One for each further router. A longer wait is the caller's, whose connection would be kept for it.
+            retries=Retries(limit=config.router.count(","), first_backoff_s=0.1, longest_wait_s=1.0),
             transport=transport,
         )
 
