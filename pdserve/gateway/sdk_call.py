@@ -102,7 +102,7 @@ class SdkCall:
         """The most that the answer takes in memory, before any of it exists."""
         shown, each = self.shown, self.answers_each
         generated = 0  # A text alone is small, and clients name a large `max_tokens` that they never use.
-        if shown.logprobs is not None and not shown.is_streamed:
+        if shown.logprobs is not None:
             generated = (self.options.get("max_tokens") or 0) * _bytes_of_token(shown.logprobs)
         total = 0
         for prompt in self.prompts:
