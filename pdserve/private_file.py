@@ -10,6 +10,17 @@ from pathlib import Path
 _LINKS = (errno.ELOOP, errno.EMLINK)  # of O_NOFOLLOW, by system
 
 
+def cache_file(name: str) -> Path | None:
+    """A file in this user's own folder for small files; None without a home that can be written. In a shared folder,
+    other users could take the file's name."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "pdserve")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: no home
+        return None
+    return folder / name
+
+
 def open_private(path: str | Path, *, is_appended: bool = False) -> int:
     """The descriptor of a file of mode 0600, which is emptied first unless `is_appended`.
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, final
 
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
@@ -21,6 +19,7 @@ from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import Process
 from pdserve.listening import HELD_ENV
 from pdserve.prefix.embedded import EmbeddedRedis
+from pdserve.private_file import cache_file
 
 KILL_AFTER_S: Final = 5.0  # in addition to a process's own drain time
 LAST_WORDS_S: Final = 3.0  # in which a server that ends at once tells its clients
@@ -30,6 +29,7 @@ _FIRST_BACKOFF_S: Final = 0.25
 _LONGEST_BACKOFF_S: Final = 10.0
 _SLOW_START_S: Final = 8.0
 _FIRST_START: Final = "still loading; the first start on a machine compiles kernels, which are kept for the next"
+_STARTED: Final = "worker-started"  # a file that exists once a worker of this user has started on this machine
 _STEADY_S: Final = 30.0  # after this uptime, the backoff of a process starts again
 
 
@@ -215,21 +215,14 @@ def slow_start(*, is_worker: bool) -> str:
     """What is said of a process that has not started after some seconds."""
     if not is_worker:
         return "still starting"
-    return "still loading" if _started_file().exists() else _FIRST_START
+    file = cache_file(_STARTED)
+    return "still loading" if file is not None and file.exists() else _FIRST_START
 
 
 def _note_first_start() -> None:
-    if not _started_file().is_absolute():  # this user has no home
-        return
-    with contextlib.suppress(OSError):  # then the next start is taken for the first one
-        _started_file().parent.mkdir(parents=True, exist_ok=True)
-        _started_file().touch()
-
-
-def _started_file() -> Path:
-    """Exists once a worker of this user has started on this machine."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "pdserve" / "worker-started"
+    if (file := cache_file(_STARTED)) is not None:
+        with contextlib.suppress(OSError):  # then the next start is taken for the first one
+            file.touch()
 
 
 class _Backoff:

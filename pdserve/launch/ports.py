@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import os
 import random
 import socket
 from collections.abc import Collection
@@ -18,7 +17,7 @@ from typing import Final, final
 from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import is_any_host, is_loopback_host
 from pdserve.listening import bind_error
-from pdserve.private_file import open_private
+from pdserve.private_file import cache_file, open_private
 
 try:
     import fcntl
@@ -174,13 +173,11 @@ def _has(address: str) -> bool:
 
 @functools.cache
 def _claims_file() -> int:
-    """Open until this process ends, because closing it would end all claims. -1 if there is none. It is in the user's
-    own folder: in a shared one, other users could take its name."""
+    """Open until this process ends, because closing it would end all claims. -1 if there is none."""
+    file = cache_file("ports.lock")
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "pdserve")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return open_private(folder / "ports.lock", is_appended=True)
-    except (OSError, RuntimeError):  # no home, or one that cannot be written
+        return -1 if file is None else open_private(file, is_appended=True)
+    except OSError:
         return -1
 
 
