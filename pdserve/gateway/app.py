@@ -151,13 +151,13 @@ class Gateway:
         self,
         make_request: Callable[[Mapping[str, Any], Model], AnyRequest],
         work: Callable[[AnyRequest, Caller], Awaitable[dict[str, Any]]],
-        answer_bytes: Callable[[AnyRequest], int],
+        answer_bytes: Callable[[AnyRequest, int], int],
     ) -> Handler:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             self._check_declared(given)
             with self._held.body(caller.key) as held:
                 request = await self._read(receive, held, lambda fields: make_request(fields, caller.model))
-                self._hold_answer(held, answer_bytes(request))
+                self._hold_answer(held, answer_bytes(request, held.num_bytes), "body")
                 return await _send(send, 200, await work(request, caller))
 
         return handle
@@ -252,12 +252,12 @@ class Gateway:
             raise InvalidRequest("content-encoding", "a compressed body", "a body as it is")
         check_declared(given.get("content-length"), self._config.max_body_bytes)
 
-    def _hold_answer(self, held: HeldBody, num_bytes: int) -> None:
-        """Before any work for the answer. Raises InvalidRequest if it could never fit, and Overloaded."""
+    def _hold_answer(self, held: HeldBody, num_bytes: int, field: str = "logprobs") -> None:
+        """Before any work for the answer. Raises InvalidRequest about `field` if it could never fit, and Overloaded."""
         most = max(self._config.max_held_bytes, LEAST_ANSWER_BYTES)
         if num_bytes > most:
             expected = f"at most {most} bytes: fewer answers, tokens or logprobs"
-            raise InvalidRequest("logprobs", f"an answer of up to {num_bytes} bytes", expected)
+            raise InvalidRequest(field, f"an answer of up to {num_bytes} bytes", expected)
         held.add(num_bytes)
 
     async def _read(self, receive: Any, held: HeldBody, make: Callable[[Mapping[str, Any]], AnyRequest]) -> AnyRequest:

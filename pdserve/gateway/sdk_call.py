@@ -104,6 +104,8 @@ class SdkCall:
         generated = 0  # A text alone is small, and clients name a large `max_tokens` that they never use.
         if shown.logprobs is not None:
             generated = (self.options.get("max_tokens") or 0) * _bytes_of_token(shown.logprobs)
+        if not shown.has_echo and shown.prompt_logprobs is None:
+            return each * generated * len(self.prompts)
         total = 0
         for prompt in self.prompts:
             num_tokens = model.max_context_tokens

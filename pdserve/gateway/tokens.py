@@ -17,14 +17,13 @@ ID_BYTES: Final = 8
 NAME_BYTES: Final = 64
 
 
-def tokenize_bytes(request: TokenizeRequest) -> int:
-    """The most that the answer takes in memory: a text has at most one token for each byte."""
-    texts = [request.prompt or ""] if request.messages is None else [str(one) for one in sdk_messages(request.messages)]
-    each = ID_BYTES + (NAME_BYTES if request.return_token_strs else 0)
-    return each * sum(map(len, texts))
+def tokenize_bytes(request: TokenizeRequest, body_bytes: int) -> int:
+    """The most that the answer takes in memory: a text has at most one token for each byte, and no fewer bytes in its
+    body."""
+    return body_bytes * (ID_BYTES + (NAME_BYTES if request.return_token_strs else 0))
 
 
-def detokenize_bytes(request: DetokenizeRequest) -> int:
+def detokenize_bytes(request: DetokenizeRequest, body_bytes: int) -> int:
     return NAME_BYTES * len(request.tokens)
 
 
