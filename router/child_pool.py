@@ -215,16 +215,19 @@ class ChildPool:
         try:
             loaded = await child.start(load)
         except (ChildEnded, TimeoutError, OSError) as error:
-            self._has_failed = True
-            log.error("a child process did not start", extra={"purpose": self._purpose.does, "cause": str(error)})
+            self._note_failure("a child process did not start", error)
             raise InternalError(f"the process to {self._purpose.does} did not start") from None
         if loaded["failed"] is not None:
-            self._has_failed = True
-            cause = str(loaded["failed"])
-            log.error("a child process cannot load", extra={"purpose": self._purpose.does, "cause": cause})
+            self._note_failure("a child process cannot load", loaded["failed"])
             raise LoadFailed(loaded["failed"])
         self._has_failed = False
         log.info("a child process is up", extra={"purpose": self._purpose.does, "pid": child.pid})
+
+    def _note_failure(self, what: str, cause: object) -> None:
+        """Logs the first of several in a row, because a start is tried again for each request."""
+        if not self._has_failed:
+            log.error(what, extra={"purpose": self._purpose.does, "cause": str(cause)})
+        self._has_failed = True
 
     def _killed(self) -> Overloaded:
         return Overloaded(f"the process to {self._purpose.does} was killed", self._purpose.wall_s)
