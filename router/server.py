@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 INFERENCE: Final = "pdserve.v1.InferenceService"
 CLUSTER: Final = "pdserve.v1.ClusterService"
 STOP_GRACE_S: Final = 1.0
-GATEWAY_S: Final = 0.5  # after the last call has ended
+LATE_CALLS_S: Final = 0.5  # for a gateway, after the last answer of a drain
 READ_CHECK_S: Final = 0.5  # between two checks whether prompts can be read
 GRACE_MARGIN_S: Final = 30.0  # for the last messages of a request that has used all of its time
 HANG_UP: Final = 4.0  # multiple of the silence limit; after twice the limit, a worker's requests have moved
@@ -201,7 +201,7 @@ class RouterServer:
         except TimeoutError:
             log.warning("stopping with unfinished requests", extra={"requests": self._runtime.num_calls})
         if self._config.unix_socket:  # a gateway on this host may still ask for the texts of an answer's tokens
-            await asyncio.sleep(GATEWAY_S)
+            await asyncio.sleep(LATE_CALLS_S)
         await self.stop()
 
     async def stop(self) -> None:

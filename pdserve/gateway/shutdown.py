@@ -42,7 +42,7 @@ class Shutdown:
         await self._wait(lambda: not any(self._limits.values()), limit_s)
 
     async def interrupt(self, limit_s: float) -> None:
-        """Ends all requests, and returns when each has sent its error, or after `limit_s`."""
+        """Ends all requests, and returns when each is about to send its error, or after `limit_s`."""
         self.is_draining = True
         now_s = asyncio.get_running_loop().time()
         for one in self._limits:

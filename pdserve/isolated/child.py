@@ -6,9 +6,9 @@ SIGPROF, by SIGALRM and by a failed allocation. No code of the interpreter has t
 loaded when a forked process has been ended, so the next one takes about a millisecond.
 
 Messages are JSON objects on stdin and stdout, with their size before them. Values of type bytes are not written as
-JSON, but after the object, because long texts would take milliseconds of the starting process's event loop. Linux
-only: other systems have no limit of
-memory, and a process does not end together with its parent.
+JSON, but after the object, because long texts would take milliseconds of the starting process's event loop.
+
+Linux only: other systems have no limit of memory, and a process does not end together with its parent.
 """
 
 from __future__ import annotations

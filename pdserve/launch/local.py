@@ -67,10 +67,8 @@ class LocalCluster:
     async def stop(self, *, is_graceful: bool) -> None:
         """Stops the gateway and the router first, so that no new work comes, then the workers together, Redis last."""
         await self._crew.release()
-        stages = (
-            [GATEWAY, "router"],
-            self.spec.worker_ids,
-        )  # the first two drain together, so that one drain_s bounds both
+        # The first two drain together, so that one drain_s bounds both.
+        stages = ([GATEWAY, "router"], self.spec.worker_ids)
         if is_graceful:
             self._crew.expect_stop(stages)
         for names in stages:

@@ -85,7 +85,8 @@ class RayCluster:
         """Stops the gateway and the router first, so that no new work comes, then the workers, Ray if it is ours, and
         Redis last."""
         await self._crew.release()
-        stages = ([GATEWAY, "router"], [DRIVER])  # the first two drain together, so that one drain_s bounds both
+        # The first two drain together, so that one drain_s bounds both.
+        stages = ([GATEWAY, "router"], [DRIVER])
         if is_graceful:
             self._crew.expect_stop(stages)
         for names in stages:
