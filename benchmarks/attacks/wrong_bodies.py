@@ -62,7 +62,7 @@ def attack_with(target: AttackTarget, bodies: Sequence[Body], allowed: Mapping[b
                 (path, body), has_key = calls.pop()
             try:
                 status = ask("POST", path, body, has_key=has_key)
-            except OSError as error:
+            except (OSError, http.client.HTTPException) as error:
                 status = 0
                 with lock:
                     complaints.append(f"{path} had no answer: {type(error).__name__}: {error}")
@@ -76,7 +76,7 @@ def attack_with(target: AttackTarget, bodies: Sequence[Body], allowed: Mapping[b
             began_s = time.monotonic()
             try:
                 ask("GET", "/health")
-            except OSError as error:
+            except (OSError, http.client.HTTPException) as error:
                 complaints.append(f"/health failed: {error}")
             health_s.append(time.monotonic() - began_s)
 
