@@ -99,6 +99,7 @@ def obey(ranks: Ranks, engine: TorchEngine, replaying: GraphEngine | None, serve
     while True:
         order = ranks.receive_order()
         if order[0] != STEP:
+            ranks.close()
             return 0
         rows_at = 2 + order[1]
         begun = order[2:rows_at]

@@ -140,6 +140,8 @@ class _Leading:
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._inner.close()
+        if not self._broken:
+            self._ranks.close()
 
 
 @final

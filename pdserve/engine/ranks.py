@@ -62,11 +62,12 @@ class Ranks:
         """`host`: an address of this host that the others can reach. With `secret`, each pair of ranks proves that both
         know it, because gloo accepts any process that connects first. Raises Unauthenticated."""
         self.shard = shard
+        self._has_nccl = device.type == "cuda"
         timeout = timedelta(seconds=timeout_s)
-        self._orders = _gloo(_dist.PrefixStore("orders", store), shard, _FOREVER, host)
+        self._orders: Any = _gloo(_dist.PrefixStore("orders", store), shard, _FOREVER, host)
         groups = {"orders": self._orders}
         self._tensors: Any
-        if device.type == "cuda":
+        if self._has_nccl:
             self._tensors = _nccl(_dist.PrefixStore("tensors", store), shard, timeout)
         else:
             self._tensors = groups["tensors"] = _gloo(_dist.PrefixStore("tensors", store), shard, timeout, host)
@@ -122,6 +123,13 @@ class Ranks:
             self._broadcast_order(rest)
             words += rest.tolist()
         return words
+
+    def close(self) -> None:
+        """Ends gloo's threads; call it when all ranks are about to end. If they still ran when the interpreter ends,
+        Python would end them inside of C++ code that allows no exception, and the process would abort."""
+        self._orders = None
+        if not self._has_nccl:  # graphs may still hold NCCL's communicators
+            self._tensors = None
 
     def _broadcast_order(self, x: Tensor) -> None:
         self._orders.broadcast([x], _from_leader()).wait()
