@@ -79,12 +79,15 @@ class EngineThread:
         return self._thread.is_alive() and self._start_error is None
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """Ends the loop after the current step; False if the thread does not end in time."""
-        self._is_stopping = True
-        self.post(lambda: None)
+        """Ends the loop after the current step and the calls that were posted before, such as that a router has left.
+        False if the thread does not end in time."""
+        self.post(self._set_stopping)
         if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _set_stopping(self) -> None:
+        self._is_stopping = True
 
     def _run(self) -> None:
         try:
@@ -111,7 +114,7 @@ class EngineThread:
 
     def _loop(self, program: RoleProgram) -> None:
         has_rows = False
-        while not self._is_stopping:
+        while True:
             call = None if has_rows else self._wait(program)
             self.is_busy = True
             self.beats += 1
@@ -124,6 +127,8 @@ class EngineThread:
                     break
             if num_calls:
                 self._hand_out(program)  # a grant must not wait for a step that does not concern it
+            if self._is_stopping:
+                return
             program.is_between_steps = has_rows
             has_rows = program.has_work and program.step()
             program.tick()

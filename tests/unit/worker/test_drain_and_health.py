@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from typing import Any
 
 import grpc
@@ -15,6 +17,7 @@ from pdserve.core.types import Role
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
 from pdserve.worker.host import SERVICE
+from tests.unit.worker.conftest import DEADLINE_S
 
 PROMPT = list(range(10, 31))
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -174,3 +177,30 @@ def test_stopping_twice_is_harmless(start: Any) -> None:
     d.host.stop()
     d.host.stop()
     assert d.host.wait(0)
+
+
+def test_the_end_of_a_worker_follows_the_calls_before_it(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise attempts of a router that has left would remain."""
+    worker = start(Role.DECODE)
+    engine, tick = worker.host._engine, worker.program.tick
+    is_held, is_free, calls = threading.Event(), threading.Event(), list[str]()
+
+    def held() -> None:
+        is_held.set()
+        assert is_free.wait(DEADLINE_S)
+        tick()
+
+    monkeypatch.setattr(worker.program, "tick", held)
+    engine.post(lambda: None)
+    assert is_held.wait(DEADLINE_S)
+    engine.post(lambda: calls.append("lost"))
+    num_waiting = engine.num_waiting_calls
+    ending = threading.Thread(target=worker.host.stop)
+    ending.start()
+    until_s = time.monotonic() + DEADLINE_S
+    while engine.num_waiting_calls == num_waiting:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    is_free.set()
+    ending.join(DEADLINE_S)
+    assert calls == ["lost"]
