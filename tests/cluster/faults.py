@@ -20,14 +20,26 @@ TOKENS = 400
 PROMPTS = 16
 PROMPT_TOKENS = 7000
 PATIENT = Slo(ttft_s=60.0, tpot_s=20.0)  # nothing is rejected because it may be late
-PREFILL_ROUNDS = 5
+PREFILL_TURNS = 5
+DECODE_TURNS = 5
 
 
 def a_decode_worker_dies_in_mid_stream(cluster: Cluster, *, all_die: bool = False) -> None:
     """After a SIGKILL of one or of all decode workers, greedy and seeded streams continue with the exact next token.
 
-    Each stream has made enough progress not to be suspected of crashing its workers (router/recovery.py).
+    Each stream has made enough progress not to be suspected of crashing its workers (router/recovery.py). On a busy
+    machine the worker may have generated all answers before this process asks for its end: then the next turn tries.
     """
+    for turn in range(DECODE_TURNS):
+        attempts = _kill_while_decoding(cluster, turn, all_die=all_die)
+        cluster.wait_until_idle(within_s=60)
+        if attempts > 1:
+            return
+    raise AssertionError(f"nobody was on the killed worker, {DECODE_TURNS} times")
+
+
+def _kill_while_decoding(cluster: Cluster, turn: int, *, all_die: bool) -> int:
+    """The largest number of attempts of a stream; each answer is checked."""
     prompts = [toy_prompt(40 + 30 * i, salt=11) for i in range(STREAMS)]
     options = [{"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": i} for i in range(STREAMS)]
     expected = [answer(p, TOKENS, seed=None if i % 2 else i) for i, p in enumerate(prompts)]
@@ -36,7 +48,7 @@ def a_decode_worker_dies_in_mid_stream(cluster: Cluster, *, all_die: bool = Fals
     pids = {worker: cluster.pid_of(worker) for worker in ("d0", "d1")}
 
     async def follow(client: AsyncClient, i: int) -> None:
-        stream = client.stream(prompts[i], max_tokens=TOKENS, request_id=f"stream-{i}", **options[i])
+        stream = client.stream(prompts[i], max_tokens=TOKENS, request_id=f"stream-{turn}-{i}", **options[i])
         async for piece in stream:
             seen[i].extend(piece.token_ids)
         attempts[i] = stream.completion.timings.attempts
@@ -46,8 +58,7 @@ def a_decode_worker_dies_in_mid_stream(cluster: Cluster, *, all_die: bool = Fals
             streams = [asyncio.create_task(follow(client, i)) for i in range(STREAMS)]
             await all_have(12, seen, streams)
             shortest = min(range(STREAMS), key=lambda i: len(seen[i]))
-            assert len(seen[shortest]) < TOKENS - 20, "too fast to be killed in mid-stream"
-            victim = await decode_worker_of(client, f"stream-{shortest}")
+            victim = await decode_worker_of(client, f"stream-{turn}-{shortest}")
             for worker, pid in pids.items():
                 if all_die or worker == victim:
                     os.kill(pid, signal.SIGKILL)
@@ -55,8 +66,7 @@ def a_decode_worker_dies_in_mid_stream(cluster: Cluster, *, all_die: bool = Fals
 
     asyncio.run(asyncio.wait_for(run(), 60))
     assert seen == expected
-    assert max(attempts) > 1, "nobody was on the killed worker"
-    cluster.wait_until_idle(within_s=60)
+    return max(attempts)
 
 
 def a_prefill_worker_dies_while_it_prefills(cluster: Cluster) -> None:
@@ -64,12 +74,12 @@ def a_prefill_worker_dies_while_it_prefills(cluster: Cluster) -> None:
 
     If all prompts were prefilled before the signal came, the test sends new ones.
     """
-    for salt in range(17, 17 + PREFILL_ROUNDS):
+    for salt in range(17, 17 + PREFILL_TURNS):
         attempts = _kill_while_prefilling(cluster, salt)
         cluster.wait_until_idle(within_s=60)
         if attempts > 1:
             return
-    raise AssertionError(f"no prompt was on the killed worker, {PREFILL_ROUNDS} times")
+    raise AssertionError(f"no prompt was on the killed worker, {PREFILL_TURNS} times")
 
 
 def _kill_while_prefilling(cluster: Cluster, salt: int) -> int:

@@ -42,7 +42,7 @@ SHORT = "def read(path):\n"
 LONG = "import json\n\n\nclass Encoder:\n    def encode(self, value):\n        return json.dumps(value)\n\n" * 3
 NUM_TOKENS = 40
 MAX_TOKENS = 400
-MOST_TURNS = 5  # to find all documents incomplete
+MOST_TURNS = 5  # to kill a worker in mid-document
 TOKENIZER = load_tokenizer(str(BUNDLED))
 
 
@@ -152,45 +152,45 @@ def test_each_kind_of_structured_output_works(cluster: Cluster) -> None:
 
 
 def test_a_document_survives_the_death_of_its_worker(cluster: Cluster) -> None:
-    """Greedy, sampled and without a schema: each answer equals the undisturbed one, token for token."""
+    """Greedy, sampled and without a schema: each answer equals the undisturbed one, token for token.
+
+    On a busy machine the worker may have generated a document before this process asks for its end: then the next turn
+    tries.
+    """
     asked: list[dict[str, Any]] = [
         {"json_schema": ITEMS, "temperature": 0.0},
         {"json_schema": ITEMS, "temperature": 1.0, "seed": 7},
         {"temperature": 0.0, "ignore_eos": True},
     ]
-    seen: list[list[int]] = [[] for _ in asked]
-    attempts = [0] * len(asked)
 
-    async def follow(client: AsyncClient, i: int, turn: int) -> None:
-        stream = client.stream(PROMPT, max_tokens=MAX_TOKENS, request_id=f"document-{i}-{turn}", **asked[i])
-        async for piece in stream:
-            seen[i].extend(piece.token_ids)
-        attempts[i] = stream.completion.timings.attempts
+    async def turn_of(client: AsyncClient, turn: int) -> tuple[list[list[int]], list[int]]:
+        """Tokens and attempts of each answer, when a worker is killed after twelve tokens."""
+        seen: list[list[int]] = [[] for _ in asked]
+        attempts = [0] * len(asked)
 
-    async def run() -> list[list[int]]:
+        async def follow(i: int) -> None:
+            stream = client.stream(PROMPT, max_tokens=MAX_TOKENS, request_id=f"document-{i}-{turn}", **asked[i])
+            async for piece in stream:
+                seen[i].extend(piece.token_ids)
+            attempts[i] = stream.completion.timings.attempts
+
+        streams = [asyncio.create_task(follow(i)) for i in range(len(asked))]
+        await all_have(12, seen, streams)
+        cluster.kill(await decode_worker_of(client, f"document-1-{turn}"))
+        await asyncio.gather(*streams)
+        return seen, attempts
+
+    async def run() -> None:
         async with AsyncClient(cluster.target) as client:
             whole = await asyncio.gather(*(client.generate(PROMPT, max_tokens=MAX_TOKENS, **one) for one in asked))
-            expected = [list(one.token_ids) for one in whole]
+            for tokens in (one.token_ids for one in whole[:2]):
+                jsonschema.validate(json.loads(TOKENIZER.decode(list(tokens))), ITEMS)
             for turn in range(MOST_TURNS):
-                streams = [asyncio.create_task(follow(client, i, turn)) for i in range(len(asked))]
-                await all_have(1, seen, streams)
-                writer = await decode_worker_of(client, f"document-1-{turn}")
-                await all_have(12, seen, streams)
-                pairs = zip(seen, expected, strict=True)
-                if turn == MOST_TURNS - 1 or all(len(tokens) < len(answer) - 20 for tokens, answer in pairs):
-                    break
-                # On a busy machine one document may be nearly complete before another has 12 tokens.
-                await asyncio.gather(*streams)
-                for tokens in seen:
-                    tokens.clear()
-            cluster.kill(writer)
-            for tokens, answer in zip(seen, expected, strict=True):
-                assert len(tokens) < len(answer) - 20, "too fast to be killed in mid-document"
-            await asyncio.gather(*streams)
-            return expected
+                seen, attempts = await turn_of(client, turn)
+                assert seen == [list(one.token_ids) for one in whole]
+                await asyncio.to_thread(cluster.wait_until_idle, within_s=60)
+                if max(attempts[:2]) > 1:
+                    return
+        raise AssertionError(f"no document was on the killed worker, {MOST_TURNS} times")
 
-    assert asyncio.run(asyncio.wait_for(run(), 90)) == seen
-    assert max(attempts[:2]) > 1, "no document was on the killed worker"
-    for tokens in seen[:2]:
-        jsonschema.validate(json.loads(TOKENIZER.decode(tokens)), ITEMS)
-    cluster.wait_until_idle(within_s=60)
+    asyncio.run(asyncio.wait_for(run(), 300))
