@@ -7,13 +7,13 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, final
 
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.progress import PROGRESS_ENV
 from pdserve.launch.child import Child, StartFailed, outcome
-from pdserve.launch.own_redis import OwnRedis
 from pdserve.launch.ports import HeldPorts
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import Process
@@ -72,7 +72,7 @@ class Crew:
         self._children: dict[str, Child] = {}
         self._members: dict[str, Member] = {}
         self._redis: EmbeddedRedis | None = None
-        self._own_redis: OwnRedis | None = None
+        self._redis_path = Path()
         self._keepers: list[asyncio.Task[None]] = []
 
     def address(self, name: str) -> str:
@@ -86,15 +86,15 @@ class Crew:
         await self._start(one)
         self._report.phase(one.name, self._children[one.name].start_s)
 
-    async def start_redis(self, own: OwnRedis) -> None:
-        """A real Redis."""
+    async def start_redis(self, path: Path) -> None:
+        """A real Redis, which listens only on the socket file `path`."""
         began_s = time.monotonic()
         self._report.begins(REDIS)
-        self._own_redis = own
-        self._redis = await asyncio.to_thread(own.start)
+        self._redis_path = path
+        self._redis = await asyncio.to_thread(EmbeddedRedis.start, path=path)
         took_s = time.monotonic() - began_s
         self._on_start(REDIS)
-        self._report.say(REDIS, f"pid {self._redis.pid} listens on {own.place} after {took_s:.2f} s")
+        self._report.say(REDIS, f"pid {self._redis.pid} listens on {path} after {took_s:.2f} s")
         self._report.phase(REDIS, took_s)
 
     async def unless_ended(self, work: Awaitable[Any]) -> Any:
@@ -116,8 +116,8 @@ class Crew:
         """From now on, processes that end are started again."""
         for one in self._members.values():
             self._keepers.append(asyncio.create_task(self._keep(one)))
-        if self._own_redis is not None:
-            self._keepers.append(asyncio.create_task(self._keep_redis(self._own_redis)))
+        if self._redis is not None:
+            self._keepers.append(asyncio.create_task(self._keep_redis(self._redis_path)))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set. Raises an error of the supervision itself."""
@@ -190,7 +190,7 @@ class Crew:
             except PdserveError as error:
                 self._report.say(one.name, f"did not come back: {error}")
 
-    async def _keep_redis(self, own: OwnRedis) -> None:
+    async def _keep_redis(self, path: Path) -> None:
         backoff, began_s = _Backoff(), time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
@@ -201,9 +201,9 @@ class Crew:
             await asyncio.sleep(backoff_s)
             began_s = time.monotonic()
             try:
-                self._redis = await asyncio.to_thread(own.start)
+                self._redis = await asyncio.to_thread(EmbeddedRedis.start, path=path)
                 self._on_start(REDIS)
-                self._report.say(REDIS, f"pid {self._redis.pid} listens on {own.place}")
+                self._report.say(REDIS, f"pid {self._redis.pid} listens on {path}")
             except PdserveError as error:
                 self._report.say(REDIS, f"did not come back: {error}")
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 from functools import partial
+from pathlib import Path
 from typing import Final, final
 
 from pdserve.client.connect import Tls
@@ -16,16 +17,17 @@ from pdserve.launch.crew import REDIS, Crew, member, side_by_side
 from pdserve.launch.launcher_metrics import LauncherMetrics
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
-from pdserve.launch.own_redis import OwnRedis
 from pdserve.launch.ports import HeldPorts, check_free, free_ports
 from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, fixed_ports, gateway, metrics_host, processes, router, router_config
 from pdserve.owned_folder import OwnedFolder
+from pdserve.prefix.embedded import SOCKET as REDIS_SOCKET
+from pdserve.prefix.embedded import socket_url
 
 GATEWAY: Final = "gateway"
 FIRST_TOKEN: Final = "first token"
-SOCKET: Final = "router.sock"
+ROUTER_SOCKET: Final = "router.sock"
 
 
 @final
@@ -35,8 +37,8 @@ class LocalCluster:
     def __init__(self, spec: ClusterSpec, report: LauncherReport) -> None:
         self._report = report
         self._held = HeldPorts()
-        spec, self._redis = with_ports(spec, self._held)
-        spec, self._socket = with_socket(spec)
+        self._has_own_redis = not spec.redis
+        spec, self._sockets = with_sockets(with_ports(spec, self._held))
         self.spec, self._certificates = make_certificates(spec)
         self._metrics = LauncherMetrics(self.spec)
         self._crew = Crew(report, self._held, self._metrics.process_started)
@@ -44,9 +46,9 @@ class LocalCluster:
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
         self._metrics.start()
-        self._report.expect("starting", start_steps(self.spec, has_own_redis=self._redis is not None))
-        if self._redis is not None:
-            await self._crew.start_redis(self._redis)
+        self._report.expect("starting", start_steps(self.spec, has_own_redis=self._has_own_redis))
+        if self._has_own_redis:
+            await self._crew.start_redis(redis_path(self._sockets))
         else:
             await check_alone(self.spec)
         *workers, last = processes(self.spec)
@@ -76,41 +78,45 @@ class LocalCluster:
         await self._crew.stop_redis()
         self._metrics.close()
         self._held.release()
-        folders = (self._certificates, self._socket, None if self._redis is None else self._redis.folder)
-        for folder in folders:
-            if folder is not None:
-                folder.remove()
+        self._sockets.remove()
+        if self._certificates is not None:
+            self._certificates.remove()
 
 
-def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) -> tuple[ClusterSpec, OwnRedis | None]:
-    """The spec with all ports filled in, and the Redis to start; None if a URL was given. `ray` is the address of a Ray
-    cluster, empty for one on this host; None: the workers are processes of the launcher.
+def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) -> ClusterSpec:
+    """The spec with all ports filled in. `ray` is the address of a Ray cluster, empty for one on this host; None: the
+    workers are processes of the launcher.
 
     The ports of the launcher's processes are `held`. Raises ConfigError if a requested port is in use.
     """
     fixed = fixed_ports(spec, are_workers_here=not ray)
     for port, (name, host) in fixed.items():
         check_free(name, host, port)
-    *workers, router_port, http, redis = free_ports(spec.prefill + spec.decode + 3, avoid=fixed)
-    own = None if spec.redis else OwnRedis.on_socket() if spec.tls is not None else OwnRedis.on_port(redis)
+    *workers, router_port, http = free_ports(spec.prefill + spec.decode + 2, avoid=fixed)
     filled = dataclasses.replace(
         spec,
         worker_ports=tuple(workers),
         port=spec.port or router_port,
         http=None if spec.http is None else spec.http or http,
-        redis=spec.redis if own is None else own.url,
     )
     _hold(filled, held, has_workers=ray is None)
-    return filled, own
+    return filled
 
 
-def with_socket(spec: ClusterSpec) -> tuple[ClusterSpec, OwnedFolder | None]:
-    """The spec with the router's socket for the gateway, and the socket's folder; None: there is no gateway. No other
-    user can take the path of a socket in such a folder while the router is being restarted."""
-    if spec.http is None:
-        return spec, None
-    folder = OwnedFolder.for_socket(GATEWAY, SOCKET)
-    return dataclasses.replace(spec, unix_socket=str(folder.path / SOCKET)), folder
+def with_sockets(spec: ClusterSpec) -> tuple[ClusterSpec, OwnedFolder]:
+    """The spec with the sockets of its Redis, unless a URL was given, and of the router for the gateway, if there is
+    one; and their folder. No other user can take a path in it while the server of that path is being restarted."""
+    folder = OwnedFolder.for_socket("sockets", max(REDIS_SOCKET, ROUTER_SOCKET, key=len))
+    spec = dataclasses.replace(
+        spec,
+        redis=spec.redis or socket_url(redis_path(folder)),
+        unix_socket="" if spec.http is None else str(folder.path / ROUTER_SOCKET),
+    )
+    return spec, folder
+
+
+def redis_path(sockets: OwnedFolder) -> Path:
+    return sockets.path / REDIS_SOCKET
 
 
 def _hold(spec: ClusterSpec, held: HeldPorts, *, has_workers: bool) -> None:

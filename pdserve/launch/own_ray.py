@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from pdserve.config import RAY_TOKEN_ENV
+from pdserve.core.errors import ConfigError
+from pdserve.core.urls import hide_password, place
 from pdserve.owned_folder import SHORT, OwnedFolder, sweep
 
 TOKEN_PATH_ENV: Final = "RAY_AUTH_TOKEN_PATH"
@@ -53,6 +55,13 @@ def join(environ: MutableMapping[str, str]) -> None:
     held = environ.get(RAY_TOKEN_ENV) or environ.get(TOKEN_PATH_ENV)
     if held or (Path.home() / ".ray" / "auth_token").exists():
         environ.setdefault(MODE_ENV, "token")
+
+
+def check_redis_socket(url: str) -> None:
+    """Raises ConfigError if this process cannot reach the socket file of a Redis on its host."""
+    if url.startswith("unix:") and not os.access(Path(place(url)).parent, os.X_OK):
+        expected = "a URL that Ray's workers reach; they cannot enter this folder, as another user or in a container"
+        raise ConfigError("redis", hide_password(url), expected)
 
 
 def warnings(environ: MutableMapping[str, str], open_ports: list[str], *, is_own: bool) -> list[str]:

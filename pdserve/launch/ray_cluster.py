@@ -74,6 +74,7 @@ class WorkerActor:
         try:
             log_to_stderr(module)  # Ray writes it into its session's log files
             config = parse_flags(WorkerConfig, flags, prog=module, environ=hidden)
+            own_ray.check_redis_socket(config.redis)
             here = ray.util.get_node_ip_address()
             if is_on_many_hosts:
                 config = dataclasses.replace(config, host=here)

@@ -20,7 +20,7 @@ from pdserve.core.urls import place
 from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.crew import REDIS, Crew, Member, member
 from pdserve.launch.degraded import redis_trouble
-from pdserve.launch.local import GATEWAY, ask_first, start_gateway, start_steps, with_ports, with_socket
+from pdserve.launch.local import GATEWAY, ask_first, redis_path, start_gateway, start_steps, with_ports, with_sockets
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
 from pdserve.launch.ports import HeldPorts
@@ -46,8 +46,8 @@ class RayCluster:
         self._report = report
         self._held = HeldPorts()
         self._crew = Crew(report, self._held)
-        spec, self._redis = with_ports(spec, self._held, ray=address)
-        spec, self._socket = with_socket(spec)
+        self._has_own_redis = not spec.redis
+        spec, self._sockets = with_sockets(with_ports(spec, self._held, ray=address))
         spec, self._certificates = make_certificates(spec)
         self.spec = dataclasses.replace(spec, worker_ports=())
         self._driver = Member(
@@ -61,9 +61,9 @@ class RayCluster:
 
     async def start(self) -> str:
         """Returns the router's address after a real token has come through it. Raises the error otherwise."""
-        self._report.expect("starting", ray_start_steps(self.spec, has_own_redis=self._redis is not None))
-        if self._redis is not None:
-            await self._crew.start_redis(self._redis)
+        self._report.expect("starting", ray_start_steps(self.spec, has_own_redis=self._has_own_redis))
+        if self._has_own_redis:
+            await self._crew.start_redis(redis_path(self._sockets))
         else:
             await check_redis(self.spec, self._report)
             await check_alone(self.spec)
@@ -93,10 +93,9 @@ class RayCluster:
             await self._crew.stop(names, is_graceful=is_graceful)
         await self._crew.stop_redis()
         self._held.release()
-        folders = (self._certificates, self._socket, None if self._redis is None else self._redis.folder)
-        for folder in folders:
-            if folder is not None:
-                folder.remove()
+        self._sockets.remove()
+        if self._certificates is not None:
+            self._certificates.remove()
 
     def _on_line(self, line: str) -> None:
         """The driver reports events as `@NAME TEXT`; all other lines come from Ray."""

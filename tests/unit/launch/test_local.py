@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.attacks import redis_stranger
 from pdserve import AsyncClient, Client, InvalidRequest, Unauthenticated
 from pdserve.client.results import Completion
 from pdserve.launch.child import StartFailed
+from pdserve.launch.open_ports import listeners
 from pdserve.launch.running import Running
+from pdserve.owned_folder import sweep
 from tests.support.slow import slow_except
 
 from .conftest import WAIT_S, is_alive, until
@@ -117,6 +120,19 @@ def test_a_killed_router_restarts_on_its_port(toy: Running) -> None:
     assert len(ask(toy).token_ids) == 8
 
 
+def test_redis_listens_on_a_private_socket_file_only(toy: Running) -> None:
+    socket_file = Path(toy.address("redis"))
+    assert socket_file.is_socket()
+    assert socket_file.parent.stat().st_mode & 0o077 == 0
+    assert listeners([toy.pid("redis")]) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as a second user, which only root can become")
+def test_another_user_reaches_nothing_of_redis(toy: Running) -> None:
+    ends = redis_stranger.as_stranger(toy.address("redis"))
+    assert {name: end for name, end in ends.items() if end not in ("EACCES", "EPERM")} == {}
+
+
 def test_a_killed_redis_fails_no_request(toy: Running) -> None:
     pid = toy.pid("redis")
     os.kill(pid, signal.SIGKILL)
@@ -156,6 +172,7 @@ def test_a_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
     pids = cluster.pids()
     cluster.kill()
     until(lambda: not any(is_alive(pid) for pid in pids.values()))
+    sweep(tmp_path)  # as the next start of a cluster does
     assert list(tmp_path.iterdir()) == []
     assert not any("pdserve" in path.name for path in Path("/dev/shm").glob("*") if path.name not in shared)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.core.errors import ConfigError
 from pdserve.launch import own_ray
 from pdserve.launch.open_ports import ListeningSocket, _endpoint, listeners
 
@@ -17,6 +18,13 @@ from pdserve.launch.open_ports import ListeningSocket, _endpoint, listeners
 def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return {"RAY_AUTH_TOKEN": "of another cluster"}
+
+
+def test_a_redis_in_a_folder_that_workers_cannot_enter_is_named(tmp_path: Path) -> None:
+    own_ray.check_redis_socket(f"unix://{tmp_path}/redis.sock")
+    own_ray.check_redis_socket("redis://:pa55@127.0.0.1:1/0")
+    with pytest.raises(ConfigError, match=r"redis: got unix:///nowhere/redis\.sock, expected a URL that Ray"):
+        own_ray.check_redis_socket("unix:///nowhere/redis.sock")
 
 
 def test_an_own_ray_reads_its_token_from_a_private_file(environ: dict[str, str]) -> None:
