@@ -1,6 +1,6 @@
 """A tensor-parallel rank with a separate pool: carries out the leader's steps, and transfers its heads of KV blocks.
 
-python -m kvtransfer.follower RANK PORT own [FLAG ...]      started by pdserve.engine.parallel
+python -m kvtransfer.follower RANK STORE own [FLAG ...]      started by pdserve.engine.parallel
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """A follower rank of tensor parallelism: loads its part of the model, then executes the leader's orders.
 
-python -m pdserve.engine.follower RANK PORT POOL [FLAG ...]      started by pdserve.engine.parallel
+python -m pdserve.engine.follower RANK STORE POOL [FLAG ...]      started by pdserve.engine.parallel
 
-POOL is the inherited descriptor of the memory file that all ranks share, or `own`. A rank with its own pool has a
-KV endpoint: it is started as kvtransfer.follower, which passes the endpoint to `main`.
+STORE is the inherited descriptor of the ranks' private store or, for a worker with a rendezvous, the store's port. POOL
+is the inherited descriptor of the memory file that all ranks share, or `own`. A rank with its own pool has a KV
+endpoint: it is started as kvtransfer.follower, which passes the endpoint to `main`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pdserve.engine.device import choose_device, use_device
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.parallel import GRAPHS, MEET_S, STEP, gloo_host
 from pdserve.engine.rank_processes import OWN
-from pdserve.engine.ranks import Ranks, make_store
+from pdserve.engine.ranks import Ranks, make_store, private_store
 from pdserve.engine.row_words import from_words
 from pdserve.engine.sharding import Shard
 from pdserve.engine.torch_engine import TorchEngine
@@ -48,11 +49,11 @@ Serve = Callable[[TorchEngine, WorkerConfig, torch.device], Served]
 
 
 def main(serve: Serve | None = None) -> int:
-    rank, port, pool, *flags = sys.argv[1:]
+    rank, store, pool, *flags = sys.argv[1:]
     try:
         config = parse_flags(WorkerConfig, flags, PROGRAM)
         forget_secrets()
-        return follow(int(rank), int(port), pool, config, serve)
+        return follow(int(rank), int(store), pool, config, serve)
     except PdserveError as error:
         sys.stderr.write(f"{error.message}\n")
         return 2
@@ -62,12 +63,15 @@ def main(serve: Serve | None = None) -> int:
 
 
 def follow(
-    rank: int, port: int, pool: str, config: WorkerConfig, serve: Serve | None = None, index: int | None = None
+    rank: int, place: int, pool: str, config: WorkerConfig, serve: Serve | None = None, index: int | None = None
 ) -> int:
-    """`index`: for a rank on another host than its leader, the GPU of that host. Its groups connect to the others at
-    `config.host`."""
+    """`place`: STORE, as above. `index`: for a rank on another host than its leader, the GPU of that host. Its groups
+    connect to the others at `config.host`."""
     shard = Shard(rank, config.tensor_parallel)
-    store = make_store(port, shard.size, is_leader=False, timeout_s=MEET_S)
+    if config.rendezvous:
+        store = make_store(place, shard.size, is_leader=False, timeout_s=MEET_S)
+    else:
+        store = private_store(place, shard.size, timeout_s=MEET_S)
     store.set(f"here/{rank}", "")
     memory = None if pool == OWN else HostMemory(shared_bytes(config), int(pool))
     device = choose_device(config.device, rank if index is None else index)

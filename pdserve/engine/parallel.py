@@ -38,7 +38,7 @@ from pdserve.engine.interface import EngineSpec, Flight, OnLayer, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rank_processes import Follower, RankProcess
-from pdserve.engine.ranks import LOOPBACK, Ranks, make_store
+from pdserve.engine.ranks import LOOPBACK, Ranks, make_store, memory_file, private_store
 from pdserve.engine.rendezvous import Rendezvous
 from pdserve.engine.row_words import to_words
 from pdserve.engine.rows import check_rows
@@ -228,7 +228,12 @@ def open_parallel_engine(config: WorkerConfig, role: Role) -> ParallelEngine | P
     size, model_config = config.tensor_parallel, read_config(Path(config.model))
     rank_config(model_config, Shard(0, size))  # before anything starts
     secret = ClusterSecret(config.cluster_secret) if config.rendezvous else None
-    store = make_store(0, size, is_leader=True, timeout_s=MEET_S)
+    if secret is None:
+        place = memory_file()
+        store = private_store(place, size, timeout_s=MEET_S)
+    else:
+        store = make_store(0, size, is_leader=True, timeout_s=MEET_S)
+        place = int(store.port)
     device = choose_device(config.device)
     config = with_device_defaults(config, role, is_gpu=device.type == "cuda")
     if device.type == "cpu":
@@ -244,11 +249,9 @@ def open_parallel_engine(config: WorkerConfig, role: Role) -> ParallelEngine | P
     if secret is not None:
         others = range(config.ranks_here, size)
         rendezvous = Rendezvous(
-            config.rendezvous, secret, store.port, others, to_flags(each), certificates_of(config, is_mutual=True)
+            config.rendezvous, secret, place, others, to_flags(each), certificates_of(config, is_mutual=True)
         )
-    followers: list[RankProcess] = [
-        Follower(each, rank, store.port, descriptor) for rank in range(1, config.ranks_here)
-    ]
+    followers: list[RankProcess] = [Follower(each, rank, place, descriptor) for rank in range(1, config.ranks_here)]
     if rendezvous is not None:
         followers += rendezvous.ranks.values()
     try:

@@ -47,15 +47,16 @@ class RankProcess(Protocol):
 class Follower:
     """A rank's process. It ends with its leader, even if the leader is killed."""
 
-    def __init__(self, config: WorkerConfig, rank: int, port: int, descriptor: int | None = None) -> None:
-        """`descriptor`: the memory file that ranks share, if they do."""
+    def __init__(self, config: WorkerConfig, rank: int, store: int, descriptor: int | None = None) -> None:
+        """`store`: its port, for a config with a rendezvous, otherwise its descriptor. `descriptor`: the memory file
+        that ranks share, if they do."""
         self.rank = rank
-        shared = () if descriptor is None else (descriptor,)
+        shared = [*([] if descriptor is None else [descriptor]), *([] if config.rendezvous else [store])]
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
         pool = OWN if descriptor is None else str(descriptor)
         # Without a secret no peer could authenticate to the rank: it then computes, but does not transfer its KV.
         is_moving = descriptor is None and bool(config.cluster_secret)
-        program = [MOVING_PROGRAM if is_moving else PROGRAM, str(rank), str(port), pool, *to_flags(config)]
+        program = [MOVING_PROGRAM if is_moving else PROGRAM, str(rank), str(store), pool, *to_flags(config)]
         command = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", *program]
         # A separate session: a terminal's Ctrl-C must reach only the leader, which drains with all its ranks.
         environment = {**os.environ, SECRET_ENV: config.cluster_secret} if is_moving else None

@@ -8,6 +8,7 @@ same calls in the same order; if one fails, all fail.
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.core.errors import Unauthenticated
+from pdserve.core.errors import ConfigError, Unauthenticated
 from pdserve.core.proof import MAC_BYTES, NONCE_BYTES, ClusterSecret
 from pdserve.engine.sharding import Shard
 
@@ -30,8 +31,24 @@ _dist: Any = torch.distributed  # its groups and stores are made in C++, and its
 _FOREVER: Final = timedelta(days=365)  # an idle rank waits for orders; it ends with its leader
 
 
+def memory_file() -> int:
+    """A descriptor for `private_store`. It is never closed, because NCCL's threads use the store until the process
+    ends. Raises ConfigError on a system without memory files."""
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("tensor_parallel", "ranks", "1 on a system without memory files (memfd)")
+    return os.memfd_create("pdserve-ranks")
+
+
+def private_store(descriptor: int, size: int, *, timeout_s: float) -> Any:
+    """The store at which the ranks of one host find each other, in a memory file. Only the leader and the processes
+    that inherit the descriptor can open it, and nothing listens."""
+    store = _dist.FileStore(f"/proc/self/fd/{descriptor}", size)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
 def make_store(port: int, size: int, *, is_leader: bool, timeout_s: float) -> Any:
-    """The store at which ranks find each other, on a free port of the leader. Raises RuntimeError.
+    """The store at which ranks of several hosts find each other, on a free port of the leader. Raises RuntimeError.
 
     torch's store does not authenticate callers and would listen on every address of the host, so the leader passes it a
     socket that listens on the loopback.
@@ -59,8 +76,9 @@ class Ranks:
         host: str = LOOPBACK,
         secret: ClusterSecret | None = None,
     ) -> None:
-        """`host`: an address of this host that the others can reach. With `secret`, each pair of ranks proves that both
-        know it, because gloo accepts any process that connects first. Raises Unauthenticated."""
+        """`host`: an address of this host that the others can reach. Each pair of ranks proves that both know `secret`,
+        because gloo accepts any process that connects first. Without one, the store is private, and they prove that
+        both have read it. Raises Unauthenticated."""
         self.shard = shard
         self._has_nccl = device.type == "cuda"
         timeout = timedelta(seconds=timeout_s)
@@ -71,10 +89,9 @@ class Ranks:
             self._tensors = _nccl(_dist.PrefixStore("tensors", store), shard, timeout)
         else:
             self._tensors = groups["tensors"] = _gloo(_dist.PrefixStore("tensors", store), shard, timeout, host)
-        if secret is not None:
-            session = _session(store, shard)
-            for name, group in groups.items():
-                _prove(group, shard, secret, (name, session), timeout)
+        session = _session(store, shard)
+        for name, group in groups.items():
+            _prove(group, shard, secret or ClusterSecret(session.decode()), (name, session), timeout)
 
     def sum(self, x: Tensor) -> Tensor:
         """Replaces the tensor by the sum over all ranks."""
@@ -175,4 +192,4 @@ def _prove(group: Any, shard: Shard, secret: ClusterSecret, about: tuple[str, by
         work.wait(timeout)
     for rank, mac_M in heard.items():
         if not secret.matches(bytes(mac_M.tolist()), "ranks", *about, f"{rank} to {shard.rank}"):
-            raise Unauthenticated(f"what connected as rank {rank} does not know the cluster's secret")
+            raise Unauthenticated(f"what connected as rank {rank} does not know the secret of the ranks")

@@ -186,7 +186,7 @@ def test_rank_groups_require_the_secret(secrets: Sequence[ClusterSecret]) -> Non
             assert [one.result(60.0) for one in found] == [6, 6]
         else:
             for one in found:
-                with pytest.raises(Unauthenticated, match="does not know the cluster's secret"):
+                with pytest.raises(Unauthenticated, match="does not know the secret of the ranks"):
                     one.result(60.0)
 
 

@@ -72,7 +72,7 @@ def test_a_rank_launches_on_its_own_gpu(rank: int, tiny: Callable[[str], Path]) 
 def test_a_follower_process_launches_on_its_own_gpu(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower, "make_store", lambda *args, **kwargs: Store())
+    monkeypatch.setattr(follower, "private_store", lambda *args, **kwargs: Store())
     monkeypatch.setattr(follower, "Ranks", Alone)
     folder = tiny("llama")
     with fake_cuda(num_devices=2) as cuda:
