@@ -32,6 +32,7 @@ from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret, canonica
 from pdserve.core.version import VERSION
 from pdserve.engine.ranks import LOOPBACK
 from pdserve.engine.rejected_joins import count_rejected_join
+from pdserve.listening import is_held
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
 from pdserve.wire.peer_server import listen, make_peer_server, server_options
@@ -169,8 +170,8 @@ class Rendezvous:
             writer.close()
 
     async def _serve(self) -> None:
-        self._server, proofs = make_peer_server(OPTIONS, self._unproven)
         host, _, port = self.address.rpartition(":")
+        self._server, proofs = make_peer_server(OPTIONS, self._unproven, shares_port=is_held(int(port)))
         listen(self._server, host, int(port), "rendezvous", self._tls)
         checker = CallChecker(self._secret, self.address, partial(secrets.token_bytes, NONCE_BYTES))
         proofs.serve(checker, self._server)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, final
 
 from pdserve.client.connect import Tls
-from pdserve.config import GatewayConfig, RouterConfig
+from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import join, local_host
 from pdserve.launch.crew import REDIS, Crew, member, side_by_side
@@ -120,14 +120,16 @@ def redis_path(sockets: OwnedFolder) -> Path:
 
 
 def _hold(spec: ClusterSpec, held: HeldPorts, *, has_workers: bool) -> None:
-    """All ports of the processes that the launcher starts. Redis, which cannot share one, and the launcher's own are
-    not among them, nor is a rendezvous, at which ranks of other hosts prove the cluster's secret."""
+    """All ports of the processes that the launcher starts, without its own, which end with it."""
     http = gateway(spec, "")
     started = [*(processes(spec) if has_workers else [router(spec, ())]), *([] if http is None else [http])]
     try:
         for process in started:
             config = process.config
             held.hold("http" if isinstance(config, GatewayConfig) else "port", config.host, config.port)
+            if isinstance(config, WorkerConfig) and config.rendezvous:
+                host, _, port = config.rendezvous.rpartition(":")
+                held.hold("rendezvous", host, int(port))
             if config.metrics_port:
                 held.hold("metrics_port", metrics_host(config), config.metrics_port)
     except ConfigError:

@@ -25,6 +25,10 @@ from pdserve.engine.ranks import Ranks, make_store
 from pdserve.engine.rejected_joins import rejected_joins
 from pdserve.engine.rendezvous import Rendezvous
 from pdserve.engine.sharding import Shard
+from pdserve.launch.local import with_ports
+from pdserve.launch.ports import HeldPorts
+from pdserve.launch.spec import ClusterSpec, processes
+from pdserve.listening import HELD_ENV
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import rank_pb2_grpc
 from tests.support.tls_files import TestAuthority
@@ -161,6 +165,29 @@ def test_a_leader_that_starts_later_is_joined(lead: Callable[..., Leader]) -> No
         leader = lead(2, address)
         assert joined.result(30.0).membership.rank == 1
     assert leader.ranks[1].peer
+
+
+def test_a_leader_listens_beside_its_launcher(lead: Callable[..., Leader], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher keeps the port of a rendezvous, so that no other user can bind it while the worker restarts."""
+    spec = ClusterSpec(
+        model="toy",
+        port=0,
+        cluster_secret=TEXT,
+        settings={"decode_worker": {"rendezvous": free_address(), "tensor_parallel": 2, "local_ranks": 1}},
+    )
+    held = HeldPorts()
+    [address] = [one.config.rendezvous for one in processes(with_ports(spec, held)) if one.name == "d0"]
+    port = int(address.rpartition(":")[2])
+    try:
+        assert port in held.ports
+        with pytest.raises(ConfigError, match=rf"rendezvous: got {port} \(port in use\)"):
+            lead(2, address)
+        monkeypatch.setenv(HELD_ENV, str(port))
+        leader = lead(2, address)
+        assert Joined(address).membership.rank == 1
+        leader.rendezvous.close()
+    finally:
+        held.release()
 
 
 def test_a_host_knows_its_address_towards_another() -> None:
