@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pdserve.config import (
     DEVICES,
@@ -20,7 +20,7 @@ from pdserve.config import (
     RAY_STRATEGIES,
     TRANSPORTS,
 )
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.extras import check_platform
 from pdserve.telemetry.logs import FORMAT_ENV, FORMATS, log_level
 
@@ -90,7 +90,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         const="",
         default=keep,
         metavar="ADDRESS",
-        help="run the workers as Ray actors, on the Ray cluster at ADDRESS; without it, Ray is started on this host",
+        help="run the workers as Ray actors, on the Ray cluster at ADDRESS (auto, HOST:PORT or ray://HOST:PORT); "
+        "without it, Ray is started on this host",
     )
     add(
         "--ray-strategy",
@@ -174,13 +175,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def given_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings on the command line. A word after `--ray` is the model if it has not the form of an address and no
+    other model is given, because argparse gives `--ray` whatever follows it."""
+    from pdserve.launch.own_ray import is_address
+
+    flags = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+    if args.given_model is not None:
+        flags.setdefault("model", args.given_model)
+    if (word := flags.get("ray")) and "model" not in flags and not is_address(word):
+        flags |= {"model": word, "ray": ""}
+    return flags
+
+
 def run(args: argparse.Namespace) -> int:
     check_platform(sys.platform)
     from pdserve.launch import settings
+    from pdserve.launch.own_ray import ADDRESSES
     from pdserve.launch.serve import serve
 
-    flags = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
-    if args.given_model is not None and flags.setdefault("model", args.given_model) != args.given_model:
+    flags = given_flags(args)
+    if args.given_model is not None and flags["model"] != args.given_model:
         print(f"pdserve {args.command}: error: two models, {args.given_model} and {args.model}", file=sys.stderr)
         return 2
     defaults = {"http": SERVE_PORT} if args.command == "serve" else {}
@@ -192,6 +207,8 @@ def run(args: argparse.Namespace) -> int:
         log_level()  # before any process is started
         asked = settings.read(flags, Path(args.config) if args.config else None, args.set, defaults)
     except ConfigError as error:
-        print(f"pdserve {args.command}: error: {error}", file=sys.stderr)
+        is_guess = isinstance(error, ModelError) and flags.get("model") == getattr(args, "ray", "")
+        hint = f" (if --ray was given an address: it is {ADDRESSES})" if is_guess else ""
+        print(f"pdserve {args.command}: error: {error}{hint}", file=sys.stderr)
         return 2
     return asyncio.run(serve(asked))

@@ -6,6 +6,7 @@ Its processes listen on loopback, require a token, and keep their sockets, logs 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import MutableMapping
@@ -21,6 +22,13 @@ TOKEN_PATH_ENV: Final = "RAY_AUTH_TOKEN_PATH"
 MODE_ENV: Final = "RAY_AUTH_MODE"
 # Ray names sockets PARENT/pdserve-run-ray-XXXXXXXX/r/session_DATE_TIME_PID/sockets/plasma_store, of at most 107 bytes.
 _LONGEST_PARENT: Final = 12
+ADDRESSES: Final = "auto, local, HOST:PORT or ray://HOST:PORT"
+_ADDRESS: Final = re.compile(r"ray://\S+|([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
+
+
+def is_address(text: str) -> bool:
+    """Whether `text` has the form of the address of a Ray cluster, and so cannot be a model."""
+    return text in ("auto", "local") or _ADDRESS.fullmatch(text) is not None
 
 
 def confine(environ: MutableMapping[str, str]) -> OwnedFolder:

@@ -24,6 +24,7 @@ from pdserve.core.tls_settings import AUTO
 from pdserve.engine.config import read_config
 from pdserve.engine.host_limits import usable_cores
 from pdserve.key_file_access import read_bytes
+from pdserve.launch import own_ray
 from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top
 from pdserve.launch.make_tls import of_operator
@@ -64,6 +65,10 @@ def read(
     tables = {kind: _table(kind, found.pop(kind)) for kind in KINDS if kind in found}
     for name, value in found.items():
         check_top(name, value)
+    if ray := found.get("ray"):
+        if not own_ray.is_address(ray):
+            raise ConfigError("ray", repr(ray[:128]), f"{own_ray.ADDRESSES}; without a value, Ray is started here")
+        found["ray"] = "" if ray == "local" else ray  # a Ray that this launcher starts has a token of its own
     for kind, values in tables.items():
         check_settings(kind, values)
     for name in _OF_WORKERS:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pdserve.cli import doctor
-from pdserve.cli.main import hint, main
+from pdserve.cli.main import hint, main, make_parsers
 from pdserve.cli.stats import truncation_warnings
 from pdserve.cli.topology import render
 from pdserve.client import results
@@ -483,6 +483,60 @@ def test_serve_without_a_model_takes_that_of_the_file(asked: list[Asked], tmp_pa
     file.write_text("model = 'toy'\nhttp = 9002\n")
     assert main(["serve", "--config", str(file)]) == 0
     assert [(one.spec.model, one.spec.http) for one in asked] == [("toy", 9002)]
+
+
+@pytest.mark.parametrize(
+    ("words", "ray"),
+    [
+        ("toy --ray", ""),
+        ("--ray toy", ""),
+        ("--ray=toy --prefill 2", ""),
+        ("--ray --model toy", ""),
+        ("--ray local toy", ""),
+        ("toy --ray auto", "auto"),
+        ("--ray head-0.ray:6379 toy", "head-0.ray:6379"),
+        ("--ray [::1]:6379 --model toy", "[::1]:6379"),
+        ("--ray ray://head:10001 toy", "ray://head:10001"),
+        ("--prefill 2 toy", None),
+    ],
+)
+@pytest.mark.parametrize("command", ["up", "serve"])
+def test_a_word_after_ray_is_an_address_or_the_model(
+    asked: list[Asked], command: str, words: str, ray: str | None
+) -> None:
+    assert main([command, *words.split()]) == 0
+    assert [(one.spec.model, one.ray) for one in asked] == [("toy", ray)]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--ray head toy", "ray: got 'head', expected auto, local, HOST:PORT or ray://HOST:PORT; without a value"),
+        ("toy --ray head:port", "ray: got 'head:port', expected auto"),
+        ("--model toy --ray toy-marked", "ray: got 'toy-marked', expected auto"),
+        ("--set ray=head --model toy", "ray: got 'head', expected auto"),
+        ("--ray ./nowhere", "model: got ./nowhere, expected .* (if --ray was given an address: it is auto, local"),
+    ],
+)
+def test_a_word_after_ray_that_is_neither_is_named(
+    asked: list[Asked], capsys: pytest.CaptureFixture[str], words: str, why: str
+) -> None:
+    assert main(["up", *words.split()]) == 2
+    seen = capsys.readouterr().err
+    assert re.search(re.escape(why).replace(r"\.\*", ".*"), seen), seen
+    assert asked == []
+
+
+def test_no_other_option_takes_the_word_after_it() -> None:
+    """An option whose value is optional takes what is meant for a positional argument."""
+    _, parser_of, _ = make_parsers()
+    found = {
+        (command, *action.option_strings)
+        for command, parser in parser_of.items()
+        for action in parser._actions
+        if action.option_strings and action.nargs in ("?", "*", "+")
+    }
+    assert found == {("up", "--ray"), ("serve", "--ray")}
 
 
 def test_two_different_models_are_an_error(asked: list[Asked], capsys: pytest.CaptureFixture[str]) -> None:
