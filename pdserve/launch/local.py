@@ -92,7 +92,8 @@ def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) ->
     fixed = fixed_ports(spec, are_workers_here=not ray)
     for port, (name, host) in fixed.items():
         check_free(name, host, port)
-    *workers, router_port, http = free_ports(spec.prefill + spec.decode + 2, avoid=fixed)
+    hosts = {spec.host} if ray is not None else {process.config.host for process in processes(spec)}
+    *workers, router_port, http = free_ports(spec.prefill + spec.decode + 2, hosts, avoid=fixed)
     filled = dataclasses.replace(
         spec,
         worker_ports=tuple(workers),

@@ -45,6 +45,11 @@ def listeners(pids: Iterable[int]) -> list[ListeningSocket]:
     return sorted(found)
 
 
+def listening_on(port: int) -> list[str]:
+    """The addresses of this host at which any process listens on `port`."""
+    return sorted({address for _, (address, found) in _listening_sockets() if found == port})
+
+
 def session_of(leader_pid: int) -> list[int]:
     """The processes in the session that `leader_pid` leads."""
     found = []

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final, final
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import is_any_host, is_loopback_host
+from pdserve.core.hosts import is_any_host, is_loopback_host, join
+from pdserve.launch.open_ports import listening_on
 from pdserve.listening import bind_error
 from pdserve.private_file import cache_file, open_private
 
@@ -42,7 +43,8 @@ class HeldPorts:
         return tuple(self._sockets)
 
     def hold(self, name: str, host: str, port: int) -> None:
-        """Raises ConfigError about the setting `name` if `port` of `host` is not available."""
+        """Raises ConfigError about the setting `name` if `port` is not available on `host`, or on another address to
+        which a client's name for `host` may lead."""
         held: list[socket.socket] = []
         try:
             for family, address in _addresses(host):
@@ -50,9 +52,7 @@ class HeldPorts:
         except OSError as error:
             for one in held:
                 one.close()
-            raise bind_error(name, host, port) or ConfigError(
-                name, port, f"a port that is free on every address of {host} ({error.strerror})"
-            ) from error
+            raise bind_error(name, host, port) or _in_use_beside(name, host, port) from error
         if all(map(_can_share, held)):
             self._sockets[port] = held
         else:  # gVisor decides at the bind: servers then bind alone, as without a launcher
@@ -67,20 +67,23 @@ class HeldPorts:
         self._sockets.clear()
 
 
-def free_ports(count: int, host: str = "127.0.0.1", *, avoid: Collection[int] = ()) -> tuple[int, ...]:
-    """`count` different ports without a listener that no other launcher of this user has claimed; none of `avoid`.
+def free_ports(count: int, hosts: Collection[str] = ("127.0.0.1",), *, avoid: Collection[int] = ()) -> tuple[int, ...]:
+    """`count` different ports that can be held on each of `hosts`, and that no other launcher of this user has claimed;
+    none of `avoid`.
 
     They are below the kernel's ephemeral range: between a worker's death and its restart an outgoing connection could
     take a port in that range, and a client that reconnects could even connect to itself.
     """
+    for host in hosts:
+        check_free("port", host, 0)  # it is an address of this machine
     found: list[int] = []
     candidates = random.sample(range(_LOWEST, _ephemeral_start()), _TRIES)
     while candidates and len(found) < count:
         port = candidates.pop()
-        if port not in avoid and is_free(host, port) and claim(port):
+        if port not in avoid and all(is_free(host, port) for host in hosts) and claim(port):
             found.append(port)
     if len(found) < count:
-        raise ConfigError("port", f"{len(found)} free ports on {host}", f"{count} of them")
+        raise ConfigError("port", f"{len(found)} free ports on {', '.join(hosts)}", f"{count} of them")
     return tuple(found)
 
 
@@ -101,7 +104,7 @@ def claim(port: int) -> bool:
 
 
 def is_free(host: str, port: int) -> bool:
-    return bind_error("port", host, port) is None
+    return all(bind_error("port", address, port) is None for _, address in _addresses(host))
 
 
 def check_free(name: str, host: str, port: int) -> None:
@@ -130,6 +133,14 @@ def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.sock
         one.close()
         raise
     return one
+
+
+def _in_use_beside(name: str, host: str, port: int) -> ConfigError:
+    """The error if another program has `port`, but not on `host` itself."""
+    where = ", ".join(join(address, port) for address in listening_on(port)) or "another address of this machine"
+    names = "`localhost`" if is_loopback_host(host) else host
+    expected = f"a port that is free there too, because clients of {names} may reach that program; 0 picks one"
+    return ConfigError(name, f"{port} (in use on {where})", expected)
 
 
 def _can_share(held: socket.socket) -> bool:

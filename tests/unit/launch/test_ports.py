@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from benchmarks.attacks.taken_port import as_stranger
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import join
 from pdserve.launch import ports
 from pdserve.launch.ports import HeldPorts, claim, free_ports
 from pdserve.listening import HELD_ENV, bind_error
@@ -38,6 +40,12 @@ def bind(host: str, port: int, *, reuse_address: int = 0) -> None:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse_address)
         one.bind((host, port))
         one.listen()
+
+
+@contextlib.contextmanager
+def listening(host: str) -> Iterator[int]:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+        yield server.getsockname()[1]
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as a second user, which only root can become")
@@ -92,13 +100,39 @@ def test_a_second_launcher_of_the_same_user_is_refused(held: HeldPorts) -> None:
         HeldPorts().hold("port", "127.0.0.1", port)
 
 
-def test_the_other_loopback_address_in_use_is_refused(held: HeldPorts) -> None:
-    """A client of `localhost` may reach either address."""
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as stranger:
-        port = stranger.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port: got {port}"):
-            held.hold("port", "127.0.0.1", port)
+@pytest.mark.parametrize(
+    ("host", "other", "clients"),
+    [("127.0.0.1", "::1", "`localhost`"), ("::1", "127.0.0.1", "`localhost`"), ("0.0.0.0", "::1", "0.0.0.0")],
+)
+def test_another_address_in_use_is_refused_with_the_reason(
+    held: HeldPorts, host: str, other: str, clients: str
+) -> None:
+    """A client of `localhost` may reach either loopback address."""
+    with listening(other) as port:
+        where = rf"{port} \(in use on {re.escape(join(other, port))}\)"
+        why = f"a port that is free there too, because clients of {clients} may reach that program"
+        with pytest.raises(ConfigError, match=f"port: got {where}, expected {why}"):
+            held.hold("port", host, port)
+        assert not ports.is_free(host, port)
     assert held.ports == ()
+
+
+@pytest.mark.parametrize(("hosts", "other"), [(["127.0.0.1"], "::1"), (["127.0.0.1", "127.0.0.2"], "127.0.0.2")])
+def test_a_chosen_port_can_be_held_on_all_its_addresses(
+    held: HeldPorts, monkeypatch: pytest.MonkeyPatch, hosts: list[str], other: str
+) -> None:
+    [free] = free_ports(1)
+    with listening(other) as taken:
+        monkeypatch.setattr(ports.random, "sample", lambda *_: [free, taken])
+        assert free_ports(1, hosts) == (free,)
+    for host in hosts:
+        held.hold("port", host, free)
+        held.release()
+
+
+def test_a_host_of_another_machine_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"host: got 192\.0\.2\.1, expected an address of this machine"):
+        free_ports(1, ["192.0.2.1"])
 
 
 def test_a_port_of_an_ended_server_can_be_held(held: HeldPorts) -> None:
