@@ -1,6 +1,9 @@
 """How a Ray that `up --ray` starts for itself is confined to this host and this user. Imports no ray.
 
-Its processes listen on loopback, require a token, and keep their sockets, logs and token in a folder of mode 0700.
+Its processes listen on loopback, require a token and a certificate, and keep their sockets, logs, token and keys in a
+folder of mode 0700. Ray binds its ports exclusively, so the launcher cannot keep them. If one of its processes crashes,
+the others dial its port again for up to a day; without a certificate, another user who has bound the port would
+receive the token, with which the remaining processes execute any program.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from pdserve.config import RAY_TOKEN_ENV
 from pdserve.core.errors import ConfigError
 from pdserve.core.urls import hide_password, place
 from pdserve.owned_folder import SHORT, OwnedFolder, sweep
+from pdserve.tls.names import CA, CERT, KEY
 
 TOKEN_PATH_ENV: Final = "RAY_AUTH_TOKEN_PATH"
 MODE_ENV: Final = "RAY_AUTH_MODE"
@@ -33,6 +37,8 @@ def is_address(text: str) -> bool:
 
 def confine(environ: MutableMapping[str, str]) -> OwnedFolder:
     """Sets the variables that Ray reads at import, for itself and its processes; returns its temporary folder."""
+    from pdserve.tls.authority import Authority  # needs the extra server, and `pdserve up` reads addresses without it
+
     parent = Path(tempfile.gettempdir())
     sweep()
     folder = OwnedFolder.make("ray", parent if len(str(parent)) <= _LONGEST_PARENT else SHORT)
@@ -49,6 +55,11 @@ def confine(environ: MutableMapping[str, str]) -> OwnedFolder:
         file.write(secrets.token_hex(32))
     environ.pop(RAY_TOKEN_ENV, None)
     environ[TOKEN_PATH_ENV] = str(token)
+    keys = folder.path / "tls"
+    Authority("pdserve ray").write(keys, "ray", ["localhost", "127.0.0.1"])
+    environ["RAY_USE_TLS"] = "1"
+    for name, pem in (("SERVER_CERT", CERT), ("SERVER_KEY", KEY), ("CA_CERT", CA)):
+        environ[f"RAY_TLS_{name}"] = str(keys / pem)
     return folder
 
 

@@ -122,10 +122,19 @@ def test_losing_the_control_plane_stops_no_request(cluster: Cluster) -> None:
     pids, folder = cluster.running.pids(), ray_folder(cluster.running)
     members = session_of(pids["ray"])
     [control] = [pid for pid in members if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]]
+    [listener] = listeners([control])
     os.kill(control, signal.SIGKILL)
     until(lambda: not is_alive(control))
     for _ in range(10):
         assert len(ask(cluster).token_ids) == 8
+    # A process that takes the port receives nothing but the begin of a TLS handshake, which needs a certificate.
+    with socket.create_server(("127.0.0.1", listener.port)) as impostor:
+        impostor.settimeout(WAIT_S)
+        for _ in range(3):
+            dialled, _ = impostor.accept()
+            with dialled:
+                dialled.settimeout(WAIT_S)
+                assert dialled.recv(1) == b"\x16"
     members += session_of(pids["ray"])
     assert cluster.running.stop() == 0
     until(lambda: not any(is_alive(pid) for pid in {*pids.values(), *members}), WAIT_S)

@@ -12,12 +12,13 @@ import pytest
 from pdserve.core.errors import ConfigError
 from pdserve.launch import own_ray
 from pdserve.launch.open_ports import ListeningSocket, _endpoint, listeners
+from pdserve.tls.authority import hosts_of
 
 
 @pytest.fixture
 def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return {"RAY_AUTH_TOKEN": "of another cluster"}
+    return {"RAY_AUTH_TOKEN": "of another cluster", "RAY_TLS_SERVER_KEY": "of another cluster"}
 
 
 def test_a_redis_in_a_folder_that_workers_cannot_enter_is_named(tmp_path: Path) -> None:
@@ -27,7 +28,7 @@ def test_a_redis_in_a_folder_that_workers_cannot_enter_is_named(tmp_path: Path) 
         own_ray.check_redis_socket("unix:///nowhere/redis.sock")
 
 
-def test_an_own_ray_reads_its_token_from_a_private_file(environ: dict[str, str]) -> None:
+def test_an_own_ray_reads_its_token_and_keys_from_private_files(environ: dict[str, str]) -> None:
     folder = own_ray.confine(environ)
     try:
         token = Path(environ["RAY_AUTH_TOKEN_PATH"])
@@ -37,6 +38,12 @@ def test_an_own_ray_reads_its_token_from_a_private_file(environ: dict[str, str])
         assert len(token.read_text()) == 64
         assert environ["RAY_AUTH_MODE"] == "token"
         assert "RAY_AUTH_TOKEN" not in environ
+        assert environ["RAY_USE_TLS"] == "1"
+        for name, mode in (("SERVER_KEY", 0o600), ("SERVER_CERT", 0o600), ("CA_CERT", 0o600)):
+            file = Path(environ[f"RAY_TLS_{name}"])
+            assert folder.path in file.parents
+            assert file.stat().st_mode & 0o777 == mode
+        assert "127.0.0.1" in hosts_of(Path(environ["RAY_TLS_SERVER_CERT"]).read_bytes())
         longest = f"{own_ray.temp_dir(folder)}/session_2026-11-22_11-26-14_524951_4194304/sockets/plasma_store"
         assert len(longest) < 107
     finally:
