@@ -284,6 +284,10 @@ class Gateway:
         return Route(path, _Endpoint(self, path, handler), methods=methods)
 
     async def run(self, path: str, handler: OpenHandler, scope: Any, receive: Any, send: Any) -> None:
+        with self._shutdown.answering():
+            await self._run(path, handler, scope, receive, send)
+
+    async def _run(self, path: str, handler: OpenHandler, scope: Any, receive: Any, send: Any) -> None:
         """Turns every error into an answer, and measures the request."""
         began_s = time.perf_counter()
         sent, received, given = Sender(send, self._is_last), _Received(receive), Headers(scope=scope)

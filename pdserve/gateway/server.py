@@ -35,6 +35,8 @@ START_S: Final = 60.0
 MEASURE_EVERY_S: Final = 1.0
 STOP_S: Final = 5.0
 LAST_WORDS_S: Final = 1.0  # in which each request gets its error at the end
+FLUSH_S: Final = 1  # after it, in which the errors reach the clients; uvicorn takes whole seconds
+TICKS_S: Final = 0.5  # of uvicorn, which looks at its flags every tenth of a second
 MAX_BACKLOG: Final = 128
 
 
@@ -93,7 +95,7 @@ class GatewayHost:
         """Ends every request now, with an error that says why. Idempotent."""
         if self._server is not None and not self._has_ended.is_set():
             asyncio.run_coroutine_threadsafe(self._finish(), self._loop)
-            if not self._has_ended.wait(2 * LAST_WORDS_S):
+            if not self._has_ended.wait(LAST_WORDS_S + FLUSH_S + TICKS_S):
                 self._loop.call_soon_threadsafe(self._abort)
                 self._has_ended.wait(STOP_S)
         self._end()
@@ -247,7 +249,7 @@ def _uvicorn_config(
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=1,  # the drain has ended
+        timeout_graceful_shutdown=FLUSH_S,  # the drain has ended
         # asyncio accepts this many connections at a time. The number is small so that each one is read before it counts
         # as
         # idle.

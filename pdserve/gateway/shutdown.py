@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import final
 
 from pdserve.core.errors import ShuttingDown
@@ -17,11 +17,23 @@ class Shutdown:
     def __init__(self) -> None:
         self.is_draining = False  # new requests are rejected
         self._limits: dict[asyncio.Timeout, bool] = {}  # of the running requests; whether the drain waits for it
+        self._answering = 0  # requests whose answer has not ended
         self._changed = asyncio.Event()
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Runs a request up to the end of its answer, so also the sending of the error that `interrupt` caused."""
+        self._answering += 1
+        try:
+            yield
+        finally:
+            self._answering -= 1
+            self._changed.set()
 
     @contextlib.asynccontextmanager
     async def interruptible(self, *, is_endless: bool) -> AsyncIterator[None]:
-        """Runs a request. Raises ShuttingDown if `interrupt` ends it. `is_endless`: the drain does not wait for it."""
+        """Runs a request, inside `answering`. Raises ShuttingDown if `interrupt` ends it. `is_endless`: the drain does
+        not wait for it."""
         limit = asyncio.timeout(None)
         try:
             async with limit:
@@ -42,13 +54,13 @@ class Shutdown:
         await self._wait(lambda: not any(self._limits.values()), limit_s)
 
     async def interrupt(self, limit_s: float) -> None:
-        """Ends all requests, and returns when each is about to send its error, or after `limit_s`."""
+        """Ends all requests, and returns when each has sent its error, or after `limit_s`."""
         self.is_draining = True
         now_s = asyncio.get_running_loop().time()
         for one in self._limits:
             if not one.expired():
                 one.reschedule(now_s)
-        await self._wait(lambda: not self._limits, limit_s)
+        await self._wait(lambda: not self._answering, limit_s)
 
     async def _wait(self, holds: Callable[[], bool], limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -12,9 +13,14 @@ import httpx2 as httpx
 import pytest
 
 from pdserve import Client
+from pdserve.client.aio import AsyncClient
 from pdserve.client.retry import Retries
+from pdserve.config import GatewayConfig
 from pdserve.core.errors import ShuttingDown
+from pdserve.gateway.app import Gateway
 from pdserve.gateway.server import GatewayHost
+from pdserve.gateway.shutdown import Shutdown
+from pdserve.telemetry.metrics import Metrics
 from pdserve.testing import Cluster
 from tests.unit.gateway.conftest import WAIT_S, Served, gateway, is_idle, until
 
@@ -41,6 +47,47 @@ def streaming(host: GatewayHost, path: str) -> Iterator[Iterator[str]]:
 
 def last_event(lines: Iterator[str]) -> Any:
     return json.loads([line for line in lines if line.startswith("data: ")][-1].removeprefix("data: "))
+
+
+async def test_the_end_waits_for_the_errors_and_not_only_for_their_causes() -> None:
+    """The process ends next, so what is not sent by then is lost. A client may be slow to take the error."""
+    shutdown, is_failing, client_reads = Shutdown(), asyncio.Event(), asyncio.Event()
+    gateway = Gateway(
+        GatewayConfig(router="127.0.0.1:1"),
+        AsyncClient("127.0.0.1:1"),
+        Metrics("gateway"),
+        shutdown,
+        needs_token=False,
+    )
+    statuses: list[int] = []
+
+    async def handle(*_: Any) -> int:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def send(message: Any) -> None:
+        is_failing.set()
+        await client_reads.wait()
+        statuses.append(message.get("status", 0))
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
+    answering = asyncio.create_task(gateway.run("/v1/models", handle, scope, None, send))
+    await asyncio.sleep(0)
+    ending = asyncio.create_task(shutdown.interrupt(WAIT_S))
+    await is_failing.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not ending.done()
+    client_reads.set()
+    await ending
+    assert statuses == [503, 0]
+    await answering
+
+
+async def test_the_end_does_not_wait_for_a_client_that_never_reads() -> None:
+    shutdown = Shutdown()
+    with shutdown.answering():
+        await shutdown.interrupt(0.01)
 
 
 @pytest.mark.parametrize("end", ENDS)
