@@ -36,6 +36,10 @@ class OwnedFolder:
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self._lock = lock
+        # systemd-tmpfiles removes old files from temporary folders, unless a folder itself is locked (tmpfiles.d(5)).
+        # Without its socket file, a server that still runs could not be reached.
+        self._aging_lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        _take(self._aging_lock)
 
     @classmethod
     def make(cls, purpose: str, parent: Path | None = None) -> Self:
@@ -62,6 +66,7 @@ class OwnedFolder:
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
+            os.close(self._aging_lock)
             self._lock = -1
 
 

@@ -48,6 +48,20 @@ def test_a_living_owner_keeps_its_folder_and_removes_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(owned_folder.fcntl is None, reason="a system without locks")
+def test_files_of_a_running_cluster_do_not_age(tmp_path: Path) -> None:
+    """systemd-tmpfiles skips a folder that it cannot lock."""
+    folder = OwnedFolder.make("sockets", tmp_path)
+    descriptor = os.open(folder.path, os.O_RDONLY)
+    try:
+        with pytest.raises(BlockingIOError):
+            owned_folder.fcntl.flock(descriptor, owned_folder.fcntl.LOCK_EX | owned_folder.fcntl.LOCK_NB)
+        folder.remove()
+        owned_folder.fcntl.flock(descriptor, owned_folder.fcntl.LOCK_EX | owned_folder.fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
+
+
 def test_links_are_not_followed(orphan: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     precious = tmp_path_factory.mktemp("precious")
     (precious / "owner.lock").touch()
@@ -94,7 +108,7 @@ def test_a_folder_that_was_never_locked_is_removed_once_it_is_old(
 
 
 def test_a_folder_removed_by_a_concurrent_sweep_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    takes = iter([False, True])
+    takes = iter([False, True, True])
     monkeypatch.setattr(owned_folder, "_take", lambda lock: next(takes))
     folder = OwnedFolder.make("ray", tmp_path)
     assert folder.path.is_dir()
