@@ -142,7 +142,8 @@ class Membership:
             try:
                 for response in self._proven(peers.REACH_STORE, "ReachStore", _pieces(connection)):
                     connection.sendall(response.data)
-            except (OSError, grpc.RpcError, PdserveError) as error:  # the client sees its connection closed
+            # The client sees its connection closed. gRPC raises ValueError if leave() has closed the channel.
+            except (OSError, ValueError, grpc.RpcError, PdserveError) as error:
                 if not self._is_leaving:
                     log.warning("a connection to the ranks' store broke", extra={"error": str(error)})
 

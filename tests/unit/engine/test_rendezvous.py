@@ -127,6 +127,15 @@ def test_leader_and_ranks_detect_each_others_end(lead: Callable[..., Leader]) ->
     assert len(two.lost) == 1
 
 
+def test_a_connection_to_the_store_during_the_leave_is_closed(lead: Callable[..., Leader]) -> None:
+    membership = Joined(lead().address).membership
+    membership.leave()
+    ours, theirs = socket.socketpair()
+    with ours:
+        membership._carry(theirs)
+        assert ours.recv(1) == b""
+
+
 def test_the_store_requires_the_secret(lead: Callable[..., Leader]) -> None:
     leader = lead()
     with pytest.raises(Unauthenticated, match="did not prove"):
