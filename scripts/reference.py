@@ -25,6 +25,7 @@ from pdserve.core.setting import NAME, Range
 from pdserve.gateway.field_support import IGNORED, MODELS, REJECTED, Endpoint
 from pdserve.gateway.response_fields import ADDED, EMPTY, FILLED, Answer
 from pdserve.launch.keys import COMPUTED, TOP
+from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import NUM_WORKERS, ClusterSpec
 from pdserve.telemetry.metric_names import METRICS, LabelValues, MetricSpec
 from pdserve.telemetry.names import ATTRIBUTES, SPANS
@@ -125,7 +126,7 @@ def settings_table(rows: Iterable[Sequence[str]]) -> list[str]:
 
 def cluster_rows() -> Iterator[Sequence[str]]:
     """TOP: the meaning is the flag's where `pdserve up` has one, else that of the setting with the same name."""
-    of_config = {one.name: one for kind in (RouterConfig, WorkerConfig) for one in dataclasses.fields(kind)}
+    of_config = {one.name: one for kind in (RouterConfig, WorkerConfig, LogLimits) for one in dataclasses.fields(kind)}
     of_spec = {one.name: one for one in dataclasses.fields(ClusterSpec)}
     flags = {action.dest: action for action in actions(make_parsers()[1]["up"])}
     for key, kind in TOP.items():

@@ -155,6 +155,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="write the log of each process to a file in DIR instead of stderr",
     )
     add(
+        "--log-max-bytes",
+        type=int,
+        default=keep,
+        metavar="BYTES",
+        help="size at which a file in --log-dir is renamed to NAME.log.1, an earlier one to NAME.log.2 (64 MiB)",
+    )
+    add(
+        "--log-files",
+        type=int,
+        default=keep,
+        metavar="N",
+        help="number of renamed files to keep of each process; 0 keeps none (5)",
+    )
+    add(
         "--inject-faults",
         default=keep,
         metavar="PLAN",

@@ -48,6 +48,8 @@ TOP: Final[Mapping[str, type]] = {
     "ray_strategy": str,
     "ray_wait_s": float,
     "log_dir": str,
+    "log_max_bytes": int,
+    "log_files": int,
     "tls": str,
     "tls_client_ca": str,
     "insecure": bool,

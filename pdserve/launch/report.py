@@ -13,11 +13,13 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.progress import PhaseProgress, bar_line, log_text, phase_of
+from pdserve.core.setting import check_fields, setting
 from pdserve.engine.memory_plan import MemoryPlan, plan_from_json
 from pdserve.launch.start_progress import ClusterProgress
 from pdserve.private_file import open_private
@@ -25,8 +27,6 @@ from pdserve.progress import LINE_EVERY_S, StatusLine, first_s
 from pdserve.telemetry.logs import json_line
 
 _WIDTH: Final = 10
-LOG_FILE_BYTES: Final = 64 * 2**20  # of one process with --log-dir, before it is renamed
-LOG_FILES_KEPT: Final = 5  # renamed ones of each process
 _MOST_PARTS: Final = 16  # phases of one worker's start
 _MEMORY: Final = re.compile(r"(?:^| )memory (\{.*\})$")
 _PARTS: Final = {  # parts of a memory plan, with their column names
@@ -39,13 +39,31 @@ _PARTS: Final = {  # parts of a memory plan, with their column names
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLimits:
+    """Of the files in a log folder. Raises ConfigError."""
+
+    log_max_bytes: int = setting("size at which a file is renamed", 64 * 2**20, within=(4096, 2**40))
+    log_files: int = setting("number of renamed files to keep of each process", 5, within=(0, 1000))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 @final
 class LauncherReport:
     """Writes whole lines, so that lines of several processes do not interleave. Used from one thread."""
 
-    def __init__(self, log_dir: Path | None = None, *, is_quiet: bool = False, is_json: bool = False) -> None:
+    def __init__(
+        self,
+        log_dir: Path | None = None,
+        log_limits: LogLimits | None = None,
+        *,
+        is_quiet: bool = False,
+        is_json: bool = False,
+    ) -> None:
         self._began_s = time.monotonic()
-        self._log_dir = log_dir
+        self._log_dir, self._log_limits = log_dir, log_limits or LogLimits()
         self._is_quiet, self._is_json = is_quiet, is_json
         self._files: dict[str, LogFile] = {}
         self._phases: list[tuple[str, float]] = []
@@ -96,7 +114,9 @@ class LauncherReport:
         if name not in self._files:
             with _a_folder(self._log_dir):
                 path = self._log_dir / f"{name}.log"
-                self._files[name] = LogFile(path, lambda why: self.say(name, f"trouble with its log file: {why}"))
+                self._files[name] = LogFile(
+                    path, lambda why: self.say(name, f"trouble with its log file: {why}"), self._log_limits
+                )
         return self._files[name].write
 
     # -- progress ------------------------------------------------------------------------------------------------
@@ -221,22 +241,21 @@ def open_log(path: Path) -> BinaryIO:
 class LogFile:
     """Appends whole lines to an unbuffered file. Lost lines are counted, and reported once writing succeeds again.
 
-    A file that would grow beyond `max_bytes` is renamed to NAME.1, an earlier NAME.1 to NAME.2, and so on up to
-    NAME.`kept`; the oldest is deleted.
+    A file that would grow beyond `limits.log_max_bytes` is renamed to NAME.1, an earlier NAME.1 to NAME.2, and so on
+    up to NAME.`limits.log_files`; older ones are deleted.
     """
 
     def __init__(
         self,
         path: Path,
         on_loss: Callable[[str], None],
+        limits: LogLimits,
         *,
-        max_bytes: int = LOG_FILE_BYTES,
-        kept: int = LOG_FILES_KEPT,
         open_file: Callable[[Path], BinaryIO] = open_log,
     ) -> None:
         """`on_loss` is called with the reason when lines begin to be lost, or the file cannot be renamed. Raises
         OSError."""
-        self._path, self._max_bytes, self._kept = path, max_bytes, kept
+        self._path, self.limits = path, limits
         self._on_loss, self._open_file = on_loss, open_file
         self._num_lost = 0
         self._open()
@@ -249,7 +268,7 @@ class LogFile:
         try:
             if self._file.closed:  # it could not be opened again
                 self._open()
-            if self._size and self._size + len(data) > self._max_bytes:
+            if self._size and self._size + len(data) > self.limits.log_max_bytes:
                 self._rotate()
             self._file.write(data)
             self._size += len(data)
@@ -277,10 +296,15 @@ class LogFile:
     def _rotate(self) -> None:
         self._file.close()
         try:
-            for number in range(self._kept, 0, -1):
-                older = self._numbered(number - 1) if number > 1 else self._path
+            kept = self.limits.log_files
+            for number in range(kept, 0, -1):
                 with contextlib.suppress(FileNotFoundError):
-                    older.replace(self._numbered(number))
+                    self._numbered(number - 1).replace(self._numbered(number))
+            if not kept:
+                self._path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # those of an earlier, higher limit
+                while True:
+                    self._numbered(kept := kept + 1).unlink()
         except OSError as error:  # a long log is better than lost lines
             self._on_loss(f"it cannot be renamed ({error.strerror}), and grows")
             self._open()
@@ -289,7 +313,7 @@ class LogFile:
             self._open()
 
     def _numbered(self, number: int) -> Path:
-        return self._path.with_name(f"{self._path.name}.{number}")
+        return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
 
 
 @contextlib.contextmanager

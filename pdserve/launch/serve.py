@@ -47,7 +47,7 @@ async def serve(asked: Asked) -> int:
     _allow_descriptors(asked)
     stop, hurry = asyncio.Event(), asyncio.Event()
     _on_signals(stop, hurry)
-    report = LauncherReport(asked.log_dir, is_json=log_format() == JSON)
+    report = LauncherReport(asked.log_dir, asked.log_limits, is_json=log_format() == JSON)
     if not is_on_terminal():
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, report.reopen)
     if swept := sweep():  # folders of killed launchers

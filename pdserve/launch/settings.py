@@ -28,6 +28,7 @@ from pdserve.launch import own_ray
 from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top
 from pdserve.launch.make_tls import of_operator
+from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import ClusterSpec, Process, gateway, processes
 from pdserve.model_source import TOY_MODELS, find_model, is_on_hub
 
@@ -44,6 +45,7 @@ class Asked:
     spec: ClusterSpec
     ray: str | None  # address of a Ray cluster; empty starts one here; None uses plain processes
     log_dir: Path | None
+    log_limits: LogLimits
 
 
 def read(
@@ -126,7 +128,13 @@ def read(
     _check_reports(processes(spec))  # all processes' settings are checked before any process is started
     gateway(spec, "")
     log_dir = found.get("log_dir")
-    return Asked(spec=spec, ray=found.get("ray"), log_dir=Path(log_dir) if log_dir else None)
+    limits = {name: found[name] for name in ("log_max_bytes", "log_files") if name in found}
+    return Asked(
+        spec=spec,
+        ray=found.get("ray"),
+        log_dir=Path(log_dir) if log_dir else None,
+        log_limits=LogLimits(**limits),
+    )
 
 
 def _check_reports(started: Sequence[Process]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.engine.memory_plan import MemoryPlan
-from pdserve.launch.report import LauncherReport, LogFile
+from pdserve.launch.report import LauncherReport, LogFile, LogLimits
 
 
 def test_each_process_has_its_file(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_restarted_process_appends_to_its_log(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_reported_once() -> None:
     told: list[str] = []
-    file = LogFile(Path("/dev/full"), told.append, open_file=lambda path: path.open("ab", buffering=0))
+    file = LogFile(Path("/dev/full"), told.append, LogLimits(), open_file=lambda path: path.open("ab", buffering=0))
     for number in range(3):
         file.write(f"line {number}")
     file.close()
@@ -59,7 +59,7 @@ class Disk:
 
 def test_a_log_reports_lost_lines_after_a_full_disk() -> None:
     disk, told = Disk(), list[str]()
-    file = LogFile(Path("p0.log"), told.append, open_file=lambda path: disk)  # type: ignore[arg-type, return-value]
+    file = LogFile(Path("p0.log"), told.append, LogLimits(), open_file=lambda path: disk)  # type: ignore[arg-type, return-value]
     file.write("first")
     disk.is_full = True
     file.write("lost")
@@ -128,17 +128,33 @@ def test_the_table_of_the_start_divides_memory(capsys: pytest.CaptureFixture[str
     assert len({len(row) for row in rows}) == 1, "columns stand below each other"
 
 
-def test_a_log_file_is_renamed_at_its_size_limit(tmp_path: Path) -> None:
-    file = LogFile(tmp_path / "p0.log", print, max_bytes=20, kept=2)
-    for number in range(10):
-        file.write(f"line {number:04}")  # 10 bytes
-    file.close()
-    found = {path.name: path.read_text(encoding="utf-8").split() for path in tmp_path.iterdir()}
-    assert {name: words[1::2] for name, words in found.items()} == {
-        "p0.log": ["0008", "0009"],
-        "p0.log.1": ["0006", "0007"],
-        "p0.log.2": ["0004", "0005"],
-    }
+LINE = "x" * 1019  # 1024 bytes with a number and a line end
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        (0, {"p0.log": ["0016", "0017"]}),
+        (1, {"p0.log": ["0016", "0017"], "p0.log.1": ["0012", "0013", "0014", "0015"]}),
+        (
+            2,
+            {
+                "p0.log": ["0016", "0017"],
+                "p0.log.1": ["0012", "0013", "0014", "0015"],
+                "p0.log.2": ["0008", "0009", "0010", "0011"],
+            },
+        ),
+    ],
+)
+def test_log_files_are_renamed_at_their_size(tmp_path: Path, kept: int, expected: dict[str, list[str]]) -> None:
+    for number in (kept + 1, kept + 2):  # of an earlier run, which kept more
+        (tmp_path / f"p0.log.{number}").write_text("old")
+    report = LauncherReport(tmp_path, LogLimits(log_max_bytes=4096, log_files=kept))
+    write = report.relay("p0")
+    for number in range(18):
+        write(f"{number:04}{LINE}")
+    report.close()
+    assert {path.name: [line[:4] for line in path.read_text().splitlines()] for path in tmp_path.iterdir()} == expected
 
 
 def test_a_log_file_that_was_renamed_is_opened_again(tmp_path: Path) -> None:
@@ -164,8 +180,8 @@ def test_a_log_that_cannot_be_renamed_loses_no_line(tmp_path: Path) -> None:
     told: list[str] = []
     (tmp_path / "p0.log.1").mkdir()
     (tmp_path / "p0.log.1" / "file").touch()
-    file = LogFile(tmp_path / "p0.log", told.append, max_bytes=20, kept=1)
-    lines = [f"line {number}" for number in range(9)]
+    file = LogFile(tmp_path / "p0.log", told.append, LogLimits(log_max_bytes=4096, log_files=1))
+    lines = [f"{number:04}{LINE}" for number in range(9)]
     for line in lines:
         file.write(line)
     file.close()

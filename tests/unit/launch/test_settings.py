@@ -13,6 +13,7 @@ import pytest
 from pdserve.config import RouterConfig, WorkerConfig
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.launch import settings
+from pdserve.launch.report import LogLimits
 from pdserve.launch.settings import bundled_model
 from pdserve.launch.spec import processes, worker_config
 
@@ -410,3 +411,25 @@ def test_paths_and_endpoints_are_checked_before_loading(word: str) -> None:
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "http://collector:4317", "https://[::1]:4317/", "[::1]:4317"])
 def test_collectors_with_a_port_are_accepted(endpoint: str) -> None:
     settings.read({"model": "toy", "otlp": endpoint}, None, [])
+
+
+def test_log_files_have_limits_of_size_and_number(tmp_path: Path) -> None:
+    asked = read(None, 'model = "toy"\nlog_dir = "logs"\nlog_max_bytes = 8192', "log_files=2", folder=tmp_path)
+    assert asked.log_limits == LogLimits(log_max_bytes=8192, log_files=2)
+    assert read({"model": "toy"}, folder=tmp_path).log_limits == LogLimits()
+
+
+@pytest.mark.parametrize(
+    ("word", "field"),
+    [
+        ("log_max_bytes=4095", "log_max_bytes"),
+        ("log_max_bytes=-1", "log_max_bytes"),
+        ("log_files=1001", "log_files"),
+        ("log_files=-1", "log_files"),
+        ("log_files=1.5", "log_files"),
+        ("log_files=true", "log_files"),
+    ],
+)
+def test_limits_of_log_files_have_ranges(word: str, field: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: got"):
+        read({"model": "toy", "log_dir": str(tmp_path)}, None, word, folder=tmp_path)
