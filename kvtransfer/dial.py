@@ -27,9 +27,11 @@ from kvtransfer.plan import MAX_CHUNK_BYTES
 from kvtransfer.tls_socket import secured
 from kvtransfer.transports.interface import SendPath
 from kvtransfer.transports.registry import TRANSPORTS, name_of
+from pdserve.build import FULL_VERSION
 from pdserve.core.errors import TransferFailed, Unauthenticated
 from pdserve.core.grant import Fingerprint
 from pdserve.core.proof import NONCE_BYTES, ClusterSecret, Identity
+from pdserve.core.version import is_compatible, mismatch
 from pdserve.engine.interface import KvPool
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.tls.reasons import connection_failure, tls_failure
@@ -132,6 +134,7 @@ def open_request(caller: Caller, transports: Sequence[int]) -> transfer_pb2.Open
         transports=[transfer_pb2.TransportKind.Name(kind) for kind in transports],
         checksums=[CHECKSUMS[kind] for kind in caller.checksums],
         wire_dtype=caller.wire_dtype or caller.fingerprint.shape.dtype,
+        version=FULL_VERSION,
     )
 
 
@@ -152,6 +155,8 @@ def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: floa
             if error.code() is grpc.StatusCode.UNAVAILABLE and why:
                 raise TransferFailed(f"no connection to {endpoint}: {why}") from error
             raise TransferFailed(f"{endpoint} refused: {error.code().name}: {error.details()}") from error
+    if not is_compatible(FULL_VERSION, answer.version):  # an older receiver, which did not check it itself
+        raise TransferFailed(f"{endpoint}: {mismatch(FULL_VERSION, answer.version)}")
     return answer
 
 

@@ -23,10 +23,12 @@ from kvtransfer.parts import PartLayout
 from kvtransfer.reshape.mapping import arrival_of
 from kvtransfer.stats import TransferStats
 from kvtransfer.transports.registry import TRANSPORTS, name_of, names_of
+from pdserve.build import FULL_VERSION
 from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unauthenticated
 from pdserve.core.grant import Fingerprint
 from pdserve.core.kv_shape import KvShape
 from pdserve.core.proof import ClusterSecret, caller_name
+from pdserve.core.version import MAX_CHARS, is_compatible, release
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire.peers import proven_caller
 from pdserve.wire.protocol import FINGERPRINT
@@ -107,6 +109,7 @@ class Gate:
             checksum=transfer_pb2.ChecksumKind.Name(CHECKSUMS[peer.checksum]),
             chunk_bytes=self._chunk_bytes,
             transport_reason=peer.transport_reason,
+            version=FULL_VERSION,
         )
 
     def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None:
@@ -131,6 +134,9 @@ class Gate:
         return peer, receiver_answer(self._secret, parties, greeting)
 
     def _judge(self, request: transfer_pb2.OpenRequest) -> Peer:
+        if not is_compatible(FULL_VERSION, request.version):
+            expected = f"{release(FULL_VERSION)}, or one that differs in its patch number only"
+            raise ConfigError("version", repr(request.version[:MAX_CHARS]), expected)
         theirs = FINGERPRINT.decode(request.fingerprint)
         compare(self._fingerprint, theirs)
         PartLayout.to_receive(theirs.shape, self._fingerprint.shape)

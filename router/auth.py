@@ -9,17 +9,22 @@ valid for the methods that serve requests. The token is compared in constant tim
 from __future__ import annotations
 
 import hmac
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, final
 
 import grpc
 import grpc.aio
 
+from pdserve.build import FULL_VERSION
 from pdserve.core.errors import PdserveError, PermissionDenied, Unauthenticated, UnknownMethod
 from pdserve.core.key_file import DEFAULT_TENANT, KeyFile, Tenant
+from pdserve.core.version import MAX_CHARS, VERSION_KEY, is_compatible
 from pdserve.wire import status
+
+log = logging.getLogger(__name__)
 
 
 class Access(Enum):
@@ -45,6 +50,7 @@ POLICY: Final[Mapping[str, Access]] = {
     "/pdserve.v1.ClusterService/Watch": Access.OPERATOR,
     "/pdserve.v1.ClusterService/GetWorkerLog": Access.OPERATOR,
 }
+MAX_VERSIONS: Final = 64  # of clients, that are told apart
 _SCHEME: Final = "bearer "
 # It has no default, so a handler fails if its call was not authorised.
 _authorise: ContextVar[Callable[[], Tenant]] = ContextVar("pdserve_authorise")
@@ -77,6 +83,23 @@ def authorised(method: str, metadata: Any, token: str, keys: KeyFile | None) -> 
     return tenant
 
 
+@final
+class ClientVersions:
+    """Logs each version of clients that is not compatible once. Such a client is served: messages only gain fields."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, metadata: Any) -> None:
+        version = next((str(value)[:MAX_CHARS] for key, value in metadata or () if key == VERSION_KEY), "")
+        if version in self._seen or len(self._seen) >= MAX_VERSIONS:
+            return
+        self._seen.add(version)
+        if not is_compatible(FULL_VERSION, version):
+            extra = {"client_version": version, "router_version": FULL_VERSION}
+            log.warning("a client has another version; fields that this router does not know are ignored", extra=extra)
+
+
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]
     def __init__(
         self,
@@ -88,6 +111,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg
         self._token = token
         self._keys = keys
         self._on_rejected = on_rejected
+        self._client_versions = ClientVersions()
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         details = handler_call_details
@@ -99,6 +123,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg
             authorise()
         except PdserveError as error:
             return self._refusal(error)
+        self._client_versions.note(details.invocation_metadata)
         _authorise.set(authorise)  # never reset: gRPC runs each call in its own task, whose context ends with it
         return await continuation(details)
 

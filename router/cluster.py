@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, final
 
+from pdserve.build import FULL_VERSION
 from pdserve.core.errors import NotFound, PdserveError
-from pdserve.core.version import VERSION
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from pdserve.wire import status
 from pdserve.wire.codec import Codec, Special
@@ -39,7 +39,7 @@ _WORKER: Final = Codec(
         "prefill_error",
         "decode_error",
     ),
-    ignored=("kv_links", "version"),
+    ignored=("kv_links",),
 )
 _EXPLANATION: Final = Codec(
     DecisionRecord,
@@ -58,12 +58,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         watching: Watching,
         links: KvLinks,
         logs: WorkerLogs,
-        versions: Mapping[str, str],
         router_id: str,
     ) -> None:
-        """`versions` of pdserve, by worker."""
         self._runtime, self._watching, self._links, self._logs = runtime, watching, links, logs
-        self._versions = versions
         self._router_id = router_id
         self._started_s = time.monotonic()
 
@@ -73,14 +70,11 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         topology = self._runtime.state.snapshot()
         return cluster_pb2.GetTopologyResponse(
             router_id=self._router_id,
-            workers=[
-                _worker(one, self._links.of(one.worker_id), self._versions.get(one.worker_id, ""))
-                for one in topology.workers
-            ],
+            workers=[_worker(one, self._links.of(one.worker_id)) for one in topology.workers],
             queued_requests=topology.queued,
             running_requests=topology.running,
             uptime_s=time.monotonic() - self._started_s,
-            version=VERSION,
+            version=FULL_VERSION,
         )
 
     async def Explain(self, request: cluster_pb2.ExplainRequest, context: Any) -> cluster_pb2.ExplainResponse:
@@ -131,10 +125,9 @@ def explain_response(record: DecisionRecord, router_id: str) -> cluster_pb2.Expl
     return response
 
 
-def _worker(facts: WorkerFacts, links: Sequence[worker_pb2.KvLink], version: str) -> cluster_pb2.WorkerView:
+def _worker(facts: WorkerFacts, links: Sequence[worker_pb2.KvLink]) -> cluster_pb2.WorkerView:
     view = _WORKER.encode(facts)
     view.kv_links.extend(links)
-    view.version = version
     return view
 
 

@@ -74,6 +74,7 @@ class WorkerConnected:
     max_batch_tokens: int  # prompt tokens in one step
     inbox_depth: int
     block_bytes: int = 0  # 0: unknown
+    version: str = ""  # with its build; empty if unknown
     cost: CostPrior = field(default_factory=CostPrior)
 
 

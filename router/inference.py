@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 import grpc.aio
 
+from pdserve.build import FULL_VERSION
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.errors import Cancelled, IdInUse, InternalError, NoWorkers, PdserveError, QuotaExceeded
 from pdserve.core.held_bytes import HeldBytes
@@ -101,6 +102,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tool_format=self._admission.tool_format,
             reasoning_format=self._admission.reasoning_format,
             sampling_defaults=SAMPLING_DEFAULTS.encode(self._admission.limits.sampling),
+            version=FULL_VERSION,
             # The prompt takes at least one token of the context.
             max_new_tokens=min(self._admission.limits.max_new_tokens, model.max_context_tokens - 1),
         )

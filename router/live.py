@@ -73,4 +73,5 @@ def _worker(view: WorkerView, now_s: float) -> LiveWorker:
         step_s=view.last_step_s,
         silent_s=max(now_s - view.heard_s, 0.0),
         preemptions=report.preemptions,
+        version=view.hello.version,
     )

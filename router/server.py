@@ -17,12 +17,12 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pdserve.build import FULL_VERSION
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError, port_in_use
 from pdserve.core.hosts import join
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
-from pdserve.core.version import VERSION
 from pdserve.listening import bind_error, is_held
 from pdserve.model_source import TOY_MODELS, model_name
 from pdserve.prefix.index import PrefixIndex
@@ -277,7 +277,6 @@ class RouterServer:
                 self._watching,
                 self._workers.links,
                 self._workers.logs,
-                self._workers.versions,
                 self._config.router_id,
             ),
             self._server,
@@ -317,7 +316,7 @@ class RouterServer:
             router_incarnation=self._incarnation,
             wants_kv_events=self._index is not None,
             reads_batches=True,
-            version=VERSION,
+            version=FULL_VERSION,
         )
 
     def _workers_changed(self) -> None:

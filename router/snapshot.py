@@ -16,6 +16,7 @@ class WorkerFacts:
     incarnation: str
     role: Role
     endpoint: str
+    version: str  # with its build; empty if unknown
     num_blocks: int
     is_connected: bool
     is_draining: bool
@@ -45,6 +46,7 @@ def take_snapshot(cluster: ClusterState) -> ClusterSnapshot:
             incarnation=view.incarnation,
             role=view.role,
             endpoint=view.hello.endpoint,
+            version=view.hello.version,
             num_blocks=view.hello.num_blocks,
             is_connected=view.is_connected,
             is_draining=view.is_draining,

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Final, final
 
+from pdserve.build import FULL_VERSION
 from pdserve.core.durations import check_duration
 from pdserve.core.errors import Overloaded, ShuttingDown
 from pdserve.core.live import PERIOD_S
@@ -40,7 +41,9 @@ class Watching:
             while not self._closing.is_set():
                 frame = self._state.live_frame(self._clock(), num_seen)
                 num_seen = self._state.num_ended
-                yield cluster_pb2.WatchResponse(frame=FRAME.encode(frame))
+                response = cluster_pb2.WatchResponse(frame=FRAME.encode(frame))
+                response.frame.version = FULL_VERSION
+                yield response
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), period_s)
             raise ShuttingDown

@@ -13,12 +13,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, final
 
+from pdserve.build import FULL_VERSION
 from pdserve.core.blocks import CacheChange
 from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.core.hashing import HASH_BYTES
 from pdserve.core.proof import Identity
 from pdserve.core.types import Role
-from pdserve.core.version import VERSION, is_compatible
+from pdserve.core.version import MAX_CHARS, is_compatible, mismatch
 from pdserve.prefix.index import PrefixIndex
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import worker_pb2
@@ -38,7 +39,7 @@ _HELLO: Final = Codec(
     WorkerConnected,
     worker_pb2.WorkerHello,
     nested=(COST,),
-    given=("endpoint", "block_bytes"),
+    given=("endpoint", "block_bytes", "version"),
     ignored=("model", "fingerprint", "vocab_size", "eos_token_ids", "hash_seed", "reads_batches", "version"),
 )
 
@@ -72,7 +73,6 @@ class Workers:
         self._identity = identity
         self._model_name = model_name
         self._hello = hello
-        self.versions: dict[str, str] = {}  # of pdserve, by worker
         self._on_event = on_event
         self._index = index
         self._silence_s = silence_s
@@ -156,7 +156,8 @@ class Workers:
         self._complaints.pop(session.endpoint, None)
         fingerprint = FINGERPRINT.decode(hello.fingerprint)
         block_bytes = fingerprint.block_bytes * fingerprint.shape.tp_degree
-        event = _HELLO.decode(hello, endpoint=session.endpoint, block_bytes=block_bytes)
+        version = hello.version[:MAX_CHARS]
+        event = _HELLO.decode(hello, endpoint=session.endpoint, block_bytes=block_bytes, version=version)
         former = self._attached.get(hello.worker_id)
         if former is not None:  # the new incarnation has connected before the stream of the old one ended
             self._lose(former, "another incarnation came")
@@ -164,7 +165,6 @@ class Workers:
         if not self._attached:
             self.model = facts_of(hello)
         self._attached[hello.worker_id] = session
-        self.versions[hello.worker_id] = hello.version[:32]
         if hello.worker_id in self._forgetting:
             self._forgetting.pop(hello.worker_id).cancel()
         self._roles[hello.worker_id] = event.role
@@ -175,11 +175,11 @@ class Workers:
             "worker_id": hello.worker_id,
             "role": event.role.value,
             "endpoint": session.endpoint,
-            "version": hello.version[:32],
+            "version": version,
         }
         log.info("a worker is attached", extra=extra)
-        if hello.version != VERSION:
-            log.warning("a worker has another version", extra=extra | {"router_version": VERSION})
+        if version != FULL_VERSION:
+            log.warning("a worker has another version or build", extra=extra | {"router_version": FULL_VERSION})
         self._on_event(event)
         self._on_change()
         return None
@@ -241,8 +241,8 @@ class Workers:
         is_new_home = self._registered.get(hello.worker_id) == session.endpoint
         if former is not None and former.endpoint != session.endpoint and not is_new_home:
             return f"its id is that of the worker at {former.endpoint}; give each worker an id of its own"
-        if not is_compatible(VERSION, hello.version):
-            return f"its version is {hello.version[:32]!r}, this router's {VERSION}; only the patch number may differ"
+        if not is_compatible(FULL_VERSION, hello.version):
+            return mismatch(FULL_VERSION, hello.version)
         if hello.role not in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE):
             return f"its role {hello.role} is unknown to this router"
         if hello.max_context_tokens < 2:
@@ -274,7 +274,6 @@ class Workers:
     def _lose(self, session: WorkerSession, reason: str) -> None:
         del self._attached[session.worker_id]
         self._roles.pop(session.worker_id, None)
-        self.versions.pop(session.worker_id, None)
         self.links.forget(session.worker_id)
         if self._contexts.pop(session.worker_id, None) is not None:
             self._set_context()

@@ -13,10 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from pdserve.build import FULL_VERSION
 from pdserve.core.check_result import CheckResult, Level
 from pdserve.core.errors import ModelError, PdserveError
 from pdserve.core.extras import EXTRAS, advice, check_platform, missing
-from pdserve.core.version import VERSION
 from pdserve.engine.host_limits import free_bytes, usable_cores
 from pdserve.image_check import compiler_is_there, cuda_of_torch, cuda_versions_agree, cupy_is_there
 from pdserve.model_source import TOY_MODELS, find_model, model_name
@@ -79,7 +79,7 @@ def line(finding: CheckResult) -> str:
 
 
 def _python() -> Iterator[CheckResult]:
-    yield CheckResult("ok", "pdserve", VERSION)
+    yield CheckResult("ok", "pdserve", FULL_VERSION)
     yield CheckResult("ok", "python", f"{platform.python_version()} on {platform.machine()}")
 
 

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
+from pdserve.build import FULL_VERSION
 from pdserve.cli.sampling import add_sampling_flags, options
-from pdserve.cli.stats import phases_line, stats_line, truncation_warnings
+from pdserve.cli.stats import phases_line, stats_line, truncation_warnings, versions_line
 from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.beam import EarlyStopping
 from pdserve.client.results import Completion
@@ -35,7 +36,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object with text, token ids, usage and timings"
     )
-    parser.add_argument("--stats", action="store_true", help="print timings on stderr after the completion")
+    parser.add_argument(
+        "--stats", action="store_true", help="print timings and versions on stderr after the completion"
+    )
     parser.add_argument("--truncate-prompt-tokens", type=int, metavar="N", help="keep only the last N prompt tokens")
     add_sampling_flags(parser)
     many = parser.add_argument_group("several completions, and logprobs (with --json)")
@@ -68,12 +71,13 @@ def run(args: argparse.Namespace) -> int:
     is_streamed = not args.json and (args.n or 1) == 1
     with connect(args) as client, client.stream(prompt, **chosen) as stream:
         done = _follow(stream, is_shown=is_streamed)
+        versions = versions_line(client.model().version, FULL_VERSION) if args.stats else ""
     if args.json:
         print(to_json(done))
     elif not is_streamed:
         _print([(str(choice.index), choice.text) for choice in done.choices])
     if args.stats:
-        print(stats_line(done), phases_line(done.timings.phases), sep="\n", file=sys.stderr)
+        print(stats_line(done), phases_line(done.timings.phases), versions, sep="\n", file=sys.stderr)
     for note in truncation_warnings([choice.finish_reason for choice in done.choices], chosen):
         print(f"pdserve generate: note: {note}", file=sys.stderr)
     return 0

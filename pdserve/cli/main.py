@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final, Protocol, cast
 
-import pdserve
+from pdserve.build import FULL_VERSION
 from pdserve.config_flags import Parser
 from pdserve.core.errors import PdserveError, Unauthenticated
 from pdserve.core.extras import missing
@@ -60,7 +60,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
     parser = Parser(
         prog="pdserve", description="Serve a large language model with separate prefill and decode workers."
     )
-    parser.add_argument("--version", action="version", version=f"pdserve {pdserve.__version__}")
+    parser.add_argument("--version", action="version", version=f"pdserve {FULL_VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     loaded: dict[str, Command] = {name: cast(Command, import_module(path)) for name, path in COMMANDS.items()}
     parser_of = {

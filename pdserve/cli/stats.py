@@ -27,6 +27,11 @@ def stats_line(done: Completion) -> str:
     return " · ".join(parts)
 
 
+def versions_line(router: str, own: str) -> str:
+    """The versions of the router and, if it is another one, of this command."""
+    return f"router: version {router or 'unknown'}" + ("" if router == own else f", this command: version {own}")
+
+
 def phases_line(phases: Phases) -> str:
     """The total time, and the phases that add up to it."""
     spent = [f"{name} {milliseconds(took_s)}" for name, took_s in phases.shown()]

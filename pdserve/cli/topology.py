@@ -7,6 +7,7 @@ import argparse
 from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.results import Topology, Worker
 from pdserve.core.json_text import to_json
+from pdserve.core.version import versions_text
 
 HELP = "show the workers of a cluster"
 
@@ -31,22 +32,15 @@ def render(topology: Topology) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     summary = (
         f"{topology.router_id}: {topology.running_requests} running, {topology.queued_requests} queued, "
-        f"up {topology.uptime_s:.0f} s{_versions(topology)}"
+        f"up {topology.uptime_s:.0f} s"
     )
     links = [
         f"KV {worker.worker_id} -> {link.decode_worker}: {link.transport} ({link.reason})"
         for worker in topology.workers
         for link in worker.kv_links
     ]
-    return "\n".join([*lines, *links, summary])
-
-
-def _versions(topology: Topology) -> str:
-    """The router's version, and those of the workers that have another one."""
-    if not topology.version:
-        return ""
-    others = [f"{one.worker_id} {one.version}" for one in topology.workers if one.version not in ("", topology.version)]
-    return ", ".join(["", f"version {topology.version}", *others])
+    versions = versions_text(topology.version, [(one.worker_id, one.version) for one in topology.workers])
+    return "\n".join([*lines, *links, ", ".join(filter(None, (summary, versions)))])
 
 
 def _row(worker: Worker) -> tuple[str, ...]:

@@ -9,9 +9,11 @@ from typing import Any, Final
 import grpc
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_bytes
+from pdserve.build import FULL_VERSION
 from pdserve.core.bearer import check_token
 from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import NO_HTTP_PROXY, is_loopback_host
+from pdserve.core.version import VERSION_KEY
 from pdserve.telemetry import propagate
 
 CONNECT_S: Final = 5.0
@@ -119,9 +121,9 @@ class Target:
         return options
 
     def metadata(self, traceparent: str | None = None) -> tuple[tuple[str, str | bytes], ...]:
-        """Metadata of one call: the token and, if the caller traces, its trace context."""
+        """Metadata of one call: this client's version, the token and, if the caller traces, its trace context."""
         token = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
-        return propagate.inject(token, traceparent)
+        return propagate.inject((*token, (VERSION_KEY, FULL_VERSION)), traceparent)
 
 
 def target(

@@ -86,6 +86,7 @@ class Model:
     # How it marks reasoning: mistral, special, tagged, or open if its prompt begins it; empty if it has no marks.
     reasoning_format: str = ""
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that give no value
+    version: str = ""  # of the router, with its build; empty if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ class Worker:
     context_tokens: int
     steps: int
     kv_links: tuple[KvLink, ...] = ()  # of a prefill worker
-    version: str = ""  # of pdserve; empty if unknown
+    version: str = ""  # with its build; empty if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +125,7 @@ class Topology:
     queued_requests: int
     running_requests: int
     uptime_s: float
-    version: str = ""  # of the router; empty if unknown
+    version: str = ""  # of the router, with its build; empty if unknown
 
     def of_role(self, role: Role | str) -> tuple[Worker, ...]:
         return tuple(worker for worker in self.workers if worker.role == role)

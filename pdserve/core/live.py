@@ -84,6 +84,7 @@ class LiveWorker:
     step_s: float  # duration of the last reported step; 0: none was reported
     silent_s: float
     preemptions: int  # sequences preempted for lack of KV blocks, since the worker's start
+    version: str = ""  # with its build; empty if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,3 +111,4 @@ class LiveFrame:
     totals: LiveTotals
     workers: tuple[LiveWorker, ...]
     requests: tuple[LiveRequest, ...]  # in progress, and ended since the frame before
+    version: str = ""  # of the router, with its build; empty if unknown

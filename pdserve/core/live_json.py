@@ -18,6 +18,7 @@ def frame_to_json(frame: LiveFrame) -> dict[str, Any]:
         "queued": frame.queued,
         "running": frame.running,
         "omitted": frame.omitted,
+        "version": frame.version,
         "totals": asdict(frame.totals),
         "workers": [
             {"role": one.role.value, **{name: _rounded(getattr(one, name)) for name in _WORKER}}

@@ -17,9 +17,9 @@ from typing import Any, Final, final
 
 import grpc
 
+from pdserve.build import FULL_VERSION
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.proof import ClusterSecret, Identity
-from pdserve.core.version import VERSION
 from pdserve.engine.ranks import LOOPBACK
 from pdserve.engine.rendezvous import MAX_MESSAGE_BYTES, PIECE_BYTES
 from pdserve.tls.certificates import ReloadingCertificates
@@ -92,7 +92,7 @@ class Membership:
         while True:
             try:
                 call = self._proven(peers.JOIN, "Join", iter(self._requests.get, None))
-                self._requests.put(rank_pb2.JoinRequest(version=VERSION))
+                self._requests.put(rank_pb2.JoinRequest(version=FULL_VERSION))
                 return call, next(call)
             except grpc.RpcError as error:
                 details = str(error.details())  # type: ignore[attr-defined]

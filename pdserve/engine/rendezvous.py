@@ -29,7 +29,7 @@ import grpc.aio
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.log_limit import LogLimit
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret, canonical_address
-from pdserve.core.version import VERSION
+from pdserve.core.version import VERSION, release
 from pdserve.engine.ranks import LOOPBACK
 from pdserve.engine.rejected_joins import count_rejected_join
 from pdserve.listening import is_held
@@ -132,7 +132,7 @@ class Rendezvous:
             first = await asyncio.wait_for(context.read(), HELLO_S)
         except TimeoutError:
             first = EOF
-        if first is EOF or first.version != VERSION:
+        if first is EOF or release(first.version) != VERSION:
             seen = "nothing" if first is EOF else repr(first.version[:64])
             text = f"version: got {seen}, expected {VERSION!r}, the leader's: install the same on all hosts"
             self._reject("VERSION")

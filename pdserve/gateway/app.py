@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from pdserve.build import FULL_VERSION
 from pdserve.client.aio import AsyncClient
 from pdserve.client.options import Options
 from pdserve.client.results import Model
@@ -31,7 +32,6 @@ from pdserve.core.errors import (
     ShuttingDown,
     shortened,
 )
-from pdserve.core.version import VERSION
 from pdserve.gateway import errors, headers, json_body, live_view, openapi, replies, sse, tokens
 from pdserve.gateway.body import check_declared, read_body
 from pdserve.gateway.docs_page import docs_page
@@ -179,7 +179,7 @@ class Gateway:
         return 200
 
     async def _version(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
-        return await _send(send, 200, {"version": VERSION})
+        return await _send(send, 200, {"version": FULL_VERSION})
 
     async def _load(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         await caller.client.topology()  # as for metrics

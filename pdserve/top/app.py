@@ -106,7 +106,8 @@ class TopApp(App[int]):
             return
         frame, tiles = self._history.frame, self._history.tiles()
         status = "paused" if self._is_paused else self._status
-        self._static("head").update(Text(f"pdserve  {self._source.name}  {status}", style="bold"))
+        versions = "" if frame is None else text.frame_versions(frame)
+        self._static("head").update(Text(f"pdserve  {self._source.name}  {status}  {versions}", style="bold"))
         if frame is None or tiles is None:
             return
         self._static("tiles").update(Text("\n".join(text.tile_lines(tiles))))

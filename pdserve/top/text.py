@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from typing import Final
 
 from pdserve.client.results import Explanation
-from pdserve.core.live import LiveRequest, LiveWorker
+from pdserve.core.live import LiveFrame, LiveRequest, LiveWorker
 from pdserve.core.log_line import LogLine
+from pdserve.core.version import versions_text
 from pdserve.top.history import Tiles
 
 NONE: Final = "-"
@@ -42,6 +43,10 @@ def num_bytes(value: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} {_BYTES[-1]}"
+
+
+def frame_versions(frame: LiveFrame) -> str:
+    return versions_text(frame.version, [(one.worker_id[:16], one.version) for one in frame.workers])
 
 
 def tile_lines(tiles: Tiles) -> tuple[str, str]:

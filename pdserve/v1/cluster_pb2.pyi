@@ -166,7 +166,7 @@ class GetWorkerLogResponse(_message.Message):
     def __init__(self, lines: _Optional[_Iterable[_Union[_worker_pb2.LogLine, _Mapping]]] = ...) -> None: ...
 
 class LiveFrame(_message.Message):
-    __slots__ = ("at_s", "queued", "running", "omitted", "totals", "workers", "requests")
+    __slots__ = ("at_s", "queued", "running", "omitted", "totals", "workers", "requests", "version")
     AT_S_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +174,7 @@ class LiveFrame(_message.Message):
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     at_s: float
     queued: int
     running: int
@@ -181,7 +182,8 @@ class LiveFrame(_message.Message):
     totals: LiveTotals
     workers: _containers.RepeatedCompositeFieldContainer[LiveWorker]
     requests: _containers.RepeatedCompositeFieldContainer[LiveRequest]
-    def __init__(self, at_s: _Optional[float] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., omitted: _Optional[int] = ..., totals: _Optional[_Union[LiveTotals, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[LiveWorker, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[LiveRequest, _Mapping]]] = ...) -> None: ...
+    version: str
+    def __init__(self, at_s: _Optional[float] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., omitted: _Optional[int] = ..., totals: _Optional[_Union[LiveTotals, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[LiveWorker, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[LiveRequest, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class LiveTotals(_message.Message):
     __slots__ = ("arrived", "served", "late", "rejected", "cancelled", "expired", "failed", "output_tokens", "transfer_bytes")
@@ -206,7 +208,7 @@ class LiveTotals(_message.Message):
     def __init__(self, arrived: _Optional[int] = ..., served: _Optional[int] = ..., late: _Optional[int] = ..., rejected: _Optional[int] = ..., cancelled: _Optional[int] = ..., expired: _Optional[int] = ..., failed: _Optional[int] = ..., output_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ...) -> None: ...
 
 class LiveWorker(_message.Message):
-    __slots__ = ("worker_id", "role", "endpoint", "is_connected", "is_draining", "is_drained", "running", "waiting", "booked", "num_blocks", "free_blocks", "cached_blocks", "context_tokens", "pending_prefill_tokens", "steps", "step_s", "silent_s", "preemptions")
+    __slots__ = ("worker_id", "role", "endpoint", "is_connected", "is_draining", "is_drained", "running", "waiting", "booked", "num_blocks", "free_blocks", "cached_blocks", "context_tokens", "pending_prefill_tokens", "steps", "step_s", "silent_s", "preemptions", "version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +227,7 @@ class LiveWorker(_message.Message):
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     SILENT_S_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _worker_pb2.Role
     endpoint: str
@@ -243,7 +246,8 @@ class LiveWorker(_message.Message):
     step_s: float
     silent_s: float
     preemptions: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., booked: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., silent_s: _Optional[float] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    version: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., booked: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., silent_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class LivePhases(_message.Message):
     __slots__ = ("names", "begins_s", "seconds")

@@ -24,29 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/v1/transfer.proto\x12\npdserve.v1\"\x90\x01\n\x0b\x46ingerprint\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\"\n\x05shape\x18\x08 \x01(\x0b\x32\x13.pdserve.v1.KvShapeJ\x04\x08\x03\x10\x07R\x05\x64typeR\x06layoutR\nblock_sizeR\x0b\x62lock_bytes\"\x9c\x01\n\x07KvShape\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x11\n\ttp_degree\x18\x07 \x01(\r\x12\x0f\n\x07tp_rank\x18\x08 \x01(\r\"\xeb\x01\n\x0bOpenRequest\x12,\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.Fingerprint\x12\x11\n\tsender_id\x18\x02 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x03 \x01(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12-\n\ntransports\x18\x05 \x03(\x0e\x32\x19.pdserve.v1.TransportKind\x12+\n\tchecksums\x18\x06 \x03(\x0e\x32\x18.pdserve.v1.ChecksumKind\x12\x12\n\nwire_dtype\x18\x07 \x01(\t\"\xd6\x01\n\x0cOpenResponse\x12,\n\ttransport\x18\x01 \x01(\x0e\x32\x19.pdserve.v1.TransportKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x1c\n\x14receiver_incarnation\x18\x04 \x01(\t\x12*\n\x08\x63hecksum\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.ChecksumKind\x12\x13\n\x0b\x63hunk_bytes\x18\x06 \x01(\r\x12\x18\n\x10transport_reason\x18\x07 \x01(\t\"1\n\x06\x45xtent\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\xb5\x02\n\x05Grant\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x11\n\tworker_id\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12,\n\x0b\x66ingerprint\x18\x07 \x01(\x0b\x32\x17.pdserve.v1.Fingerprint\x12#\n\x07\x65xtents\x18\x08 \x03(\x0b\x32\x12.pdserve.v1.Extent\x12\x19\n\x11num_cached_blocks\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x11\n\thash_seed\x18\x0b \x01(\x0c\x12\x16\n\x0erank_endpoints\x18\r \x03(\tJ\x04\x08\x0c\x10\rR\x05lanes*\xcd\x01\n\rTransportKind\x12\x1e\n\x1aTRANSPORT_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12TRANSPORT_KIND_SHM\x10\x01\x12\x16\n\x12TRANSPORT_KIND_TCP\x10\x02\x12\x17\n\x13TRANSPORT_KIND_NCCL\x10\x03\x12\x1b\n\x17TRANSPORT_KIND_CUDA_IPC\x10\x04\x12\x17\n\x13TRANSPORT_KIND_NIXL\x10\x05\x12\x1d\n\x19TRANSPORT_KIND_TCP_STAGED\x10\x06*f\n\x0c\x43hecksumKind\x12\x1d\n\x19\x43HECKSUM_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43HECKSUM_KIND_XXH3_64\x10\x01\x12\x1c\n\x18\x43HECKSUM_KIND_BLAKE2B_64\x10\x02\x32L\n\x0fTransferService\x12\x39\n\x04Open\x12\x17.pdserve.v1.OpenRequest\x1a\x18.pdserve.v1.OpenResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/v1/transfer.proto\x12\npdserve.v1\"\x90\x01\n\x0b\x46ingerprint\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\"\n\x05shape\x18\x08 \x01(\x0b\x32\x13.pdserve.v1.KvShapeJ\x04\x08\x03\x10\x07R\x05\x64typeR\x06layoutR\nblock_sizeR\x0b\x62lock_bytes\"\x9c\x01\n\x07KvShape\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x11\n\ttp_degree\x18\x07 \x01(\r\x12\x0f\n\x07tp_rank\x18\x08 \x01(\r\"\xfc\x01\n\x0bOpenRequest\x12,\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.Fingerprint\x12\x11\n\tsender_id\x18\x02 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x03 \x01(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12-\n\ntransports\x18\x05 \x03(\x0e\x32\x19.pdserve.v1.TransportKind\x12+\n\tchecksums\x18\x06 \x03(\x0e\x32\x18.pdserve.v1.ChecksumKind\x12\x12\n\nwire_dtype\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\"\xe7\x01\n\x0cOpenResponse\x12,\n\ttransport\x18\x01 \x01(\x0e\x32\x19.pdserve.v1.TransportKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x1c\n\x14receiver_incarnation\x18\x04 \x01(\t\x12*\n\x08\x63hecksum\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.ChecksumKind\x12\x13\n\x0b\x63hunk_bytes\x18\x06 \x01(\r\x12\x18\n\x10transport_reason\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\"1\n\x06\x45xtent\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\xb5\x02\n\x05Grant\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x11\n\tworker_id\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12,\n\x0b\x66ingerprint\x18\x07 \x01(\x0b\x32\x17.pdserve.v1.Fingerprint\x12#\n\x07\x65xtents\x18\x08 \x03(\x0b\x32\x12.pdserve.v1.Extent\x12\x19\n\x11num_cached_blocks\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x11\n\thash_seed\x18\x0b \x01(\x0c\x12\x16\n\x0erank_endpoints\x18\r \x03(\tJ\x04\x08\x0c\x10\rR\x05lanes*\xcd\x01\n\rTransportKind\x12\x1e\n\x1aTRANSPORT_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12TRANSPORT_KIND_SHM\x10\x01\x12\x16\n\x12TRANSPORT_KIND_TCP\x10\x02\x12\x17\n\x13TRANSPORT_KIND_NCCL\x10\x03\x12\x1b\n\x17TRANSPORT_KIND_CUDA_IPC\x10\x04\x12\x17\n\x13TRANSPORT_KIND_NIXL\x10\x05\x12\x1d\n\x19TRANSPORT_KIND_TCP_STAGED\x10\x06*f\n\x0c\x43hecksumKind\x12\x1d\n\x19\x43HECKSUM_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43HECKSUM_KIND_XXH3_64\x10\x01\x12\x1c\n\x18\x43HECKSUM_KIND_BLAKE2B_64\x10\x02\x32L\n\x0fTransferService\x12\x39\n\x04Open\x12\x17.pdserve.v1.OpenRequest\x1a\x18.pdserve.v1.OpenResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSPORTKIND']._serialized_start=1166
-  _globals['_TRANSPORTKIND']._serialized_end=1371
-  _globals['_CHECKSUMKIND']._serialized_start=1373
-  _globals['_CHECKSUMKIND']._serialized_end=1475
+  _globals['_TRANSPORTKIND']._serialized_start=1200
+  _globals['_TRANSPORTKIND']._serialized_end=1405
+  _globals['_CHECKSUMKIND']._serialized_start=1407
+  _globals['_CHECKSUMKIND']._serialized_end=1509
   _globals['_FINGERPRINT']._serialized_start=42
   _globals['_FINGERPRINT']._serialized_end=186
   _globals['_KVSHAPE']._serialized_start=189
   _globals['_KVSHAPE']._serialized_end=345
   _globals['_OPENREQUEST']._serialized_start=348
-  _globals['_OPENREQUEST']._serialized_end=583
-  _globals['_OPENRESPONSE']._serialized_start=586
-  _globals['_OPENRESPONSE']._serialized_end=800
-  _globals['_EXTENT']._serialized_start=802
-  _globals['_EXTENT']._serialized_end=851
-  _globals['_GRANT']._serialized_start=854
-  _globals['_GRANT']._serialized_end=1163
-  _globals['_TRANSFERSERVICE']._serialized_start=1477
-  _globals['_TRANSFERSERVICE']._serialized_end=1553
+  _globals['_OPENREQUEST']._serialized_end=600
+  _globals['_OPENRESPONSE']._serialized_start=603
+  _globals['_OPENRESPONSE']._serialized_end=834
+  _globals['_EXTENT']._serialized_start=836
+  _globals['_EXTENT']._serialized_end=885
+  _globals['_GRANT']._serialized_start=888
+  _globals['_GRANT']._serialized_end=1197
+  _globals['_TRANSFERSERVICE']._serialized_start=1511
+  _globals['_TRANSFERSERVICE']._serialized_end=1587
 # @@protoc_insertion_point(module_scope)

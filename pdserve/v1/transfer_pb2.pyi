@@ -66,7 +66,7 @@ class KvShape(_message.Message):
     def __init__(self, layout: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., tp_degree: _Optional[int] = ..., tp_rank: _Optional[int] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("fingerprint", "sender_id", "sender_incarnation", "host_id", "transports", "checksums", "wire_dtype")
+    __slots__ = ("fingerprint", "sender_id", "sender_incarnation", "host_id", "transports", "checksums", "wire_dtype", "version")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SENDER_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class OpenRequest(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     fingerprint: Fingerprint
     sender_id: str
     sender_incarnation: str
@@ -81,10 +82,11 @@ class OpenRequest(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[TransportKind]
     checksums: _containers.RepeatedScalarFieldContainer[ChecksumKind]
     wire_dtype: str
-    def __init__(self, fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., sender_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[TransportKind, str]]] = ..., checksums: _Optional[_Iterable[_Union[ChecksumKind, str]]] = ..., wire_dtype: _Optional[str] = ...) -> None: ...
+    version: str
+    def __init__(self, fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., sender_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[TransportKind, str]]] = ..., checksums: _Optional[_Iterable[_Union[ChecksumKind, str]]] = ..., wire_dtype: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
-    __slots__ = ("transport", "address", "ticket", "receiver_incarnation", "checksum", "chunk_bytes", "transport_reason")
+    __slots__ = ("transport", "address", "ticket", "receiver_incarnation", "checksum", "chunk_bytes", "transport_reason", "version")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +94,7 @@ class OpenResponse(_message.Message):
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     transport: TransportKind
     address: str
     ticket: bytes
@@ -99,7 +102,8 @@ class OpenResponse(_message.Message):
     checksum: ChecksumKind
     chunk_bytes: int
     transport_reason: str
-    def __init__(self, transport: _Optional[_Union[TransportKind, str]] = ..., address: _Optional[str] = ..., ticket: _Optional[bytes] = ..., receiver_incarnation: _Optional[str] = ..., checksum: _Optional[_Union[ChecksumKind, str]] = ..., chunk_bytes: _Optional[int] = ..., transport_reason: _Optional[str] = ...) -> None: ...
+    version: str
+    def __init__(self, transport: _Optional[_Union[TransportKind, str]] = ..., address: _Optional[str] = ..., ticket: _Optional[bytes] = ..., receiver_incarnation: _Optional[str] = ..., checksum: _Optional[_Union[ChecksumKind, str]] = ..., chunk_bytes: _Optional[int] = ..., transport_reason: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Extent(_message.Message):
     __slots__ = ("first_block", "num_blocks")

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import compress
 from typing import Any, Final
 
+from pdserve.build import FULL_VERSION
 from pdserve.core import effects as fx
 from pdserve.core.blocks import CacheChange
 from pdserve.core.latency import CostPrior
-from pdserve.core.version import VERSION
 from pdserve.engine.interface import EngineSpec
 from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
 from pdserve.wire.convert import logprobs_to_proto, role_to_proto
@@ -45,7 +45,7 @@ def worker_hello(
         cost=COST.encode(cost),
         hash_seed=limits.hash_seed,
         reads_batches=True,
-        version=VERSION,
+        version=FULL_VERSION,
     )
 
 

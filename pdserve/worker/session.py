@@ -14,8 +14,9 @@ from typing import Any, Final, final
 
 import grpc
 
+from pdserve.build import FULL_VERSION
 from pdserve.core.log_line import LogLine
-from pdserve.core.version import VERSION, is_compatible
+from pdserve.core.version import is_compatible, mismatch
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire.log_line import LOG_LINE
 from pdserve.worker.program import RoleProgram
@@ -152,8 +153,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello: expected first, with a router_id")
             return
         hello = first.hello
-        if not is_compatible(VERSION, hello.version):  # an older router, which did not check it itself
-            why = f"version: this worker has {VERSION}, the router {hello.version[:32]!r}; only the patch may differ"
+        if not is_compatible(FULL_VERSION, hello.version):  # an older router, which did not check it itself
+            why = f"the router's hello: {mismatch(FULL_VERSION, hello.version)}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
             return
         session, outbox = next(self._numbers), SessionOutbox(is_batching=hello.reads_batches)

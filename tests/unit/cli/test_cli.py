@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from pdserve import Client
+from pdserve.build import FULL_VERSION
 from pdserve.cli import doctor
 from pdserve.cli.main import hint, main, make_parsers
-from pdserve.cli.stats import truncation_warnings
+from pdserve.cli.stats import truncation_warnings, versions_line
 from pdserve.cli.topology import render
 from pdserve.client import results
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
@@ -68,10 +70,11 @@ def test_a_prompt_may_come_from_a_pipe(
 
 def test_stats_are_lines_on_stderr(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["generate", PROMPT, "--target", target, "--max-tokens", "4", "--stats"])
-    line, phases = capsys.readouterr().err.splitlines()
+    line, phases, versions = capsys.readouterr().err.splitlines()
     assert "prompt tokens" in line
     assert "ended by length" in line
     assert "decode" in phases
+    assert versions == f"router: version {FULL_VERSION}"
 
 
 def test_an_invalid_value_is_one_line_with_the_field(target: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,6 +281,16 @@ def test_topology_lists_the_workers(target: str, capsys: pytest.CaptureFixture[s
     assert main(["topology", "--target", target]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [["d0", "decode", "connected"], ["p0", "prefill", "connected"]]
+    assert lines[-1].endswith(f", version {FULL_VERSION}")
+    with Client(target) as client:
+        topology = client.topology()
+        assert [topology.version, client.model().version] == [FULL_VERSION] * 2
+    assert {one.version for one in topology.workers} == {FULL_VERSION}
+
+
+def test_stats_name_another_version_of_the_command() -> None:
+    assert versions_line("0.1.0+a", "0.1.0+b") == "router: version 0.1.0+a, this command: version 0.1.0+b"
+    assert versions_line("", "0.1.0+b") == "router: version unknown, this command: version 0.1.0+b"
 
 
 def test_a_worker_can_be_drained_and_undrained(target: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -405,7 +418,7 @@ def test_the_module_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pdserve", "--version"], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.startswith("pdserve ")
+    assert done.stdout == f"pdserve {FULL_VERSION}\n"
 
 
 def test_a_closed_pipe_gives_no_traceback(target: str) -> None:

@@ -66,7 +66,12 @@ class Script(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_grpc.Clust
         if self.unary_errors:
             fail(context, self.unary_errors.pop(0))
         return inference_pb2.GetModelResponse(
-            model="m", max_context_tokens=512, vocab_size=300, eos_token_ids=[1], max_new_tokens=64
+            model="m",
+            max_context_tokens=512,
+            vocab_size=300,
+            eos_token_ids=[1],
+            max_new_tokens=64,
+            version="9.8.7+abc",
         )
 
     def Tokenize(

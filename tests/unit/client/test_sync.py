@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from pdserve import Client, DeadlineExceeded, InternalError, InvalidRequest, NoWorkers, Overloaded, Retries, Unavailable
+from pdserve.build import FULL_VERSION
 from pdserve.core.json_text import to_json
 from pdserve.core.types import FinishReason, Path, Role
 from pdserve.v1 import inference_pb2
@@ -210,6 +211,14 @@ def test_the_token_is_sent_as_a_bearer_token(script: Script, target: str) -> Non
     with Client(target, token="secret") as client:
         client.model()
     assert script.metadata[0]["authorization"] == "Bearer secret"
+
+
+def test_each_call_states_the_clients_version(script: Script, target: str) -> None:
+    script.says(started(), delta("a", 1), finished())
+    with Client(target) as client:
+        assert client.model().version == "9.8.7+abc"
+        client.generate("hi")
+    assert [one["pdserve-version"] for one in script.metadata] == [FULL_VERSION] * 2
 
 
 def test_results_are_typed_values(script: Script, target: str) -> None:

@@ -159,9 +159,9 @@ def test_a_failed_join_is_reported_in_time(lead: Callable[..., Leader], monkeypa
         Rendezvous(leader.address, SECRET, leader.store.port, [1], FLAGS)
     with pytest.raises(ConfigError, match="an address of this machine"):
         Rendezvous("192.0.2.1:7000", SECRET, leader.store.port, [1], FLAGS)
-    monkeypatch.setattr(joining, "VERSION", "0.0.1")
+    monkeypatch.setattr(joining, "FULL_VERSION", "0.0.1+a")
     monkeypatch.setattr(rendezvous, "VERSION", "0.0.2")
-    with pytest.raises(ConfigError, match=r"version: got .0\.0\.1., expected .0\.0\.2."):
+    with pytest.raises(ConfigError, match=r"version: got .0\.0\.1\+a., expected .0\.0\.2."):
         Joined(leader.address)
     assert leader.rejected == {"VERSION": 1}
 

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 from starlette.routing import Route
 
+from pdserve.build import FULL_VERSION
 from pdserve.client.aio import AsyncClient
 from pdserve.config import GatewayConfig
 from pdserve.core.version import VERSION
@@ -89,7 +90,7 @@ def test_only_open_endpoints_answer_without_a_token(closed: Served, method: str,
 
 
 def test_the_token_opens_the_others(closed: Served) -> None:
-    assert ask(closed, "GET", "/version", TOKEN).json() == {"version": VERSION}
+    assert ask(closed, "GET", "/version", TOKEN).json() == {"version": FULL_VERSION}
     assert ask(closed, "GET", "/load", TOKEN).json() == {"server_load": 0}
     assert VERSION not in ask(closed, "GET", "/openapi.json").text
 

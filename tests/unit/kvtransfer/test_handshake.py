@@ -24,8 +24,10 @@ from kvtransfer.receiver import MAX_PENDING
 from kvtransfer.transport import ReceiveOutcome
 from kvtransfer.transports.shm import SHM
 from kvtransfer.transports.tcp import TcpSend, host_and_port
+from pdserve.build import FULL_VERSION
 from pdserve.core.errors import TransferFailed, Unavailable
 from pdserve.core.proof import ClusterSecret
+from pdserve.core.version import VERSION
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire import peers
 from tests.support.transfer_proxy import read_exactly
@@ -292,6 +294,33 @@ def test_a_sender_with_another_secret_gets_no_ticket(pair: Pair) -> None:
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert pair.receiver._gate._tickets == {}
     assert_still_serves(pair)
+
+
+@pytest.mark.parametrize(
+    ("module", "own", "seen", "expected"),
+    [("gate", "9.9.9+a", FULL_VERSION, "9.9.9"), ("dial", "9.9.9+a", "9.9.9+a", VERSION)],
+)
+def test_workers_of_other_releases_exchange_no_kv(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, module: str, own: str, seen: str, expected: str
+) -> None:
+    monkeypatch.setattr(f"kvtransfer.{module}.FULL_VERSION", own)
+    with pytest.raises(TransferFailed) as refused:
+        dial(pair.sender.caller, pair.host.endpoint, "d0-1")
+    why = f"version: got {seen!r}, expected {expected}, or one that differs in its patch number only"
+    assert why in refused.value.message
+    assert pair.receiver.stats.refused_opens == 1
+
+
+def test_workers_of_another_patch_or_build_exchange_kv(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.dial.FULL_VERSION", VERSION.rpartition(".")[0] + ".999+another")
+    dial(pair.sender.caller, pair.host.endpoint, "d0-1").close()
+
+
+def test_a_sender_checks_an_older_receiver_itself(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.gate.is_compatible", lambda mine, other: True)
+    monkeypatch.setattr("kvtransfer.dial.FULL_VERSION", "9.9.9")
+    with pytest.raises(TransferFailed, match=r"its version is .*, this process's 9\.9\.9; only the patch"):
+        dial(pair.sender.caller, pair.host.endpoint, "d0-1")
 
 
 def test_a_ticket_admits_only_the_caller(pair: Pair) -> None:

@@ -20,10 +20,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from pdserve import AsyncClient, Client
+from pdserve.build import FULL_VERSION
 from pdserve.client.retry import Retries
 from pdserve.core.errors import ConfigError, NotFound, Unauthenticated, Unavailable
+from pdserve.core.version import VERSION_KEY
 from pdserve.engine.toy import answer
-from router.auth import POLICY, authorised
+from router.auth import MAX_VERSIONS, POLICY, ClientVersions, authorised
 from router.program import RouterHost, make_router
 from router.replay import decode_step, replay
 from tests.support.cluster_secret import ENVIRONMENT, TEXT
@@ -240,3 +242,26 @@ def test_a_router_process_never_loads_torch() -> None:
         "assert not {'torch', 'ray', 'numpy', 'redis', 'opentelemetry'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_each_version_of_a_client_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Such a client is served. The number of versions that are told apart has a bound."""
+    versions = ClientVersions()
+    other = (("authorization", "Bearer x"), (VERSION_KEY, "9.9.9+" + "x" * 1000))
+    for metadata in (None, (), ((VERSION_KEY, FULL_VERSION),), ((VERSION_KEY, b"9"),), other, other):
+        versions.note(metadata)
+    assert [one.__dict__["client_version"] for one in caplog.records] == ["b'9'", f"9.9.9+{'x' * 26}"]
+    for number in range(3 * MAX_VERSIONS):
+        versions.note(((VERSION_KEY, f"9.9.{number}"),))
+    assert len(caplog.records) < MAX_VERSIONS
+
+
+async def test_a_client_of_another_version_is_served(
+    connect: Connect, decode: Program, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pdserve.client.connect.FULL_VERSION", "9.9.9+abc")
+    front = await connect(decode)
+    assert (await front.client.model()).version == FULL_VERSION
+    assert (await front.client.generate("hi", max_tokens=2)).usage.completion_tokens == 2
+    [seen] = [one for one in caplog.records if one.message.startswith("a client has another version")]
+    assert seen.__dict__["client_version"] == "9.9.9+abc"

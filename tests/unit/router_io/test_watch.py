@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, aclosing
 import pytest
 
 from pdserve import AsyncClient
+from pdserve.build import FULL_VERSION
 from pdserve.core.errors import InvalidRequest, Overloaded, ShuttingDown, Unauthenticated
 from pdserve.core.live import LiveRequest
 from router.watching import MAX_VIEWERS
@@ -42,6 +43,13 @@ async def test_200_requests_are_shown_with_the_numbers_that_their_clients_get(
         assert row.ended_s - row.arrived_s == pytest.approx(timings.total_s, abs=1e-9)
         assert sum(each.seconds for each in row.phases) == pytest.approx(timings.total_s, abs=1e-6)
     assert any(row.prefill_worker for row in shown.values())
+
+
+async def test_frames_state_the_versions(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    async with aclosing(front.client.watch(0.1)) as frames:
+        frame = await anext(frames)
+    assert [frame.version, *(one.version for one in frame.workers)] == [FULL_VERSION] * 2
 
 
 async def test_viewers_are_limited_and_leave_when_they_close(connect: Connect, decode: Program) -> None:

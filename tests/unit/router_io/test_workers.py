@@ -11,6 +11,7 @@ import pytest
 from redis import Redis
 
 from pdserve import Client
+from pdserve.build import FULL_VERSION
 from pdserve.config import RouterConfig
 from pdserve.core.types import Role
 from pdserve.core.version import VERSION
@@ -28,8 +29,11 @@ from tests.unit.router_io.processes import Program, Start, spawn
 class Log:
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.versions: list[str] = []
 
     def take(self, event: Event) -> None:
+        if isinstance(event, WorkerConnected):
+            self.versions.append(event.version)
         if isinstance(event, WorkerConnected | WorkerLost | WorkerForgotten):
             self.lines.append(f"{type(event).__name__} {event.worker_id}")
 
@@ -191,25 +195,27 @@ async def test_a_worker_of_another_release_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("router.workers.VERSION", "9.9.9")
+    monkeypatch.setattr("router.workers.FULL_VERSION", "9.9.9+a")
     workers, _ = make()
     workers.register({"d0": decode.address})
     await until(lambda: "a worker is rejected" in caplog.text)
     [refusal] = [one for one in caplog.records if one.message == "a worker is rejected"]
-    assert (
-        refusal.__dict__["why"] == f"its version is {VERSION!r}, this router's 9.9.9; only the patch number may differ"
+    assert refusal.__dict__["why"] == (
+        f"its version is {FULL_VERSION!r}, this process's 9.9.9+a; only the patch number and build may differ"
     )
 
 
-async def test_a_worker_of_another_patch_is_served_with_a_warning(
+@pytest.mark.parametrize("own", [f"{VERSION}+another", VERSION.rpartition(".")[0] + ".999+unknown"])
+async def test_a_worker_of_another_patch_or_build_is_served_with_a_warning(
     make: Callable[..., tuple[Workers, Log]],
     decode: Program,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    own: str,
 ) -> None:
-    monkeypatch.setattr("router.workers.VERSION", VERSION.rpartition(".")[0] + ".999")
-    workers, _ = make()
+    monkeypatch.setattr("router.workers.FULL_VERSION", own)
+    workers, log = make()
     workers.register({"d0": decode.address})
     await until(lambda: "d0" in workers.roles)
-    assert workers.versions == {"d0": VERSION}
-    assert "a worker has another version" in caplog.text
+    assert log.versions == [FULL_VERSION]
+    assert "a worker has another version or build" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,6 +76,16 @@ async def test_a_frame_fills_the_screen() -> None:
         assert [row[:2] for row in rows(app, "requests")] == [["abcdefgh", "decoding"], ["z", "rejected"]]
         assert "too late" in shown(app, "notes")
         assert "rejected 1" in shown(app, "tiles")
+
+
+async def test_the_head_names_versions() -> None:
+    source = FakeSource()
+    app = TopApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        workers = (replace(worker("d0"), version="0.1.0+b"), replace(worker("p0"), version="0.1.0+a"))
+        source.queue.put_nowait(replace(frame(100.0, workers=workers), version="0.1.0+a"))
+        await until(pilot, lambda: "version" in shown(app, "head"))
+        assert shown(app, "head") == "pdserve  router:1  live  version 0.1.0+a, d0 0.1.0+b"
 
 
 @pytest.mark.parametrize("name", ["[/x]", "a/[/x]", "[b]x[/b]", "[red"])
