@@ -176,8 +176,11 @@ class WorkerConfig(TlsSettings):
         "time without progress after which a busy worker stops itself, so that it is restarted",
         30.0,
         within=(0.01, DAY_S),
+        is_live=True,
     )
-    drain_s: float = setting("time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S))
+    drain_s: float = setting(
+        "time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S), is_live=True
+    )
     metrics_port: int = setting("port for Prometheus metrics; 0 serves none", 0, within=PORTS)
     is_prefix_cache_on: bool = setting("keep KV blocks of finished requests as a prefix cache", True)
     profile: str = setting(
@@ -221,8 +224,12 @@ class RouterConfig(CallerTlsSettings):
         "",
     )
     policy: str = setting("placement policy", "goodput", choices=POLICIES)
-    slo_ttft_s: float = setting("default TTFT target, for requests that set none", 2.0, within=(0.001, DAY_S))
-    slo_tpot_s: float = setting("default TPOT target, for requests that set none", 0.2, within=(0.0001, DAY_S))
+    slo_ttft_s: float = setting(
+        "default TTFT target, for requests that set none", 2.0, within=(0.001, DAY_S), is_live=True
+    )
+    slo_tpot_s: float = setting(
+        "default TPOT target, for requests that set none", 0.2, within=(0.0001, DAY_S), is_live=True
+    )
     local_max_uncached_tokens: int = setting(
         "maximum number of uncached prompt tokens that a decode worker computes itself, without a prefill worker",
         16,
@@ -231,7 +238,7 @@ class RouterConfig(CallerTlsSettings):
     max_queue: int = setting(
         "maximum number of requests that wait in the router; it rejects more", 1024, within=(0, 2**20)
     )
-    max_new_tokens: int = setting("maximum max_tokens of one request", 4096, within=(1, LARGEST_COUNT))
+    max_new_tokens: int = setting("maximum max_tokens of one request", 4096, within=(1, LARGEST_COUNT), is_live=True)
     generation_config: str = setting(
         "sampling defaults of the model's generation_config.json, for requests that give no value: auto applies them, "
         "none ignores them",
@@ -243,6 +250,7 @@ class RouterConfig(CallerTlsSettings):
         "maximum total size of all requests in progress; the router rejects more",
         256 * 2**20,
         within=(1024, 2**40),
+        is_live=True,
     )
     max_connections: int = setting(
         "maximum number of open connections; each needs a file descriptor", 512, within=(1, LARGEST_COUNT)
@@ -279,12 +287,15 @@ class RouterConfig(CallerTlsSettings):
         "those that the caller has sampled, are always kept",
         1.0,
         within=(0.0, 1.0),
+        is_live=True,
     )
     record: str = setting("file for a recording of all events and commands, without prompts; none when empty", "")
     record_mib: int = setting(
         "maximum size of the recording; the router then stops recording and continues to serve", 1024, within=(1, 2**20)
     )
-    drain_s: float = setting("time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S))
+    drain_s: float = setting(
+        "time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S), is_live=True
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -309,7 +320,9 @@ class GatewayConfig(CallerTlsSettings):
     gateway_id: str = setting("name of this gateway", "gateway-0", is_name=True)
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("HTTP port; 0 picks a free one", 8000, within=PORTS)
-    max_body_bytes: int = setting("maximum size of the body of a request", 4 * 2**20, within=(1024, LARGEST_COUNT))
+    max_body_bytes: int = setting(
+        "maximum size of the body of a request", 4 * 2**20, within=(1024, LARGEST_COUNT), is_live=True
+    )
     max_held_bytes: int = setting(
         "maximum total size of all requests in progress; the gateway rejects more", 256 * 2**20, within=(1024, 2**40)
     )
@@ -319,15 +332,25 @@ class GatewayConfig(CallerTlsSettings):
     max_connections: int = setting(
         "maximum number of open connections; each needs a file descriptor", 512, within=(1, LARGEST_COUNT)
     )
-    header_s: float = setting("time that a client has to send a request line and headers", 10.0, within=(0.1, DAY_S))
-    body_s: float = setting("time that a client has to send the body of a request", 30.0, within=(0.1, DAY_S))
-    idle_s: float = setting("time after which a connection without a request is closed", 75.0, within=(0.1, DAY_S))
-    stall_s: float = setting("time after which a client that reads nothing is disconnected", 30.0, within=(0.1, DAY_S))
+    header_s: float = setting(
+        "time that a client has to send a request line and headers", 10.0, within=(0.1, DAY_S), is_live=True
+    )
+    body_s: float = setting(
+        "time that a client has to send the body of a request", 30.0, within=(0.1, DAY_S), is_live=True
+    )
+    idle_s: float = setting(
+        "time after which a connection without a request is closed", 75.0, within=(0.1, DAY_S), is_live=True
+    )
+    stall_s: float = setting(
+        "time after which a client that reads nothing is disconnected", 30.0, within=(0.1, DAY_S), is_live=True
+    )
     metrics_port: int = setting(
         "port for Prometheus metrics, which needs no token; /metrics of `port` does; 0 serves none", 0, within=PORTS
     )
     metrics_host: str = setting("address that the metrics port listens on; that of `host` when empty", "")
-    drain_s: float = setting("time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S))
+    drain_s: float = setting(
+        "time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S), is_live=True
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -16,13 +16,15 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
+from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.config import LOG_LEVEL_ENV, LOG_LEVELS, GatewayConfig, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError, shortened
 from pdserve.core.nearest import did_you_mean, nearest
-from pdserve.core.setting import is_hidden
+from pdserve.core.setting import is_hidden, live_names
 from pdserve.core.urls import hide_password
 
 Config = TypeVar("Config", WorkerConfig, RouterConfig, GatewayConfig)
+FLAGS_FILE: Final = "--flags-file"
 _MOST_NAMED: Final = 8  # unknown words in one message
 
 
@@ -101,7 +103,8 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Map
             f"Secrets come from the environment, or from files: {'; '.join(help_lines)}. NAME_FILE names a file of it."
         )
     flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    flags.pop("log_level", None)
+    for name in ("log_level", "flags_file"):
+        flags.pop(name, None)
     for one in dataclasses.fields(kind):
         if one.name in flags:
             check_shown(one, flags[one.name], one.name)
@@ -109,10 +112,37 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Map
 
 
 def log_flags(prog: str) -> argparse.ArgumentParser:
-    """The flags of a program's log, which are read before all others."""
+    """The flags of a program that are no settings of its part of the cluster."""
     parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False, add_help=False)
     parser.add_argument("--log-level", choices=LOG_LEVELS, help=f"least level to log; also in {LOG_LEVEL_ENV} (info)")
+    parser.add_argument(
+        FLAGS_FILE,
+        metavar="FILE",
+        help="file with further flags, one on each line; they override those of the command line, and are read again "
+        "after SIGHUP",
+    )
     return parser
+
+
+def with_file(argv: Sequence[str]) -> list[str]:
+    """The command line, and the flags of its FLAGS_FILE behind it. Raises ConfigError."""
+    words = list(argv)
+    file = next((words[at + 1] for at in range(len(words) - 2, -1, -1) if words[at] == FLAGS_FILE), "")
+    file = next((one.partition("=")[2] for one in reversed(words) if one.startswith(f"{FLAGS_FILE}=")), file)
+    if not file:
+        return words
+    name = FLAGS_FILE[2:].replace("-", "_")
+    lines = [line.strip() for line in read_text(file, MAX_SETTINGS_BYTES, name).splitlines()]
+    flags = [line for line in lines if line and not line.startswith("#")]
+    for flag in flags:
+        if not flag.startswith("--") or flag.partition("=")[0] == FLAGS_FILE:
+            raise ConfigError(name, repr(shortened(flag)), "one flag on each line, such as --drain-s=60")
+    return words + flags
+
+
+def live_flags(config: WorkerConfig | RouterConfig | GatewayConfig) -> list[str]:
+    """Flags of all settings that a running process takes new values of."""
+    return [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in live_names(type(config))]
 
 
 def check_shown(one: dataclasses.Field[Any], value: Any, name: str) -> None:

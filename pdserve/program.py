@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, final
 
 from pdserve.config import LOG_LEVEL_ENV, GatewayConfig, RouterConfig, WorkerConfig, forget_secrets
-from pdserve.config_flags import Config, log_flags, parse_flags
+from pdserve.config_flags import Config, log_flags, parse_flags, with_file
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import missing
 from pdserve.core.hosts import is_loopback_host
+from pdserve.core.setting import live_names
 from pdserve.descriptors import allow_descriptors, needed_by
 from pdserve.model_source import find_model
 from pdserve.progress import is_on_terminal
-from pdserve.telemetry.logs import log_to_stderr
+from pdserve.telemetry.logs import log_level, log_to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +51,22 @@ class Host(Protocol):
 
     def wait(self, timeout_s: float | None = None) -> bool: ...
 
+    def reload(self, changes: Mapping[str, Any]) -> None:
+        """Takes new values of settings that are declared with `is_live`."""
+        ...
+
 
 def run(module: str, kind: type[Config], make_host: Callable[[Config], Host], argv: Sequence[str]) -> int:
     """`python -m module`: serves until a signal: SIGTERM and SIGINT drain, a second signal stops immediately."""
     # gRPC, which is not imported yet, would write a line for each failed handshake, so a stranger could fill the log.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    name = module.rpartition(".")[2]
+    name, prog = module.rpartition(".")[2], f"python -m {module}"
+    reloading = Reloading(kind, argv, prog)  # from here on, SIGHUP does not end it
     try:
-        if level := log_flags(f"python -m {module}").parse_known_args(argv)[0].log_level:
-            os.environ[LOG_LEVEL_ENV] = level  # its own child processes inherit it
+        words = with_file(argv)
+        reloading.set_level(words)
         log_to_stderr(name)
-        config = parse_flags(kind, argv, f"python -m {module}")
+        config = reloading.given = parse_flags(kind, words, prog)
         forget_secrets()
         allow_descriptors(needed_by(config), name)
         if config.insecure and not config.tls_cert and not is_loopback_host(config.host):
@@ -90,8 +97,60 @@ def run(module: str, kind: type[Config], make_host: Callable[[Config], Host], ar
     # A signal that another thread receives, or that comes just before the main thread blocks, does not interrupt it.
     # Its handler runs when the main thread wakes up.
     while not host.wait(SIGNAL_CHECK_S):
-        pass
+        reloading.follow(host)
     return 0
+
+
+@final
+class Reloading:
+    """Follows SIGHUP: reads the flags' file again, and gives the host the new values that it can take while it runs."""
+
+    def __init__(self, kind: Any, argv: Sequence[str], prog: str) -> None:
+        self._kind, self._argv, self._prog = kind, argv, prog
+        self._first_level = os.environ.get(LOG_LEVEL_ENV, "")
+        self._is_asked = threading.Event()
+        self.given: WorkerConfig | RouterConfig | GatewayConfig | None = None  # by the flags
+        if not is_on_terminal():
+            signal.signal(signal.SIGHUP, lambda *_: self._is_asked.set())
+
+    def set_level(self, words: Sequence[str]) -> None:
+        """The environment, because child processes of this one inherit it."""
+        level = log_flags(self._prog).parse_known_args(words)[0].log_level or self._first_level
+        os.environ.pop(LOG_LEVEL_ENV, None)
+        if level:
+            os.environ[LOG_LEVEL_ENV] = level
+
+    def follow(self, host: Host) -> None:
+        """Returns immediately, if there was no SIGHUP. An invalid file changes nothing."""
+        if not self._is_asked.is_set() or self.given is None:
+            return
+        self._is_asked.clear()
+        before = self.given
+        try:
+            words = with_file(self._argv)
+            secrets = {one.metadata["env"]: getattr(before, one.name) for one in dataclasses.fields(before)}
+            after = parse_flags(self._kind, words, self._prog, secrets)
+            self.set_level(words)
+            level = log_level()
+        except (PdserveError, SystemExit) as error:  # argparse has written a line and exits
+            why = error.message if isinstance(error, PdserveError) else "see the line above"
+            log.error("SIGHUP: the flags are invalid, and the settings stay as they are", extra={"why": why})
+            return
+        changed = {
+            one.name: getattr(after, one.name)
+            for one in dataclasses.fields(after)
+            if getattr(after, one.name) != getattr(before, one.name)
+        }
+        live = {name: value for name, value in changed.items() if name in live_names(self._kind)}
+        self.given = replace(before, **live)
+        root = logging.getLogger()
+        names = sorted(live) + ["log_level"] * (root.level != level)
+        root.setLevel(min(level, logging.INFO))  # this line is shown at each level
+        log.info("SIGHUP: the settings were read again", extra={"changed": ", ".join(names) or "none"})
+        if fixed := sorted(changed.keys() - live.keys()):
+            log.warning("SIGHUP: these settings change at the next start only", extra={"settings": ", ".join(fixed)})
+        root.setLevel(level)
+        host.reload(live)
 
 
 def _own_id(config: WorkerConfig | RouterConfig | GatewayConfig) -> str:
@@ -113,5 +172,3 @@ def _follow_signals(host: Host) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    if not is_on_terminal():
-        signal.signal(signal.SIGHUP, lambda *_: log.info("SIGHUP: changed TLS and key files are read without it"))

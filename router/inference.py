@@ -39,7 +39,6 @@ from router.runtime import Runtime
 log = logging.getLogger(__name__)
 
 WRITE_S: Final = 30.0  # a client that reads nothing for this long is treated as disconnected
-MAX_HELD_BYTES: Final = 256 * 2**20
 MAX_SAME_ID: Final = 16  # concurrent requests with the same id
 
 
@@ -55,7 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         quotas: Quotas,
         *,
         prefix_lookup_s: float,
-        max_held_bytes: int = MAX_HELD_BYTES,
+        held: HeldBytes,
         write_s: float = WRITE_S,
     ) -> None:
         self._runtime = runtime
@@ -65,7 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._measure = measure
         self._quotas = quotas
         self._prefix_lookup_s = prefix_lookup_s
-        self._held = HeldBytes(max_held_bytes)
+        self._held = held
         self._write_s = write_s
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:

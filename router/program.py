@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 from pdserve.config import RouterConfig
@@ -75,6 +75,10 @@ class RouterHost:
     def wait(self, timeout_s: float | None = None) -> bool:
         """True once the router has ended."""
         return self._has_ended.wait(None if timeout_s is None else clamped_s(timeout_s))
+
+    def reload(self, changes: Mapping[str, Any]) -> None:
+        self._drain_s = changes.get("drain_s", self._drain_s)
+        self._loop.call_soon_threadsafe(self._server.reload, changes)
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
@@ -20,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.build import FULL_VERSION
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError, port_in_use
+from pdserve.core.held_bytes import HeldBytes
 from pdserve.core.hosts import join
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
@@ -100,12 +102,8 @@ class RouterServer:
             worker_silence_s=config.worker_silence_s,
         )
         state = RouterState(self._settings)
-        limits = Limits(
-            max_new_tokens=config.max_new_tokens,
-            default_slo=Slo(ttft_s=config.slo_ttft_s, tpot_s=config.slo_tpot_s),
-            request_timeout_s=config.request_timeout_s,
-            sampling=_sampling_defaults(config),
-        )
+        limits = _limits(config, _sampling_defaults(config))
+        self._held = HeldBytes(config.max_held_bytes)
         self._tenants = Tenants(config.key_file)
         self._grammars = GrammarCheck(_folder(config.model))
         templates = _templates(config.model)
@@ -204,6 +202,13 @@ class RouterServer:
             await asyncio.sleep(LATE_CALLS_S)
         await self.stop()
 
+    def reload(self, changes: Mapping[str, Any]) -> None:
+        """Of settings with `is_live`; for new requests. On its event loop."""
+        self._config = config = replace(self._config, **changes)
+        self._admission.limits = _limits(config, self._admission.limits.sampling)
+        self._held.limit = config.max_held_bytes
+        self._tracing.share = config.trace_share
+
     async def stop(self) -> None:
         """Ends every call and stream now, with an error that says why."""
         self._is_closing = True
@@ -268,7 +273,7 @@ class RouterServer:
             self._measure,
             self._tenants.quotas,
             prefix_lookup_s=self._config.prefix_lookup_s,
-            max_held_bytes=self._config.max_held_bytes,
+            held=self._held,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
@@ -353,6 +358,15 @@ class RouterServer:
             self._has_crashed = True
             self._farewell = asyncio.create_task(self._health.enter_graceful_shutdown())
             self._on_crash(error)
+
+
+def _limits(config: RouterConfig, sampling: SamplingDefaults) -> Limits:
+    return Limits(
+        max_new_tokens=config.max_new_tokens,
+        default_slo=Slo(ttft_s=config.slo_ttft_s, tpot_s=config.slo_tpot_s),
+        request_timeout_s=config.request_timeout_s,
+        sampling=sampling,
+    )
 
 
 def _folder(model: str) -> Path | None:

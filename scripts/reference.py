@@ -121,7 +121,7 @@ def settings_page() -> str:
 
 
 def settings_table(rows: Iterable[Sequence[str]]) -> list[str]:
-    return table(("key", "type", "default", "allowed", "unit", "meaning"), rows)
+    return table(("key", "type", "default", "allowed", "unit", "SIGHUP", "meaning"), rows)
 
 
 def cluster_rows() -> Iterator[Sequence[str]]:
@@ -140,6 +140,7 @@ def cluster_rows() -> Iterator[Sequence[str]]:
             shown or "none",
             interval(NUM_WORKERS[key]) if key in NUM_WORKERS else "" if field is None else allowed(field),
             unit(key, UNITS),
+            live(key in ("log_level", "log_max_bytes", "log_files")),
             (meaning or "").removesuffix(f" ({default})"),
         )
 
@@ -178,7 +179,11 @@ def setting_row(one: Field, kind: type, key: str) -> Sequence[str]:
         meaning += (
             f" (with a password in {code(env)} only)" if one.metadata["is_url"] else f" (in {code(env)}; see below)"
         )
-    return key, type_name, default, allowed(one), unit(one.name, UNITS), meaning
+    return key, type_name, default, allowed(one), unit(one.name, UNITS), live(one.metadata["is_live"]), meaning
+
+
+def live(is_live: bool) -> str:
+    return "changes" if is_live else ""
 
 
 def allowed(one: Field) -> str:

@@ -212,17 +212,21 @@ def run(args: argparse.Namespace) -> int:
     if args.given_model is not None and flags["model"] != args.given_model:
         print(f"pdserve {args.command}: error: two models, {args.given_model} and {args.model}", file=sys.stderr)
         return 2
-    defaults = {"http": SERVE_PORT} if args.command == "serve" else {}
+    defaults: dict[str, Any] = {"http": SERVE_PORT} if args.command == "serve" else {}
+    defaults["log_level"] = os.environ.get(LOG_LEVEL_ENV) or "info"
     if "log_format" in flags:
         os.environ[FORMAT_ENV] = flags.pop("log_format")  # the processes inherit it
-    if "log_level" in flags:
-        os.environ[LOG_LEVEL_ENV] = flags.pop("log_level")
+
+    def read() -> settings.Asked:
+        return settings.read(flags, Path(args.config) if args.config else None, args.set, defaults)
+
     try:
         log_level()  # before any process is started
-        asked = settings.read(flags, Path(args.config) if args.config else None, args.set, defaults)
+        asked = read()
     except ConfigError as error:
         is_guess = isinstance(error, ModelError) and flags.get("model") == getattr(args, "ray", "")
         hint = f" (if --ray was given an address: it is {ADDRESSES})" if is_guess else ""
         print(f"pdserve {args.command}: error: {error}{hint}", file=sys.stderr)
         return 2
-    return asyncio.run(serve(asked))
+    os.environ[LOG_LEVEL_ENV] = asked.log_level  # the processes inherit it
+    return asyncio.run(serve(asked, read))

@@ -16,13 +16,13 @@ LARGE_SHARE: Final = 0.75  # share of the limit for requests over SMALL_BYTES, w
 @final
 class HeldBytes:
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self.num_bytes = 0
 
     @contextmanager
     def hold(self, num_bytes: int) -> Iterator[None]:
         """Adds a request. Raises Overloaded if the sum would exceed the limit. A single request always fits."""
-        limit = self._limit if num_bytes <= SMALL_BYTES else int(LARGE_SHARE * self._limit)
+        limit = self.limit if num_bytes <= SMALL_BYTES else int(LARGE_SHARE * self.limit)
         if self.num_bytes and self.num_bytes + num_bytes > limit:
             raise Overloaded(f"requests of {self.num_bytes} bytes are being served, of {limit} at most", RETRY_S)
         self.num_bytes += num_bytes

@@ -42,15 +42,29 @@ def setting(
     choices: Sequence[str] = (),
     is_name: bool = False,
     is_url: bool = False,
+    is_live: bool = False,
 ) -> Any:
     """Declares a dataclass field.
 
     `env` names the environment variable of a secret, which has no flag. With `is_url`, the value is a secret only if it
-    contains a password. With `is_name`, the value must match NAME.
+    contains a password. With `is_name`, the value must match NAME. With `is_live`, a running process takes a new value.
     """
     allowed = None if within is None else Range(*within)
-    metadata = {"help": text, "env": env, "range": allowed, "choices": choices, "is_name": is_name, "is_url": is_url}
+    metadata = {
+        "help": text,
+        "env": env,
+        "range": allowed,
+        "choices": choices,
+        "is_name": is_name,
+        "is_url": is_url,
+        "is_live": is_live,
+    }
     return dataclasses.field(default=default, repr=not env, metadata=metadata)
+
+
+def live_names(kind: Any) -> list[str]:
+    """The fields of a dataclass that a running process takes new values of."""
+    return [one.name for one in dataclasses.fields(kind) if one.metadata.get("is_live")]
 
 
 def is_hidden(one: dataclasses.Field[Any], value: str) -> bool:

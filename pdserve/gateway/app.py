@@ -81,7 +81,7 @@ class Gateway:
     def __init__(
         self, config: GatewayConfig, client: AsyncClient, metrics: Metrics, shutdown: Shutdown, *, needs_token: bool
     ) -> None:
-        self._config = config
+        self.config = config
         self._shutdown = shutdown
         self._door = Door(client, needs_token=needs_token)
         self._health = Health(client)
@@ -250,11 +250,11 @@ class Gateway:
             raise InvalidRequest("content-type", shortened(repr(kind)) if kind else "no such header", expected)
         if given.get("content-encoding", "identity").lower() != "identity":
             raise InvalidRequest("content-encoding", "a compressed body", "a body as it is")
-        check_declared(given.get("content-length"), self._config.max_body_bytes)
+        check_declared(given.get("content-length"), self.config.max_body_bytes)
 
     def _hold_answer(self, held: HeldBody, num_bytes: int, field: str = "logprobs") -> None:
         """Before any work for the answer. Raises InvalidRequest about `field` if it could never fit, and Overloaded."""
-        most = max(self._config.max_held_bytes, LEAST_ANSWER_BYTES)
+        most = max(self.config.max_held_bytes, LEAST_ANSWER_BYTES)
         if num_bytes > most:
             expected = f"at most {most} bytes: fewer answers, tokens or logprobs"
             raise InvalidRequest(field, f"an answer of up to {num_bytes} bytes", expected)
@@ -262,7 +262,7 @@ class Gateway:
 
     async def _read(self, receive: Any, held: HeldBody, make: Callable[[Mapping[str, Any]], AnyRequest]) -> AnyRequest:
         """Parses and validates the body. A large one is read in a thread, so that others do not wait for it."""
-        body = await read_body(receive, self._config.max_body_bytes, self._config.body_s, held)
+        body = await read_body(receive, self.config.max_body_bytes, self.config.body_s, held)
         if len(body) <= QUICK_BYTES:
             return make(json_body.parse(body))
         return await asyncio.get_running_loop().run_in_executor(self._reader, lambda: make(json_body.parse(body)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 import uvicorn
@@ -59,15 +60,8 @@ class GatewayHost:
         self._loop.set_exception_handler(ignore_poller_races)
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         self._metrics = Metrics("gateway")
-        self._connections = Connections(
-            limits=ConnectionLimits(
-                max_connections=config.max_connections,
-                max_header_bytes=config.max_header_bytes,
-                header_s=config.header_s,
-                idle_s=config.idle_s,
-                stall_s=config.stall_s,
-            )
-        )
+        self._connections = Connections(limits=_connection_limits(config))
+        self._gateway: Gateway | None = None
         self._server: uvicorn.Server | None = None
         self._shutdown = Shutdown()
         self._draining: asyncio.Task[None] | None = None  # a reference, because the loop does not keep tasks alive
@@ -104,6 +98,13 @@ class GatewayHost:
         """True once the gateway has ended."""
         return self._has_ended.wait(None if timeout_s is None else clamped_s(timeout_s))
 
+    def reload(self, changes: Mapping[str, Any]) -> None:
+        """Of open connections, the next waits have the new limits."""
+        self._config = config = dataclasses.replace(self._config, **changes)
+        self._connections.limits = _connection_limits(config)
+        if self._gateway is not None:
+            self._gateway.config = config
+
     # ------------------------------------------------------------------------------------------------------------
 
     async def _start(self) -> str:
@@ -116,7 +117,7 @@ class GatewayHost:
             self._metrics.serve(config.metrics_port, config.metrics_host or config.host, self._tls)
         listener = _listen(config.host, config.port)
         host, port = listener.getsockname()[:2]
-        gateway = Gateway(config, client, self._metrics, self._shutdown, needs_token=not is_local)
+        self._gateway = gateway = Gateway(config, client, self._metrics, self._shutdown, needs_token=not is_local)
         self._server = server = uvicorn.Server(_uvicorn_config(config, gateway.app(), self._connections, self._tls))
         serving = asyncio.create_task(self._serve(server, listener, client))
         serving.add_done_callback(lambda _: self._has_ended.set())
@@ -198,6 +199,16 @@ def make_gateway(config: GatewayConfig) -> GatewayHost:
     # uvicorn logs each request that is not HTTP, so any client could fill the log.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     return GatewayHost(config)
+
+
+def _connection_limits(config: GatewayConfig) -> ConnectionLimits:
+    return ConnectionLimits(
+        max_connections=config.max_connections,
+        max_header_bytes=config.max_header_bytes,
+        header_s=config.header_s,
+        idle_s=config.idle_s,
+        stall_s=config.stall_s,
+    )
 
 
 async def _check_closed(client: AsyncClient, host: str) -> None:

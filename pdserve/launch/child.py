@@ -37,13 +37,22 @@ class StartFailed(PdserveError):
 class Child:
     """A process in a separate session, so that a Ctrl-C in the terminal reaches only the launcher."""
 
-    def __init__(self, name: str, program: Sequence[str], env: Mapping[str, str], relay: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        program: Sequence[str],
+        env: Mapping[str, str],
+        relay: Callable[[str], None],
+        files: Sequence[int] = (),
+    ) -> None:
+        """`files`: open descriptors that the process inherits."""
         self.name = name
         self.address = ""
         self.start_s = 0.0
         self._program = tuple(program)
         self._env = env
         self._relay = relay
+        self._files = files
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
@@ -87,6 +96,7 @@ class Child:
             limit=MAX_LINE_BYTES,
             env={**waiting_env(os.environ), **without_secrets(os.environ), **self._env, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
+            pass_fds=self._files,
         )
         assert self._process.stdout is not None
         assert self._process.stderr is not None

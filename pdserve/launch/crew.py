@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
+from pdserve.config_flags import FLAGS_FILE, live_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.progress import PROGRESS_ENV
 from pdserve.launch.child import Child, StartFailed, outcome
@@ -44,6 +47,7 @@ class Member:
     drain_s: float
     last_words_s: float = 0.0  # before it is killed, if everything ends at once
     is_worker: bool = False
+    has_flags_file: bool = False
     on_line: Callable[[str], None] | None = None
 
 
@@ -56,6 +60,7 @@ def member(process: Process) -> Member:
         drain_s=process.config.drain_s,
         last_words_s=LAST_WORDS_S if isinstance(process.config, RouterConfig | GatewayConfig) else 0.0,
         is_worker=isinstance(process.config, WorkerConfig),
+        has_flags_file=True,
     )
 
 
@@ -74,6 +79,7 @@ class Crew:
         self._redis: EmbeddedRedis | None = None
         self._redis_path = Path()
         self._keepers: list[asyncio.Task[None]] = []
+        self._flags: dict[str, int] = {}  # descriptor of each process's flags file
 
     def address(self, name: str) -> str:
         return self._children[name].address
@@ -114,8 +120,8 @@ class Crew:
 
     def keep(self) -> None:
         """From now on, processes that end are started again."""
-        for one in self._members.values():
-            self._keepers.append(asyncio.create_task(self._keep(one)))
+        for name in self._members:
+            self._keepers.append(asyncio.create_task(self._keep(name)))
         if self._redis is not None:
             self._keepers.append(asyncio.create_task(self._keep_redis(self._redis_path)))
 
@@ -156,6 +162,24 @@ class Crew:
         limit_s = sum(max(map(self._grace_s, stage)) for stage in running if stage)
         self._report.expect("draining", [name for stage in running for name in stage], limit_s)
 
+    def reload(self, processes: Iterable[Process], log_level: str) -> None:
+        """Gives running processes, and those that are started later in their place, new values of the settings that
+        may change."""
+        for process in processes:
+            name = process.name
+            text = "\n".join([f"--log-level={log_level}", *live_flags(process.config)]).encode()
+            if name not in self._members or os.pread(self._flags[name], len(text) + 1, 0) == text:
+                continue
+            self._members[name] = replace(self._members[name], drain_s=process.config.drain_s)
+            os.pwrite(self._flags[name], text, 0)
+            os.ftruncate(self._flags[name], len(text))
+            if self._children[name].is_running:
+                self._children[name].signal(signal.SIGHUP)
+
+    def close(self) -> None:
+        while self._flags:
+            os.close(self._flags.popitem()[1])
+
     async def stop_redis(self) -> None:
         if self._redis is not None:
             await asyncio.to_thread(self._redis.stop)
@@ -164,7 +188,13 @@ class Crew:
     async def _start(self, one: Member) -> None:
         relay = one.on_line or self._report.relay(one.name)
         env = {**dict(one.env), HELD_ENV: ",".join(map(str, self._held.ports))}
-        child = self._children[one.name] = Child(one.name, one.program, env, relay)
+        program, files = one.program, []
+        if one.has_flags_file:  # in memory, so that a killed launcher leaves no file behind
+            if one.name not in self._flags:
+                self._flags[one.name] = os.memfd_create(f"{one.name}.flags")
+            files = [self._flags[one.name]]
+            program = (*program, f"{FLAGS_FILE}=/dev/fd/{files[0]}")
+        child = self._children[one.name] = Child(one.name, program, env, relay, files)
         slow = asyncio.get_running_loop().call_later(
             _SLOW_START_S, self._report.say, one.name, slow_start(is_worker=one.is_worker)
         )
@@ -177,18 +207,18 @@ class Crew:
         self._on_start(one.name)
         self._report.say(one.name, f"pid {child.pid} listens on {child.address} after {child.start_s:.2f} s")
 
-    async def _keep(self, one: Member) -> None:
+    async def _keep(self, name: str) -> None:
         backoff = _Backoff()
         while True:
-            child, began_s = self._children[one.name], time.monotonic()
+            child, began_s = self._children[name], time.monotonic()
             how = outcome(await child.wait())
             backoff_s = backoff.next_s(time.monotonic() - began_s)
-            self._report.say(one.name, f"pid {child.pid} {how}; starting it again in {backoff_s:.2g} s")
+            self._report.say(name, f"pid {child.pid} {how}; starting it again in {backoff_s:.2g} s")
             await asyncio.sleep(backoff_s)
             try:
-                await self._start(one)
+                await self._start(self._members[name])
             except PdserveError as error:
-                self._report.say(one.name, f"did not come back: {error}")
+                self._report.say(name, f"did not come back: {error}")
 
     async def _keep_redis(self, path: Path) -> None:
         backoff, began_s = _Backoff(), time.monotonic()

@@ -47,6 +47,7 @@ TOP: Final[Mapping[str, type]] = {
     "ray": str,
     "ray_strategy": str,
     "ray_wait_s": float,
+    "log_level": str,
     "log_dir": str,
     "log_max_bytes": int,
     "log_files": int,
@@ -79,7 +80,7 @@ def check_top(name: str, value: Any) -> None:
     if name not in TOP:
         raise ConfigError(name, repr(value), _unknown(name))
     _check_type(name, value, TOP[name])
-    same = (_fields("router") | _fields("worker")).get(name)
+    same = (fields_of("router") | fields_of("worker")).get(name)
     if same is not None:
         check_value(same, value, name)
 
@@ -88,7 +89,7 @@ def check_settings(kind: str, values: Mapping[str, Value]) -> None:
     """Raises ConfigError on an unknown table or key, on one that the launcher computes, and on an invalid value."""
     if kind not in KINDS:
         check_top(kind, values)
-    fields = _fields(kind)
+    fields = fields_of(kind)
     for name, value in values.items():
         where = f"{kind}.{name}"
         if name in COMPUTED:
@@ -104,7 +105,7 @@ def check_settings(kind: str, values: Mapping[str, Value]) -> None:
 def check_command_line(found: Mapping[str, Any]) -> None:
     """Raises ConfigError if a key on the command line has a secret as its value."""
     for name, value in found.items():
-        fields = _fields(name if name in KINDS else "worker")
+        fields = fields_of(name if name in KINDS else "worker")
         for key, held in value.items() if isinstance(value, dict) else [(name, value)]:
             if key in fields:
                 check_shown(fields[key], held, f"{name}.{key}" if isinstance(value, dict) else name)
@@ -116,7 +117,7 @@ def _check_type(where: str, value: Any, expected: type) -> None:
         raise ConfigError(where, repr(value), _WORDS[expected])
 
 
-def _fields(kind: str) -> dict[str, dataclasses.Field[Any]]:
+def fields_of(kind: str) -> dict[str, dataclasses.Field[Any]]:
     return {one.name: one for one in dataclasses.fields(_CONFIGS.get(kind, WorkerConfig))}
 
 
@@ -130,7 +131,7 @@ def _unknown(name: str, kind: str = "") -> str:
 
 def _nearest(name: str, kind: str) -> str | None:
     """Prefers the same name in another table, then a similar name in this table, then a similar one in another."""
-    tables: dict[str, Iterable[str]] = {"": TOP, **{one: _fields(one).keys() - COMPUTED for one in KINDS}}
+    tables: dict[str, Iterable[str]] = {"": TOP, **{one: fields_of(one).keys() - COMPUTED for one in KINDS}}
     tables = {kind: tables.pop(kind), **tables}
     whole = {f"{table}.{key}" if table else key: key for table, keys in tables.items() for key in sorted(keys)}
     same = [full for full, key in whole.items() if key == name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final, final
@@ -14,6 +15,7 @@ from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import join, local_host
 from pdserve.launch.crew import REDIS, Crew, member, side_by_side
+from pdserve.launch.keys import Kind, Value
 from pdserve.launch.launcher_metrics import LauncherMetrics
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
@@ -66,6 +68,12 @@ class LocalCluster:
         """Returns when `stop` is set; restarts processes that die until then."""
         await self._crew.run(stop)
 
+    def reload(self, settings: Mapping[Kind, Mapping[str, Value]], log_level: str) -> None:
+        """Gives the processes of this host new values of the settings that may change."""
+        self.spec = dataclasses.replace(self.spec, settings=settings)
+        http = gateway(self.spec, "")
+        self._crew.reload([*processes(self.spec), *([] if http is None else [http])], log_level)
+
     async def stop(self, *, is_graceful: bool) -> None:
         """Stops the gateway and the router first, so that no new work comes, then the workers together, Redis last."""
         await self._crew.release()
@@ -77,6 +85,7 @@ class LocalCluster:
             await self._crew.stop(names, is_graceful=is_graceful)
         await self._crew.stop_redis()
         self._metrics.close()
+        self._crew.close()
         self._held.release()
         self._sockets.remove()
         if self._certificates is not None:

@@ -205,6 +205,12 @@ class LauncherReport:
             file.reopen()
         self.say("launcher", f"SIGHUP: {len(self._files)} log files are opened again")
 
+    def limit_files(self, limits: LogLimits) -> None:
+        """From each file's next line on."""
+        self._log_limits = limits
+        for file in self._files.values():
+            file.limits = limits
+
     def close(self) -> None:
         self.settled()
         for file in self._files.values():

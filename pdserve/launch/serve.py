@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.extras import advice
 from pdserve.core.hosts import is_loopback_host
 from pdserve.core.urls import place
 from pdserve.descriptors import OF_A_CHILD, OF_A_PROCESS, allow_descriptors, needed_by
 from pdserve.launch.capacity import capacity_warnings
 from pdserve.launch.degraded import degradations
+from pdserve.launch.keys import Kind, Value
 from pdserve.launch.local import LocalCluster
 from pdserve.launch.report import LauncherReport
-from pdserve.launch.settings import Asked
+from pdserve.launch.settings import Asked, merge
 from pdserve.launch.spec import ClusterSpec, gateway, processes, router
 from pdserve.launch.with_ray import RayCluster
 from pdserve.model_source import model_name
@@ -39,24 +40,30 @@ class ServedCluster(Protocol):
 
     async def stop(self, *, is_graceful: bool) -> None: ...
 
+    def reload(self, settings: Mapping[Kind, Mapping[str, Value]], log_level: str) -> None: ...
 
-async def serve(asked: Asked) -> int:
-    """Returns the exit status. Raises PdserveError if the cluster cannot start; all its processes have then ended."""
+
+async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
+    """Returns the exit status. After SIGHUP, settings that may change become those of `read_again`.
+
+    Raises PdserveError if the cluster cannot start; all its processes have then ended.
+    """
     if gateway(asked.spec, "") is not None and importlib.util.find_spec("starlette") is None:
         raise ConfigError("http", "no such package as starlette", f"the extra gateway: {advice('gateway')}")
     _allow_descriptors(asked)
     stop, hurry = asyncio.Event(), asyncio.Event()
     _on_signals(stop, hurry)
     report = LauncherReport(asked.log_dir, asked.log_limits, is_json=log_format() == JSON)
+    hangup = asyncio.Event()
     if not is_on_terminal():
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, report.reopen)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
     if swept := sweep():  # folders of killed launchers
         report.say("launcher", f"removed {len(swept)} temporary folders that have no owner")
     if not asked.ray:  # another Ray cluster has other hosts
         for warning in await asyncio.to_thread(capacity_warnings, asked.spec):
             report.say("launcher", warning)
     cluster = _cluster(asked, report)
-    ticking = asyncio.create_task(_tick(report))
+    tasks = [asyncio.create_task(_tick(report))]
     is_graceful = False
     try:
         address = await _unless_set(stop, cluster)
@@ -72,13 +79,39 @@ async def serve(asked: Asked) -> int:
         missing = await degradations(cluster.spec, has_own_redis=not asked.spec.redis)
         report.ready(ready_line(cluster.spec, address, missing))
         is_graceful = True
+        tasks.append(asyncio.create_task(_follow_hangups(hangup, cluster, report, asked, read_again)))
         await cluster.run(stop)
         report.say("launcher", "draining; a second signal ends everything at once")
         return 0
     finally:
         await _stop(cluster, hurry, is_graceful=is_graceful)
-        ticking.cancel()
+        for task in tasks:
+            task.cancel()
         report.close()
+
+
+async def _follow_hangups(
+    hangup: asyncio.Event,
+    cluster: ServedCluster,
+    report: LauncherReport,
+    asked: Asked,
+    read_again: Callable[[], Asked],
+) -> None:
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        report.reopen()
+        try:
+            wanted = await asyncio.to_thread(read_again)
+        except PdserveError as error:
+            report.say("launcher", f"SIGHUP: the settings are invalid and stay as they are: {error}")
+            continue
+        asked, changed, fixed = merge(asked, wanted)
+        report.limit_files(asked.log_limits)
+        cluster.reload(asked.spec.settings, asked.log_level)
+        report.say("launcher", f"SIGHUP: the settings were read again; changed: {', '.join(changed) or 'none'}")
+        if fixed:
+            report.say("launcher", f"SIGHUP: WARNING: these settings change at the next start only: {', '.join(fixed)}")
 
 
 async def _tick(report: LauncherReport) -> None:

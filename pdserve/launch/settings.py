@@ -5,6 +5,7 @@ Flags override `--set`, which overrides the file, which overrides defaults. An u
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import secrets
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 import pdserve
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
-from pdserve.config import REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
+from pdserve.config import LOG_LEVELS, REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError
 from pdserve.core.key_file import parse
 from pdserve.core.tls_settings import AUTO
@@ -26,7 +27,7 @@ from pdserve.engine.host_limits import usable_cores
 from pdserve.key_file_access import read_bytes
 from pdserve.launch import own_ray
 from pdserve.launch.cluster_tls import ClusterTls
-from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top
+from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings, check_top, fields_of
 from pdserve.launch.make_tls import of_operator
 from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import ClusterSpec, Process, gateway, processes
@@ -34,6 +35,8 @@ from pdserve.model_source import TOY_MODELS, find_model, is_on_hub
 
 FAULTS: Final = "kvtransfer.faults"  # loaded by name, because pdserve imports no package above it
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
+_NOT_ASKED: Final = {"settings", "cluster_secret", "cores", "gpus"}  # of a ClusterSpec, that `merge` does not compare
+_OF_WORKER_TABLES: Final = ("worker", "prefill_worker", "decode_worker")
 _OF_ROUTER: Final = ("otlp", "generation_config")
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load")
 
@@ -46,6 +49,7 @@ class Asked:
     ray: str | None  # address of a Ray cluster; empty starts one here; None uses plain processes
     log_dir: Path | None
     log_limits: LogLimits
+    log_level: str
 
 
 def read(
@@ -127,14 +131,53 @@ def read(
         _check_defaults(spec)
     _check_reports(processes(spec))  # all processes' settings are checked before any process is started
     gateway(spec, "")
-    log_dir = found.get("log_dir")
+    log_level, log_dir = found.get("log_level", "info"), found.get("log_dir")
+    if log_level not in LOG_LEVELS:
+        raise ConfigError("log_level", log_level, f"one of {', '.join(LOG_LEVELS)}")
     limits = {name: found[name] for name in ("log_max_bytes", "log_files") if name in found}
     return Asked(
         spec=spec,
         ray=found.get("ray"),
         log_dir=Path(log_dir) if log_dir else None,
         log_limits=LogLimits(**limits),
+        log_level=log_level,
     )
+
+
+def merge(running: Asked, wanted: Asked) -> tuple[Asked, list[str], list[str]]:
+    """`running` with the values of `wanted` that a running cluster can take, the names of these, and the names of those
+    that change at the next start only. Pure.
+
+    A secret comes from the environment, which does not change. Ray's workers, which may be on other hosts, take none.
+    """
+    changed = [name for name in ("log_level", "log_limits") if getattr(running, name) != getattr(wanted, name)]
+    fixed = [name for name in ("ray", "log_dir") if getattr(running, name) != getattr(wanted, name)]
+    for one in dataclasses.fields(ClusterSpec):
+        if one.name not in _NOT_ASKED and getattr(running.spec, one.name) != getattr(wanted.spec, one.name):
+            fixed.append(one.name)
+    settings = {kind: dict(values) for kind, values in running.spec.settings.items()}
+    for kind in KINDS:
+        fields, mine, theirs = fields_of(kind), settings.get(kind, {}), wanted.spec.settings.get(kind, {})
+        for name in sorted(mine.keys() | theirs.keys()):
+            if mine.get(name) == theirs.get(name) or fields[name].metadata["env"]:
+                continue
+            if not fields[name].metadata.get("is_live") or (running.ray is not None and kind in _OF_WORKER_TABLES):
+                fixed.append(f"{kind}.{name}")
+                continue
+            changed.append(f"{kind}.{name}")
+            values = settings.setdefault(kind, {})
+            values.pop(name, None)
+            if name in theirs:
+                values[name] = theirs[name]
+    if "log_level" in changed and running.ray is not None:
+        fixed.append("log_level of Ray's workers")
+    merged = dataclasses.replace(
+        running,
+        spec=dataclasses.replace(running.spec, settings=settings),
+        log_limits=wanted.log_limits,
+        log_level=wanted.log_level,
+    )
+    return merged, changed, fixed
 
 
 def _check_reports(started: Sequence[Process]) -> None:

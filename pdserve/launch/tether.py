@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 
 from pdserve.isolated.child import tie_to_parent
@@ -21,6 +22,8 @@ def main() -> None:
     tie_to_parent(int(parent_pid))
     if kind == "binary":
         os.execv(program, [program, *arguments])
+    # Ignored until the module handles it: its launcher sends SIGHUP to the processes that it restarts, too.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sys.argv = [program, *arguments]
     runpy.run_module(program, run_name="__main__", alter_sys=True)
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Mapping
 from typing import Any, Final, final
 
 from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
@@ -20,12 +21,13 @@ from pdserve.core.urls import place
 from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.crew import REDIS, Crew, Member, member
 from pdserve.launch.degraded import redis_trouble
+from pdserve.launch.keys import Kind, Value
 from pdserve.launch.local import GATEWAY, ask_first, redis_path, start_gateway, start_steps, with_ports, with_sockets
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
 from pdserve.launch.ports import HeldPorts
 from pdserve.launch.report import LauncherReport, memory_of
-from pdserve.launch.spec import ClusterSpec, router, worker_config
+from pdserve.launch.spec import ClusterSpec, gateway, router, worker_config
 
 DRIVER: Final = "ray"
 DRIVER_START_S: Final = 600.0
@@ -81,6 +83,12 @@ class RayCluster:
         Redis."""
         await self._crew.run(stop)
 
+    def reload(self, settings: Mapping[Kind, Mapping[str, Value]], log_level: str) -> None:
+        """Gives the processes of this host new values of the settings that may change."""
+        self.spec = dataclasses.replace(self.spec, settings=settings)
+        http = gateway(self.spec, "")
+        self._crew.reload([router(self.spec, ()), *([] if http is None else [http])], log_level)
+
     async def stop(self, *, is_graceful: bool) -> None:
         """Stops the gateway and the router first, so that no new work comes, then the workers, Ray if it is ours, and
         Redis last."""
@@ -92,6 +100,7 @@ class RayCluster:
         for names in stages:
             await self._crew.stop(names, is_graceful=is_graceful)
         await self._crew.stop_redis()
+        self._crew.close()
         self._held.release()
         self._sockets.remove()
         if self._certificates is not None:

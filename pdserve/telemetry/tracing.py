@@ -106,7 +106,7 @@ class Tracing:
     """Exports spans. Never blocks on the network."""
 
     def __init__(self, service: Service, exporter: Any = None, processor: Any = None, share: float = 1.0) -> None:
-        self._service, self._exporter, self._processor, self._share = service, exporter, processor, share
+        self._service, self._exporter, self._processor, self.share = service, exporter, processor, share
         self._tracer_of = functools.lru_cache(MAX_SERVICES)(self._make_tracer)
 
     @classmethod
@@ -136,7 +136,7 @@ class Tracing:
         opened = OpenSpan(
             render(TraceContext(context.trace_id, context.span_id, is_sampled=True)),
             is_recording=True,
-            is_kept=parent is not None or is_in_share(context.trace_id, self._share),
+            is_kept=parent is not None or is_in_share(context.trace_id, self.share),
         )
         try:
             yield opened

@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -160,6 +161,10 @@ class WorkerHost:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Returns True once the host has ended."""
         return self._has_ended.wait(None if timeout_s is None else clamped_s(timeout_s))
+
+    def reload(self, changes: Mapping[str, Any]) -> None:
+        self._config = replace(self._config, **changes)
+        self._watchdog.stall_s = self._config.stall_s
 
     # -- outlet of the engine thread ------------------------------------------------------------------------------
 

@@ -63,10 +63,19 @@ class Watchdog:
     def __init__(self, progress: EngineProgress, stall_s: float, on_stall: Callable[[], None] = dump_and_exit) -> None:
         self._progress = progress
         self._rule = StallRule(stall_s=stall_s)
-        self._interval_s = clamped_s(stall_s / 10, SHORTEST_LOOK_S, LONGEST_LOOK_S)
+        self.stall_s = stall_s
         self._on_stall = on_stall
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    @property
+    def stall_s(self) -> float:
+        return self._rule.stall_s
+
+    @stall_s.setter
+    def stall_s(self, stall_s: float) -> None:
+        self._rule.stall_s = stall_s
+        self._interval_s = clamped_s(stall_s / 10, SHORTEST_LOOK_S, LONGEST_LOOK_S)
 
     def start(self) -> None:
         self._thread.start()

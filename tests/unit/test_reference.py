@@ -83,7 +83,8 @@ EXAMPLES: dict[type, Any] = {str: "", int: 1, float: 1.0, bool: True}
 def example(key: str) -> Any:
     """A value that the setting may hold: its default, where it has one."""
     table, _, name = key.rpartition(".")
-    known = {"model": "toy", "prefill": 1, "decode": 1, "ray_strategy": "spread", "log_max_bytes": 4096}
+    known = {"model": "toy", "prefill": 1, "decode": 1, "ray_strategy": "spread"}
+    known |= {"log_level": "debug", "log_max_bytes": 4096}
     if not table and name in known:
         return known[name]
     for kind in (RouterConfig,) if table == "router" else (WorkerConfig, RouterConfig):

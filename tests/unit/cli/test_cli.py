@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -467,7 +468,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     """What `up` and `serve` would have started."""
     found: list[Asked] = []
 
-    async def serve(one: Asked) -> int:
+    async def serve(one: Asked, read_again: Callable[[], Asked]) -> int:
+        assert read_again().spec.http == one.spec.http
         found.append(one)
         return 0
 

@@ -442,3 +442,15 @@ def test_a_long_answer_is_charged_before_its_work(raw: Connect) -> None:
         with gateway(toy.router, max_held_bytes=2**20) as host:
             answer = exchange(raw(host.address), post(tokens, "/tokenize"))
             assert (status_of(answer), b"an answer of up to" in answer) == (400, True)
+
+
+def test_a_running_gateway_takes_new_limits(toy: Served) -> None:
+    with gateway(toy.router) as host:
+        host.reload({"max_body_bytes": 1024, "header_s": 0.1, "idle_s": 2.0, "stall_s": 3.0, "drain_s": 0.0})
+        where, _, port = host.address.rpartition(":")
+        with socket.create_connection((where, int(port)), timeout=20.0) as sock:
+            assert status_of(exchange(sock, post(b"x" * 1025))) == 413
+        with socket.create_connection((where, int(port)), timeout=20.0) as sock:
+            assert exchange(sock, b"GET / HT") == b""
+        limits = host._connections.limits
+        assert (limits.idle_s, limits.stall_s, host._config.drain_s) == (2.0, 3.0, 0.0)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.core.errors import ConfigError, ModelError
+from pdserve.core.setting import live_names
 from pdserve.launch import settings
+from pdserve.launch.keys import KINDS
 from pdserve.launch.report import LogLimits
-from pdserve.launch.settings import bundled_model
+from pdserve.launch.settings import bundled_model, merge
 from pdserve.launch.spec import processes, worker_config
 
 
@@ -433,3 +435,74 @@ def test_log_files_have_limits_of_size_and_number(tmp_path: Path) -> None:
 def test_limits_of_log_files_have_ranges(word: str, field: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{field}: got"):
         read({"model": "toy", "log_dir": str(tmp_path)}, None, word, folder=tmp_path)
+
+
+RUNNING = """
+model = "toy"
+log_level = "info"
+[router]
+slo_ttft_s = 1.0
+max_queue = 7
+[worker]
+drain_s = 5.0
+"""
+
+
+def test_running_clusters_take_live_settings(tmp_path: Path) -> None:
+    running = read(None, RUNNING, folder=tmp_path)
+    text = """
+model = "toy"
+prefill = 2
+log_level = "debug"
+log_files = 3
+host = "127.0.0.2"
+[router]
+slo_tpot_s = 0.5
+max_queue = 8
+[worker]
+drain_s = 6.0
+kv_blocks = 64
+[gateway]
+body_s = 3.0
+"""
+    merged, changed, fixed = merge(running, read(None, text, folder=tmp_path))
+    assert changed == [
+        *("log_level", "log_limits", "worker.drain_s"),
+        *("router.slo_tpot_s", "router.slo_ttft_s", "gateway.body_s"),
+    ]
+    assert sorted(fixed) == ["host", "prefill", "router.max_queue", "worker.kv_blocks"]
+    assert (merged.log_level, merged.log_limits, merged.log_dir) == ("debug", LogLimits(log_files=3), None)
+    assert merged.spec.settings == {
+        "router": {"slo_tpot_s": 0.5, "max_queue": 7},
+        "worker": {"drain_s": 6.0},
+        "gateway": {"body_s": 3.0},
+    }
+    assert (merged.spec.prefill, merged.spec.host) == (1, "127.0.0.1")
+
+
+def test_the_same_settings_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also secrets, which are new at each reading."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text("{}")
+    monkeypatch.setenv("PDSERVE_REDIS", "redis://127.0.0.1:1")
+    for text in (RUNNING, f'model = "toy"\ntls = "auto"\nkey_file = "{keys}"'):
+        first, second = read(None, text, folder=tmp_path), read(None, text, folder=tmp_path)
+        assert merge(first, second) == (first, [], [])
+
+
+def test_workers_of_ray_take_no_new_settings(tmp_path: Path) -> None:
+    running = read({"ray": ""}, RUNNING, folder=tmp_path)
+    wanted = read({"ray": ""}, RUNNING.replace("5.0", "6.0").replace("info", "debug"), folder=tmp_path)
+    merged, changed, fixed = merge(running, wanted)
+    assert (changed, fixed) == (["log_level"], ["worker.drain_s", "log_level of Ray's workers"])
+    assert merged.spec.settings == running.spec.settings
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_live_setting_changes(kind: str, tmp_path: Path) -> None:
+    running = read({"model": "toy"}, folder=tmp_path)
+    for name in live_names({"router": RouterConfig, "gateway": GatewayConfig}.get(kind, WorkerConfig)):
+        value = 0.5 if name == "trace_share" else 1025
+        wanted = read({"model": "toy"}, None, f"{kind}.{name}={value}", folder=tmp_path)
+        merged, changed, fixed = merge(running, wanted)
+        assert (merged.spec.settings, changed, fixed) == (wanted.spec.settings, [f"{kind}.{name}"], [])

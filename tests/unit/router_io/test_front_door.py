@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from pdserve import AsyncClient, Client
 from pdserve.build import FULL_VERSION
 from pdserve.client.retry import Retries
-from pdserve.core.errors import ConfigError, NotFound, Unauthenticated, Unavailable
+from pdserve.core.errors import ConfigError, InvalidRequest, NotFound, Unauthenticated, Unavailable
 from pdserve.core.version import VERSION_KEY
 from pdserve.engine.toy import answer
 from router.auth import MAX_VERSIONS, POLICY, ClientVersions, authorised
@@ -265,3 +265,18 @@ async def test_a_client_of_another_version_is_served(
     assert (await front.client.generate("hi", max_tokens=2)).usage.completion_tokens == 2
     [seen] = [one for one in caplog.records if one.message.startswith("a client has another version")]
     assert seen.__dict__["client_version"] == "9.9.9+abc"
+
+
+async def test_a_running_router_takes_new_limits(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    live = {"slo_ttft_s": 77.0, "slo_tpot_s": 7.0, "max_new_tokens": 3, "max_held_bytes": 1024}
+    front.server.reload({**live, "trace_share": 0.5, "drain_s": 1.0})
+    assert (await front.client.model()).max_new_tokens == 3
+    done = await front.client.generate("hi", max_tokens=3, request_id="after")
+    assert done.usage.completion_tokens == 3
+    explained = await front.client.explain("after")
+    assert (explained.slo_ttft_s, explained.slo_tpot_s) == (77.0, 7.0)
+    with pytest.raises(InvalidRequest, match="max_tokens: got 4"):
+        await front.client.generate("hi", max_tokens=4)
+    server = front.server
+    assert (server._held.limit, server._tracing.share, server._config.drain_s) == (1024, 0.5, 1.0)

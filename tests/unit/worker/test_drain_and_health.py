@@ -11,13 +11,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from decode_worker.program import make_host
 from pdserve.core.errors import ConfigError
 from pdserve.core.hashing import block_hashes, chain_key
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
 from pdserve.worker.host import SERVICE
-from tests.unit.worker.conftest import DEADLINE_S
+from tests.unit.worker.conftest import DEADLINE_S, config
 
 PROMPT = list(range(10, 31))
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -204,3 +205,9 @@ def test_the_end_of_a_worker_follows_the_calls_before_it(start: Any, monkeypatch
     is_free.set()
     ending.join(DEADLINE_S)
     assert calls == ["lost"]
+
+
+def test_a_worker_takes_new_times() -> None:
+    host = make_host(config(Role.DECODE, stall_s=0.02))
+    host.reload({"stall_s": 50.0, "drain_s": 2.0})
+    assert (host._config.drain_s, host._watchdog.stall_s, host._watchdog._interval_s) == (2.0, 50.0, 1.0)

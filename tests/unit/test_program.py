@@ -1,0 +1,144 @@
+"""What a process does after SIGHUP."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.config import LOG_LEVEL_ENV, GatewayConfig, RouterConfig, WorkerConfig
+from pdserve.config_flags import live_flags, parse_flags, with_file
+from pdserve.core.errors import ConfigError
+from pdserve.core.setting import live_names
+from pdserve.program import Reloading
+
+
+class Host:
+    """Takes what Reloading gives it."""
+
+    memory = ""
+
+    def __init__(self) -> None:
+        self.changes: list[dict[str, Any]] = []
+
+    def start(self) -> str:
+        return ""
+
+    def drain(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def reload(self, changes: Mapping[str, Any]) -> None:
+        self.changes.append(dict(changes))
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.delenv(LOG_LEVEL_ENV, raising=False)
+    before, level = signal.getsignal(signal.SIGHUP), logging.getLogger().level
+    path = tmp_path / "router.flags"
+    path.touch()
+    yield path
+    signal.signal(signal.SIGHUP, before)
+    logging.getLogger().setLevel(level)
+
+
+def started(file: Path, *argv: str, kind: Any = RouterConfig) -> Reloading:
+    words = ["--model=toy", *argv, f"--flags-file={file}"]
+    reloading = Reloading(kind, words, "python -m router")
+    reloading.set_level(with_file(words))
+    reloading.given = parse_flags(kind, with_file(words), "python -m router", {"PDSERVE_TOKEN": "secret-token-of-20"})
+    return reloading
+
+
+def hang_up(reloading: Reloading, host: Host) -> None:
+    os.kill(os.getpid(), signal.SIGHUP)
+    reloading.follow(host)
+
+
+def test_live_settings_follow_and_others_are_named(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    host, reloading = Host(), started(file, "--slo-ttft-s=1")
+    reloading.follow(host)
+    assert host.changes == [], "no signal has come"
+    file.write_text("# from a ConfigMap\n\n--slo-ttft-s=3\n--drain-s=7\n--max-queue=5\n--port=9\n--log-level=error\n")
+    hang_up(reloading, host)
+    assert host.changes == [{"slo_ttft_s": 3.0, "drain_s": 7.0}]
+    assert logging.getLogger().level == logging.ERROR
+    assert os.environ[LOG_LEVEL_ENV] == "error", "its child processes inherit it"
+    info, warning = caplog.records
+    assert info.__dict__["changed"] == "drain_s, slo_ttft_s, log_level"
+    assert warning.__dict__["settings"] == "max_queue, port"
+    caplog.clear()
+    file.write_text("--max-queue=5\n--port=9")  # the values of the command line are back
+    hang_up(reloading, host)
+    assert host.changes[1:] == [{"slo_ttft_s": 1.0, "drain_s": 30.0}]
+    assert logging.getLogger().level == logging.INFO
+    assert caplog.records[1].__dict__["settings"] == "max_queue, port", "they still wait for the next start"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--slo-ttft-s=-1",
+        "--slo-ttft-s=x",
+        "--no-such-flag",
+        "--log-level=loud",
+        "drain_s = 3",
+        "--flags-file=/dev/null",
+        "--host=0.0.0.0\n--no-insecure\n--router-id=a/b",
+        "x" * (2**20 + 1),
+        None,
+    ],
+)
+def test_an_invalid_file_changes_nothing(file: Path, text: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    host, reloading = Host(), started(file)
+    before, level = reloading.given, logging.getLogger().level
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(f"--drain-s=7\n{text}")
+    hang_up(reloading, host)
+    assert (host.changes, reloading.given, logging.getLogger().level) == ([], before, level)
+    [error] = caplog.records
+    assert error.levelname == "ERROR"
+    assert "settings stay as they are" in error.message
+
+
+def test_secrets_stay(file: Path) -> None:
+    """They were removed from the environment after the start."""
+    host = Host()
+    reloading = started(file, "--host=0.0.0.0", "--insecure")
+    file.write_text("--drain-s=7")
+    hang_up(reloading, host)
+    assert host.changes == [{"drain_s": 7.0}]
+
+
+@pytest.mark.parametrize("kind", [WorkerConfig, RouterConfig, GatewayConfig])
+def test_flags_of_live_settings_give_the_same_config(kind: Any) -> None:
+    needed = {"model": "m"} if kind is not GatewayConfig else {"router": "r:1"}
+    needed |= {"worker_id": "p0"} if kind is WorkerConfig else {}
+    config = kind(**needed, **{name: 1 if name == "trace_share" else 1025 for name in live_names(kind)})
+    own = [f"--{name.replace('_', '-')}={value}" for name, value in needed.items()]
+    assert parse_flags(kind, [*own, *live_flags(config)], "prog", {}) == config
+    assert parse_flags(kind, [*own, *live_flags(config), *live_flags(kind(**needed))], "prog", {}) == kind(**needed)
+
+
+@pytest.mark.parametrize("words", [["--flags-file", "F"], ["--flags-file=F"], ["--x", "--flags-file=F", "--y=1"]])
+def test_flags_of_the_file_come_last(words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "a.flags"
+    path.write_text("  --drain-s=1  \n#--drain-s=2\n")
+    given = [one.replace("F", str(path)) for one in words]
+    assert with_file(given) == [*given, "--drain-s=1"]
+
+
+def test_an_absent_file_is_named_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^flags_file: got .*/none, expected a file that can be read"):
+        with_file([f"--flags-file={tmp_path / 'none'}"])
