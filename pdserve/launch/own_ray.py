@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,8 @@ TOKEN_PATH_ENV: Final = "RAY_AUTH_TOKEN_PATH"
 MODE_ENV: Final = "RAY_AUTH_MODE"
 # Ray names sockets PARENT/pdserve-run-ray-XXXXXXXX/r/session_DATE_TIME_PID/sockets/plasma_store, of at most 107 bytes.
 _LONGEST_PARENT: Final = 12
+_LOCAL_ENV: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_FOR_COMMANDS: Final = (MODE_ENV, TOKEN_PATH_ENV, _LOCAL_ENV)
 ADDRESSES: Final = "auto, local, HOST:PORT or ray://HOST:PORT"
 _ADDRESS: Final = re.compile(r"ray://\S+|([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
 
@@ -45,7 +48,7 @@ def confine(environ: MutableMapping[str, str]) -> OwnedFolder:
     environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # With clusters disabled, Ray uses 127.0.0.1 as the address of its node, and all its servers listen only there.
     # Otherwise it chooses another address, even if _node_ip_address is this one.
-    environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    environ[_LOCAL_ENV] = "0"
     # By default a raylet ends with its actors a minute after the control plane is lost.
     environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
     environ.setdefault(MODE_ENV, "token")
@@ -81,6 +84,16 @@ def check_redis_socket(url: str) -> None:
     if url.startswith("unix:") and not os.access(Path(place(url)).parent, os.X_OK):
         expected = "a URL that Ray's workers reach; they cannot enter this folder, as another user or in a container"
         raise ConfigError("redis", hide_password(url), expected)
+
+
+def status_command(environ: Mapping[str, str], address: str, python: Path) -> str:
+    """The command that shows the state of Ray at this address, for a shell of this user. Pure.
+
+    The token is in a file, which the command names. With clusters enabled, Ray's command replaces the loopback address
+    with another one of this host, on which a Ray of ours does not listen.
+    """
+    given = [f"{name}={shlex.quote(environ[name])}" for name in _FOR_COMMANDS if environ.get(name)]
+    return " ".join([*given, shlex.quote(str(python.with_name("ray"))), "status", "--address", address])
 
 
 def warnings(environ: MutableMapping[str, str], open_ports: list[str], *, is_own: bool) -> list[str]:

@@ -107,3 +107,11 @@ def test_addresses_as_the_kernel_prints_them(text: str, address: str, is_on_loop
     assert one.is_on_loopback is is_on_loopback
     if not address.startswith("::ffff"):
         assert found == address
+
+
+def test_the_state_of_ray_can_be_asked() -> None:
+    environ = {"PATH": "/bin", "RAY_AUTH_TOKEN": "hidden", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/a b/t"}
+    assert own_ray.status_command(environ, "127.0.0.1:1", Path("/e/bin/python")) == (
+        "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH='/a b/t' /e/bin/ray status --address 127.0.0.1:1"
+    )
+    assert own_ray.status_command({}, "h:2", Path("/e/bin/python")) == "/e/bin/ray status --address h:2"
