@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Self, TextIO, final
+from typing import ClassVar, Final, Self, TextIO, final
 
 from pdserve.core.progress import PROGRESS_ENV, PhaseProgress, Progress, bar_line, log_text, phase_line
 
@@ -119,7 +119,10 @@ class ProgressLine:
 
 @final
 class PhaseReport:
-    """Tells of one phase of a worker's start: to the launcher in lines of stderr, otherwise to whoever reads stderr."""
+    """Tells of one phase of a worker's start: to the listener, to the launcher in lines of stderr, otherwise to whoever
+    reads stderr."""
+
+    listener: ClassVar[Callable[[PhaseProgress], None] | None] = None  # of this process, where stderr is not read
 
     def __init__(self, worker_id: str, phase: str, unit: str, *, clock: Clock = time.monotonic) -> None:
         self._phase, self._unit, self._clock = phase, unit, clock
@@ -132,7 +135,9 @@ class PhaseReport:
         one = PhaseProgress(
             phase=self._phase, done=done, total=total, unit=self._unit, seconds=max(now_s - self._began_s, 0.0)
         )
-        if self._line is not None:
+        if PhaseReport.listener is not None:
+            PhaseReport.listener(one)
+        elif self._line is not None:
             self._line.expect(total)
             self._line.update(done, one.detail)
             if one.is_over:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import math
 import os
 import re
@@ -18,14 +19,28 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, final
 
 from pdserve.config import REDIS_ENV, SECRET_ENV, WorkerConfig, forget_secrets, from_env
 from pdserve.config_flags import parse_flags, to_env, to_flags
 from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.core.progress import PhaseProgress, phase_line
 from pdserve.launch import own_ray
 from pdserve.launch.child import StartFailed
-from pdserve.launch.driver_words import ActorHealth, emit, last_line
+from pdserve.launch.driver_words import (
+    BEGINS,
+    IMPORTING,
+    LOADING,
+    NOW,
+    PLACING,
+    TOOK,
+    WARMING,
+    ActorHealth,
+    ActorStarts,
+    emit,
+    last_line,
+)
 from pdserve.launch.open_ports import listeners, session_of
 from pdserve.launch.rank_actor import RankActor
 from pdserve.launch.spec import (
@@ -41,6 +56,7 @@ from pdserve.launch.spec import (
 from pdserve.launch.with_ray import spec_from_json
 from pdserve.model_source import find_model
 from pdserve.owned_folder import OwnedFolder
+from pdserve.progress import PhaseReport
 from pdserve.telemetry.logs import log_to_stderr
 
 if __name__ == "__main__":  # before the import of ray, which reads its environment at import
@@ -54,12 +70,15 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+log = logging.getLogger(__name__)
+
 NAMESPACE: Final = "pdserve"
 START_S: Final = 600.0
 GIVE_BACK_S: Final = 5.0
 _OBJECT_STORE_BYTES: Final = 100 * 2**20  # no data of ours is sent there
 _HEALTH_S: Final = 2.0
 _WATCH_S: Final = 0.5
+_POLL_S: Final = 0.1  # between two looks at workers that start
 _QUIET_S: Final = 10.0  # interval between two reports that Ray does not answer
 _LOOPBACK: Final = re.compile(r"unix:|rediss?://(.*@)?(127\.|localhost|\[::1\])")
 
@@ -68,11 +87,19 @@ class WorkerActor:
     """One worker process under Ray. The constructor runs again at each restart; health has its own thread."""
 
     def __init__(self, module: str, flags: Sequence[str], hidden: Mapping[str, str], is_on_many_hosts: bool) -> None:
+        """Returns at once, so that `health` can be asked how far the start is."""
         self._host: Any = None
         self._address = ""
         self._error = ""
+        self._stage = IMPORTING
+        self._phases: dict[str, str] = {}  # the last line of each
+        PhaseReport.listener = self._phase_changed
+        log_to_stderr(module)  # Ray writes it into its session's log files
+        arguments = (module, flags, hidden, is_on_many_hosts)
+        threading.Thread(target=self._start, args=arguments, name="start", daemon=True).start()
+
+    def _start(self, module: str, flags: Sequence[str], hidden: Mapping[str, str], is_on_many_hosts: bool) -> None:
         try:
-            log_to_stderr(module)  # Ray writes it into its session's log files
             config = parse_flags(WorkerConfig, flags, prog=module, environ=hidden)
             own_ray.check_redis_socket(config.redis)
             here = ray.util.get_node_ip_address()
@@ -86,13 +113,25 @@ class WorkerActor:
             self._address = self._host.start()
         except PdserveError as error:  # reported by health(), because Ray would wrap it in its own traceback
             self._error = str(error)
+        except BaseException as error:
+            log.exception("the worker did not start")
+            self._error = f"{type(error).__name__}: {last_line(error)}"
+
+    def _phase_changed(self, one: PhaseProgress) -> None:
+        self._stage = WARMING if one.phase == "calibration" else LOADING
+        self._phases[one.phase] = phase_line(one)
 
     @ray.method(concurrency_group="health")
     def health(self) -> ActorHealth:
-        is_healthy = not self._error and bool(self._host.is_healthy())
-        memory = "" if self._error else str(self._host.memory)
+        has_started = bool(self._address)
         return ActorHealth(
-            pid=os.getpid(), address=self._address, is_healthy=is_healthy, error=self._error, memory=memory
+            pid=os.getpid(),
+            address=self._address,
+            is_healthy=has_started and bool(self._host.is_healthy()),
+            error=self._error,
+            memory=str(self._host.memory) if has_started else "",
+            stage=self._stage,
+            phases=tuple(self._phases.values()),
         )
 
     def drain(self, timeout_s: float) -> None:
@@ -123,14 +162,17 @@ class RayDriver:
 
     def start(self) -> str:
         """Returns the address of Ray's control plane once every worker listens."""
-        for name, work in (("ray init", self._init), ("placement", self._place), ("workers", self._wait_for_workers)):
+        for name, work in (("ray_init", self._init), ("placement", self._place)):
             began_s = time.monotonic()
-            emit(name.replace(" ", "_"), "begins")
+            emit(name, BEGINS)
             work()
-            emit(name.replace(" ", "_"), f"took {time.monotonic() - began_s:.2f} s")
+            emit(name, f"{TOOK}{time.monotonic() - began_s:.2f} s")
+        self._wait_for_workers()
         for warning in own_ray.warnings(os.environ, self._open_ports(), is_own=not self._address):
             emit("ray", warning)
-        return str(ray.get_runtime_context().gcs_address)
+        address = str(ray.get_runtime_context().gcs_address)
+        emit("ray", f"its state: {own_ray.status_command(os.environ, address, Path(sys.executable))}")
+        return address
 
     def reconcile(self, stop: threading.Event) -> None:
         """Checks each actor in turn until `stop`; replaces one only after Ray itself has given it up."""
@@ -195,6 +237,9 @@ class RayDriver:
         free, strategy = ray.available_resources(), self._spec.ray_strategy
         if strategy == "auto":  # GPUs of one node exchange KV without a network
             strategy = "pack" if any("GPU" in bundle for bundle in bundles) else "spread"
+        for worker_id in self._configs:
+            emit(worker_id, BEGINS)
+            emit(worker_id, f"{NOW}{PLACING}")
         self._group = placement_group(bundles, strategy=strategy.upper(), name=f"pdserve-{self._spec.cluster}")
         if not self._group.wait(self._spec.ray_wait_s):
             raise StartFailed(why_not_placed(bundles, free, ray.cluster_resources(), self._spec.ray_wait_s))
@@ -254,19 +299,24 @@ class RayDriver:
 
     def _wait_for_workers(self) -> None:
         """The first worker that fails ends the start, also while others load."""
-        deadline_s = time.monotonic() + START_S
-        waiting = {actor.health.remote(): worker_id for worker_id, actor in self._actors.items()}
-        while waiting:
-            names = ", ".join(waiting.values())
-            emit("workers", f"waits for {names}")
-            done, _ = ray.wait(list(waiting), timeout=max(deadline_s - time.monotonic(), 0.0))
-            if not done:
-                raise StartFailed(f"no answer from {names} within {START_S:.0f} s; Ray's logs may have the reason")
-            worker_id = waiting.pop(done[0])
-            health: ActorHealth = ray.get(done[0])
-            if health.error:
-                raise StartFailed(f"{worker_id}: {health.error}")
-            self._note(worker_id, health)
+        starts = ActorStarts(self._actors, time.monotonic(), START_S)
+        calls: dict[str, Any] = {}
+        while starts.waiting:
+            for worker_id in starts.waiting:
+                call = calls.setdefault(worker_id, self._actors[worker_id].health.remote())
+                health: ActorHealth | None = None
+                try:
+                    if ray.wait([call], timeout=0)[0]:
+                        health = ray.get(calls.pop(worker_id))
+                except ray.exceptions.ActorUnavailableError as error:
+                    starts.lost(worker_id, last_line(error))
+                except ray.exceptions.ActorDiedError as error:
+                    raise StartFailed(f"{worker_id}: {last_line(error)}") from None
+                for text in starts.observe(worker_id, health, time.monotonic()):
+                    emit(worker_id, text)
+                if health is not None and health.address:
+                    self._note(worker_id, health)
+            time.sleep(_POLL_S)
 
     def _look(self, worker_id: str) -> None:
         self._see_to_ranks(worker_id)
@@ -282,6 +332,8 @@ class RayDriver:
             if health.error:
                 emit(worker_id, f"did not come back: {health.error}; it is created again")
                 self._create_again(worker_id)
+            elif not health.address:  # it is being started again
+                self._lost(worker_id)
             else:
                 self._note(worker_id, health)
 

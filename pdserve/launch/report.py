@@ -95,7 +95,7 @@ class LauncherReport:
             phase = phase_of(line)
             plan = memory_of(line) if phase is None else None
             if phase is not None:
-                self._phase_of(name, phase)
+                self.worker_phase(name, phase)
             elif plan is None:
                 write(line)
             else:
@@ -161,7 +161,7 @@ class LauncherReport:
         self._progress = None
         self._status.clear()
 
-    def _phase_of(self, name: str, one: PhaseProgress) -> None:
+    def worker_phase(self, name: str, one: PhaseProgress) -> None:
         parts = self._parts.setdefault(name, {})
         if one.phase in parts or len(parts) < _MOST_PARTS:
             parts[one.phase] = one.seconds

@@ -13,14 +13,17 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, final
 
 from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
 from pdserve.core.errors import Unavailable
+from pdserve.core.progress import phase_of
 from pdserve.core.urls import place
 from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.crew import REDIS, Crew, Member, member
 from pdserve.launch.degraded import redis_trouble
+from pdserve.launch.driver_words import BEGINS, NOW, TOOK
 from pdserve.launch.keys import Kind, Value
 from pdserve.launch.local import GATEWAY, ask_first, redis_path, start_gateway, start_steps, with_ports, with_sockets
 from pdserve.launch.make_tls import make_certificates
@@ -35,9 +38,7 @@ REDIS_WAIT_S: Final = 10.0
 REDIS_RETRY_S: Final = 0.2
 SHUTDOWN_S: Final = 20.0  # time for Ray itself to end, after the workers have drained
 _EVENT: Final = re.compile(r"^@(\w+) (.*)$")
-_BEGINS: Final = "begins"
-_WAITS: Final = "waits for "
-_PHASE: Final = re.compile(r"^took (\d+\.\d+) s$")
+_TOOK: Final = re.compile(rf"^{TOOK}(\d+\.\d+) s$")
 
 
 @final
@@ -58,7 +59,7 @@ class RayCluster:
             env=tuple(_driver_env(self.spec).items()),
             start_s=DRIVER_START_S,
             drain_s=SHUTDOWN_S + max(worker_config(spec, index)[1].drain_s for index in range(len(spec.worker_ids))),
-            on_line=self._on_line,
+            on_line=partial(show, report),
         )
 
     async def start(self) -> str:
@@ -106,28 +107,26 @@ class RayCluster:
         if self._certificates is not None:
             self._certificates.remove()
 
-    def _on_line(self, line: str) -> None:
-        """The driver reports events as `@NAME TEXT`; all other lines come from Ray."""
-        event = _EVENT.match(line)
-        if event is None:
-            self._report.relay(DRIVER)(line)
-            return
-        name, text = event.groups()
-        plan = memory_of(text)
-        if plan is not None:
-            self._report.memory(name, plan)
-            return
-        if text == _BEGINS:
-            self._report.begins(name)
-            return
-        if text.startswith(_WAITS):
-            self._report.waits(name, text)
-            return
-        phase = _PHASE.match(text)
-        if phase is None:
-            self._report.say(name, text)
-        else:
-            self._report.phase(name, float(phase.group(1)))
+
+def show(report: LauncherReport, line: str) -> None:
+    """The driver reports events as `@NAME TEXT`; all other lines come from Ray."""
+    event = _EVENT.match(line)
+    if event is None:
+        report.relay(DRIVER)(line)
+        return
+    name, text = event.groups()
+    if (progress := phase_of(text)) is not None:
+        report.worker_phase(name, progress)
+    elif (plan := memory_of(text)) is not None:
+        report.memory(name, plan)
+    elif text == BEGINS:
+        report.begins(name)
+    elif text.startswith(NOW):
+        report.waits(name, text.removeprefix(NOW))
+    elif took := _TOOK.match(text):
+        report.phase(name, float(took.group(1)))
+    else:
+        report.say(name, text)
 
 
 async def check_redis(spec: ClusterSpec, report: LauncherReport, limit_s: float = REDIS_WAIT_S) -> None:
@@ -150,10 +149,11 @@ async def check_redis(spec: ClusterSpec, report: LauncherReport, limit_s: float 
 
 
 def ray_start_steps(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
-    """As `start_steps`, with the steps of the driver in place of the workers."""
-    steps = [name for name in start_steps(spec, has_own_redis=has_own_redis) if name not in spec.worker_ids]
+    """As `start_steps`, with the steps of the driver before the workers."""
+    steps = start_steps(spec, has_own_redis=has_own_redis)
     begin = 1 if has_own_redis else 0
-    return [*steps[:begin], "ray_init", "placement", "workers", DRIVER, *steps[begin:]]
+    end = begin + len(spec.worker_ids)
+    return [*steps[:begin], "ray_init", "placement", *steps[begin:end], DRIVER, *steps[end:]]
 
 
 def _driver_env(spec: ClusterSpec) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,6 +86,19 @@ def test_ray_listens_on_loopback_only(cluster: Cluster) -> None:
     assert {"gcs_server", "raylet"} <= {one.process for one in found}
     assert [str(one) for one in found if not one.is_on_loopback] == []
     assert not any("others can reach" in line for line in cluster.running.lines)
+
+
+def test_the_state_of_ray_is_shown_by_the_printed_command(cluster: Cluster) -> None:
+    command = cluster.running.wait_line("its state: ").partition("its state: ")[2]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(["sh", "-c", command], env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert "4.0/4.0 CPU" in done.stdout, done.stderr
+
+
+def test_the_start_names_each_worker(cluster: Cluster) -> None:
+    table = [line.split()[0] for line in cluster.running.lines if " s  █" in line]
+    assert table[1:3] == ["ray_init", "placement"]
+    assert sorted(table[3:7]) == ["d0", "d1", "p0", "p1"]
 
 
 def test_ray_requires_a_private_token(cluster: Cluster) -> None:

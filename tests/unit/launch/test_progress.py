@@ -13,7 +13,7 @@ from pdserve.launch.local import start_steps
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec
 from pdserve.launch.start_progress import ClusterProgress
-from pdserve.launch.with_ray import ray_start_steps
+from pdserve.launch.with_ray import ray_start_steps, show
 
 
 def weights(done: float, seconds: float) -> PhaseProgress:
@@ -55,7 +55,7 @@ def test_the_steps_of_a_start_end_with_the_gateway() -> None:
     workers = ["p0", "d0", "d1"]
     assert start_steps(spec, has_own_redis=True) == ["redis", *workers, "router", "first token", "gateway"]
     steps = ray_start_steps(spec, has_own_redis=False)
-    assert steps[:3] == ["ray_init", "placement", "workers"]
+    assert steps[:6] == ["ray_init", "placement", *workers, "ray"]
     assert steps[-3:] == ["router", "first token", "gateway"]
 
 
@@ -139,3 +139,42 @@ def test_the_cause_of_a_wait_is_shown() -> None:
     assert progress.detail(0.0) == "0 of 2; first token: the router is connected to 1 of 2 workers (d0)"
     progress.ends("first token")
     assert progress.detail(0.0) == "1 of 2"
+
+
+def test_workers_under_ray_show_their_phases(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pdserve.progress, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("pdserve.launch.report.LINE_EVERY_S", 0.0)
+    report = LauncherReport()
+    report.expect("starting", ["ray_init", "placement", "p0", "d0"])
+    shown = []
+    for line in (
+        "@ray_init begins",
+        "@ray_init took 1.00 s",
+        "@placement begins",
+        "@p0 begins",
+        "@p0 now waits for a node",
+        "@placement took 1.00 s",
+        "@p0 now imports its modules",
+        f"@p0 {phase_line(weights(1e7, 0.1))}",
+        f"@p0 {phase_line(weights(4e9, 0.5))}",
+        "@p0 now warms up",
+        "@p0 took 9.00 s",
+    ):
+        show(report, line)
+        report.tick()
+        shown.append(capsys.readouterr().err.partition("s so far, ")[2].strip())
+    assert shown == [
+        "0 of 4; ray_init",
+        "1 of 4",
+        "1 of 4; placement",
+        "1 of 4; placement; p0",
+        "1 of 4; placement; p0: waits for a node",
+        "2 of 4; p0: waits for a node",
+        "2 of 4; p0: imports its modules",
+        "2 of 4; p0 weights 0.01 of 4.00 GB",
+        "2 of 4; p0: imports its modules",
+        "2 of 4; p0: warms up",
+        "3 of 4",
+    ]

@@ -1,17 +1,22 @@
-"""The launcher passes settings to the driver of Ray in a file, not on a command line."""
+"""What the launcher passes to the driver of Ray, and how workers start under Ray."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pdserve.core.errors import ConfigError, Unavailable
+from pdserve.core.progress import PhaseProgress
+from pdserve.launch.child import StartFailed
+from pdserve.launch.driver_words import IMPORTING, LOADING, WARMING, ActorHealth, ActorStarts
 from pdserve.launch.ports import free_ports
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, Kind, Value
 from pdserve.launch.with_ray import check_redis, spec_from_json, spec_to_json
 from pdserve.prefix.embedded import EmbeddedRedis
+from pdserve.progress import PhaseReport
 
 
 def test_the_router_s_secret_is_not_on_the_driver_s_command_line() -> None:
@@ -41,3 +46,65 @@ async def test_a_redis_that_does_not_answer_ends_the_start_with_the_cause(capsys
 async def test_a_database_that_redis_lacks_is_named(tmp_path: Path) -> None:
     with EmbeddedRedis.start(path=tmp_path / "socket") as redis, pytest.raises(ConfigError, match="DB index"):
         await check_redis(ClusterSpec(model="toy", redis=f"{redis.url}?db=99"), LauncherReport(), 0.3)
+
+
+def health(pid: int = 7, **facts: Any) -> ActorHealth:
+    return ActorHealth(**{"pid": pid, "address": "", "is_healthy": False, "error": "", **facts})
+
+
+def test_each_stage_of_a_worker_is_told_once() -> None:
+    starts = ActorStarts(["p0", "d0"], 100.0, 600.0)
+    begun, over = "progress {begun}", "progress {over}"
+    told = [
+        starts.observe("p0", one, 101.0)
+        for one in (
+            None,
+            None,
+            health(stage=IMPORTING),
+            None,
+            health(stage=LOADING, phases=(begun,)),
+            health(stage=LOADING, phases=(over,)),
+            health(stage=WARMING, phases=(over, begun)),
+            health(stage=WARMING, phases=(over, over), address="h:1"),
+        )
+    ]
+    assert told == [
+        ["now waits for its process"],
+        [],
+        ["now imports its modules"],
+        [],
+        ["now loads the model", begun],
+        [over],
+        ["now warms up"],
+        ["took 1.00 s"],
+    ]
+    assert starts.waiting == ("d0",)
+
+
+def test_a_worker_that_cannot_start_ends_the_start_with_its_cause() -> None:
+    def after(*before: ActorHealth) -> ActorStarts:
+        starts = ActorStarts(["p0", "d0"], 100.0, 600.0)
+        for one in before:
+            starts.observe("p0", one, 100.0)
+        return starts
+
+    loading = health(stage=LOADING)
+    with pytest.raises(StartFailed, match=r"^p0: kv_memory_bytes: got 1"):
+        after(loading).observe("p0", health(error="kv_memory_bytes: got 1"), 101.0)
+    with pytest.raises(StartFailed, match=r"^p0: its process ended while it loads the model; the logs of Ray"):
+        after(loading).observe("p0", health(pid=8, stage=IMPORTING), 101.0)
+    with pytest.raises(StartFailed, match=r"^p0: its process ended while it loads the model: out of memory; "):
+        after(loading).lost("p0", "out of memory")
+    with pytest.raises(StartFailed, match="600 s: p0 loads the model; d0 waits for its process; "):
+        after(loading).observe("d0", None, 700.1)
+    starts = after()
+    starts.lost("p0", "not there yet")
+    assert starts.observe("p0", None, 700.0) == ["now waits for its process"]
+
+
+def test_phases_reach_a_listener(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    heard: list[PhaseProgress] = []
+    monkeypatch.setattr(PhaseReport, "listener", heard.append)
+    PhaseReport("d0", "weights", "bytes", clock=lambda: 5.0)(1, 4)
+    assert heard == [PhaseProgress(phase="weights", done=1, total=4, unit="bytes", seconds=0.0)]
+    assert capsys.readouterr().err == ""
