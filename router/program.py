@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -78,7 +79,8 @@ class RouterHost:
 
     def reload(self, changes: Mapping[str, Any]) -> None:
         self._drain_s = changes.get("drain_s", self._drain_s)
-        self._loop.call_soon_threadsafe(self._server.reload, changes)
+        with contextlib.suppress(RuntimeError):  # the router has just ended
+            self._loop.call_soon_threadsafe(self._server.reload, changes)
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -168,7 +168,7 @@ class Crew:
         for process in processes:
             name = process.name
             text = "\n".join([f"--log-level={log_level}", *live_flags(process.config)]).encode()
-            if name not in self._members or os.pread(self._flags[name], len(text) + 1, 0) == text:
+            if name not in self._flags or os.pread(self._flags[name], len(text) + 1, 0) == text:
                 continue
             self._members[name] = replace(self._members[name], drain_s=process.config.drain_s)
             os.pwrite(self._flags[name], text, 0)
