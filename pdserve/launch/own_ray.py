@@ -28,7 +28,9 @@ MODE_ENV: Final = "RAY_AUTH_MODE"
 # Ray names sockets PARENT/pdserve-run-ray-XXXXXXXX/r/session_DATE_TIME_PID/sockets/plasma_store, of at most 107 bytes.
 _LONGEST_PARENT: Final = 12
 _LOCAL_ENV: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_FOR_COMMANDS: Final = (MODE_ENV, TOKEN_PATH_ENV, _LOCAL_ENV)
+_TLS_ENV: Final = "RAY_USE_TLS"
+_PEM_ENVS: Final = {"RAY_TLS_SERVER_CERT": CERT, "RAY_TLS_SERVER_KEY": KEY, "RAY_TLS_CA_CERT": CA}
+_FOR_COMMANDS: Final = (MODE_ENV, TOKEN_PATH_ENV, _LOCAL_ENV, _TLS_ENV, *_PEM_ENVS)
 ADDRESSES: Final = "auto, local, HOST:PORT or ray://HOST:PORT"
 _ADDRESS: Final = re.compile(r"ray://\S+|([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
 
@@ -60,9 +62,8 @@ def confine(environ: MutableMapping[str, str]) -> OwnedFolder:
     environ[TOKEN_PATH_ENV] = str(token)
     keys = folder.path / "tls"
     Authority("pdserve ray").write(keys, "ray", ["localhost", "127.0.0.1"])
-    environ["RAY_USE_TLS"] = "1"
-    for name, pem in (("SERVER_CERT", CERT), ("SERVER_KEY", KEY), ("CA_CERT", CA)):
-        environ[f"RAY_TLS_{name}"] = str(keys / pem)
+    environ[_TLS_ENV] = "1"
+    environ.update({name: str(keys / pem) for name, pem in _PEM_ENVS.items()})
     return folder
 
 
@@ -89,7 +90,7 @@ def check_redis_socket(url: str) -> None:
 def status_command(environ: Mapping[str, str], address: str, python: Path) -> str:
     """The command that shows the state of Ray at this address, for a shell of this user. Pure.
 
-    The token is in a file, which the command names. With clusters enabled, Ray's command replaces the loopback address
+    The token and the certificates are in files, which the command names. With clusters enabled, Ray's command replaces the loopback address
     with another one of this host, on which a Ray of ours does not listen.
     """
     given = [f"{name}={shlex.quote(environ[name])}" for name in _FOR_COMMANDS if environ.get(name)]
