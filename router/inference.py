@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from pdserve.build import FULL_VERSION
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.errors import Cancelled, IdInUse, InternalError, NoWorkers, PdserveError, QuotaExceeded
-from pdserve.core.held_bytes import HeldBytes
+from pdserve.core.shares import Shares, caller_of
 from pdserve.prefix.lookup import PrefixLookup
 from pdserve.telemetry import names, propagate
 from pdserve.telemetry.tracing import OpenSpan
@@ -54,7 +55,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         quotas: Quotas,
         *,
         prefix_lookup_s: float,
-        held: HeldBytes,
+        held: Shares,
         write_s: float = WRITE_S,
     ) -> None:
         self._runtime = runtime
@@ -72,7 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         traceparent = propagate.extract(context.invocation_metadata())
         with self._measure.call_span(request, "" if model is None else model.name, traceparent) as span:
             try:
-                with self._claim(least_tokens(request)) as claim, self._held.hold(request.ByteSize()):
+                with self._claim(least_tokens(request)) as claim, self._hold(request):
                     await self._generate(request, context, span, claim)
                 self._measure.answered(span)
             except PdserveError as error:
@@ -90,8 +91,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def GetModel(self, request: inference_pb2.GetModelRequest, context: Any) -> inference_pb2.GetModelResponse:
         model = self._model()
-        if model is None:
-            return await status.abort(context, NoWorkers("decode"))
+        try:
+            tenant = current_tenant().name
+            if model is None:
+                raise NoWorkers("decode")
+        except PdserveError as error:
+            return await status.abort(context, error)
         return inference_pb2.GetModelResponse(
             model=model.name,
             max_context_tokens=model.max_context_tokens,
@@ -104,12 +109,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             version=FULL_VERSION,
             # The prompt takes at least one token of the context.
             max_new_tokens=min(self._admission.limits.max_new_tokens, model.max_context_tokens - 1),
+            tenant=tenant,
         )
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
-        client = client_of(context.peer(), current_tenant().name)
         try:
-            with self._claim(), self._held.hold(request.ByteSize()):
+            client = client_of(context.peer(), current_tenant().name)
+            with self._claim(), self._hold(request):
                 ids = await self._admission.tokenize(request, self._model(), client)
         except PdserveError as error:
             self._measure.rejected(error)
@@ -123,7 +129,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             model = self._model()
             if model is None:
                 raise NoWorkers("decode")
-            with self._claim(), self._held.hold(request.ByteSize()):
+            with self._claim(), self._hold(request):
                 text = await self._admission.detokenize(request, model)
         except PdserveError as error:
             self._measure.rejected(error)
@@ -155,6 +161,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except QuotaExceeded as error:
             self._measure.over_quota(tenant.name, error.quota)
             raise
+
+    def _hold(self, request: Message) -> contextlib.AbstractContextManager[object]:
+        """Counts the bytes of the request for its caller. Raises Overloaded."""
+        return self._held.body(caller_of(current_tenant().name), request.ByteSize())
 
     async def _generate(
         self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan, claim: CallClaim

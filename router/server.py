@@ -21,9 +21,9 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.build import FULL_VERSION
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError, port_in_use
-from pdserve.core.held_bytes import HeldBytes
 from pdserve.core.hosts import join
 from pdserve.core.proof import ClusterSecret, Identity
+from pdserve.core.shares import BYTES_WEIGHT, Shares
 from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
 from pdserve.listening import bind_error, is_held
 from pdserve.model_source import TOY_MODELS, model_name
@@ -103,7 +103,7 @@ class RouterServer:
         )
         state = RouterState(self._settings)
         limits = _limits(config, _sampling_defaults(config))
-        self._held = HeldBytes(config.max_held_bytes)
+        self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
         self._tenants = Tenants(config.key_file)
         self._grammars = GrammarCheck(_folder(config.model))
         templates = _templates(config.model)

@@ -1,7 +1,7 @@
 """Row 17: a caller opens 515 requests whose bodies of two bytes never end, and 48 with declared bodies of 4 MiB.
 
-Meanwhile `/health` and a caller without this token are asked on new connections: none may get 429 or 503. The
-cluster of this benchmark has one token, so the other caller has a wrong one, and must be told so (401).
+Meanwhile `/health`, `/metrics` with the same token and a caller without it are asked on new connections: none may get
+429 or 503. The cluster of this benchmark has one token, so the other caller has a wrong one, and must be told so (401).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ WRONG: Final = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer wro
 
 def attack(target: AttackTarget) -> AttackResult:
     port = port_of(target)
+    metrics = f"GET /metrics HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {port.token}\r\nconnection: close\r\n\r\n"
     errors: Counter[str] = Counter()
     complaints: list[str] = []
     longest_s = 0.0
@@ -37,7 +38,7 @@ def attack(target: AttackTarget) -> AttackResult:
             left.add(one)
         ends_s = time.monotonic() + ENDS_S
         while left and time.monotonic() < ends_s:
-            for request, expected in ((HEALTH, "200"), (WRONG, "401")):
+            for request, expected in ((HEALTH, "200"), (metrics.encode(), "200"), (WRONG, "401")):
                 began_s = time.perf_counter()
                 status = send_all(port, request)
                 longest_s = max(longest_s, time.perf_counter() - began_s)

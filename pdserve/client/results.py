@@ -87,6 +87,7 @@ class Model:
     reasoning_format: str = ""
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that give no value
     version: str = ""  # of the router, with its build; empty if unknown
+    tenant: str | None = None  # of the caller; empty for the operator, None if the router does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from pdserve.core.errors import (
     ShuttingDown,
     shortened,
 )
+from pdserve.core.shares import BYTES_WEIGHT, CONTROL, COUNT_WEIGHT, OPERATOR, HeldBody, Shares, kept_of
 from pdserve.gateway import errors, headers, json_body, live_view, openapi, replies, sse, tokens
 from pdserve.gateway.body import check_declared, read_body
 from pdserve.gateway.docs_page import docs_page
@@ -43,7 +44,6 @@ from pdserve.gateway.operations import OPERATIONS
 from pdserve.gateway.respond import Responder, Sender, encoded, send_json, send_whole
 from pdserve.gateway.responses_request import responses_call
 from pdserve.gateway.sdk_call import SdkCall, chat_call, text_call
-from pdserve.gateway.shares import BYTES_WEIGHT, CONNECTIONS_WEIGHT, HeldBody, Shares
 from pdserve.gateway.shutdown import Shutdown
 from pdserve.gateway.ui.page import page
 from pdserve.telemetry import metric_names
@@ -64,7 +64,6 @@ GENERATION_PATHS: Final[Mapping[str, Endpoint]] = {
     "/v1/completions": "text",
     "/v1/responses": "responses",
 }
-OPEN_SHARE: Final = 16  # one of so many connections is kept for /health and other endpoints without a token
 QUICK_BYTES: Final = 65_536  # a smaller body is validated on the event loop: a thread would take longer
 LEAST_ANSWER_BYTES: Final = 2**20  # allowed whatever the limit
 AnyRequest = TypeVar("AnyRequest")
@@ -86,7 +85,9 @@ class Gateway:
         self._door = Door(client, needs_token=needs_token)
         self._health = Health(client)
         self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
-        self._connections = Shares(config.max_connections - config.max_connections // OPEN_SHARE, CONNECTIONS_WEIGHT)
+        # Some connections are kept for /health and other endpoints without a token.
+        most = config.max_connections - kept_of(config.max_connections)
+        self._connections = Shares(most, COUNT_WEIGHT, is_controlled=True)
         self._responder = Responder()
         # One thread: each call of the parser keeps the interpreter to itself, so several would add up.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="gateway-bodies")
@@ -136,7 +137,7 @@ class Gateway:
 
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             self._check_declared(given)
-            with self._held.body(caller.key) as held:
+            with self._held.body(caller.share) as held:
                 options = headers.options(given)
                 call = await self._read(receive, held, lambda fields: make_call(fields, caller.model, options))
                 self._hold_answer(held, call.answer_bytes(caller.model))
@@ -155,7 +156,7 @@ class Gateway:
     ) -> Handler:
         async def handle(scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
             self._check_declared(given)
-            with self._held.body(caller.key) as held:
+            with self._held.body(caller.share) as held:
                 request = await self._read(receive, held, lambda fields: make_request(fields, caller.model))
                 self._hold_answer(held, answer_bytes(request, held.num_bytes), "body")
                 return await _send(send, 200, await work(request, caller))
@@ -270,12 +271,15 @@ class Gateway:
     def _route(self, path: str, method: str, handler: Handler) -> BaseRoute:
         """The handler runs only for callers that are admitted."""
 
+        operation = OPERATIONS[method, path]
+        assert not operation.is_open
+
         async def admit(scope: Any, receive: Any, send: Any, given: Headers) -> int:
             caller = await self._admitted(scope, given)
-            with self._connections.connection(caller.key):
+            is_control = operation.is_control and caller.share == OPERATOR
+            with self._connections.connection(CONTROL if is_control else caller.share):
                 return await handler(scope, receive, send, given, caller)
 
-        assert not OPERATIONS[method, path].is_open
         return Route(path, _Endpoint(self, path, admit), methods=[method])
 
     def _open_route(self, path: str, method: str, handler: OpenHandler, *more_methods: str) -> BaseRoute:

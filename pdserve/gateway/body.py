@@ -6,8 +6,8 @@ import asyncio
 from typing import Any, Final
 
 from pdserve.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, shortened
+from pdserve.core.shares import HeldBody
 from pdserve.gateway.errors import BodyTooLarge
-from pdserve.gateway.shares import HeldBody
 
 # After a time of grace, a body arrives at this rate or faster. Without it, a few bytes would keep a connection.
 GRACE_S: Final = 5.0

@@ -27,6 +27,7 @@ class Operation:
     summary: str
     tag: str = "server"
     is_open: bool = False  # needs no token
+    is_control: bool = False  # for operators, who have connections of their own for it
     request: type[BaseModel] | None = None
     #: By status: the model of a JSON body, or another media type; None: no body.
     answers: Mapping[int, type[BaseModel] | str | None] = field(default_factory=dict)
@@ -77,27 +78,36 @@ OPERATIONS: Final[Mapping[tuple[str, str], Operation]] = {
     ("GET", "/version"): Operation(summary="Returns the version of pdserve", answers={200: answers.VersionAnswer}),
     ("GET", "/load"): Operation(
         summary="Counts the requests of this gateway that are being answered; for operators",
+        is_control=True,
         answers={200: answers.LoadAnswer},
     ),
     ("GET", "/health"): Operation(summary="Whether the router has a decode worker", is_open=True, answers=_HEALTH),
     ("GET", "/ping"): Operation(summary="The same as /health", is_open=True, answers=_HEALTH),
     ("POST", "/ping"): Operation(summary="The same as /health", is_open=True, answers=_HEALTH),
-    ("GET", "/metrics"): Operation(summary="Metrics for Prometheus; for operators", answers={200: PLAIN}),
+    ("GET", "/metrics"): Operation(
+        summary="Metrics for Prometheus; for operators", is_control=True, answers={200: PLAIN}
+    ),
     ("GET", "/openapi.json"): Operation(summary="This document", is_open=True, answers={200: JSON}),
     ("GET", "/docs"): Operation(summary="This document as a page", is_open=True, answers=_PAGE),
     ("GET", "/"): Operation(summary="Leads to the live view", is_open=True, answers={307: None}),
     ("GET", "/ui"): Operation(summary="The page of the live view", tag="live view", is_open=True, answers=_PAGE),
-    ("GET", "/ui/events"): Operation(summary="Frames of the live view", tag="live view", answers={200: EVENTS}),
+    ("GET", "/ui/events"): Operation(
+        summary="Frames of the live view", tag="live view", is_control=True, answers={200: EVENTS}
+    ),
     ("GET", "/ui/requests/{request_id:path}"): Operation(
-        summary="Explains where a request was placed", tag="live view", answers={200: JSON}
+        summary="Explains where a request was placed", tag="live view", is_control=True, answers={200: JSON}
     ),
     ("POST", "/ui/workers/{worker_id}/drain"): Operation(
-        summary="Drains a worker", tag="live view", answers={204: None}, headers=("x-pdserve-ui",)
+        summary="Drains a worker", tag="live view", is_control=True, answers={204: None}, headers=("x-pdserve-ui",)
     ),
     ("POST", "/ui/workers/{worker_id}/undrain"): Operation(
-        summary="Ends the draining of a worker", tag="live view", answers={204: None}, headers=("x-pdserve-ui",)
+        summary="Ends the draining of a worker",
+        tag="live view",
+        is_control=True,
+        answers={204: None},
+        headers=("x-pdserve-ui",),
     ),
     ("GET", "/ui/workers/{worker_id}/log"): Operation(
-        summary="The last log lines of a worker", tag="live view", answers={200: JSON}
+        summary="The last log lines of a worker", tag="live view", is_control=True, answers={200: JSON}
     ),
 }

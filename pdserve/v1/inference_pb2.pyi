@@ -349,7 +349,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("model", "max_context_tokens", "vocab_size", "eos_token_ids", "has_chat_template", "max_new_tokens", "tool_format", "reasoning_format", "sampling_defaults", "version")
+    __slots__ = ("model", "max_context_tokens", "vocab_size", "eos_token_ids", "has_chat_template", "max_new_tokens", "tool_format", "reasoning_format", "sampling_defaults", "version", "tenant")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +360,7 @@ class GetModelResponse(_message.Message):
     REASONING_FORMAT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     model: str
     max_context_tokens: int
     vocab_size: int
@@ -370,7 +371,8 @@ class GetModelResponse(_message.Message):
     reasoning_format: str
     sampling_defaults: SamplingDefaults
     version: str
-    def __init__(self, model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_new_tokens: _Optional[int] = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_new_tokens: _Optional[int] = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., version: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class SamplingDefaults(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")

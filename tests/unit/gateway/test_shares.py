@@ -1,53 +1,24 @@
-"""A caller that sends its bodies slowly takes its share of bytes and connections, and no more."""
+"""Tenants that send their bodies slowly take their shares of bytes and connections, and no more."""
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from pdserve.core.errors import DeadlineExceeded, Overloaded
-from pdserve.core.held_bytes import SMALL_BYTES
+from pdserve.core.errors import DeadlineExceeded
 from pdserve.core.key_file import key_hash, make_key
+from pdserve.core.shares import BYTES_WEIGHT, OPERATOR, HeldBody, Shares
 from pdserve.gateway import body
-from pdserve.gateway.shares import BYTES_WEIGHT, CONNECTIONS_WEIGHT, HeldBody, Shares
 from tests.unit.gateway.conftest import Served, read_all, serve, until
 from tests.unit.gateway.test_limits import OK, code_of, exchange, post, status_of
 
 Connect = Callable[[str], socket.socket]
-SLOW, OTHER = make_key(bytes([7] * 32)), make_key(bytes([8] * 32))
-
-
-@pytest.mark.parametrize("weight", [BYTES_WEIGHT, CONNECTIONS_WEIGHT])
-def test_a_caller_leaves_room_for_others(weight: int) -> None:
-    shares, free = Shares(512, weight), 512
-    for caller in (b"first", b"second", b"third"):
-        taken = 0
-        while shares.fits(caller, 1):
-            shares.add(caller, 1)
-            taken += 1
-        assert 0 < taken <= free * weight // (weight + 1) + 1
-        free -= taken
-    assert free > 0
-
-
-def test_bodies_are_charged_as_they_arrive_and_given_back() -> None:
-    shares = Shares(12 * SMALL_BYTES, BYTES_WEIGHT)
-    with shares.body(b"a") as first, shares.body(b"a") as second, shares.body(b"b") as other:
-        first.add(6 * SMALL_BYTES)
-        with pytest.raises(Overloaded, match="for all callers"):
-            second.add(SMALL_BYTES + 1)
-        second.add(1)
-        assert shares.total == 6 * SMALL_BYTES + 1
-        other.add(SMALL_BYTES)
-    assert shares.total == 0
-    with shares.body(b"a") as alone:
-        alone.add(100 * SMALL_BYTES)
-    assert shares.total == 0
-    assert not shares._of
+SLOW, OTHER, SLOW_2 = (make_key(bytes([number] * 32)) for number in (7, 8, 9))
+MANY = [make_key(bytes([number] * 32)) for number in range(100, 116)]
 
 
 def test_a_body_has_time_as_it_arrives() -> None:
@@ -63,7 +34,7 @@ async def test_a_body_that_arrives_in_tiny_parts_is_kept_once() -> None:
     async def receive() -> dict[str, object]:
         return next(parts, {"type": "http.request", "body": b"", "more_body": False})
 
-    kept = HeldBody(Shares(10_000, BYTES_WEIGHT), b"")
+    kept = HeldBody(Shares(10_000, BYTES_WEIGHT), OPERATOR)
     assert await body.read_body(receive, 4096, 30.0, kept) == b"ab" * 1000
     assert kept.num_bytes == 2000
 
@@ -78,15 +49,16 @@ async def test_a_slow_body_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
         return next(never, None) or await asyncio.Event().wait()  # type: ignore[return-value]
 
     with pytest.raises(DeadlineExceeded):
-        await body.read_body(receive, 4096, 600.0, HeldBody(Shares(10_000, BYTES_WEIGHT), b""))
+        await body.read_body(receive, 4096, 600.0, HeldBody(Shares(10_000, BYTES_WEIGHT), OPERATOR))
 
 
 @pytest.fixture
 def tenanted(tmp_path: Path) -> Iterator[Served]:
     file = tmp_path / "keys.json"
     tenants = {
-        "slow": {"max_concurrent": 1, "keys": [{"sha256": key_hash(SLOW)}]},
+        "slow": {"max_concurrent": 1, "keys": [{"sha256": key_hash(key)} for key in (SLOW, SLOW_2)]},
         "beta": {"keys": [{"sha256": key_hash(OTHER)}]},
+        **{f"t{number}": {"keys": [{"sha256": key_hash(key)}]} for number, key in enumerate(MANY)},
     }
     file.write_text(json.dumps({"tenants": tenants}))
     settings = {"max_connections": 16, "max_held_bytes": 2**20, "max_body_bytes": 2**18}
@@ -94,30 +66,60 @@ def tenanted(tmp_path: Path) -> Iterator[Served]:
         yield served
 
 
+def get(path: str, key: str = "") -> bytes:
+    head = f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    return (head + (f"authorization: Bearer {key}\r\n" if key else "") + "\r\n").encode()
+
+
+def open_bodies(served: Served, raw: Connect, keys: Sequence[str], declared: str = "2") -> list[socket.socket]:
+    """Requests whose bodies do not come. Returns their connections that have no answer."""
+    waiting = []
+    for key in keys:
+        one = raw(served.address)
+        one.sendall(post(b"", content_length=declared, authorization=f"Bearer {key}", connection="keep-alive"))
+        one.settimeout(0.1)
+        try:
+            assert status_of(read_all(one)) in (429, 503)
+        except TimeoutError:
+            waiting.append(one)
+    return waiting
+
+
+def status_with(served: Served, raw: Connect, key: str) -> int:
+    return status_of(exchange(raw(served.address), post(OK, authorization=f"Bearer {key}")))
+
+
 @pytest.mark.parametrize("declared", ["2", "262144"])
 def test_a_tenants_open_bodies_keep_nobody_out(
     tenanted: Served, raw: Connect, declared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(body, "GRACE_S", 600.0)
-    opened = [raw(tenanted.address) for _ in range(20)]
-    for one in opened:
-        one.sendall(post(b"", content_length=declared, authorization=f"Bearer {SLOW}", connection="keep-alive"))
-    refused = 0
-    for one in opened:
-        one.settimeout(0.1)
-        try:
-            answer = read_all(one)
-        except TimeoutError:
-            continue
-        refused += status_of(answer) in (429, 503)
-    assert refused >= 8  # 12 of 16 are its share
-    for key in (OTHER, "operator"):
-        assert status_of(exchange(raw(tenanted.address), post(OK, authorization=f"Bearer {key}"))) == 200
-    health = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-    assert status_of(exchange(raw(tenanted.address), health)) == 200
+    opened = open_bodies(tenanted, raw, [SLOW] * 12, declared)
+    assert len(opened) == 10  # of 16 connections
+    assert [status_with(tenanted, raw, key) for key in (SLOW, OTHER, "operator")] == [429, 200, 200]
+    for path, key in (("/health", ""), ("/metrics", "operator"), ("/load", "operator")):
+        assert status_of(exchange(raw(tenanted.address), get(path, key))) == 200
     for one in opened:
         one.close()
-    until(lambda: status_of(exchange(raw(tenanted.address), post(OK, authorization=f"Bearer {SLOW}"))) == 200)
+    until(lambda: status_with(tenanted, raw, SLOW) == 200)
+
+
+def test_a_tenant_with_two_keys_has_one_share(tenanted: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "GRACE_S", 600.0)
+    assert len(open_bodies(tenanted, raw, [SLOW, SLOW_2] * 6)) == 10
+    assert [status_with(tenanted, raw, key) for key in (SLOW, SLOW_2, OTHER)] == [429, 429, 200]
+
+
+def test_many_tenants_keep_no_operator_out(tenanted: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "GRACE_S", 600.0)
+    assert len(open_bodies(tenanted, raw, MANY)) == 13
+    assert status_with(tenanted, raw, OTHER) == 429
+    assert status_with(tenanted, raw, "operator") == 200
+    assert len(open_bodies(tenanted, raw, ["operator"] * 2)) == 1
+    assert status_with(tenanted, raw, "operator") == 429
+    for path, key in (("/health", ""), ("/metrics", "operator"), ("/load", "operator")):
+        assert status_of(exchange(raw(tenanted.address), get(path, key))) == 200
+    assert status_of(exchange(raw(tenanted.address), get("/metrics", OTHER))) == 429
 
 
 def test_received_bytes_are_shared(tenanted: Served, raw: Connect) -> None:

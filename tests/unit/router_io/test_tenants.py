@@ -16,9 +16,10 @@ import pytest
 
 from pdserve import AsyncClient, InvalidRequest, PermissionDenied, Unauthenticated
 from pdserve.client.retry import Retries
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, Overloaded
 from pdserve.core.key_file import MAX_FILE_BYTES, Tenant, key_hash, make_key
 from pdserve.v1 import inference_pb2
+from pdserve.wire import status
 from router import auth
 from router.auth import authorised
 from router.events import RequestArrived
@@ -295,3 +296,44 @@ async def test_tenants_cannot_take_each_others_request_ids(connect: Connect, slo
         async with other.stream("hello", max_tokens=100, request_id="same", ignore_eos=True) as beside:
             await anext(beside)
             assert all(front.server.runtime.knows(f"{name}/same") for name in ("acme", "beta"))
+
+
+async def test_the_requests_of_a_tenant_leave_room_for_others(
+    connect: Connect, slow_decode: Program, tmp_path: Path
+) -> None:
+    """Also if the tenant has several keys and connections, and if many tenants call."""
+    many = {f"t{number}": make_key(bytes([100 + number] * 32)) for number in range(12)}
+    file = tmp_path / "keys.json"
+    write(file, {"acme": (ACME, FOREIGN), "beta": (BETA,), **{name: (key,) for name, key in many.items()}})
+    front = await connect(slow_decode, key_file=str(file), token=OPERATOR, max_held_bytes=8000)
+
+    async def begin(key: str, size: int = 1000) -> grpc.aio.UnaryStreamCall[Any, Any] | None:
+        request = inference_pb2.GenerateRequest(text="x" * size)
+        request.sampling.max_tokens = 1000
+        call = front.stub.Generate(request, metadata=(("authorization", f"Bearer {key}"),))
+        try:
+            assert (await call.read()).HasField("started")
+        except grpc.aio.AioRpcError as error:
+            if not isinstance(status.from_rpc_error(error), Overloaded):
+                raise
+            return None
+        return call
+
+    calls = [await begin(key) for key in (ACME, FOREIGN) * 4]
+    assert len(calls) - calls.count(None) == 5  # two thirds of the bytes, and no more with a second key
+    calls.append(await begin(BETA))
+    assert calls[-1] is not None
+    calls += [await begin(key, 200) for key in many.values()]
+    assert calls[-1] is None
+    calls.append(await begin(OPERATOR, 300))
+    assert calls[-1] is not None
+    for call in filter(None, calls):
+        call.cancel()
+    await until(lambda: front.server.runtime.num_calls == 0)
+
+
+async def test_a_caller_learns_its_tenant(connect: Connect, decode: Program, keys: Path) -> None:
+    front = await connect(decode, key_file=str(keys), token=OPERATOR)
+    for token, tenant in ((ACME, "acme"), (BETA, "beta"), (OPERATOR, "")):
+        async with presenting(front, token) as client:
+            assert (await client.model()).tenant == tenant
