@@ -37,12 +37,16 @@ def foreign(headers: Mapping[str, str], scheme: str = "http") -> str:
     if not is_own_host(host):
         return f"the call is for the name {shortened(repr(host))}"
     # Browsers also send both headers to loopback addresses. A page of the same site may have another port or scheme.
-    origin = headers.get("origin")
-    if origin is not None and _origin(*origin.lower().partition("://")[::2]) != _origin(scheme, host.lower()):
-        return f"the call comes from a page of another origin, {shortened(repr(origin))}"
-    if headers.get("sec-fetch-site", "none").lower() not in ("none", "same-origin"):
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none").lower()
+    if site not in ("none", "same-origin"):
         return "the call comes from a page of another origin"
-    return ""
+    if origin is None:
+        return ""
+    given = _origin(*origin.lower().partition("://")[::2])
+    # The browser knows the address of its page. This process does not know it behind a proxy that ends TLS or changes
+    # the host. No page can set `sec-fetch-site`; an origin without a host (null) is never that of a page of ours.
+    is_own = bool(given[1]) if site == "same-origin" else given == _origin(scheme, host.lower())
+    return "" if is_own else f"the call comes from a page of another origin, {shortened(repr(origin))}"
 
 
 def _origin(scheme: str, host: str) -> tuple[str, str]:

@@ -118,7 +118,14 @@ def test_a_name_that_resolves_to_this_host_is_not_served_without_a_token(toy: Se
             for one in ("https://localhost:8000", "http://localhost:8000.evil.example", "localhost:8000")
         ),
         *({"origin": one} for one in ("http://127.0.0.1:8000", "http://a.localhost:8000", "http://x@localhost:8000")),
-        {"origin": "null", "sec-fetch-site": "same-origin"},
+        *({"origin": one, "sec-fetch-site": "same-origin"} for one in ("null", "", "https://", "localhost:8000")),
+        *(
+            {"origin": "http://localhost:8000", "sec-fetch-site": one}  # another port or scheme behind the same proxy
+            for one in ("cross-site", "same-site", "", "same-origin, same-site")
+        ),
+        *({"origin": one, "sec-fetch-site": "none"} for one in ("https://localhost:8000", "null")),
+        {"origin": "https://localhost:8000", "cookie": "a=b"},
+        {"origin": "https://localhost:8000", "x-forwarded-proto": "https"},  # a page of the same name can send it
     ],
 )
 def test_a_page_of_another_origin_cannot_start_requests(sent: dict[str, str], toy: Served) -> None:
@@ -147,6 +154,30 @@ def test_a_page_of_another_origin_cannot_start_requests(sent: dict[str, str], to
 )
 def test_an_origin_is_scheme_host_and_port(host: str, origin: str, scheme: str, is_own: bool) -> None:
     assert (foreign({"host": host, "origin": origin}, scheme) == "") is is_own
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("localhost", "https://localhost"),  # TLS ends at a proxy, which keeps the host
+        ("build7:8443", "https://build7:8443"),
+        ("build7", "https://build7:8443"),  # which drops the port
+        ("127.0.0.1:8000", "https://llm.example.com"),  # which names the gateway (nginx, unless told otherwise)
+        ("127.0.0.1:8000", "http://127.0.0.1:9000"),  # a forwarded port
+    ],
+)
+def test_the_own_page_works_behind_a_proxy(host: str, origin: str, toy: Served) -> None:
+    """As Chromium, Firefox and Safari send the page's requests to an https or a loopback address."""
+    sent = {"host": host, "sec-fetch-site": "same-origin", "sec-fetch-mode": "cors", "sec-fetch-dest": "empty"}
+    worker = toy.sdk.topology().workers[0].worker_id
+    for command in ("drain", "undrain"):
+        url = f"{toy.url}/ui/workers/{worker}/{command}"
+        assert httpx.post(url, headers={**sent, "origin": origin, **OWN}).status_code == 204
+        assert httpx.post(url, headers={**sent, "origin": origin}).status_code == 403  # without the page's own header
+        assert httpx.post(url, headers={**sent, "origin": "null", **OWN}).status_code == 403
+    assert httpx.get(f"{toy.url}/v1/models", headers=sent).status_code == 200  # browsers send no origin here
+    rebound = {**sent, "host": "evil.example", "origin": "https://evil.example", **OWN}
+    assert httpx.post(f"{toy.url}/ui/workers/{worker}/drain", headers=rebound).status_code == 403
 
 
 def test_the_own_page_can_start_requests(toy: Served) -> None:
