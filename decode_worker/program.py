@@ -277,7 +277,8 @@ class DecodeProgram(RoleProgram):
 
     def _kv_mistaken(self, effect: fx.KvMistaken) -> None:
         self.context.metrics.add(metric_names.KV_MISTAKEN)
-        log.error("a KV block has wrong content; the text is computed again", extra={"error": effect.error})
+        message = "a KV block has wrong content; the text is computed again"
+        self.lines.line(logging.ERROR, message, error=effect.error)
 
     def _send_tokens(self, rows: list[pr.TokenRow], plain: Iterable[fx.PlainSampled]) -> None:
         for session, response in responses_by_router(rows, plain).items():

@@ -59,6 +59,8 @@ class Hub(Protocol):
     tls: ReloadingCertificates | None  # of connections between hosts
 
     def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None: ...
+
+    def connected(self, peer: Peer, transport: str) -> None: ...
     def announce(self, tag: Tag, writer: int, part: Part, num_shards: int) -> None: ...
     def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None: ...
     def enter(self, claim: Claim) -> bool: ...
@@ -174,8 +176,7 @@ class Inbound(threading.Thread):
         except ConnectionError as lost:
             raise Gone(f"connection lost: {lost}") from lost
         self.channel.watch(Heartbeat(self._hub.lease, self._hub.clock()), beat())
-        facts = {"sender": self.peer.sender_id, "transport": self._transport.name, "reason": self.peer.transport_reason}
-        log.info("kv connection taken", extra=facts)
+        self._hub.connected(self.peer, self._transport.name)
         return True
 
     def _left_s(self) -> float:

@@ -31,6 +31,7 @@ from pdserve.core.errors import TransferFailed
 from pdserve.core.grant import TransferKey
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.gpu.extent import StridedExtent
+from pdserve.outage_log import OutageLog
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,13 @@ class Outbound(threading.Thread):
         worker_id: str,
         incarnation: str,
         clock: Callable[[], float],
+        ends: OutageLog,
         on_read: OnRead | None = None,
         lease: Lease = DEFAULT_LEASE,
     ) -> None:
+        """`ends` logs when connections begin and end."""
         super().__init__(name=f"kv-outbound-{endpoint}", daemon=True)
+        self._ends = ends
         self.pool, self.memory = caller.pool, memory
         self.block_bytes = caller.pool.block_bytes
         self.writer = Writer()
@@ -182,7 +186,7 @@ class Outbound(threading.Thread):
             self._is_over = True
             late = list(self._commands)
             self._commands.clear()
-        log.info("kv connection ended", extra={"endpoint": self._endpoint, "error": error})
+        self._ends.failed(self._endpoint, endpoint=self._endpoint, error=error)
         for command in late:
             if isinstance(command, Dialled):
                 if command.connection is not None:
@@ -282,7 +286,7 @@ class Outbound(threading.Thread):
         self._heartbeat = Heartbeat(self._lease, self._clock())
         connection.path.attach(self)
         facts = {"endpoint": self._endpoint, "transport": connection.transport, "reason": connection.reason}
-        log.info("kv connection up", extra=facts)
+        self._ends.recovered(self._endpoint, **facts)
 
     def _act(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -39,6 +39,7 @@ from pdserve.core.log_limit import LogLimit
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
+from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.tls.certificates import ReloadingCertificates
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class StreamReceiver:
         self._ending: list[Inbound] = []  # connections that write no more, but whose threads have not ended yet
         self._is_closed = False
         self._refusals = LogLimit()
+        self._lines = PeerLog(log)
+        self._senders = OutageLog(log, "kv sender disconnected", "kv connection taken", level=logging.INFO)
         self._number = 0
         self._kinds = tuple(transports)
         self._listeners = {kind: _listen(kind, host) for kind in transports}
@@ -204,8 +207,11 @@ class StreamReceiver:
             old = [c for c, one in others if one.kind == peer.kind]
         for one in old:
             one.stop("replaced by its newer connection")
-        log.info("kv sender connected", extra={"sender_id": peer.sender_id, "transport": transport})
         return admitted
+
+    def connected(self, peer: Peer, transport: str) -> None:
+        facts = {"sender": peer.sender_id, "transport": transport, "reason": peer.transport_reason}
+        self._senders.recovered(_name_of(peer), **facts)
 
     def announce(self, tag: Tag, writer: int, part: Part, num_shards: int) -> None:
         with self._lock:
@@ -250,8 +256,9 @@ class StreamReceiver:
             if inbound.peer is None:
                 self._log_refusal(error)
         if inbound.peer is not None:
-            level = logging.WARNING if is_peers_fault else logging.INFO
-            log.log(level, "kv sender disconnected", extra={"sender_id": who, "error": error})
+            if is_peers_fault:
+                self._lines.warning("kv sender broke the protocol", who, sender_id=who, error=error)
+            self._senders.failed(_name_of(inbound.peer), sender_id=who, error=error)
         self._reports.deliver()
 
     # Inside.
@@ -332,6 +339,10 @@ class StreamReceiver:
         for oldest in pending[: len(pending) - MAX_PENDING + 1]:
             oldest.stop("it was not authenticated when another connection needed its place")
             self._ending.append(self._connections.pop(oldest.number))
+
+
+def _name_of(peer: Peer) -> str:
+    return f"{peer.sender_id} {peer.transport}"
 
 
 def _encode(answer: ReplyToSender) -> bytes:

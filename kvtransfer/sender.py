@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,10 @@ from pdserve.core.kv_shape import KvShape, is_same_bytes
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
+from pdserve.outage_log import OutageLog
 from pdserve.tls.certificates import ReloadingCertificates
+
+log = logging.getLogger(__name__)
 
 _JOIN_S: Final = 5.0
 Pair = tuple[str, str, str]  # endpoint, worker id, incarnation
@@ -77,6 +81,7 @@ class StreamSender:
         self._ending: list[Outbound] = []  # they accept no more transfers, but may still read the pool
         self._past = TransferStats()  # statistics of connections that ended
         self._is_closed = False
+        self._ends = OutageLog(log, "kv connection ended", "kv connection up", level=logging.INFO)
 
     @property
     def stats(self) -> TransferStats:
@@ -194,7 +199,7 @@ class StreamSender:
         self._ending = [one for one in self._ending if one.is_alive()]
         try:
             outbound = Outbound(
-                self.caller, self._memory, self._stamps, *pair, self._clock, self._on_read, self._lease
+                self.caller, self._memory, self._stamps, *pair, self._clock, self._ends, self._on_read, self._lease
             ).started()
         except (OSError, RuntimeError) as error:
             raise Unavailable(f"no KV connection to {pair[0]} can be made: {error}") from error

@@ -18,6 +18,7 @@ from pdserve.core.durations import clamped_s
 from pdserve.core.protocol import Admit, Cancel, DrainWorker, Prefill, Reserve, UndrainWorker
 from pdserve.core.results import Timings
 from pdserve.core.types import Path
+from pdserve.outage_log import PeerLog
 from pdserve.telemetry import metric_names
 from pdserve.v1 import worker_pb2
 from pdserve.wire.protocol import encode_request
@@ -62,6 +63,7 @@ class Runtime:
         self._on_step = on_step
         self._on_crash = on_crash
         self._clock = clock
+        self._lines = PeerLog(log)
         self._calls: dict[str, OpenCall] = {}
         self._releases = PendingReleases(state.knows)
         self._events: deque[tuple[Event, float | None]] = deque()
@@ -168,7 +170,7 @@ class Runtime:
                     call.claim.end(is_free=False)
                     call.answer.finish(command)
                     self._measure.finished(call.facts, command)
-                    _log_end(command, call)
+                    self._log_end(command, call)
             case FailRequest():
                 call = self._end(command.request_id)
                 if call is not None:
@@ -176,13 +178,13 @@ class Runtime:
                     call.claim.end(is_free=is_ours or _is_unplaced(command.timings))
                     call.answer.fail(command.to_error())
                     self._measure.failed(call.facts, command)
-                    _log_end(command, call)
+                    self._log_end(command, call)
             case EndCancelled():
                 call = self._end(command.request_id)
                 if call is not None:
                     call.claim.end(is_free=_is_unplaced(command.timings))
                     self._measure.cancelled(call.facts, command)
-                    _log_end(command, call)
+                    self._log_end(command, call)
             case WakeAt():
                 self._wake_at(command.at_s)
 
@@ -220,20 +222,21 @@ class Runtime:
             self._timer = None
             self.submit(TimePassed())
 
+    def _log_end(self, command: FinishRequest | FailRequest | EndCancelled, call: OpenCall) -> None:
+        """One line for each request. Callers can cause failures, so those that are warnings too are limited."""
+        extra: dict[str, object] = {"request_id": command.request_id}
+        if call.facts.span.trace_id:
+            extra["trace_id"] = call.facts.span.trace_id
+        extra["outcome"] = "cancelled" if isinstance(command, EndCancelled) else command.outcome.value
+        if command.timings is not None:
+            extra |= {"ttft_s": command.timings.ttft_s, "total_s": command.timings.total_s}
+        if isinstance(command, FailRequest):
+            extra |= {"kind": command.kind.value, "why": command.message}
+            if self._lines.warning("request failed", command.kind.value, **extra):
+                return
+        log.info("request ended", extra=extra)
+
 
 def _is_unplaced(timings: Timings | None) -> bool:
     """Whether no worker has accepted the request yet."""
     return timings is None or timings.attempts == 0
-
-
-def _log_end(command: FinishRequest | FailRequest | EndCancelled, call: OpenCall) -> None:
-    extra: dict[str, object] = {"request_id": command.request_id}
-    if call.facts.span.trace_id:
-        extra["trace_id"] = call.facts.span.trace_id
-    extra["outcome"] = "cancelled" if isinstance(command, EndCancelled) else command.outcome.value
-    if command.timings is not None:
-        extra |= {"ttft_s": command.timings.ttft_s, "total_s": command.timings.total_s}
-    if isinstance(command, FailRequest):
-        log.warning("request failed", extra=extra | {"kind": command.kind.value, "why": command.message})
-    else:
-        log.info("request ended", extra=extra)

@@ -17,6 +17,7 @@ import grpc.aio
 
 from pdserve.core.errors import Unauthenticated
 from pdserve.core.proof import Identity, Introduction
+from pdserve.outage_log import PeerLog
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.tls.reasons import tls_failure
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
@@ -86,6 +87,7 @@ class WorkerSession:
         self._watching: asyncio.TimerHandle | None = None
         self._unsent: asyncio.Queue[worker_pb2.AttachRequest] = asyncio.Queue(MAX_UNSENT)
         self._call: Any = None
+        self._lines = PeerLog(log)
         self._random = random.Random()
 
     def send(self, message: worker_pb2.AttachRequest) -> bool:
@@ -95,7 +97,7 @@ class WorkerSession:
         try:
             self._unsent.put_nowait(message)
         except asyncio.QueueFull:
-            log.error("a worker does not read its stream", extra={"worker_id": self.worker_id})
+            self._lines.line(logging.ERROR, "a worker does not read its stream", worker_id=self.worker_id)
             self.hang_up()
             return False
         return True

@@ -15,11 +15,12 @@ from typing import Final, final
 
 from pdserve.build import FULL_VERSION
 from pdserve.core.blocks import CacheChange
-from pdserve.core.errors import ConfigError, InvalidRequest
+from pdserve.core.errors import ConfigError, InvalidRequest, shortened
 from pdserve.core.hashing import HASH_BYTES
 from pdserve.core.proof import Identity
 from pdserve.core.types import Role
 from pdserve.core.version import MAX_CHARS, is_compatible, mismatch
+from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.prefix.index import PrefixIndex
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.v1 import worker_pb2
@@ -85,6 +86,8 @@ class Workers:
         self._tasks: dict[str, tuple[WorkerSession, asyncio.Task[None]]] = {}  # by endpoint
         self._attached: dict[str, WorkerSession] = {}  # by worker id
         self._roles: dict[str, Role] = {}
+        self._outages = OutageLog(log, "a worker is lost", "a worker is attached")
+        self._lines = PeerLog(log)
         self._complaints: dict[str, str] = {}  # endpoint -> why its worker is rejected, to log it once
         self._static: tuple[str, ...] = ()
         self._registered: dict[str, str] = {}  # worker id -> endpoint
@@ -126,7 +129,7 @@ class Workers:
         for worker_id in gone:
             if worker_id in self._attached:
                 self._unregistered[worker_id] = former[worker_id]
-                log.warning("an attached worker left the registry; it stays", extra={"worker_id": worker_id})
+                self._lines.warning("an attached worker left the registry; it stays", worker_id, worker_id=worker_id)
         self._reconcile()
         for worker_id in gone:
             if worker_id not in self._attached:
@@ -171,15 +174,13 @@ class Workers:
         if event.role is Role.DECODE:
             self._contexts[hello.worker_id] = hello.max_context_tokens
             self._set_context()
-        extra = {
-            "worker_id": hello.worker_id,
-            "role": event.role.value,
-            "endpoint": session.endpoint,
-            "version": version,
-        }
-        log.info("a worker is attached", extra=extra)
+        extra = {"worker_id": hello.worker_id, "role": event.role.value, "endpoint": session.endpoint}
+        extra["version"] = version
+        self._outages.recovered(hello.worker_id, **extra)
         if version != FULL_VERSION:
-            log.warning("a worker has another version or build", extra=extra | {"router_version": FULL_VERSION})
+            self._lines.warning(
+                "a worker has another version or build", hello.worker_id, **extra, router_version=FULL_VERSION
+            )
         self._on_event(event)
         self._on_change()
         return None
@@ -203,7 +204,8 @@ class Workers:
             event = decode_response(session.worker_id, message)
         except InvalidRequest as error:
             self.num_invalid += 1
-            log.error("a worker sent an invalid message", extra={"worker_id": session.worker_id, "why": error.message})
+            name = session.worker_id
+            self._lines.line(logging.ERROR, "a worker sent an invalid message", name, worker_id=name, why=error.message)
             session.hang_up()
             return
         if event is not None:
@@ -211,7 +213,7 @@ class Workers:
 
     def detached(self, session: WorkerSession, reason: str) -> None:
         if self._attached.get(session.worker_id) is session and not self._is_closing:
-            log.warning("a worker is lost", extra={"worker_id": session.worker_id, "why": reason})
+            self._outages.failed(session.worker_id, worker_id=session.worker_id, why=reason)
             self._lose(session, reason)
             if session.worker_id in self._unregistered:
                 later = asyncio.get_running_loop().call_later
@@ -227,10 +229,13 @@ class Workers:
         self._complain(endpoint, why)
 
     def _complain(self, endpoint: str, why: str, worker_id: str = "") -> None:
-        """Logs each cause once, for any number of connection attempts."""
-        if self._complaints.get(endpoint) != why:
+        """Logs each cause once, for any number of connection attempts, unless causes change too often."""
+        if self._complaints.get(endpoint) == why:
+            return
+        if self._lines.warning(
+            "a worker is rejected", endpoint, worker_id=worker_id, endpoint=endpoint, why=shortened(why)
+        ):
             self._complaints[endpoint] = why
-            log.warning("a worker is rejected", extra={"worker_id": worker_id, "endpoint": endpoint, "why": why})
 
     def _complaint(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
         if not hello.worker_id or not hello.incarnation:

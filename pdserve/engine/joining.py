@@ -22,6 +22,7 @@ from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.engine.ranks import LOOPBACK
 from pdserve.engine.rendezvous import MAX_MESSAGE_BYTES, PIECE_BYTES
+from pdserve.outage_log import PeerLog
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.tls.reasons import connection_failure
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
@@ -60,6 +61,7 @@ class Membership:
         self._identity = Identity.of(secret, "rank", "rank", secrets.token_hex(8))
         self._requests: queue.SimpleQueue[rank_pb2.JoinRequest | None] = queue.SimpleQueue()
         self._is_leaving = False
+        self._lines = PeerLog(log)
         self._channel = peer_channel(self._target(peers.JOIN).target, tls, channel_options(MAX_MESSAGE_BYTES))
         try:
             self._call, answer = self._join(wait_s)
@@ -145,7 +147,7 @@ class Membership:
             # The client sees its connection closed. gRPC raises ValueError if leave() has closed the channel.
             except (OSError, ValueError, grpc.RpcError, PdserveError) as error:
                 if not self._is_leaving:
-                    log.warning("a connection to the ranks' store broke", extra={"error": str(error)})
+                    self._lines.warning("a connection to the ranks' store broke", error=str(error))
 
 
 def own_address(rendezvous: str) -> str:

@@ -90,8 +90,8 @@ def check_redis_socket(url: str) -> None:
 def status_command(environ: Mapping[str, str], address: str, python: Path) -> str:
     """The command that shows the state of Ray at this address, for a shell of this user. Pure.
 
-    The token and the certificates are in files, which the command names. With clusters enabled, Ray's command replaces the loopback address
-    with another one of this host, on which a Ray of ours does not listen.
+    The token and the certificates are in files, which the command names. With clusters enabled, Ray's command replaces
+    the loopback address with another one of this host, on which a Ray of ours does not listen.
     """
     given = [f"{name}={shlex.quote(environ[name])}" for name in _FOR_COMMANDS if environ.get(name)]
     return " ".join([*given, shlex.quote(str(python.with_name("ray"))), "status", "--address", address])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
-import time
 from typing import Any, Final, final
 
 from redis.asyncio import Redis
@@ -14,10 +12,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.log_limit import LogLimit
 from pdserve.core.urls import hide_password
 
-OUTAGE_EVERY_S: Final = 60.0  # between two warnings about a server
 # Errors of a failing Redis: its own, the socket's, and our timeouts.
 TROUBLE: Final = (RedisError, OSError, TimeoutError, EOFError)
 
@@ -46,28 +42,6 @@ def heed_cancellation() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
-
-
-@final
-class OutageLog:
-    """Logs that a server fails, at most once a minute however often it fails, and that it answers again. A recovery
-    from an outage that was not logged is not logged either."""
-
-    def __init__(self, log: logging.Logger, failure: str, recovery: str) -> None:
-        self._log, self._failure, self._recovery = log, failure, recovery
-        self._limit = LogLimit(OUTAGE_EVERY_S)
-        self._is_logged = True  # so that the first answer is
-
-    def failed(self, **extra: object) -> None:
-        """For each failure, also while the server is known to fail: a long outage is then logged every minute."""
-        if failures := self._limit.due(time.monotonic()):
-            self._log.warning(self._failure, extra={**extra, "failures": failures})
-            self._is_logged = True
-
-    def recovered(self, **extra: object) -> None:
-        if self._is_logged:
-            self._log.info(self._recovery, extra=extra)
-            self._is_logged = False
 
 
 @final

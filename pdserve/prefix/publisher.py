@@ -16,7 +16,8 @@ from typing import Final, final
 
 from pdserve.core.hashing import HASH_BYTES
 from pdserve.core.urls import hide_password
-from pdserve.prefix.connection import TROUBLE, Backoff, OutageLog, connect, heed_cancellation
+from pdserve.outage_log import OutageLog, PeerLog
+from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
 from pdserve.prefix.keys import fingerprint_of, index_tag, registry_tag
 from pdserve.prefix.lease import CacheBatch, Gap, IndexLease, LeaseLost, RegistryLease, Superseded, Sweeper
 from pdserve.prefix.registry import REDIS_TIMEOUT_S, Registration
@@ -109,6 +110,7 @@ class WorkerPublisher:
         self._repeat_s = block_ttl_s / 3
         self._notes = CacheNotes()
         self._outages = OutageLog(log, "Redis cannot be reached", "registered")
+        self._lines = PeerLog(log)
         self._in_flight: CacheBatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_notes = asyncio.Event()
@@ -168,7 +170,8 @@ class WorkerPublisher:
                 await self._publish()
             except (LeaseLost, Gap) as error:
                 # A new slot and a snapshot repair everything that Redis missed; the old slot is masked and swept.
-                log.info("the index lost track of this worker", extra={"redis": self._where, "why": repr(error)})
+                why = repr(error)
+                self._lines.line(logging.INFO, "the index lost track of this worker", redis=self._where, why=why)
             except Superseded:
                 log.error("another process took this worker's name; it is no longer published")
                 self._is_connected = False

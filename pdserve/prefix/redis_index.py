@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from pdserve.core.urls import hide_password
+from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.prefix import scripts
-from pdserve.prefix.connection import TROUBLE, Backoff, OutageLog, connect, heed_cancellation
+from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
 from pdserve.prefix.index import leading_blocks
 from pdserve.prefix.keys import bitmap, fetched, fingerprint_of, index_tag, slots_bits, worker_of
 
@@ -61,6 +62,7 @@ class RedisIndex:
         self._in_flight: set[asyncio.Task[Mapping[str, int]]] = set()
         self._late = 0
         self._outages = OutageLog(log, "the prefix index cannot be reached", "the prefix index answers")
+        self._lines = PeerLog(log)
         self._wake = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
         if hash_seed:
@@ -205,7 +207,7 @@ class RedisIndex:
         if error is None:
             return
         if not isinstance(error, TROUBLE):
-            log.error("a prefix lookup failed", exc_info=error)
+            self._lines.line(logging.ERROR, "a prefix lookup failed", exc_info=error)
         self._trip(repr(error))
 
     def _note_late(self) -> None:

@@ -16,7 +16,8 @@ from typing import Any, Final, final
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.core.urls import hide_password
-from pdserve.prefix.connection import TROUBLE, Backoff, OutageLog, connect, heed_cancellation
+from pdserve.outage_log import OutageLog, PeerLog
+from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
 from pdserve.prefix.keys import MAX_FACTS_BYTES, MAX_WORKERS, checked_name, registry_tag
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,8 @@ class Registration:
         return json.dumps({"role": self.role.value, "endpoint": self.endpoint})
 
 
-def read_registration(worker_id: bytes, incarnation: bytes, facts: bytes) -> Registration | None:
-    """Parses what a worker wrote; None, with a warning, if it is not a registration."""
+def read_registration(worker_id: bytes, incarnation: bytes, facts: bytes, lines: PeerLog) -> Registration | None:
+    """Parses what a worker wrote; None, with a warning in `lines`, if it is not a registration."""
     try:
         if len(facts) > MAX_FACTS_BYTES:
             raise ValueError(f"{len(facts)} bytes of facts")
@@ -57,7 +58,8 @@ def read_registration(worker_id: bytes, incarnation: bytes, facts: bytes) -> Reg
             endpoint=str(fields["endpoint"]),
         )
     except (ValueError, TypeError, KeyError, ConfigError) as error:
-        log.warning("a registration cannot be read", extra={"worker_id": repr(worker_id[:64]), "why": repr(error)})
+        name = repr(worker_id[:64])
+        lines.warning("a registration cannot be read", name, worker_id=name, why=repr(error)[:200])
         return None
 
 
@@ -71,12 +73,14 @@ async def living_holder(url: str, cluster: str, worker_id: str, endpoint: str, l
     client = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=1)
     key = f"{registry_tag(cluster)}:worker:{worker_id}"
     deadline_s = time.monotonic() + lease_s / 2
+    lines = PeerLog(log)
     try:
         first_ms: int | None = None
         while True:
             async with client.pipeline(transaction=True) as pipeline:
                 (incarnation, facts), left_ms = await pipeline.hmget(key, "incarnation", "facts").pttl(key).execute()
-            held = None if None in (incarnation, facts) else read_registration(worker_id.encode(), incarnation, facts)
+            is_held = None not in (incarnation, facts)
+            held = read_registration(worker_id.encode(), incarnation, facts, lines) if is_held else None
             if held is None or held.endpoint == endpoint:
                 return ""
             if first_ms is not None and left_ms > first_ms:
@@ -108,6 +112,7 @@ class Registry:
         self._missing_since_s: dict[str, float] = {}
         self._is_available = True
         self._outages = OutageLog(log, "the registry cannot be reached", "the registry can be reached again")
+        self._lines = PeerLog(log)
 
     @property
     def workers(self) -> tuple[Registration, ...]:
@@ -156,7 +161,7 @@ class Registry:
         for worker_id, (incarnation, facts) in zip(ids, rows, strict=True):
             if incarnation is None or facts is None:  # the lease has ended; the id stays for a worker that comes back
                 continue
-            registration = read_registration(worker_id, incarnation, facts)
+            registration = read_registration(worker_id, incarnation, facts, self._lines)
             if registration is not None:
                 found[registration.worker_id] = registration
         return found

@@ -23,6 +23,7 @@ from pdserve.core.hashing import hash_seed
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.interface import Engine, OnLayer, PlainOuts, RowOut
+from pdserve.outage_log import PeerLog
 from pdserve.progress import PhaseReport
 from pdserve.telemetry import metric_names
 from pdserve.v1 import transfer_pb2, worker_pb2
@@ -64,6 +65,7 @@ class RoleProgram(ABC):
         calibrate.warm_up(engine, self.cost, max_batch_tokens=config.max_batch_tokens)
         calibration(3, 3)
         self.log_fields = AttemptFields()
+        self.lines = PeerLog(log)  # that other processes can cause
         self._isolation = Isolation(engine, partial(free_row, self.blocks))
         self._in_flight: StepsInFlight | None = None  # for a role with asynchronous scheduling
         self._ledger = AttemptLedger()
@@ -168,7 +170,7 @@ class RoleProgram(ABC):
             # The message names no attempt, so no answer is possible.
             self.counts["unusable message"] += 1
             self.context.metrics.add(metric_names.INVALID_MESSAGES, field=error.field)
-            log.warning("a message was dropped", extra={"field": error.field, "expected": error.expected})
+            self.lines.warning("a message was dropped", field=error.field, expected=error.expected)
 
     @property
     def is_healthy(self) -> bool:
@@ -326,7 +328,7 @@ class RoleProgram(ABC):
         if effect.is_cancelled:
             log.debug("a KV transfer was cancelled", extra=extra)
         else:
-            log.warning("KV was not moved", extra=extra)
+            self.lines.warning("KV was not moved", **extra)
         self.context.metrics.add(metric_names.TRANSFERS, outcome="cancelled" if effect.is_cancelled else "failed")
         self.outbox.report(pr.TransferEnded(key=effect.key, is_committed=False, error=effect.error))
 

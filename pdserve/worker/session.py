@@ -17,6 +17,7 @@ import grpc
 from pdserve.build import FULL_VERSION
 from pdserve.core.log_line import LogLine
 from pdserve.core.version import is_compatible, mismatch
+from pdserve.outage_log import OutageLog, PeerLog
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire.log_line import LOG_LINE
 from pdserve.worker.program import RoleProgram
@@ -37,9 +38,16 @@ INBOX_PAUSE_S: Final = 0.005
 class SessionOutbox:
     """Messages that wait to be sent to one router. `put` is called on the event loop."""
 
-    def __init__(self, limit: int = MAX_OUTBOX, *, is_batching: bool = False) -> None:
-        """`is_batching`: the router accepts several messages in one, which saves time on both sides."""
-        self._is_batching = is_batching
+    def __init__(
+        self,
+        limit: int = MAX_OUTBOX,
+        *,
+        is_batching: bool = False,
+        on_full: Callable[[int], object] = lambda num_messages: None,
+    ) -> None:
+        """`is_batching`: the router accepts several messages in one, which saves time on both sides. `on_full` is
+        called if the outbox closes because of its limit."""
+        self._is_batching, self._on_full = is_batching, on_full
         self._messages: deque[worker_pb2.AttachResponse] = deque()
         self._limit = limit
         self._size = 0
@@ -52,7 +60,7 @@ class SessionOutbox:
             return
         self._size += sum(map(_size, messages))
         if self._size > self._limit:
-            log.warning("a router reads too slowly; its stream ends", extra={"messages": len(self._messages)})
+            self._on_full(len(self._messages))
             self.close()
             return
         self._messages.extend(messages)
@@ -126,6 +134,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._post = post
         self._num_waiting_calls = num_waiting_calls
         self._recent_log = recent_log
+        self._attachments = OutageLog(log, "router gone", "router attached", level=logging.INFO)
+        self._lines = PeerLog(log)
         self._numbers = itertools.count(1)
         self._outboxes: dict[int, SessionOutbox] = {}
         # The newest session of each router process. Two processes may have the same router id: neither may end the
@@ -157,14 +167,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             why = f"the router's hello: {mismatch(FULL_VERSION, hello.version)}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
             return
-        session, outbox = next(self._numbers), SessionOutbox(is_batching=hello.reads_batches)
-        router = (hello.router_id, hello.router_incarnation)
+        name, session = hello.router_id, next(self._numbers)
+
+        def on_full(num_messages: int) -> None:
+            why = "a router reads too slowly; its stream ends"
+            self._lines.warning(why, name, router_id=name, messages=num_messages)
+
+        outbox = SessionOutbox(is_batching=hello.reads_batches, on_full=on_full)
+        router = (name, hello.router_incarnation)
         older = self._outboxes.get(self._session_of.get(router, 0))
         if older is not None:  # one stream per router: the older one may be dead but still open
             older.close()
         self._outboxes[session] = outbox
         self._session_of[router] = session
-        log.info("router attached", extra={"router_id": hello.router_id, "session": session})
+        self._attachments.recovered(name, router_id=name, session=session)
         reader: asyncio.Task[None] | None = None
         try:
             await context.write(self._hello)
@@ -182,7 +198,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if self._session_of.get(router) == session:
                 del self._session_of[router]
             self._post(partial(self.program.lost, session))
-            log.info("router gone", extra={"router_id": hello.router_id, "session": session})
+            self._attachments.failed(name, router_id=name, session=session)
 
     async def _read(self, session: int, context: Any, outbox: SessionOutbox) -> None:
         """Reads until the router ends its stream or disconnects. Both are handled in the same way."""
