@@ -170,7 +170,9 @@ class Admission:
     ) -> list[int]:
         return await self._prompts.tokenize(request, model, client)
 
-    async def detokenize(self, request: inference_pb2.DetokenizeRequest, model: ModelFacts) -> str:
+    async def detokenize(
+        self, request: inference_pb2.DetokenizeRequest, model: ModelFacts, client: ClientKey = ANONYMOUS
+    ) -> str:
         most = model.max_context_tokens
         for field, given in (
             ("token_ids", request.token_ids),
@@ -189,7 +191,7 @@ class Admission:
         num_tokens = len(prompt) + len(ids)
         if num_tokens <= QUICK_TOKENS:
             return text()
-        return await self._threads.run(num_tokens, request.ByteSize(), text)
+        return await self._threads.run(num_tokens, request.ByteSize(), text, client)
 
     def token_bytes(self, request: inference_pb2.GetTokenBytesRequest) -> inference_pb2.GetTokenBytesResponse:
         ids = request.token_ids
@@ -217,7 +219,7 @@ class Admission:
         elif len(words) <= QUICK_WORDS:
             bad = bad_word_ids(words, self.tokenizer)
         else:
-            bad = await self._threads.run(0, 0, lambda: bad_word_ids(words, self.tokenizer))
+            bad = await self._threads.run(0, 0, lambda: bad_word_ids(words, self.tokenizer), client)
         sampling = convert.sampling_from_proto(
             message,
             draw_seed=lambda: secrets.randbits(64),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, final
 
 from pdserve.core.errors import Overloaded
+from pdserve.core.shares import BYTES_WEIGHT, COUNT_WEIGHT, Shares
 
 HALF_LIFE_S: Final = 10.0
 WEIGHT: Final = 0.3  # weight of the last check in the expected time of the next
@@ -26,7 +27,7 @@ Item = TypeVar("Item")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """How many items may wait, and their size in total."""
+    """How many items may wait, and their size in total. Each host has a share of both (pdserve/core/shares.py)."""
 
     items: str  # what they are, in the plural
     most: int
@@ -85,7 +86,7 @@ class FairQueue(Generic[Item]):
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
         self._waiting: list[tuple[ClientKey, int, int, Item]] = []  # with the item's size and a number
-        self._size = 0
+        self._items, self._bytes = Shares(limits.most, COUNT_WEIGHT), Shares(limits.size, BYTES_WEIGHT)
         self._num_put = 0
         self._accounts: dict[str, _Account] = {}  # of hosts and clients
         self._all = _Account()
@@ -100,13 +101,17 @@ class FairQueue(Generic[Item]):
         for name, count, most in (
             ("this client", self._of["client " + client.name], limits.of_client),
             ("this client's host", self._of["host " + client.host], limits.of_host),
-            ("all clients", len(self._waiting), limits.most),
         ):
             if count >= most:
                 raise Overloaded(f"{count} {limits.items} of {name} wait, of {most} at most", retry_after_s)
-        if self._waiting and self._size + size > limits.size:
-            raise Overloaded(f"{limits.items} of {self._size} bytes wait, of {limits.size} at most", retry_after_s)
-        self._size += size
+        if not self._items.fits(client.host, 1):
+            words = f"{len(self._waiting)} {limits.items} of all clients wait, of {limits.most} at most"
+            raise Overloaded(words, retry_after_s)
+        if self._waiting and not self._bytes.fits(client.host, size):
+            words = f"{limits.items} of {self._bytes.total} bytes wait, of {limits.size} at most"
+            raise Overloaded(words, retry_after_s)
+        self._items.add(client.host, 1)
+        self._bytes.add(client.host, size)
         self._num_put += 1
         self._waiting.append((client, size, self._num_put, item))
         self._of.update(("client " + client.name, "host " + client.host))
@@ -130,7 +135,8 @@ class FairQueue(Generic[Item]):
         entry = min(self._waiting, key=key)
         self._waiting.remove(entry)
         client = entry[0]
-        self._size -= entry[1]
+        self._items.add(client.host, -1)
+        self._bytes.add(client.host, -entry[1])
         for name in ("client " + client.name, "host " + client.host):
             self._of[name] -= 1
             if not self._of[name]:

@@ -129,8 +129,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             model = self._model()
             if model is None:
                 raise NoWorkers("decode")
+            client = client_of(context.peer(), current_tenant().name)
             with self._claim(), self._hold(request):
-                text = await self._admission.detokenize(request, model)
+                text = await self._admission.detokenize(request, model, client)
         except PdserveError as error:
             self._measure.rejected(error)
             return await status.abort(context, error)

@@ -129,7 +129,7 @@ class PromptReader:
 
         if len(text) <= QUICK_CHARS:
             return work()
-        return await self._threads.run(len(text), num_bytes, work)
+        return await self._threads.run(len(text), num_bytes, work, client)
 
     async def _chat(
         self,
@@ -167,7 +167,7 @@ class PromptReader:
 
         if len(rendered.marked) <= QUICK_CHARS:
             return work()
-        return await self._threads.run(len(rendered.marked), num_bytes, work)
+        return await self._threads.run(len(rendered.marked), num_bytes, work, client)
 
     def _max_chars(self, model: ModelFacts | None) -> int | None:
         return MAX_CHARS_WITHOUT_MODEL if model is None else self._tokenizer.bounds.max_chars(model.max_prompt_tokens)

@@ -1,7 +1,8 @@
 """Runs tokenizers in threads, in two queues: long texts neither delay short ones nor take their places.
 
 Each queue runs its texts in order of arrival, and limits how many wait. The queue of long texts also limits the bytes
-of waiting requests, because memory holds several copies of each.
+of waiting requests, because memory holds several copies of each. Each host or tenant has a share of both
+(pdserve/core/shares.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any, Final, Generic, TypeVar, final
 
 from pdserve.core.errors import Overloaded
+from pdserve.core.shares import BYTES_WEIGHT, COUNT_WEIGHT, Shares
+from router.fair_queue import ANONYMOUS, ClientKey
 
 LONG_CHARS: Final = 16_384  # takes some milliseconds
 LONG_BYTES: Final = 2**17  # size of the whole request
@@ -30,19 +33,21 @@ class TokenizerThreads:
         self._short = _Lane("short", 2)
         self._long = _Lane("long", 1)
 
-    async def run(self, num_chars: int, num_bytes: int, work: Callable[[], Result]) -> Result:
+    async def run(
+        self, num_chars: int, num_bytes: int, work: Callable[[], Result], client: ClientKey = ANONYMOUS
+    ) -> Result:
         """Runs `work` on a text of `num_chars`, for a request of `num_bytes`. Raises Overloaded if too many wait."""
         is_long = num_chars > LONG_CHARS or num_bytes > LONG_BYTES
         lane = self._long if is_long else self._short
-        if is_long and lane.num_bytes and lane.num_bytes + num_bytes > MAX_WAITING_BYTES:
+        if is_long and lane.bytes.total and not lane.bytes.fits(client.host, num_bytes):
             raise Overloaded(
-                f"requests of {lane.num_bytes} bytes wait to be tokenized, of {MAX_WAITING_BYTES} at most", RETRY_S
+                f"requests of {lane.bytes.total} bytes wait to be tokenized, of {MAX_WAITING_BYTES} at most", RETRY_S
             )
-        if lane.num_waiting >= MAX_WAITING:
+        if not lane.items.fits(client.host, 1):
             raise Overloaded(
-                f"{lane.num_waiting} {lane.name} texts wait to be tokenized, of {MAX_WAITING} at most", RETRY_S
+                f"{lane.items.total} {lane.name} texts wait to be tokenized, of {MAX_WAITING} at most", RETRY_S
             )
-        return await lane.run(num_bytes, work)
+        return await lane.run(client.host, num_bytes, work)
 
     @property
     def can_work(self) -> bool:
@@ -58,23 +63,22 @@ class TokenizerThreads:
 class _Lane:
     def __init__(self, name: str, num_threads: int) -> None:
         self.name = name
-        self.num_waiting = 0
-        self.num_bytes = 0
+        self.items, self.bytes = Shares(MAX_WAITING, COUNT_WEIGHT), Shares(MAX_WAITING_BYTES, BYTES_WEIGHT)
         self._num_threads = num_threads
         self._running: set[_Task[Any]] = set()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"tokenize-{name}")
 
-    async def run(self, num_bytes: int, work: Callable[[], Result]) -> Result:
-        self.num_waiting += 1
-        self.num_bytes += num_bytes
+    async def run(self, host: str, num_bytes: int, work: Callable[[], Result]) -> Result:
+        self.items.add(host, 1)
+        self.bytes.add(host, num_bytes)
         task = _Task(work, self._running)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, task)
         finally:
             # If the caller disconnects, the queue keeps the task until its turn, but not the text.
             task.work = None
-            self.num_waiting -= 1
-            self.num_bytes -= num_bytes
+            self.items.add(host, -1)
+            self.bytes.add(host, -num_bytes)
 
     @property
     def is_stuck(self) -> bool:

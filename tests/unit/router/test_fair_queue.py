@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from pdserve.core.errors import Overloaded
@@ -101,6 +103,26 @@ def test_clients_hosts_and_the_queue_have_limits() -> None:
     assert len(order(queue)) == LIMITS.most
     put(queue, "x")
     assert len(queue) == 1
+
+
+def test_tenants_leave_room_in_the_queue_for_others() -> None:
+    limits = QueueLimits(items="texts", most=64, of_host=64, of_client=64, size=64_000)
+    for size in (1, 1000, 10_000):  # the number or the bytes are used up first
+        queue: FairQueue[str] = FairQueue(limits)
+        put(queue, "first", host="tenant greedy", size=size)
+        with pytest.raises(Overloaded, match="texts of"):
+            put(queue, *["x"] * 64, host="tenant greedy", size=size)
+        put(queue, "other", host="tenant small")
+        with pytest.raises(Overloaded):
+            put(queue, *[f"{number}" for number in range(64)], host="tenant third")
+        for number in range(64):
+            with contextlib.suppress(Overloaded):
+                put(queue, "x", host=f"tenant {number}", size=1)
+        put(queue, "operator", host="10.0.0.1", size=10)
+        order(queue)
+        queue._items.check()
+        queue._bytes.check()
+        assert queue._items.total == queue._bytes.total == 0
 
 
 def test_accounts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,12 @@ from pdserve.core.errors import InvalidRequest, Overloaded
 from pdserve.core.grant import Fingerprint
 from pdserve.core.hashing import block_hashes, chain_key
 from pdserve.core.kv_shape import KvShape
+from pdserve.core.shares import COUNT_WEIGHT, Shares
 from pdserve.core.types import Slo
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.tokenizer import ToyTokenizer
 from pdserve.v1 import inference_pb2
-from router import admission, prompts, tokenizing
+from router import admission, prompts
 from router.admission import Admission, Limits
 from router.model import ModelFacts, difference
 
@@ -104,7 +105,7 @@ async def test_too_many_long_texts_are_rejected(
     gated: tuple[Admission, GatedTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, tokenizer = gated
-    monkeypatch.setattr(tokenizing, "MAX_WAITING", 1)
+    monkeypatch.setattr(one._threads._short, "items", Shares(1, COUNT_WEIGHT))
     slow = asyncio.create_task(one.prepare(request(LONG), MODEL, None))
     assert await asyncio.to_thread(tokenizer.has_begun.wait, 10)
     with pytest.raises(Overloaded) as caught:

@@ -21,6 +21,7 @@ from pdserve.v1 import inference_pb2
 from pdserve.wire import status
 from router import tokenizing
 from router.admission import Admission, Limits
+from router.fair_queue import client_of
 from router.prompts import MAX_CHARS_WITHOUT_MODEL
 from router.tokenizing import LONG_BYTES, LONG_CHARS, TokenizerThreads
 from tests.unit.router_io.conftest import Connect
@@ -164,6 +165,36 @@ async def test_many_long_texts_leave_places_for_short_ones(monkeypatch: pytest.M
         assert await asyncio.wait_for(threads.run(1, 1, lambda: "done"), 20) == "done"
         gate.set()
         await asyncio.gather(*long)
+    finally:
+        gate.set()
+        threads.close()
+
+
+@pytest.mark.parametrize(("num_chars", "num_bytes"), [(1, 1), (LONG_CHARS + 1, 1), (LONG_CHARS + 1, 2**19)])
+async def test_the_texts_of_a_tenant_leave_room_for_others(num_chars: int, num_bytes: int) -> None:
+    threads = TokenizerThreads()
+    gate = threading.Event()
+
+    async def fill(tenant: str) -> list[asyncio.Task[bool]]:
+        """Starts waiting texts until one is rejected."""
+        waiting: list[asyncio.Task[bool]] = []
+        while True:
+            one = asyncio.create_task(threads.run(num_chars, num_bytes, gate.wait, client_of("ipv4:1.2.3.4:5", tenant)))
+            await asyncio.sleep(0)
+            if one.done():
+                assert isinstance(one.exception(), Overloaded)
+                return waiting
+            waiting.append(one)
+
+    try:
+        tasks = await fill("greedy")
+        for number in range(40):
+            tasks += (others := await fill(f"t{number}"))
+            assert others or number > 1
+        operators = await fill("")
+        assert operators
+        gate.set()
+        await asyncio.gather(*tasks, *operators)
     finally:
         gate.set()
         threads.close()
