@@ -49,6 +49,8 @@ class GatewayHost:
 
     def __init__(self, config: GatewayConfig) -> None:
         """Raises ConfigError if a TLS file cannot be used."""
+        # uvicorn logs each request that is not HTTP, so any client could fill the log.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         self._config = config
         # The certificate may be from another CA than the router's.
         self._tls = certificates_of(config, is_mutual=False)
@@ -196,8 +198,6 @@ class GatewayHost:
 
 
 def make_gateway(config: GatewayConfig) -> GatewayHost:
-    # uvicorn logs each request that is not HTTP, so any client could fill the log.
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     return GatewayHost(config)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import openai
 import pytest
 
-from pdserve import ConfigError
+from pdserve import Client, ConfigError, Unauthenticated
 from pdserve.gateway import connection
 from tests.unit.gateway.conftest import Served, gateway, is_idle, read_all, serve, until
 
@@ -454,3 +455,44 @@ def test_a_running_gateway_takes_new_limits(toy: Served) -> None:
             assert exchange(sock, b"GET / HT") == b""
         limits = host._connections.limits
         assert (limits.idle_s, limits.stall_s, host._config.drain_s) == (2.0, 3.0, 0.0)
+
+
+def test_callers_cannot_fill_the_log(raw: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the gateway, the router and the workers, which are all in this process."""
+    with serve(token="operator", max_body_bytes=1024) as served:
+        caplog.clear()
+        caplog.set_level(logging.WARNING)
+        key = {"authorization": "Bearer operator"}
+        stream = b'{"prompt": "hello", "max_tokens": 4000, "ignore_eos": true, "stream": true}'
+        requests = [
+            b"no HTTP\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01",  # TLS
+            b"GET /nowhere HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+            post(OK),
+            post(OK, authorization="Bearer wrong"),
+            post(OK, authorization="Basic x"),
+            post(b"{", **key),
+            post(b"[" * 1000, **key),
+            post(b" " * 2000, **key),
+            post(b'{"prompt": 5, "x": 1}', **key),
+            post(b'{"prompt": ""}', **key),
+            post(b'{"prompt": "x", "max_tokens": 10000000}', **key),
+            post(b"", content_length="", transfer_encoding="chunked", **key) + b"x\r\n",
+        ]
+        for request in requests * 3:
+            connection = raw(served.address)
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+            read_all(connection)
+        for request in (post(stream, **key), post(b"{", content_length="100", **key)) * 3:
+            connection = raw(served.address)
+            connection.sendall(request)
+            if b"hello" in request:
+                assert connection.recv(1) == b"H"
+            connection.close()
+        until(lambda: is_idle(served.sdk))
+        for token in ("wrong", None):
+            for _ in range(3):
+                with Client(served.router, token=token) as stranger, pytest.raises(Unauthenticated):
+                    stranger.model()
+        assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == []
