@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.core.types import (
+    MAX_BAD_SEQUENCE_TOKENS,
     FinishReason,
     RequestAttributes,
     Role,
@@ -20,6 +21,7 @@ from pdserve.core.types import (
     Slo,
     TokenOut,
     check_counts,
+    require_at_most,
 )
 from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
 from pdserve.wire.codec import Special, numbers_of
@@ -59,6 +61,8 @@ def sampling_from_proto(
     field.
     """
     check_counts(message)
+    for word in message.bad_token_ids:
+        require_at_most("bad_words", "tokens in a word", len(word.ids), MAX_BAD_SEQUENCE_TOKENS)
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in _SCALARS}
     if "seed" not in values and draw_seed is not None:
         values["seed"] = draw_seed()

@@ -10,7 +10,7 @@ import grpc.aio
 from pdserve.core.errors import PdserveError, Unauthenticated, UnknownMethod, port_in_use
 from pdserve.listening import bind_error
 from pdserve.tls.certificates import ReloadingCertificates
-from pdserve.wire.peers import OnRejected, ProofInterceptor
+from pdserve.wire.peers import FOLLOW, OnRejected, ProofInterceptor
 from pdserve.wire.port_options import port_options
 from pdserve.wire.requests import RequestCheck
 from pdserve.wire.tls_credentials import peer_port
@@ -55,7 +55,9 @@ def make_peer_server(
     """A grpc.aio server that rejects every call until its ProofInterceptor serves. `shares_port` as in port_options."""
     options = tuple({**dict(options), "grpc.so_reuseport": int(shares_port)}.items())
     proofs = ProofInterceptor(abort, on_rejected)
-    return grpc.aio.server(interceptors=(RequestCheck(abort, on_rejected), proofs), options=options), proofs
+    # A leader's grant may name each block of a long prompt.
+    check = RequestCheck(abort, on_rejected, uncounted=(FOLLOW,))
+    return grpc.aio.server(interceptors=(check, proofs), options=options), proofs
 
 
 def listen(server: Any, host: str, port: int, name: str, tls: ReloadingCertificates | None = None) -> int:

@@ -76,6 +76,24 @@ async def test_a_message_that_does_not_parse_is_a_bad_request(
     assert await front.health("") == "SERVING"
 
 
+async def test_a_message_of_many_parts_is_not_parsed(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the method, and also parts that no field has."""
+    front = await connect()
+    unknown = b"\xc2\x3e\x00" * 2**18
+    messages = b"\x1a\x80\x80\x40" + b"\x0a\x00" * 2**19  # within `chat`
+    for method in UNARY:
+        error = await error_of(front.channel.unary_unary(method)(unknown))
+        assert isinstance(error, InvalidRequest), (method, error)
+        assert f"{len(unknown)} bytes with too many fields and messages" in error.message
+    for method, data in (*((one, unknown) for one in STREAMED), (STREAMED[0], messages)):
+        assert "too many fields" in (await error_of(front.channel.unary_stream(method)(data).read())).message
+    call = front.channel.stream_stream(REFLECTION)()
+    await call.write(unknown)
+    assert "too many fields" in (await error_of(call.read())).message
+    assert raised(caplog) == []
+    assert await front.health("") == "SERVING"
+
+
 async def test_messages_that_do_not_parse_are_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
     times = iter((0.0, 1.0, 2.0, requests.LOG_EVERY_S, requests.LOG_EVERY_S + 1.0))
     check = RequestCheck(status.abort, clock=lambda: next(times))

@@ -84,6 +84,20 @@ async def test_a_message_that_does_not_parse_is_a_bad_request(
     assert [one.getMessage() for one in caplog.records].count("messages do not parse") == 1
 
 
+async def test_a_message_of_many_parts_is_not_parsed(start: Callable[..., Any]) -> None:
+    worker = start(Role.DECODE)
+    unknown = b"\xc2\x3e\x00" * 2**18
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        for method in ("/pdserve.v1.PeerService/GetChallenge", "/grpc.health.v1.Health/Check"):
+            with pytest.raises(grpc.aio.AioRpcError, match="too many fields") as caught:
+                await channel.unary_unary(method)(unknown)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        call = channel.stream_stream(ATTACH)(metadata=await proof(channel, peers.ATTACH, worker.address))
+        await call.write(b"\x3a\x80\x80\x40" + b"\x0a\x00" * 2**19)  # within `batch`
+        code, details = await ended_with(call)
+        assert (code, "too many fields" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
 async def test_a_router_that_disconnects_during_a_write_is_no_error(
     start: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
