@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final, final
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
@@ -48,11 +49,20 @@ MAX_POINTER_CHARS: Final = 262_144  # of all references: many short ones may lea
 _NAMES: Final = ("$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$schema", "$vocabulary")
 
 
-def localized(schema: dict[str, Any], root: str = "#") -> dict[str, Any]:
-    """A copy whose references are pointers below `root`, the place where the caller puts it. Raises ValueError if a
-    reference cannot be resolved or if they are too long, and RecursionError if the schema is nested too deeply."""
+@final
+@dataclass(slots=True)
+class PointerChars:
+    """How long the references of several schemas may still become, in total."""
+
+    left: int = MAX_POINTER_CHARS
+
+
+def localized(schema: dict[str, Any], root: str = "#", chars: PointerChars | None = None) -> dict[str, Any]:
+    """A copy whose references are pointers below `root`, the place where the caller puts it. They are charged to
+    `chars`. Raises ValueError if a reference cannot be resolved or if they are too long, and RecursionError if the
+    schema is nested too deeply."""
     document = copy.deepcopy(schema)
-    _Rewriter(document, root).rewrite()
+    _Rewriter(document, root, PointerChars() if chars is None else chars).rewrite()
     return document
 
 
@@ -95,9 +105,10 @@ def subschemas(node: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 @final
 class _Rewriter:
-    def __init__(self, document: dict[str, Any], root: str) -> None:
+    def __init__(self, document: dict[str, Any], root: str, chars: PointerChars) -> None:
         self._document = document
         self._root = root
+        self._chars = chars
         self._resources: dict[str, Path] = {}  # by URI without a fragment
         self._anchors: dict[str, Path] = {}  # by URI with a fragment
         self._nodes: dict[int, tuple[dict[str, Any], str, int, Path]] = {}  # with base URI and draft
@@ -106,7 +117,6 @@ class _Rewriter:
         self._resources[""] = ()
         self._index(self._document, "", _draft(self._document, _NEWEST), ())
         pending = list(self._nodes.values())
-        num_chars = 0
         while pending:
             node, base, draft, _ = pending.pop()
             reference = node.get("$ref")
@@ -114,8 +124,8 @@ class _Rewriter:
                 continue
             path = self._target(reference, base)
             node["$ref"] = self._root + pointer(path)
-            num_chars += len(node["$ref"])
-            if num_chars > MAX_POINTER_CHARS:
+            self._chars.left -= len(node["$ref"])
+            if self._chars.left < 0:
                 raise ValueError(f"the references have over {MAX_POINTER_CHARS} characters as paths; use shorter names")
             target = resolve(self._document, path)
             if isinstance(target, dict) and id(target) not in self._nodes:

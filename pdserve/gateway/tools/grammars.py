@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
-from pdserve.core.json_schema import localized
+from pdserve.core.json_schema import PointerChars, localized
 from pdserve.gateway.request_models import Tool
 from pdserve.gateway.sse import to_json
 from pdserve.gateway.tools.parameter_values import parameter_types
@@ -36,27 +37,30 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
     return {**schema, "type": "object"}
 
 
-def calls_schema(tools: Sequence[Tool], most_calls: int) -> dict[str, Any]:
+def calls_schema(tools: Sequence[Tool], most_calls: int, chars: PointerChars | None = None) -> dict[str, Any]:
     """The schema of an array of calls. A function's schema with references is moved to $defs, and its references are
-    changed accordingly. Raises InvalidRequest if they are too long or a reference cannot be resolved."""
-    definitions, call = _call_schema(tools, "arguments")
+    changed accordingly, and charged to `chars`. Raises InvalidRequest if they are too long or a reference cannot be
+    resolved."""
+    definitions, call = _call_schema(tools, "arguments", chars or PointerChars())
     schema = {"type": "array", "minItems": 1, "maxItems": most_calls, "items": call}
     return schema | ({"$defs": definitions} if definitions else {})
 
 
-def calls_or_answer(tool_format: str, tools: Sequence[Tool], answer: Mapping[str, Any] | str, most_calls: int) -> str:
-    """A Lark grammar: one to `most_calls` calls, or a document of the schema `answer`, or a text of this terminal."""
+def calls_or_answer(
+    tool_format: str, tools: Sequence[Tool], answer: Mapping[str, Any] | str, most_calls: int, chars: PointerChars
+) -> str:
+    """A Lark grammar: one to `most_calls` calls, or a document of the schema `answer`, or a text of this terminal.
+    Raises InvalidRequest."""
     if tool_format == "hermes":
         rules = _repeated("block", most_calls)
-        rules += (
-            f"block: OPEN call CLOSE\nOPEN: /<tool_call>\\n?/\nCLOSE: /\\n?<\\/tool_call>\\n?/\n{_json_call(tools)}"
-        )
+        marks = "block: OPEN call CLOSE\nOPEN: /<tool_call>\\n?/\nCLOSE: /\\n?<\\/tool_call>\\n?/\n"
+        rules += marks + _json_call(tools, "arguments", chars)
     elif tool_format == "llama3":
-        rules = _repeated("call", most_calls, '"; "') + _json_call(tools, "parameters")
+        rules = _repeated("call", most_calls, '"; "') + _json_call(tools, "parameters", chars)
     elif tool_format == "qwen3_coder":
-        rules = _repeated("block", most_calls) + _XML_VALUE + _xml_calls(tools)
+        rules = _repeated("block", most_calls) + _XML_VALUE + _xml_calls(tools, chars)
     else:
-        rules = f"calls: %json {json.dumps(calls_schema(tools, most_calls))}\n"
+        rules = f"calls: %json {json.dumps(calls_schema(tools, most_calls, chars))}\n"
     form = f"ANSWER\nANSWER: {answer}" if isinstance(answer, str) else f"%json {json.dumps(answer)}"
     return f"start: calls | answer\nanswer: {form}\n{rules}"
 
@@ -76,19 +80,19 @@ def _repeated(rule: str, most: int, separator: str = "") -> str:
     return f"calls: {rule}{more}\n"
 
 
-def _json_call(tools: Sequence[Tool], key: str = "arguments") -> str:
-    definitions, call = _call_schema(tools, key)
+def _json_call(tools: Sequence[Tool], key: str, chars: PointerChars) -> str:
+    definitions, call = _call_schema(tools, key, chars)
     return f"call: %json {json.dumps(call | ({'$defs': definitions} if definitions else {}))}\n"
 
 
-def _call_schema(tools: Sequence[Tool], key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _call_schema(tools: Sequence[Tool], key: str, chars: PointerChars) -> tuple[dict[str, Any], dict[str, Any]]:
     """Definitions, and the schema of one call; `key` is the name of its arguments."""
     definitions: dict[str, Any] = {}
     calls = []
     _check_size(tools)
     for index, tool in enumerate(tools):
         parameters = parameters_of(tool)
-        moved = _moved(index, parameters, f"#/$defs/tool{index}")
+        moved = _moved(index, parameters, f"#/$defs/tool{index}", chars)
         if moved != parameters:
             definitions[f"tool{index}"] = moved
             moved = {"$ref": f"#/$defs/tool{index}"}
@@ -103,25 +107,41 @@ def _call_schema(tools: Sequence[Tool], key: str) -> tuple[dict[str, Any], dict[
     return definitions, calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
-def _xml_calls(tools: Sequence[Tool]) -> str:
+def _xml_calls(tools: Sequence[Tool], chars: PointerChars) -> str:
     """In XML a string is bare text. Other constraints than its `enum` cannot be enforced there."""
-    names = [f"tool{index}" for index in range(len(tools))]
-    rules = f"block: {' | '.join(names)}\n"
     _check_size(tools)
-    for number, (name, tool) in enumerate(zip(names, tools, strict=True)):
-        schema = parameters_of(tool)
-        properties, required = schema.get("properties"), schema.get("required")
-        parts = [_text(f"<tool_call>\n<function={tool.function.name}>\n")]
-        for index, key in enumerate(properties if isinstance(properties, dict) else ()):
-            is_required = isinstance(required, list) and key in required
-            parts.append(f"{name}_{index}{'' if is_required else '?'}")
-            rules += f"{name}_{index}: {_text(f'<parameter={key}>' + chr(10))} {_xml_value(number, schema, key)}\n"
-        parts.append('"</function>\\n</tool_call>" "\\n"?')
-        rules += f"{name}: {' '.join(parts)}\n"
+    rules = f"block: {' | '.join(f'tool{index}' for index in range(len(tools)))}\n"
+    for index, tool in enumerate(tools):
+        rules += _xml_call(index, tool, MAX_GRAMMAR_BYTES - len(rules), chars)
     return rules
 
 
-def _xml_value(number: int, schema: dict[str, Any], key: str) -> str:
+def _xml_call(number: int, tool: Tool, most: int, chars: PointerChars) -> str:
+    """Raises InvalidRequest if the rules have over `most` characters: each parameter repeats a schema with
+    references."""
+    schema = parameters_of(tool)
+
+    @cache
+    def definitions() -> dict[str, Any]:
+        moved = _moved(number, schema, "#/$defs/tool", chars)
+        return {} if moved == schema else {"$defs": {"tool": moved}}
+
+    properties, required = schema.get("properties"), schema.get("required")
+    needed = {one for one in required if isinstance(one, str)} if isinstance(required, list) else ()
+    parts, rules = [_text(f"<tool_call>\n<function={tool.function.name}>\n")], ""
+    for index, key in enumerate(properties if isinstance(properties, dict) else ()):
+        name = f"tool{number}_{index}"
+        parts.append(f"{name}{'' if key in needed else '?'}")
+        rules += f"{name}: {_text(f'<parameter={key}>' + chr(10))} {_xml_value(schema, key, definitions)}\n"
+        if len(rules) > most:
+            expected = f"parameters that become a grammar of at most {MAX_GRAMMAR_BYTES} bytes"
+            raise InvalidRequest("tools", f"a longer grammar, at tools.{number}", expected)
+    parts.append('"</function>\\n</tool_call>" "\\n"?')
+    return f"{rules}tool{number}: {' '.join(parts)}\n"
+
+
+def _xml_value(schema: dict[str, Any], key: str, definitions: Callable[[], dict[str, Any]]) -> str:
+    """`definitions`: the schema with its references below #/$defs/tool, if it has any."""
     one = schema["properties"][key]
     end = '"\\n</parameter>\\n"'
     types = parameter_types(schema, key)
@@ -130,10 +150,9 @@ def _xml_value(number: int, schema: dict[str, Any], key: str) -> str:
         if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
             return f"({' | '.join(_text(value) for value in values)}) {end}"
         return "xml_value"
-    moved = _moved(number, schema, "#/$defs/tool")
-    if moved != schema:
+    if moved := definitions():
         escaped = key.replace("~", "~0").replace("/", "~1")
-        one = {"$ref": f"#/$defs/tool/properties/{escaped}", "$defs": {"tool": moved}}
+        one = {"$ref": f"#/$defs/tool/properties/{escaped}", **moved}
     return f"%json {json.dumps(one)} {end}"
 
 
@@ -149,10 +168,10 @@ def _check_size(tools: Sequence[Tool]) -> None:
         raise InvalidRequest("tools", f"{num_bytes} bytes of parameters", f"at most {MAX_GRAMMAR_BYTES} bytes")
 
 
-def _moved(index: int, parameters: dict[str, Any], root: str) -> dict[str, Any]:
+def _moved(index: int, parameters: dict[str, Any], root: str, chars: PointerChars) -> dict[str, Any]:
     """The parameters of tool `index`, with references to `root`, their place in the grammar. Raises InvalidRequest."""
     try:
-        return localized(parameters, root)
+        return localized(parameters, root, chars)
     except (ValueError, RecursionError) as error:
         place, expected = f"tools.{index}.function.parameters", "a schema with references to its own parts"
         raise InvalidRequest(place, str(error), expected) from None

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any, Final, NoReturn, final
 
 _UNIONS: Final = ("anyOf", "oneOf", "allOf")
-MAX_NESTED: Final = 16  # references and unions within each other
+MAX_STEPS: Final = 4096  # schemas and values that are read for the types of one parameter
 
 
 def parameter_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
     """The JSON types that a function's schema allows for a parameter; a string if it says nothing."""
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, dict) else None
-    return frozenset(_types(schema, parameters, MAX_NESTED)) or frozenset({"string"})
+    return frozenset(_types(schema, parameters)) or frozenset({"string"})
 
 
 @final
@@ -85,22 +85,28 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    if not isinstance(schema, dict) or not depth:
-        return set()
-    given = schema.get("type")
-    if isinstance(given, str):
-        return {given}
-    if isinstance(given, list):
-        return {one for one in given if isinstance(one, str)}
-    found = _types(_referenced(schema.get("$ref"), root), root, depth - 1)
-    values = schema.get("enum")
-    for value in [*(values if isinstance(values, list) else ()), *([schema["const"]] if "const" in schema else ())]:
-        found |= _types_of(value)
-    for union in _UNIONS:
-        parts = schema.get(union)
-        for part in parts if isinstance(parts, list) else ():
-            found |= _types(part, root, depth - 1)
+def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Each schema is read once: unions of references to each other have more paths than any limit of depth allows."""
+    found: set[str] = set()
+    pending, seen, num_left = [schema], set[int](), MAX_STEPS
+    while pending and num_left > 0:
+        num_left -= 1
+        one = pending.pop()
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        given = one.get("type")
+        if isinstance(given, str):
+            found.add(given)
+        elif isinstance(given, list):
+            found.update(part for part in given[:num_left] if isinstance(part, str))
+        else:
+            values, constant = one.get("enum"), [one["const"]] if "const" in one else []
+            for value in [*(values[:num_left] if isinstance(values, list) else ()), *constant]:
+                found |= _types_of(value)
+                num_left -= 1
+            parts = [part for union in _UNIONS if isinstance(one.get(union), list) for part in one[union][:num_left]]
+            pending += [_referenced(one.get("$ref"), root), *parts]
     return found
 
 

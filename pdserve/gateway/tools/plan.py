@@ -15,7 +15,7 @@ from pydantic_core import to_json
 
 from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.json_schema import localized
+from pdserve.core.json_schema import PointerChars, localized
 from pdserve.core.types import MAX_TOOLS_BYTES, require_at_most
 from pdserve.gateway.request_models import NamedChoice, Tool
 from pdserve.gateway.tools.events import Reader
@@ -77,6 +77,7 @@ def plan_tools(
     shown = [_for_template(one) for one in tools]
     most = None if is_parallel else 1
     is_short = model.tool_format == "mistral"
+    chars = PointerChars()  # of all tools of the request
     if isinstance(choice, NamedChoice):
         named = next((one for one in tools if one.function.name == choice.function.name), None)
         if named is None:
@@ -84,13 +85,13 @@ def plan_tools(
         options = {"json_schema": parameters_of(named)}
         return ToolPlan(shown, options, lambda: NamedReader(named.function.name), 1, is_short)
     if choice == "required":
-        schema = calls_schema(tools, most or MAX_CALLS)
+        schema = calls_schema(tools, most or MAX_CALLS, chars)
         return ToolPlan(shown, {"json_schema": schema}, ArrayReader, most, is_short)
     parameters = {one.function.name: parameters_of(one) for one in tools}
     if model.tool_format == "qwen3_coder":  # the only form whose reader looks at the schemas
-        parameters = {name: _with_pointers(one) for name, one in parameters.items()}
+        parameters = {name: _with_pointers(one, chars) for name, one in parameters.items()}
     if answer is not None:
-        grammar = calls_or_answer(model.tool_format, tools, answer, most or MAX_CALLS)
+        grammar = calls_or_answer(model.tool_format, tools, answer, most or MAX_CALLS, chars)
         return ToolPlan(
             shown, {"grammar": grammar}, lambda: _either_reader(model.tool_format, parameters), most, is_short
         )
@@ -128,10 +129,10 @@ def _shown(*formats: str) -> dict[str, Any]:
     return {} if {"mistral", "special"}.isdisjoint(formats) else {"skip_special_tokens": False}
 
 
-def _with_pointers(parameters: dict[str, Any]) -> dict[str, Any]:
+def _with_pointers(parameters: dict[str, Any], chars: PointerChars) -> dict[str, Any]:
     """The types of a function's parameters are found through its references, where these can be resolved."""
     try:
-        return localized(parameters)
+        return localized(parameters, chars=chars)
     except (ValueError, RecursionError):
         return parameters
 

@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from pdserve.client.results import Model
+from pdserve.core import json_schema
 from pdserve.core.errors import PdserveError
 from pdserve.gateway import json_body
 from pdserve.gateway.operations import OPERATIONS
@@ -20,6 +21,8 @@ from pdserve.gateway.responses_models import ITEMS
 from pdserve.gateway.responses_request import responses_call
 from pdserve.gateway.sdk_call import chat_call, text_call, validated
 from pdserve.gateway.tokens import detokenize_request, tokenize_request
+from pdserve.gateway.tools import grammars, plan
+from pdserve.gateway.tools.parameter_values import MAX_STEPS, parameter_types
 
 MODEL = Model(
     name="toy",
@@ -224,6 +227,77 @@ def test_all_tools_together_have_a_limit() -> None:
     for read in (READ["/v1/chat/completions"], READ["/tokenize"]):
         with pytest.raises(PdserveError, match=r"^tools: got 6.* bytes, expected at most 524288"):
             read({"messages": messages, "tools": [tool, other]})
+
+
+def tools_of(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"type": "function", "function": {"name": f"f{number}", "parameters": {"type": "object", **one}}}
+        for number, one in enumerate(schemas)
+    ]
+
+
+def num_pointer_chars(node: Any) -> int:
+    if isinstance(node, list):
+        return sum(map(num_pointer_chars, node))
+    if not isinstance(node, dict):
+        return 0
+    return len(node.get("$ref", "")) + sum(map(num_pointer_chars, node.values()))
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_references_of_all_tools_together_have_a_limit(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 tools, each of which would be within the limit."""
+    written: list[int] = []
+
+    def counting(schema: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = json_schema.localized(schema, *args, **kwargs)
+        written.append(num_pointer_chars(found))
+        return found
+
+    monkeypatch.setattr(plan, "localized", counting)
+    monkeypatch.setattr(grammars, "localized", counting)
+    num_tools, num_chars, num_references = (128, 1500, 60) if choice == "auto" else (2, 9000, 28)
+    properties = {"n" * num_chars: {"$id": "a", "type": "integer"}}
+    properties |= {str(number): {"$ref": "a"} for number in range(num_references)}
+    body = {"messages": [{"role": "user", "content": "x"}], "tool_choice": choice}
+    message = message_of(
+        READ["/v1/chat/completions"], {**body, "tools": tools_of([{"properties": properties}] * num_tools)}
+    )
+    assert ("references have over" in message) == (choice == "required")
+    assert 0 < sum(written) <= json_schema.MAX_POINTER_CHARS
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {f"p{number}": {"type": "integer"} for number in range(1600)}},
+        {
+            "properties": {f"p{number}": {"$ref": "#/$defs/a"} for number in range(1600)},
+            "$defs": {"a": {"type": "null"}},
+        },
+        {"properties": {"p": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 4}}},
+        {"properties": {f"p{number}": {"enum": [1] * 100} for number in range(200)}},
+    ],
+    ids=["properties", "references", "paths", "values"],
+)
+def test_calls_beside_a_schema_cost_few_steps(schema: dict[str, Any]) -> None:
+    """The grammar of calls in XML has a rule for each parameter."""
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools_of([schema]), "response_format": form}
+    # A few steps for each byte, because the schema is copied.
+    assert calls_of(lambda: message_of(READ["/v1/chat/completions"], body)) < 20 * len(json.dumps(body))
+
+
+def test_the_types_of_a_parameter_cost_few_steps() -> None:
+    unions = {"a": {"anyOf": [{"$ref": "#/$defs/b"}] * 4}, "b": {"oneOf": [{"$ref": "#/$defs/a"}] * 4}}
+    for one in ({"$ref": "#/$defs/a"}, {"enum": [1] * 2**18}, {"type": ["null"] * 2**18}, {"allOf": [{}] * 2**18}):
+        schema = {"properties": {"x": one}, "$defs": unions}
+        assert calls_of(lambda schema=schema: parameter_types(schema, "x")) < 10 * MAX_STEPS
+    deep: dict[str, Any] = {"enum": [1, "x"], "const": None}
+    for number in range(50):
+        deep = {"$ref": "#/$defs/c", ("anyOf", "oneOf", "allOf")[number % 3]: [deep]}
+    found = parameter_types({"properties": {"x": deep}, "$defs": {"c": {"type": ["array"]}}}, "x")
+    assert found == {"integer", "number", "string", "null", "array"}
 
 
 def test_validated_names_the_first_error() -> None:
