@@ -28,7 +28,8 @@ from pdserve.gateway.responses_writer import ResponsesWriter
 from pdserve.gateway.sdk_call import SdkCall
 
 Written = TypeVar("Written")
-PAUSE_BYTES: Final = 65_536  # encoded between two pauses
+PAUSE_BYTES: Final = 65_536  # encoded or written between two pauses
+LEARNED_TOKENS: Final = 512  # with their logprobs, between two pauses
 WRITERS: Final[Mapping[Endpoint, Callable[[Head, SdkCall, TokenTable], Writer]]] = {
     "chat": ChatWriter,
     "text": TextWriter,
@@ -60,7 +61,7 @@ class Sender:
         self.has_begun = True
         await self._send(message)
         self.has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
-        if self.first_part_s is None and message.get("more_body", False):
+        if self.first_part_s is None and self.error_frame is not None and message.get("more_body", False):
             self.first_part_s = time.perf_counter()
 
     async def begin_stream(
@@ -133,7 +134,7 @@ class Responder:
         for number, one in enumerate(completions):
             await self._begin_prompt(writer, echoes, number, one.prompt_logprobs, client)
             for choice in one.choices:
-                await self._tokens.learn(client, logprobs.token_ids(choice.logprobs))
+                await self._learn(client, choice.logprobs)
         answer = await _written(is_scored, lambda: writer.answer(completions))
         await send_json(send, 200, await encoded(answer), headers)
         return 200
@@ -181,10 +182,16 @@ class Responder:
         client: AsyncClient,
     ) -> None:
         """Before the first piece of a prompt's answers."""
-        await self._tokens.learn(client, logprobs.token_ids(scored))
+        await self._learn(client, scored)
         if echoes:
             await self._tokens.learn(client, set(echoes[number].token_ids))
             writer.repeat(number, dataclasses.replace(echoes[number], scored=tuple(scored)))
+
+    async def _learn(self, client: AsyncClient, scored: Sequence[TokenLogprob | None]) -> None:
+        """Learns the tokens of one answer or prompt. Others of the event loop run in between."""
+        for start in range(0, len(scored), LEARNED_TOKENS):
+            await self._tokens.learn(client, logprobs.token_ids(scored[start : start + LEARNED_TOKENS]))
+            await asyncio.sleep(0)
 
 
 async def _written(is_long: bool, write: Callable[[], Written]) -> Written:
@@ -217,7 +224,11 @@ async def send_json(send: Any, status: int, body: bytes, headers: tuple[tuple[by
 async def send_whole(send: Any, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
     start = [*headers, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": start})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    for at in range(0, max(len(body), 1), PAUSE_BYTES):  # the transport would copy all of a long one at once
+        end = at + PAUSE_BYTES
+        await send({"type": "http.response.body", "body": body[at:end], "more_body": end < len(body)})
+        if end < len(body):
+            await asyncio.sleep(0)
 
 
 async def disconnected(receive: Any) -> None:

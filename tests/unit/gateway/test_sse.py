@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.gateway import sse
-from pdserve.gateway.respond import PAUSE_BYTES, encoded
+from pdserve.gateway.respond import PAUSE_BYTES, Sender, encoded, send_whole
 from pdserve.gateway.sse import SLICE, to_json, to_json_pieces
 
 TEXT = 'a\x85b\u2028c\u2029d\n\x0b\x0c\x1c\x1d\x1ee\\u2028"é日'
@@ -77,3 +77,35 @@ def test_others_run_while_an_answer_is_encoded() -> None:
 
     num_bytes = asyncio.run(run())
     assert turns >= num_bytes // (PAUSE_BYTES + 4096) > 40
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, PAUSE_BYTES, PAUSE_BYTES + 1, 10 * PAUSE_BYTES])
+def test_a_long_answer_is_written_in_pieces_between_which_others_run(num_bytes: int) -> None:
+    body = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
+    sent: list[dict[str, Any]] = []
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def write() -> Sender:
+        beside = asyncio.create_task(others())
+        sender = Sender(send, lambda: False)
+        await send_whole(sender, 200, body, ())
+        beside.cancel()
+        return sender
+
+    sender = asyncio.run(write())
+    parts = sent[1:]
+    assert sent[0]["headers"] == [(b"content-length", str(num_bytes).encode())]
+    assert b"".join(one["body"] for one in parts) == body
+    assert max(len(one["body"]) for one in parts) <= PAUSE_BYTES
+    assert [one["more_body"] for one in parts] == [True] * (len(parts) - 1) + [False]
+    assert turns >= len(parts) - 1
+    assert (sender.has_ended, sender.first_part_s) == (True, None)  # only a stream has a first part
