@@ -39,6 +39,8 @@ LAST_WORDS_S: Final = 1.0  # in which each request gets its error at the end
 FLUSH_S: Final = 1  # after it, in which the errors reach the clients; uvicorn takes whole seconds
 TICKS_S: Final = 0.5  # of uvicorn, which looks at its flags every tenth of a second
 MAX_BACKLOG: Final = 128
+# Connections that wait in the kernel; it has a limit of its own. If there is no room, a client tries again after 1 s.
+KERNEL_BACKLOG: Final = 65_535
 
 
 @final
@@ -128,6 +130,7 @@ class GatewayHost:
                 serving.result()
                 raise InternalError("the HTTP server ended at its start")
             await asyncio.sleep(0.001)
+        listener.listen(KERNEL_BACKLOG)
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info("gateway is up", extra={"address": self.address, "router": config.router})
         return self.address
@@ -262,7 +265,6 @@ def _uvicorn_config(
         server_header=False,
         timeout_graceful_shutdown=FLUSH_S,  # the drain has ended
         # asyncio accepts this many connections at a time. The number is small so that each one is read before it counts
-        # as
-        # idle.
+        # as idle. asyncio also gives it to the kernel, until _start() sets KERNEL_BACKLOG.
         backlog=max(1, min(MAX_BACKLOG, config.max_connections // 4)),
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
 
@@ -14,7 +16,8 @@ import pytest
 
 from pdserve import Client, ConfigError, Unauthenticated
 from pdserve.gateway import connection
-from tests.unit.gateway.conftest import Served, gateway, is_idle, read_all, serve, until
+from pdserve.gateway.server import MAX_BACKLOG
+from tests.unit.gateway.conftest import WAIT_S, Served, gateway, is_idle, read_all, serve, until
 
 Connect = Callable[[str], socket.socket]
 OK = b'{"prompt": "hello", "max_tokens": 2}'
@@ -54,6 +57,28 @@ def read_one(connection: socket.socket) -> bytes:
 
 def test_a_small_request_is_answered(toy: Served, raw: Connect) -> None:
     assert status_of(exchange(raw(toy.address), post())) == 200
+
+
+def test_many_connections_wait_for_a_busy_gateway(toy: Served, raw: Connect) -> None:
+    """Without room in the kernel, a client's attempt would be dropped, and repeated after a second."""
+    is_over, is_busy = threading.Event(), threading.Event()
+    with gateway(toy.router) as host, contextlib.ExitStack() as stack:
+        stack.callback(is_over.set)
+
+        def block() -> None:
+            is_busy.set()
+            is_over.wait(2 * WAIT_S)
+
+        host._loop.call_soon_threadsafe(block)
+        assert is_busy.wait(WAIT_S)
+        name, _, port = host.address.rpartition(":")
+        opened = [stack.enter_context(socket.socket()) for _ in range(2 * MAX_BACKLOG)]
+        for one in opened:
+            one.setblocking(False)
+            one.connect_ex((name, int(port)))
+        # Over loopback, a connection is established at once (state 1), or dropped.
+        states = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[0] for one in opened]
+        assert states == [1] * len(opened)
 
 
 def test_a_chunk_does_not_wait_for_an_acknowledgement(toy: Served, raw: Connect) -> None:
