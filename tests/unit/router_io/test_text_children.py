@@ -8,18 +8,20 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from pdserve.core.errors import InternalError, InvalidRequest, ModelError, Overloaded
+from pdserve.isolated.process import ChildProcess
 from pdserve.text.chat import TemplateSources
 from pdserve.text.tokenizer import HuggingFaceTokenizer
 from pdserve.v1 import inference_pb2
 from router import text_children
 from router.admission import Admission
+from router.fair_queue import ClientKey
 from tests.unit.router_io.test_grammars import FOLDER, MODEL
 from tests.unit.router_io.test_prompts import LIMITS
 
@@ -113,6 +115,28 @@ async def test_slow_chats_do_not_delay_quick_ones(make: Make, monkeypatch: pytes
         await within(admission.close())  # whatever runs
         await within(asyncio.wait(slow))
     assert all(one.cancelled() for one in slow)
+
+
+async def test_a_short_chat_waits_little_for_new_clients(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of a new client, so the chats of several, which have no end, come first in the quick child."""
+    granted_s: list[float] = []
+    ask = ChildProcess.ask
+
+    async def counted(child: ChildProcess, message: Mapping[str, Any]) -> dict[str, Any]:
+        if (cpu_s := message.get("cpu_s", 1.0)) < text_children.SLOW_CPU_S:  # not the first message, nor a slow child's
+            granted_s.append(cpu_s)
+        return await ask(child, message)
+
+    monkeypatch.setattr(ChildProcess, "ask", counted)
+    admission = await make(ON_DEMAND.replace("BODY", SPIN))
+    clients = [ClientKey("host", f"client {number}") for number in range(7)]
+    slow = [asyncio.create_task(admission.prepare(chat("BAD"), MODEL, None, one)) for one in clients[:6]]
+    await asyncio.sleep(0)
+    prepared = await within(admission.prepare(chat("good"), MODEL, None, clients[6]))
+    assert admission.tokenizer.decode(prepared.prompt_ids) == "good"
+    assert sum(granted_s) < 0.3
+    await within(admission.close())
+    await within(asyncio.wait(slow))
 
 
 async def test_a_template_without_an_end_loads_and_fails_each_chat(make: Make) -> None:
