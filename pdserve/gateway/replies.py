@@ -134,13 +134,13 @@ class ReplyWriter(Writer):
         chunks = [{"index": piece.index, **part, "finish_reason": None} for part in parts]
         return b"".join(self._chunk(one, prompt_tokens) for one in chunks)
 
-    def _chunk(self, choice: dict[str, Any], prompt_tokens: int) -> bytes:
+    def _chunk(self, choice: dict[str, Any], prompt_tokens: int, *, is_long: bool = False) -> bytes:
         chunk = {**self._base(self.part), "choices": [choice]}
         if self._shown.has_running_usage:
             chunk["usage"] = _usage(prompt_tokens, self._tokens.get(choice["index"], 0), None)
         elif self._shown.has_usage:
             chunk["usage"] = None
-        return self._frame(chunk)
+        return self._frame(chunk, is_long=is_long)
 
     def _base(self, kind: str) -> dict[str, Any]:
         head = self._head
@@ -302,7 +302,7 @@ class TextWriter(ReplyWriter):
         echoed, frames = self._echo_of(piece.index), b""
         if echoed is not None and piece.index not in self._tokens:
             first = {"text": echoed.text, "logprobs": self._echoed_logprobs(echoed), "finish_reason": None}
-            frames = self._chunk({"index": piece.index, **first}, prompt_tokens)
+            frames = self._chunk({"index": piece.index, **first}, prompt_tokens, is_long=True)
         if self._shown.is_only_scored:
             self._tokens[piece.index] = 0
             return frames

@@ -107,8 +107,9 @@ class ResponsesWriter(Writer):
     def _frame(self, event: _Event) -> bytes:
         event = {**event, "sequence_number": self._sequence}
         self._sequence += 1
-        is_padded = self._call.shown.is_padded and event["type"].endswith(".delta")
-        data = sse.padded_frame(event) if is_padded else sse.frame(event)
+        is_delta = event["type"].endswith(".delta")  # others may have the logprobs of the whole answer
+        is_padded = self._call.shown.is_padded and is_delta
+        data = sse.padded_frame(event) if is_padded else sse.frame(event, is_long=not is_delta)
         return f"event: {event['type']}\n".encode() + data
 
 

@@ -50,20 +50,22 @@ def to_json_pieces(value: Any) -> Iterator[bytes]:
         yield pydantic_core.to_json(value, inf_nan_mode="null")
 
 
-def frame(value: Mapping[str, Any]) -> bytes:
-    return b"data: " + _one_line(value) + b"\n\n"
+def frame(value: Mapping[str, Any], *, is_long: bool = False) -> bytes:
+    """`is_long`: it is encoded in pieces, because the encoder keeps the interpreter to itself for a whole one."""
+    return b"data: " + _one_line(value, is_long=is_long) + b"\n\n"
 
 
-def padded_frame(value: Mapping[str, Any]) -> bytes:
+def padded_frame(value: Mapping[str, Any], *, is_long: bool = False) -> bytes:
     """With random characters in `obfuscation`, up to a multiple of some bytes: an observer of encrypted chunks cannot
     tell the lengths of tokens."""
-    num_bytes = len(_one_line(value)) + len(_PADDING)
-    return frame({**value, "obfuscation": secrets.token_hex(PADDED_BYTES)[: -num_bytes % PADDED_BYTES]})
+    num_bytes = len(_one_line(value, is_long=is_long)) + len(_PADDING)
+    padding = secrets.token_hex(PADDED_BYTES)[: -num_bytes % PADDED_BYTES]
+    return frame({**value, "obfuscation": padding}, is_long=is_long)
 
 
-def _one_line(value: Mapping[str, Any]) -> bytes:
+def _one_line(value: Mapping[str, Any], *, is_long: bool) -> bytes:
     """Some clients also end a line of the stream at a character that JSON allows in strings."""
-    found = to_json(value)
+    found = b"".join(to_json_pieces(value)) if is_long else to_json(value)
     for raw, escape in _LINE_ENDS:
         if raw in found:
             found = found.replace(raw, escape)

@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import pydantic_core
 import pytest
 
 from pdserve.gateway import sse
@@ -109,3 +111,22 @@ def test_a_long_answer_is_written_in_pieces_between_which_others_run(num_bytes: 
     assert [one["more_body"] for one in parts] == [True] * (len(parts) - 1) + [False]
     assert turns >= len(parts) - 1
     assert (sender.has_ended, sender.first_part_s) == (True, None)  # only a stream has a first part
+
+
+@pytest.mark.parametrize("make", [sse.frame, sse.padded_frame])
+def test_a_long_frame_is_encoded_in_pieces(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    top = [None, *({f"token {number}": -float(other) for number in range(20)} for other in range(5000))]
+    value = {"choices": [{"index": 0, "logprobs": {"tokens": ["x"] * 5000, "top_logprobs": top}}], "usage": None}
+    whole = json.loads(make(value).removeprefix(b"data: "))
+    sizes: list[int] = []
+
+    def counting(*args: Any, **kwargs: Any) -> bytes:
+        found: bytes = pydantic_core.to_json(*args, **kwargs)
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(sse, "pydantic_core", SimpleNamespace(to_json=counting))
+    found = json.loads(make(value, is_long=True).removeprefix(b"data: "))
+    assert found.keys() == whole.keys()
+    assert (found["choices"], found["usage"]) == (whole["choices"], whole["usage"])
+    assert max(sizes) < 2 * SLICE * len(json.dumps(top[1]))
