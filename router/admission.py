@@ -23,10 +23,10 @@ from pdserve.core.types import (
     check_bad_words,
     check_token_ids,
 )
+from pdserve.isolated.process import ChildProcess
 from pdserve.text.bad_words import bad_word_ids
 from pdserve.text.chat import TemplateSources
 from pdserve.text.reasoning import MISTRAL_MARKS, THINK_MARKS, ReasoningSplit, ReasoningState
-from pdserve.text.template_facts import TemplateFacts, find_facts
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
@@ -96,25 +96,19 @@ class Admission:
         grammars: GrammarCheck | None = None,
         secret: ClusterSecret | None = None,
         folder: str = "",
-        facts: TemplateFacts | None = None,
+        quick: ChildProcess | None = None,
     ) -> None:
         """The caller closes `grammars`. Without `grammars`, requests with a grammar are rejected. The salts of block
-        hashes are derived from `secret`; without it, hashes have no salt. `folder` is the model's. `facts`
-        are those of `templates`, if they are known.
-
-        Raises ModelError if a template does not compile."""
+        hashes are derived from `secret`; without it, hashes have no salt. `folder` is the model's. `quick` is the
+        child process that reads `templates`, if it has been launched."""
         self._secret = secret
         self._grammars = GrammarCheck(None) if grammars is None else grammars
         self.tokenizer = tokenizer
         self.has_chat_template = templates is not None
-        facts = find_facts(templates) if facts is None else facts
-        self.tool_format, self.reasoning_format = facts.tool_format, facts.reasoning_format
-        if self.reasoning_format not in ("", "mistral") and _is_hidden(THINK_MARKS[1], tokenizer):
-            self.reasoning_format = "special"
-        self._hides_marks = self.reasoning_format in ("mistral", "special")
+        self._hides_think_marks = _is_hidden(THINK_MARKS[1], tokenizer)
         self.limits = limits
         self._threads = TokenizerThreads()
-        self.children = TextChildren(tokenizer, templates, folder)
+        self.children = TextChildren(tokenizer, templates, folder, quick)
         self._prompts = PromptReader(tokenizer, templates, self._threads, self.children)
 
     async def prepare(
@@ -160,10 +154,11 @@ class Admission:
         self, request: inference_pb2.GenerateRequest, sampling: Sampling, reasoning: ReasoningState
     ) -> tuple[str, str] | None:
         is_whole = sampling.stop_in_reasoning or sampling.grammar is not None or reasoning is ReasoningState.CLOSED
-        is_whole |= self._hides_marks and sampling.skip_special_tokens  # the marks have no text
-        if is_whole or not request.HasField("chat") or not self.reasoning_format:
+        form = self.reasoning_format
+        is_whole |= form in ("mistral", "special") and sampling.skip_special_tokens  # the marks have no text
+        if is_whole or not request.HasField("chat") or not form:
             return None
-        return MISTRAL_MARKS if self.reasoning_format == "mistral" else THINK_MARKS
+        return MISTRAL_MARKS if form == "mistral" else THINK_MARKS
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None, client: ClientKey = ANONYMOUS
@@ -200,6 +195,20 @@ class Admission:
         return inference_pb2.GetTokenBytesResponse(
             token_bytes=map(self.tokenizer.token_bytes, ids), special_ids=filter(self.tokenizer.is_special, ids)
         )
+
+    @property
+    def tool_format(self) -> str:
+        """Like `reasoning_format`, known after load(), and after the first chat."""
+        return self.children.facts.tool_format
+
+    @property
+    def reasoning_format(self) -> str:
+        found = self.children.facts.reasoning_format
+        return "special" if found not in ("", "mistral") and self._hides_think_marks else found
+
+    async def load(self) -> None:
+        """Raises ModelError if a template does not compile."""
+        await self.children.load()
 
     @property
     def can_work(self) -> bool:

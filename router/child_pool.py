@@ -10,7 +10,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -41,6 +41,10 @@ class Purpose:
 class LoadFailed(Exception):
     """The child has refused its first message."""
 
+    def __init__(self, reason: Any) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,19 @@ class _Asked:
 
 @final
 class Children:
-    def __init__(self, purpose: Purpose) -> None:
+    def __init__(
+        self,
+        purpose: Purpose,
+        quick: ChildProcess | None = None,
+        on_loaded: Callable[[dict[str, Any]], None] = lambda loaded: None,
+    ) -> None:
+        """`quick` may have been launched. `on_loaded` takes the first answer of each child."""
         self._purpose = purpose
+        quick = ChildProcess(purpose.module) if quick is None else quick
+        slow = [ChildProcess(purpose.module) for _ in range(purpose.num_slow)]
         self.pools = (
-            ChildPool(purpose, 1, purpose.quick_cpu_s),
-            ChildPool(purpose, purpose.num_slow, purpose.slow_cpu_s),
+            ChildPool(purpose, [quick], purpose.quick_cpu_s, on_loaded),
+            ChildPool(purpose, slow, purpose.slow_cpu_s, on_loaded),
         )
 
     @property
@@ -115,9 +127,15 @@ class Children:
 class ChildPool:
     """A process is started when it is first needed, and after it was ended."""
 
-    def __init__(self, purpose: Purpose, num_children: int, cpu_s: float) -> None:
-        self.children = [ChildProcess(purpose.module) for _ in range(num_children)]
-        self._purpose, self._cpu_s = purpose, cpu_s
+    def __init__(
+        self,
+        purpose: Purpose,
+        children: list[ChildProcess],
+        cpu_s: float,
+        on_loaded: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.children = children
+        self._purpose, self._cpu_s, self._on_loaded = purpose, cpu_s, on_loaded
         self._idle = list(reversed(self.children))
         self._queue: FairQueue[_Asked] = FairQueue(purpose.queue)
         self._serving: set[asyncio.Task[None]] = set()
@@ -141,7 +159,7 @@ class ChildPool:
         return await asked.answer
 
     async def warm(self, load: Mapping[str, Any]) -> None:
-        if self._idle and self._idle[-1].pid is None:
+        if self._idle and not self._idle[-1].is_started:
             child = self._idle.pop()
             try:
                 await self._start(child, load)
@@ -189,7 +207,7 @@ class ChildPool:
 
     async def _answer(self, child: ChildProcess, asked: _Asked) -> dict[str, Any]:
         purpose = self._purpose
-        if child.pid is None:
+        if not child.is_started:
             await self._start(child, asked.load)
         more = asked.more
         wall_s = purpose.wall_s + more.time_s
@@ -216,11 +234,12 @@ class ChildPool:
             loaded = await child.start(load)
         except (ChildEnded, TimeoutError, OSError) as error:
             self._note_failure("a child process did not start", error)
-            raise InternalError(f"the process to {self._purpose.does} did not start") from None
+            raise InternalError(f"the process to {self._purpose.does} did not start") from error
         if loaded["failed"] is not None:
             self._note_failure("a child process cannot load", loaded["failed"])
             raise LoadFailed(loaded["failed"])
         self._has_failed = False
+        self._on_loaded(loaded)
         log.info("a child process is up", extra={"purpose": self._purpose.does, "pid": child.pid})
 
     def _note_failure(self, what: str, cause: object) -> None:

@@ -32,7 +32,7 @@ class RouterHost:
     """start() once; then drain() or stop(); wait() returns when it has ended."""
 
     def __init__(self, config: RouterConfig, *, on_fatal: Callable[[], None] = end_process) -> None:
-        """Raises ModelError and ConfigError, as RouterServer does. A fatal error calls `on_fatal`."""
+        """Raises ConfigError, as RouterServer does. A fatal error calls `on_fatal`."""
         self._server = RouterServer(config, on_crash=self._crashed)
         self._drain_s = config.drain_s
         self._on_fatal = on_fatal
@@ -51,7 +51,7 @@ class RouterHost:
         return ""
 
     def start(self) -> str:
-        """Returns HOST:PORT once it listens. Raises ConfigError if the port is in use."""
+        """Returns HOST:PORT once it listens. Raises ConfigError and ModelError, as RouterServer does."""
         self._thread.start()
         try:
             return str(self._on_loop(self._server.start()))

@@ -34,7 +34,6 @@ from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Service, make_tracing
 from pdserve.text.chat import TemplateSources, read_templates
 from pdserve.text.sampling_defaults import read_sampling_defaults
-from pdserve.text.template_facts import finding_facts
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.tls.certificates import certificates_of
 from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
@@ -56,6 +55,7 @@ from router.runtime import Runtime
 from router.settings import RouterSettings
 from router.state import RouterState
 from router.tenants import Tenants
+from router.text_children import launching_child
 from router.watching import Watching
 from router.workers import Workers
 
@@ -88,10 +88,10 @@ class RouterServer:
     ) -> None:
         """`metrics` replaces the metrics of config.metrics_port.
 
-        Raises ModelError if the model's tokenizer cannot be read, and ConfigError on an invalid setting.
+        Raises ConfigError on an invalid setting.
         """
         self._config = config
-        secret = ClusterSecret(config.cluster_secret)
+        self._secret = secret = ClusterSecret(config.cluster_secret)
         self._tls = certificates_of(config, is_mutual=True)
         self._on_crash = on_crash
         self._settings = RouterSettings(
@@ -102,14 +102,11 @@ class RouterServer:
             worker_silence_s=config.worker_silence_s,
         )
         state = RouterState(self._settings)
-        limits = _limits(config, _sampling_defaults(config))
+        self._limits = _limits(config, _sampling_defaults(config))
         self._held = Shares(config.max_held_bytes, BYTES_WEIGHT)
         self._tenants = Tenants(config.key_file)
         self._grammars = GrammarCheck(_folder(config.model))
-        templates = _templates(config.model)
-        with finding_facts(templates) as facts:
-            tokenizer = load_tokenizer(config.model)
-            self._admission = Admission(tokenizer, templates, limits, self._grammars, secret, config.model, facts())
+        self._admission: Admission | None = None
         self._tracing = make_tracing(Service("pdserve-router", config.router_id), config.otlp, share=config.trace_share)
         self._metrics = metrics or make_metrics(
             "router", config.metrics_port, config.metrics_host or config.host, self._tls
@@ -159,7 +156,8 @@ class RouterServer:
         return bool(self.address) and not self._has_crashed and not self._is_closing
 
     async def start(self) -> str:
-        """Returns HOST:PORT once it listens. Raises ConfigError if the port is in use."""
+        """Returns HOST:PORT once it listens. Raises ConfigError if the port is in use, and ModelError if the model's
+        tokenizer or a chat template cannot be read."""
         config = self._config
         self._server = grpc.aio.server(
             interceptors=(
@@ -169,7 +167,8 @@ class RouterServer:
             options=_server_options(config),
         )
         port = self._bind()
-        self._add_services()
+        admission = await self._load_texts()
+        self._add_services(admission)
         await self._health.set(INFERENCE, _NOT_SERVING)
         await self._health.set(CLUSTER, _SERVING)
         await self._server.start()
@@ -179,8 +178,8 @@ class RouterServer:
             await self._follow_redis()
         self._spawn(self._tenants.watch(), "tenants")
         self._workers.dial(config.workers)
-        self._spawn(self._follow_readiness(), "readiness")
-        self._spawn(self._admission.children.keep_warm(), "warm")
+        self._spawn(self._follow_readiness(admission), "readiness")
+        self._spawn(admission.children.keep_warm(), "warm")
         gauges = Gauges(self._measure, self._runtime.state, self._workers, self._tenants.quotas, lambda: self._port)
         self._spawn(gauges.run(), "gauges")
         log.info("router is up", extra={"router_id": config.router_id, "address": self.address})
@@ -205,7 +204,9 @@ class RouterServer:
     def reload(self, changes: Mapping[str, Any]) -> None:
         """Of settings with `is_live`; for new requests. On its event loop."""
         self._config = config = replace(self._config, **changes)
-        self._admission.limits = _limits(config, self._admission.limits.sampling)
+        self._limits = _limits(config, self._limits.sampling)
+        if self._admission is not None:
+            self._admission.limits = self._limits
         self._held.limit = config.max_held_bytes
         self._tracing.share = config.trace_share
 
@@ -226,7 +227,8 @@ class RouterServer:
             await asyncio.wait(self._tasks)
         if self._redis_index is not None:
             await self._redis_index.close()
-        await self._admission.close()
+        if self._admission is not None:
+            await self._admission.close()
         await self._grammars.close()
         if self._record is not None:
             self._record.close()
@@ -234,6 +236,19 @@ class RouterServer:
         await asyncio.to_thread(self._tracing.close)
 
     # ------------------------------------------------------------------------------------------------------------
+
+    async def _load_texts(self) -> Admission:
+        """The child that reads the templates starts beside the tokenizer. It is started by this thread, because it
+        ends with the thread that has started it."""
+        model = self._config.model
+        templates = _templates(model)
+        with launching_child(templates) as quick:
+            tokenizer = await asyncio.to_thread(load_tokenizer, model)
+            self._admission = admission = Admission(
+                tokenizer, templates, self._limits, self._grammars, self._secret, model, quick
+            )
+            await admission.load()
+        return admission
 
     def _bind(self) -> int:
         where = join(self._config.host, self._config.port)
@@ -264,10 +279,10 @@ class RouterServer:
         if not bound:
             raise ConfigError("unix_socket", path, "a path of at most 107 bytes that is free or a socket")
 
-    def _add_services(self) -> None:
+    def _add_services(self, admission: Admission) -> None:
         servicer = InferenceServicer(
             self._runtime,
-            self._admission,
+            admission,
             lambda: self._workers.model,
             self._lookup(),
             self._measure,
@@ -330,7 +345,7 @@ class RouterServer:
             self._redis_index.bind(model.hash_seed)
         self._readiness.set()
 
-    async def _follow_readiness(self) -> None:
+    async def _follow_readiness(self, admission: Admission) -> None:
         """Reports the inference service as serving while a decode worker is attached and prompts can be read."""
         was_ready = False
         while True:
@@ -338,7 +353,7 @@ class RouterServer:
                 async with asyncio.timeout(READ_CHECK_S):
                     await self._readiness.wait()
             self._readiness.clear()
-            is_ready = Role.DECODE in self._workers.roles.values() and self._admission.can_work
+            is_ready = Role.DECODE in self._workers.roles.values() and admission.can_work
             if is_ready != was_ready:
                 await self._health.set(INFERENCE, _SERVING if is_ready else _NOT_SERVING)
                 was_ready = is_ready

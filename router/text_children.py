@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 from pdserve.core.errors import InternalError, InvalidRequest, ModelError
 from pdserve.isolated.child import CRASHED, TOO_LONG
+from pdserve.isolated.process import ChildEnded, ChildProcess
 from pdserve.text.chat import TemplateSources
 from pdserve.text.chat_encoder import ChatTokens, EncodedChat, RenderedChat
 from pdserve.text.child import ids_of, load_message, to_bytes, to_text
 from pdserve.text.reasoning import ReasoningState
-from pdserve.text.template_facts import MODULE
+from pdserve.text.template_facts import MODULE, TemplateFacts, facts_of, not_loaded
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from router.child_pool import Children, LoadFailed, More, Purpose
@@ -54,10 +55,35 @@ class GivenChat:
         }
 
 
+@contextlib.contextmanager
+def launching_child(templates: TemplateSources | None) -> Iterator[ChildProcess | None]:
+    """Starts the quick child beside other work, if one will be needed. It ends if that work fails.
+
+    It ends with the thread that starts it."""
+    if templates is None:
+        yield None
+        return
+    child = ChildProcess(MODULE)
+    child.launch()
+    try:
+        yield child
+    except BaseException:
+        child.end()
+        raise
+
+
 @final
 class TextChildren:
-    def __init__(self, tokenizer: Tokenizer, templates: TemplateSources | None, folder: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: TemplateSources | None,
+        folder: str,
+        quick: ChildProcess | None = None,
+    ) -> None:
         """`folder` is the tokenizer's, if it may not encode in this process."""
+        self.facts = TemplateFacts()
+        """Known after load(), and after the first chat."""
         self._is_needed = templates is not None or not tokenizer.is_linear
         sources = [] if templates is None else [one for one in (templates.default, templates.tool_use) if one]
         self.tokens = ChatTokens(tokenizer, sources)
@@ -76,12 +102,26 @@ class TextChildren:
                 slow_cpu_s=SLOW_CPU_S,
                 wall_s=WALL_S,
                 queue=QUEUE,
-            )
+            ),
+            quick,
+            self._loaded,
         )
 
     @property
     def can_work(self) -> bool:
         return self._children.can_work
+
+    async def load(self) -> None:
+        """Starts the quick child. Raises ModelError if the templates or the tokenizer cannot be read."""
+        if not self._is_needed:
+            return
+        try:
+            await self._children.warm(self._load)
+        except LoadFailed as error:
+            raise ModelError(*error.reason) from None
+        except InternalError as error:
+            cause = error.__cause__
+            raise not_loaded(cause.status if isinstance(cause, ChildEnded) else None) from None
 
     async def keep_warm(self) -> None:
         """Starts the quick child, also after a failed start: no request may come while the health check fails."""
@@ -118,6 +158,9 @@ class TextChildren:
 
     async def close(self) -> None:
         await self._children.close()
+
+    def _loaded(self, answer: Mapping[str, Any]) -> None:
+        self.facts = facts_of(answer)
 
     async def _ask(self, part: str, message: dict[str, Any], num_bytes: int, client: ClientKey) -> dict[str, Any]:
         is_render = message["do"] == "render"

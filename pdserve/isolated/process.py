@@ -11,13 +11,14 @@ import os
 import signal
 import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 from pdserve.isolated.child import MAX_MESSAGE_BYTES, SIZE, pack, unpack
 
 START_S: Final = 60.0  # to load a vocabulary, on a busy machine
+_END_S: Final = 1.0  # between a process's last byte and its status
 _READ_BYTES: Final = 2**20  # of an answer, before the pipe is paused
 # Everything else may be a secret.
 _KEPT: Final = (
@@ -40,7 +41,8 @@ class ChildProcess:
 
     def __init__(self, module: str) -> None:
         self._module = module
-        self._process: Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipes: _Pipes | None = None
         self._ending: set[asyncio.Task[int]] = set()
 
     @property
@@ -48,22 +50,25 @@ class ChildProcess:
         """Also the id of its process group."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def is_started(self) -> bool:
+        return self._pipes is not None
+
+    def launch(self) -> None:
+        """Needs no event loop: the process imports its modules while the caller prepares the first message. end()
+        must follow if start() does not."""
+        self._process = _launched(self._module)
+
     async def start(self, load: Mapping[str, Any]) -> dict[str, Any]:
         """Returns its first answer, {"failed": reason or null, ...}. It has been ended if there is a reason.
 
         Raises ChildEnded and TimeoutError.
         """
-        process = await asyncio.create_subprocess_exec(
-            *_command(self._module),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,  # a panic message could contain a caller's text
-            env=_environment(),
-            start_new_session=True,
-            limit=_READ_BYTES,
-        )
-        self._process = process
+        if self._process is None:
+            self.launch()
+        assert self._process is not None
         try:
+            self._pipes = await _connected(self._process)
             async with asyncio.timeout(START_S):
                 loaded = await self.ask(load)
         except BaseException:
@@ -75,28 +80,33 @@ class ChildProcess:
 
     async def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ChildEnded. The caller calls end() if it does not wait for the answer."""
-        process = self._process
+        process, pipes = self._process, self._pipes
         assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
+        assert pipes is not None
         try:
-            process.stdin.write(pack(dict(message)))
-            await process.stdin.drain()
-            size = SIZE.unpack(await process.stdout.readexactly(SIZE.size))[0]
+            pipes.writer.write(pack(dict(message)))
+            await pipes.writer.drain()
+            size = SIZE.unpack(await pipes.reader.readexactly(SIZE.size))[0]
             if size > MAX_MESSAGE_BYTES:
                 raise ChildEnded(None)
-            return unpack(await process.stdout.readexactly(size))
+            return unpack(await pipes.reader.readexactly(size))
         except (BrokenPipeError, ConnectionResetError, asyncio.IncompleteReadError, ValueError):
-            raise ChildEnded(process.returncode) from None
+            raise ChildEnded(await asyncio.to_thread(_status, process)) from None
 
     def end(self) -> None:
         process, self._process = self._process, None
-        if process is not None:
-            if process.returncode is None:
-                _kill_group(process.pid)
-            ending = asyncio.create_task(process.wait(), name="child")
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+        pipes, self._pipes = self._pipes, None
+        if process is None:
+            return
+        if pipes is None:
+            _end(process)
+            return
+        if process.poll() is None:
+            _kill_group(process.pid)
+        pipes.close()
+        ending = asyncio.create_task(asyncio.to_thread(process.wait), name="child")
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
 
     async def wait_until_ended(self) -> None:
         if self._ending:
@@ -108,14 +118,7 @@ class BlockingChild:
     """For programs without an event loop. It can start while the caller loads something else."""
 
     def __init__(self, module: str) -> None:
-        self._process = subprocess.Popen(
-            _command(module),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_environment(),
-            start_new_session=True,
-        )
+        self._process = _launched(module)
 
     @property
     def pid(self) -> int:
@@ -144,22 +147,71 @@ class BlockingChild:
         return answers
 
     def end(self) -> None:
-        if self._process.poll() is None:
-            _kill_group(self._process.pid)
-            self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        _end(self._process)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Pipes:
+    """Of a process, on the event loop."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    answers: asyncio.ReadTransport
+
+    def close(self) -> None:
+        if not self.writer.is_closing():
+            self.writer.transport.abort()
+        self.answers.close()
+
+
+async def _connected(process: subprocess.Popen[bytes]) -> _Pipes:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=_READ_BYTES)
+    answers, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), process.stdout)
+    # The protocol makes drain() wait while the pipe is full; nothing is read through it.
+    try:
+        transport, protocol = await loop.connect_write_pipe(
+            lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), process.stdin
+        )
+    except BaseException:
+        answers.close()
+        raise
+    return _Pipes(reader, asyncio.StreamWriter(transport, protocol, None, loop), answers)
+
+
+def _launched(module: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # a panic message could contain a caller's text
+        env=_environment(),
+        start_new_session=True,
+    )
+
+
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """Of a process that has closed its pipes, so that it ends at any moment; None if it does not."""
+    try:
+        return process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        _kill_group(process.pid)
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def _kill_group(pid: int) -> None:
     """The processes that it has forked too."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _command(module: str) -> list[str]:
-    return [sys.executable, "-m", module, str(os.getpid())]
 
 
 def _environment() -> dict[str, str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from pdserve.core.errors import InternalError, ModelError
+from pdserve.core.errors import InternalError, ModelError, PdserveError
 from pdserve.isolated.process import BlockingChild, ChildEnded
 from pdserve.text.chat import TemplateSources
 from pdserve.text.child import load_message
@@ -33,8 +33,7 @@ def finding_facts(sources: TemplateSources | None) -> Iterator[Callable[[], Temp
     child = BlockingChild(MODULE)
 
     def found() -> TemplateFacts:
-        loaded = _answers(child, load_message(sources))[0]
-        return TemplateFacts(loaded["tool_format"], loaded["reasoning_format"])
+        return facts_of(_answers(child, load_message(sources))[0])
 
     try:
         yield found
@@ -42,9 +41,18 @@ def finding_facts(sources: TemplateSources | None) -> Iterator[Callable[[], Temp
         child.end()
 
 
-def find_facts(sources: TemplateSources | None) -> TemplateFacts:
-    with finding_facts(sources) as found:
-        return found()
+def facts_of(loaded: Mapping[str, Any]) -> TemplateFacts:
+    """In a child's first answer, which has none without templates."""
+    return TemplateFacts(loaded.get("tool_format", ""), loaded.get("reasoning_format", ""))
+
+
+def not_loaded(status: int | None) -> PdserveError:
+    """Why a child with this exit status has not answered its first message."""
+    if status is not None and status > 0:  # no limit ends it in this way
+        return InternalError(
+            f"the process that reads chat templates ended with status {status}: try `{sys.executable} -m {MODULE}`"
+        )
+    return ModelError("chat_template", "one that needs too much time or memory", "one that compiles within its limits")
 
 
 def ask_once(load: dict[str, Any], *messages: dict[str, Any]) -> list[dict[str, Any]]:
@@ -56,14 +64,7 @@ def _answers(child: BlockingChild, *messages: dict[str, Any]) -> list[dict[str, 
     try:
         answers = child.ask_all(*messages)
     except ChildEnded as ended:
-        if ended.status is not None and ended.status > 0:  # no limit ends it in this way
-            raise InternalError(
-                f"the process that reads chat templates ended with status {ended.status}: "
-                f"try `{sys.executable} -m {MODULE}`"
-            ) from None
-        raise ModelError(
-            "chat_template", "one that needs too much time or memory", "one that compiles within its limits"
-        ) from None
+        raise not_loaded(ended.status) from None
     if answers[0]["failed"] is not None:
         raise ModelError(*answers[0]["failed"])
     return answers

@@ -89,6 +89,7 @@ async def test_marks_that_are_special_tokens_are_known(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     one = Admission(HuggingFaceTokenizer(tmp_path), TemplateSources(TEMPLATE, None, {}), LIMITS)
     try:
+        await one.load()
         assert one.reasoning_format == "special"
         chat = {"messages": [user("hi")], "reasoning_effort": "low"}
         for is_skipped in (True, False):

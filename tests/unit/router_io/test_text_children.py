@@ -12,8 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 
+from pdserve.config import RouterConfig
 from pdserve.core.errors import InternalError, InvalidRequest, ModelError, Overloaded
 from pdserve.isolated.process import ChildProcess
 from pdserve.text.chat import TemplateSources
@@ -22,6 +24,8 @@ from pdserve.v1 import inference_pb2
 from router import text_children
 from router.admission import Admission
 from router.fair_queue import ClientKey
+from router.server import RouterServer
+from tests.support.cluster_secret import TEXT
 from tests.unit.router_io.test_grammars import FOLDER, MODEL
 from tests.unit.router_io.test_prompts import LIMITS
 
@@ -178,6 +182,64 @@ async def test_health_fails_while_every_child_hangs(make: Make, monkeypatch: pyt
     os.killpg(pid, signal.SIGKILL)
     with pytest.raises(Overloaded, match="was killed"):
         await within(waiting)
+    assert admission.can_work
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children())
+
+
+async def test_the_child_that_finds_the_facts_serves_the_chats() -> None:
+    held = children()
+    server = RouterServer(RouterConfig(model=str(FOLDER), port=0, cluster_secret=TEXT))
+    try:
+        await within(server.start())
+        (started,) = children() - held
+        admission = server._admission
+        assert admission is not None
+        assert (admission.tool_format, admission.reasoning_format) == ("hermes", "")
+        limit_cpu(admission, AMPLE_S)
+        assert "good" in await text_of(admission, chat("good"))
+        assert children() - held == {started}
+    finally:
+        await within(server.stop())
+    assert children() == held
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "field"),
+    [("tokenizer.json", "{}", "tokenizer.json"), ("chat_template.jinja", "{% for %}", "chat_template")],
+)
+async def test_a_router_does_not_start_with_files_it_cannot_read(
+    tmp_path: Path, name: str, content: str, field: str
+) -> None:
+    folder, held = tmp_path / "model", children()
+    shutil.copytree(FOLDER, folder)
+    (folder / name).write_text(content)
+    server = RouterServer(RouterConfig(model=str(folder), port=0, cluster_secret=TEXT))
+    with pytest.raises(ModelError) as caught:
+        await within(server.start())
+    await within(server.stop())
+    assert caught.value.field == field
+    assert children() == held
+
+
+async def test_a_template_that_cannot_be_compiled_in_time_is_the_models_error(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission = await make(ON_DEMAND)
+    with monkeypatch.context() as without_child:
+        without_child.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(InternalError, match="ended with status 1"):
+            await within(admission.load())
+    waiting = asyncio.create_task(admission.load())
+    child = admission.children._children.pools[0].children[0]
+    while child.pid is None:
+        await asyncio.sleep(0)
+    os.killpg(child.pid, signal.SIGKILL)  # as the kernel does at the limit
+    with pytest.raises(ModelError, match="too much time or memory"):
+        await within(waiting)
+    await within(admission.load())
     assert admission.can_work
 
 
