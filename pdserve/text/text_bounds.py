@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from pdserve.text.detokenize import BYTE_ALPHABET
+from pdserve.tokenizer_json import GPT_2, LLAMA_3, QWEN_2, added_tokens, is_byte_level, parts_of, vocabulary
 
 SEPARATORS: Final = " \n,.;:!?"
 # Letters and digits of every Unicode version that a regex engine may use.
@@ -31,36 +32,7 @@ _PRE_TOKENIZERS: Final = (
     "ByteLevel", "Split", "Digits", "Punctuation", "Metaspace", "UnicodeScripts", "FixedLength",
 )  # fmt: skip
 # Patterns of pre-tokenizers whose matches never contain a letter or digit directly before one of SEPARATORS.
-_PATTERNS: Final = (
-    # GPT-2
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    # Llama 3
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+",
-    # Qwen 2 and 3
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-# Further patterns that take a time in proportion to the text: what one match looks at, it or the next match takes.
-_LINEAR_PATTERNS: Final = (
-    *_PATTERNS,
-    # cl100k
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
-    r"|\s+(?!\S)|\s+",
-    # Mistral's Tekken
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-_LINEAR_NORMALIZERS: Final = (
-    "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "ByteLevel", "Strip", "StripAccents", "Nmt", "BertNormalizer",
-)  # fmt: skip
-_LINEAR_PRE_TOKENIZERS: Final = (
-    "ByteLevel", "Digits", "Punctuation", "Metaspace", "UnicodeScripts", "FixedLength", "Whitespace",
-    "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit",
-)  # fmt: skip
-_MAX_REPLACES: Final = 4
-_MAX_ADDED_CHARS: Final = 16  # that a normalizer writes
-_MAX_PIECE_CHARS: Final = 512  # Unigram and WordPiece look so far ahead at every character
+_PATTERNS: Final = (GPT_2, LLAMA_3, QWEN_2)
 _BYTE_TOKENS: Final = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _STAND_INS: Final = {byte: char for char, byte in BYTE_ALPHABET.items()}
 # UTF-8 has no others.
@@ -102,50 +74,11 @@ def text_bounds(tokenizer: Mapping[str, Any]) -> TextBounds:
     return TextBounds(max_token_chars=_max_token_chars(tokenizer), separators=_separators(tokenizer))
 
 
-def is_linear(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether encoding surely takes time and memory in proportion to the text. Unknown patterns may backtrack, and a
-    normalizer may write a long text for each character."""
-    normalizers = _parts(tokenizer.get("normalizer"), "normalizers")
-    replaces = [one for one in normalizers if one.get("type") == "Replace"]
-    if len(replaces) > _MAX_REPLACES or any(_growth(one) > 1 for one in replaces):
-        return False
-    if any(one.get("type") == "Prepend" and len(one.get("prepend", "")) > _MAX_ADDED_CHARS for one in normalizers):
-        return False
-    if any(one.get("type") not in (*_LINEAR_NORMALIZERS, "Replace", "Prepend") for one in normalizers):
-        return False
-    for one in _parts(tokenizer.get("pre_tokenizer"), "pretokenizers"):
-        pattern = one.get("pattern")
-        if one.get("type") == "Split" and isinstance(pattern, Mapping):
-            if "String" not in pattern and pattern.get("Regex") not in _LINEAR_PATTERNS:
-                return False
-        elif one.get("type") not in _LINEAR_PRE_TOKENIZERS:
-            return False
-    if any(one.get("lstrip") for one in _added(tokenizer)):
-        return False  # for each such token, the library reads the whole text before it
-    model = tokenizer["model"]
-    if model.get("type") in ("BPE", "WordLevel"):
-        return True
-    words = int(model.get("max_input_chars_per_word") or 0)
-    return words <= _MAX_PIECE_CHARS and max(map(len, _vocab(tokenizer)), default=0) <= _MAX_PIECE_CHARS
-
-
-def _growth(replace: Mapping[str, Any]) -> float:
-    """Characters for each one of the text; unlimited for a pattern that may be slow."""
-    pattern, content = replace.get("pattern", {}).get("String", ""), replace.get("content", "")
-    return len(content) / len(pattern) if pattern else float("inf")
-
-
-def without_patterns(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """A tokenizer.json for decoding only. Nothing in it reads a text."""
-    added = [{**one, "lstrip": False, "rstrip": False} for one in _added(tokenizer)]
-    return {**tokenizer, "normalizer": None, "pre_tokenizer": None, "added_tokens": added}
-
-
 def _max_token_chars(tokenizer: Mapping[str, Any]) -> int | None:
-    if any(one.get("lstrip") or one.get("rstrip") for one in _added(tokenizer)):
+    if any(one.get("lstrip") or one.get("rstrip") for one in added_tokens(tokenizer)):
         return None  # such a token includes all adjacent spaces
     composed = 1
-    for one in _parts(tokenizer.get("normalizer"), "normalizers"):
+    for one in parts_of(tokenizer.get("normalizer"), "normalizers"):
         kind = one.get("type")
         if kind in _COMPOSING:
             composed *= COMPOSED_CHARS
@@ -156,7 +89,7 @@ def _max_token_chars(tokenizer: Mapping[str, Any]) -> int | None:
             composed *= -(-len(pattern) // len(content))
         elif kind not in _KEEPING:
             return None
-    for one in _parts(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+    for one in parts_of(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         if one.get("type") not in _PRE_TOKENIZERS or one.get("behavior") == "Removed":
             return None
     if not _knows_all_text(tokenizer):
@@ -167,42 +100,42 @@ def _max_token_chars(tokenizer: Mapping[str, Any]) -> int | None:
 def _knows_all_text(tokenizer: Mapping[str, Any]) -> bool:
     """Whether unknown text is neither dropped nor merged into one token."""
     model = tokenizer["model"]
-    vocab = _vocab(tokenizer)
+    vocab = vocabulary(tokenizer)
     if model.get("byte_fallback") and vocab >= _BYTE_TOKENS:
         return True
     if model.get("type") != "BPE":
         return False
-    if _is_byte_level(tokenizer):
+    if is_byte_level(tokenizer):
         return vocab >= _TEXT_BYTES
     return model.get("unk_token") is not None and not model.get("fuse_unk")
 
 
 def _separators(tokenizer: Mapping[str, Any]) -> str:
     model = tokenizer["model"]
-    added = _added(tokenizer)
+    added = added_tokens(tokenizer)
     if (
         model.get("type") != "BPE"
         or model.get("dropout")
         or any(one.get("lstrip") or one.get("rstrip") for one in added)
     ):
         return ""
-    normalizers = _parts(tokenizer.get("normalizer"), "normalizers")
-    pre_tokenizers = _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    normalizers = parts_of(tokenizer.get("normalizer"), "normalizers")
+    pre_tokenizers = parts_of(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if not all(map(_is_local, normalizers)) or not all(map(_is_synchronous, pre_tokenizers)):
         return ""
     contents = [str(one.get("content", "")) for one in added]
     if any(re.search(f"[{LETTERS}]$", one) for one in contents):
         return ""  # after an added token, the text begins again with its own space
-    is_byte_level = _is_byte_level(tokenizer)
+    is_bytes = is_byte_level(tokenizer)
     letters = r"[\w>]"  # > ends a byte in hexadecimal
-    if is_byte_level:
+    if is_bytes:
         high = (char for char, byte in BYTE_ALPHABET.items() if byte >= 0x80 or chr(byte).isalnum())
         letters = f"[{re.escape(''.join(high))}]"
-    vocab = _vocab(tokenizer)
+    vocab = vocabulary(tokenizer)
     crossed = _followers(letters, vocab) | _followers(r"\w", contents)
     allowed = ""
     for separator in SEPARATORS:
-        spelt = _spelling(separator, normalizers, pre_tokenizers, is_byte_level)
+        spelt = _spelling(separator, normalizers, pre_tokenizers, is_bytes)
         if spelt in vocab and spelt not in crossed and separator not in crossed:
             allowed += separator
     return allowed
@@ -238,7 +171,7 @@ def _spelling(
     separator: str,
     normalizers: Iterable[Mapping[str, Any]],
     pre_tokenizers: Iterable[Mapping[str, Any]],
-    is_byte_level: bool,
+    is_bytes: bool,
 ) -> str:
     """The text as written in the vocabulary."""
     for one in normalizers:
@@ -247,36 +180,10 @@ def _spelling(
     for one in pre_tokenizers:
         if one.get("type") == "Metaspace" and separator == " ":
             separator = one.get("replacement", "▁")
-    if is_byte_level and len(encoded := separator.encode()) == 1:
+    if is_bytes and len(encoded := separator.encode()) == 1:
         return _STAND_INS[encoded[0]]
     return separator
 
 
-def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
-    parts = (
-        *_parts(tokenizer.get("normalizer"), "normalizers"),
-        *_parts(tokenizer.get("pre_tokenizer"), "pretokenizers"),
-    )
-    return any(one.get("type") == "ByteLevel" for one in parts)
-
-
-def _parts(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
-    """A normalizer or pre-tokenizer, or those of a sequence, in order."""
-    if part is None:
-        return []
-    if part.get("type") == "Sequence":
-        return [inner for one in part.get(name, ()) for inner in _parts(one, name)]
-    return [part]
-
-
-def _added(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return list(tokenizer.get("added_tokens") or ())
-
-
-def _vocab(tokenizer: Mapping[str, Any]) -> frozenset[str]:
-    vocab = tokenizer["model"].get("vocab", {})
-    return frozenset(vocab if isinstance(vocab, Mapping) else (one[0] for one in vocab))
-
-
 def _tokens(tokenizer: Mapping[str, Any]) -> Iterable[str]:
-    return (*_vocab(tokenizer), *(str(one.get("content", "")) for one in _added(tokenizer)))
+    return (*vocabulary(tokenizer), *(str(one.get("content", "")) for one in added_tokens(tokenizer)))

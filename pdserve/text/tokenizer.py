@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -22,7 +23,8 @@ from pdserve.text.detokenize import (
     read_rule,
     token_bytes,
 )
-from pdserve.text.text_bounds import TextBounds, is_linear, text_bounds, without_patterns
+from pdserve.text.text_bounds import TextBounds, text_bounds
+from pdserve.tokenizer_json import is_linear, is_rust_error, without_patterns
 
 MAX_WHOLE_CHARS: Final = 1_000_000  # limit of a text whose tail is needed but cannot be cut: tokenizing it takes 0.2 GB
 TOY_EOS: Final = 256
@@ -124,7 +126,11 @@ class HuggingFaceTokenizer:
                 backend.no_truncation()
                 backend.no_padding()
                 _mark_special(backend, config)
-            except Exception as error:  # the Rust binding raises plain Exception for invalid input
+                with contextlib.suppress(Exception):  # some panic only when they encode
+                    backend.encode("a")
+            except BaseException as error:
+                if not is_rust_error(error):
+                    raise
                 raise ModelError(
                     "tokenizer.json", str(error), "a tokenizer that the tokenizers library reads"
                 ) from error
@@ -135,7 +141,7 @@ class HuggingFaceTokenizer:
         if not isinstance(raw, dict):
             raise ModelError(path.name, type(raw).__name__, "a JSON object")
         # The library compiles and runs patterns while it loads.
-        is_known = _is_linear(raw)
+        is_known = is_linear(raw)
         serialized: dict[str, Any] = {}
         if is_known or is_limited:
             self._backend = load(text)
@@ -299,14 +305,6 @@ class ToyTokenizer:
 
 def _toy_piece(token_id: int) -> bytes:
     return bytes((token_id,)) if token_id < TOY_EOS else b""
-
-
-def _is_linear(raw: Any) -> bool:
-    """Of JSON that the library may not accept."""
-    try:
-        return is_linear(raw)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return False
 
 
 def _is_control(token: str, template: str) -> bool:

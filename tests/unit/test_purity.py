@@ -22,6 +22,7 @@ PURE = [
     "pdserve.engine.interface",
     "pdserve.structured.endless",
     "pdserve.text.stops",
+    "pdserve.tokenizer_json",
     "pdserve.gateway.errors",
     "pdserve.gateway.headers",
     "pdserve.gateway.json_body",

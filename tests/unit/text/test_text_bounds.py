@@ -18,6 +18,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.text import text_bounds
 from pdserve.text.text_bounds import COMPOSED_CHARS, TextBounds
 from pdserve.text.tokenizer import HuggingFaceTokenizer, ToyTokenizer
+from pdserve.tokenizer_json import LLAMA_3, QWEN_2
 from tests.support.examples import examples
 from tests.unit.text.conftest import CORPUS, KINDS, byte_level
 
@@ -47,8 +48,8 @@ def patterned(pattern: str, *, is_composing: bool) -> Tokenizer:
 
 MADE: dict[str, Callable[[], Tokenizer]] = {
     **{name: KINDS[name] for name in ("byte-level", "llama", "gemma")},
-    "llama-3": lambda: patterned(text_bounds._PATTERNS[1], is_composing=False),
-    "qwen": lambda: patterned(text_bounds._PATTERNS[2], is_composing=True),
+    "llama-3": lambda: patterned(LLAMA_3, is_composing=False),
+    "qwen": lambda: patterned(QWEN_2, is_composing=True),
     "bundled": lambda: Tokenizer.from_file(str(BUNDLED / "tokenizer.json")),
 }
 

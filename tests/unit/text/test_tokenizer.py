@@ -111,3 +111,16 @@ def test_a_special_token_has_its_name_and_an_unused_id_has_no_bytes(folder: Path
             assert tokenizer.token_bytes(token_id) == token.encode()
     assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
     assert (ToyTokenizer().token_bytes(65), ToyTokenizer().token_bytes(256)) == (b"A", b"")
+
+
+def test_a_panic_of_the_library_is_the_models_error(byte_level_folder: Path) -> None:
+    """It is no Exception, so it would end the process with a traceback."""
+    path = byte_level_folder / "tokenizer.json"
+    text = json.loads(path.read_text())
+    unknown = {"SpecialToken": {"id": "absent", "type_id": 0}}
+    added = {"type": "TemplateProcessing", "single": [unknown], "pair": [], "special_tokens": {}}
+    map_of_chars = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    for change, is_limited in (({"post_processor": added}, False), ({"normalizer": map_of_chars}, True)):
+        path.write_text(json.dumps(text | change))
+        with pytest.raises(ModelError, match=r"tokenizer\.json"):
+            HuggingFaceTokenizer(byte_level_folder, is_limited=is_limited)
