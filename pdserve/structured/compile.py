@@ -18,6 +18,7 @@ from pdserve.bounded_file import MAX_TOKENIZER_BYTES, read_json_object
 from pdserve.core.errors import InvalidRequest, ModelError, shortened
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.structured.supported import supported
+from pdserve.tokenizer_json import added_tokens, is_linear, is_rust_error, vocabulary, with_known_parts
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -48,11 +49,12 @@ class Compiler:
         ends = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         if not ends:
             raise ModelError("eos_token_id", "none", "an end of sequence, which ends a structured answer")
-        text = _tokenizer_text(model, vocab_size)
-        known = _num_tokens(text)
+        text, num_tokens = _tokenizer_text(model, vocab_size)
         try:
-            self._tokenizer = LLTokenizer(json.dumps(text), n_vocab=max(vocab_size, known), eos_token=ends)
-        except Exception as error:  # the Rust binding raises plain exceptions for invalid input
+            self._tokenizer = LLTokenizer(json.dumps(text), n_vocab=max(vocab_size, num_tokens), eos_token=ends)
+        except BaseException as error:
+            if not is_rust_error(error):
+                raise
             raise ModelError("tokenizer.json", _short(str(error)), "a tokenizer that llguidance reads") from error
         self._limits = LLParserLimits(
             initial_lexer_fuel=1_000_000,
@@ -141,10 +143,11 @@ def schema_of(grammar: Grammar) -> dict[str, Any]:
     return supported(schema)
 
 
-def _tokenizer_text(model: Path, vocab_size: int) -> dict[str, Any]:
-    """tokenizer.json, without tokens for which the model has no row.
+def _tokenizer_text(model: Path, vocab_size: int) -> tuple[dict[str, Any], int]:
+    """tokenizer.json, without added tokens for which the model has no row, and its number of tokens.
 
-    Tokens in tokenizer_config.json are special, as in the detokenizer.
+    Tokens in tokenizer_config.json are special, as in the detokenizer. Only what llguidance needs is left: with
+    `padding`, it would pad each text that a grammar forces, and it runs patterns in the worker's own process.
     """
     text = read_json_object(model / "tokenizer.json", MAX_TOKENIZER_BYTES)
     if text is None:
@@ -158,16 +161,18 @@ def _tokenizer_text(model: Path, vocab_size: int) -> dict[str, Any]:
         text["added_tokens"] = [token for token in tokens if token["id"] < vocab_size]
         for token in text["added_tokens"]:
             token["special"] = bool(token.get("special")) or token.get("content") in named
-    return text
-
-
-def _num_tokens(text: Mapping[str, Any]) -> int:
-    """One more than the largest id."""
-    model, added = text.get("model"), text.get("added_tokens")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1] if isinstance(vocab, list) else []
-    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    return max((token_id for token_id in ids if isinstance(token_id, int)), default=-1) + 1
+    text |= {"padding": None, "truncation": None, "post_processor": None}
+    try:
+        text = text if is_linear(text) else with_known_parts(text)
+        # Not one more than the largest id, which may be any number: llguidance holds a row for each id.
+        num_tokens = len(text["model"]["vocab"]) + len(
+            {one["content"] for one in added_tokens(text)} - vocabulary(text)
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ModelError("tokenizer.json", "fields of another type", "a tokenizer that llguidance reads") from None
+    if not is_linear(text):
+        raise ModelError("tokenizer.json", "a model with very long tokens", "one that encodes texts in little time")
+    return text, num_tokens
 
 
 def _short(reason: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, choice
 from pdserve.structured.checker import reason_against
-from pdserve.structured.compile import Compiler
+from pdserve.structured.compile import Compiler, _tokenizer_text
 from pdserve.text.tokenizer import load_tokenizer
+from pdserve.tokenizer_json import is_linear
+from tests.unit.text.conftest import KINDS
 
 MODEL = next((Path(__file__).parents[3] / "pdserve/models").glob("stdlib-*"))
 TOKENIZER = load_tokenizer(str(MODEL))
@@ -164,3 +167,74 @@ def test_special_tokens_are_never_part_of_a_document(tmp_path: Path) -> None:
     config = json.loads((MODEL / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "PADDING"}))
     assert Compiler(tmp_path, 4097, (0,)).compile(any_text).try_consume_tokens([4096]) == 0
+
+
+def changed(tmp_path: Path, change: Callable[[dict[str, Any]], object], held: str = "") -> Path:
+    """A folder with a tokenizer.json."""
+    text = json.loads(held or (MODEL / "tokenizer.json").read_text())
+    change(text)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(text))
+    return tmp_path
+
+
+def forced(compiler: Compiler, document: str) -> list[int]:
+    matcher = compiler.compile(Grammar(GrammarKind.CHOICE, json.dumps([document])))
+    return matcher.compute_ff_tokens()
+
+
+@pytest.mark.parametrize("name", ["byte-level", "llama", "gemma"])
+def test_patterns_of_unknown_cost_do_not_run_in_this_process(tmp_path: Path, name: str) -> None:
+    unknown = {"type": "Split", "pattern": {"Regex": r"(?:a|a)*(?!a)\s*"}, "behavior": "Isolated", "invert": False}
+
+    def add(text: dict[str, Any]) -> None:
+        parts = [unknown] + ([text["pre_tokenizer"]] if text["pre_tokenizer"] else [])
+        text["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+        text["decoder"] = text["decoder"] or {"type": "ByteLevel"}
+
+    tokenizer = KINDS[name]()
+    folder = changed(tmp_path, add, tokenizer.to_str())
+    shown, _ = _tokenizer_text(folder, 10**6)
+    assert is_linear(shown)
+    document = "a" * 60 + " the cat, 12!"
+    compiler = Compiler(folder, tokenizer.get_vocab_size(), (0,))
+    tokens = forced(compiler, document)
+    assert tokens
+    assert document.startswith(compiler._tokenizer.decode_str(tokens))
+
+
+def test_known_patterns_stay(tmp_path: Path) -> None:
+    """They decide by which tokens a forced text is written."""
+    shown, _ = _tokenizer_text(MODEL, 4096)
+    held = json.loads((MODEL / "tokenizer.json").read_text())
+    assert (shown["pre_tokenizer"], shown["normalizer"]) == (held["pre_tokenizer"], held["normalizer"])
+
+
+def test_a_tokenizer_of_another_cost_than_its_size_is_bounded(tmp_path: Path) -> None:
+    plain = Compiler(MODEL, 4096, (0,))
+    padding: dict[str, Any] = {"strategy": {"Fixed": 100_000}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    padded = Compiler(changed(tmp_path, lambda text: text.update(padding=padding)), 4096, (0,))
+    assert padded._tokenizer.tokenize_str("def f") == plain._tokenizer.tokenize_str("def f")
+    far = Compiler(changed(tmp_path, lambda text: text["model"]["vocab"].update(far=2**30)), 4096, (0,))
+    assert far.num_words <= plain.num_words + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text["model"].update(vocab={"<0xZZ>": 0}, merges=[]),  # llguidance panics
+        lambda text: text.update(model={"type": "Unigram", "unk_id": 0, "vocab": [["a" * 10_000, 0.0]]}),
+        lambda text: text["model"].update(vocab=[1, 2]),
+        lambda text: text.update(added_tokens=[{"id": 0}]),
+        lambda text: text.update(pre_tokenizer=[]),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_the_models_error(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    def both(text: dict[str, Any]) -> None:
+        text["decoder"] = {"type": "ByteFallback"}
+        change(text)
+
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Compiler(changed(tmp_path, both), 4096, (0,))
