@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +31,8 @@ SPECULATIONS: Final = ("auto", "ngram", "off")
 SWITCHES: Final = ("auto", "on", "off")
 GENERATION_CONFIGS: Final = ("auto", "none")
 RANK_POOLS: Final = ("auto", "own")
+MAX_SERVED_NAMES: Final = 64
+_SERVED_NAME: Final = re.compile(r"[^\s,]{1,256}")
 MAX_DRAFTS: Final = 15  # attention computes rows of this many drafts and their own token at once
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -208,6 +211,11 @@ class RouterConfig(CallerTlsSettings):
     """One router process."""
 
     model: str = setting("model of the workers (for its tokenizer)")
+    served_model_name: tuple[str, ...] = setting(
+        "names of the model for callers; requests may use each of them, and answers have the first; that of the model "
+        "folder or of the Hub when empty",
+        (),
+    )
     router_id: str = setting("name of this router", "router-0", is_name=True)
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("gRPC port; 0 picks a free one", 50051, within=PORTS)
@@ -299,6 +307,7 @@ class RouterConfig(CallerTlsSettings):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        _check_served_names(self.served_model_name)
         if self.token:
             check_token("token", self.token)
         if self.otlp:
@@ -358,6 +367,18 @@ class GatewayConfig(CallerTlsSettings):
         if bool(self.router_cert) is not bool(self.router_key):
             absent = "router_key" if self.router_cert else "router_cert"
             raise ConfigError(absent, "no file", "both router_cert and router_key, or neither")
+
+
+def _check_served_names(names: tuple[str, ...]) -> None:
+    """Raises ConfigError. A comma separates two names on a command line."""
+    if len(names) > MAX_SERVED_NAMES:
+        raise ConfigError("served_model_name", f"{len(names)} names", f"at most {MAX_SERVED_NAMES}")
+    for index, name in enumerate(names):
+        if not _SERVED_NAME.fullmatch(name) or not name.isprintable():
+            expected = "names of 1 to 256 printable characters without spaces and commas"
+            raise ConfigError("served_model_name", repr(name[:300]), expected)
+        if name in names[:index]:
+            raise ConfigError("served_model_name", f"{name!r} twice", "names that differ")
 
 
 def _check_ranks(config: WorkerConfig) -> None:

@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
@@ -93,7 +93,8 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Map
         if hint is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=one.default, help=help_text)
         elif isinstance(hint, types.GenericAlias) and typing.get_origin(hint) is tuple:
-            parser.add_argument(flag, type=_words, default=one.default, help=help_text + " (comma-separated)")
+            help_text += " (separated by spaces or commas)"
+            parser.add_argument(flag, type=words, nargs="+", default=one.default, help=help_text)
         else:
             default = None if required or env else one.default
             metavar = "|".join(one.metadata["choices"]) or None
@@ -105,6 +106,7 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Map
     flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     for name in ("log_level", "flags_file"):
         flags.pop(name, None)
+    flags |= {name: joined(value) for name, value in flags.items() if isinstance(value, list)}
     for one in dataclasses.fields(kind):
         if one.name in flags:
             check_shown(one, flags[one.name], one.name)
@@ -176,5 +178,10 @@ def to_env(config: WorkerConfig | RouterConfig | GatewayConfig) -> dict[str, str
     return {one.metadata["env"]: value for one, value in values if value and is_hidden(one, str(value))}
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
     return tuple(word for word in text.split(",") if word)
+
+
+def joined(values: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The value of a flag that takes several arguments, each of which `words` has read."""
+    return tuple(word for value in values for word in value)

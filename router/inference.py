@@ -99,6 +99,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             return await status.abort(context, error)
         return inference_pb2.GetModelResponse(
             model=model.name,
+            aliases=model.aliases,
             max_context_tokens=model.max_context_tokens,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,

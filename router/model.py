@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.core.errors import ConfigError
@@ -14,6 +15,7 @@ from pdserve.wire.protocol import FINGERPRINT
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     name: str
+    aliases: tuple[str, ...]
     max_context_tokens: int  # of the largest decode worker; a request goes to a worker that is large enough
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -27,9 +29,12 @@ class ModelFacts:
         return self.max_context_tokens - 1
 
 
-def facts_of(hello: worker_pb2.WorkerHello) -> ModelFacts:
+def facts_of(hello: worker_pb2.WorkerHello, served_names: Sequence[str] = ()) -> ModelFacts:
+    """`served_names` replace the worker's name of the model."""
+    name, *aliases = served_names or (hello.model,)
     return ModelFacts(
-        name=hello.model,
+        name=name,
+        aliases=tuple(aliases),
         max_context_tokens=hello.max_context_tokens,
         vocab_size=hello.vocab_size,
         eos_token_ids=tuple(hello.eos_token_ids),

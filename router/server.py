@@ -127,6 +127,7 @@ class RouterServer:
             self._runtime.submit,
             identity=Identity.of(secret, "router", config.router_id, self._incarnation),
             model_name=model_name(config.model),
+            served_names=config.served_model_name,
             index=self._index,
             silence_s=max(HANG_UP * config.worker_silence_s, 1.0),
             on_change=self._workers_changed,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, final
@@ -56,6 +56,7 @@ class Workers:
         *,
         identity: Identity,
         model_name: str,
+        served_names: Sequence[str] = (),
         index: PrefixIndex | None = None,
         silence_s: float = SILENCE_S,
         redial_s: float = REDIAL_S,
@@ -65,7 +66,8 @@ class Workers:
         on_crash: Callable[[BaseException], None] = lambda error: None,
         tls: ReloadingCertificates | None = None,
     ) -> None:
-        """`model_name` is the name of the router's own model folder, which has the tokenizer. `index` receives KV
+        """`model_name` is the name of the router's own model folder, which has the tokenizer. `served_names`
+        replace it for callers. `index` receives KV
         events if routers share no index. A stream that is silent for `silence_s` is ended. An unregistered worker is
         dialled for `redial_s` after its stream has ended. `on_scored` receives prompt logprobs before the event of the
         first token. `on_change` is called when a worker connects or disconnects.
@@ -73,6 +75,7 @@ class Workers:
         receives no messages. Without `tls`, connections are in plain text."""
         self._identity = identity
         self._model_name = model_name
+        self._served_names = served_names
         self._hello = hello
         self._on_event = on_event
         self._index = index
@@ -166,7 +169,7 @@ class Workers:
             self._lose(former, "another incarnation came")
             former.hang_up()
         if not self._attached:
-            self.model = facts_of(hello)
+            self.model = facts_of(hello, self._served_names)
         self._attached[hello.worker_id] = session
         if hello.worker_id in self._forgetting:
             self._forgetting.pop(hello.worker_id).cancel()

@@ -136,7 +136,7 @@ def cluster_rows() -> Iterator[Sequence[str]]:
         shown = "" if default is dataclasses.MISSING else value(default)
         yield (
             code(key),
-            kind.__name__,
+            type_name(kind),
             shown or "none",
             interval(NUM_WORKERS[key]) if key in NUM_WORKERS else "" if field is None else allowed(field),
             unit(key, UNITS),
@@ -172,18 +172,21 @@ def secret_rows() -> Iterator[Sequence[str]]:
 
 def setting_row(one: Field, kind: type, key: str) -> Sequence[str]:
     hint = typing.get_type_hints(kind)[one.name]
-    type_name = "list of str" if hint == tuple[str, ...] else hint.__name__
     default = "required" if one.default is dataclasses.MISSING else value(one.default) or "none"
     meaning = one.metadata["help"]
     if env := one.metadata["env"]:
         meaning += (
             f" (with a password in {code(env)} only)" if one.metadata["is_url"] else f" (in {code(env)}; see below)"
         )
-    return key, type_name, default, allowed(one), unit(one.name, UNITS), live(one.metadata["is_live"]), meaning
+    return key, type_name(hint), default, allowed(one), unit(one.name, UNITS), live(one.metadata["is_live"]), meaning
 
 
 def live(is_live: bool) -> str:
     return "changes" if is_live else ""
+
+
+def type_name(kind: Any) -> str:
+    return "list of str" if kind in (tuple, tuple[str, ...]) else kind.__name__
 
 
 def allowed(one: Field) -> str:
@@ -251,7 +254,7 @@ def flag_row(parser: argparse.ArgumentParser, action: argparse.Action) -> Sequen
     if not action.option_strings:
         return code(name), action.help or ""
     words = name if action.metavar else "|".join(map(str, action.choices)) if action.choices else name.upper()
-    shown = "" if action.nargs == 0 else f" [{words}]" if action.nargs == "?" else f" {words}"
+    shown = {0: "", "?": f" [{words}]", "+": f" {words} [{words} ...]"}.get(action.nargs, f" {words}")
     required = " (required)" if action.required else ""
     return ", ".join(code(flag + shown) for flag in action.option_strings), (action.help or "") + required
 

@@ -20,6 +20,7 @@ from pdserve.config import (
     RAY_STRATEGIES,
     TRANSPORTS,
 )
+from pdserve.config_flags import joined, words
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.extras import check_platform
 from pdserve.telemetry.logs import FORMAT_ENV, FORMATS, log_level
@@ -44,6 +45,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=keep,
         metavar="MODEL",
         help="folder of a Hugging Face checkpoint, name on its Hub (org/name), or toy; the bundled model when absent",
+    )
+    add(
+        "--served-model-name",
+        nargs="+",
+        type=words,
+        default=keep,
+        metavar="NAME",
+        help="names of the model for callers; requests may use each of them, and answers have the first. A "
+        "positional MODEL comes before it (that of the folder or of the Hub)",
     )
     add("--prefill", type=int, default=keep, metavar="N", help="number of prefill workers (1)")
     add("--decode", type=int, default=keep, metavar="M", help="number of decode workers (1)")
@@ -212,6 +222,8 @@ def run(args: argparse.Namespace) -> int:
     if args.given_model is not None and flags["model"] != args.given_model:
         print(f"pdserve {args.command}: error: two models, {args.given_model} and {args.model}", file=sys.stderr)
         return 2
+    if "served_model_name" in flags:
+        flags["served_model_name"] = joined(flags["served_model_name"])
     defaults: dict[str, Any] = {"http": SERVE_PORT} if args.command == "serve" else {}
     defaults["log_level"] = os.environ.get(LOG_LEVEL_ENV) or "info"
     if "log_format" in flags:

@@ -88,6 +88,11 @@ class Model:
     sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that give no value
     version: str = ""  # of the router, with its build; empty if unknown
     tenant: str | None = None  # of the caller; empty for the operator, None if the router does not say
+    aliases: tuple[str, ...] = ()  # further names, that requests over HTTP may use
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,13 +37,12 @@ from pdserve.gateway import errors, headers, json_body, live_view, openapi, repl
 from pdserve.gateway.body import check_declared, read_body
 from pdserve.gateway.docs_page import docs_page
 from pdserve.gateway.door import Caller, Door
-from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint
 from pdserve.gateway.health import Health
 from pdserve.gateway.operations import OPERATIONS
 from pdserve.gateway.respond import Responder, Sender, encoded, send_json, send_whole
 from pdserve.gateway.responses_request import responses_call
-from pdserve.gateway.sdk_call import SdkCall, chat_call, text_call
+from pdserve.gateway.sdk_call import SdkCall, chat_call, check_model, text_call
 from pdserve.gateway.shutdown import Shutdown
 from pdserve.gateway.ui.page import page
 from pdserve.telemetry import metric_names
@@ -169,9 +168,8 @@ class Gateway:
     async def _model(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         model = caller.model
         name = scope["path_params"]["name"]
-        if name != model.name:
-            raise UnknownModel(name, model.name)
-        return await _send(send, 200, replies.model(model, self._created_s))
+        check_model(name, model)
+        return await _send(send, 200, replies.model(name, model, self._created_s))
 
     async def _metrics_text(self, scope: Any, receive: Any, send: Any, given: Headers, caller: Caller) -> int:
         await caller.client.topology()  # raises PermissionDenied for the key of a tenant

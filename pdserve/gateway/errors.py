@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,9 +40,10 @@ class UnsupportedField(InvalidRequest):
 class UnknownModel(NotFound):
     """The cluster serves another model."""
 
-    def __init__(self, name: str, served: str) -> None:
+    def __init__(self, name: str, served: Sequence[str]) -> None:
         super().__init__("model", name)
-        self.args = (f"the model {shortened(repr(name))} does not exist; this server serves {served!r}",)
+        named = ", ".join(map(repr, served))
+        self.args = (f"the model {shortened(repr(name))} does not exist; this server serves {named}",)
 
 
 @dataclass(frozen=True, slots=True)

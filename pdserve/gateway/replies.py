@@ -373,13 +373,13 @@ def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None
 
 
 def models(served: Model, created_s: int) -> dict[str, Any]:
-    return {"object": "list", "data": [model(served, created_s)]}
+    return {"object": "list", "data": [model(name, served, created_s) for name in served.names]}
 
 
-def model(served: Model, created_s: int) -> dict[str, Any]:
-    """`max_model_len` is vLLM's."""
+def model(name: str, served: Model, created_s: int) -> dict[str, Any]:
+    """`name` is one of the model's. `max_model_len` is vLLM's."""
     return {
-        "id": served.name,
+        "id": name,
         "object": "model",
         "created": created_s,
         "owned_by": "pdserve",

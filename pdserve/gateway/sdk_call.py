@@ -276,8 +276,8 @@ def _place(location: Sequence[str | int], given: Any, *, is_missing: bool) -> st
 
 def check_model(name: object, model: Model) -> None:
     """Raises UnknownModel. Without a name the served model is meant."""
-    if isinstance(name, str) and name != model.name:
-        raise UnknownModel(name, model.name)
+    if isinstance(name, str) and name not in model.names:
+        raise UnknownModel(name, model.names)
 
 
 def sdk_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -62,6 +62,7 @@ TOP: Final[Mapping[str, type]] = {
     "load": str,
     "otlp": str,
     "generation_config": str,  # of the router
+    "served_model_name": tuple,  # of the router
     "record": str,  # of the router
     "key_file": str,  # of the router
 }
@@ -69,8 +70,14 @@ _CONFIGS: Final[Mapping[str, type[RouterConfig] | type[GatewayConfig]]] = {
     "router": RouterConfig,
     "gateway": GatewayConfig,
 }
-_TYPES: Final[Mapping[str, type]] = {"str": str, "int": int, "float": float, "bool": bool}
-_WORDS: Final[Mapping[type, str]] = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+_TYPES: Final[Mapping[str, type]] = {"str": str, "int": int, "float": float, "bool": bool, "tuple[str, ...]": tuple}
+_WORDS: Final[Mapping[type, str]] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a list of texts",
+}
 
 
 def check_top(name: str, value: Any) -> None:
@@ -113,7 +120,8 @@ def check_command_line(found: Mapping[str, Any]) -> None:
 
 def _check_type(where: str, value: Any, expected: type) -> None:
     accepted: Any = int | float if expected is float else expected
-    if not isinstance(value, accepted) or (isinstance(value, bool) and expected is not bool):
+    is_of_type = isinstance(value, accepted) and (not isinstance(value, bool) or expected is bool)
+    if not is_of_type or (expected is tuple and not all(isinstance(one, str) for one in value)):
         raise ConfigError(where, repr(value), _WORDS[expected])
 
 

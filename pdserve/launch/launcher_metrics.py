@@ -6,8 +6,16 @@ import json
 from typing import Final, final
 
 from pdserve.core.hosts import join, local_host
-from pdserve.launch.spec import METRICS_HOST, ClusterSpec, Process, gateway, metrics_host, processes, router_config
-from pdserve.model_source import model_name
+from pdserve.launch.spec import (
+    METRICS_HOST,
+    ClusterSpec,
+    Process,
+    gateway,
+    metrics_host,
+    processes,
+    router_config,
+    served_names,
+)
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.tls.certificates import certificates_of
@@ -41,7 +49,7 @@ def _group(spec: ClusterSpec, name: str, component: str, host: str, port: int, *
         "instance": name,
         "component": component,
         "cluster": spec.cluster,
-        "model": model_name(spec.model),
+        "model": served_names(spec)[0],
         "__scheme__": "https" if is_https else "http",
     }
     return {"targets": [join(host, port)], "labels": labels}

@@ -19,9 +19,8 @@ from pdserve.launch.keys import Kind, Value
 from pdserve.launch.local import LocalCluster
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.settings import Asked, merge
-from pdserve.launch.spec import ClusterSpec, gateway, processes, router
+from pdserve.launch.spec import ClusterSpec, gateway, processes, router, served_names
 from pdserve.launch.with_ray import RayCluster
-from pdserve.model_source import model_name
 from pdserve.owned_folder import sweep
 from pdserve.progress import is_on_terminal
 from pdserve.telemetry.logs import JSON, log_format
@@ -127,7 +126,7 @@ def ready_line(spec: ClusterSpec, address: str, missing: Sequence[str]) -> str:
     ca = "" if spec.tls is None else f", ca {spec.tls.ca}"
     return (
         f"pdserve ready: grpc {address} {http}({spec.prefill} prefill, {spec.decode} decode, "
-        f"redis {place(spec.redis) or 'none'}, model {model_name(spec.model)}{ca}){degraded}"
+        f"redis {place(spec.redis) or 'none'}, model {' or '.join(served_names(spec))}{ca}){degraded}"
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 import pdserve
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.config import LOG_LEVELS, REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
+from pdserve.config_flags import words
 from pdserve.core.errors import ConfigError
 from pdserve.core.key_file import parse
 from pdserve.core.tls_settings import AUTO
@@ -37,7 +38,7 @@ FAULTS: Final = "kvtransfer.faults"  # loaded by name, because pdserve imports n
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
 _NOT_ASKED: Final = {"settings", "cluster_secret", "cores", "gpus"}  # of a ClusterSpec, that `merge` does not compare
 _OF_WORKER_TABLES: Final = ("worker", "prefill_worker", "decode_worker")
-_OF_ROUTER: Final = ("otlp", "generation_config")
+_OF_ROUTER: Final = ("otlp", "generation_config", "served_model_name")
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load")
 
 
@@ -69,6 +70,9 @@ def read(
     if faults:
         import_module(FAULTS).parse(faults)
     tables = {kind: _table(kind, found.pop(kind)) for kind in KINDS if kind in found}
+    for values in (found, tables.get("router", {})):
+        if "served_model_name" in values:
+            values["served_model_name"] = _as_tuple(values["served_model_name"])
     for name, value in found.items():
         check_top(name, value)
     if ray := found.get("ray"):
@@ -318,6 +322,11 @@ def _table(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(name, repr(value), "a table")
     return dict(value)
+
+
+def _as_tuple(value: Any) -> Any:
+    """TOML has lists; a single text is read as on a command line."""
+    return words(value) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 def _gpus() -> tuple[str, ...]:

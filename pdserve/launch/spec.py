@@ -17,6 +17,7 @@ from pdserve.core.setting import PORTS, Range
 from pdserve.core.types import Role
 from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.keys import Kind, Value, check_settings
+from pdserve.model_source import model_name
 
 GATEWAY_FIRST_S: Final = 1.0  # by which the router ends later than the gateway
 SPINS: Final = "1000"  # turns of the waiting loop
@@ -195,6 +196,11 @@ def router_config(spec: ClusterSpec, workers: Sequence[str]) -> RouterConfig:
         unix_socket=spec.unix_socket,
         **{**_security(spec, "router"), **_metrics(spec, 0), **spec.settings.get("router", {})},  # type: ignore[arg-type]
     )
+
+
+def served_names(spec: ClusterSpec) -> tuple[str, ...]:
+    """The model's names for callers."""
+    return router_config(spec, ()).served_model_name or (model_name(spec.model),)
 
 
 def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:

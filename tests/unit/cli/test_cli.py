@@ -28,6 +28,7 @@ from pdserve.config_flags import parse_flags
 from pdserve.core.errors import Unauthenticated, Unavailable
 from pdserve.engine import host_limits
 from pdserve.launch.settings import Asked
+from pdserve.launch.spec import served_names
 from pdserve.v1 import cluster_pb2, worker_pb2
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself"
@@ -491,6 +492,23 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
 def test_a_model_may_be_positional_and_serve_has_http(argv: list[str], http: int | None, asked: list[Asked]) -> None:
     assert main(argv) == 0
     assert [(one.spec.model, one.spec.http) for one in asked] == [("toy", http)]
+
+
+@pytest.mark.parametrize("words", [["a/b", "c"], ["a/b,c"]])
+@pytest.mark.parametrize("command", ["up", "serve"])
+def test_a_model_may_have_several_names(command: str, words: list[str], asked: list[Asked]) -> None:
+    assert main([command, "toy", "--served-model-name", *words, "--prefill", "0"]) == 0
+    [one] = asked
+    assert (one.spec.model, one.spec.prefill, served_names(one.spec)) == ("toy", 0, ("a/b", "c"))
+    config = parse_flags(RouterConfig, ["--model", "toy", "--served-model-name", *words], "python -m router", {})
+    assert config.served_model_name == ("a/b", "c")
+
+
+def test_a_wrong_name_of_the_model_is_an_error(asked: list[Asked], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "toy", "--served-model-name", "a b"]) == 2
+    error = "served_model_name: got 'a b', expected names of 1 to 256 printable characters without spaces and commas"
+    assert capsys.readouterr().err == f"pdserve serve: error: {error}\n"
+    assert asked == []
 
 
 def test_serve_without_a_model_takes_that_of_the_file(asked: list[Asked], tmp_path: Path) -> None:

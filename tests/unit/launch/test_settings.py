@@ -17,7 +17,7 @@ from pdserve.launch import settings
 from pdserve.launch.keys import KINDS
 from pdserve.launch.report import LogLimits
 from pdserve.launch.settings import bundled_model, merge
-from pdserve.launch.spec import processes, worker_config
+from pdserve.launch.spec import processes, router, served_names, worker_config
 
 
 def read(flags: dict[str, Any] | None = None, text: str | None = None, *words: str, folder: Path) -> settings.Asked:
@@ -506,3 +506,46 @@ def test_each_live_setting_changes(kind: str, tmp_path: Path) -> None:
         wanted = read({"model": "toy"}, None, f"{kind}.{name}={value}", folder=tmp_path)
         merged, changed, fixed = merge(running, wanted)
         assert (merged.spec.settings, changed, fixed) == (wanted.spec.settings, [f"{kind}.{name}"], [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "words"),
+    [
+        ({"served_model_name": ("a/b", "c")}, None, ()),
+        ({"served_model_name": ("a/b", "c")}, 'served_model_name = "x"', ("served_model_name=y",)),
+        ({}, 'served_model_name = ["a/b", "c"]', ()),
+        ({}, '[router]\nserved_model_name = ["a/b", "c"]', ()),
+        ({}, None, ("served_model_name=a/b,c",)),
+        ({}, None, ("router.served_model_name=a/b,c",)),
+    ],
+)
+def test_served_names_are_settings_of_the_router(
+    flags: dict[str, Any], text: str | None, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    spec = read({"model": "toy", **flags}, text, *words, folder=tmp_path).spec
+    assert served_names(spec) == ("a/b", "c")
+    assert router(spec, ()).argv.count("--served-model-name=a/b,c") == 1
+    assert served_names(read({"model": "toy"}, folder=tmp_path).spec) == ("toy",)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        str([f"m{number}" for number in range(65)]),
+        '["a", "a"]',
+        '["a b"]',
+        '["a,b"]',
+        '["a\\n"]',
+        '["a\\u0000"]',
+        '["\\ufeff"]',
+        '[""]',
+        "[1]",
+        "3",
+        "{}",
+        f'["{"a" * 257}"]',
+    ],
+)
+@pytest.mark.parametrize("table", ["", "[router]\n"])
+def test_wrong_served_names_are_rejected(value: str, table: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="served_model_name"):
+        read({"model": "toy"}, f"{table}served_model_name = {value}", folder=tmp_path)
