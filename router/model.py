@@ -15,13 +15,13 @@ from pdserve.wire.protocol import FINGERPRINT
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     name: str
-    aliases: tuple[str, ...]
     max_context_tokens: int  # of the largest decode worker; a request goes to a worker that is large enough
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     block_size: int
     hash_seed: bytes
     fingerprint: Fingerprint
+    aliases: tuple[str, ...] = ()  # further names for callers
 
     @property
     def max_prompt_tokens(self) -> int:
