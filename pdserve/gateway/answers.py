@@ -9,6 +9,7 @@ from typing import Final, final
 
 from pdserve.client.aio import AsyncClient, AsyncStream
 from pdserve.client.results import Completion, Piece, Token, TokenLogprob
+from pdserve.core.errors import InvalidRequest
 from pdserve.gateway.sdk_call import SdkCall
 
 MAX_WAITING: Final = 64  # pieces of several streams
@@ -28,6 +29,11 @@ class Answers:
                 if number and (request_id := options.get("request_id")):
                     options = {**options, "request_id": f"{request_id}.{number}"}
                 self._streams.append(client.stream(prompt, **options))
+        except InvalidRequest as error:
+            self.close()
+            if len(call.prompts) > 1 and error.field.startswith("prompt["):
+                raise error.renamed(f"prompt[{len(self._streams)}]{error.field.removeprefix('prompt')}") from None
+            raise
         except BaseException:
             self.close()
             raise

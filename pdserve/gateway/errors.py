@@ -83,8 +83,6 @@ _QUOTA_TYPES: Final[Mapping[str, str]] = {"tokens_per_minute": "tokens"}
 _PARAMS: Final[Mapping[str, str]] = {
     "chat": "messages",
     "chat.messages": "messages",
-    "chat.messages.role": "messages",
-    "chat.messages.tool_calls": "messages",
     "text": "prompt",
     "token_ids": "prompt",
     "include_stop_in_output": "include_stop_str_in_output",

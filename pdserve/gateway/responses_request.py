@@ -28,7 +28,7 @@ from pdserve.gateway.responses_models import (
     SchemaFormat,
     TextOptions,
 )
-from pdserve.gateway.sdk_call import SdkCall, chat_call, check_model, validated
+from pdserve.gateway.sdk_call import SdkCall, chat_call, check_model, renamed_place, validated
 
 MAX_NAMED: Final = 8  # types of ignored tools in the answer's header
 #: The name that a chat's field has here.
@@ -46,8 +46,12 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
     request = validated(ResponsesRequest, supported("responses", given))
     begin = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     messages, places = _messages(begin, request.input)
+    if request.instructions is not None:
+        places["messages[0]"] = "instructions"
     is_scored = LOGPROBS in (request.include or ())
-    functions = [one for one in request.tools or () if isinstance(one, FunctionTool)]
+    numbered = [(at, one) for at, one in enumerate(request.tools or ()) if isinstance(one, FunctionTool)]
+    functions = [one for _, one in numbered]
+    places |= {f"tools[{index}].function": f"tools[{at}]" for index, (at, _) in enumerate(numbered)}
     chat = {
         **{name: getattr(request, name) for name in SamplingFields.model_fields if name != "model"},
         "messages": messages,
@@ -65,14 +69,9 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
     try:
         call = chat_call({name: value for name, value in chat.items() if value is not None}, model, headers)
     except InvalidRequest as error:
-        raise error.renamed(_name(error.field)) from None
-    names = {theirs: _name(ours) for theirs, ours in call.names.items()} | {"max_tokens": "max_output_tokens", **places}
+        raise error.renamed(renamed_place(error.field, _NAMES | places)) from None
+    names = {theirs: _NAMES.get(ours, ours) for theirs, ours in call.names.items()} | _NAMES | places
     return replace(call, names=names, echoed=_echoed(request, functions), ignored=_ignored(request))
-
-
-def _name(field: str) -> str:
-    """Of a chat's field."""
-    return _NAMES.get(field.partition(".")[0], field)
 
 
 def _messages(
@@ -80,14 +79,14 @@ def _messages(
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The messages and those of the input, and the item of the input that each message or call comes from."""
     if isinstance(found, str):
-        return [*messages, {"role": "user", "content": found}], {}
+        return [*messages, {"role": "user", "content": found}], {f"messages[{len(messages)}]": "input"}
     if not found:
         raise InvalidRequest("input", "no item", "at least one item")
     places: dict[str, str] = {}
     for index, item in enumerate(found):
         given = {name: value for name, value in item.items() if value is not None}
-        if added := _add(messages, f"input.{index}", given):
-            places[added] = f"input[{index}]"
+        if added := _add(messages, place := f"input[{index}]", given):
+            places[added] = place
     return messages, places
 
 

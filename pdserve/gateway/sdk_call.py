@@ -35,7 +35,7 @@ from pdserve.gateway.tools.grammars import terminal
 from pdserve.gateway.tools.plan import ToolPlan, plan_tools
 
 _STRUCTURES: Final = {one.value for one in GrammarKind}
-_MESSAGES: Final = ("prompt", "chat", "chat.messages")
+_MESSAGES: Final = ("prompt", "chat", "messages")
 _EMBEDDED: Final = "%json"  # begins a schema in a Lark grammar
 _OPTIONS: Final = "x-guidance"  # llguidance's, of a schema within a grammar
 _SENT_BACK: Final = ("assistant", "tool")  # clients add fields to these messages; they are ignored
@@ -122,16 +122,14 @@ class SdkCall:
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """The error about a field of the SDK's call, as one about the request's field."""
-        name = self.names.get(error.field)
-        if name is None and error.field.startswith("chat.messages["):
-            name = self._message_name(error.field.removeprefix("chat."))
-        return error if name is None else error.renamed(name)
+        return error.renamed(renamed_place(error.field.removeprefix("chat."), self.names))
 
-    def _message_name(self, field: str) -> str:
-        """The longest known beginning of the field has another name: `messages[3]` may be `input[5]`."""
-        known = [one for one in self.names if one.startswith("messages[") and field.startswith(one)]
-        longest = max(known, key=len, default="")
-        return self.names[longest] + field[len(longest) :] if longest else field
+
+def renamed_place(place: str, names: Mapping[str, str]) -> str:
+    """The longest known beginning has another name: `messages[3].content` may be `input[5].content`."""
+    known = [one for one in names if place.startswith(one) and place[len(one) : len(one) + 1] in ("", ".", "[")]
+    longest = max(known, key=len, default=None)
+    return place if longest is None else names[longest] + place[len(longest) :]
 
 
 def _bytes_of_token(logprobs: int | None) -> int:
@@ -241,7 +239,8 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
         errors = error.errors(include_url=False)
         # A union has errors of all its alternatives, of which this one says most.
         first = next((one for one in errors if one["type"] == TOO_MANY), errors[0])
-        place = _place(first["loc"], given, is_missing=first["type"] == "missing")
+        parts = _parts(first["loc"], given, is_missing=first["type"] == "missing")
+        place = "".join(parts).removeprefix(".")
         if first["type"] == "missing":
             raise InvalidRequest(place, "no value", "a value, because the field is required") from None
         if first["type"] == "extra_forbidden":
@@ -253,7 +252,7 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
             ) from None
         field = kind.model_fields.get(str(first["loc"][0])) if first["loc"] else None
         about = None if field is None else field.description
-        is_union = first["type"] == "union_tag_invalid" or len(place.split(".")) < len(first["loc"])
+        is_union = first["type"] == "union_tag_invalid" or len(parts) < len(first["loc"])
         expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
         expected = expected.replace("String should match pattern", "a text that matches")
         raise InvalidRequest(
@@ -261,17 +260,19 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
         ) from None
 
 
-def _place(location: Sequence[str | int], given: Any, *, is_missing: bool) -> str:
-    """Without the names that pydantic gives to the alternatives of a union: they are no part of the request."""
+def _parts(location: Sequence[str | int], given: Any, *, is_missing: bool) -> list[str]:
+    """The parts of a place as OpenAI writes it, such as `.messages`, `[0]` and `.content`. Without the names that
+    pydantic gives to the alternatives of a union: they are no part of the request."""
     found = []
     for index, part in enumerate(location):
-        if (isinstance(given, list) and isinstance(part, int)) or (isinstance(given, dict) and part in given):
+        is_item = isinstance(given, list) and isinstance(part, int)
+        if is_item or (isinstance(given, dict) and part in given):
             inside: Any = given
             given = inside[part]
         elif not (is_missing and index == len(location) - 1):
             continue
-        found.append(str(part))
-    return ".".join(found)
+        found.append(f"[{part}]" if is_item else f".{part}")
+    return found
 
 
 def check_model(name: object, model: Model) -> None:
@@ -285,7 +286,7 @@ def sdk_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Raises InvalidRequest.
     """
-    return [_sdk_message(f"messages.{index}", one) for index, one in enumerate(messages)]
+    return [_sdk_message(f"messages[{index}]", one) for index, one in enumerate(messages)]
 
 
 def _sdk_message(place: str, message: Message) -> dict[str, Any]:

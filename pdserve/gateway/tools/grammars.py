@@ -173,5 +173,5 @@ def _moved(index: int, parameters: dict[str, Any], root: str, chars: PointerChar
     try:
         return localized(parameters, root, chars)
     except (ValueError, RecursionError) as error:
-        place, expected = f"tools.{index}.function.parameters", "a schema with references to its own parts"
+        place, expected = f"tools[{index}].function.parameters", "a schema with references to its own parts"
         raise InvalidRequest(place, str(error), expected) from None

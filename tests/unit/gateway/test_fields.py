@@ -234,7 +234,7 @@ SCHEMA = {"type": "nope"}
         ("chat", {"logprobs": True, "top_logprobs": 65}, "top_logprobs", "0 and 64"),
         ("chat", {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "a function"),
         ("chat", {"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages", "prompt is too long"),
-        ("chat", {"messages": [{"role": "user", "content": "x", "weight": 1}]}, "messages.0.weight", "no such field"),
+        ("chat", {"messages": [{"role": "user", "content": "x", "weight": 1}]}, "messages[0].weight", "no such field"),
         ("responses", {"input": "x" * 200_000}, "input", "prompt is too long"),
         ("responses", {"max_output_tokens": 10**6}, "max_output_tokens", "at most"),
         (
@@ -262,9 +262,9 @@ def test_an_error_names_the_field_of_the_request(
     ("messages", "param"),
     [
         ([], "messages"),
-        ([{"role": "robot", "content": "x"}], "messages.0.role"),
-        ([{"role": "user"}], "messages.0.content"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages.0.content"),
+        ([{"role": "robot", "content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content"),
         ([{"role": "user", "content": "x"}] * 4097, "messages"),
     ],
 )
@@ -272,6 +272,73 @@ def test_wrong_messages_are_named(bundled: Served, messages: list[Any], param: s
     with pytest.raises(openai.BadRequestError) as caught:
         ask(bundled, "chat", messages=messages)
     assert (caught.value.param or "").startswith(param)
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+USER = {"role": "user", "content": "x"}
+NOWHERE = {"$ref": "#/nowhere"}
+
+
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
+        ("/v1/chat/completions", {"messages": [USER, {"role": "user"}]}, "messages[1].content"),
+        ("/v1/chat/completions", {"messages": [USER, 3]}, "messages[1]"),
+        ("/v1/chat/completions", {"messages": [USER, {**USER, "weight": 1}]}, "messages[1].weight"),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [CALL, {**CALL, "function": {"arguments": "{}"}}]},
+                    USER,
+                ]
+            },
+            "messages[0].tool_calls[1].function.name",
+        ),
+        ("/v1/chat/completions", {"messages": [USER], "tools": [tool({}), tool(3)]}, "tools[1].function.parameters"),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "tools": [tool(NOWHERE)], "tool_choice": "required"},
+            "tools[0].function.parameters",
+        ),
+        ("/v1/chat/completions", {"messages": [USER], "stop_token_ids": [1, -1]}, "stop_token_ids[1]"),
+        ("/v1/chat/completions", {"messages": [USER], "allowed_token_ids": [1, "x"]}, "allowed_token_ids[1]"),
+        ("/v1/chat/completions", {"messages": [USER], "logit_bias": {"5": "x"}}, "logit_bias.5"),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "structured_outputs": {"choice": ["a", 3]}},
+            "structured_outputs.choice[1]",
+        ),
+        ("/v1/completions", {"prompt": [1, 2**40]}, "prompt[1]"),
+        ("/v1/completions", {"prompt": [[1], [2, 3, -1]]}, "prompt[1][2]"),
+        ("/v1/responses", {"input": [USER, {"type": "computer_call"}]}, "input[1].type"),
+        ("/v1/responses", {"input": [USER, {"type": "function_call", "call_id": "c"}]}, "input[1].name"),
+        ("/v1/responses", {"input": "x", "include": ["x"]}, "include[0]"),
+        (
+            "/v1/responses",
+            {
+                "input": "x",
+                "tools": [{"type": "web_search"}, {"type": "function", "name": "f", "parameters": NOWHERE}],
+                "tool_choice": "required",
+            },
+            "tools[1].parameters",
+        ),
+        ("/tokenize", {"messages": [USER, {"role": "user"}]}, "messages[1].content"),
+        ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [1, "x"]}, "tokens[1]"),
+    ],
+)
+def test_places_in_arrays_are_written_as_openai_does(
+    tooled: Served, path: str, fields: dict[str, Any], param: str
+) -> None:
+    status, text = tooled.post(path, fields)
+    error = json.loads(text)["error"]
+    assert (status, error["param"], error["message"].partition(":")[0]) == (400, param, param), error
 
 
 @pytest.mark.parametrize(

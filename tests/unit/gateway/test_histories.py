@@ -168,6 +168,24 @@ def test_an_error_of_a_response_names_the_item(client: openai.OpenAI, script: Sc
         assert caught.value.param == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"input": "x"}, ["input"]),
+        ({"input": "x", "instructions": "be brief"}, ["instructions", "input"]),
+        ({"input": [USER, USER], "instructions": "be brief"}, ["instructions", "input[0]", "input[1]"]),
+    ],
+)
+def test_an_error_of_a_text_names_its_field(
+    client: openai.OpenAI, script: Script, fields: dict[str, Any], expected: list[str]
+) -> None:
+    for index, param in enumerate(expected):
+        rejects(script, f"chat.messages[{index}]")
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="m", **fields)
+        assert caught.value.param == param
+
+
 # --- reasoning, by the end of the prompt
 
 

@@ -268,8 +268,8 @@ def test_a_stream_that_may_call_begins_without_text(tooled: Served) -> None:
     ("fields", "param"),
     [
         ({"tools": [ADD, ADD]}, "tools"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [ADD] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
@@ -286,9 +286,9 @@ def test_a_stream_that_may_call_begins_without_text(tooled: Served) -> None:
             },
             "response_format",
         ),
-        ({"messages": [{"role": "tool", "content": "5"}]}, "messages.0.tool_call_id"),
-        ({"messages": [{"role": "user", "content": "5", "tool_call_id": "c"}]}, "messages.0.tool_call_id"),
-        ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
+        ({"messages": [{"role": "tool", "content": "5"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "5", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
     ],
 )
 def test_wrong_tools_are_named(tooled: Served, fields: dict[str, Any], param: str) -> None:

@@ -434,7 +434,7 @@ def test_only_references_of_a_tools_schema_are_moved() -> None:
 def test_a_reference_that_leads_out_of_a_tools_schema_is_refused() -> None:
     tool = function("f", {"properties": {"a": {"$ref": "https://example.org/b"}}})
     with pytest.raises(
-        InvalidRequest, match=r"tools\.0\.function\.parameters: got .*https://example.org/b.*nothing is fetched"
+        InvalidRequest, match=r"tools\[0\]\.function\.parameters: got .*https://example.org/b.*nothing is fetched"
     ):
         calls_schema([tool], 2)
 
