@@ -85,6 +85,12 @@ def source(module: str) -> str:
 
 
 @pytest.mark.parametrize("page", pages())
+def test_a_command_that_clones_has_an_address(page: str) -> None:
+    found = re.findall(r"git clone (?:-\S+ )*(\S+)", (ROOT / page).read_text(encoding="utf-8"))
+    assert [one for one in found if "://" not in one and "@" not in one] == []
+
+
+@pytest.mark.parametrize("page", pages())
 def test_every_command_is_valid(page: str) -> None:
     """`python -m MODULE --flag ..` of our modules, and `pdserve COMMAND --flag ..`."""
     text = (ROOT / page).read_text(encoding="utf-8")
