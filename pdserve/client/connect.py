@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,13 +13,16 @@ from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_bytes
 from pdserve.build import FULL_VERSION
 from pdserve.core.bearer import check_token
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import NO_HTTP_PROXY, is_loopback_host
+from pdserve.core.hosts import NO_HTTP_PROXY, is_ip_address, is_loopback_host
 from pdserve.core.version import VERSION_KEY
 from pdserve.telemetry import propagate
 
 CONNECT_S: Final = 5.0
 #: Calls go to the addresses in turn, also to those of one name; one that cannot be reached is left out until it can.
 _ROUND_ROBIN: Final = '{"loadBalancingConfig":[{"round_robin":{}}]}'
+#: Each connection watches the health of this service, which a router ends when it begins to drain. It is then left out.
+_WATCHED: Final = "pdserve.v1.ClusterService"
+_WATCHING: Final = _ROUND_ROBIN.replace("}]", '}],"healthCheckConfig":{"serviceName":"' + _WATCHED + '"}')
 TIMEOUT_S: Final = 600.0
 
 
@@ -111,7 +115,7 @@ class Target:
             ("grpc.max_reconnect_backoff_ms", 2000),
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.service_config", _ROUND_ROBIN),
+            ("grpc.service_config", _WATCHING if may_have_several(self.address) else _ROUND_ROBIN),
             ("grpc.use_local_subchannel_pool", 1),  # clients share neither a connection nor its backoff
         ]
         if is_loopback(self.address):
@@ -161,6 +165,14 @@ def is_loopback(address: str) -> bool:
     return is_loopback_host(host)
 
 
+def may_have_several(address: str) -> bool:
+    """Whether the target is a list, or a name of another host, which may resolve to several addresses. A single router
+    answers for itself while it drains: it still tells operators what it does."""
+    if len(_each(address)) > 1:
+        return True
+    return not (is_loopback(address) or is_ip_address(_without_scheme(address).rpartition(":")[0]))
+
+
 def _each(address: str) -> list[str]:
     """gRPC takes a list of addresses for two schemes."""
     scheme = address[:5]
@@ -168,9 +180,8 @@ def _each(address: str) -> list[str]:
 
 
 def _without_scheme(address: str) -> str:
-    for scheme in ("dns:///", "dns:", "ipv4:", "ipv6:"):
-        address = address.removeprefix(scheme)
-    return address
+    """Also without the DNS server of `dns://SERVER/NAME:PORT`."""
+    return re.sub(r"^(dns:(//[^/]*/)?|ipv4:|ipv6:)", "", address)
 
 
 def _content(name: str, path: TlsPath | None) -> bytes | None:

@@ -17,12 +17,16 @@ NO_HTTP_PROXY: Final = ("grpc.enable_http_proxy", 0)
 def is_loopback_host(host: str) -> bool:
     """Whether only this host can reach `host`. False for a name other than localhost, which may resolve to any host."""
     host = host.strip("[]")
-    if host == "localhost":
-        return True
+    return host == "localhost" or (is_ip_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def is_ip_address(host: str) -> bool:
+    """Whether `host` is no name."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return False
+    return True
 
 
 def is_any_host(host: str) -> bool:

@@ -137,6 +137,7 @@ _NOBODY: Final = re.compile(
 NO_CONNECTION: Final = "no connection to"  # begins the message of a failed TLS handshake
 _NO_NAME: Final = re.compile(r"lookup failed for (\S+): ([^\]]+)")
 _ENDED_CALLS: Final = "Cancelling all calls"  # of a gRPC server that ends
+_ALL_DRAIN: Final = "backend unhealthy"  # of a client that watches its routers' health (client/connect.py)
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\.? (\d+)\)")
 
 
@@ -192,7 +193,7 @@ def from_code(code: grpc.StatusCode, text: str) -> PdserveError:
         seen, limit = too_large.groups()
         return InvalidRequest("request", f"a message of {seen} bytes", f"at most {limit} bytes")
     if code is grpc.StatusCode.UNAVAILABLE:
-        if text == _ENDED_CALLS:
+        if text == _ENDED_CALLS or _ALL_DRAIN in text:
             return ShuttingDown()
         text = _who_is_away(text)
     build = _BARE.get(code)

@@ -3,25 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import openai
 import pytest
 
 from pdserve import AsyncClient, Client
-from pdserve.client.connect import is_loopback
-from pdserve.core.errors import NotFound
+from pdserve.client.connect import is_loopback, may_have_several
+from pdserve.client.retry import Retries
+from pdserve.core.errors import NotFound, ShuttingDown
 from pdserve.testing import Cluster
-from tests.unit.gateway.conftest import PATIENT, gateway
+from tests.unit.gateway.conftest import PATIENT, WAIT_S, gateway
 
 REQUESTS = 20
+IN_TURN = 6  # successes in a row, of which a client that calls both routers in turn would have only one
+ONCE = Retries(limit=0)
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Cluster, Cluster]]:
-    with Cluster(prefill=0, router=PATIENT) as first, Cluster(prefill=0, router=PATIENT) as second:
+    slow = {"toy_step_s": 0.01}
+    with (
+        Cluster(prefill=0, router=PATIENT, worker=slow) as first,
+        Cluster(prefill=0, router=PATIENT, worker=slow) as second,
+    ):
         yield first, second
+
+
+@pytest.fixture
+def draining(pair: tuple[Cluster, Cluster]) -> Iterator[tuple[Cluster, Cluster]]:
+    """The first router drains until the test ends, because it still answers a request."""
+    with (
+        Client(pair[0].address) as client,
+        client.stream("x", max_tokens=4000, ignore_eos=True) as answer,
+    ):
+        next(answer)
+        yield pair
+
+
+def begin_drain(cluster: Cluster) -> None:
+    cluster._hosts["router"].drain()
+
+
+async def until_left_out(call: Callable[[], Awaitable[object]]) -> None:
+    """Until the client has learned that the router drains. Its calls meet that router no more."""
+    deadline_s, row = time.monotonic() + WAIT_S, 0
+    while row < IN_TURN:
+        assert time.monotonic() < deadline_s, "calls still go to the draining router"
+        try:
+            await call()
+            row += 1
+        except ShuttingDown:
+            row = 0
+    for _ in range(REQUESTS):
+        await call()
 
 
 def both(pair: tuple[Cluster, Cluster]) -> str:
@@ -83,3 +123,99 @@ def test_a_gateway_uses_both(pair: tuple[Cluster, Cluster]) -> None:
 def test_a_list_is_on_this_host_if_each_address_is() -> None:
     assert is_loopback("ipv4:127.0.0.1:1,127.0.0.1:2")
     assert not is_loopback("ipv4:127.0.0.1:1,10.0.0.1:2")
+
+
+def test_a_draining_router_costs_no_retries(draining: tuple[Cluster, Cluster]) -> None:
+    with Client(both(draining), retries=ONCE) as client:
+        client.generate("connect", max_tokens=1)
+        begin_drain(draining[0])
+        asyncio.run(until_left_out(lambda: asyncio.to_thread(client.generate, "x", max_tokens=1)))
+
+
+async def test_the_asyncio_client_leaves_a_draining_router_out(draining: tuple[Cluster, Cluster]) -> None:
+    async with AsyncClient(both(draining), retries=ONCE) as client:
+        await client.generate("connect", max_tokens=1)
+        await asyncio.to_thread(begin_drain, draining[0])
+        await until_left_out(lambda: client.generate("x", max_tokens=1))
+
+
+def test_if_all_drain_the_error_says_so(draining: tuple[Cluster, Cluster]) -> None:
+    with (
+        Client(draining[1].address) as other,
+        other.stream("x", max_tokens=4000, ignore_eos=True) as answer,
+        Client(both(draining), retries=ONCE) as client,
+    ):
+        next(answer)
+        client.generate("connect", max_tokens=1)
+        for one in draining:
+            begin_drain(one)
+        for _ in range(REQUESTS):  # by a router, and then by the client itself
+            with pytest.raises(ShuttingDown, match="the server is shutting down; retry") as caught:
+                client.generate("x", max_tokens=1)
+            assert caught.value.retry_after_s == 1.0
+
+
+def test_a_single_router_answers_while_it_drains(draining: tuple[Cluster, Cluster]) -> None:
+    with Client(draining[0].address, retries=ONCE) as client:
+        client.model()
+        begin_drain(draining[0])
+        for _ in range(IN_TURN):
+            assert client.topology().running_requests == 1
+        with pytest.raises(ShuttingDown):
+            client.generate("x", max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("address", "may_be"),
+    [
+        ("ipv4:127.0.0.1:1,127.0.0.1:2", True),
+        ("routers.example:9000", True),
+        ("dns:///routers.example:9000", True),
+        ("dns://127.0.0.1:53/routers.example:9000", True),
+        ("localhost:9000", False),
+        ("127.0.0.1:9000", False),
+        ("10.0.0.1:9000", False),
+        ("ipv6:[fd00::1]:9000", False),
+        ("[fd00::1]:9000", False),
+        ("unix:/tmp/router.sock", False),
+    ],
+)
+def test_a_list_and_a_name_may_be_several_routers(address: str, may_be: bool) -> None:
+    assert may_have_several(address) is may_be
+
+
+def test_all_addresses_of_a_name_are_used() -> None:
+    """gRPC asks the DNS server of the target."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as free,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server,
+    ):
+        port = free.getsockname()[1]
+        server.bind(("127.0.0.1", 0))
+        threading.Thread(target=answer_names, args=(server,), daemon=True).start()
+        free.close()
+        first = Cluster(prefill=0, router={**PATIENT, "host": "127.0.0.1", "port": port})
+        second = Cluster(prefill=0, router={**PATIENT, "host": "127.0.0.2", "port": port})
+        name = f"dns://127.0.0.1:{server.getsockname()[1]}/routers.example:{port}"
+        with first, second, Client(name) as client:
+            ids = [client.generate("x", max_tokens=1).request_id for _ in range(REQUESTS)]
+            found = served((first, second), ids)
+            assert found.total() == REQUESTS
+            assert min(found[0], found[1]) >= REQUESTS // 4
+            first.stop()
+            for _ in range(REQUESTS):
+                assert client.generate("x", max_tokens=1).choices
+            server.sendto(b"", server.getsockname())  # ends the thread
+
+
+def answer_names(server: socket.socket) -> None:
+    """127.0.0.1 and 127.0.0.2 for each question about IPv4, nothing for others."""
+    while True:
+        question, peer = server.recvfrom(512)
+        if not question:
+            return
+        end = question.index(b"\0", 12) + 5
+        hosts = ("127.0.0.1", "127.0.0.2") if question[end - 4 : end - 2] == b"\0\1" else ()
+        answers = [b"\xc0\x0c\0\1\0\1\0\0\0\1\0\4" + socket.inet_aton(host) for host in hosts]
+        head = question[:2] + b"\x85\x80\0\1" + struct.pack(">HHH", len(answers), 0, 0)
+        server.sendto(head + question[12:end] + b"".join(answers), peer)
