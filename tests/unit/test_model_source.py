@@ -98,7 +98,9 @@ def test_a_folder_comes_before_a_repository(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("model", ["nothing", "/a/b/c", "a/b/c", "../x", "", "a/..", "a/b@", "org/name\n", "-/x/"])
-def test_other_texts_are_not_repository_names(model: str) -> None:
+def test_other_texts_are_not_repository_names(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # nothing is beside it
     with pytest.raises(ModelError, match="expected a folder of a Hugging Face checkpoint, a name on its Hub"):
         find_model(model)
 

@@ -149,7 +149,7 @@ def test_a_flapping_worker_is_logged_once_a_minute(
     found = [one.message for one in caplog.records]
     assert {one: found.count(one) for one in found} == {
         "a worker is attached": 4,  # the first one of a minute, and after each logged loss
-        "a worker has another version": 2,
+        "a worker has another version or build": 2,
         "a worker is lost": 2,
     }
     lost = [one.__dict__ for one in caplog.records if one.message == "a worker is lost"]

@@ -240,15 +240,15 @@ async def test_requests_over_the_held_bytes_are_overload(connect: Connect, slow_
 LARGE: list[tuple[str, str, inference_pb2.GenerateRequest]] = [
     ("prompt", "at most 8191", text_request("x" * 3_900_000)),
     ("prompt", "at most 8191", inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1] * 3_900_000))),
-    ("stop", "at most 16", text_request("x", sampling=inference_pb2.SamplingParams(stop=["x"] * 400_000))),
-    ("bad_words", "at most 128", text_request("x", sampling=inference_pb2.SamplingParams(bad_words=["x"] * 400_000))),
+    ("stop", "at most 16", text_request("x", sampling=inference_pb2.SamplingParams(stop=["x"] * 50_000))),
+    ("bad_words", "at most 128", text_request("x", sampling=inference_pb2.SamplingParams(bad_words=["x"] * 50_000))),
     (
         "choice",
         "1 to 4096",
         text_request(
             "x",
             sampling=inference_pb2.SamplingParams(
-                structured_output=inference_pb2.StructuredOutput(choice=inference_pb2.Choice(strings=["x"] * 400_000))
+                structured_output=inference_pb2.StructuredOutput(choice=inference_pb2.Choice(strings=["x"] * 50_000))
             ),
         ),
     ),
