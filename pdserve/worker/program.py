@@ -201,8 +201,8 @@ class RoleProgram(ABC):
             self.is_drained = is_drained
             self.batching.is_draining = is_drained or self._is_leaving
             self.reports.changed()
-            extra = {"worker_id": self.context.config.worker_id, "is_drained": is_drained}
-            log.info("an operator has drained the worker, or has undone the drain", extra=extra)
+            message = "an operator has drained the worker" if is_drained else "an operator has undone the drain"
+            log.info(message, extra={"worker_id": self.context.config.worker_id})
 
     def step(self) -> bool:
         """Plans and computes one step. False: there was nothing to compute."""

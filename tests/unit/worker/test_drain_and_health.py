@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from typing import Any
@@ -102,7 +103,10 @@ async def test_health_has_a_real_watch_and_readiness_ends_with_a_drain(start: An
         watch.cancel()
 
 
-async def test_an_operator_drains_and_undrains_a_worker(start: Any, attach: Any, ask: Any) -> None:
+async def test_an_operator_drains_and_undrains_a_worker(
+    start: Any, attach: Any, ask: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pdserve.worker.program")
     d = start(Role.DECODE)
     router, other = await attach(d), await attach(d, name="other")
     async with grpc.aio.insecure_channel(d.address, options=LOCAL) as channel:
@@ -119,6 +123,8 @@ async def test_an_operator_drains_and_undrains_a_worker(start: Any, attach: Any,
         watch.cancel()
     last = await router.wait_for(lambda: [one for one in router.all("load")[-1:] if not one.is_draining])
     assert not last[0].is_drained
+    logged = [one.getMessage() for one in caplog.records if "operator" in one.getMessage()]
+    assert logged == ["an operator has drained the worker", "an operator has undone the drain"]
     assert not d.host._engine.is_idle.is_set()  # A later SIGTERM waits for the attempts of that time.
     assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
 
