@@ -23,6 +23,7 @@ from simulator.commands.planning import (
     plot_plan,
     pool,
     question_from,
+    show_interrupted,
 )
 from simulator.goodput import HighestRate
 from simulator.gpu_plan import LayoutPlan, compare, limiting_target, measure_layout, verdict
@@ -50,10 +51,12 @@ def carry_out(args: argparse.Namespace) -> int:
     layouts = usable_layouts(args.gpus, profiles, question.windows[0], question.block_size)
     if question.router.policy == "colocated":
         layouts = [one for one in layouts if one.is_colocated]
-    with ProgressLine("planning") as bar, pool(args.jobs) as jobs:
+    with ProgressLine("planning") as bar, pool(args.jobs, len(layouts)) as jobs:
         plan = compare(layouts, lambda *asked: _measured(question, profiles, jobs, bar, *asked))
         shortage = plan.found[plan.top].shortage(question.slo.ttft_s, len(question.windows))
         limits = _limits(question, profiles, plan, bar) if shortage is None and plan.is_attainable else {}
+    if jobs.is_interrupted:
+        return show_interrupted(args, jobs)
     shown = [
         PlannedLayout(name=layout.text, found=found, is_colocated=layout.is_colocated)
         for layout, found in plan.found.items()
@@ -75,14 +78,8 @@ def _measured(
     layouts: Sequence[Layout],
     floor: float,
 ) -> list[HighestRate]:
-    text = ", ".join(one.text for one in layouts[:2]) + (", ..." if len(layouts) > 2 else "")
-    return measured_together(
-        jobs,
-        bar,
-        text,
-        [partial(_measure, question, layout, profiles, floor) for layout in layouts],
-        len(question.windows),
-    )
+    tasks = {one.text: partial(_measure, question, one, profiles, floor) for one in layouts}
+    return measured_together(jobs, bar, tasks, len(question.windows))
 
 
 def _measure(question: Question, layout: Layout, profiles: Mapping[int, Profile], floor: float) -> HighestRate:

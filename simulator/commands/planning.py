@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ NEARLY: Final = 0.95
 _TICK_S: Final = 0.5  # between checks of the processes, to update the progress display
 UNATTAINABLE: Final = 1  # exit status: no split meets the targets at any rate
 TOO_SHORT: Final = 3  # exit status: the requests are too few, or arrive within too short a time, to say anything
+INTERRUPTED: Final = 130  # exit status
 
 
 def carry_out(args: argparse.Namespace) -> int:
@@ -46,13 +49,15 @@ def carry_out(args: argparse.Namespace) -> int:
     if args.degrees is not None:
         raise ConfigError("degrees", ",".join(map(str, args.degrees)), "--gpus beside it, not --workers")
     question = question_from(args, args.workers, load_profile(args.profile))
-    with ProgressLine("planning") as bar, pool(args.jobs) as jobs:
+    with ProgressLine("planning") as bar, pool(args.jobs, len(question.splits)) as jobs:
         plan = sweep(question.num_workers, question.splits, lambda *asked: _measured(question, jobs, bar, *asked))
         needed = None
         shortage = lacking(question, plan)
         if args.rate is not None and shortage is None:
             hold = Sustains(question, args.rate, bar)
             needed = workers_for(args.rate, plan, hold)
+    if jobs.is_interrupted:
+        return show_interrupted(args, jobs)
     shown = as_object(question, plan, shortage)
     if args.rate is not None:
         shown |= {"rate_rps": args.rate, "needed": needed and {"prefill": needed[0], "decode": needed[1]}}
@@ -110,23 +115,37 @@ def plot_plan(
 
 
 class Jobs:
-    """Processes, and how many simulations they have run: the progress within a task."""
+    """Processes, how many simulations they have run (the progress within a task), and the layouts that are finished."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, num_layouts: int) -> None:
         self._runs = multiprocessing.Value("Q", 0)
-        self.executor = ProcessPoolExecutor(count, initializer=_count_into, initargs=(self._runs,))
+        before = multiprocessing.active_children()
+        self.executor = ProcessPoolExecutor(count, initializer=_begin_process, initargs=(self._runs,))
+        self._others = frozenset(before)
+        self.num_layouts = num_layouts
+        self.found: dict[str, HighestRate] = {}
+        self.is_interrupted = False
 
     @property
     def num_runs(self) -> int:
         return int(self._runs.value)
 
+    def terminate(self) -> None:
+        """Ends the simulations that run: one may take minutes."""
+        for process in multiprocessing.active_children():
+            if process not in self._others:
+                process.terminate()
+
 
 _runs: Any = None  # of a process: the counter of its Jobs
 
 
-def _count_into(runs: Any) -> None:
+def _begin_process(runs: Any) -> None:
     global _runs
     _runs = runs
+    # Ctrl-C reaches all processes of a terminal. The parent handles it, and ends this one by SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def counted(*args: Any, **options: Any) -> SimResult:
@@ -139,12 +158,27 @@ def counted(*args: Any, **options: Any) -> SimResult:
 
 
 @contextmanager
-def pool(count: int) -> Iterator[Jobs]:
-    jobs = Jobs(count)
+def pool(count: int, num_layouts: int) -> Iterator[Jobs]:
+    """Processes that compare at most `num_layouts` layouts. SIGINT and SIGTERM end the block: `is_interrupted` is then
+    set if a layout is finished, and otherwise KeyboardInterrupt goes on."""
+    jobs = Jobs(count, num_layouts)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _interrupt) if is_main else None
     try:
         yield jobs
+    except KeyboardInterrupt:
+        jobs.terminate()
+        if not jobs.found:
+            raise
+        jobs.is_interrupted = True
     finally:
         jobs.executor.shutdown(cancel_futures=True)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def tasks_done(num_ended: int, num_tasks: int, num_runs: int, runs_of_ended: int) -> float:
@@ -158,31 +192,37 @@ def tasks_done(num_ended: int, num_tasks: int, num_runs: int, runs_of_ended: int
 def _measured(
     question: Question, jobs: Jobs, bar: ProgressLine, splits: Sequence[int], floor: float
 ) -> list[HighestRate]:
-    text = "splits " + ", ".join(f"{one}:{question.num_workers - one}" for one in splits)
-    return measured_together(
-        jobs, bar, text, [partial(_measure, question, split, floor=floor) for split in splits], len(question.windows)
-    )
+    tasks = {f"{one}:{question.num_workers - one}": partial(_measure, question, one, floor=floor) for one in splits}
+    return measured_together(jobs, bar, tasks, len(question.windows))
 
 
 def measured_together(
-    jobs: Jobs, bar: ProgressLine, text: str, tasks: Sequence[Callable[[], HighestRate]], runs_per_probe: int
+    jobs: Jobs, bar: ProgressLine, tasks: Mapping[str, Callable[[], HighestRate]], runs_per_probe: int
 ) -> list[HighestRate]:
-    """The results of `tasks`, in order. A probe of a search is one run for each seed."""
-    bar.begin(text, len(tasks))
+    """The results of `tasks`, which are the layouts by name, in order. A probe of a search is one run for each seed."""
+    bar.begin(_label(list(tasks), len(jobs.found), jobs.num_layouts), len(tasks))
     bar.update(0)
     before = jobs.num_runs
-    futures = [jobs.executor.submit(task) for task in tasks]
+    futures = {jobs.executor.submit(task): name for name, task in tasks.items()}
     waiting: set[Future[HighestRate]] = set(futures)
     runs_of_ended = 0
     while waiting:
         ended, waiting = wait(waiting, timeout=_TICK_S, return_when=FIRST_COMPLETED)
         for one in ended:
             # Raises the error of a process without waiting for the others.
-            runs_of_ended += len(one.result().probes) * runs_per_probe
+            found = jobs.found[futures[one]] = one.result()
+            runs_of_ended += len(found.probes) * runs_per_probe
         num_ended, num_runs = len(tasks) - len(waiting), jobs.num_runs - before
         done = tasks_done(num_ended, len(tasks), num_runs, runs_of_ended)
         bar.update(done, f"{num_ended} of {len(tasks)}, {num_runs} simulations")
     return [one.result() for one in futures]
+
+
+def _label(names: Sequence[str], num_before: int, num_layouts: int) -> str:
+    """Which of all layouts the bar shows. The search may end before it has run all."""
+    first, last = num_before + 1, num_before + len(names)
+    numbers = f"layout {first}" if first == last else f"layouts {first} to {last}"
+    return f"{numbers} of {num_layouts} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
 
 
 def _measure(question: Question, num_prefill: int, *, floor: float) -> HighestRate:
@@ -244,6 +284,31 @@ def render(
     return "\n".join(lines)
 
 
+def show_interrupted(args: argparse.Namespace, jobs: Jobs) -> int:
+    """Prints the layouts that were finished."""
+    if args.json:
+        layouts = [{"layout": name, **_rates(found)} for name, found in jobs.found.items()]
+        print(to_json({"is_interrupted": True, "num_layouts": jobs.num_layouts, "finished": layouts}))
+        return INTERRUPTED
+    print(f"interrupted after {len(jobs.found)} of {jobs.num_layouts} layouts; no verdict\n")
+    width = max(map(len, ("layout", *jobs.found)))
+    print(f"{'layout':<{width}}   requests/s")
+    for name, found in jobs.found.items():
+        print(f"{name:<{width}}   {_rate(found):>10}")
+    return INTERRUPTED
+
+
+def _rate(found: HighestRate) -> str:
+    return f"< {found.missed.rate_rps:.3g}" if found.is_bound and found.missed is not None else f"{found.rate_rps:.3g}"
+
+
+def _rates(found: HighestRate) -> dict[str, float | None]:
+    return {
+        "goodput_rps": None if found.is_bound else found.rate_rps,
+        "below_rps": found.missed.rate_rps if found.missed is not None else None,
+    }
+
+
 def advice(plan: Plan) -> str:
     best = plan.curve[plan.best]
     if not plan.is_attainable:
@@ -275,8 +340,7 @@ def as_object(question: Question, plan: Plan, shortage: Shortage | None = None) 
         {
             "prefill": split,
             "decode": plan.num_workers - split,
-            "goodput_rps": None if found.is_bound else found.rate_rps,
-            "below_rps": found.missed.rate_rps if found.missed is not None else None,
+            **_rates(found),
             "per_worker_rps": None if found.is_bound else found.rate_rps / plan.num_workers,
             "limit": found.limit,
             "misses": dict(sorted((+found.missed.misses).items())) if found.missed is not None else {},

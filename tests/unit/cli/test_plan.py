@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pickle
+import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from pdserve.cli.main import main
 from pdserve.core.errors import ConfigError
+from pdserve.progress import ProgressLine
 
 SLO = ["--slo-ttft", "1", "--slo-tpot", "0.05"]
 
@@ -166,6 +170,50 @@ def test_lists_of_wrong_numbers_are_refused(flag: list[str], capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main(["plan", *flag])
     assert flag[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("layouts", [["--workers", "2"], ["--gpus", "2"]])
+def test_an_interrupt_prints_the_finished_layouts(
+    trace: str,
+    layouts: list[str],
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _signal_when(number, r"[1-9]\d* of", monkeypatch)  # on a busy machine, two layouts may be finished at once
+    flags = ["plan", "--trace", trace, *layouts, *SLO, "--jobs", "1"]
+    assert main(flags) == 130
+    head, _, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == f"interrupted after {len(rows)} of 2 layouts; no verdict"
+    assert rows[0].startswith(("0:2  ", "2 x tp1  "))
+    assert main([*flags, "--json"]) == 130
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["is_interrupted"], shown["num_layouts"]) == (True, 2)
+    assert shown["finished"][0]["layout"] in ("0:2", "2 x tp1")
+    assert shown["finished"][0]["goodput_rps"] > 0.0
+    assert multiprocessing.active_children() == []
+
+
+def test_an_interrupt_before_the_first_layout_prints_nothing(
+    trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    _signal_when(signal.SIGTERM, "0 of|$", monkeypatch)
+    assert main(["plan", "--trace", trace, "--workers", "2", *SLO, "--jobs", "1"]) == 130
+    assert capsys.readouterr().out == ""
+    assert multiprocessing.active_children() == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def _signal_when(number: signal.Signals, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends `number` to this process when the detail of the bar matches `pattern`."""
+
+    def update(self: ProgressLine, done: float, detail: str = "") -> None:
+        if re.match(pattern, detail):
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(ProgressLine, "update", update)
 
 
 def test_an_error_in_another_process_is_passed_on() -> None:

@@ -206,7 +206,7 @@ def test_plan_shows_progress_with_and_without_processes(
         assert main(["plan", "--workers", "2", "--requests", "40", "--jobs", jobs, "--json"]) == 3
         out, err = capsys.readouterr()
         answers.append(out)
-        assert "splits 0:2, 1:1: 100%" in err
+        assert "layouts 1 to 2 of 2 (0:2, 1:1): 100%" in err
     assert answers[0] == answers[1]
 
 
