@@ -78,6 +78,7 @@ def show_next() -> None:
     print("  .venv/bin/pdserve bench --url http://127.0.0.1:8000 --rate 4")
     print("  http://127.0.0.1:8000/ui   or in a third terminal: .venv/bin/pdserve top")
     print(f"{bold('talk to it')}: .venv/bin/pdserve chat")
+    print(f"{bold('what the rows mean')}: docs/telemetry.md#phases")
 
 
 def run_one(client: Client, number: int, title: str, prompt: str) -> Completion:

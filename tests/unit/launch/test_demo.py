@@ -19,3 +19,5 @@ def test_the_demo_prints_four_answers_with_timelines() -> None:
     # The router chooses local or remote by prediction, which depends on how busy the machine is.
     assert done.stdout.count("local on d0:") + done.stdout.count("remote on p0 → d0:") == 4
     assert "topology" in done.stdout
+    page, _, heading = done.stdout.splitlines()[-1].removeprefix("what the rows mean: ").partition("#")
+    assert f"## {heading}" in (ROOT / page).read_text(encoding="utf-8").lower().splitlines()
