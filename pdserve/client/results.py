@@ -146,7 +146,9 @@ class ExplainedCandidate:
     slack: float | None  # None if a target cannot be met at all
     is_feasible: bool
     is_chosen: bool
-    cost: float | None = None  # the time that this and other requests lose, in shares of targets; policy goodput only
+    # The time that this and other requests lose, in shares of targets, plus the preference for or against a local
+    # placement, so it can be negative; policy goodput only
+    cost: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,9 @@ class PlacementOption:
     ttft_slack: float
     tpot_slack: float  # for the strictest TPOT target on the decode worker, including this request's
     harms: bool  # a running request would miss its target because of this placement
-    cost: float  # in shares of targets: TTFT of this request and the next one, TPOT on the decode worker
+    # In shares of targets: TTFT of this request and the next one, TPOT on the decode worker. For a local placement also
+    # the preference of local_options, so it can be negative.
+    cost: float
     opens_in_s: float  # 0: the request can start now
     slack: float  # the smaller one of TTFT and TPOT slack
 

@@ -83,7 +83,7 @@ class Candidate(NamedTuple):
     tpot_s: float
     slack: float  # min over both targets of (target - prediction) / target, including the wait so far
     is_feasible: bool  # every TPOT target on the decode worker is met
-    cost: float | None = None  # in shares of targets; None for policies that compare nothing of that kind
+    cost: float | None = None  # PlacementOption.cost; None for policies that compare nothing of that kind
 
 
 @dataclass(slots=True, kw_only=True)
