@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,17 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _played(path: Path, every_s: float) -> Playback:
-    """Plays the recording, and shows progress by the bytes read."""
-    from pdserve.progress import ProgressLine
     from router.play import play
     from router.recorded_lines import RecordedLines
 
-    def counted(progress: ProgressLine) -> Iterator[str]:
-        done = 0
-        for line in RecordedLines(path):
-            yield line
-            done += len(line)
-            progress.update(done, f"{done / 1e6:.1f} MB")
-
-    with ProgressLine(f"reading {path.name}", path.stat().st_size if path.is_file() else None) as progress:
-        return play(counted(progress), every_s)
+    with RecordedLines(path).with_progress("reading") as lines:
+        return play(lines, every_s)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, final
 
 from pdserve.bounded_file import opened
 from pdserve.core.errors import ConfigError
+from pdserve.progress import ProgressLine
 
 MAX_LINE_CHARS: Final = 64 * 2**20  # so that a file without line ends does not fill the memory
 
@@ -34,3 +36,17 @@ class RecordedLines:
                     )
                 self.count += 1
                 yield line
+
+    @contextmanager
+    def with_progress(self, verb: str) -> Iterator[Iterator[str]]:
+        """The lines, with a bar of the bytes read."""
+        size = self._path.stat().st_size if self._path.is_file() else None
+        with ProgressLine(f"{verb} {self._path.name}", size) as progress:
+            yield self._counted(progress)
+
+    def _counted(self, progress: ProgressLine) -> Iterator[str]:
+        done = 0
+        for line in self:
+            yield line
+            done += len(line)
+            progress.update(done, f"{done / 1e6:.1f} MB")

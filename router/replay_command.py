@@ -28,10 +28,11 @@ def run(args: argparse.Namespace) -> int:
     lines = RecordedLines(Path(args.file))
     differing = 0
     shown: list[replay.Difference] = []
-    for difference in replay.replay(lines):
-        differing += 1
-        if len(shown) < SHOWN:
-            shown.append(difference)
+    with lines.with_progress("replaying") as rows:
+        for difference in replay.replay(rows):
+            differing += 1
+            if len(shown) < SHOWN:
+                shown.append(difference)
     events = max(lines.count - 1, 0)
     if args.json:
         steps = [one.number for one in shown]

@@ -23,9 +23,9 @@ which gives  G + (1 - hidden) * F <= decode + (1 - hidden) * prefill  for each `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from pdserve.core.types import Role
 from simulator.bound_capacity import CumulativeCapacity, capacity
@@ -38,6 +38,12 @@ from simulator.model import SimConfig, Trace, TraceRequest
 HIDDEN: Final = (0.0, 0.5, 1.0)  # shares of the weights' reading that decode rows pay
 PERIODS: Final = 24  # into which the arrivals are divided
 GROWTH: Final = 1.2  # of the periods after the last arrival
+# Shares of the computing time at which the work of each request is known, and the bound by deadlines.
+_WORK_ENDS: Final = 0.25
+_DEADLINES_END: Final = 0.35
+_EVERY: Final = 256  # requests between two reports of progress
+OnShare = Callable[[float], None]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +71,18 @@ class Bound:
         return met / self.most if self.most else 1.0
 
 
-def upper_bound(trace: Trace, config: SimConfig) -> Bound:
+def upper_bound(trace: Trace, config: SimConfig, on_share: OnShare = lambda share: None) -> Bound:
     """The policy and the router's settings in `config` do not matter, except `max_attempts`.
 
     With noise, each step is assumed to be faster than its mean by bound_capacity.NOISE_SIGMAS standard deviations.
+    `on_share` receives the share of the computation that is done: 0 after the trace was read.
     """
     requests = list(trace)
     shapes = [[shape for shape in config.workers if shape.role is role] for role in (Role.PREFILL, Role.DECODE)]
     prefill, decode = (costs(config, found) if found else None for found in shapes)
     assert decode is not None, "checked by SimConfig"
-    works = least_work(requests, trace.block_tokens, config, prefill, decode)
+    counted = _counted(requests, on_share, 0.0, _WORK_ENDS)
+    works = least_work(counted, trace.block_tokens, config, prefill, decode)
     if not works:
         return Bound(requests=len(requests), alone=0, deadlines=0, periods=0)
     longest = max(_longest_step(costs(config, [shape]), requests) for shape in config.workers)
@@ -82,8 +90,8 @@ def upper_bound(trace: Trace, config: SimConfig) -> Bound:
     return Bound(
         requests=len(requests),
         alone=len(works),
-        deadlines=_by_deadlines(works, cluster),
-        periods=len(works) - late_in_periods(_edges(works), _measures(works, cluster)),
+        deadlines=_by_deadlines(_counted(works, on_share, _WORK_ENDS, _DEADLINES_END), cluster),
+        periods=len(works) - late_in_periods(_edges(works), _measures(works, cluster, on_share)),
     )
 
 
@@ -113,7 +121,14 @@ class _ClusterCosts:
         return min(here, self.weight(hidden) * self.prefill.prompt_work(work.prompt, can_decode=False))
 
 
-def _by_deadlines(works: Sequence[Work], cluster: _ClusterCosts) -> int:
+def _counted(items: Sequence[Item], on_share: OnShare, begin: float, end: float) -> Iterator[Item]:
+    for number, one in enumerate(items):
+        if not number % _EVERY:
+            on_share(begin + (end - begin) * number / len(items))
+        yield one
+
+
+def _by_deadlines(works: Iterable[Work], cluster: _ClusterCosts) -> int:
     """Time is measured by the work that the cluster does, so that its speed is 1."""
     until = cluster.until(0.0)
     return most_in_time(
@@ -122,9 +137,12 @@ def _by_deadlines(works: Sequence[Work], cluster: _ClusterCosts) -> int:
 
 
 def _measures(
-    works: Sequence[Work], cluster: _ClusterCosts
+    works: Sequence[Work], cluster: _ClusterCosts, on_share: OnShare
 ) -> Iterator[tuple[list[PeriodDemand], Callable[[float], float]]]:
-    for limit in limits(works, HIDDEN):
+    measures = limits(works, HIDDEN)
+    each = (1.0 - _DEADLINES_END) / len(measures)
+    for number, limit in enumerate(measures):
+        begin = _DEADLINES_END + each * number
         demands = [
             PeriodDemand(
                 one.release_s,
@@ -133,7 +151,7 @@ def _measures(
                 cluster.prompt_work(one, limit.hidden),
                 decode_work(one, cluster.decode, limit),
             )
-            for one in works
+            for one in _counted(works, on_share, begin, begin + each)
         ]
         yield demands, cluster.until(limit.hidden)
 

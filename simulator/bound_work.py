@@ -124,7 +124,7 @@ def costs(config: SimConfig, shapes: Sequence[WorkerShape]) -> Costs:
 
 
 def least_work(
-    trace: Sequence[TraceRequest], block_tokens: int, config: SimConfig, prefill: Costs | None, decode: Costs
+    trace: Iterable[TraceRequest], block_tokens: int, config: SimConfig, prefill: Costs | None, decode: Costs
 ) -> list[Work]:
     """Of the requests that an idle cluster could serve in time. `prefill`: None without prefill workers."""
     found: list[Work] = []

@@ -6,6 +6,7 @@ A recording of a live router (pdserve up --record) is also a trace, and contains
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +65,12 @@ FORMATS: Final = (
 class FileTrace:
     """A trace in a file. Each iteration reads the file again. Rows are checked as they are read."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Raises ConfigError if the file cannot be read, TraceError if its first line has no known format."""
-        self._path = Path(path)
+    def __init__(self, path: str | Path, on_read: Callable[[int, int], None] = lambda done, size: None) -> None:
+        """`on_read` receives the characters that an iteration has read, first 0, and the file's bytes.
+
+        Raises ConfigError if the file cannot be read, TraceError if its first line has no known format.
+        """
+        self._path, self._on_read = Path(path), on_read
         self.name = self._path.name
         first = next(self._lines(), None)
         if first is None:
@@ -94,12 +98,16 @@ class FileTrace:
 
     def _lines(self) -> Iterator[NumberedLine]:
         """Blank lines are skipped, but counted."""
-        line = 0
+        line = done = 0
         try:
             # A byte order mark is not part of the first row.
             with opened(self._path, "trace") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
+                size = os.fstat(raw.fileno()).st_size
+                self._on_read(0, size)
                 for text in iter(lambda: file.readline(MAX_LINE_CHARS), ""):
                     line += 1
+                    done += len(text)
+                    self._on_read(done, size)
                     if len(text) == MAX_LINE_CHARS:
                         raise TraceError(self.name, line, "row", text, f"fewer than {MAX_LINE_CHARS} characters")
                     if stripped := text.strip():

@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 from pdserve.cli.origin import origin
 from pdserve.cli.plot_file import check_plot, write_plot
@@ -32,24 +32,27 @@ MAX_RECORDED_BYTES: Final = 2**30
 
 
 def carry_out(args: argparse.Namespace) -> None:
-    given = make_input(args)
-    check_writable(args.rows)
-    check_plot(args)
-    if args.record and (len(given.rate_scales) > 1 or len(given.policies) > 1):
-        raise ConfigError("record", args.record, "a single run: one policy and one rate")
-    span_s = _span_s(given.trace)
     runs: list[PolicyRun] = []
     with ProgressLine("simulating") as progress:
+        reading = _Reading(progress, Path(args.trace or "").name)
+        given = make_input(args, reading)
+        check_writable(args.rows)
+        check_plot(args)
+        if args.record and (len(given.rate_scales) > 1 or len(given.policies) > 1):
+            raise ConfigError("record", args.record, "a single run: one policy and one rate")
+        span_s = _span_s(given.trace)
         for scale in given.rate_scales:
             trace = Reshaped(given.trace, rate_scaled(scale))
             bounds: dict[tuple[WorkerShape, ...], Bound] = {}
             for policy in given.policies:
                 config = given.config(policy)
                 if config.workers not in bounds:
-                    bounds[config.workers] = upper_bound(trace, config)
+                    bounds[config.workers] = _bound(trace, config, progress)
+                reading.is_shown = False
                 number, of = len(runs) + 1, len(given.rate_scales) * len(given.policies)
                 progress.begin(f"{policy} x{scale:g}" + (f", run {number} of {of}" if of > 1 else ""), span_s / scale)
                 runs.append(_run(policy, scale, trace, config, progress, bounds[config.workers], args.record))
+                reading.is_shown = True
     if args.rows:
         _write_rows(args.rows, runs)
     lines = [origin()] if args.plot else []
@@ -59,6 +62,31 @@ def carry_out(args: argparse.Namespace) -> None:
         page=lambda: page(runs, cluster=given.cluster, origin=lines),
     )
     print(to_json(_object(runs, given.cluster)) if args.json else render(runs, given.cluster))
+
+
+@final
+class _Reading:
+    """Shows how much of a trace's file has been read. A simulation, which also reads it, shows its own progress."""
+
+    def __init__(self, progress: ProgressLine, name: str) -> None:
+        self._progress, self._name = progress, name
+        self.is_shown = True
+
+    def __call__(self, done: int, size: int) -> None:
+        if not self.is_shown:
+            return
+        if not done:
+            self._progress.begin(f"reading {self._name}", size)
+        self._progress.update(done, f"{done / 1e6:.1f} MB")
+
+
+def _bound(trace: Trace, config: SimConfig, progress: ProgressLine) -> Bound:
+    def on_share(share: float) -> None:
+        if not share:
+            progress.begin("upper bound", 1.0)
+        progress.update(share)
+
+    return upper_bound(trace, config, on_share)
 
 
 def _run(

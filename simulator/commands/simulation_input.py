@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,11 +53,11 @@ class SimulationInput:
         return dataclasses.replace(self.base, workers=workers, router=router)
 
 
-def make_input(args: argparse.Namespace) -> SimulationInput:
-    """Raises ConfigError or InvalidRequest with the name of the flag."""
+def make_input(args: argparse.Namespace, on_read: Callable[[int, int], None]) -> SimulationInput:
+    """`on_read` is FileTrace's. Raises ConfigError or InvalidRequest with the name of the flag."""
     rules_off = _names(args.rules_off)
     check_rules(rules_off)
-    file = FileTrace(args.trace) if args.trace else None
+    file = FileTrace(args.trace, on_read) if args.trace else None
     recorded = file.cluster() if file is not None else None
     slo = recorded.slo if recorded is not None else Slo(ttft_s=defaults.SLO_TTFT_S, tpot_s=defaults.SLO_TPOT_S)
     slo = Slo(

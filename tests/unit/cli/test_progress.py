@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import itertools
 import json
 import os
 import re
@@ -194,7 +195,7 @@ def test_simulate_shows_progress_on_stderr_alone(
     out, err = capsys.readouterr()
     assert json.loads(out)["requests"] == 40
     labels = {line.partition(":")[0] for line in err.splitlines()}
-    assert labels == {"goodput x1, run 1 of 2", "colocated x1, run 2 of 2"}
+    assert labels == {"upper bound", "goodput x1, run 1 of 2", "colocated x1, run 2 of 2"}
 
 
 def test_plan_shows_progress_with_and_without_processes(
@@ -240,6 +241,39 @@ def test_play_reads_a_recording_with_progress(
     out, err = capsys.readouterr()
     assert "frames of" in out
     assert err.splitlines()[-1].startswith("reading run.jsonl: 100%")
+
+
+def test_replay_shows_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recording = tmp_path / "run.jsonl"
+    assert main(["simulate", "--limit", "40", "--policy", "goodput", "--record", str(recording)]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(pdserve.progress, "LINE_EVERY_S", 0.0)
+    assert main(["replay", str(recording)]) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("0 with other commands\n")
+    assert err.splitlines()[-1].startswith("replaying run.jsonl: 100%")
+
+
+def test_simulate_shows_each_of_its_tasks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It reads the trace to check it and for the bound, and a recording also for its cluster. Each task comes to its
+    end, and a run shows only its own progress although it reads the file too."""
+    recording = tmp_path / "run.jsonl"
+    assert main(["simulate", "--limit", "40", "--policy", "goodput", "--record", str(recording)]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(pdserve.progress, "LINE_EVERY_S", 0.0)
+    assert main(["simulate", "--trace", str(recording), "--rates", "1,2"]) == 0
+    shares = [(line.partition(":")[0], line) for line in capsys.readouterr().err.splitlines()]
+    tasks = [(name, [line for _, line in lines]) for name, lines in itertools.groupby(shares, key=lambda one: one[0])]
+    of_a_rate = ["reading run.jsonl", "upper bound"]
+    names = [name for name, _ in tasks]
+    assert names[:3] == [*of_a_rate, "goodput x1, run 1 of 2"]
+    assert names[3:] == [*of_a_rate, "goodput x2, run 2 of 2"]
+    for name, lines in tasks:
+        assert name != "reading run.jsonl" or lines[-1].startswith(f"{name}: 100%")
 
 
 def test_a_plan_counts_the_simulations_of_unfinished_splits() -> None:
