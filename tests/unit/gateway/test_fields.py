@@ -387,9 +387,10 @@ def test_padded_chunks_are_multiples_of_64_bytes(bundled: Served, endpoint: Endp
     else:
         opened = bundled.openai.completions.with_streaming_response.create(prompt=PROMPT, **fields)
     with opened as answer:
-        sizes = [len(line.encode()) - len("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
-    assert len(sizes) > 5
-    assert {size % 64 for size in sizes} == {0}
+        chunks = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    assert len(chunks) > 1  # on a busy machine a chunk has several tokens
+    assert all("obfuscation" in json.loads(chunk) for chunk in chunks)
+    assert {len(chunk.encode()) % 64 for chunk in chunks} == {0}
 
 
 @pytest.mark.parametrize(
