@@ -46,6 +46,17 @@ class Fleet:
         """Whether the worker may receive new requests."""
         return view.is_connected and view.heard_s > now_s - self.silence_s and not view.is_draining
 
+    def has_undrained_decode(self) -> bool:
+        """Whether a decode worker is connected that no operator has drained."""
+        return any(
+            view.role is Role.DECODE and view.is_connected and not view.is_drained for view in self.workers.values()
+        )
+
+    def is_decode_drained(self) -> bool:
+        """Whether operators have drained every known decode worker, so that waiting for one to reconnect is useless."""
+        decodes = [view for view in self.workers.values() if view.role is Role.DECODE]
+        return bool(decodes) and all(view.is_connected and view.is_drained for view in decodes)
+
     def usable(self, now_s: float) -> tuple[list[WorkerView], list[WorkerView]]:
         """The prefill workers and the decode workers that may receive new requests. The lists are cached, so callers
         must not change them."""

@@ -31,6 +31,7 @@ from router.transitions import Fail, Finish, Reject, Step, Steps
 from router.view import WorkerView
 
 LOOKAHEAD: Final = 4  # requests waiting for a prefill worker that a later one may overtake on the local path
+DRAINED_GRACE_S: Final = 5.0  # if all decode workers are drained; enough for an operator who confuses two of them
 AWAY_S: Final = 0.25  # interval for checking whether disconnected workers are back
 
 
@@ -219,19 +220,24 @@ def _end_backoffs(cluster: ClusterState) -> None:
 
 
 def _wait_for_decode_workers(cluster: ClusterState) -> Iterator[Step]:
-    """Without a decode worker, requests wait for a limited time, because workers may reconnect."""
+    """Without a decode worker, requests wait for a limited time, because workers may reconnect. If all are drained, only
+    requests with tokens wait that long."""
     if cluster.no_decode_since_s is None:
         cluster.no_decode_since_s = cluster.now_s
     grace_s = cluster.settings.workers_grace_s if cluster.fleet.has_known_decode else 0.0
-    until_s = cluster.no_decode_since_s + grace_s
-    if cluster.now_s < until_s:
-        _retry_in(cluster, until_s - cluster.now_s)
+    new_grace_s = min(grace_s, DRAINED_GRACE_S) if cluster.fleet.is_decode_drained() else grace_s
+    until_s, new_until_s = cluster.no_decode_since_s + grace_s, cluster.no_decode_since_s + new_grace_s
+    if cluster.now_s < new_until_s:
+        _retry_at(cluster, new_until_s)
         return
     for view in cluster.fleet.workers.values():
         cluster.unbind_all(view)
-    waiting = [*cluster.queue, *sorted(cluster.parked)]
-    for request_id in waiting:
-        yield _no_workers(cluster.requests[request_id])
+    waiting = [cluster.requests[request_id] for request_id in (*cluster.queue, *sorted(cluster.parked))]
+    for request in waiting:
+        if cluster.now_s >= until_s or not request.output:
+            yield _no_workers(request)
+    if cluster.now_s < until_s:
+        _retry_at(cluster, until_s)
 
 
 def _wait_for_workers(cluster: ClusterState, request: Request) -> Iterator[Step]:

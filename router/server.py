@@ -347,14 +347,20 @@ class RouterServer:
         self._readiness.set()
 
     async def _follow_readiness(self, admission: Admission) -> None:
-        """Reports the inference service as serving while a decode worker is attached and prompts can be read."""
-        was_ready = False
+        """Reports the inference service as serving while a decode worker is attached that is not drained, and prompts
+        can be read."""
+        was_ready = was_drained = False
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(READ_CHECK_S):
                     await self._readiness.wait()
             self._readiness.clear()
-            is_ready = Role.DECODE in self._workers.roles.values() and admission.can_work
+            has_decode = Role.DECODE in self._workers.roles.values()
+            is_drained = has_decode and not self._runtime.state.has_undrained_decode
+            if is_drained and not was_drained:
+                log.warning("all decode workers are drained; `pdserve undrain WORKER` lets one serve again")
+            was_drained = is_drained
+            is_ready = has_decode and not is_drained and admission.can_work
             if is_ready != was_ready:
                 await self._health.set(INFERENCE, _SERVING if is_ready else _NOT_SERVING)
                 was_ready = is_ready

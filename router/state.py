@@ -142,6 +142,11 @@ class RouterState:
         return take_snapshot(self._cluster)
 
     @property
+    def has_undrained_decode(self) -> bool:
+        """Whether a decode worker is connected that no operator has drained."""
+        return self._cluster.fleet.has_undrained_decode()
+
+    @property
     def num_ended(self) -> int:
         """Requests that have ended since the start."""
         return self._cluster.live_log.num_ended

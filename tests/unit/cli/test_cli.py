@@ -303,7 +303,9 @@ def test_a_worker_can_be_drained_and_undrained(target: str, capsys: pytest.Captu
         return line.split()[2]
 
     assert main(["drain", "p0", "--target", target]) == 0
-    assert capsys.readouterr().out == "p0 gets no new requests; `pdserve undrain p0` undoes this\n"
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "p0 gets no new requests; `pdserve undrain p0` undoes this"
+    assert second == "p0 was the last prefill worker: decode workers also compute the prompts until it is undrained"
     try:
         assert state_of_p0() == "drained"
     finally:

@@ -179,6 +179,34 @@ def test_another_router_may_undo_a_drain(given: Given) -> None:
     assert reserved(given.heard("d0")) == ["d0"]  # Another router has undone the drain.
 
 
+def test_requests_fail_early_while_all_decode_workers_are_drained(given: Given) -> None:
+    given.connect_decode("d1")
+    for name in ("d0", "d1"):
+        given.submit(DrainRequested(worker_id=name))
+    assert given.arrives("a") == []
+    given.now_s += 4.9
+    assert given.submit(TimePassed()) == []
+    given.now_s += 0.2
+    error = failure(given.submit(TimePassed())).to_error()
+    assert (type(error), error.message) == (NoWorkers, "no decode worker is available")
+    assert isinstance(error, NoWorkers)
+    assert error.retry_after_s == 1.0
+    assert isinstance(failure(given.arrives("b")).to_error(), NoWorkers), "the later ones fail at once"
+    given.submit(UndrainRequested(worker_id="d1"))
+    given.heard("d1")
+    assert reserved(given.arrives("c")) == ["d1"]
+
+
+def test_requests_wait_for_a_lost_worker_beside_a_drained_one(given: Given) -> None:
+    given.connect_decode("d1")
+    given.submit(DrainRequested(worker_id="d0"))
+    given.lost("d1")
+    assert given.arrives("a") == []
+    given.now_s += 6.0
+    assert given.submit(TimePassed()) == []
+    assert reserved(given.connect_decode("d1")) == ["d1"]
+
+
 def test_a_worker_that_shuts_down_is_not_shown_as_drained(given: Given) -> None:
     given.submit(Load(worker_id="d0", steps=1, free_blocks=64, is_draining=True))
     [d0] = [one for one in given.state.snapshot().workers if one.worker_id == "d0"]

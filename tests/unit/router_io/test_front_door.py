@@ -107,6 +107,25 @@ async def test_health_watch_reports_every_change(connect: Connect, start: Start)
     watch.cancel()
 
 
+async def test_health_fails_while_all_decode_workers_are_drained(
+    connect: Connect, decode: Program, caplog: pytest.LogCaptureFixture
+) -> None:
+    front = await connect(decode)
+    service = "pdserve.v1.InferenceService"
+    watch = health_pb2_grpc.HealthStub(front.channel).Watch(health_pb2.HealthCheckRequest(service=service))
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    [worker] = (await front.client.topology()).workers
+    with caplog.at_level("WARNING", logger="router.server"):
+        await front.client.drain(worker.worker_id)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await front.client.undrain(worker.worker_id)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    watch.cancel()
+    assert [one.message for one in caplog.records if "drained" in one.message] == [
+        "all decode workers are drained; `pdserve undrain WORKER` lets one serve again"
+    ]
+
+
 async def test_reflection_lists_the_services(connect: Connect) -> None:
     front = await connect()
 
