@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, final
@@ -48,6 +49,8 @@ _EXPLANATION: Final = Codec(
     given=("decision", "decided_s", "slo"),
     ignored=("decision", "reason", "candidates", "slo_ttft_s", "slo_tpot_s", "router_id"),
 )
+#: Before the id of a request in its answer over HTTP.
+_HTTP_PREFIX: Final = re.compile(r"^(chatcmpl-|cmpl-|resp_)")
 
 
 @final
@@ -78,7 +81,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         )
 
     async def Explain(self, request: cluster_pb2.ExplainRequest, context: Any) -> cluster_pb2.ExplainResponse:
-        found = self._runtime.state.explain(request.request_id)
+        asked = request.request_id
+        found = self._runtime.state.explain(asked) or self._runtime.state.explain(_HTTP_PREFIX.sub("", asked, count=1))
         if found is None:
             return await status.abort(context, NotFound("recent request", request.request_id))
         return explain_response(found, self._router_id)

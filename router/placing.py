@@ -220,8 +220,8 @@ def _end_backoffs(cluster: ClusterState) -> None:
 
 
 def _wait_for_decode_workers(cluster: ClusterState) -> Iterator[Step]:
-    """Without a decode worker, requests wait for a limited time, because workers may reconnect. If all are drained, only
-    requests with tokens wait that long."""
+    """Without a decode worker, requests wait for a limited time, because workers may reconnect. If all are drained,
+    only requests with tokens wait that long."""
     if cluster.no_decode_since_s is None:
         cluster.no_decode_since_s = cluster.now_s
     grace_s = cluster.settings.workers_grace_s if cluster.fleet.has_known_decode else 0.0

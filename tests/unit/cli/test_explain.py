@@ -11,6 +11,7 @@ from pdserve import Client
 from pdserve.cli.explain import render
 from pdserve.cli.main import main
 from pdserve.client.results import ExplainedCandidate, Explanation
+from router.settings import RouterSettings
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself, and of its own kind"
 
@@ -87,7 +88,19 @@ def test_json_is_one_object_with_predictions_beside_actual_times(
 
 def test_an_unknown_id_is_a_typed_error(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "never-heard-of", "--target", target]) == 1
-    assert capsys.readouterr().err == "pdserve explain: error: no recent request named 'never-heard-of'\n"
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("pdserve explain: error: no recent request named 'never-heard-of'; a router knows its last ")
+    assert "`pdserve generate --stats`" in line
+    assert "x-request-id" in line
+    assert f"{RouterSettings().explain_capacity:,}" in line
+
+
+@pytest.mark.parametrize("prefix", ["cmpl-", "chatcmpl-", "resp_"])
+def test_the_id_of_an_answer_over_http_is_known(target: str, prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = served(target, f"{prefix}explained")  # a caller's own id may begin like that
+    for asked in (prefix + name, name):
+        assert main(["explain", asked, "--target", target]) == 0
+        assert capsys.readouterr().out.startswith(f"{name}: ")
 
 
 def test_the_router_that_knows_the_request_answers(target: str, capsys: pytest.CaptureFixture[str]) -> None:
