@@ -43,6 +43,15 @@ class Details(ModalScreen[None]):
             yield Static(Text("\n".join(self._lines)), id="details")
 
 
+class Table(DataTable[Any]):
+    """The footer shows the keys of the focused table."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "select_cursor", "details"),
+        Binding("tab", "app.focus_next", "next table"),
+    ]
+
+
 @final
 class TopApp(App[int]):
     TITLE = "pdserve top"
@@ -55,7 +64,6 @@ class TopApp(App[int]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,ctrl+c", "leave", "quit"),
         Binding("p,space", "pause", "pause"),
-        Binding("tab", "focus_next", "next table", show=False),
         Binding("d", "drain(True)", "drain worker"),
         Binding("r", "drain(False)", "resume worker"),
     ]
@@ -72,8 +80,8 @@ class TopApp(App[int]):
     def compose(self) -> ComposeResult:
         yield Static(id="head")
         yield Static(id="tiles")
-        yield DataTable(id="workers", cursor_type="row")
-        yield DataTable(id="requests", cursor_type="row")
+        yield Table(id="workers", cursor_type="row")
+        yield Table(id="requests", cursor_type="row")
         yield Static(text.LEGEND, id="legend")
         yield Static(id="notes")
         yield Footer()

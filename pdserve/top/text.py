@@ -23,7 +23,7 @@ LETTERS: Final[Mapping[str, str]] = {
     "messages": "-",
     "lost": "!",
 }
-LEGEND: Final = ". waits  P prefill  T transfer  D decode  x preempted  ! lost"
+LEGEND: Final = ". waits  P prefill  T transfer  D decode  - messages  x preempted  ! lost"
 _BYTES: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
+from textual.widgets._footer import FooterKey
 
 from pdserve import AsyncClient
 from pdserve.client.results import Explanation
@@ -19,6 +20,7 @@ from pdserve.core.log_line import LogLine
 from pdserve.testing import Cluster
 from pdserve.top.app import Details, TopApp
 from pdserve.top.sources import RecordingSource, RouterSource
+from pdserve.top.text import LEGEND, LETTERS
 from tests.unit.top.given import ended, frame, request, worker
 
 WAIT_S = 20.0
@@ -63,6 +65,20 @@ async def until(pilot: Pilot[Any], holds: Any) -> None:
     async with asyncio.timeout(WAIT_S):
         while not holds():
             await pilot.pause(0.01)
+
+
+async def test_the_footer_and_the_legend_name_every_key_and_phase() -> None:
+    app = TopApp(FakeSource())
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: len(app.query("FooterKey")) >= 6)
+        keys = list(app.query(FooterKey))
+        assert [one.description for one in keys if one.key == "enter"] == ["details"]
+        assert [one.description for one in keys if one.key == "tab"] == ["next table"]
+        assert max(one.region.right for one in keys) <= 80
+        assert set(LETTERS.values()) == {part.strip()[0] for part in LEGEND.split("  ")}
+        assert "- messages" in shown(app, "legend")
+        await pilot.press("tab")
+        assert app.focused is app.query_one("#workers")
 
 
 async def test_a_frame_fills_the_screen() -> None:
