@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
@@ -24,6 +24,7 @@ from pdserve.core.setting import is_hidden, live_names
 from pdserve.core.urls import hide_password
 
 Config = TypeVar("Config", WorkerConfig, RouterConfig, GatewayConfig)
+Value = TypeVar("Value")
 FLAGS_FILE: Final = "--flags-file"
 _MOST_NAMED: Final = 8  # unknown words in one message
 
@@ -35,6 +36,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '(.{1,100}?)' \(choose from (.*)\)", message):
             message += did_you_mean(nearest(wrong[1], re.findall(r"[^\s',]+", wrong[2])))
+        message = re.sub(r"invalid (int|float) value: (.*)", _expected_number, message, flags=re.DOTALL)
         self.exit(2, f"{self.prog}: error: {shortened(message, 2000)} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -60,11 +62,21 @@ class Parser(argparse.ArgumentParser):
         return word.startswith("--") and " " not in word and word.partition("=")[0] not in self._flags()
 
     def _suggestion(self, word: str) -> str:
-        flag = "--" + word.partition("=")[0].lstrip("-").replace("_", "-")
-        return did_you_mean(nearest(flag, self._flags())) if word.startswith("-") else ""
+        """Names are compared without their dashes, which would make short ones similar."""
+        name = word.partition("=")[0].lstrip("-").replace("_", "-")
+        if not word.startswith("-"):
+            return ""
+        if name == "model" and self.prog.startswith("pdserve ") and "--model" not in self._flags():
+            return "; a cluster serves one model, chosen with `pdserve up MODEL`"
+        found = nearest(name, [one[2:] for one in self._flags() if one.startswith("--")])
+        return did_you_mean(found and f"--{found}")
 
     def _flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings]
+
+
+def _expected_number(wrong: re.Match[str]) -> str:
+    return f"got {wrong[2]}, expected {'a whole number' if wrong[1] == 'int' else 'a number'}"
 
 
 def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Mapping[str, str] | None = None) -> Config:
@@ -176,6 +188,18 @@ def to_env(config: WorkerConfig | RouterConfig | GatewayConfig) -> dict[str, str
     """The environment variables for values that must not be on a command line."""
     values = ((one, getattr(config, one.name)) for one in dataclasses.fields(config))
     return {one.metadata["env"]: value for one, value in values if value and is_hidden(one, str(value))}
+
+
+def read_as(read: Callable[[str], Value], expected: str) -> Callable[[str], Value]:
+    """A `type` for argparse whose error says what is allowed. Argparse would name the function."""
+
+    def checked(text: str) -> Value:
+        try:
+            return read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {shortened(repr(text))}, expected {expected}") from None
+
+    return checked
 
 
 def words(text: str) -> tuple[str, ...]:

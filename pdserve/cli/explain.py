@@ -25,7 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "request",
         metavar="REQUEST",
-        help="request id, as `pdserve generate --json` prints it; ID#0, ID#1 .. if it had several completions",
+        help="request id, as `pdserve generate --stats` or an answer over HTTP has it; ID#0, ID#1 .. if it had several "
+        "completions",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object for each router that knows the request"

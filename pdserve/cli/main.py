@@ -15,7 +15,7 @@ from typing import Final, Protocol, cast
 
 from pdserve.build import FULL_VERSION
 from pdserve.config_flags import Parser
-from pdserve.core.errors import PdserveError, Unauthenticated
+from pdserve.core.errors import NotFound, NoWorkers, PdserveError, Unauthenticated
 from pdserve.core.extras import missing
 
 #: The module of each command. `router` and `simulator` may import pdserve, but not the reverse, so the modules are
@@ -107,6 +107,13 @@ def hint(error: PdserveError) -> str:
     """A hint that the error itself does not contain."""
     if error.message.startswith("no server answers at"):
         return "; is `pdserve up` running there?"
+    if isinstance(error, NoWorkers):
+        return "; the cluster may still be starting: wait for `pdserve ready`, or see `pdserve topology`"
+    if isinstance(error, NotFound) and error.kind == "recent request":
+        return (
+            "; a router knows its last 1,024 requests, by the id that `pdserve generate --stats` or --json, the header "
+            "x-request-id of an answer and `pdserve top` show"
+        )
     return " (PDSERVE_TOKEN holds the cluster's token, or a tenant's key)" if isinstance(error, Unauthenticated) else ""
 
 

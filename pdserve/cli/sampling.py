@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.client.options import SAMPLING_SCALARS, Scalar
+from pdserve.config_flags import read_as
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Sampling, Slo
 
@@ -32,15 +33,22 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         else:
             group.add_argument(f"--{flag}", action="store_const", const=True, help=scalar.text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop string; repeatable")
-    group.add_argument("--stop-token-ids", type=_ids, metavar="ID,...", help="stop tokens")
+    group.add_argument(
+        "--stop-token-ids", type=read_as(_ids, "token ids as 1,2,3"), metavar="ID,...", help="stop tokens"
+    )
     group.add_argument(
         "--logit-bias",
         action="append",
-        type=_bias,
+        type=read_as(_bias, "a token id and a number as 42=-1.5"),
         metavar="ID=X",
         help="add X (-100 to 100) to a token's logit; repeatable",
     )
-    group.add_argument("--allowed-token-ids", type=_ids, metavar="ID,...", help="sample only these tokens")
+    group.add_argument(
+        "--allowed-token-ids",
+        type=read_as(_ids, "token ids as 1,2,3"),
+        metavar="ID,...",
+        help="sample only these tokens",
+    )
     group.add_argument(
         "--bad-words", action="append", metavar="TEXT", help="text that the output must not contain; repeatable"
     )

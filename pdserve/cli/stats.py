@@ -24,6 +24,7 @@ def stats_line(done: Completion) -> str:
     ]
     if times.attempts > 1:
         parts.append(f"{times.attempts} attempts")
+    parts.append(f"id {done.request_id}")
     return " · ".join(parts)
 
 

@@ -9,7 +9,10 @@ from typing import Final
 MAX_NAME_CHARS: Final = 64  # of a mistyped name; comparing takes quadratic time, and no known name is longer
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def nearest(name: str, known: Iterable[str], cutoff: float | None = None) -> str | None:
+    """`cutoff`: least similarity; by default lower for short names, of which one typing error changes more."""
+    if cutoff is None:
+        cutoff = 0.6 if len(name) < 5 else 0.7
     return next(iter(difflib.get_close_matches(name, known, 1, cutoff)), None) if len(name) <= MAX_NAME_CHARS else None
 
 

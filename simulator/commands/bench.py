@@ -10,6 +10,7 @@ import argparse
 
 from pdserve.cli.plot_file import add_plot_flag
 from pdserve.cli.target import add_target_flags
+from pdserve.config_flags import read_as
 from simulator.commands.simulate import FORMAT_NAMES
 
 HELP = "measure the latency and throughput of a running server"
@@ -40,11 +41,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     loop = load.add_mutually_exclusive_group()
     loop.add_argument(
-        "--rate", type=_numbers, metavar="R[,..]", help="open loop: Poisson arrivals per second; several are a sweep"
+        "--rate",
+        type=read_as(_numbers, "a number, or several as 1,2,4"),
+        metavar="R[,..]",
+        help="open loop: Poisson arrivals per second; several are a sweep",
     )
     loop.add_argument(
         "--concurrency",
-        type=_counts,
+        type=read_as(_counts, "a whole number, or several as 1,2,4"),
         metavar="N[,..]",
         help="closed loop: N callers, each with one request at a time; several are a sweep (4, without a trace)",
     )
@@ -52,8 +56,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--duration", type=float, metavar="S", help="no request begins later than this in a turn, in seconds"
     )
-    load.add_argument("--input-tokens", type=_range, metavar="A:B", help="prompt lengths, evenly spread (128:512)")
-    load.add_argument("--output-tokens", type=_range, metavar="A:B", help="answer lengths, evenly spread (32:128)")
+    load.add_argument(
+        "--input-tokens",
+        type=read_as(_range, "a whole number, or two as 32:128"),
+        metavar="A:B",
+        help="prompt lengths, evenly spread (128:512)",
+    )
+    load.add_argument(
+        "--output-tokens",
+        type=read_as(_range, "a whole number, or two as 32:128"),
+        metavar="A:B",
+        help="answer lengths, evenly spread (32:128)",
+    )
     load.add_argument("--prefix-tokens", type=int, default=0, metavar="N", help="tokens that prompts share (0)")
     load.add_argument("--prefixes", type=int, default=8, metavar="N", help="number of different shared prefixes (8)")
     load.add_argument(
@@ -69,7 +83,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--token-ids",
-        type=_range,
+        type=read_as(_range, "a whole number, or two as 32:128"),
         metavar="A:B",
         help="prompts consist of token ids from A up to, not including, B (32:127)",
     )

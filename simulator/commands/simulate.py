@@ -10,6 +10,7 @@ import argparse
 from typing import Final
 
 from pdserve.cli.plot_file import add_plot_flag
+from pdserve.config_flags import read_as
 from pdserve.core.policies import POLICIES
 from simulator.commands import defaults
 from simulator.commands.fault_flags import add_fault_flags
@@ -39,7 +40,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     rate = what.add_mutually_exclusive_group()
     rate.add_argument("--rate-scale", type=float, metavar="X", help="multiply the arrival rate by X (1)")
-    rate.add_argument("--rates", type=_floats, metavar="X,Y,..", help="simulate each of several rate scales")
+    rate.add_argument(
+        "--rates",
+        type=read_as(_floats, "a number, or several as 1,2,4"),
+        metavar="X,Y,..",
+        help="simulate each of several rate scales",
+    )
     where = parser.add_argument_group("cluster")
     where.add_argument(
         "--profile", metavar="NAME", help=f"profile of the workers: a name or a file ({defaults.PROFILE})"

@@ -25,7 +25,7 @@ from pdserve.cli.topology import render
 from pdserve.client import results
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import parse_flags
-from pdserve.core.errors import Unauthenticated, Unavailable
+from pdserve.core.errors import NoWorkers, Unauthenticated, Unavailable
 from pdserve.engine import host_limits
 from pdserve.launch.settings import Asked
 from pdserve.launch.spec import served_names
@@ -75,6 +75,7 @@ def test_stats_are_lines_on_stderr(target: str, capsys: pytest.CaptureFixture[st
     line, phases, versions = capsys.readouterr().err.splitlines()
     assert "prompt tokens" in line
     assert "ended by length" in line
+    assert main(["explain", line.rpartition(" · id ")[2], "--target", target]) == 0
     assert "decode" in phases
     assert versions == f"router: version {FULL_VERSION}"
 
@@ -137,6 +138,9 @@ def test_a_missing_token_names_its_variable() -> None:
         " (PDSERVE_TOKEN holds the cluster's token, or a tenant's key)"
     )
     assert hint(Unavailable("draining")) == ""
+    assert hint(NoWorkers("decode")) == (
+        "; the cluster may still be starting: wait for `pdserve ready`, or see `pdserve topology`"
+    )
 
 
 @pytest.mark.parametrize("argv", [["generate"], ["nonsense"], ["up", "--transport", "pigeon"], ["bench", "now"]])
@@ -146,6 +150,37 @@ def test_a_wrong_command_line_is_a_usage_error_of_one_line(argv: list[str], caps
     assert caught.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "--help)" in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["bench", "--rate", "x"], "argument --rate: got 'x', expected a number, or several as 1,2,4"),
+        (["bench", "--concurrency", "1,x"], "got '1,x', expected a whole number, or several as 1,2,4"),
+        (["bench", "--input-tokens", "a:b"], "got 'a:b', expected a whole number, or two as 32:128"),
+        (["bench", "--seed", "x"], "argument --seed: got 'x', expected a whole number"),
+        (["simulate", "--rates", "x"], "got 'x', expected a number, or several as 1,2,4"),
+        (["plan", "--lengths", "1"], "got '1', expected two whole numbers as 512,128, each up to"),
+        (["generate", "x", "--stop-token-ids", "a"], "got 'a', expected token ids as 1,2,3"),
+        (["generate", "x", "--logit-bias", "a"], "got 'a', expected a token id and a number as 42=-1.5"),
+        (["generate", "x", "--temperature", "a"], "argument --temperature: got 'a', expected a number"),
+        (["generate", "x", "--model", "m"], "--model; a cluster serves one model, chosen with `pdserve up MODEL`"),
+    ],
+)
+def test_a_wrong_value_names_what_is_allowed(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(argv)
+    [line] = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert "invalid" not in line
+
+
+@pytest.mark.parametrize("word", ["--bogus", "--zzz", "--foo", "--xyzzy"])
+@pytest.mark.parametrize("command", ["up", "generate", "bench", "plan", "simulate"])
+def test_a_distant_flag_gets_no_suggestion(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, word])
+    assert "did you mean" not in capsys.readouterr().err
 
 
 def test_an_unknown_flag_points_to_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
