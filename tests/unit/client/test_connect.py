@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve import AsyncClient, Client
 from pdserve.client.connect import Tls, is_loopback, target
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
@@ -50,9 +51,34 @@ def test_a_token_may_be_sent_over_tls_or_to_this_host() -> None:
     assert ("authorization", "Bearer secret") in here.metadata()
 
 
-def test_an_empty_target_names_the_argument() -> None:
-    with pytest.raises(ConfigError, match="target"):
-        target(" ", tls=None, token=None, connect_timeout_s=5.0)
+@pytest.mark.parametrize(
+    "address",
+    ["", " ", "localhost", "127.0.0.1", "::1", "[::1]", "localhost:", "localhost:x", ":50051", "localhost:0", "a b:1",
+     "localhost:50051/", "a:1,b:2", "localhost:99999999"],
+)  # fmt: skip
+def test_an_address_without_a_port_names_the_form(address: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        target(address, tls=None, token=None, connect_timeout_s=5.0)
+    assert caught.value.message == f"target: got {address!r}, expected HOST:PORT, such as localhost:50051"
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("address", ["http://localhost:50051", "https://localhost", "grpc://h:1", "HTTP://h:1"])
+def test_an_address_with_a_scheme_names_the_form(address: str, kind: type[Client | AsyncClient]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(address)
+    expected = "HOST:PORT without a scheme, such as localhost:50051"
+    assert caught.value.message == f"target: got {address!r}, expected {expected}"
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["router:50051", "[::1]:50051", "[fe80::1%eth0]:1", "dns:///router:50051", "dns://8.8.8.8/router:1", "unix:/a",
+     "unix-abstract:a", "unix:///tmp/a", "ipv4:10.0.0.1:1,10.0.0.2:1", "ipv6:[::1]:1,[::2]:1", "dns:router",
+     "a_b.c-d:1"],
+)  # fmt: skip
+def test_names_of_grpc_are_taken_as_they_are(address: str) -> None:
+    assert target(address, tls=None, token=None, connect_timeout_s=5.0).address == address
 
 
 @pytest.mark.parametrize("token", ["", "é", "two\nlines", "end ", "x" * 5000])
