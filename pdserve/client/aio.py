@@ -167,6 +167,7 @@ class AsyncClient(BaseClient):
 
     async def close(self) -> None:
         """Closes the connection and cancels open streams."""
+        self._is_shut.set()
         if self._channel is not None:
             await self._channel.close(None)
 
@@ -211,7 +212,8 @@ class AsyncClient(BaseClient):
         raise failure
 
     async def _ask(self, call: UnaryCall[Result], channel: Any = None) -> Result:
-        method, attempts = getattr(call.stub(channel or self._connection()), call.method), self._attempts()
+        attempts = self._attempts()  # first, because gRPC crashes on a stub of a closed channel
+        method = getattr(call.stub(channel or self._connection()), call.method)
         while True:
             try:
                 return call.read(await method(call.request, timeout=attempts.remaining_s, metadata=self._metadata()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self, cast
@@ -73,6 +74,7 @@ class BaseClient:
         )
         self._retries = retries or Retries()
         self._transport = transport or GrpcTransport()
+        self._is_shut = threading.Event()  # shared with clients of `with_token`
         self._connect()
 
     def with_token(self, token: str | None) -> Self:
@@ -88,7 +90,12 @@ class BaseClient:
         """Prepares the channel."""
         raise NotImplementedError
 
+    def _check_open(self) -> None:
+        if self._is_shut.is_set():
+            raise ValueError("this Client is closed")
+
     def _attempts(self) -> Attempts:
+        self._check_open()
         return Attempts(self._timeout_s, self._retries)
 
     def _metadata(self) -> Any:
@@ -96,6 +103,7 @@ class BaseClient:
 
     def _begin_watch(self, channel: Any, period_s: float) -> Any:
         """Without a time limit, because it ends when the caller leaves."""
+        self._check_open()
         request = cluster_pb2.WatchRequest(period_s=period_s)
         return cluster_pb2_grpc.ClusterServiceStub(channel).Watch(request, metadata=self._metadata())
 
@@ -103,12 +111,14 @@ class BaseClient:
         self, channel: Any, prompt: Prompt, options: Options, call: str
     ) -> tuple[Callable[[float], Any], AnswerBuilder, Attempts]:
         """The arguments of a stream. Raises TypeError and InvalidRequest on invalid arguments."""
+        self._check_open()
         request = generate_request(prompt, options, call)
         answer = AnswerBuilder(request, self._target.server, is_stream=call == "stream")
         metadata = self._target.metadata(answer.traceparent or options.get("traceparent"))
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
         def begin(remaining_s: float) -> Any:
+            self._check_open()
             return stub.Generate(request, timeout=remaining_s, metadata=metadata)
 
         return begin, answer, Attempts(options.get("timeout_s") or self._timeout_s, self._retries)

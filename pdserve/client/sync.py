@@ -169,6 +169,7 @@ class Client(BaseClient):
 
     def close(self) -> None:
         """Closes the connection and cancels open streams."""
+        self._is_shut.set()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -203,7 +204,8 @@ class Client(BaseClient):
         raise failure
 
     def _ask(self, call: UnaryCall[Result], channel: Any = None) -> Result:
-        method, attempts = getattr(call.stub(channel or self._channel), call.method), self._attempts()
+        attempts = self._attempts()  # first, because gRPC crashes on a stub of a closed channel
+        method = getattr(call.stub(channel or self._channel), call.method)
         while True:
             try:
                 return call.read(method(call.request, timeout=attempts.remaining_s, metadata=self._metadata()))

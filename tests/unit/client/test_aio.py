@@ -171,3 +171,12 @@ async def test_callers_with_different_tokens_share_a_connection(script: Script, 
 async def test_a_token_is_not_sent_in_plain_text_to_another_host() -> None:
     with pytest.raises(ConfigError, match="TLS"):
         AsyncClient("192.0.2.1:50051").with_token("secret")
+
+
+async def test_a_closed_client_says_so(target: str) -> None:
+    client = AsyncClient(target)
+    other = client.with_token("x")
+    await client.close()
+    for call in (client.generate("hi"), client.topology(), other.model(), anext(client.watch())):
+        with pytest.raises(ValueError, match=r"^this Client is closed$"):
+            await call

@@ -242,3 +242,13 @@ def test_a_wrong_type_never_reaches_the_server(script: Script, target: str) -> N
     with Client(target) as client, pytest.raises(TypeError, match="max_tokens"):
         client.stream("hi", max_tokens="64")  # type: ignore[typeddict-item]
     assert script.requests == []
+
+
+def test_a_closed_client_says_so(target: str) -> None:
+    client = Client(target)
+    other = client.with_token("x")
+    client.close()
+    calls = (lambda: client.generate("hi"), client.topology, other.model, lambda: client.stream("hi"))
+    for call in (*calls, lambda: next(client.watch())):
+        with pytest.raises(ValueError, match=r"^this Client is closed$"):
+            call()
