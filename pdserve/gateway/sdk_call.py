@@ -36,6 +36,7 @@ from pdserve.gateway.tools.plan import ToolPlan, plan_tools
 
 _STRUCTURES: Final = {one.value for one in GrammarKind}
 _MESSAGES: Final = ("prompt", "chat", "messages")
+MAX_KIND_CHARS: Final = 32  # of a text in an error, in place of one of a few names
 _EMBEDDED: Final = "%json"  # begins a schema in a Lark grammar
 _OPTIONS: Final = "x-guidance"  # llguidance's, of a schema within a grammar
 _SENT_BACK: Final = ("assistant", "tool")  # clients add fields to these messages; they are ignored
@@ -238,7 +239,7 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
     except ValidationError as error:
         errors = error.errors(include_url=False)
         # A union has errors of all its alternatives, of which this one says most.
-        first = next((one for one in errors if one["type"] == TOO_MANY), errors[0])
+        first = next((one for one in errors if one["type"] in (TOO_MANY, "union_tag_invalid")), errors[0])
         parts = _parts(first["loc"], given, is_missing=first["type"] == "missing")
         place = "".join(parts).removeprefix(".")
         if first["type"] == "missing":
@@ -252,12 +253,30 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
             ) from None
         field = kind.model_fields.get(str(first["loc"][0])) if first["loc"] else None
         about = None if field is None else field.description
+        kind_error = _wrong_kind(place, first)
+        if kind_error is not None:
+            raise kind_error from None
         is_union = first["type"] == "union_tag_invalid" or len(parts) < len(first["loc"])
         expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
         expected = expected.replace("String should match pattern", "a text that matches")
         raise InvalidRequest(
             place or "body", summarised(first["input"]), about if is_union and about else expected
         ) from None
+
+
+def _wrong_kind(place: str, first: Any) -> InvalidRequest | None:
+    """For a short text that is not one of a few names: it is no prompt, so the message may repeat it."""
+    if first["type"] == "union_tag_invalid" and "'refusal'" in first["ctx"]["expected_tags"]:  # part of a content
+        field, seen = first["ctx"]["discriminator"].strip("'"), str(first["ctx"]["tag"])
+        place = f"{place}.{field}"
+        expected = first["ctx"]["expected_tags"].partition(",")[0] + ": this server takes text only"
+    elif first["type"] == "literal_error" and isinstance(first["input"], str):
+        seen, expected = first["input"], first["ctx"]["expected"]
+    else:
+        return None
+    if len(seen) > MAX_KIND_CHARS or not seen.isprintable():
+        return None
+    return InvalidRequest(place, repr(seen), expected)
 
 
 def _parts(location: Sequence[str | int], given: Any, *, is_missing: bool) -> list[str]:

@@ -274,6 +274,40 @@ def test_wrong_messages_are_named(bundled: Served, messages: list[Any], param: s
     assert (caught.value.param or "").startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (
+            "/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type: got 'image_url', expected 'text': this server takes text only",
+        ),
+        (
+            "/chat/completions",
+            {"messages": [{"role": "usr", "content": "x"}]},
+            "messages[0].role: got 'usr', expected 'system', 'developer', 'user', 'assistant' or 'tool'",
+        ),
+        (
+            "/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type: got 'input_image', expected 'input_text': this server takes text only",
+        ),
+    ],
+)
+def test_an_unknown_kind_is_named(bundled: Served, path: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        bundled.openai.post(path, body={"model": "stdlib-5m", **fields}, cast_to=object)
+    body: Any = caught.value.body
+    assert body["message"] == message
+    assert caught.value.param == message.partition(":")[0]
+
+
+def test_a_long_text_in_place_of_a_kind_is_not_repeated(bundled: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(bundled, "chat", messages=[{"role": "a secret prompt " * 9, "content": "x"}])
+    assert "secret" not in str(caught.value)
+
+
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 USER = {"role": "user", "content": "x"}
 NOWHERE = {"$ref": "#/nowhere"}
