@@ -15,7 +15,10 @@ from typing import Final
 from pdserve.core.errors import ModelError, shortened
 
 TOY_MODELS: Final = ("toy", "toy-marked")
-EXPECTED: Final = "a folder of a Hugging Face checkpoint, a name on its Hub as org/name, or toy"
+BUNDLED: Final = "stdlib-5m"  # in the folder `models` of this package
+EXPECTED: Final = (
+    f"a folder of a Hugging Face checkpoint, a name on its Hub as org/name, {BUNDLED} (the bundled model), or toy"
+)
 #: Weights in other formats, and copies in the format of the authors' own code, are not downloaded.
 FILES: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
 COPIES: Final = ("original/*", "consolidated*", "*.onnx*", "onnx/*", "openvino/*")
@@ -36,6 +39,8 @@ def find_model(model: str) -> str:
     if model in TOY_MODELS:
         return model
     path = Path(model).expanduser()
+    if model == BUNDLED and not os.path.isdir(path):
+        return str(Path(__file__).parent / "models" / BUNDLED)
     if model and os.path.isdir(path):  # pathlib's raises if the name is too long
         if not (path / "config.json").exists():  # random weights need no more than that file
             check_no_gguf(path)

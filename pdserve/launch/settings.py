@@ -32,7 +32,7 @@ from pdserve.launch.keys import KINDS, Kind, check_command_line, check_settings,
 from pdserve.launch.make_tls import of_operator
 from pdserve.launch.report import LogLimits
 from pdserve.launch.spec import ClusterSpec, Process, gateway, processes
-from pdserve.model_source import TOY_MODELS, find_model, is_on_hub
+from pdserve.model_source import BUNDLED, TOY_MODELS, find_model, is_on_hub
 
 FAULTS: Final = "kvtransfer.faults"  # loaded by name, because pdserve imports no package above it
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
@@ -266,6 +266,8 @@ def _model(asked: str | None, *, is_here: bool) -> str:
     """
     if asked is None:
         return str(bundled_model())
+    if asked == BUNDLED:
+        return find_model(asked)
     if not is_here:  # each host of the Ray cluster finds it
         return asked if asked in TOY_MODELS or is_on_hub(asked) else str(Path(asked).expanduser().absolute())
     model = find_model(asked)

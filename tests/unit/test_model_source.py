@@ -36,6 +36,12 @@ def files() -> Mapping[str, bytes]:
     return {**small, "model.safetensors": b"weights", "pytorch_model.bin": b"no", "original/consolidated.00.pth": b"no"}
 
 
+def test_the_bundled_model_has_a_name() -> None:
+    assert Path(find_model("stdlib-5m")) == bundled_model()
+    with pytest.raises(ModelError, match=r"expected a folder .*, stdlib-5m \(the bundled model\), or toy"):
+        find_model("stdlib-6m")
+
+
 def test_a_repository_is_downloaded_once_and_found_offline(tmp_path: Path) -> None:
     seen: list[str] = []
     with serve_hub({"acme/tiny": files()}, seen) as url:
