@@ -237,7 +237,7 @@ class Admission:
             bad_words=bad,
         )
         if sampling.max_tokens > most:
-            raise InvalidRequest("max_tokens", sampling.max_tokens, f"at most {most}")
+            raise InvalidRequest("max_tokens", sampling.max_tokens, f"at most {most} (router.max_new_tokens)")
         check_token_ids(sampling, model.vocab_size)
         return sampling
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -41,3 +42,4 @@ def write_plot(args: argparse.Namespace, *, svg: Callable[[], str], page: Callab
     if args.plot is not None:
         make = svg if args.plot.lower().endswith(_DRAWINGS) else page
         Path(args.plot).write_text(make(), encoding="utf-8", errors="replace")
+        print(f"wrote {args.plot}", file=sys.stderr)

@@ -19,9 +19,11 @@ class Options(TypedDict, total=False):
     flag (pdserve/cli/sampling.py).
     """
 
-    max_tokens: Annotated[int | None, "maximum number of generated tokens; 1 to the server's limit"]
+    max_tokens: Annotated[
+        int | None, "maximum number of generated tokens; 1 to the server's limit (the model's default, or 256)"
+    ]
     min_tokens: Annotated[int | None, "minimum number of generated tokens; 0 to max_tokens"]
-    temperature: Annotated[float | None, "sampling temperature, 0 to 100; 0 is greedy"]
+    temperature: Annotated[float | None, "sampling temperature, 0 to 100; 0 is greedy (the model's default, or 1)"]
     top_k: Annotated[int | None, "sample from the N most likely tokens; 0 means all"]
     top_p: Annotated[float | None, "sample from the most likely tokens with total probability X; above 0, to 1"]
     min_p: Annotated[float | None, "sample from tokens with at least X times the largest probability; 0 to 1"]
