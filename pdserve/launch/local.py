@@ -19,7 +19,7 @@ from pdserve.launch.keys import Kind, Value
 from pdserve.launch.launcher_metrics import LauncherMetrics
 from pdserve.launch.make_tls import make_certificates
 from pdserve.launch.neighbours import check_alone
-from pdserve.launch.ports import HeldPorts, check_free, free_ports
+from pdserve.launch.ports import HeldPorts, check_free, free_ports, with_user_of_port
 from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
 from pdserve.launch.report import LauncherReport
 from pdserve.launch.spec import ClusterSpec, fixed_ports, gateway, metrics_host, processes, router, router_config
@@ -100,7 +100,10 @@ def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) ->
     """
     fixed = fixed_ports(spec, are_workers_here=not ray)
     for port, (name, host) in fixed.items():
-        check_free(name, host, port)
+        try:
+            check_free(name, host, port)
+        except ConfigError as error:
+            raise with_user_of_port(error, host, port) from None
     hosts = {spec.host} if ray is not None else {process.config.host for process in processes(spec)}
     *workers, router_port, http = free_ports(spec.prefill + spec.decode + 2, hosts, avoid=fixed)
     filled = dataclasses.replace(

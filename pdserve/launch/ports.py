@@ -14,8 +14,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final, final
 
-from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import is_any_host, is_loopback_host, join
+from pdserve.client.retry import Retries
+from pdserve.client.sync import Client
+from pdserve.core.errors import ConfigError, PdserveError, PermissionDenied, Unauthenticated
+from pdserve.core.hosts import is_any_host, is_loopback_host, join, local_host
 from pdserve.launch.open_ports import listening_on
 from pdserve.listening import bind_error
 from pdserve.private_file import cache_file, open_private
@@ -112,6 +114,32 @@ def check_free(name: str, host: str, port: int) -> None:
     error = bind_error(name, host, port)
     if error is not None:
         raise error
+
+
+def with_user_of_port(error: ConfigError, host: str, port: int) -> ConfigError:
+    """The error of a port that is in use, with what uses it, as far as that can be found in a second."""
+    if "port in use" not in str(error.seen):
+        return error
+    if not listening_on(port):
+        user = "no server listens there: an outgoing connection may hold it, as Linux takes its ports from "
+        user += f"{_ephemeral_start()} on; try again"
+    elif _is_router(join(local_host(host), port)):
+        user = "another pdserve cluster serves there (`pdserve topology`)"
+    else:
+        user = "another program listens there"
+    flags = {"port": "--port, for gRPC, sets it; ", "http": "--http sets it; ", "metrics": "--metrics sets it; "}
+    return ConfigError(error.field, error.seen, f"{error.expected}; {flags.get(error.field, '')}{user}")
+
+
+def _is_router(address: str) -> bool:
+    try:
+        with Client(address, timeout_s=1.0, connect_timeout_s=1.0, retries=Retries(limit=0)) as client:
+            client.topology()
+    except (Unauthenticated, PermissionDenied):
+        return True
+    except PdserveError:
+        return False
+    return True
 
 
 def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket:

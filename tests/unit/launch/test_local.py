@@ -91,8 +91,9 @@ def test_a_bad_request_names_its_field_through_the_whole_cluster(toy: Running) -
 def test_a_port_in_use_is_one_line_and_starts_nothing(toy: Running) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = str(held.getsockname()[1])
-        with pytest.raises(StartFailed, match=rf"port: got {port} \(port in use\), expected a free port"):
+        with pytest.raises(StartFailed, match=rf"port: got {port} \(port in use\), expected a free port") as caught:
             Running.start("--model", "toy", "--port", port)
+    assert "--port, for gRPC, sets it; another program listens there" in str(caught.value)
 
 
 def test_a_killed_worker_restarts_with_its_id_and_port(toy: Running) -> None:

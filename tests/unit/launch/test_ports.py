@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attacks.taken_port import as_stranger
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, port_in_use
 from pdserve.core.hosts import join
 from pdserve.launch import ports
-from pdserve.launch.ports import HeldPorts, claim, free_ports
+from pdserve.launch.ports import HeldPorts, claim, free_ports, with_user_of_port
 from pdserve.listening import HELD_ENV, bind_error
 from pdserve.owned_folder import OwnedFolder, sweep
 from pdserve.telemetry.metrics_server import MetricsServer
+from pdserve.testing import Cluster
 
 WAIT_S = 10.0
 
@@ -59,6 +60,20 @@ def test_another_user_cannot_bind_a_held_port(held: HeldPorts, host: str) -> Non
     with as_stranger(port) as stranger:
         tried, _ = stranger.communicate("", timeout=WAIT_S)
     assert list(json.loads(tried)) == ["EADDRINUSE"]
+
+
+def test_the_user_of_a_port_is_named() -> None:
+    def words(port: int) -> str:
+        return with_user_of_port(port_in_use("port", "127.0.0.1", port), "127.0.0.1", port).message
+
+    with Cluster(prefill=0) as cluster:
+        port = int(cluster.address.rpartition(":")[2])
+        assert words(port).endswith("another pdserve cluster serves there (`pdserve topology`)")
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        assert words(held.getsockname()[1]).endswith("--port, for gRPC, sets it; another program listens there")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        assert words(held.getsockname()[1]).endswith("; try again")
 
 
 def test_a_held_port_takes_no_connection(held: HeldPorts) -> None:
