@@ -257,7 +257,9 @@ def validated(kind: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
         if kind_error is not None:
             raise kind_error from None
         is_union = first["type"] == "union_tag_invalid" or len(parts) < len(first["loc"])
-        expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        # pydantic's message about an unknown tag repeats it.
+        message = f"one of {first['ctx']['expected_tags']}" if first["type"] == "union_tag_invalid" else first["msg"]
+        expected = message.removeprefix("Input should be ").removeprefix("Value error, ")
         expected = expected.replace("String should match pattern", "a text that matches")
         raise InvalidRequest(
             place or "body", summarised(first["input"]), about if is_union and about else expected
