@@ -181,6 +181,8 @@ def test_an_interrupt_prints_the_finished_layouts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("a shell has started this process in the background, where SIGINT is ignored")
     _signal_when(number, r"[1-9]\d* of", monkeypatch)  # on a busy machine, two layouts may be finished at once
     flags = ["plan", "--trace", trace, *layouts, *SLO, "--jobs", "1"]
     assert main(flags) == 130
