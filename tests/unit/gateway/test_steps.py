@@ -4,7 +4,6 @@ validation ends at the first error."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
@@ -23,6 +22,7 @@ from pdserve.gateway.sdk_call import chat_call, text_call, validated
 from pdserve.gateway.tokens import detokenize_request, tokenize_request
 from pdserve.gateway.tools import grammars, plan
 from pdserve.gateway.tools.parameter_values import MAX_STEPS, parameter_types
+from tests.support.calls import calls_of
 
 MODEL = Model(
     name="toy",
@@ -121,22 +121,6 @@ def bodies(model: type[BaseModel], beside: Mapping[str, Any]) -> Iterator[tuple[
             for part in reversed(path[1:]):
                 given = [given] if part == "[]" else {"type": "function", "role": "user", part: given}
             yield f"{'.'.join(path)} {name}", {**beside, path[0]: given}
-
-
-def calls_of(work: Callable[[], Any]) -> int:
-    """How many functions, of Python or of C, were called."""
-    count = 0
-
-    def note(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def message_of(read: Callable[[Any], Any], body: dict[str, Any]) -> str:

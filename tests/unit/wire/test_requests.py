@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.v1 import cluster_pb2, inference_pb2, peer_pb2, rank_pb2, transfer_pb2, worker_pb2
 from pdserve.wire import convert
 from pdserve.wire.requests import has_few_parts
+from tests.support.calls import calls_of
 
 FILES = (cluster_pb2, inference_pb2, peer_pb2, rank_pb2, transfer_pb2, worker_pb2)
 REQUESTS = {
@@ -54,22 +54,6 @@ def hostile(kind: Any) -> Iterator[bytes]:
         yield within(path, (varint(field.number << 3) + b"\1") * NUM_PARTS)
     for wire_type, value in ((0, b"\1"), (1, bytes(8)), (2, b"\0"), (5, bytes(4))):
         yield (varint(UNKNOWN << 3 | wire_type) + value) * NUM_PARTS
-
-
-def calls_of(work: Callable[[], Any]) -> int:
-    """How many functions, of Python or of C, were called."""
-    count = 0
-
-    def note(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 @pytest.mark.parametrize("method", REQUESTS)
