@@ -303,10 +303,11 @@ class RayDriver:
         calls: dict[str, Any] = {}
         while starts.waiting:
             for worker_id in starts.waiting:
-                call = calls.setdefault(worker_id, self._actors[worker_id].health.remote())
+                if worker_id not in calls:
+                    calls[worker_id] = self._actors[worker_id].health.remote()
                 health: ActorHealth | None = None
                 try:
-                    if ray.wait([call], timeout=0)[0]:
+                    if ray.wait([calls[worker_id]], timeout=0)[0]:
                         health = ray.get(calls.pop(worker_id))
                 except ray.exceptions.ActorUnavailableError as error:
                     starts.lost(worker_id, last_line(error))
