@@ -44,26 +44,32 @@ class PeerLog:
 
 @final
 class OutageLog:
-    """Logs that a peer fails, at most once a minute however often it fails, and that it is back. A recovery from an
-    outage that was not logged is not logged either."""
+    """Logs that a peer fails, at most once a minute however often it fails, and that it is back: also at most once a
+    minute, unless its outage was logged. Used from any thread."""
 
     def __init__(self, log: logging.Logger, failure: str, recovery: str, *, level: int = logging.WARNING) -> None:
         """`level` is that of a failure."""
         self._log, self._failure, self._recovery, self._level = log, failure, recovery, level
         self._failures, self._arrivals = LogLimits(EVERY_S), LogLimits(EVERY_S)
         self._logged: OrderedDict[str, None] = OrderedDict()  # peers with a failure that was logged, without recovery
+        self._lock = threading.Lock()
 
     def failed(self, peer: str = "", **extra: object) -> None:
         """For each failure, also while the peer is known to fail: a long outage is then logged every minute."""
-        if failures := self._failures.due(peer, time.monotonic()):
+        with self._lock:
+            failures = self._failures.due(peer, time.monotonic())
+            if failures:
+                self._logged[peer] = None
+                if len(self._logged) > MAX_PEERS:
+                    self._logged.popitem(last=False)
+        if failures:
             self._log.log(self._level, self._failure, extra={**extra, "failures": failures})
-            self._logged[peer] = None
-            if len(self._logged) > MAX_PEERS:
-                self._logged.popitem(last=False)
 
     def recovered(self, peer: str = "", **extra: object) -> None:
         """Also for the first answer of a peer."""
-        is_due = self._arrivals.due(peer, time.monotonic())
-        if peer in self._logged or is_due:
+        with self._lock:
+            is_due = self._arrivals.due(peer, time.monotonic()) > 0
+            is_due |= peer in self._logged
             self._logged.pop(peer, None)
+        if is_due:
             self._log.info(self._recovery, extra=extra)
