@@ -123,7 +123,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg
             authorise()
         except PdserveError as error:
             return self._refusal(error)
-        self._client_versions.note(details.invocation_metadata)
+        if POLICY[details.method] is not Access.OPEN:  # without a token, anyone could use up the limit
+            self._client_versions.note(details.invocation_metadata)
         _authorise.set(authorise)  # never reset: gRPC runs each call in its own task, whose context ends with it
         return await continuation(details)
 

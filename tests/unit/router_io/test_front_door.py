@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -25,7 +26,7 @@ from pdserve.client.retry import Retries
 from pdserve.core.errors import ConfigError, InvalidRequest, NotFound, Unauthenticated, Unavailable
 from pdserve.core.version import VERSION_KEY
 from pdserve.engine.toy import answer
-from router.auth import MAX_VERSIONS, POLICY, ClientVersions, authorised
+from router.auth import MAX_VERSIONS, POLICY, AuthInterceptor, ClientVersions, authorised
 from router.program import RouterHost, make_router
 from router.replay import decode_step, replay
 from tests.support.cluster_secret import ENVIRONMENT, TEXT
@@ -261,6 +262,19 @@ def test_a_router_process_never_loads_torch() -> None:
         "assert not {'torch', 'ray', 'numpy', 'redis', 'opentelemetry'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+async def test_calls_without_a_token_use_up_no_versions(caplog: pytest.LogCaptureFixture) -> None:
+    async def serve(details: Any) -> None: ...
+
+    interceptor = AuthInterceptor("")
+    for method, version in (
+        ("/grpc.health.v1.Health/Check", "9.9.8"),
+        ("/pdserve.v1.InferenceService/GetModel", "9.9.9"),
+    ):
+        call = SimpleNamespace(method=method, invocation_metadata=((VERSION_KEY, version),))
+        await interceptor.intercept_service(serve, call)
+    assert [one.__dict__["client_version"] for one in caplog.records] == ["9.9.9"]
 
 
 def test_each_version_of_a_client_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
