@@ -23,7 +23,7 @@ from pdserve.config import (
 from pdserve.config_flags import joined, words
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.extras import check_platform
-from pdserve.telemetry.logs import FORMAT_ENV, FORMATS, log_level
+from pdserve.telemetry.logs import FORMAT_ENV, FORMATS
 
 HELP = "start a cluster"
 SERVE_PORT: Final = 8000  # of HTTP, for `pdserve serve`
@@ -233,7 +233,6 @@ def run(args: argparse.Namespace) -> int:
         return settings.read(flags, Path(args.config) if args.config else None, args.set, defaults)
 
     try:
-        log_level()  # before any process is started
         asked = read()
     except ConfigError as error:
         is_guess = isinstance(error, ModelError) and flags.get("model") == getattr(args, "ray", "")

@@ -610,6 +610,16 @@ def test_no_other_option_takes_the_word_after_it() -> None:
     assert found == {(command, flag) for command in ("up", "serve") for flag in ("--ray", "--served-model-name")}
 
 
+def test_a_flag_prevails_over_a_wrong_log_level_of_the_environment(
+    asked: list[Asked], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PDSERVE_LOG_LEVEL", "loud")
+    assert main(["up", "toy"]) == 2
+    assert "log_level: got loud" in capsys.readouterr().err
+    assert main(["up", "toy", "--log-level", "warning"]) == 0
+    assert [one.log_level for one in asked] == ["warning"]
+
+
 def test_two_different_models_are_an_error(asked: list[Asked], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "toy", "--model", "toy-marked"]) == 2
     assert capsys.readouterr().err == "pdserve serve: error: two models, toy and toy-marked\n"
