@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, final
 
 from pdserve.core.errors import Overloaded
-from pdserve.core.shares import BYTES_WEIGHT, COUNT_WEIGHT, Shares
+from pdserve.core.shares import BYTES_WEIGHT, COUNT_WEIGHT, Shares, caller_of
 
 HALF_LIFE_S: Final = 10.0
 WEIGHT: Final = 0.3  # weight of the last check in the expected time of the next
@@ -51,7 +51,8 @@ def client_of(peer: str, tenant: str = "") -> ClientKey:
     (/64) count as one host. A tenant counts as one host and one client, because its calls may come through a gateway
     that also serves other tenants."""
     if tenant:
-        return ClientKey(f"tenant {tenant}", f"tenant {tenant}")
+        name = caller_of(tenant)
+        return ClientKey(name, name)
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return ClientKey(peer, peer)

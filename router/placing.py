@@ -31,7 +31,7 @@ from router.transitions import Fail, Finish, Reject, Step, Steps
 from router.view import WorkerView
 
 LOOKAHEAD: Final = 4  # requests waiting for a prefill worker that a later one may overtake on the local path
-DRAINED_GRACE_S: Final = 5.0  # if all decode workers are drained; enough for an operator who confuses two of them
+DRAINED_GRACE_S: Final = 5.0  # if all decode workers are drained: time to undo the drain of the wrong worker
 AWAY_S: Final = 0.25  # interval for checking whether disconnected workers are back
 
 

@@ -163,15 +163,17 @@ def _tokenizer_text(model: Path, vocab_size: int) -> tuple[dict[str, Any], int]:
             token["special"] = bool(token.get("special")) or token.get("content") in named
     text |= {"padding": None, "truncation": None, "post_processor": None}
     try:
-        text = text if is_linear(text) else with_known_parts(text)
+        if not is_linear(text):
+            text = with_known_parts(text)
+            if not is_linear(text):
+                expected = "one that encodes texts in little time"
+                raise ModelError("tokenizer.json", "a model with very long tokens", expected)
         # Not one more than the largest id, which may be any number: llguidance holds a row for each id.
         num_tokens = len(text["model"]["vocab"]) + len(
             {one["content"] for one in added_tokens(text)} - vocabulary(text)
         )
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ModelError("tokenizer.json", "fields of another type", "a tokenizer that llguidance reads") from None
-    if not is_linear(text):
-        raise ModelError("tokenizer.json", "a model with very long tokens", "one that encodes texts in little time")
     return text, num_tokens
 
 

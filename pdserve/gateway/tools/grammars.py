@@ -135,7 +135,7 @@ def _xml_call(number: int, tool: Tool, most: int, chars: PointerChars) -> str:
         rules += f"{name}: {_text(f'<parameter={key}>' + chr(10))} {_xml_value(schema, key, definitions)}\n"
         if len(rules) > most:
             expected = f"parameters that become a grammar of at most {MAX_GRAMMAR_BYTES} bytes"
-            raise InvalidRequest("tools", f"a longer grammar, at tools.{number}", expected)
+            raise InvalidRequest(f"tools[{number}].function.parameters", "a longer grammar", expected)
     parts.append('"</function>\\n</tool_call>" "\\n"?')
     return f"{rules}tool{number}: {' '.join(parts)}\n"
 
