@@ -16,6 +16,7 @@ from pdserve.text.tokenizer import load_tokenizer
 from pdserve.wire.convert import sampling_from_proto
 from tests.cluster.cluster import Cluster
 
+LOOKUPS = 5  # on a busy machine, all answers of the index may be late, and then requests do not wait for them
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 128, 200, 257, 350, 511, 600, 700)
 
 
@@ -69,9 +70,14 @@ def toy_answers_are_exact(cluster: Cluster) -> None:
     assert paths == {"remote", "local"}
     seeded = generate_all(cluster, prompts, max_tokens=64, temperature=0.8, seed=7)
     assert [list(done.token_ids) for done in seeded] == [answer(p, 64, seed=7) for p in prompts]
-    again = generate_all(cluster, prompts, max_tokens=64, temperature=0.8, seed=7)
-    assert [done.text for done in again] == [done.text for done in seeded]
-    assert sum(done.usage.cached_prompt_tokens for done in again) > 0
+    num_cached = 0
+    for _ in range(LOOKUPS):
+        again = generate_all(cluster, prompts, max_tokens=64, temperature=0.8, seed=7)
+        assert [done.text for done in again] == [done.text for done in seeded]
+        num_cached = sum(done.usage.cached_prompt_tokens for done in again)
+        if num_cached:
+            break
+    assert num_cached > 0
     cluster.wait_until_idle()
 
 
