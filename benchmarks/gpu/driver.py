@@ -20,11 +20,13 @@ import grpc
 
 from pdserve.config import WorkerConfig
 from pdserve.config_flags import to_flags
+from pdserve.core.protocol import TokensArrived
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.launch.report import memory_of
 from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto
+from pdserve.wire.protocol import decode_response
 from tests.support.cluster_secret import ENVIRONMENT, attach
 
 START_S: Final = 180.0  # captures graphs and compiles kernels
@@ -168,12 +170,14 @@ class RouterDriver:
             if kind in ("granted", "first_token"):
                 self._tell(kind, body.request_id, body)
             elif kind == "tokens":
-                for row in body.rows:
-                    answer = self._answers[row.request_id]
+                arrived = decode_response(role.value, message)
+                assert isinstance(arrived, TokensArrived)
+                for row in arrived.rows:
+                    answer = self._answers[row.key.request_id]
                     answer.tokens += [token.token_id for token in row.tokens]
                     answer.last_s = time.perf_counter()
                     if row.finish:
-                        self._tell("finished", row.request_id, row)
+                        self._tell("finished", row.key.request_id, row)
             elif kind in ("refused", "failed"):
                 self.ended.append(f"{role.value}: {kind} {body}"[:300])
         self.ended.append(f"{role.value}: the stream ended")

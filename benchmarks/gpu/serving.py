@@ -94,6 +94,7 @@ def serve(
         "device": setting.clock.device.type,
         "threads": 1 if setting.is_rehearsal else 8,  # that generate weights
         "speculation": "off",
+        "async_scheduling": "on",  # also in a rehearsal: its tokens come in another form (PlainTokens)
         "max_batch": setting.serve_at_once,
         "max_batch_tokens": setting.chunk_tokens,
         "is_prefix_cache_on": False,  # so that the second round is remote again
