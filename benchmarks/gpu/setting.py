@@ -60,7 +60,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     },
 }
 #: The changes to a shape in the rehearsal.
-_SMALL: Final = {
+SMALL: Final = {
     "vocab_size": 384,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -121,7 +121,7 @@ class Setting:
         """A folder with the model's config.json only."""
         folder = parent / shape
         folder.mkdir(exist_ok=True)
-        config = SHAPES[shape] | (_SMALL if self.is_rehearsal else {})
+        config = SHAPES[shape] | (SMALL if self.is_rehearsal else {})
         (folder / "config.json").write_text(json.dumps(config))
         return folder
 

@@ -1,4 +1,4 @@
-# For first.sh, second.sh and third.sh, which source it: runs parts with a limit each, and says at the end what came out.
+# For first.sh to fourth.sh, which source it: runs parts with a limit each, and says at the end what came out.
 # shellcheck shell=bash
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

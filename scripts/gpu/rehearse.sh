@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Rehearses first.sh, second.sh and third.sh on a CPU in .venv-gpu, and checks what travels. `make gpu-rehearsal` runs it.
+# Rehearses first.sh to fourth.sh on a CPU in .venv-gpu, and checks what travels. `make gpu-rehearsal` runs it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-most_mib=40
+most_mib=56
 python="$PWD/.venv-gpu/bin/python"
 
 absent="redis ray llguidance opentelemetry"
@@ -31,7 +31,7 @@ mkdir -p "$work/old/grpcio-1.60.0.dist-info"
 printf 'Metadata-Version: 2.1\nName: grpcio\nVersion: 1.60.0\n' >"$work/old/grpcio-1.60.0.dist-info/METADATA"
 
 red=""
-for script in first second third; do
+for script in first second third fourth; do
   out="$work/$script"
   mkdir "$out"
   env -i PATH="$PATH" HOME="$HOME" OMP_NUM_THREADS=1 PYTHONPATH="$work/old" STATE="$work/state" OUT="$out" REHEARSE=1 \
@@ -56,7 +56,7 @@ for script in first second third; do
 done
 if [ -n "$red" ]; then
   echo "not green:$red" >&2
-  for script in first second third; do tail -n 200 "$work/$script.txt"; done
+  for script in first second third fourth; do tail -n 200 "$work/$script.txt"; done
   exit 1
 fi
 echo "all parts are green"
