@@ -70,12 +70,12 @@ def main() -> int:
         return 2
     device = ("--device", "cpu" if args.rehearse else "cuda", "--log-level", "warning")
     print("| case | result | s |\n|---|---|---|")
-    cases = cases_of(args, ["bundled", *OTHERS, "serve"], None, CASE_S)
+    cases = cases_of(args, ["bundled", "serve", *OTHERS], None, CASE_S)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
         bodies: dict[str, Callable[[], str]] = {"bundled": lambda: bundled(device)}
-        bodies |= {name: lambda name=name: family(name, folder / name, device) for name in OTHERS}  # type: ignore[misc]
         bodies["serve"] = lambda: serve(folder / "serve", device, is_rehearsal=args.rehearse)
+        bodies |= {name: lambda name=name: family(name, folder / name, device) for name in OTHERS}  # type: ignore[misc]
         for name, body in bodies.items():
             began_s = time.monotonic()
 
