@@ -36,7 +36,8 @@ class PackedBatch:
     position_T: Tensor
     block_T: Tensor  # place of the token's KV: block and offset in it
     offset_T: Tensor
-    fresh_blocks: Tensor  # blocks that are new in this step and not filled by it
+    # Blocks that are new in this step and not filled by it, each with its number of filled positions.
+    fresh_blocks: tuple[tuple[int, int], ...]
     short: RowGroup | None  # rows of few queries, first in the batch
     groups: tuple[RowGroup, ...]  # the other rows; those of a group have equal numbers of queries
     # Packed indices of the tokens whose final state is needed: the sampled positions of all rows, then the targets of
@@ -62,7 +63,7 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device, most_short:
     tokens: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
-    fresh: list[int] = []
+    fresh: list[tuple[int, int]] = []
     first_of = [0] * len(rows)  # packed index of each row's first token
     groups: list[RowGroup] = []
     for members in [short, *(decode[count] for count in sorted(decode)), *prefill]:
@@ -82,7 +83,7 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device, most_short:
                 positions += range(row.start, end)
                 blocks += [row.blocks[position // block_size] for position in range(row.start, end)]
             if end % block_size and end - end % block_size >= row.start:
-                fresh.append(row.blocks[end // block_size])
+                fresh.append((row.blocks[end // block_size], end % block_size))
         tables, starts = [rows[index].blocks for index in members], [rows[index].start for index in members]
         groups.append(RowGroup(first, len(tokens) - first, tables, starts, counts))
     read: list[int] = []
@@ -97,7 +98,7 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device, most_short:
         position_T=position_T,
         block_T=block_T,
         offset_T=position_T % block_size,
-        fresh_blocks=to_device(fresh, device),
+        fresh_blocks=tuple(fresh),
         short=groups[0] if short else None,
         groups=tuple(groups[1:]),
         read_U=None if read == list(range(len(tokens))) else to_device(read, device),

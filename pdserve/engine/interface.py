@@ -245,6 +245,9 @@ class Engine(Protocol):
         that the rows write are final. On a device it is enough that they are queued on the default stream: an event
         recorded there during the call comes after them. It may be called late but never early, and is not called again
         if a step fails. It must not raise.
+
+        The same rows again write the same bytes, and no others in between, because what `on_layer` reported may still
+        be read. Only rounding may differ, if the step has other rows (docs/engine.md, deterministic mode).
         """
         ...
 

@@ -13,6 +13,7 @@ attention, which reads one head at a time, reads one run of bytes of each block.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -132,16 +133,17 @@ class TorchPool:
         self._memory.seal()
         self.descriptor = self._memory.descriptor
 
-    def clear(self, block_B: Tensor) -> None:
-        """Clears newly assigned blocks that will be partly filled.
+    def clear(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Clears the unused part of newly assigned blocks: (block, number of positions that the step fills).
 
         Attention reads whole blocks and gives positions after the end the weight 0, but 0 * NaN from a previous request
-        would be NaN. Clearing also keeps one request's KV out of the unused part of a block that is sent. Ranks that
-        share the memory may each clear the whole block, because they synchronise before any of them stores
-        (`Decoder.hidden`).
+        would be NaN. Clearing also keeps one request's KV out of the unused part of a block that is sent. The part that
+        the step fills is not cleared: if a step is repeated, some of its layers may be on their way to a receiver.
         """
-        if block_B.numel():  # most steps assign no new block
-            self.raw.index_fill_(0, block_B, 0)
+        for block, num_filled in blocks:
+            self.tensor[block, :, :, num_filled:].zero_()
+            if self.scales is not None:
+                self.scales[block, :, :, num_filled:].zero_()
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, block_T: Tensor, offset_T: Tensor) -> None:
         """Stores the keys and values of a step's tokens."""

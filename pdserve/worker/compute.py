@@ -31,7 +31,8 @@ class RowFailed:
 class Isolation:
     """An engine whose failed steps are repeated row by row.
 
-    Repeating is safe: a row writes the same KV again, and its sampled token depends only on the row.
+    Repeating is safe: a row writes the same KV again, with no other bytes in between, and its sampled token depends
+    only on the row. So layers that the failed step reported may still be read by a transfer.
     """
 
     def __init__(self, engine: Engine, probe: Callable[[], Row | None]) -> None:

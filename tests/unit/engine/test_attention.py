@@ -132,6 +132,26 @@ def test_blocks_read_in_place_follow_the_formula(
         torch.testing.assert_close(out.double(), exact, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("dtype", [*STORED, torch.float8_e4m3fn])
+def test_only_the_unused_part_of_a_block_is_cleared(dtype: torch.dtype, heads_first: bool) -> None:
+    """Of this rank's heads; the filled part may be read by a transfer."""
+    shape = BlockShape(num_layers=2, block_size=8, num_kv_heads=4, head_dim=24, dtype=dtype, heads_first=heads_first)
+    memory = HostMemory(3 * shape.block_bytes)
+    ours, theirs = (
+        TorchPool(num_blocks=3, shape=shape, device=CPU, memory=memory, heads=heads)
+        for heads in (range(2), range(2, 4))
+    )
+    memory.buffer[:] = b"\1" * len(memory.buffer)
+    ours.clear([(2, 3), (1, 0)])
+    for pool, unused in ((ours, {1: 0, 2: 3}), (theirs, {})):
+        for values in [pool.tensor[..., 0].float(), *([] if pool.scales is None else [pool.scales])]:
+            for block in range(3):
+                num_kept = unused.get(block, 8)
+                assert values[block, :, :, :num_kept].all()
+                assert not values[block, :, :, num_kept:].any()
+
+
 @needs_numba
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("is_paged", [True, False])
@@ -149,7 +169,7 @@ def test_ranks_that_share_blocks_access_only_their_heads(dtype: torch.dtype, is_
     cos_sin = torch.rand(2, 40, 1, 12, generator=torch.Generator().manual_seed(4)).unbind()
     row = Row(tokens=range(40), start=0, blocks=[5, 3, 6])
     parts, attentions = [qkv_TND, *cut(qkv_TND)], []
-    for pool in (alone, *ranks):  # Ranks synchronise after their creation, which clears blocks, and before any stores.
+    for pool in (alone, *ranks):  # Ranks synchronise after their creation, which clears, and before any stores.
         num_kv_heads = len(pool.heads)
         kernel = PagedAttention(pool, 2 * num_kv_heads) if is_paged else None
         batch = pack([row], 16, CPU, most_short=40 if is_paged else 0)

@@ -57,6 +57,21 @@ def test_reported_layers_are_final(name: str, tiny: Tiny, open_engine: OpenEngin
         assert any(contents), "the layer was stored at all"
 
 
+@pytest.mark.parametrize("settings", [{}, {"deterministic": "on"}, {"block_size": 32}])
+def test_a_repeated_step_changes_no_byte(settings: dict[str, Any], tiny: Tiny, open_engine: OpenEngine) -> None:
+    """Layers of the first try may be on their way to a receiver."""
+    engine = open_engine(tiny("llama"), **settings)
+    engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)  # NaN, of earlier requests
+    engine.step(rows())
+    after, seen = bytes(engine.pool.buffer), []
+    engine.step(rows(), lambda num_layers: seen.append(engine.pool.buffer == after))
+    assert seen == [True] * engine.spec.num_layers
+    [*_, last] = rows()[0].blocks[: -(-len(PROMPT) // engine.spec.block_size)]
+    unused = engine.pool.tensor[last, :, :, len(PROMPT) % engine.spec.block_size :]
+    assert unused.numel()
+    assert not unused.any(), "the unused part is sent too, so it has nothing of earlier requests"
+
+
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"deterministic": "on"}])
 def test_a_layer_callback_changes_no_bit(settings: dict[str, Any], tiny: Tiny, open_engine: OpenEngine) -> None:
     silent, listened = open_engine(tiny("llama"), **settings), open_engine(tiny("llama"), **settings)

@@ -144,7 +144,7 @@ async def test_float32_sent_to_an_int8_pool_matches_its_engine(start: Any, attac
         """The expected answer: both workers' engines, with torch's rounding between their pools."""
         source, target = [3, 9, 1, 7, 5, 4], [8, 2, 6, 10]
         [first] = prefill.step([row_of(TEXT, 0, source)])
-        decode.pool.clear(torch.tensor(target))
+        decode.pool.clear([(block, 0) for block in target])
         shape = prefill.pool.shape
         x_LPTKD = torch.cat([prefill.pool.tensor[block] for block in source], dim=2)[:, :, :num_tokens]
         position_T = torch.arange(num_tokens)

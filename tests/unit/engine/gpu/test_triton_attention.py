@@ -166,6 +166,22 @@ def test_layers_are_reported_when_their_writes_are_queued(
                 assert ours.equal(left)
 
 
+def test_a_repeated_step_changes_no_byte(
+    tiny: Callable[[str], Path], open_engine: Callable[..., Any], device: torch.device
+) -> None:
+    """Layers of the first try may be on their way to a receiver."""
+    engine = open_engine(tiny("llama"), kv_blocks=32, block_size=SIZE, device=device.type, dtype="float32")
+    pool, heads, seen = engine.pool, engine.model.heads, []
+    engine._make_attention, engine._most_short = triton_attention(pool, heads, torch.float32, 128, 4), MOST_QUERIES
+    engine._hidden = engine.model.hidden  # only steps of the CPU's attention are recorded
+    for rows in steps():
+        with torch.inference_mode():
+            engine._states(rows)
+            after = pool.raw.clone()
+            engine._states(rows, lambda _, after=after: seen.append(pool.raw.equal(after)))
+    assert seen == [True] * (len(steps()) * pool.shape.num_layers)
+
+
 def values(pool: Any) -> list[torch.Tensor]:
     every = torch.arange(pool.num_blocks, device=pool.tensor.device)[None]
     return [x for layer in range(pool.shape.num_layers) for x in pool.read(layer, every, torch.float32)]
