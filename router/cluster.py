@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, final
 
 from pdserve.build import FULL_VERSION
 from pdserve.core.errors import NotFound, PdserveError
+from pdserve.core.types import request_id_of
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from pdserve.wire import status
 from pdserve.wire.codec import Codec, Special
@@ -49,8 +49,6 @@ _EXPLANATION: Final = Codec(
     given=("decision", "decided_s", "slo"),
     ignored=("decision", "reason", "candidates", "slo_ttft_s", "slo_tpot_s", "router_id"),
 )
-#: Before the id of a request in its answer over HTTP.
-_HTTP_PREFIX: Final = re.compile(r"^(chatcmpl-|cmpl-|resp_)")
 
 
 @final
@@ -82,7 +80,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def Explain(self, request: cluster_pb2.ExplainRequest, context: Any) -> cluster_pb2.ExplainResponse:
         asked = request.request_id
-        found = self._runtime.state.explain(asked) or self._runtime.state.explain(_HTTP_PREFIX.sub("", asked, count=1))
+        found = self._runtime.state.explain(asked) or self._runtime.state.explain(request_id_of(asked))
         if found is None:
             return await status.abort(context, NotFound("recent request", request.request_id))
         return explain_response(found, self._router_id)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, final
 
 from pdserve.client.results import Choice, Completion, Model, Piece, TokenLogprob
 from pdserve.core.results import Usage
-from pdserve.core.types import FinishReason
+from pdserve.core.types import CHAT_ID_PREFIX, TEXT_ID_PREFIX, FinishReason
 from pdserve.gateway import logprobs, sse
 from pdserve.gateway.errors import ErrorReply
 from pdserve.gateway.logprobs import BytesOf, EchoedPrompt, TextOffsets, Tokens
@@ -145,7 +145,7 @@ class ReplyWriter(Writer):
     def _base(self, kind: str) -> dict[str, Any]:
         head = self._head
         return {
-            "id": f"{self.prefix}-{head.request_id}",
+            "id": f"{self.prefix}{head.request_id}",
             "object": kind,
             "created": head.created_s,
             "model": head.model,
@@ -175,7 +175,7 @@ class ReplyWriter(Writer):
 
 @final
 class ChatWriter(ReplyWriter):
-    prefix = "chatcmpl"
+    prefix = CHAT_ID_PREFIX
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
@@ -264,7 +264,7 @@ class ChatWriter(ReplyWriter):
 
 @final
 class TextWriter(ReplyWriter):
-    prefix = "cmpl"
+    prefix = TEXT_ID_PREFIX
     whole = part = "text_completion"
     scores_choices = True
 

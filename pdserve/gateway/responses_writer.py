@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 from pdserve.client.results import Completion, Piece, TokenLogprob
-from pdserve.core.types import FinishReason
+from pdserve.core.types import RESPONSE_ID_PREFIX, FinishReason
 from pdserve.gateway import logprobs, sse
 from pdserve.gateway.errors import ErrorReply
 from pdserve.gateway.logprobs import BytesOf
@@ -93,7 +93,7 @@ class ResponsesWriter(Writer):
     def _base(self, status: str) -> dict[str, Any]:
         head = self._head
         return {
-            "id": f"resp_{head.request_id}",
+            "id": f"{RESPONSE_ID_PREFIX}{head.request_id}",
             "object": "response",
             "created_at": head.created_s,
             "model": head.model,
