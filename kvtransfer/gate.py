@@ -24,11 +24,11 @@ from kvtransfer.reshape.mapping import arrival_of
 from kvtransfer.stats import TransferStats
 from kvtransfer.transports.registry import TRANSPORTS, name_of, names_of
 from pdserve.build import FULL_VERSION
-from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unauthenticated
+from pdserve.core.errors import ConfigError, Overloaded, PdserveError, TransferFailed, Unauthenticated
 from pdserve.core.grant import Fingerprint
 from pdserve.core.kv_shape import KvShape
 from pdserve.core.proof import ClusterSecret, caller_name
-from pdserve.core.version import MAX_CHARS, is_compatible, release
+from pdserve.core.version import is_compatible, mismatch
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire.peers import proven_caller
 from pdserve.wire.protocol import FINGERPRINT
@@ -43,6 +43,7 @@ CHECKSUMS: Final = {
 STATUS: Final[dict[type[PdserveError], grpc.StatusCode]] = {
     ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TransferFailed: grpc.StatusCode.FAILED_PRECONDITION,  # with this version; a repeated call would fail as well
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
 }
 CHECKSUM_OF: Final = {number: kind for kind, number in CHECKSUMS.items()}
@@ -89,8 +90,9 @@ class Gate:
         self._tickets: dict[bytes, tuple[Peer, float]] = {}
 
     def open(self, request: transfer_pb2.OpenRequest, caller: str) -> transfer_pb2.OpenResponse:
-        """`caller` is the name in the call's proof. Raises ConfigError if the two workers do not match, Unauthenticated
-        if the request contains another name, or Overloaded if too many tickets are unused."""
+        """`caller` is the name in the call's proof. Raises ConfigError if the two workers do not match, TransferFailed
+        if their versions do not, Unauthenticated if the request contains another name, or Overloaded if too many
+        tickets are unused."""
         try:
             if caller_name(request.sender_id, request.sender_incarnation) != caller:
                 raise Unauthenticated(
@@ -98,7 +100,7 @@ class Gate:
                 )
             peer = self._judge(request)
             ticket = self._issue(peer)
-        except (ConfigError, Overloaded, Unauthenticated):
+        except (ConfigError, Overloaded, TransferFailed, Unauthenticated):
             self._stats.refused_opens += 1
             raise
         return transfer_pb2.OpenResponse(
@@ -135,8 +137,7 @@ class Gate:
 
     def _judge(self, request: transfer_pb2.OpenRequest) -> Peer:
         if not is_compatible(FULL_VERSION, request.version):
-            expected = f"{release(FULL_VERSION)}, or one that differs in its patch number only"
-            raise ConfigError("version", repr(request.version[:MAX_CHARS]), expected)
+            raise TransferFailed(f"the sender: {mismatch(FULL_VERSION, request.version)}")
         theirs = FINGERPRINT.decode(request.fingerprint)
         compare(self._fingerprint, theirs)
         PartLayout.to_receive(theirs.shape, self._fingerprint.shape)
@@ -196,5 +197,5 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
     async def Open(self, request: transfer_pb2.OpenRequest, context: Any) -> transfer_pb2.OpenResponse:
         try:
             return self._gate.open(request, proven_caller(context))
-        except (ConfigError, Overloaded, Unauthenticated) as error:
+        except (ConfigError, Overloaded, TransferFailed, Unauthenticated) as error:
             return cast(transfer_pb2.OpenResponse, await context.abort(STATUS[type(error)], error.message))  # raises

@@ -27,7 +27,7 @@ from kvtransfer.transports.tcp import TcpSend, host_and_port
 from pdserve.build import FULL_VERSION
 from pdserve.core.errors import TransferFailed, Unavailable
 from pdserve.core.proof import ClusterSecret
-from pdserve.core.version import VERSION
+from pdserve.core.version import VERSION, mismatch
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire import peers
 from tests.support.transfer_proxy import read_exactly
@@ -298,7 +298,7 @@ def test_a_sender_with_another_secret_gets_no_ticket(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("module", "own", "seen", "expected"),
-    [("gate", "9.9.9+a", FULL_VERSION, "9.9.9"), ("dial", "9.9.9+a", "9.9.9+a", VERSION)],
+    [("gate", "9.9.9+a", FULL_VERSION, "9.9.9+a"), ("dial", "9.9.9+a", "9.9.9+a", FULL_VERSION)],
 )
 def test_workers_of_other_releases_exchange_no_kv(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, module: str, own: str, seen: str, expected: str
@@ -306,8 +306,7 @@ def test_workers_of_other_releases_exchange_no_kv(
     monkeypatch.setattr(f"kvtransfer.{module}.FULL_VERSION", own)
     with pytest.raises(TransferFailed) as refused:
         dial(pair.sender.caller, pair.host.endpoint, "d0-1")
-    why = f"version: got {seen!r}, expected {expected}, or one that differs in its patch number only"
-    assert why in refused.value.message
+    assert f"the sender: {mismatch(expected, seen)}" in refused.value.message
     assert pair.receiver.stats.refused_opens == 1
 
 
