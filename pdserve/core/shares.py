@@ -42,20 +42,10 @@ class Shares:
     def __init__(self, limit: int, weight: int, *, is_controlled: bool = False) -> None:
         """`is_controlled`: a part is kept for CONTROL too."""
         self._weight, self._groups = weight, (OPERATOR, CONTROL) if is_controlled else (OPERATOR,)
-        self.limit = limit
+        self.limit = limit  # may change: a lower one rejects what comes, and takes nothing back
         self._of: Counter[str] = Counter()  # by caller, without zeros
-        self._of_group: Counter[str] = Counter()  # of the callers of _kept
+        self._of_group: Counter[str] = Counter()  # of the callers for whom a part is kept
         self.total = 0
-
-    @property
-    def limit(self) -> int:
-        return self._limit
-
-    @limit.setter
-    def limit(self, limit: int) -> None:
-        """A lower limit rejects what comes, and takes nothing back."""
-        self._limit = limit
-        self._kept = dict.fromkeys(self._groups, kept_of(limit))
 
     def fits(self, caller: str, amount: int, limit: int | None = None) -> bool:
         own, more, group = self._of[caller] + amount, amount, _group_of(caller)
@@ -65,8 +55,8 @@ class Shares:
             own, more = min(own, beyond), beyond - self._beyond(group, used)
             if not more:
                 return True
-        free = (self._limit if limit is None else limit) - self.total
-        free -= sum(max(kept - self._of_group[one], 0) for one, kept in self._kept.items())
+        free = (self.limit if limit is None else limit) - self.total
+        free -= sum(max(kept_of(self.limit) - self._of_group[one], 0) for one in self._groups)
         return more <= free and own <= self._weight * free
 
     def add(self, caller: str, amount: int) -> None:
@@ -82,7 +72,7 @@ class Shares:
     def connection(self, caller: str) -> Iterator[None]:
         """Raises Overloaded if the caller has its share of connections."""
         if not self.fits(caller, 1):
-            raise Overloaded(f"{self._of[caller]} requests of this caller have a connection, of {self._limit}", RETRY_S)
+            raise Overloaded(f"{self._of[caller]} requests of this caller have a connection, of {self.limit}", RETRY_S)
         self.add(caller, 1)
         try:
             yield
@@ -101,7 +91,7 @@ class Shares:
 
     def limit_of(self, num_bytes: int) -> int:
         """Large requests leave room for small ones."""
-        return self._limit if num_bytes <= SMALL_BYTES else int(LARGE_SHARE * self._limit)
+        return self.limit if num_bytes <= SMALL_BYTES else int(LARGE_SHARE * self.limit)
 
     def check(self) -> None:
         assert self.total == sum(self._of.values()), "the total of the shares"
@@ -109,7 +99,7 @@ class Shares:
 
     def _beyond(self, group: str, amount: int) -> int:
         """What callers who hold `amount` have taken of the part that all callers use."""
-        return max(amount - self._kept.get(group, 0), 0)
+        return max(amount - (kept_of(self.limit) if group in self._groups else 0), 0)
 
 
 @final
