@@ -210,7 +210,7 @@ class StreamReceiver:
         return admitted
 
     def connected(self, peer: Peer, transport: str) -> None:
-        facts = {"sender": peer.sender_id, "transport": transport, "reason": peer.transport_reason}
+        facts = {"sender_id": peer.sender_id, "transport": transport, "reason": peer.transport_reason}
         self._senders.recovered(_name_of(peer), **facts)
 
     def announce(self, tag: Tag, writer: int, part: Part, num_shards: int) -> None:
