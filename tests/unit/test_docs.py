@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 OURS = ("benchmarks", "decode_worker", "examples", "kvtransfer", "pdserve", "prefill_worker", "router", "simulator")
 # Its table names files of the standard library, which the model was trained on.
 NOT_OURS = ("pdserve/models/stdlib-5m/README.md",)
+GENERATED = ("docs/reference/",)
 
 
 @cache
@@ -57,6 +58,14 @@ def test_every_link_leads_somewhere(page: str) -> None:
         if not target.exists() or (heading and heading not in headings(target)):
             broken.append(link)
     assert broken == []
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if not page.startswith((*NOT_OURS, *GENERATED))])
+def test_lines_are_short(page: str) -> None:
+    """As CONTRIBUTING.md says. A single word, such as an address, may be longer."""
+    prose = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in prose.splitlines() if len(line) > 120 and not line.startswith("|")]
+    assert [line for line in lines if len(line.split()) > 1] == []
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if page not in NOT_OURS])
