@@ -165,6 +165,21 @@ class HighestRate:
     def limit(self) -> str:
         return self.missed.limit if self.missed is not None else ""
 
+    @property
+    def bounds(self) -> dict[str, float | None]:
+        """Of the goodput, as fields of a JSON object."""
+        return {
+            "goodput_rps": None if self.is_bound else self.rate_rps,
+            "below_rps": None if self.missed is None else self.missed.rate_rps,
+        }
+
+    @property
+    def rate_text(self) -> str:
+        """Of the goodput, for tables: "2.5", or "< 2.5"."""
+        if self.is_bound and self.missed is not None:
+            return f"< {self.missed.rate_rps:.3g}"
+        return f"{self.rate_rps:.3g}"
+
     def shortage(self, slo_ttft_s: float, num_runs: int = 1) -> Shortage | None:
         """Why the runs are too short to support this answer; None: they are long enough."""
         one = self.held or self.missed

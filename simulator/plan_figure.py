@@ -58,7 +58,7 @@ def _bar(one: PlannedLayout) -> NamedBar:
     return NamedBar(
         name=one.name,
         value=value,
-        text=f"{'< ' if is_bound else ''}{value:.3g}",
+        text=found.rate_text,
         is_bound=is_bound,
         colour=COLOCATED if one.is_colocated else DISAGGREGATED,
         held=[probe.rate_rps for probe in found.probes if probe.has_met],

@@ -122,14 +122,15 @@ def render(
     ]
     peak = plan.found[plan.top].rate_rps
     for layout, found in plan.found.items():
-        if found.is_bound and found.missed is not None:
-            shown, each, full = f"< {found.missed.rate_rps:.3g}", "", 0
-        else:
-            shown, each = f"{found.rate_rps:.3g}", f"{found.rate_rps / gpus:.3g}"
+        each, full = "", 0
+        if not found.is_bound:
+            each = f"{found.rate_rps / gpus:.3g}"
             full = round(_BAR * found.rate_rps / peak) if peak else 0
         mark = "*" if _is_derived(layout, profiles) else ""
         limit = limits.get(layout, "").upper()
-        lines.append(f"{layout.text + mark:<42}   {shown:>10}   {each:>7}   {limit:<10}  {'#' * full}".rstrip())
+        lines.append(
+            f"{layout.text + mark:<42}   {found.rate_text:>10}   {each:>7}   {limit:<10}  {'#' * full}".rstrip()
+        )
     derived = [f"{one.derived} of tp{one.degree}" for one in profiles.values() if one.derived]
     if derived:
         lines += ["", f"* derived from another degree, not measured: {'; '.join(derived)}"]
@@ -155,8 +156,7 @@ def as_object(
     rows = [
         {
             **dataclasses.asdict(layout),
-            "goodput_rps": None if found.is_bound else found.rate_rps,
-            "below_rps": found.missed.rate_rps if found.missed is not None else None,
+            **found.bounds,
             "limit": limits.get(layout),
             "is_derived": _is_derived(layout, profiles),
             "runs": len(found.probes),

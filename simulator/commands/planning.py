@@ -263,15 +263,13 @@ def render(
     ]
     top = plan.curve[plan.best].rate_rps
     for split, found in sorted(plan.curve.items()):
-        if found.is_bound:
-            assert found.missed is not None
-            shown, each, full = f"< {found.missed.rate_rps:.3g}", "", 0
-        else:
-            shown, each = f"{found.rate_rps:.3g}", f"{found.rate_rps / plan.num_workers:.3g}"
+        each, full = "", 0
+        if not found.is_bound:
+            each = f"{found.rate_rps / plan.num_workers:.3g}"
             full = round(_BAR * found.rate_rps / top) if top else 0
-        lines.append(
-            f"{plan.split(split):>14}   {shown:>10}   {each:>10}   {found.limit.upper():<10}  {'#' * full}".rstrip()
-        )
+        limit = found.limit.upper()
+        row = f"{plan.split(split):>14}   {found.rate_text:>10}   {each:>10}   {limit:<10}  {'#' * full}"
+        lines.append(row.rstrip())
     lines += ["", advice(plan) if shortage is None else f"no verdict: {shortage.text}"]
     if shortage is not None:
         lines.append("record for longer, or set more --requests; --seeds pools runs of the same requests")
@@ -287,26 +285,15 @@ def render(
 def show_interrupted(args: argparse.Namespace, jobs: Jobs) -> int:
     """Prints the layouts that were finished."""
     if args.json:
-        layouts = [{"layout": name, **_rates(found)} for name, found in jobs.found.items()]
+        layouts = [{"layout": name, **found.bounds} for name, found in jobs.found.items()]
         print(to_json({"is_interrupted": True, "num_layouts": jobs.num_layouts, "finished": layouts}))
         return INTERRUPTED
     print(f"interrupted after {len(jobs.found)} of {jobs.num_layouts} layouts; no verdict\n")
     width = max(map(len, ("layout", *jobs.found)))
     print(f"{'layout':<{width}}   requests/s")
     for name, found in jobs.found.items():
-        print(f"{name:<{width}}   {_rate(found):>10}")
+        print(f"{name:<{width}}   {found.rate_text:>10}")
     return INTERRUPTED
-
-
-def _rate(found: HighestRate) -> str:
-    return f"< {found.missed.rate_rps:.3g}" if found.is_bound and found.missed is not None else f"{found.rate_rps:.3g}"
-
-
-def _rates(found: HighestRate) -> dict[str, float | None]:
-    return {
-        "goodput_rps": None if found.is_bound else found.rate_rps,
-        "below_rps": found.missed.rate_rps if found.missed is not None else None,
-    }
 
 
 def advice(plan: Plan) -> str:
@@ -340,7 +327,7 @@ def as_object(question: Question, plan: Plan, shortage: Shortage | None = None) 
         {
             "prefill": split,
             "decode": plan.num_workers - split,
-            **_rates(found),
+            **found.bounds,
             "per_worker_rps": None if found.is_bound else found.rate_rps / plan.num_workers,
             "limit": found.limit,
             "misses": dict(sorted((+found.missed.misses).items())) if found.missed is not None else {},
