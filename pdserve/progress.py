@@ -105,6 +105,10 @@ class ProgressLine:
             self._next_s = now_s + LINE_EVERY_S
             self._line.line(log_text(self._label, share, time_text, detail))
 
+    def update_bytes(self, num_bytes: float) -> None:
+        """Of a task whose total is in bytes."""
+        self.update(num_bytes, f"{num_bytes / 1e6:.1f} MB")
+
     def close(self) -> None:
         self._line.clear()
 

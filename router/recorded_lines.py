@@ -49,4 +49,4 @@ class RecordedLines:
         for line in self:
             yield line
             done += len(line)
-            progress.update(done, f"{done / 1e6:.1f} MB")
+            progress.update_bytes(done)

@@ -77,7 +77,7 @@ class _Reading:
             return
         if not done:
             self._progress.begin(f"reading {self._name}", size)
-        self._progress.update(done, f"{done / 1e6:.1f} MB")
+        self._progress.update_bytes(done)
 
 
 def _bound(trace: Trace, config: SimConfig, progress: ProgressLine) -> Bound:
