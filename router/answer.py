@@ -12,7 +12,7 @@ from typing import Final, final
 
 from pdserve.core.errors import Cancelled, InternalError, PdserveError
 from pdserve.core.results import Usage
-from pdserve.core.types import FinishReason, Sampling, TokenOut
+from pdserve.core.types import MAX_DELTA_TOKENS, FinishReason, Sampling, TokenOut
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.reasoning import ReasoningSplit
 from pdserve.text.stops import StopMatcher
@@ -22,7 +22,6 @@ from pdserve.wire.results import TIMINGS, USAGE
 from router.commands import FinishRequest
 
 MAX_PENDING_TOKENS: Final = 8192  # a client that is further behind is treated as disconnected
-MAX_DELTA_TOKENS: Final = 256  # in one message, when pieces for a slow reader are merged
 
 
 @final

@@ -40,10 +40,10 @@ class AsyncClient(BaseClient):
                 pass
             return stream.completion
 
-    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
+    def stream(self, prompt: Prompt, *, keeps_pieces: bool = True, **options: Unpack[Options]) -> AsyncStream:
         """The answer piece by piece, without await. Closing or dropping the stream, or leaving its block, cancels the
-        request."""
-        return self._start(prompt, options, "stream")
+        request. `keeps_pieces` as in Client.stream."""
+        return self._start(prompt, options, "stream", keeps_pieces=keeps_pieces)
 
     async def beam_search(
         self,
@@ -191,8 +191,8 @@ class AsyncClient(BaseClient):
             self._channel = self._transport.open_aio(self._target)
         return self._channel
 
-    def _start(self, prompt: Prompt, options: Options, call: str) -> AsyncStream:
-        return AsyncStream(*self._begin(self._connection(), prompt, options, call))
+    def _start(self, prompt: Prompt, options: Options, call: str, *, keeps_pieces: bool = True) -> AsyncStream:
+        return AsyncStream(*self._begin(self._connection(), prompt, options, call, keeps_pieces=keeps_pieces))
 
     async def _ask_each(self, call: UnaryCall[Result]) -> Result:
         """The first answer of a router that has one. Otherwise raises the first error of one that does not answer,

@@ -21,29 +21,31 @@ class AnswerBuilder:
     """One call's answer so far. An attempt that failed before its first token leaves nothing here."""
 
     def __init__(
-        self, request: inference_pb2.GenerateRequest, server: tuple[str, int | None], *, is_stream: bool
+        self,
+        request: inference_pb2.GenerateRequest,
+        server: tuple[str, int | None],
+        *,
+        is_stream: bool,
+        keeps_pieces: bool = True,
     ) -> None:
-        """`server`: the router's host and port."""
+        """`server`: the router's host and port. `keeps_pieces`: for the completion, which is empty otherwise."""
         self._call = ClientCall(_attributes(request, server), is_stream=is_stream)
         self.request_id = request.request_id
         self.prompt_tokens: int | None = None
         self.reasoning: str | None = None  # how the prompt ends; None: the router does not say
         self._num_answers = request.n if request.HasField("n") else 1
+        self._keeps_pieces = keeps_pieces
         self._pieces: list[Piece] = []
         self._finished: list[inference_pb2.Finished] = []
         self._prompt_logprobs: list[TokenLogprob | None] = []
         if request.sampling.HasField("prompt_logprobs"):
             self._prompt_logprobs.append(None)  # nothing is returned before the first token
         self._completion: Completion | None = None
+        self.has_begun = False  # a token or text has reached the caller, so a retry could repeat it
 
     @property
     def traceparent(self) -> str | None:
         return self._call.traceparent
-
-    @property
-    def has_begun(self) -> bool:
-        """A token or text has reached the caller, so a retry could repeat it."""
-        return bool(self._pieces)
 
     def take(self, message: inference_pb2.GenerateResponse) -> Piece | None:
         """Returns the piece that the message contains, if any."""
@@ -55,7 +57,9 @@ class AnswerBuilder:
             self._call.answered_by(message.started.model)
         elif event == "delta" and (message.delta.text or message.delta.token_ids):
             piece = results.PIECE.decode(message.delta)
-            self._pieces.append(piece)
+            self.has_begun = True
+            if self._keeps_pieces:
+                self._pieces.append(piece)
             self._call.took_chunk()
             return piece
         elif event == "prompt_logprobs":

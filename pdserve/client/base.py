@@ -108,12 +108,12 @@ class BaseClient:
         return cluster_pb2_grpc.ClusterServiceStub(channel).Watch(request, metadata=self._metadata())
 
     def _begin(
-        self, channel: Any, prompt: Prompt, options: Options, call: str
+        self, channel: Any, prompt: Prompt, options: Options, call: str, *, keeps_pieces: bool = True
     ) -> tuple[Callable[[float], Any], AnswerBuilder, Attempts]:
         """The arguments of a stream. Raises TypeError and InvalidRequest on invalid arguments."""
         self._check_open()
         request = generate_request(prompt, options, call)
-        answer = AnswerBuilder(request, self._target.server, is_stream=call == "stream")
+        answer = AnswerBuilder(request, self._target.server, is_stream=call == "stream", keeps_pieces=keeps_pieces)
         metadata = self._target.metadata(answer.traceparent or options.get("traceparent"))
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
 

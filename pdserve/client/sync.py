@@ -38,9 +38,12 @@ class Client(BaseClient):
                 pass
             return stream.completion
 
-    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
-        """The answer piece by piece. Closing or dropping the stream, or leaving its block, cancels the request."""
-        return self._start(prompt, options, "stream")
+    def stream(self, prompt: Prompt, *, keeps_pieces: bool = True, **options: Unpack[Options]) -> Stream:
+        """The answer piece by piece. Closing or dropping the stream, or leaving its block, cancels the request.
+
+        Without `keeps_pieces`, a long stream takes little memory: its completion has no text, token ids and logprobs.
+        """
+        return self._start(prompt, options, "stream", keeps_pieces=keeps_pieces)
 
     def beam_search(
         self,
@@ -183,8 +186,8 @@ class Client(BaseClient):
     def _connect(self) -> None:
         self._channel = self._transport.open(self._target)
 
-    def _start(self, prompt: Prompt, options: Options, call: str) -> Stream:
-        return Stream(*self._begin(self._channel, prompt, options, call))
+    def _start(self, prompt: Prompt, options: Options, call: str, *, keeps_pieces: bool = True) -> Stream:
+        return Stream(*self._begin(self._channel, prompt, options, call, keeps_pieces=keeps_pieces))
 
     def _ask_each(self, call: UnaryCall[Result]) -> Result:
         """The first answer of a router that has one. Otherwise raises the first error of one that does not answer,

@@ -18,6 +18,7 @@ MAX_STOP_STRING_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 64
 MAX_LOGPROBS: Final = 64  # a beam search needs 2 * width
 MAX_PROMPT_LOGPROBS: Final = 20
+MAX_DELTA_TOKENS: Final = 64  # in one message of a stream, when pieces for a slow reader are merged
 MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGIT_BIAS: Final = 100.0
 MAX_ALLOWED_TOKEN_IDS: Final = 8192

@@ -12,7 +12,6 @@ from pdserve.client.results import Completion, Piece, Token, TokenLogprob
 from pdserve.core.errors import InvalidRequest
 from pdserve.gateway.sdk_call import SdkCall
 
-MAX_WAITING: Final = 64  # pieces of several streams
 MAX_BYTES_OF: Final = 8192  # tokens in one call
 MAX_KNOWN: Final = 2**19  # more than a vocabulary has; at this number the table is cleared
 
@@ -28,7 +27,7 @@ class Answers:
                 options = call.options
                 if number and (request_id := options.get("request_id")):
                     options = {**options, "request_id": f"{request_id}.{number}"}
-                self._streams.append(client.stream(prompt, **options))
+                self._streams.append(client.stream(prompt, keeps_pieces=not call.shown.is_streamed, **options))
         except InvalidRequest as error:
             self.close()
             if len(call.prompts) > 1 and error.field.startswith("prompt["):
@@ -75,10 +74,11 @@ class Answers:
         return self._streams[0] if len(self._streams) == 1 else self._merged()
 
     async def _merged(self) -> AsyncIterator[Piece]:
-        # The queue has no limit, but pieces do: a stream that was closed must be able to end although nobody reads.
+        # The queue has no limit, because a stream that was closed must be able to end although nobody reads. A piece is
+        # read when the one before it was taken from the queue.
         queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
-        room = asyncio.Semaphore(MAX_WAITING)
-        readers = [asyncio.create_task(self._read(number, queue, room)) for number in range(len(self._streams))]
+        taken = [asyncio.Semaphore(0) for _ in self._streams]
+        readers = [asyncio.create_task(self._read(number, queue, one)) for number, one in enumerate(taken)]
         try:
             left = len(readers)
             while left:
@@ -88,7 +88,7 @@ class Answers:
                 if found is None:
                     left -= 1
                 else:
-                    room.release()
+                    taken[self.prompt_of(found.index)].release()
                     yield found
         finally:
             for one in readers:
@@ -97,12 +97,12 @@ class Answers:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def _read(
-        self, number: int, queue: asyncio.Queue[Piece | BaseException | None], room: asyncio.Semaphore
+        self, number: int, queue: asyncio.Queue[Piece | BaseException | None], taken: asyncio.Semaphore
     ) -> None:
         try:
             async for piece in self._streams[number]:
-                await room.acquire()
                 queue.put_nowait(dataclasses.replace(piece, index=number * self._each + piece.index))
+                await taken.acquire()
             queue.put_nowait(None)
         except Exception as error:  # passed on to the reader of all streams
             queue.put_nowait(error)

@@ -30,7 +30,7 @@ async def stream_frames(caller: Caller, receive: Any, send: Sender) -> int:
     try:
         first = await _next(frames, gone)
         topology = await caller.client.topology()
-        await send.begin_stream(lambda reply: sse.frame(reply.body))
+        await send.begin_stream(lambda reply: [sse.frame(reply.body)])
         hello = {"model": caller.model.name, "router_id": topology.router_id, "period_s": PERIOD_S, "is_operator": True}
         data = sse.frame({"hello": hello})
         frame: LiveFrame | None = first

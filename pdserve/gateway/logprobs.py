@@ -1,4 +1,8 @@
-"""Logprobs in OpenAI's two forms, and vLLM's of prompts. Pure: the bytes of each token are an argument."""
+"""Logprobs in OpenAI's two forms, and vLLM's of prompts. Pure: the bytes of each token are an argument.
+
+Long arrays are iterators, which are read once, while they are encoded: as objects, they take four times the memory of
+their JSON.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ def token_ids(scored: Iterable[TokenLogprob | None]) -> set[int]:
 
 
 def chat_logprobs(scored: Sequence[TokenLogprob], most: int, bytes_of: BytesOf) -> dict[str, Any]:
-    return {"content": list(chat_content(scored, most, bytes_of)), "refusal": None}
+    return {"content": chat_content(scored, most, bytes_of), "refusal": None}
 
 
 def chat_content(scored: Sequence[TokenLogprob], most: int, bytes_of: BytesOf) -> Iterator[dict[str, Any]]:
@@ -57,16 +61,13 @@ def text_logprobs(
     offsets: Sequence[int],
     most: int,
     bytes_of: BytesOf,
-    *,
-    is_lazy: bool = False,
 ) -> dict[str, Any]:
-    """Of the tokens `ids`; the first token of a prompt has no logprob. `offsets` are positions in the text. `is_lazy`:
-    `top_logprobs` is an iterator."""
+    """Of the tokens `ids`; the first token of a prompt has no logprob. `offsets` are positions in the text."""
     top = (None if one is None else _likeliest(one, most, bytes_of) for one in scored)
     return {
         "tokens": [_key(token_id, bytes_of) for token_id in ids],
         "token_logprobs": [None if one is None else _finite(one.logprob) for one in scored],
-        "top_logprobs": top if is_lazy else list(top),
+        "top_logprobs": top,
         "text_offset": list(offsets),
     }
 

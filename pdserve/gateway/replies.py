@@ -45,16 +45,16 @@ class Writer(ABC):
         """The frames of some pieces; may be empty, because a piece may have no text yet."""
 
     @abstractmethod
-    def end(self, completions: Sequence[Completion]) -> bytes:
-        """The frames after the last piece."""
+    def end(self, completions: Sequence[Completion]) -> Iterable[bytes]:
+        """The frames after the last piece, in pieces of some KiB. The completions have no text and no tokens."""
 
     def repeat(self, prompt: int, echoed: EchoedPrompt) -> None:
         """Gives prompt number `prompt`, which stands before each of its answers. Before the first piece of these."""
         raise AssertionError("only texts are repeated")
 
     @abstractmethod
-    def error(self, reply: ErrorReply) -> bytes:
-        """The last frame of a stream that failed."""
+    def error(self, reply: ErrorReply) -> Iterable[bytes]:
+        """The last frame of a stream that failed, in pieces."""
 
 
 class ReplyWriter(Writer):
@@ -94,22 +94,19 @@ class ReplyWriter(Writer):
     def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> bytes:
         return b"".join(self._piece(one, prompt_tokens) for one in pieces)
 
-    def error(self, reply: ErrorReply) -> bytes:
+    def error(self, reply: ErrorReply) -> Iterable[bytes]:
         """No [DONE] follows: the answer is not complete."""
-        return sse.frame(reply.body)
+        return [sse.frame(reply.body)]
 
-    def end(self, completions: Sequence[Completion]) -> bytes:
-        frames: list[bytes] = []
+    def end(self, completions: Sequence[Completion]) -> Iterable[bytes]:
         for prompt, completion in enumerate(completions):
             for choice in completion.choices:
                 index = self._index(prompt, choice.index)
-                frames += [
-                    self._chunk({"index": index, **last}, completion.usage.prompt_tokens)
-                    for last in self._last(choice, index)
-                ]
+                for last in self._last(choice, index):
+                    yield self._chunk({"index": index, **last}, completion.usage.prompt_tokens)
         if self._shown.has_usage:
-            frames.append(self._frame({**self._base(self.part), "choices": [], "usage": self._usage(completions)}))
-        return b"".join([*frames, sse.DONE])
+            yield self._frame({**self._base(self.part), "choices": [], "usage": self._usage(completions)})
+        yield sse.DONE
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -194,7 +191,7 @@ class ChatWriter(ReplyWriter):
         return {
             "index": index,
             "message": found,
-            "logprobs": self._all_logprobs(choice.logprobs),
+            "logprobs": self._logprobs(choice.logprobs),
             **self._ended_with(choice, num_calls),
             **self._with_ids(choice),
         }
@@ -251,12 +248,6 @@ class ChatWriter(ReplyWriter):
             ended["finish_reason"] = "tool_calls"
         return ended
 
-    def _all_logprobs(self, scored: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        most = self._shown.logprobs
-        if most is None:
-            return None
-        return {"content": logprobs.chat_content(scored, most, self._bytes_of), "refusal": None}
-
     def _logprobs(self, scored: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         most = self._shown.logprobs
         return None if most is None else logprobs.chat_logprobs(scored, most, self._bytes_of)
@@ -279,12 +270,12 @@ class TextWriter(ReplyWriter):
 
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
         echoed, text = self._echo_of(index), choice.text
-        scores = self._logprobs(choice.logprobs, index, is_lazy=True)
+        scores = self._logprobs(choice.logprobs, index)
         if self._shown.is_only_scored:
-            text, scores = "", self._logprobs((), index, is_lazy=True)
+            text, scores = "", self._logprobs((), index)
         if echoed is not None:
             text = echoed.text + text
-            before = self._echoed_logprobs(echoed, is_lazy=True)
+            before = self._echoed_logprobs(echoed)
             if scores is not None and before is not None:
                 top = itertools.chain(before.pop("top_logprobs"), scores.pop("top_logprobs"))
                 scores = {name: before[name] + scores[name] for name in scores} | {"top_logprobs": top}
@@ -301,7 +292,11 @@ class TextWriter(ReplyWriter):
     def _piece(self, piece: Piece, prompt_tokens: int) -> bytes:
         echoed, frames = self._echo_of(piece.index), b""
         if echoed is not None and piece.index not in self._tokens:
-            first = {"text": echoed.text, "logprobs": self._echoed_logprobs(echoed), "finish_reason": None}
+            first = {
+                "text": echoed.text,
+                "logprobs": self._echoed_logprobs(echoed),
+                "finish_reason": None,
+            }
             frames = self._chunk({"index": piece.index, **first}, prompt_tokens, is_long=True)
         if self._shown.is_only_scored:
             self._tokens[piece.index] = 0
@@ -332,7 +327,7 @@ class TextWriter(ReplyWriter):
     def _echo_of(self, index: int) -> EchoedPrompt | None:
         return self._echoes.get(index // self._answers_each)
 
-    def _logprobs(self, scored: Sequence[TokenLogprob], index: int, *, is_lazy: bool = False) -> dict[str, Any] | None:
+    def _logprobs(self, scored: Sequence[TokenLogprob], index: int) -> dict[str, Any] | None:
         most = self._shown.logprobs
         if most is None:
             return None
@@ -342,15 +337,15 @@ class TextWriter(ReplyWriter):
             self._offsets[index] = TextOffsets(self._all_tokens, begin, has_special_tokens=self._shows_special_tokens)
         ids = [one.token_id for one in scored]
         offsets = self._offsets[index].take(ids)
-        return logprobs.text_logprobs(ids, scored, offsets, most, self._bytes_of, is_lazy=is_lazy)
+        return logprobs.text_logprobs(ids, scored, offsets, most, self._bytes_of)
 
-    def _echoed_logprobs(self, echoed: EchoedPrompt, *, is_lazy: bool = False) -> dict[str, Any] | None:
+    def _echoed_logprobs(self, echoed: EchoedPrompt) -> dict[str, Any] | None:
         most = self._shown.logprobs
         if most is None:
             return None
         offsets = logprobs.prompt_offsets(echoed.text, echoed.token_ids, self._all_tokens)
         ids, scored = echoed.token_ids, echoed.scored
-        return logprobs.text_logprobs(ids, scored, offsets, most, self._bytes_of, is_lazy=is_lazy)
+        return logprobs.text_logprobs(ids, scored, offsets, most, self._bytes_of)
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ EVENT_STREAM: Final = (
 
 @final
 class Sender:
-    """Sends one answer. `error_frame` makes the last frame of a stream that fails; None for a whole answer."""
+    """Sends one answer. `error_frame` makes the end of a stream that fails, in pieces; None for a whole answer."""
 
     def __init__(self, send: Any, is_last: Callable[[], bool]) -> None:
         """`is_last`: whether the connection ends after the answer."""
@@ -52,7 +52,7 @@ class Sender:
         self.has_begun = False
         self.has_ended = False
         self.first_part_s: float | None = None  # when the first part of a stream was sent
-        self.error_frame: Callable[[ErrorReply], bytes] | None = None
+        self.error_frame: Callable[[ErrorReply], Iterable[bytes]] | None = None
 
     async def __call__(self, message: Any) -> None:
         if message["type"] == "http.response.start" and self._is_last():
@@ -65,7 +65,7 @@ class Sender:
             self.first_part_s = time.perf_counter()
 
     async def begin_stream(
-        self, error_frame: Callable[[ErrorReply], bytes], headers: Iterable[tuple[bytes, bytes]] = ()
+        self, error_frame: Callable[[ErrorReply], Iterable[bytes]], headers: Iterable[tuple[bytes, bytes]] = ()
     ) -> None:
         self.error_frame = error_frame
         await self({"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *headers]})
@@ -73,7 +73,16 @@ class Sender:
     async def fail(self, reply: ErrorReply) -> None:
         """Ends a stream that has begun with its error."""
         assert self.error_frame is not None
-        await self({"type": "http.response.body", "body": self.error_frame(reply), "more_body": False})
+        await self.end_stream(self.error_frame(reply))
+
+    async def end_stream(self, pieces: Iterable[bytes]) -> None:
+        """Sends them in parts, so that they need not be held at once."""
+        part = b""
+        async for following in _parts(pieces):
+            if part:
+                await self({"type": "http.response.body", "body": part, "more_body": True})
+            part = following
+        await self({"type": "http.response.body", "body": part, "more_body": False})
 
 
 @final
@@ -169,8 +178,7 @@ class Responder:
             piece = await anext(pieces, None)
         if watch.done():
             return 499
-        last = await _written(is_scored, lambda: writer.end(answers.completions))
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await send.end_stream(writer.end(answers.completions))
         return 200
 
     async def _begin_prompt(
@@ -206,15 +214,20 @@ def _headers(request_id: str, ignored: Iterable[str]) -> tuple[tuple[bytes, byte
 
 async def encoded(value: Mapping[str, Any]) -> bytes:
     """The same as to_json. Others of the event loop run in between."""
-    pieces: list[bytes] = []
-    num_bytes = 0
-    for piece in sse.to_json_pieces(value):
-        pieces.append(piece)
-        num_bytes += len(piece)
-        if num_bytes > PAUSE_BYTES:
+    return b"".join([part async for part in _parts(sse.to_json_pieces(value))])
+
+
+async def _parts(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """The pieces, joined to parts of over PAUSE_BYTES. Others of the event loop run in between."""
+    part = bytearray()
+    for piece in pieces:
+        part += piece
+        if len(part) > PAUSE_BYTES:
+            yield bytes(part)
+            part.clear()
             await asyncio.sleep(0)
-            num_bytes = 0
-    return b"".join(pieces)
+    if part:
+        yield bytes(part)
 
 
 async def send_json(send: Any, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:

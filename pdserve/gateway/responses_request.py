@@ -71,7 +71,8 @@ def responses_call(given: Mapping[str, Any], model: Model, headers: Options) -> 
     except InvalidRequest as error:
         raise error.renamed(renamed_place(error.field, _NAMES | places)) from None
     names = {theirs: _NAMES.get(ours, ours) for theirs, ours in call.names.items()} | _NAMES | places
-    return replace(call, names=names, echoed=_echoed(request, functions), ignored=_ignored(request))
+    shown = replace(call.shown, is_repeated=True)
+    return replace(call, shown=shown, names=names, echoed=_echoed(request, functions), ignored=_ignored(request))
 
 
 def _messages(

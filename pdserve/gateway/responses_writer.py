@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 from pdserve.client.results import Completion, Piece, TokenLogprob
@@ -20,8 +20,8 @@ _Event = dict[str, Any]
 @final
 class ResponsesWriter(Writer):
     def __init__(self, head: Head, call: SdkCall, bytes_of: BytesOf) -> None:
-        self._head, self._call, self._bytes_of = head, call, bytes_of
-        self._output = _Output(head.request_id)
+        self._head, self._call = head, call
+        self._output = _Output(head.request_id, call.shown.logprobs, bytes_of)
         self._tools = None if call.tools is None else AnswerTools(call.tools, head.reasoning)
         self._sequence = 0
         self._has_begun = False
@@ -35,20 +35,21 @@ class ResponsesWriter(Writer):
     def pieces(self, pieces: Iterable[Piece], prompt_tokens: int) -> bytes:
         return b"".join([*self._begin(), *(self._frame(event) for piece in pieces for event in self._piece(piece))])
 
-    def end(self, completions: Sequence[Completion]) -> bytes:
+    def end(self, completions: Sequence[Completion]) -> Iterable[bytes]:
         [one] = completions
-        frames = [*self._begin(), *(self._frame(event) for event in self._close(one.finish_reason))]
+        yield from self._begin()
+        for event in self._close(one.finish_reason):
+            yield from self._long_frame(event)
         response = self._response(one)
-        frames.append(self._frame({"type": f"response.{response['status']}", "response": response}))
-        return b"".join(frames)
+        yield from self._long_frame({"type": f"response.{response['status']}", "response": response})
 
-    def error(self, reply: ErrorReply) -> bytes:
+    def error(self, reply: ErrorReply) -> Iterable[bytes]:
         failed = {
             **self._base("failed"),
             "error": {"code": "server_error", "message": reply.body["error"]["message"]},
-            "output": self._output.items,
+            "output": self._output.shown(),
         }
-        return self._frame({"type": "response.failed", "response": failed})
+        return self._long_frame({"type": "response.failed", "response": failed})
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -63,15 +64,13 @@ class ResponsesWriter(Writer):
 
     def _feed(self, text: str, scored: Sequence[TokenLogprob]) -> Iterable[_Event]:
         deltas = [{"content": text}] if self._tools is None else self._tools.feed(text)
-        most = self._call.shown.logprobs
-        scores = [] if most is None else logprobs.chat_logprobs(scored, most, self._bytes_of)["content"]
         for delta in deltas:
-            yield from self._output.add(delta, scores)
-            scores = []
+            yield from self._output.add(delta, scored)
+            scored = ()
 
     def _close(self, reason: FinishReason) -> Iterable[_Event]:
         for delta in () if self._tools is None else self._tools.end():
-            yield from self._output.add(delta, [])
+            yield from self._output.add(delta, ())
         yield from self._output.close("completed" if reason is FinishReason.STOP else "incomplete")
 
     def _response(self, one: Completion) -> dict[str, Any]:
@@ -80,7 +79,7 @@ class ResponsesWriter(Writer):
         return {
             **self._base("completed" if is_whole else "incomplete"),
             "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
-            "output": self._output.items,
+            "output": self._output.shown(),
             "usage": {
                 "input_tokens": used.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": used.cached_prompt_tokens, "cache_write_tokens": 0},
@@ -105,26 +104,36 @@ class ResponsesWriter(Writer):
         }
 
     def _frame(self, event: _Event) -> bytes:
-        event = {**event, "sequence_number": self._sequence}
+        if not event["type"].endswith(".delta"):  # others may have the logprobs of the whole answer
+            return b"".join(self._long_frame(event))
+        make = sse.padded_frame if self._call.shown.is_padded else sse.frame
+        return _name(event) + make(self._numbered(event))
+
+    def _long_frame(self, event: _Event) -> Iterable[bytes]:
+        yield _name(event)
+        yield from sse.frame_pieces(self._numbered(event))
+
+    def _numbered(self, event: _Event) -> _Event:
         self._sequence += 1
-        is_delta = event["type"].endswith(".delta")  # others may have the logprobs of the whole answer
-        is_padded = self._call.shown.is_padded and is_delta
-        data = sse.padded_frame(event) if is_padded else sse.frame(event, is_long=not is_delta)
-        return f"event: {event['type']}\n".encode() + data
+        return {**event, "sequence_number": self._sequence - 1}
 
 
 @final
 class _Output:
     """The items of an answer, and the events of their changes."""
 
-    def __init__(self, request_id: str) -> None:
-        self.items: list[dict[str, Any]] = []
-        self._request_id = request_id
+    def __init__(self, request_id: str, most: int | None, bytes_of: BytesOf) -> None:
+        """`most` as in logprobs.chat_content; None: no logprobs are shown."""
+        self._items: list[dict[str, Any]] = []  # with logprobs as in the pieces, which take less memory than as JSON
+        self._request_id, self._most, self._bytes_of = request_id, most, bytes_of
         self._is_open = False  # the last item
 
-    def add(self, delta: dict[str, Any], scores: list[dict[str, Any]]) -> Iterable[_Event]:
+    def shown(self) -> list[dict[str, Any]]:
+        return list(map(self._shown, self._items))
+
+    def add(self, delta: dict[str, Any], scored: Sequence[TokenLogprob]) -> Iterable[_Event]:
         if "content" in delta:
-            yield from self._add_text(delta["content"], scores)
+            yield from self._add_text(delta["content"], () if self._most is None else scored)
             return
         if "reasoning_content" in delta:
             yield from self._add_reasoning(delta["reasoning_content"])
@@ -136,7 +145,7 @@ class _Output:
                 yield from self._open(
                     {
                         "type": "function_call",
-                        "id": f"fc_{self._request_id}_{len(self.items)}",
+                        "id": f"fc_{self._request_id}_{len(self._items)}",
                         "call_id": part["id"],
                         "name": function["name"],
                         "arguments": "",
@@ -144,7 +153,7 @@ class _Output:
                     }
                 )
             else:
-                self.items[-1]["arguments"] += function["arguments"]
+                self._items[-1]["arguments"] += function["arguments"]
                 yield self._event("response.function_call_arguments.delta", delta=function["arguments"])
 
     def close(self, status: str) -> Iterable[_Event]:
@@ -152,58 +161,69 @@ class _Output:
         if not self._is_open:
             return
         self._is_open = False
-        item = self.items[-1]
+        item = self._items[-1]
         item["status"] = status
         if item["type"] == "message":
             [part] = item["content"]
-            text = {"text": part["text"], "logprobs": part["logprobs"]}
+            text = {"text": part["text"], "logprobs": self._scores(part["logprobs"])}
             yield self._event("response.output_text.done", content_index=0, **text)
-            yield self._event("response.content_part.done", content_index=0, part=_copy(part))
+            yield self._event("response.content_part.done", content_index=0, part=self._shown(part))
         elif item["type"] == "reasoning":
             yield self._event("response.reasoning_text.done", content_index=0, text=item["content"][0]["text"])
         else:
             yield self._event("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
-        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": _copy(item)}
+        yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": self._shown(item)}
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _add_text(self, text: str, scores: list[dict[str, Any]]) -> Iterable[_Event]:
-        if not (text or scores):
+    def _add_text(self, text: str, scored: Sequence[TokenLogprob]) -> Iterable[_Event]:
+        if not (text or scored):
             return
-        if not self._is_open or self.items[-1]["type"] != "message":
+        if not self._is_open or self._items[-1]["type"] != "message":
             yield from self.close("completed")
-            message = {"type": "message", "id": f"msg_{self._request_id}_{len(self.items)}", "role": "assistant"}
+            message = {"type": "message", "id": f"msg_{self._request_id}_{len(self._items)}", "role": "assistant"}
             yield from self._open({**message, "status": "in_progress", "content": []})
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            self.items[-1]["content"].append(part)
-            yield self._event("response.content_part.added", content_index=0, part=_copy(part))
-        [part] = self.items[-1]["content"]
+            self._items[-1]["content"].append(part)
+            yield self._event("response.content_part.added", content_index=0, part=self._shown(part))
+        [part] = self._items[-1]["content"]
         part["text"] += text
-        part["logprobs"] += scores
-        yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=scores)
+        part["logprobs"] += scored
+        fields = {"delta": text, "logprobs": self._scores(scored)}
+        yield self._event("response.output_text.delta", content_index=0, **fields)
 
     def _add_reasoning(self, text: str) -> Iterable[_Event]:
-        if not self._is_open or self.items[-1]["type"] != "reasoning":
+        if not self._is_open or self._items[-1]["type"] != "reasoning":
             yield from self.close("completed")
-            item = {"type": "reasoning", "id": f"rs_{self._request_id}_{len(self.items)}", "summary": []}
+            item = {"type": "reasoning", "id": f"rs_{self._request_id}_{len(self._items)}", "summary": []}
             yield from self._open(
                 {**item, "content": [{"type": "reasoning_text", "text": ""}], "status": "in_progress"}
             )
-        self.items[-1]["content"][0]["text"] += text
+        self._items[-1]["content"][0]["text"] += text
         yield self._event("response.reasoning_text.delta", content_index=0, delta=text)
 
     def _open(self, item: dict[str, Any]) -> Iterable[_Event]:
-        self.items.append(item)
+        self._items.append(item)
         self._is_open = True
-        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": _copy(item)}
+        yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": self._shown(item)}
 
     def _event(self, kind: str, **fields: Any) -> _Event:
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+        return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **fields}
+
+    def _scores(self, scored: Sequence[TokenLogprob]) -> Iterator[dict[str, Any]]:
+        return logprobs.chat_content(scored, self._most or 0, self._bytes_of)
+
+    def _shown(self, value: dict[str, Any]) -> dict[str, Any]:
+        """A copy, whose logprobs are read while it is encoded."""
+        return {
+            name: self._scores(one)
+            if name == "logprobs"
+            else [self._shown(part) for part in one]
+            if isinstance(one, list)
+            else one
+            for name, one in value.items()
+        }
 
 
-def _copy(value: dict[str, Any]) -> dict[str, Any]:
-    """Logprobs are shared, because they never change."""
-    return {
-        name: list(one) if name == "logprobs" else [_copy(part) for part in one] if isinstance(one, list) else one
-        for name, one in value.items()
-    }
+def _name(event: _Event) -> bytes:
+    return f"event: {event['type']}\n".encode()

@@ -17,7 +17,7 @@ from pdserve.client.results import Model
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.core.nearest import did_you_mean
-from pdserve.core.types import MAX_PROMPT_LOGPROBS, MAX_SEED
+from pdserve.core.types import MAX_DELTA_TOKENS, MAX_PROMPT_LOGPROBS, MAX_SEED
 from pdserve.gateway.errors import UnknownModel
 from pdserve.gateway.field_support import Endpoint, meant_field, supported
 from pdserve.gateway.json_body import summarised
@@ -42,6 +42,9 @@ _OPTIONS: Final = "x-guidance"  # llguidance's, of a schema within a grammar
 _SENT_BACK: Final = ("assistant", "tool")  # clients add fields to these messages; they are ignored
 TOKEN_BYTES: Final = 16  # of an answer: text and id of a token
 SCORE_BYTES: Final = 128  # of a token with its logprob
+# A piece of a stream takes this many times the memory of its tokens while it is written: as objects, as JSON, and as
+# bytes that wait in the connection.
+WRITTEN_TIMES: Final = 6
 DEFAULT_TEXT_TOKENS: Final = 16  # OpenAI's, of /v1/completions
 _PASSED: Final = (  # under the same name
     "temperature",
@@ -72,6 +75,7 @@ class Shown:
     """The optional parts of an answer that the caller requested."""
 
     is_streamed: bool = False
+    is_repeated: bool = False  # the end of a stream repeats the whole answer
     has_usage: bool = False  # in a last chunk
     has_running_usage: bool = False  # in each chunk
     is_padded: bool = False  # each chunk to a multiple of some bytes
@@ -100,14 +104,28 @@ class SdkCall:
         return self.options.get("skip_special_tokens") is False
 
     def answer_bytes(self, model: Model) -> int:
-        """The most that the answer takes in memory, before any of it exists."""
+        """The most that the answer takes in memory, before any of it exists; of a stream, at a time."""
         shown, each = self.shown, self.answers_each
         generated = 0  # A text alone is small, and clients name a large `max_tokens` that they never use.
         if shown.logprobs is not None:
             generated = (self.options.get("max_tokens") or 0) * _bytes_of_token(shown.logprobs)
+        if shown.is_streamed:
+            return self._streamed_bytes(each * generated, model)
         if not shown.has_echo and shown.prompt_logprobs is None:
             return each * generated * len(self.prompts)
-        total = 0
+        return sum(each * (generated + one) for one in self._prompt_bytes(model))
+
+    def _streamed_bytes(self, generated: int, model: Model) -> int:
+        """`generated`: all answers to a prompt. One piece of each prompt's answers waits until it is written."""
+        shown, num_prompts = self.shown, len(self.prompts)
+        piece = min(generated, MAX_DELTA_TOKENS * _bytes_of_token(shown.logprobs))
+        waiting = generated if shown.is_repeated else 0
+        echoed = self._prompt_bytes(model) if shown.has_echo else [0]
+        return num_prompts * (waiting + piece) + WRITTEN_TIMES * piece + sum(echoed) + max(echoed)
+
+    def _prompt_bytes(self, model: Model) -> list[int]:
+        """Of each prompt, as often as it is shown in each of its answers."""
+        shown, found = self.shown, []
         for prompt in self.prompts:
             num_tokens = model.max_context_tokens
             if isinstance(prompt, str):
@@ -118,8 +136,8 @@ class SdkCall:
                 num_tokens = min(num_tokens, kept)
             echoed = num_tokens * _bytes_of_token(shown.logprobs) if shown.has_echo else 0
             scored = 0 if shown.prompt_logprobs is None else num_tokens * _bytes_of_token(shown.prompt_logprobs)
-            total += each * (generated + echoed + scored)
-        return total
+            found.append(echoed + scored)
+        return found
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """The error about a field of the SDK's call, as one about the request's field."""

@@ -13,6 +13,7 @@ _MANY: Final = (Mapping, list, tuple, Iterator)
 DONE: Final = b"data: [DONE]\n\n"
 PADDED_BYTES: Final = 64
 _PADDING: Final = ',"obfuscation":""'
+_FRAMING: Final = len(b"data: \n\n")
 #: Line ends of Unicode outside of ASCII, in UTF-8. JSON escapes those of ASCII.
 _LINE_ENDS: Final = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
 
@@ -52,20 +53,26 @@ def to_json_pieces(value: Any) -> Iterator[bytes]:
 
 def frame(value: Mapping[str, Any], *, is_long: bool = False) -> bytes:
     """`is_long`: it is encoded in pieces, because the encoder keeps the interpreter to itself for a whole one."""
-    return b"data: " + _one_line(value, is_long=is_long) + b"\n\n"
+    return b"".join(frame_pieces(value)) if is_long else b"data: " + _one_line(to_json(value)) + b"\n\n"
+
+
+def frame_pieces(value: Mapping[str, Any]) -> Iterator[bytes]:
+    yield b"data: "
+    yield from map(_one_line, to_json_pieces(value))
+    yield b"\n\n"
 
 
 def padded_frame(value: Mapping[str, Any], *, is_long: bool = False) -> bytes:
     """With random characters in `obfuscation`, up to a multiple of some bytes: an observer of encrypted chunks cannot
     tell the lengths of tokens."""
-    num_bytes = len(_one_line(value, is_long=is_long)) + len(_PADDING)
+    found = frame(value, is_long=is_long)
+    num_bytes = len(found) - _FRAMING + len(_PADDING)
     padding = secrets.token_hex(PADDED_BYTES)[: -num_bytes % PADDED_BYTES]
-    return frame({**value, "obfuscation": padding}, is_long=is_long)
+    return b'%s,"obfuscation":"%s"}\n\n' % (found[:-3], padding.encode())
 
 
-def _one_line(value: Mapping[str, Any], *, is_long: bool) -> bytes:
+def _one_line(found: bytes) -> bytes:
     """Some clients also end a line of the stream at a character that JSON allows in strings."""
-    found = b"".join(to_json_pieces(value)) if is_long else to_json(value)
     for raw, escape in _LINE_ENDS:
         if raw in found:
             found = found.replace(raw, escape)

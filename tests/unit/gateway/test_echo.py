@@ -236,12 +236,12 @@ def test_tokens_of_equal_text_do_not_overwrite_each_other() -> None:
     scored = [TokenLogprob(token_id=0, logprob=-1.0, top=top), TokenLogprob(token_id=4, logprob=-9.0, top=top)]
     found = text_logprobs([0, 4], scored, [0, 1], 5, tokens)
     others = {"bytes:\\xe2": -2.0, "token_id:2": -2.5, "token_id:5": -2.6}
-    assert found["top_logprobs"] == [
+    assert list(found["top_logprobs"]) == [
         {"token_id:1": -0.5, "a": -1.0, **others},
         {"a": -0.5, "token_id:0": -1.0, **others, "b": -9.0},
     ]
-    assert text_logprobs([4], scored[1:], [0], 0, tokens)["top_logprobs"] == [{"b": -9.0}]
-    assert text_logprobs([4], scored[1:], [0], 1, tokens)["top_logprobs"] == [{"a": -0.5, "b": -9.0}]
+    assert list(text_logprobs([4], scored[1:], [0], 0, tokens)["top_logprobs"]) == [{"b": -9.0}]
+    assert list(text_logprobs([4], scored[1:], [0], 1, tokens)["top_logprobs"]) == [{"a": -0.5, "b": -9.0}]
 
 
 def test_offsets_count_whole_characters() -> None:

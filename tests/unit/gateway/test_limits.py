@@ -457,8 +457,8 @@ def test_a_long_answer_is_charged_before_its_work(raw: Connect) -> None:
         assert status_of(answer) == 400
         assert b"an answer of up to" in answer
         assert not toy.sdk.topology().running_requests
-        slow = raw(toy.address)  # three of four MiB, while nobody reads it
-        body = b'{"prompt": "x", "max_tokens": 4000, "ignore_eos": true, "logprobs": 4, "stream": true}'
+        slow = raw(toy.address)  # a stream holds few of its tokens at a time, here three of four MiB
+        body = b'{"prompt": "x", "max_tokens": 4000, "ignore_eos": true, "logprobs": 48, "stream": true}'
         slow.sendall(post(body))
         assert slow.recv(1) == b"H"
         until(lambda: status_of(exchange(raw(toy.address), post(body))) == 429)

@@ -32,6 +32,17 @@ async def test_a_function_answers_async_calls() -> None:
         assert (await client.generate("you")).finish_reason == "stop"
 
 
+async def test_a_stream_need_not_keep_its_pieces() -> None:
+    with Client(transport=MockTransport(in_pieces)) as client, client.stream("you", keeps_pieces=False) as stream:
+        assert [piece.text for piece in stream] == ["Hel", "lo ", "you"]
+        assert (stream.completion.text, stream.completion.finish_reason) == ("", "stop")
+        assert stream._answer._pieces == []
+    async with AsyncClient(transport=MockTransport(in_pieces)) as client:
+        stream = client.stream("you", keeps_pieces=False)
+        assert [piece.text async for piece in stream] == ["Hel", "lo ", "you"]
+        assert (stream.completion.text, stream.completion.finish_reason) == ("", "stop")
+
+
 async def test_calls_with_one_response_get_its_message() -> None:
     def tokens(request: Any) -> inference_pb2.TokenizeResponse:
         return inference_pb2.TokenizeResponse(token_ids=list(request.text.encode()))
