@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import InternalError, InvalidRequest, ModelError
 from pdserve.isolated.child import CRASHED, TOO_LONG
-from pdserve.isolated.process import ChildEnded, ChildProcess
+from pdserve.isolated.process import ChildProcess
 from pdserve.text.chat import TemplateSources
 from pdserve.text.chat_encoder import ChatTokens, EncodedChat, RenderedChat
 from pdserve.text.child import ids_of, load_message, to_bytes, to_text
@@ -120,8 +120,7 @@ class TextChildren:
         except LoadFailed as error:
             raise ModelError(*error.reason) from None
         except InternalError as error:
-            cause = error.__cause__
-            raise not_loaded(cause.status if isinstance(cause, ChildEnded) else None) from None
+            raise not_loaded(error.__cause__, self._load) from None
 
     async def keep_warm(self) -> None:
         """Starts the quick child, also after a failed start: no request may come while the health check fails."""
@@ -173,7 +172,7 @@ class TextChildren:
         try:
             answer = await self._children.ask(self._load, message, num_bytes, client, is_long=is_long, more=more)
         except LoadFailed as error:
-            raise ModelError("chat_template", error, "one that can be loaded again") from None
+            raise ModelError(*error.reason) from None
         if "error" in answer:
             kind, field, seen, expected = answer["error"]
             raise (ModelError if kind == "model" else InvalidRequest)(field, seen, expected)

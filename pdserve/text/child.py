@@ -12,7 +12,7 @@ from __future__ import annotations
 import resource
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -160,7 +160,7 @@ def main() -> int:
         child.send({"failed": [str(error.field), str(error.seen), error.expected]})
         return 0
     except MemoryError:
-        child.send({"failed": ["chat_template", "a large one", "one that compiles with less memory"]})
+        child.send({"failed": [part_of(load), "one that needs too much memory", "one that loads with less memory"]})
         return 0
     child.end_loading()
     child.send({"failed": None, **texts.facts})
@@ -178,6 +178,13 @@ def load_message(
     """The first message. Without control tokens, it only checks the templates."""
     held = None if templates is None else {**asdict(templates), "named_tokens": dict(templates.named_tokens)}
     return {"templates": held, "control_tokens": control_tokens, "nonce": nonce, "folder": folder}
+
+
+def part_of(load: Mapping[str, Any]) -> str:
+    """The files of the model that a process with this first message loads."""
+    if load["folder"] is None:
+        return "chat_template"
+    return "tokenizer.json" if load["templates"] is None else "chat_template or tokenizer.json"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from pdserve.core.errors import InternalError, ModelError, PdserveError
+from pdserve.isolated.child import LATE
 from pdserve.isolated.process import BlockingChild, ChildEnded
 from pdserve.text.chat import TemplateSources
-from pdserve.text.child import load_message
+from pdserve.text.child import load_message, part_of
 
 MODULE: Final = "pdserve.text.child"
+_AT_LIMIT: Final = {signal.SIGPROF: "CPU time", signal.SIGABRT: "memory"}  # native code aborts without memory
 
 
 @final
@@ -46,25 +49,37 @@ def facts_of(loaded: Mapping[str, Any]) -> TemplateFacts:
     return TemplateFacts(loaded.get("tool_format", ""), loaded.get("reasoning_format", ""))
 
 
-def not_loaded(status: int | None) -> PdserveError:
-    """Why a child with this exit status has not answered its first message."""
-    if status is not None and status > 0:  # no limit ends it in this way
-        return InternalError(
-            f"the process that reads chat templates ended with status {status}: try `{sys.executable} -m {MODULE}`"
-        )
-    return ModelError("chat_template", "one that needs too much time or memory", "one that compiles within its limits")
+def not_loaded(cause: BaseException | None, load: Mapping[str, Any]) -> PdserveError:
+    """Why a child has not answered its first message `load`."""
+    process = f"the process that reads {part_of(load)}"
+    if isinstance(cause, OSError):
+        return InternalError(f"{process} cannot be started: {cause}")
+    status = cause.status if isinstance(cause, ChildEnded) else None
+    if status is None or status == LATE:
+        return InternalError(f"{process} was not ready in time: this machine is too busy; start it again")
+    if status > 0:  # no limit ends it in this way
+        return InternalError(f"{process} ended with status {status}: try `{sys.executable} -m {MODULE}`")
+    if -status in _AT_LIMIT:
+        what = _AT_LIMIT[signal.Signals(-status)]
+        return ModelError(part_of(load), f"one that needs too much {what}", f"one that loads with less {what}")
+    advice = "; if by the kernel, this machine has too little memory" if status == -signal.SIGKILL else ""
+    return InternalError(f"{process} was ended by {signal.Signals(-status).name}{advice}")
 
 
 def ask_once(load: dict[str, Any], *messages: dict[str, Any]) -> list[dict[str, Any]]:
     """The answers of a child that then ends. Raises ModelError if it cannot load the model's files."""
-    return _answers(BlockingChild(MODULE), load, *messages)
-
-
-def _answers(child: BlockingChild, *messages: dict[str, Any]) -> list[dict[str, Any]]:
     try:
-        answers = child.ask_all(*messages)
+        child = BlockingChild(MODULE)
+    except OSError as error:
+        raise not_loaded(error, load) from None
+    return _answers(child, load, *messages)
+
+
+def _answers(child: BlockingChild, load: dict[str, Any], *messages: dict[str, Any]) -> list[dict[str, Any]]:
+    try:
+        answers = child.ask_all(load, *messages)
     except ChildEnded as ended:
-        raise not_loaded(ended.status) from None
+        raise not_loaded(ended, load) from None
     if answers[0]["failed"] is not None:
         raise ModelError(*answers[0]["failed"])
     return answers

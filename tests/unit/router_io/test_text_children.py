@@ -19,6 +19,7 @@ from pdserve.config import RouterConfig
 from pdserve.core.errors import InternalError, InvalidRequest, ModelError, Overloaded
 from pdserve.isolated.process import ChildProcess
 from pdserve.text.chat import TemplateSources
+from pdserve.text.template_facts import not_loaded
 from pdserve.text.tokenizer import HuggingFaceTokenizer
 from pdserve.v1 import inference_pb2
 from router import text_children
@@ -224,23 +225,57 @@ async def test_a_router_does_not_start_with_files_it_cannot_read(
     assert children() == held
 
 
-async def test_a_template_that_cannot_be_compiled_in_time_is_the_models_error(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [("/bin/false", "ended with status 1"), ("/no/such/python", "cannot be started: .*No such file")],
+)
+async def test_a_child_that_does_not_start_names_the_reason(
+    make: Make, monkeypatch: pytest.MonkeyPatch, program: str, why: str
 ) -> None:
     admission = await make(ON_DEMAND)
     with monkeypatch.context() as without_child:
-        without_child.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(InternalError, match="ended with status 1"):
+        without_child.setattr(sys, "executable", program)
+        with pytest.raises(InternalError, match=why):
             await within(admission.load())
+    await within(admission.load())
+    assert admission.can_work
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "why"),
+    [
+        (signal.SIGPROF, ModelError, "chat_template: got one that needs too much CPU time"),
+        (signal.SIGABRT, ModelError, "chat_template: got one that needs too much memory"),
+        (signal.SIGALRM, InternalError, "this machine is too busy"),
+        (signal.SIGKILL, InternalError, "ended by SIGKILL; if by the kernel, this machine has too little memory"),
+        (signal.SIGSEGV, InternalError, "ended by SIGSEGV"),
+    ],
+)
+async def test_a_child_that_ends_while_it_loads_names_the_reason(
+    make: Make, number: signal.Signals, kind: type[Exception], why: str
+) -> None:
+    admission = await make(ON_DEMAND)
     waiting = asyncio.create_task(admission.load())
     child = admission.children._children.pools[0].children[0]
     while child.pid is None:
         await asyncio.sleep(0)
-    os.killpg(child.pid, signal.SIGKILL)  # as the kernel does at the limit
-    with pytest.raises(ModelError, match="too much time or memory"):
+    os.killpg(child.pid, number)
+    with pytest.raises(kind, match=why):
         await within(waiting)
     await within(admission.load())
     assert admission.can_work
+
+
+async def test_an_error_names_the_files_that_the_child_loads(make: Make, tmp_path: Path) -> None:
+    folder = slow_folder(tmp_path)
+    for template, part in ((None, "tokenizer.json"), (ON_DEMAND, "chat_template or tokenizer.json")):
+        admission = await make(template, folder)
+        (folder / "tokenizer.json").rename(tmp_path / "held")
+        with pytest.raises(ModelError) as caught:  # of the library
+            await within(admission.load())
+        assert caught.value.field == "model"
+        (tmp_path / "held").rename(folder / "tokenizer.json")
+        assert part in str(not_loaded(TimeoutError(), admission.children._load))
 
 
 def slow_folder(tmp_path: Path) -> Path:
