@@ -1,7 +1,7 @@
 """Ends calls that no handler can answer: an unknown method, a message that does not parse, and one of too many parts.
 
 gRPC itself would answer a message that does not parse with UNKNOWN, and log a traceback for each. Every client that
-reaches the port can send such messages, so they get a typed error, and one line in the log per LOG_EVERY_S.
+reaches the port can send such messages, so they get a typed error, and one line a minute in the log.
 
 gRPC parses on the event loop, and protobuf allocates each message within a message, of which two bytes are enough. A
 thread would not help, because the parser keeps the interpreter to itself. So the bytes of a large message that describe
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -22,10 +21,10 @@ import grpc
 import grpc.aio
 
 from pdserve.core.errors import InvalidRequest, PdserveError, UnknownMethod
+from pdserve.outage_log import PeerLog
 
 log = logging.getLogger(__name__)
 
-LOG_EVERY_S: Final = 10.0
 QUICK_BYTES: Final = 65_536  # a smaller message has few parts, and is parsed without counting
 # Tags, lengths and numbers of a larger one: all but texts, bytes and packed arrays. The largest request within the
 # other limits, of 4,096 chat messages with 8,192 calls, has 175,000.
@@ -55,16 +54,13 @@ class RequestCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]
         on_rejected: Callable[[PdserveError], None] = lambda error: None,
         *,
         uncounted: Collection[str] = (),
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_rejected` is called once for each call that is rejected here, to count it. `uncounted` are methods whose
         messages may have any number of parts."""
         self._abort = abort
         self._on_rejected = on_rejected
         self._uncounted = uncounted
-        self._clock = clock
-        self._num_unlogged = 0
-        self._log_at_s = -float("inf")
+        self._lines = PeerLog(log)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         method = handler_call_details.method
@@ -127,20 +123,15 @@ class RequestCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]
 
     async def _reject(self, message: Unparsed, method: str, context: Any) -> None:
         seen, expected = "that does not parse", f"the protobuf message that {method} takes"
+        line = "a message does not parse"
         if message.has_many_parts:
+            line = "a message has too many parts"
             seen = "with too many fields and messages within it"
             expected = f"at most {MAX_FRAMING_BYTES} bytes of tags, lengths and numbers; pack arrays of numbers"
         error = InvalidRequest("request", f"a message of {message.num_bytes} bytes {seen}", expected)
         self._on_rejected(error)
-        self._log(method)
+        self._lines.warning(line, method=method)
         await self._abort(context, error)
-
-    def _log(self, method: str) -> None:
-        self._num_unlogged += 1
-        now_s = self._clock()
-        if now_s >= self._log_at_s:
-            log.warning("messages do not parse", extra={"method": method, "messages": self._num_unlogged})
-            self._num_unlogged, self._log_at_s = 0, now_s + LOG_EVERY_S
 
 
 @final

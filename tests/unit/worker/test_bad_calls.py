@@ -81,7 +81,7 @@ async def test_a_message_that_does_not_parse_is_a_bad_request(
             "no method named '/pdserve.v1.WorkerService/Explode'",
         )
     assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR or one.exc_info] == []
-    assert [one.getMessage() for one in caplog.records].count("messages do not parse") == 1
+    assert [one.getMessage() for one in caplog.records].count("a message does not parse") == 1
 
 
 async def test_a_message_of_many_parts_is_not_parsed(start: Callable[..., Any]) -> None:
