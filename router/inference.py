@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from pdserve.build import FULL_VERSION
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.errors import Cancelled, IdInUse, InternalError, NoWorkers, PdserveError, QuotaExceeded
+from pdserve.core.key_file import Tenant
 from pdserve.core.shares import Shares, caller_of
 from pdserve.prefix.lookup import PrefixLookup
 from pdserve.telemetry import names, propagate
@@ -73,8 +74,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         traceparent = propagate.extract(context.invocation_metadata())
         with self._measure.call_span(request, "" if model is None else model.name, traceparent) as span:
             try:
-                with self._claim(least_tokens(request)) as claim, self._hold(request):
-                    await self._generate(request, context, span, claim)
+                tenant = current_tenant()
+                with self._claim(tenant, least_tokens(request)) as claim, self._hold(tenant, request):
+                    await self._generate(request, context, span, claim, tenant)
                 self._measure.answered(span)
             except PdserveError as error:
                 self._measure.failed_call(span, error)
@@ -115,8 +117,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
         try:
-            client = client_of(context.peer(), current_tenant().name)
-            with self._claim(), self._hold(request):
+            tenant = current_tenant()
+            client = client_of(context.peer(), tenant.name)
+            with self._claim(tenant), self._hold(tenant, request):
                 ids = await self._admission.tokenize(request, self._model(), client)
         except PdserveError as error:
             self._measure.rejected(error)
@@ -130,8 +133,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             model = self._model()
             if model is None:
                 raise NoWorkers("decode")
-            client = client_of(context.peer(), current_tenant().name)
-            with self._claim(), self._hold(request):
+            tenant = current_tenant()
+            client = client_of(context.peer(), tenant.name)
+            with self._claim(tenant), self._hold(tenant, request):
                 text = await self._admission.detokenize(request, model, client)
         except PdserveError as error:
             self._measure.rejected(error)
@@ -151,9 +155,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     # ------------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _claim(self, least_tokens: int = 0) -> Iterator[CallClaim]:
+    def _claim(self, tenant: Tenant, least_tokens: int = 0) -> Iterator[CallClaim]:
         """Claims the tenant's quotas for this call, before any work for it. Raises QuotaExceeded."""
-        tenant = current_tenant()
         try:
             claim = self._quotas.open(tenant, time.monotonic(), least_tokens=least_tokens)
             try:
@@ -164,14 +167,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._measure.over_quota(tenant.name, error.quota)
             raise
 
-    def _hold(self, request: Message) -> contextlib.AbstractContextManager[object]:
+    def _hold(self, tenant: Tenant, request: Message) -> contextlib.AbstractContextManager[object]:
         """Counts the bytes of the request for its caller. Raises Overloaded."""
-        return self._held.body(caller_of(current_tenant().name), request.ByteSize())
+        return self._held.body(caller_of(tenant.name), request.ByteSize())
 
     async def _generate(
-        self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan, claim: CallClaim
+        self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan, claim: CallClaim, tenant: Tenant
     ) -> None:
-        model, tenant = self._model(), current_tenant()
+        model = self._model()
         if model is None:
             raise NoWorkers("decode")
         prepared = await self._admission.prepare(
@@ -273,7 +276,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         # A tenant can neither learn nor occupy the ids of another tenant.
         name = f"{prepared.tenant}/{prepared.request_id}" if prepared.tenant else prepared.request_id
         name = name if index == 0 else f"{name}#{index}"
-        request_id, sampling = self._unused(name), prepared.samplings[index]
+        request_id, sampling = self._unused(name, prepared.tenant), prepared.samplings[index]
         # The runtime adds the number, output and deadline of each attempt.
         attempt = Attempt(
             key=AttemptKey("", request_id, 0),
@@ -315,14 +318,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._runtime.begin(arrival, answer, sequence, facts, claim.take(), now_s)
         return request_id
 
-    def _unused(self, name: str) -> str:
+    def _unused(self, name: str, tenant: str) -> str:
         """`name`, or an id derived from it if a worker still holds memory for an earlier call with that id."""
         if not self._runtime.knows(name):
             return name
         for number in range(2, MAX_SAME_ID + 1):
             if not self._runtime.knows(f"{name}~{number}"):
                 return f"{name}~{number}"
-        raise IdInUse(name.removeprefix(f"{current_tenant().name}/"))
+        raise IdInUse(name.removeprefix(f"{tenant}/"))
 
     async def _cached_blocks(self, hashes: Sequence[bytes], span: OpenSpan) -> Mapping[str, int]:
         if not hashes:

@@ -106,6 +106,22 @@ async def test_a_rejected_message_is_not_read(connect: Connect, keys: Path) -> N
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_a_call_is_authorised_before_and_after_its_message(
+    connect: Connect, decode: Program, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, methods = await connect(decode, key_file=str(keys)), []
+
+    def counted(method: str, *args: Any) -> Tenant:
+        methods.append(method.rpartition("/")[2])
+        return authorised(method, *args)
+
+    monkeypatch.setattr(auth, "authorised", counted)
+    async with presenting(front, ACME) as client:
+        await client.generate("hello", max_tokens=3, n=2)
+        await client.detokenize(await client.tokenize("hello"))
+    assert methods == ["Generate"] * 2 + ["Tokenize"] * 2 + ["Detokenize"] * 2
+
+
 async def test_revoked_keys_end_and_new_keys_begin(connect: Connect, decode: Program, keys: Path) -> None:
     front = await connect(decode, key_file=str(keys), token=OPERATOR)
     write(keys, {"acme": (FOREIGN,)})
