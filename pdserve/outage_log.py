@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Final, final
 
 from pdserve.core.log_limit import MAX_PEERS, LogLimits
@@ -30,16 +31,29 @@ class PeerLog:
         self, level: int, message: str, peer: str = "", *, exc_info: BaseException | None = None, **extra: object
     ) -> bool:
         """Logs it with `times`, the number of such lines since the last one, if one is due. Returns whether it is."""
+        return self.write(level, message, peer, extra, exc_info)
+
+    def warning(self, message: str, peer: str = "", **extra: object) -> bool:
+        return self.write(logging.WARNING, message, peer, extra)
+
+    def write(
+        self,
+        level: int,
+        message: str,
+        peer: str,
+        extra: Mapping[str, object],
+        exc_info: BaseException | None = None,
+        *,
+        is_needed: bool = False,
+    ) -> bool:
+        """As line(). `is_needed`: also if none is due."""
         with self._lock:
             limits = self._limits.setdefault(message, LogLimits(EVERY_S))
             times = limits.due(peer, time.monotonic())
-        if times:
-            extra = extra if times == 1 else {**extra, "times": times}
-            self._log.log(level, message, exc_info=exc_info, extra=extra)
-        return bool(times)
-
-    def warning(self, message: str, peer: str = "", **extra: object) -> bool:
-        return self.line(logging.WARNING, message, peer, exc_info=None, **extra)
+        if not (times or is_needed):
+            return False
+        self._log.log(level, message, exc_info=exc_info, extra=extra if times <= 1 else {**extra, "times": times})
+        return True
 
 
 @final
@@ -49,27 +63,22 @@ class OutageLog:
 
     def __init__(self, log: logging.Logger, failure: str, recovery: str, *, level: int = logging.WARNING) -> None:
         """`level` is that of a failure."""
-        self._log, self._failure, self._recovery, self._level = log, failure, recovery, level
-        self._failures, self._arrivals = LogLimits(EVERY_S), LogLimits(EVERY_S)
+        self._lines, self._failure, self._recovery, self._level = PeerLog(log), failure, recovery, level
         self._logged: OrderedDict[str, None] = OrderedDict()  # peers with a failure that was logged, without recovery
         self._lock = threading.Lock()
 
     def failed(self, peer: str = "", **extra: object) -> None:
         """For each failure, also while the peer is known to fail: a long outage is then logged every minute."""
+        if not self._lines.write(self._level, self._failure, peer, extra):
+            return
         with self._lock:
-            failures = self._failures.due(peer, time.monotonic())
-            if failures:
-                self._logged[peer] = None
-                if len(self._logged) > MAX_PEERS:
-                    self._logged.popitem(last=False)
-        if failures:
-            self._log.log(self._level, self._failure, extra={**extra, "failures": failures})
+            self._logged[peer] = None
+            if len(self._logged) > MAX_PEERS:
+                self._logged.popitem(last=False)
 
     def recovered(self, peer: str = "", **extra: object) -> None:
         """Also for the first answer of a peer."""
         with self._lock:
-            is_due = self._arrivals.due(peer, time.monotonic()) > 0
-            is_due |= peer in self._logged
+            is_needed = peer in self._logged
             self._logged.pop(peer, None)
-        if is_due:
-            self._log.info(self._recovery, extra=extra)
+        self._lines.write(logging.INFO, self._recovery, peer, extra, is_needed=is_needed)
