@@ -116,6 +116,8 @@ class Target:
             ("grpc.min_reconnect_backoff_ms", int(self.connect_s * 1000)),
             ("grpc.initial_reconnect_backoff_ms", 100),  # shorter than the first retry, so that a retry reconnects
             ("grpc.max_reconnect_backoff_ms", 2000),
+            # gRPC asks for the addresses of a name again when a connection has failed, by default every 30 s at most.
+            ("grpc.dns_min_time_between_resolutions_ms", 1000),
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.service_config", _WATCHING if may_have_several(self.address) else _ROUND_ROBIN),

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 
 import openai
 import pytest
@@ -16,13 +17,14 @@ import pytest
 from pdserve import AsyncClient, Client
 from pdserve.client.connect import is_loopback, may_have_several
 from pdserve.client.retry import Retries
-from pdserve.core.errors import NotFound, ShuttingDown
+from pdserve.core.errors import NotFound, ShuttingDown, Unavailable
 from pdserve.testing import Cluster
 from tests.unit.gateway.conftest import PATIENT, WAIT_S, gateway
 
 REQUESTS = 20
 IN_TURN = 6  # successes in a row, of which a client that calls both routers in turn would have only one
 ONCE = Retries(limit=0)
+MOVED_S = 20.0
 
 
 @pytest.fixture
@@ -184,38 +186,87 @@ def test_a_list_and_a_name_may_be_several_routers(address: str, may_be: bool) ->
     assert may_have_several(address) is may_be
 
 
-def test_all_addresses_of_a_name_are_used() -> None:
-    """gRPC asks the DNS server of the target."""
+def test_all_addresses_of_a_name_are_used(named: Named) -> None:
+    first, second = named.clusters
+    with first, second, Client(named.target) as client:
+        ids = [client.generate("x", max_tokens=1).request_id for _ in range(REQUESTS)]
+        found = served((first, second), ids)
+        assert found.total() == REQUESTS
+        assert min(found[0], found[1]) >= REQUESTS // 4
+        first.stop()
+        for _ in range(REQUESTS):
+            assert client.generate("x", max_tokens=1).choices
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_name_that_moves_is_asked_for_again(named: Named, is_late: bool) -> None:
+    """gRPC alone would wait 30 s between questions. `is_late`: the first answer after the failure is the old one."""
+    first, second = named.clusters
+    named.hosts[:] = ["127.0.0.1"]
+    async with AsyncClient(named.target, retries=ONCE) as client, first, second:
+        await client.generate("connect", max_tokens=1)
+        if not is_late:
+            named.hosts[:] = ["127.0.0.2"]
+        asked = named.num_asked
+        await asyncio.to_thread(first.stop)
+        deadline_s = time.monotonic() + MOVED_S
+        while not await is_answered(client):
+            assert time.monotonic() < deadline_s, "calls still go to the old address"
+            if named.num_asked > asked:
+                named.hosts[:] = ["127.0.0.2"]
+            await asyncio.sleep(0.01)
+        assert named.num_asked > asked
+
+
+async def is_answered(client: AsyncClient) -> bool:
+    try:
+        await client.generate("x", max_tokens=1)
+    except Unavailable:
+        return False
+    return True
+
+
+@dataclass
+class Named:
+    """Two routers that are not started, and a name whose addresses a test may change. gRPC asks the DNS server of the
+    target."""
+
+    clusters: tuple[Cluster, Cluster]
+    target: str
+    hosts: list[str]
+    num_asked: int = 0  # questions about IPv4
+
+
+@pytest.fixture
+def named() -> Iterator[Named]:
     with (
         socket.create_server(("127.0.0.1", 0)) as free,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server,
     ):
         port = free.getsockname()[1]
-        server.bind(("127.0.0.1", 0))
-        threading.Thread(target=answer_names, args=(server,), daemon=True).start()
         free.close()
-        first = Cluster(prefill=0, router={**PATIENT, "host": "127.0.0.1", "port": port})
-        second = Cluster(prefill=0, router={**PATIENT, "host": "127.0.0.2", "port": port})
-        name = f"dns://127.0.0.1:{server.getsockname()[1]}/routers.example:{port}"
-        with first, second, Client(name) as client:
-            ids = [client.generate("x", max_tokens=1).request_id for _ in range(REQUESTS)]
-            found = served((first, second), ids)
-            assert found.total() == REQUESTS
-            assert min(found[0], found[1]) >= REQUESTS // 4
-            first.stop()
-            for _ in range(REQUESTS):
-                assert client.generate("x", max_tokens=1).choices
-            server.sendto(b"", server.getsockname())  # ends the thread
+        server.bind(("127.0.0.1", 0))
+        hosts = ["127.0.0.1", "127.0.0.2"]
+        first, second = (Cluster(prefill=0, router={**PATIENT, "host": host, "port": port}) for host in hosts)
+        one = Named((first, second), f"dns://127.0.0.1:{server.getsockname()[1]}/routers.example:{port}", hosts)
+        thread = threading.Thread(target=answer_names, args=(server, one))
+        thread.start()
+        try:
+            yield one
+        finally:
+            server.sendto(b"", server.getsockname())
+            thread.join()
 
 
-def answer_names(server: socket.socket) -> None:
-    """127.0.0.1 and 127.0.0.2 for each question about IPv4, nothing for others."""
+def answer_names(server: socket.socket, named: Named) -> None:
+    """The hosts for each question about IPv4, nothing for others."""
     while True:
         question, peer = server.recvfrom(512)
         if not question:
             return
         end = question.index(b"\0", 12) + 5
-        hosts = ("127.0.0.1", "127.0.0.2") if question[end - 4 : end - 2] == b"\0\1" else ()
+        hosts = tuple(named.hosts) if question[end - 4 : end - 2] == b"\0\1" else ()
         answers = [b"\xc0\x0c\0\1\0\1\0\0\0\1\0\4" + socket.inet_aton(host) for host in hosts]
         head = question[:2] + b"\x85\x80\0\1" + struct.pack(">HHH", len(answers), 0, 0)
         server.sendto(head + question[12:end] + b"".join(answers), peer)
+        named.num_asked += bool(hosts)

@@ -1,9 +1,14 @@
 """Publisher and index together over a real server."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import redis
@@ -14,6 +19,7 @@ from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.keys import bit_offset, fingerprint_of, index_tag, owner_of, slots_bits
 from pdserve.prefix.lease import GRACE_LEASES
 from pdserve.prefix.redis_index import RedisIndex, _between, _probes
+from pdserve.prefix.registry import Registry
 from tests.unit.prefix.given import SEED, chain, crash, following, publisher, publishing, until, until_found
 
 TAG = index_tag("test", fingerprint_of(SEED))
@@ -213,6 +219,57 @@ async def test_many_missed_changes_are_replaced_by_a_snapshot(mortal: EmbeddedRe
         async with following(mortal.url) as index:
             await until_found(index, chain(5), {"w": 5})
         assert worker.num_snapshots == 2
+
+
+async def test_a_redis_whose_name_moves_is_found_again(mortal: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a worker, the index and the registry."""
+    hosts, resolve = ["127.0.0.1"], socket.getaddrinfo
+
+    def resolved(host: Any, *args: Any, **kwargs: Any) -> Any:
+        return resolve(hosts[0] if host == "redis.example" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    url, blocks = mortal.url.replace("127.0.0.1", "redis.example"), chain(3)
+    assert url != mortal.url
+    registry = Registry(url, "test", poll_s=0.02)
+    with EmbeddedRedis.start(password=mortal.password) as other:
+        async with (
+            forwarding("127.0.0.2", mortal.port, other.port),
+            following(url) as index,
+            publishing(url, "w") as worker,
+        ):
+            watching = asyncio.create_task(registry.watch(lambda workers: None))
+            worker.offer(stored=blocks)
+            await until_found(index, blocks, {"w": 3})
+            hosts[0] = "127.0.0.2"
+            mortal.stop()
+            async with publishing(url, "late") as late:
+                late.offer(stored=blocks[:1])
+                await until_found(index, blocks, {"w": 3, "late": 1})
+                await until(lambda: [one.worker_id for one in registry.workers] == ["late", "w"])
+            watching.cancel()
+
+
+@asynccontextmanager
+async def forwarding(host: str, port: int, to: int) -> AsyncIterator[None]:
+    """Another address of a server on loopback."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65_536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", to)
+        await asyncio.gather(copy(reader, there[1]), copy(there[0], writer))
+
+    server = await asyncio.start_server(accept, host, port)
+    try:
+        yield
+    finally:
+        server.close()
 
 
 async def test_an_empty_redis_is_refilled_after_a_restart(mortal: EmbeddedRedis) -> None:
