@@ -64,7 +64,8 @@ def launching_child(templates: TemplateSources | None) -> Iterator[ChildProcess 
         yield None
         return
     child = ChildProcess(MODULE)
-    child.launch()
+    with contextlib.suppress(OSError):  # load() tries again, and names the reason
+        child.launch()
     try:
         yield child
     except BaseException:

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import InternalError, ModelError, PdserveError
 from pdserve.isolated.child import LATE
-from pdserve.isolated.process import BlockingChild, ChildEnded
+from pdserve.isolated.process import START_S, BlockingChild, ChildEnded
 from pdserve.text.chat import TemplateSources
 from pdserve.text.child import load_message, part_of
 
@@ -33,10 +33,11 @@ def finding_facts(sources: TemplateSources | None) -> Iterator[Callable[[], Temp
     if sources is None:
         yield TemplateFacts
         return
-    child = BlockingChild(MODULE)
+    load = load_message(sources)
+    child = _begun(load)
 
     def found() -> TemplateFacts:
-        return facts_of(_answers(child, load_message(sources))[0])
+        return facts_of(_answers(child, load)[0])
 
     try:
         yield found
@@ -52,11 +53,11 @@ def facts_of(loaded: Mapping[str, Any]) -> TemplateFacts:
 def not_loaded(cause: BaseException | None, load: Mapping[str, Any]) -> PdserveError:
     """Why a child has not answered its first message `load`."""
     process = f"the process that reads {part_of(load)}"
-    if isinstance(cause, OSError):
+    if isinstance(cause, OSError) and not isinstance(cause, TimeoutError):
         return InternalError(f"{process} cannot be started: {cause}")
     status = cause.status if isinstance(cause, ChildEnded) else None
     if status is None or status == LATE:
-        return InternalError(f"{process} was not ready in time: this machine is too busy; start it again")
+        return InternalError(f"{process} was not ready within {START_S:g} s: this machine is too busy; try again")
     if status > 0:  # no limit ends it in this way
         return InternalError(f"{process} ended with status {status}: try `{sys.executable} -m {MODULE}`")
     if -status in _AT_LIMIT:
@@ -68,11 +69,14 @@ def not_loaded(cause: BaseException | None, load: Mapping[str, Any]) -> PdserveE
 
 def ask_once(load: dict[str, Any], *messages: dict[str, Any]) -> list[dict[str, Any]]:
     """The answers of a child that then ends. Raises ModelError if it cannot load the model's files."""
+    return _answers(_begun(load), load, *messages)
+
+
+def _begun(load: Mapping[str, Any]) -> BlockingChild:
     try:
-        child = BlockingChild(MODULE)
+        return BlockingChild(MODULE)
     except OSError as error:
         raise not_loaded(error, load) from None
-    return _answers(child, load, *messages)
 
 
 def _answers(child: BlockingChild, load: dict[str, Any], *messages: dict[str, Any]) -> list[dict[str, Any]]:

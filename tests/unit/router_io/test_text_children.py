@@ -19,7 +19,7 @@ from pdserve.config import RouterConfig
 from pdserve.core.errors import InternalError, InvalidRequest, ModelError, Overloaded
 from pdserve.isolated.process import ChildProcess
 from pdserve.text.chat import TemplateSources
-from pdserve.text.template_facts import not_loaded
+from pdserve.text.template_facts import finding_facts, not_loaded
 from pdserve.text.tokenizer import HuggingFaceTokenizer
 from pdserve.v1 import inference_pb2
 from router import text_children
@@ -275,7 +275,20 @@ async def test_an_error_names_the_files_that_the_child_loads(make: Make, tmp_pat
             await within(admission.load())
         assert caught.value.field == "model"
         (tmp_path / "held").rename(folder / "tokenizer.json")
-        assert part in str(not_loaded(TimeoutError(), admission.children._load))
+        late = not_loaded(TimeoutError(), admission.children._load)
+        assert late.message.startswith(f"the process that reads {part} was not ready within 60 s")
+
+
+async def test_a_router_and_a_launcher_name_why_no_child_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    why, held = "chat_template cannot be started: .*No such file", children()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    server = RouterServer(RouterConfig(model=str(FOLDER), port=0, cluster_secret=TEXT))
+    with pytest.raises(InternalError, match=why):
+        await within(server.start())
+    await within(server.stop())
+    with pytest.raises(InternalError, match=why), finding_facts(TemplateSources(ON_DEMAND, None, {})):
+        pass
+    assert children() == held
 
 
 def slow_folder(tmp_path: Path) -> Path:
