@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import NoneType
 from typing import Any, Final
 
 import pydantic_core
 
 SLICE: Final = 256  # items of an array that are encoded at a time
-_MANY: Final = (Mapping, list, tuple, Iterator)
+SHORT: Final = 1024  # values that are encoded at once: a token with its 64 most likely ones has 700
+_MANY: Final = (Mapping, Iterator)
+_SINGLE: Final = (str, int, float, NoneType)
 DONE: Final = b"data: [DONE]\n\n"
 PADDED_BYTES: Final = 64
 _PADDING: Final = ',"obfuscation":""'
@@ -27,7 +30,9 @@ def to_json(value: Mapping[str, Any]) -> bytes:
 def to_json_pieces(value: Any) -> Iterator[bytes]:
     """The same as to_json, in pieces of some KiB. Each takes little time, and an iterator in the value is read only as
     far as it is written."""
-    if isinstance(value, Mapping) and any(isinstance(one, _MANY) for one in value.values()):
+    if _values_left(value, SHORT) >= 0:
+        yield pydantic_core.to_json(value, inf_nan_mode="null")
+    elif isinstance(value, Mapping):
         begin = b"{"
         for name, one in value.items():
             yield begin + pydantic_core.to_json(name) + b":"
@@ -41,14 +46,29 @@ def to_json_pieces(value: Any) -> Iterator[bytes]:
             yield from to_json_pieces(one)
             begin = b","
         yield b"[]" if begin == b"[" else b"]"
-    elif isinstance(value, (list, tuple)) and len(value) > SLICE:
+    else:
         for start in range(0, len(value), SLICE):
             yield (b"," if start else b"[") + pydantic_core.to_json(value[start : start + SLICE], inf_nan_mode="null")[
                 1:-1
             ]
         yield b"]"
+
+
+def _values_left(value: Any, most: int) -> int:
+    """`most` less the number of values at every depth. Negative if these are more, or if one is an iterator."""
+    if isinstance(value, dict):
+        values: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        values = value
     else:
-        yield pydantic_core.to_json(value, inf_nan_mode="null")
+        return -1 if isinstance(value, _MANY) else most
+    most -= len(value)
+    for one in values:
+        if most < 0:
+            break
+        if not isinstance(one, _SINGLE):
+            most = _values_left(one, most)
+    return most
 
 
 def frame(value: Mapping[str, Any], *, is_long: bool = False) -> bytes:

@@ -62,6 +62,16 @@ def test_a_long_answer_is_made_while_it_is_encoded() -> None:
     assert made < 1000
 
 
+def test_a_token_is_encoded_at_once() -> None:
+    """With its most likely ones: a call of the encoder for each value would take ten times as long."""
+    top = [{"token": "y", "logprob": -1.0, "bytes": [121]}] * 64
+    tokens = [{"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": top}] * 100
+    for value in ({"content": iter(tokens)}, {"content": tokens}):
+        pieces = list(to_json_pieces(value))
+        assert b"".join(pieces) == to_json({"content": tokens})
+        assert 100 <= len(pieces) < 300
+
+
 def test_others_run_while_an_answer_is_encoded() -> None:
     turns = 0
 
