@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Protocol, final
 
-from pdserve.config import LOG_LEVEL_ENV, GatewayConfig, RouterConfig, WorkerConfig, forget_secrets
+from pdserve.config import LOG_LEVEL_ENV, SECRETS, GatewayConfig, RouterConfig, WorkerConfig, forget_secrets
 from pdserve.config_flags import Config, log_flags, parse_flags, with_file
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import missing
@@ -108,6 +108,9 @@ class Reloading:
     def __init__(self, kind: Any, argv: Sequence[str], prog: str) -> None:
         self._kind, self._argv, self._prog = kind, argv, prog
         self._first_level = os.environ.get(LOG_LEVEL_ENV, "")
+        # The environment will not have them any more. A variable takes precedence over a file.
+        names = [one for one in SECRETS if os.environ.get(f"{one}_FILE") and not os.environ.get(one, "").strip()]
+        self._secret_files = {name: os.environ[f"{name}_FILE"] for name in names}
         self._is_asked = threading.Event()
         self.given: WorkerConfig | RouterConfig | GatewayConfig | None = None  # by the flags
         if not is_on_terminal():
@@ -129,6 +132,8 @@ class Reloading:
         try:
             words = with_file(self._argv)
             secrets = {one.metadata["env"]: getattr(before, one.name) for one in dataclasses.fields(before)}
+            for name, path in self._secret_files.items():
+                secrets |= {name: "", f"{name}_FILE": path}
             after = parse_flags(self._kind, words, self._prog, secrets)
             self.set_level(words)
             level = log_level()

@@ -36,7 +36,7 @@ from pdserve.model_source import BUNDLED, TOY_MODELS, find_model, is_on_hub
 
 FAULTS: Final = "kvtransfer.faults"  # loaded by name, because pdserve imports no package above it
 _TLS_FILES: Final = {"tls_cert", "tls_key", "tls_ca", "tls_client_ca", "router_cert", "router_key"}
-_NOT_ASKED: Final = {"settings", "cluster_secret", "cores", "gpus"}  # of a ClusterSpec, that `merge` does not compare
+_NOT_ASKED: Final = {"settings", "cores", "gpus"}  # of a ClusterSpec, that `merge` does not compare
 _OF_WORKER_TABLES: Final = ("worker", "prefill_worker", "decode_worker")
 _OF_ROUTER: Final = ("otlp", "generation_config", "served_model_name")
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load")
@@ -51,6 +51,7 @@ class Asked:
     log_dir: Path | None
     log_limits: LogLimits
     log_level: str
+    own_secrets: frozenset[str]  # settings that the launcher chose at random, because none was given
 
 
 def read(
@@ -97,7 +98,12 @@ def read(
         _check_tls_files(tables)
     if token := from_env(TOKEN_ENV):
         tables.setdefault("router", {}).setdefault("token", token)
-    _read_key_file(tables, found.get("key_file", ""))
+    own_secrets = set()
+    if _read_key_file(tables, found.get("key_file", "")):
+        own_secrets.add("router.token")
+    if not (cluster_secret := from_env(SECRET_ENV)):
+        cluster_secret = _own_secret(tables.values())
+        own_secrets.add("cluster_secret")
     found.setdefault("redis", from_env(REDIS_ENV))
     if "metrics" in found and found.get("ray") is not None:
         raise ConfigError(
@@ -110,7 +116,7 @@ def read(
         cores=usable_cores(),
         gpus=_gpus(),
         inject_faults=faults,
-        cluster_secret=from_env(SECRET_ENV) or _own_secret(tables.values()),
+        cluster_secret=cluster_secret,
         settings=tables,
         tls=_tls(found, tables),
         **{
@@ -145,6 +151,7 @@ def read(
         log_dir=Path(log_dir) if log_dir else None,
         log_limits=LogLimits(**limits),
         log_level=log_level,
+        own_secrets=frozenset(own_secrets),
     )
 
 
@@ -152,18 +159,19 @@ def merge(running: Asked, wanted: Asked) -> tuple[Asked, list[str], list[str]]:
     """`running` with the values of `wanted` that a running cluster can take, the names of these, and the names of those
     that change at the next start only. Pure.
 
-    A secret comes from the environment, which does not change. Ray's workers, which may be on other hosts, take none.
+    Ray's workers, which may be on other hosts, take none. Random secrets differ at each reading: that is no change.
     """
+    same = running.own_secrets & wanted.own_secrets
     changed = [name for name in ("log_level", "log_limits") if getattr(running, name) != getattr(wanted, name)]
     fixed = [name for name in ("ray", "log_dir") if getattr(running, name) != getattr(wanted, name)]
     for one in dataclasses.fields(ClusterSpec):
-        if one.name not in _NOT_ASKED and getattr(running.spec, one.name) != getattr(wanted.spec, one.name):
+        if one.name not in _NOT_ASKED | same and getattr(running.spec, one.name) != getattr(wanted.spec, one.name):
             fixed.append(one.name)
     settings = {kind: dict(values) for kind, values in running.spec.settings.items()}
     for kind in KINDS:
         fields, mine, theirs = fields_of(kind), settings.get(kind, {}), wanted.spec.settings.get(kind, {})
         for name in sorted(mine.keys() | theirs.keys()):
-            if mine.get(name) == theirs.get(name) or fields[name].metadata["env"]:
+            if mine.get(name) == theirs.get(name) or f"{kind}.{name}" in same:
                 continue
             if not fields[name].metadata.get("is_live") or (running.ray is not None and kind in _OF_WORKER_TABLES):
                 fixed.append(f"{kind}.{name}")
@@ -228,18 +236,20 @@ def bundled_model() -> Path:
     return found[0]
 
 
-def _read_key_file(tables: dict[Kind, dict[str, Any]], given: str) -> None:
-    """Raises ConfigError if the file is wrong. Checked here, because the router would report it only after the workers
-    have loaded."""
+def _read_key_file(tables: dict[Kind, dict[str, Any]], given: str) -> bool:
+    """Whether a file of keys is given without a token, which is then random. Raises ConfigError if the file is wrong.
+    Checked here, because the router would report it only after the workers have loaded."""
     file = tables.get("router", {}).get("key_file", given)
     if not file:
-        return
+        return False
     table = tables.setdefault("router", {})
     # Absolute, because the router may run in another working directory.
     table["key_file"] = str(Path(file).expanduser().absolute())
     parse(read_bytes(table["key_file"])[0])
-    # `up` itself needs the operator's token, to see the workers.
-    table.setdefault("token", secrets.token_hex(32))
+    if "token" in table:
+        return False
+    table["token"] = secrets.token_hex(32)  # `up` itself needs the operator's token, to see the workers
+    return True
 
 
 def _check_tls_files(tables: Mapping[Kind, Mapping[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.config import LOG_LEVEL_ENV, GatewayConfig, RouterConfig, WorkerConfig
+from pdserve.config import LOG_LEVEL_ENV, SECRETS, GatewayConfig, RouterConfig, WorkerConfig, forget_secrets
 from pdserve.config_flags import live_flags, parse_flags, with_file
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import live_names
@@ -119,6 +119,31 @@ def test_secrets_stay(file: Path) -> None:
     file.write_text("--drain-s=7")
     hang_up(reloading, host)
     assert host.changes == [{"drain_s": 7.0}]
+
+
+@pytest.mark.parametrize("is_in_variable", [True, False])
+def test_a_changed_file_of_a_secret_is_named(
+    is_in_variable: bool, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("secret-token-of-20")
+    for name in SECRETS:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(f"{name}_FILE", raising=False)
+    monkeypatch.setenv("PDSERVE_TOKEN_FILE", str(secret))
+    if is_in_variable:  # it takes precedence
+        monkeypatch.setenv("PDSERVE_TOKEN", "secret-token-of-20")
+    host, reloading = Host(), started(file)
+    forget_secrets()
+    hang_up(reloading, host)
+    assert [one.levelname for one in caplog.records] == ["INFO"]
+    caplog.clear()
+    secret.write_text("another-token-of-20")
+    hang_up(reloading, host)
+    named = [one.__dict__["settings"] for one in caplog.records if one.levelname == "WARNING"]
+    assert named == ([] if is_in_variable else ["token"])
+    assert host.changes == [{}, {}]
+    assert "another-token" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", [WorkerConfig, RouterConfig, GatewayConfig])

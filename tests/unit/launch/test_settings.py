@@ -488,6 +488,38 @@ def test_the_same_settings_change_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         assert merge(first, second) == (first, [], [])
 
 
+@pytest.mark.parametrize("field", ["token", "redis", "cluster_secret"])
+@pytest.mark.parametrize("before", ["", "first-secret-of-20-chars"])
+def test_a_changed_secret_is_named(field: str, before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the environment may have new content, and a token may also be in the settings' file."""
+    name = {"token": "router.token"}.get(field, field)
+    file = tmp_path / "secret"
+    for env in ("PDSERVE_TOKEN", "PDSERVE_REDIS", "PDSERVE_CLUSTER_SECRET"):
+        monkeypatch.delenv(env, raising=False)
+    monkeypatch.setenv(f"PDSERVE_{field.upper()}_FILE", str(file))
+    file.write_text(before)
+    running = read(None, RUNNING, folder=tmp_path)
+    file.write_text("another-secret-of-20")
+    wanted = read(None, RUNNING, folder=tmp_path)
+    assert merge(running, wanted) == (running, [], [name])
+    if field != "cluster_secret":  # which no table has
+        text = {"token": RUNNING.replace("[router]", '[router]\ntoken = "a-third-secret-of-20"')}
+        text["redis"] = 'redis = "redis://:p@127.0.0.1:1"' + RUNNING
+        assert merge(running, read(None, text[field], folder=tmp_path)) == (running, [], [name])
+
+
+def test_a_token_beside_a_key_file_is_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PDSERVE_TOKEN", raising=False)
+    keys = tmp_path / "keys.toml"
+    keys.write_text("{}")
+    text = f'model = "toy"\nkey_file = "{keys}"\n'
+    running, wanted = (
+        read(None, one, folder=tmp_path) for one in (text, text + '[router]\ntoken = "secret-of-20-chars-"')
+    )
+    assert merge(running, wanted) == (running, [], ["router.token"])
+    assert merge(wanted, running) == (wanted, [], ["router.token"])
+
+
 def test_workers_of_ray_take_no_new_settings(tmp_path: Path) -> None:
     running = read({"ray": ""}, RUNNING, folder=tmp_path)
     wanted = read({"ray": ""}, RUNNING.replace("5.0", "6.0").replace("info", "debug"), folder=tmp_path)
