@@ -85,7 +85,7 @@ class FailRequest:
             case FailKind.OVERLOADED:
                 return errors.Overloaded(self.message, self.retry_after_s if self.retry_after_s is not None else 1.0)
             case FailKind.NO_WORKERS:
-                return errors.NoWorkers(self.role, self.retry_after_s)
+                return errors.NoWorkers.from_message(self.message, self.role, self.retry_after_s)
             case FailKind.UNAVAILABLE:
                 return errors.Unavailable(self.message, self.retry_after_s)
             case FailKind.SHUTTING_DOWN:

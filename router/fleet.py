@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from typing import Final
 
+from pdserve.core.errors import NONE_YET, NoWorkers
 from pdserve.core.latency import LinkModel
 from pdserve.core.types import Role
 from router.events import WorkerConnected
@@ -54,8 +56,26 @@ class Fleet:
 
     def is_decode_drained(self) -> bool:
         """Whether operators have drained every known decode worker, so that waiting for one to reconnect is useless."""
-        decodes = [view for view in self.workers.values() if view.role is Role.DECODE]
+        decodes = self.all_decode()
         return bool(decodes) and all(view.is_connected and view.is_drained for view in decodes)
+
+    def all_decode(self) -> list[WorkerView]:
+        """Also those that are not connected."""
+        return [view for view in self.workers.values() if view.role is Role.DECODE]
+
+    def why_none(self, views: Iterable[WorkerView], now_s: float) -> NoWorkers:
+        """The error if none of `views`, decode workers, may receive a request: how many are in which state."""
+        states = Counter(self._state(view, now_s) for view in views)
+        counted = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+        return NoWorkers(Role.DECODE.value, states=counted or ("none is left" if self.has_known_decode else NONE_YET))
+
+    def _state(self, view: WorkerView, now_s: float) -> str:
+        """As `pdserve topology` names it."""
+        if not view.is_connected:
+            return "away"
+        if view.is_draining:
+            return "drained" if view.is_drained else "draining"
+        return "connected" if self.is_usable(view, now_s) else "without a recent load report"
 
     def usable(self, now_s: float) -> tuple[list[WorkerView], list[WorkerView]]:
         """The prefill workers and the decode workers that may receive new requests. The lists are cached, so callers

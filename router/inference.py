@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from pdserve.build import FULL_VERSION
 from pdserve.core.attempt import Attempt, AttemptKey
-from pdserve.core.errors import Cancelled, IdInUse, InternalError, NoWorkers, PdserveError, QuotaExceeded
+from pdserve.core.errors import NONE_YET, Cancelled, IdInUse, InternalError, NoWorkers, PdserveError, QuotaExceeded
 from pdserve.core.key_file import Tenant
 from pdserve.core.shares import Shares, caller_of
 from pdserve.prefix.lookup import PrefixLookup
@@ -96,7 +96,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             tenant = current_tenant().name
             if model is None:
-                raise NoWorkers("decode")
+                raise NoWorkers("decode", states=NONE_YET)
         except PdserveError as error:
             return await status.abort(context, error)
         return inference_pb2.GetModelResponse(
@@ -132,7 +132,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             model = self._model()
             if model is None:
-                raise NoWorkers("decode")
+                raise NoWorkers("decode", states=NONE_YET)
             tenant = current_tenant()
             client = client_of(context.peer(), tenant.name)
             with self._claim(tenant), self._hold(tenant, request):
@@ -176,7 +176,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         model = self._model()
         if model is None:
-            raise NoWorkers("decode")
+            raise NoWorkers("decode", states=NONE_YET)
         prepared = await self._admission.prepare(
             request, model, context.time_remaining(), client_of(context.peer(), tenant.name), tenant
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from pdserve.core.attempt import AttemptKey
@@ -235,21 +235,25 @@ def _wait_for_decode_workers(cluster: ClusterState) -> Iterator[Step]:
     waiting = [cluster.requests[request_id] for request_id in (*cluster.queue, *sorted(cluster.parked))]
     for request in waiting:
         if cluster.now_s >= until_s or not request.output:
-            yield _no_workers(request)
+            yield _no_workers(cluster, request, cluster.fleet.all_decode())
     if cluster.now_s < until_s:
         _retry_at(cluster, until_s)
 
 
 def _wait_for_workers(cluster: ClusterState, request: Request) -> Iterator[Step]:
-    """Parks a request for which all large enough workers are disconnected, possibly for long."""
+    """Parks a request for which no large enough worker receives requests, possibly for long."""
     if cluster.now_s - request.queued_s >= cluster.settings.workers_grace_s:
-        yield _no_workers(request)
+        yield _no_workers(cluster, request, _all_large_enough(cluster, request))
     else:
         cluster.park(request, cluster.now_s + AWAY_S)
 
 
-def _no_workers(request: Request) -> Step:
-    message = "no decode worker that could take the request is connected"
+def _all_large_enough(cluster: ClusterState, request: Request) -> list[WorkerView]:
+    return large_enough(request, cluster.fleet.all_decode(), request.num_tokens + 1)
+
+
+def _no_workers(cluster: ClusterState, request: Request, decodes: Sequence[WorkerView]) -> Step:
+    message = cluster.fleet.why_none(decodes, cluster.now_s).message
     if request.attempt:
         return Fail(request, FailKind.NO_WORKERS, message, role=Role.DECODE.value)
     return Reject(request, FailKind.NO_WORKERS, message, retry_after_s=1.0, role=Role.DECODE.value)
@@ -266,14 +270,13 @@ def _decide(
     fits_all = cluster.fleet.fits_all
     fitting = large_enough(request, decodes, request.num_tokens + 1, fits_all)
     if not fitting:
-        everyone = [view for view in cluster.fleet.workers.values() if view.role is Role.DECODE]
-        if large_enough(request, everyone, request.num_tokens + 1):
+        if _all_large_enough(cluster, request):
             return Decision(
                 choice=Choice.WAIT,
                 reason="all workers that are large enough are disconnected",
                 obstacle=Obstacle.WORKERS,
             )
-        limit = max(view.max_tokens for view in everyone)
+        limit = max(view.max_tokens for view in cluster.fleet.all_decode())
         message = f"{request.num_tokens} tokens; no decode worker takes more than {limit}"
         yield Fail(request, FailKind.INVALID, message, field="prompt")
         return None

@@ -15,7 +15,7 @@ from typing import Final, Protocol, cast
 
 from pdserve.build import FULL_VERSION
 from pdserve.config_flags import Parser
-from pdserve.core.errors import NotFound, NoWorkers, PdserveError, Unauthenticated
+from pdserve.core.errors import NONE_YET, NotFound, NoWorkers, PdserveError, Unauthenticated
 from pdserve.core.extras import missing
 
 #: The module of each command. `router` and `simulator` may import pdserve, but not the reverse, so the modules are
@@ -108,7 +108,12 @@ def hint(error: PdserveError) -> str:
     if error.message.startswith("no server answers at"):
         return "; is `pdserve up` running there?"
     if isinstance(error, NoWorkers):
-        return "; the cluster may still be starting: wait for `pdserve ready`, or see `pdserve topology`"
+        if "drained" in error.states:
+            return "; `pdserve undrain WORKER` lets a drained one serve again"
+        is_starting = error.states == NONE_YET
+        return (
+            "; is the cluster still starting? Wait for `pdserve ready`" if is_starting else "; see `pdserve topology`"
+        )
     if isinstance(error, NotFound) and error.kind == "recent request":
         return (
             "; a router knows its last 1,024 requests, by the id that `pdserve generate --stats` or --json, the header "

@@ -33,6 +33,7 @@ from pdserve.core.urls import hide_password
 
 MAX_REPEATED_CHARS: Final = 256  # of a caller's text, in the message of an error
 MAX_SEEN_CHARS: Final = 1024  # of a setting's value
+NONE_YET: Final = "none has connected yet"  # of NoWorkers
 
 
 def shortened(value: object, most: int = MAX_REPEATED_CHARS) -> str:
@@ -169,11 +170,17 @@ class Unavailable(PdserveError):
 
 
 class NoWorkers(Unavailable):
+    """`states` says in which states the workers of that role are; empty if that is unknown."""
+
     reason = "NO_WORKERS"
 
-    def __init__(self, role: str, retry_after_s: float | None = 1.0) -> None:
-        super().__init__(f"no {role} worker is available", retry_after_s)
-        self.role = role
+    def __init__(self, role: str, retry_after_s: float | None = 1.0, states: str = "") -> None:
+        super().__init__(f"no {role} worker is available{states and ': '}{states}", retry_after_s)
+        self.role, self.states = role, states
+
+    @classmethod
+    def from_message(cls, message: str, role: str, retry_after_s: float | None) -> Self:
+        return cls(role, retry_after_s, message.partition(": ")[2])
 
 
 class ShuttingDown(Unavailable):

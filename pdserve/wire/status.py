@@ -97,7 +97,7 @@ TABLE: Final[Mapping[type[PdserveError], Mapped]] = {
     NoWorkers: Mapped(
         grpc.StatusCode.UNAVAILABLE,
         ("role",),
-        lambda _, fields, retry_after_s: NoWorkers(fields["role"], retry_after_s),
+        lambda message, fields, retry_after_s: NoWorkers.from_message(message, fields["role"], retry_after_s),
     ),
     ShuttingDown: Mapped(grpc.StatusCode.UNAVAILABLE, (), lambda _, __, retry_after_s: ShuttingDown(retry_after_s)),
     DeadlineExceeded: Mapped(

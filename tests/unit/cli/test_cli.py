@@ -25,7 +25,7 @@ from pdserve.cli.topology import render
 from pdserve.client import results
 from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
 from pdserve.config_flags import parse_flags
-from pdserve.core.errors import NoWorkers, Unauthenticated, Unavailable
+from pdserve.core.errors import NONE_YET, NoWorkers, Unauthenticated, Unavailable
 from pdserve.engine import host_limits
 from pdserve.launch.settings import Asked
 from pdserve.launch.spec import served_names
@@ -138,9 +138,20 @@ def test_a_missing_token_names_its_variable() -> None:
         " (PDSERVE_TOKEN holds the cluster's token, or a tenant's key)"
     )
     assert hint(Unavailable("draining")) == ""
-    assert hint(NoWorkers("decode")) == (
-        "; the cluster may still be starting: wait for `pdserve ready`, or see `pdserve topology`"
-    )
+
+
+@pytest.mark.parametrize(
+    ("states", "words"),
+    [
+        (NONE_YET, "none has connected yet; is the cluster still starting? Wait for `pdserve ready`"),
+        ("1 away, 2 drained", "1 away, 2 drained; `pdserve undrain WORKER` lets a drained one serve again"),
+        ("2 away", "2 away; see `pdserve topology`"),
+    ],
+)
+def test_a_hint_fits_the_state_of_the_workers(states: str, words: str) -> None:
+    error = NoWorkers("decode", states=states)
+    assert f"{error}{hint(error)}" == f"no decode worker is available: {words}"
+    assert hint(NoWorkers("decode")) == "; see `pdserve topology`", "of an older router"
 
 
 @pytest.mark.parametrize("argv", [["generate"], ["nonsense"], ["up", "--transport", "pigeon"], ["bench", "now"]])

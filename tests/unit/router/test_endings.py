@@ -6,6 +6,7 @@ import pytest
 
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.errors import (
+    NONE_YET,
     DeadlineExceeded,
     NoWorkers,
     Overloaded,
@@ -103,7 +104,7 @@ def test_without_any_decode_worker_a_request_is_rejected_at_once() -> None:
     assert failed.outcome is Outcome.REJECTED
     error = failed.to_error()
     assert isinstance(error, NoWorkers)
-    assert error.role == "decode"
+    assert (error.role, error.states) == ("decode", NONE_YET)
 
 
 def test_requests_wait_for_decode_workers_to_reconnect(given: Given) -> None:
@@ -116,7 +117,8 @@ def test_requests_wait_for_decode_workers_to_reconnect(given: Given) -> None:
 def test_requests_are_rejected_if_no_worker_reconnects(given: Given) -> None:
     given.lost("d0")
     given.arrives()
-    assert isinstance(failure(given.at(60.0)).to_error(), NoWorkers)
+    error = failure(given.at(60.0)).to_error()
+    assert (type(error), error.message) == (NoWorkers, "no decode worker is available: 1 away")
     assert isinstance(failure(given.arrives("b")).to_error(), NoWorkers), "now everybody knows"
 
 
@@ -188,7 +190,7 @@ def test_requests_fail_early_while_all_decode_workers_are_drained(given: Given) 
     assert given.submit(TimePassed()) == []
     given.now_s += 0.2
     error = failure(given.submit(TimePassed())).to_error()
-    assert (type(error), error.message) == (NoWorkers, "no decode worker is available")
+    assert (type(error), error.message) == (NoWorkers, "no decode worker is available: 2 drained")
     assert isinstance(error, NoWorkers)
     assert error.retry_after_s == 1.0
     assert isinstance(failure(given.arrives("b")).to_error(), NoWorkers), "the later ones fail at once"
@@ -211,6 +213,44 @@ def test_a_worker_that_shuts_down_is_not_shown_as_drained(given: Given) -> None:
     given.submit(Load(worker_id="d0", steps=1, free_blocks=64, is_draining=True))
     [d0] = [one for one in given.state.snapshot().workers if one.worker_id == "d0"]
     assert (d0.is_drained, d0.is_draining) == (False, True)
+
+
+def test_a_rejection_names_the_states_of_the_decode_workers(given: Given) -> None:
+    given.submit(DrainRequested(worker_id="d0"))
+    for name in ("d1", "d2", "d3", "d4"):
+        given.connect_decode(name)
+    given.lost("d1")
+    given.lost("d2")
+    given.submit(Load(worker_id="d3", steps=1, free_blocks=64, is_draining=True))
+    given.submit(Load(worker_id="d4", steps=1, free_blocks=64))
+    commands: list[Command] = []
+    for second in range(70):  # only p0 reports in that time
+        given.now_s += 1.0
+        commands += given.heard("p0")
+        if second == 6:
+            assert given.arrives("a") == []
+    error = failure(commands).to_error()
+    assert error.message == (
+        "no decode worker is available: 2 away, 1 drained, 1 draining, 1 without a recent load report"
+    )
+    for name in ("d0", "d1", "d2", "d3", "d4"):
+        given.submit(WorkerForgotten(worker_id=name))
+    assert failure(given.arrives("b")).to_error().message == "no decode worker is available: none is left"
+
+
+def test_only_workers_that_could_hold_the_request_are_named() -> None:
+    given = Given(RouterSettings(is_strict=True))
+    given.connect_prefill("p0")
+    given.connect_decode("d0", num_blocks=4)
+    given.connect_decode("d1", num_blocks=4096)
+    given.lost("d1")
+    assert given.arrives("long", prompt=500) == []
+    given.now_s += 30.0
+    for name in ("p0", "d0"):
+        given.heard(name)
+    given.now_s += 31.0
+    failed = [one for name in ("p0", "d0") for one in given.heard(name)]
+    assert failure(failed).to_error().message == "no decode worker is available: 1 away"
 
 
 def reserved(commands: list[Command]) -> list[str]:

@@ -26,6 +26,7 @@ EXAMPLES: list[PdserveError] = [
     errors.Unavailable("restarting", 0.5),
     errors.NoWorkers("decode"),
     errors.NoWorkers("prefill", None),
+    errors.NoWorkers("decode", states="2 drained, 1 away"),
     errors.ShuttingDown(),
     errors.DeadlineExceeded("queued"),
     errors.Cancelled("the caller left"),
