@@ -311,7 +311,9 @@ class RouterConfig(CallerTlsSettings):
         if self.token:
             check_token("token", self.token)
         if self.otlp:
-            check_endpoint("otlp", self.otlp)
+            check_endpoint("otlp", self.otlp, "localhost:4317", ("http", "https"))
+        for one in self.workers:
+            check_endpoint("workers", one)
         if not is_loopback_host(self.host) and not self.token and not self.key_file:
             raise ConfigError(
                 "host", self.host, "a loopback address, or a token or key file beside it: anyone could call this port"
@@ -388,9 +390,7 @@ def _check_ranks(config: WorkerConfig) -> None:
             expected = f"{config.tensor_parallel} ranks, or a rendezvous at which the others join from other hosts"
             raise ConfigError("local_ranks", config.local_ranks, expected)
         return
-    host, _, port = config.rendezvous.rpartition(":")
-    if not host or not port.isdecimal() or not 1 <= int(port) <= PORTS[1]:
-        raise ConfigError("rendezvous", repr(config.rendezvous[:128]), "HOST:PORT, with a port from 1 to 65535")
+    host, _ = check_endpoint("rendezvous", config.rendezvous)
     if not 1 <= config.local_ranks < config.tensor_parallel:
         expected = f"1 to {config.tensor_parallel - 1} of {config.tensor_parallel} ranks beside a rendezvous"
         raise ConfigError("local_ranks", config.local_ranks, expected)

@@ -13,8 +13,7 @@ from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_bytes
 from pdserve.build import FULL_VERSION
 from pdserve.core.bearer import check_token
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import NO_HTTP_PROXY, is_ip_address, is_loopback_host
-from pdserve.core.urls import hide_password
+from pdserve.core.hosts import NO_HTTP_PROXY, check_endpoint, is_ip_address, is_loopback_host
 from pdserve.core.version import VERSION_KEY
 from pdserve.telemetry import propagate
 
@@ -27,7 +26,6 @@ _WATCHING: Final = _ROUND_ROBIN.replace("}]", '}],"healthCheckConfig":{"serviceN
 TIMEOUT_S: Final = 600.0
 #: Of gRPC's names, which it checks itself. Without one, a missing port would mean that of HTTPS.
 _SCHEME: Final = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
-_HOST_PORT: Final = re.compile(r"([^\s\[\]:/@,?#]+|\[[0-9a-fA-F:.]+(%[\w.-]+)?\]):0*[1-9][0-9]{0,4}", re.ASCII)
 
 TlsPath = str | os.PathLike[str]
 
@@ -145,10 +143,8 @@ def target(
 ) -> Target:
     if not isinstance(address, str):
         raise TypeError(f"target must be str, not {type(address).__name__}")
-    if not _SCHEME.match(address) and not _HOST_PORT.fullmatch(address):
-        is_url = "://" in address
-        expected = f"HOST:PORT{' without a scheme' if is_url else ''}, such as localhost:50051"
-        raise ConfigError("target", repr(hide_password(address)[:128]), expected)
+    if not _SCHEME.match(address):
+        check_endpoint("target", address, "localhost:50051")
     if isinstance(tls, str | os.PathLike):
         tls = Tls.from_files(ca=tls)
     if tls is not None and not isinstance(tls, Tls | bool):

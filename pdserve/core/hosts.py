@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+from collections.abc import Sequence
 from typing import Final
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.setting import PORTS
+from pdserve.core.urls import hide_password
 
+_ENDPOINT: Final = re.compile(
+    r"((?P<name>[^\s\[\]:/@,?#]+)|\[(?P<ipv6>[0-9a-fA-F:.]+(%[\w.-]+)?)\]):(?P<port>[0-9]{1,5})",
+    re.ASCII,
+)
 _ANY: Final = ("", "0.0.0.0", "::")
 
 #: gRPC's channel option for connections within the cluster or this host. gRPC would otherwise send them to the proxy
@@ -46,13 +54,25 @@ def join(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def check_endpoint(name: str, text: str) -> None:
-    """Raises ConfigError if the setting `name` is not HOST:PORT, which may follow http:// or https://."""
+def endpoint_of(text: str) -> tuple[str, int] | None:
+    """Host, without brackets, and port of HOST:PORT; None if `text` has another form."""
+    found = _ENDPOINT.fullmatch(text)
+    if found is None or not 1 <= (port := int(found["port"])) <= PORTS[1]:
+        return None
+    ipv6 = found["ipv6"]
+    if ipv6 and not (":" in ipv6 and is_ip_address(ipv6)):
+        return None
+    return ipv6 or found["name"], port
+
+
+def check_endpoint(
+    name: str, text: str, example: str = "10.0.0.1:7000", schemes: Sequence[str] = ()
+) -> tuple[str, int]:
+    """Host and port. Raises ConfigError if the setting `name` is not HOST:PORT, which may follow one of `schemes`."""
     scheme, found, rest = text.rpartition("://")
-    host, _, port = rest.removesuffix("/").rpartition(":")
-    is_host = (
-        bool(host) and ("://" not in host) and not set(host) & set(" /@?#") and (":" not in host or host[0] == "[")
-    )
-    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= 65_535
-    if not is_host or not is_port or (found and scheme not in ("http", "https")):
-        raise ConfigError(name, repr(text[:128]), "HOST:PORT, such as localhost:4317, or http(s)://HOST:PORT")
+    endpoint = endpoint_of(rest.removesuffix("/") if found and scheme in schemes else text)
+    if endpoint is None:
+        what = " without a scheme" if found and not schemes else f" with a port from 1 to {PORTS[1]}"
+        urls = "".join(f", or {one}://HOST:PORT" for one in schemes)
+        raise ConfigError(name, repr(hide_password(text)[:128]), f"HOST:PORT{what}, such as {example}{urls}")
+    return endpoint

@@ -19,6 +19,7 @@ import grpc
 
 from pdserve.build import FULL_VERSION
 from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.core.hosts import check_endpoint
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.engine.ranks import LOOPBACK
 from pdserve.engine.rendezvous import MAX_MESSAGE_BYTES, PIECE_BYTES
@@ -152,13 +153,13 @@ class Membership:
 
 def own_address(rendezvous: str) -> str:
     """The address of this host from which it reaches the leader's host. Raises ConfigError."""
-    host, _, port = rendezvous.rpartition(":")
+    host, port = check_endpoint("rendezvous", rendezvous)
     try:
-        [(family, *_, where), *_] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        [(family, *_, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(where)
             return str(probe.getsockname()[0])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that IDNA cannot encode
         raise ConfigError("rendezvous", rendezvous, f"HOST:PORT that this host reaches ({error})") from None
 
 

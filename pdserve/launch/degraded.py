@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Final
 
 from redis.exceptions import AuthenticationError
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import endpoint_of
 from pdserve.core.urls import hide_password
 from pdserve.launch.spec import ClusterSpec, router_config
 from pdserve.prefix.connection import TROUBLE, connect
 
 ANSWER_S: Final = 2.0
 _NO_DATABASE: Final = "DB index"  # in the words of Redis, which redis-py repeats in an error of its own
-_ENDPOINT: Final = re.compile(r"(?:\w+://)?\[?(?P<host>[^/\]]+?)\]?:(?P<port>\d+)(?:/.*)?")
 
 
 async def degradations(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
@@ -53,13 +52,13 @@ async def redis_trouble(url: str) -> str:
 
 async def endpoint_answers(endpoint: str) -> bool:
     """Whether something listens at HOST:PORT, which may be in a URL."""
-    found = _ENDPOINT.fullmatch(endpoint)
+    found = endpoint_of(endpoint.rpartition("://")[2].removesuffix("/"))
     if found is None:
         return False
     try:
         async with asyncio.timeout(ANSWER_S):
-            _, writer = await asyncio.open_connection(found["host"], int(found["port"]))
-    except (OSError, ValueError, OverflowError, TimeoutError):
+            _, writer = await asyncio.open_connection(*found)
+    except (OSError, ValueError, TimeoutError):
         return False
     writer.close()
     return True

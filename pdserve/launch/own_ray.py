@@ -9,7 +9,6 @@ receive the token, with which the remaining processes execute any program.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shlex
 import tempfile
@@ -19,6 +18,7 @@ from typing import Final
 
 from pdserve.config import RAY_TOKEN_ENV
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import endpoint_of
 from pdserve.core.urls import hide_password, place
 from pdserve.owned_folder import SHORT, OwnedFolder, sweep
 from pdserve.tls.names import CA, CERT, KEY
@@ -32,12 +32,11 @@ _TLS_ENV: Final = "RAY_USE_TLS"
 _PEM_ENVS: Final = {"RAY_TLS_SERVER_CERT": CERT, "RAY_TLS_SERVER_KEY": KEY, "RAY_TLS_CA_CERT": CA}
 _FOR_COMMANDS: Final = (MODE_ENV, TOKEN_PATH_ENV, _LOCAL_ENV, _TLS_ENV, *_PEM_ENVS)
 ADDRESSES: Final = "auto, local, HOST:PORT or ray://HOST:PORT"
-_ADDRESS: Final = re.compile(r"ray://\S+|([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
 
 
 def is_address(text: str) -> bool:
     """Whether `text` has the form of the address of a Ray cluster, and so cannot be a model."""
-    return text in ("auto", "local") or _ADDRESS.fullmatch(text) is not None
+    return text in ("auto", "local") or text.startswith("ray://") or endpoint_of(text) is not None
 
 
 def confine(environ: MutableMapping[str, str]) -> OwnedFolder:

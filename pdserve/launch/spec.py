@@ -13,6 +13,7 @@ from pdserve.config import RAY_STRATEGIES, GatewayConfig, RouterConfig, WorkerCo
 from pdserve.config_flags import to_env, to_flags
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import check_endpoint, join
 from pdserve.core.setting import PORTS, Range
 from pdserve.core.types import Role
 from pdserve.launch.cluster_tls import ClusterTls
@@ -217,10 +218,9 @@ def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
     elif spec.metrics is not None:
         given.setdefault("metrics_port", spec.metrics + 2 + index)
     if rendezvous := str(given.get("rendezvous", "")):
-        host, _, port = rendezvous.rpartition(":")
-        given["host"] = host.strip("[]")  # ranks on other hosts join the worker here, and exchange KV with it
-        if port.isdecimal():
-            given["rendezvous"] = f"{host}:{int(port) + index}"
+        host, port = check_endpoint("rendezvous", rendezvous)
+        given["host"] = host  # ranks on other hosts join the worker here, and exchange KV with it
+        given["rendezvous"] = join(host, port + index)
     config = WorkerConfig(
         model=spec.model,
         worker_id=worker_id,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.hosts import endpoint_of
 from pdserve.core.types import Role
 from pdserve.core.urls import hide_password
 from pdserve.outage_log import OutageLog, PeerLog
@@ -37,8 +38,7 @@ class Registration:
     def __post_init__(self) -> None:
         checked_name("worker_id", self.worker_id)
         checked_name("incarnation", self.incarnation)
-        host, _, port = self.endpoint.rpartition(":")
-        if not host or not port.isdecimal() or len(self.endpoint) > 512:
+        if endpoint_of(self.endpoint) is None or len(self.endpoint) > 512:
             raise ConfigError("endpoint", repr(self.endpoint[:64]), "HOST:PORT of at most 512 characters")
 
     def to_json(self) -> str:

@@ -59,7 +59,8 @@ def test_a_token_may_be_sent_over_tls_or_to_this_host() -> None:
 def test_an_address_without_a_port_names_the_form(address: str) -> None:
     with pytest.raises(ConfigError) as caught:
         target(address, tls=None, token=None, connect_timeout_s=5.0)
-    assert caught.value.message == f"target: got {address!r}, expected HOST:PORT, such as localhost:50051"
+    expected = "HOST:PORT with a port from 1 to 65535, such as localhost:50051"
+    assert caught.value.message == f"target: got {address!r}, expected {expected}"
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])

@@ -202,6 +202,8 @@ def test_a_leader_listens_beside_its_launcher(lead: Callable[..., Leader], monke
 def test_a_host_knows_its_address_towards_another() -> None:
     assert own_address("127.0.0.1:7000") == "127.0.0.1"
     with pytest.raises(ConfigError, match="HOST:PORT that this host reaches"):
+        own_address("nowhere.invalid:1")
+    with pytest.raises(ConfigError, match="rendezvous: got 'nowhere', expected HOST:PORT with"):
         own_address("nowhere")
 
 
