@@ -15,9 +15,14 @@ import os
 import socket
 from typing import Any, Final
 
-from pdserve.core.errors import ConfigError, port_in_use
+from pdserve.core.errors import ConfigError
 
 HELD_ENV: Final = "PDSERVE_HELD_PORTS"  # set by the launcher for its processes: the ports that it keeps bound
+
+
+class PortInUse(ConfigError):
+    def __init__(self, field: str, host: str, port: int) -> None:
+        super().__init__(field, f"{port} (port in use)", f"a free port of {host}; 0 picks one")
 
 
 def is_held(port: int) -> bool:
@@ -41,7 +46,7 @@ def bind_error(name: str, host: str, port: int) -> ConfigError | None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return port_in_use(name, host, port)
+                return PortInUse(name, host, port)
             if error.errno in (errno.EACCES, errno.EPERM):
                 return ConfigError(name, port, "a port that this user may listen on, such as one from 1024")
             return ConfigError("host", host, f"an address of this machine ({error.strerror})")

@@ -20,12 +20,12 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.build import FULL_VERSION
 from pdserve.config import RouterConfig
-from pdserve.core.errors import ConfigError, port_in_use
+from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import join
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.shares import BYTES_WEIGHT, Shares
 from pdserve.core.types import NO_DEFAULTS, Role, SamplingDefaults, Slo
-from pdserve.listening import bind_error, is_held
+from pdserve.listening import PortInUse, bind_error, is_held
 from pdserve.model_source import TOY_MODELS, model_name
 from pdserve.prefix.index import PrefixIndex
 from pdserve.prefix.lookup import MemoryLookup, PrefixLookup
@@ -259,7 +259,7 @@ class RouterServer:
             port = 0
         if port == 0:
             host = self._config.host
-            raise bind_error("port", host, self._config.port) or port_in_use("port", host, self._config.port)
+            raise bind_error("port", host, self._config.port) or PortInUse("port", host, self._config.port)
         if self._config.unix_socket:
             self._bind_unix(Path(self._config.unix_socket))
         return port

@@ -129,10 +129,6 @@ class ConfigError(PdserveError):
         self.field, self.seen, self.expected = field, seen, expected
 
 
-def port_in_use(field: str, host: str, port: int) -> ConfigError:
-    return ConfigError(field, f"{port} (port in use)", f"a free port of {host}; 0 picks one")
-
-
 class ModelError(ConfigError):
     """The model folder cannot be served; `field` names the file or the config field."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, final
 
 from pdserve.client.connect import Tls
-from pdserve.config import GatewayConfig, RouterConfig, WorkerConfig
+from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import join, local_host
 from pdserve.launch.crew import REDIS, Crew, member, side_by_side
@@ -22,7 +22,8 @@ from pdserve.launch.neighbours import check_alone
 from pdserve.launch.ports import HeldPorts, check_free, free_ports, with_user_of_port
 from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
 from pdserve.launch.report import LauncherReport
-from pdserve.launch.spec import ClusterSpec, fixed_ports, gateway, metrics_host, processes, router, router_config
+from pdserve.launch.spec import ClusterSpec, fixed_ports, gateway, ports, processes, router_config
+from pdserve.listening import PortInUse
 from pdserve.owned_folder import OwnedFolder
 from pdserve.prefix.embedded import SOCKET as REDIS_SOCKET
 from pdserve.prefix.embedded import socket_url
@@ -102,7 +103,7 @@ def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) ->
     for port, (name, host) in fixed.items():
         try:
             check_free(name, host, port)
-        except ConfigError as error:
+        except PortInUse as error:
             raise with_user_of_port(error, host, port) from None
     hosts = {spec.host} if ray is not None else {process.config.host for process in processes(spec)}
     *workers, router_port, http = free_ports(spec.prefill + spec.decode + 2, hosts, avoid=fixed)
@@ -112,7 +113,12 @@ def with_ports(spec: ClusterSpec, held: HeldPorts, *, ray: str | None = None) ->
         port=spec.port or router_port,
         http=None if spec.http is None else spec.http or http,
     )
-    _hold(filled, held, has_workers=ray is None)
+    try:
+        for name, address, port in ports(filled, are_workers_here=ray is None):
+            held.hold(name, address, port)
+    except ConfigError:
+        held.release()
+        raise
     return filled
 
 
@@ -130,24 +136,6 @@ def with_sockets(spec: ClusterSpec) -> tuple[ClusterSpec, OwnedFolder]:
 
 def redis_path(sockets: OwnedFolder) -> Path:
     return sockets.path / REDIS_SOCKET
-
-
-def _hold(spec: ClusterSpec, held: HeldPorts, *, has_workers: bool) -> None:
-    """All ports of the processes that the launcher starts, without its own, which end with it."""
-    http = gateway(spec, "")
-    started = [*(processes(spec) if has_workers else [router(spec, ())]), *([] if http is None else [http])]
-    try:
-        for process in started:
-            config = process.config
-            held.hold("http" if isinstance(config, GatewayConfig) else "port", config.host, config.port)
-            if isinstance(config, WorkerConfig) and config.rendezvous:
-                host, _, port = config.rendezvous.rpartition(":")
-                held.hold("rendezvous", host, int(port))
-            if config.metrics_port:
-                held.hold("metrics_port", metrics_host(config), config.metrics_port)
-    except ConfigError:
-        held.release()
-        raise
 
 
 def start_steps(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:

@@ -19,7 +19,7 @@ from pdserve.client.sync import Client
 from pdserve.core.errors import ConfigError, PdserveError, PermissionDenied, Unauthenticated
 from pdserve.core.hosts import is_any_host, is_loopback_host, join, local_host
 from pdserve.launch.open_ports import listening_on
-from pdserve.listening import bind_error
+from pdserve.listening import PortInUse, bind_error
 from pdserve.private_file import cache_file, open_private
 
 try:
@@ -116,10 +116,8 @@ def check_free(name: str, host: str, port: int) -> None:
         raise error
 
 
-def with_user_of_port(error: ConfigError, host: str, port: int) -> ConfigError:
+def with_user_of_port(error: PortInUse, host: str, port: int) -> ConfigError:
     """The error of a port that is in use, with what uses it, as far as that can be found in a second."""
-    if "port in use" not in str(error.seen):
-        return error
     if not listening_on(port):
         user = "no server listens there: an outgoing connection may hold it, as Linux takes its ports from "
         user += f"{_ephemeral_start()} on; try again"

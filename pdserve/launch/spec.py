@@ -13,7 +13,7 @@ from pdserve.config import RAY_STRATEGIES, GatewayConfig, RouterConfig, WorkerCo
 from pdserve.config_flags import to_env, to_flags
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import check_endpoint, join
+from pdserve.core.hosts import check_endpoint, endpoint_of, join
 from pdserve.core.setting import PORTS, Range
 from pdserve.core.types import Role
 from pdserve.launch.cluster_tls import ClusterTls
@@ -102,7 +102,7 @@ class Process:
 def processes(spec: ClusterSpec) -> list[Process]:
     """The processes of the cluster itself in the order of their start: the workers, then the router."""
     workers = [_worker(spec, index) for index in range(spec.prefill + spec.decode)]
-    addresses = tuple(f"{one.config.host}:{one.config.port}" for one in workers if one.config.port)
+    addresses = tuple(join(one.config.host, one.config.port) for one in workers if one.config.port)
     return [*workers, router(spec, addresses)]
 
 
@@ -112,27 +112,31 @@ def fixed_ports(spec: ClusterSpec, *, are_workers_here: bool) -> dict[int, tuple
     Raises ConfigError if two processes would listen on one port.
     """
     found: dict[int, tuple[str, str]] = {} if spec.metrics is None else {spec.metrics: ("metrics", METRICS_HOST)}
-    started = processes(spec) if are_workers_here else [router(spec, ())]
-    http = gateway(spec, "")
-    for process in started if http is None else [*started, http]:
-        for name, host, port in _ports(process):
-            if port in found:
-                raise ConfigError(name, port, f"another port: {found[port][0]} has the same")
-            if port:
-                found[port] = (name, host)
+    for name, host, port in ports(spec, are_workers_here=are_workers_here):
+        if port in found:
+            raise ConfigError(name, port, f"another port: {found[port][0]} has the same")
+        found[port] = (name, host)
     return found
 
 
+def ports(spec: ClusterSpec, *, are_workers_here: bool) -> list[tuple[str, str, int]]:
+    """The setting, address and number of each port on this host that has a number. Without those of the launcher
+    itself."""
+    started = processes(spec) if are_workers_here else [router(spec, ())]
+    started += filter(None, [gateway(spec, "")])
+    return [one for process in started for one in _ports(process) if one[2]]
+
+
 def _ports(process: Process) -> list[tuple[str, str, int]]:
-    """The settings with ports, which may be 0, and the address of each."""
     config = process.config
-    metrics = (f"{process.module.rpartition('.')[2]}.metrics_port", metrics_host(config), config.metrics_port)
-    if isinstance(config, GatewayConfig):
-        return [("http", config.host, config.port), metrics]
-    if isinstance(config, RouterConfig):
-        return [("port", config.host, config.port), metrics]
-    rendezvous = int(config.rendezvous.rpartition(":")[2] or 0)
-    return [metrics, (f"{process.module}.rendezvous", config.host, rendezvous)]
+    table = process.module.rpartition(".")[2]
+    found = [
+        ("http" if isinstance(config, GatewayConfig) else "port", config.host, config.port),
+        (f"{table}.metrics_port", metrics_host(config), config.metrics_port),
+    ]
+    if isinstance(config, WorkerConfig) and (rendezvous := endpoint_of(config.rendezvous)):
+        found.append((f"{table}.rendezvous", *rendezvous))
+    return found
 
 
 def metrics_host(config: WorkerConfig | RouterConfig | GatewayConfig) -> str:

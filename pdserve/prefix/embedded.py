@@ -23,8 +23,9 @@ from collections import deque
 from pathlib import Path
 from typing import Final, Self, final
 
-from pdserve.core.errors import ConfigError, Unavailable, port_in_use
+from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.core.extras import advice
+from pdserve.listening import PortInUse
 from pdserve.owned_folder import OwnedFolder
 
 START_S: Final = 10.0
@@ -151,7 +152,7 @@ class _Ended(Exception):
 
     def as_config_error(self, name: str, where: int | Path) -> ConfigError:
         if "Address already in use" in str(self) and isinstance(where, int):
-            return port_in_use(name, "127.0.0.1", where)
+            return PortInUse(name, "127.0.0.1", where)
         return ConfigError(name, where, f"one that Redis can listen on: {self}")
 
 

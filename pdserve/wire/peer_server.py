@@ -7,8 +7,8 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from pdserve.core.errors import PdserveError, Unauthenticated, UnknownMethod, port_in_use
-from pdserve.listening import bind_error
+from pdserve.core.errors import PdserveError, Unauthenticated, UnknownMethod
+from pdserve.listening import PortInUse, bind_error
 from pdserve.tls.certificates import ReloadingCertificates
 from pdserve.wire.peers import FOLLOW, OnRejected, ProofInterceptor
 from pdserve.wire.port_options import port_options
@@ -68,7 +68,7 @@ def listen(server: Any, host: str, port: int, name: str, tls: ReloadingCertifica
     except RuntimeError:
         found = 0
     if found == 0:
-        raise bind_error(name, host.strip("[]"), port) or port_in_use(name, host, port)
+        raise bind_error(name, host.strip("[]"), port) or PortInUse(name, host, port)
     return found
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attacks.taken_port import as_stranger
-from pdserve.core.errors import ConfigError, port_in_use
+from pdserve.core.errors import ConfigError
 from pdserve.core.hosts import join
 from pdserve.launch import ports
 from pdserve.launch.ports import HeldPorts, claim, free_ports, with_user_of_port
-from pdserve.listening import HELD_ENV, bind_error
+from pdserve.listening import HELD_ENV, PortInUse, bind_error
 from pdserve.owned_folder import OwnedFolder, sweep
 from pdserve.telemetry.metrics_server import MetricsServer
 from pdserve.testing import Cluster
@@ -64,7 +64,7 @@ def test_another_user_cannot_bind_a_held_port(held: HeldPorts, host: str) -> Non
 
 def test_the_user_of_a_port_is_named() -> None:
     def words(port: int) -> str:
-        return with_user_of_port(port_in_use("port", "127.0.0.1", port), "127.0.0.1", port).message
+        return with_user_of_port(PortInUse("port", "127.0.0.1", port), "127.0.0.1", port).message
 
     with Cluster(prefill=0) as cluster:
         port = int(cluster.address.rpartition(":")[2])

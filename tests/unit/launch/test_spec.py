@@ -15,6 +15,7 @@ from pdserve.launch.spec import (
     fixed_ports,
     gateway,
     metrics_host,
+    ports,
     processes,
     ray_resources,
     remote_ranks,
@@ -143,6 +144,27 @@ def test_ranks_on_other_hosts_use_no_local_gpu() -> None:
     assert router.config.workers == ("127.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3")
     assert fixed_ports(one, are_workers_here=True)[7001] == ("decode_worker.rendezvous", "10.0.0.1")
     assert ray_resources(worker_config(one, 1)[1], has_gpus=True)["GPU"] == 2.0
+
+
+def test_every_port_of_this_host_is_listed_once() -> None:
+    remote = {"tensor_parallel": 2, "local_ranks": 1, "rendezvous": "[::1]:7000", "metrics_port": 9000}
+    one = spec(port=50051, http=8000, metrics=9500, worker_ports=(1, 2), settings={"decode_worker": remote})
+    workers = [
+        *[("port", "127.0.0.1", 1), ("prefill_worker.metrics_port", "127.0.0.1", 9502)],
+        *[("port", "::1", 2), ("decode_worker.metrics_port", "::1", 9001), ("decode_worker.rendezvous", "::1", 7001)],
+    ]
+    others = [
+        *[("port", "127.0.0.1", 50051), ("router.metrics_port", "127.0.0.1", 9501)],
+        *[("http", "127.0.0.1", 8000), ("gateway.metrics_port", "127.0.0.1", 9504)],
+    ]
+    assert ports(one, are_workers_here=True) == workers + others
+    assert ports(one, are_workers_here=False) == others
+    assert fixed_ports(one, are_workers_here=False) == {9500: ("metrics", "127.0.0.1")} | {
+        port: (name, host) for name, host, port in others
+    }
+    router = processes(one)[-1].config
+    assert isinstance(router, RouterConfig)
+    assert router.workers == ("127.0.0.1:1", "[::1]:2")
 
 
 @pytest.mark.parametrize(("ranks", "here", "others"), [(8, 4, [4]), (8, 2, [2, 2, 2]), (8, 3, [3, 2]), (4, 0, [])])
