@@ -75,6 +75,12 @@ class Parser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings]
 
 
+class _PartParser(Parser):
+    """Of a part of the flags: it leaves others to another parser."""
+
+    parse_known_args = argparse.ArgumentParser.parse_known_args
+
+
 def _expected_number(wrong: re.Match[str]) -> str:
     return f"got {wrong[2]}, expected {'a whole number' if wrong[1] == 'int' else 'a number'}"
 
@@ -127,7 +133,7 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Map
 
 def log_flags(prog: str) -> argparse.ArgumentParser:
     """The flags of a program that are no settings of its part of the cluster."""
-    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False, add_help=False)
+    parser = _PartParser(prog=prog, allow_abbrev=False, add_help=False)
     parser.add_argument("--log-level", choices=LOG_LEVELS, help=f"least level to log; also in {LOG_LEVEL_ENV} (info)")
     parser.add_argument(
         FLAGS_FILE,
@@ -138,20 +144,17 @@ def log_flags(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def with_file(argv: Sequence[str]) -> list[str]:
+def with_file(argv: Sequence[str], prog: str) -> list[str]:
     """The command line, and the flags of its FLAGS_FILE behind it. Raises ConfigError."""
-    words = list(argv)
-    file = next((words[at + 1] for at in range(len(words) - 2, -1, -1) if words[at] == FLAGS_FILE), "")
-    file = next((one.partition("=")[2] for one in reversed(words) if one.startswith(f"{FLAGS_FILE}=")), file)
+    file = log_flags(prog).parse_known_args(argv)[0].flags_file
     if not file:
-        return words
-    name = FLAGS_FILE[2:].replace("-", "_")
-    lines = [line.strip() for line in read_text(file, MAX_SETTINGS_BYTES, name).splitlines()]
+        return list(argv)
+    lines = [line.strip() for line in read_text(file, MAX_SETTINGS_BYTES, "flags_file").splitlines()]
     flags = [line for line in lines if line and not line.startswith("#")]
     for flag in flags:
         if not flag.startswith("--") or flag.partition("=")[0] == FLAGS_FILE:
-            raise ConfigError(name, repr(shortened(flag)), "one flag on each line, such as --drain-s=60")
-    return words + flags
+            raise ConfigError("flags_file", repr(shortened(flag)), "one flag on each line, such as --drain-s=60")
+    return [*argv, *flags]
 
 
 def live_flags(config: WorkerConfig | RouterConfig | GatewayConfig) -> list[str]:

@@ -63,7 +63,7 @@ def run(module: str, kind: type[Config], make_host: Callable[[Config], Host], ar
     name, prog = module.rpartition(".")[2], f"python -m {module}"
     reloading = Reloading(kind, argv, prog)  # from here on, SIGHUP does not end it
     try:
-        words = with_file(argv)
+        words = with_file(argv, prog)
         reloading.set_level(words)
         log_to_stderr(name)
         config = reloading.given = parse_flags(kind, words, prog)
@@ -130,7 +130,7 @@ class Reloading:
         self._is_asked.clear()
         before = self.given
         try:
-            words = with_file(self._argv)
+            words = with_file(self._argv, self._prog)
             secrets = {one.metadata["env"]: getattr(before, one.name) for one in dataclasses.fields(before)}
             for name, path in self._secret_files.items():
                 secrets |= {name: "", f"{name}_FILE": path}

@@ -54,8 +54,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def started(file: Path, *argv: str, kind: Any = RouterConfig) -> Reloading:
     words = ["--model=toy", *argv, f"--flags-file={file}"]
     reloading = Reloading(kind, words, "python -m router")
-    reloading.set_level(with_file(words))
-    reloading.given = parse_flags(kind, with_file(words), "python -m router", {"PDSERVE_TOKEN": "secret-token-of-20"})
+    words = with_file(words, "python -m router")
+    reloading.set_level(words)
+    reloading.given = parse_flags(kind, words, "python -m router", {"PDSERVE_TOKEN": "secret-token-of-20"})
     return reloading
 
 
@@ -156,14 +157,33 @@ def test_flags_of_live_settings_give_the_same_config(kind: Any) -> None:
     assert parse_flags(kind, [*own, *live_flags(config), *live_flags(kind(**needed))], "prog", {}) == kind(**needed)
 
 
-@pytest.mark.parametrize("words", [["--flags-file", "F"], ["--flags-file=F"], ["--x", "--flags-file=F", "--y=1"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--flags-file", "F"],
+        ["--flags-file=F"],
+        ["--x", "--flags-file=F", "--y=1"],
+        ["--flags-file=/none", "--flags-file", "F"],
+        ["--flags-file", "/none", "--flags-file=F", "-x", "w"],
+    ],
+)
 def test_flags_of_the_file_come_last(words: list[str], tmp_path: Path) -> None:
     path = tmp_path / "a.flags"
     path.write_text("  --drain-s=1  \n#--drain-s=2\n")
     given = [one.replace("F", str(path)) for one in words]
-    assert with_file(given) == [*given, "--drain-s=1"]
+    assert with_file(given, "prog") == [*given, "--drain-s=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"), [(["--flags-file"], "expected one argument"), (["--log-level=loud"], "invalid choice: 'loud'")]
+)
+def test_a_wrong_flag_is_one_line(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        with_file(words, "prog")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"prog: error: argument {words[0].partition('=')[0]}: {error}")
 
 
 def test_an_absent_file_is_named_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^flags_file: got .*/none, expected a file that can be read"):
-        with_file([f"--flags-file={tmp_path / 'none'}"])
+        with_file([f"--flags-file={tmp_path / 'none'}"], "prog")
