@@ -34,18 +34,18 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(f"--{flag}", action="store_const", const=True, help=scalar.text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop string; repeatable")
     group.add_argument(
-        "--stop-token-ids", type=read_as(_ids, "token ids as 1,2,3"), metavar="ID,...", help="stop tokens"
+        "--stop-token-ids", type=read_as(_ids, "token ids, such as 1,2,3"), metavar="ID,...", help="stop tokens"
     )
     group.add_argument(
         "--logit-bias",
         action="append",
-        type=read_as(_bias, "a token id and a number as 42=-1.5"),
+        type=read_as(_bias, "a token id and a number, such as 42=-1.5"),
         metavar="ID=X",
         help="add X (-100 to 100) to a token's logit; repeatable",
     )
     group.add_argument(
         "--allowed-token-ids",
-        type=read_as(_ids, "token ids as 1,2,3"),
+        type=read_as(_ids, "token ids, such as 1,2,3"),
         metavar="ID,...",
         help="sample only these tokens",
     )

@@ -42,13 +42,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     loop = load.add_mutually_exclusive_group()
     loop.add_argument(
         "--rate",
-        type=read_as(_numbers, "a number, or several as 1,2,4"),
+        type=read_as(_numbers, "a number, or several such as 1,2,4"),
         metavar="R[,..]",
         help="open loop: Poisson arrivals per second; several are a sweep",
     )
     loop.add_argument(
         "--concurrency",
-        type=read_as(_counts, "a whole number, or several as 1,2,4"),
+        type=read_as(_counts, "a whole number, or several such as 1,2,4"),
         metavar="N[,..]",
         help="closed loop: N callers, each with one request at a time; several are a sweep (4, without a trace)",
     )
@@ -58,13 +58,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--input-tokens",
-        type=read_as(_range, "a whole number, or two as 32:128"),
+        type=read_as(_range, "a whole number, or two such as 32:128"),
         metavar="A:B",
         help="prompt lengths, evenly spread (128:512)",
     )
     load.add_argument(
         "--output-tokens",
-        type=read_as(_range, "a whole number, or two as 32:128"),
+        type=read_as(_range, "a whole number, or two such as 32:128"),
         metavar="A:B",
         help="answer lengths, evenly spread (32:128)",
     )
@@ -83,7 +83,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--token-ids",
-        type=read_as(_range, "a whole number, or two as 32:128"),
+        type=read_as(_range, "a whole number, or two such as 32:128"),
         metavar="A:B",
         help="prompts consist of token ids from A up to, not including, B (32:127)",
     )

@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", metavar="NAME", help=f"built-in workload: {WORKLOAD_NAMES} (chat)")
     parser.add_argument(
         "--lengths",
-        type=read_as(_lengths, f"two whole numbers as 512,128, each up to {MAX_LENGTH}"),
+        type=read_as(_lengths, f"two whole numbers, such as 512,128, each up to {MAX_LENGTH}"),
         metavar="P,A",
         help="workload with prompts and answers of these median lengths in tokens, log-normal, instead of --workload",
     )
@@ -56,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--degrees",
-        type=read_as(_degrees, "a whole number up to 64, or several as 1,2,4"),
+        type=read_as(_degrees, "a whole number up to 64, or several such as 1,2,4"),
         metavar="N,..",
         help="tensor-parallel degrees to compare, also derived ones (those whose costs the profile lists)",
     )

@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     rate.add_argument("--rate-scale", type=float, metavar="X", help="multiply the arrival rate by X (1)")
     rate.add_argument(
         "--rates",
-        type=read_as(_floats, "a number, or several as 1,2,4"),
+        type=read_as(_floats, "a number, or several such as 1,2,4"),
         metavar="X,Y,..",
         help="simulate each of several rate scales",
     )
