@@ -65,7 +65,7 @@ class GrammarCheck:
                 task = self._asked[key] = asyncio.create_task(self._ask(key, grammar, model, client), name="grammar")
             reason = await asyncio.shield(task)  # it continues if the caller disconnects
         if reason is not None:
-            raise InvalidRequest(grammar.field, f"one with an error ({reason})", EXPECTED)
+            raise InvalidRequest(grammar.field, f"one that cannot be used ({reason})", EXPECTED)
 
     async def close(self) -> None:
         """Ends the processes and the waiting checks."""

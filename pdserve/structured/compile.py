@@ -36,6 +36,10 @@ _JSON: Final[JsonCompileOptions] = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 _EMBEDDED: Final = re.compile(r"%json\s*(?=\{)")
+_PATTERN_ERROR: Final = re.compile(
+    r"regex parse error:\n(?P<margin> +)(?P<pattern>.*)\n(?P<indent> +)\^+\nerror: (?P<why>.*)"
+)
+_LARK_ERROR: Final = re.compile(r"(at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<why>.*)")
 _DECODER: Final = json.JSONDecoder()
 _PER_GRAMMAR: Final = "x-guidance"  # a schema's own options, which could override those above
 
@@ -86,7 +90,7 @@ class Compiler:
 
 
 def refused(grammar: Grammar, reason: str) -> InvalidRequest:
-    return InvalidRequest(grammar.field, _short(reason), "a grammar that compiles and can be met")
+    return InvalidRequest(grammar.field, _short(_located(grammar, reason)), "a grammar that compiles and can be met")
 
 
 def why_stuck(matcher: LLMatcher) -> str:
@@ -175,6 +179,19 @@ def _tokenizer_text(model: Path, vocab_size: int) -> tuple[dict[str, Any], int]:
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ModelError("tokenizer.json", "fields of another type", "a tokenizer that llguidance reads") from None
     return text, num_tokens
+
+
+def _located(grammar: Grammar, reason: str) -> str:
+    """The compiler's message, which quotes the text and marks the place below it, in words."""
+    if found := _PATTERN_ERROR.search(reason):
+        where = f"{found['why']} at character {len(found['indent']) - len(found['margin']) + 1}"
+        return where if grammar.kind is GrammarKind.REGEX else f"the pattern {found['pattern']!r}: {where}"
+    found = _LARK_ERROR.match(reason)
+    if found is None or grammar.kind is not GrammarKind.LARK:
+        return reason
+    # A schema in the text is compiled in another form, which moves what follows.
+    where = "" if _EMBEDDED.search(grammar.text) else f"line {found['line']}, column {found['column']}: "
+    return where + found["why"]
 
 
 def _short(reason: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, Final, NoReturn, TypeGuard, final
 
+from pdserve.core.errors import shortened
 from pdserve.core.json_schema import DEFINITIONS, Path, localized, path_of, pointer, resolve, subschemas
 from pdserve.structured.formats import FORMATS
 
@@ -23,6 +24,7 @@ _NEVER: Final = ("$dynamicRef", "$recursiveRef")
 _COUNTS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _IN_PLACE: Final = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies")
 _ANNOTATIONS: Final = ("$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly")
+_TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "object")
 _CONTENT: Final = ("contentEncoding", "contentMediaType", "contentSchema")
 #: Control characters without a short escape, which the compiler writes nowhere but in listed names.
 _UNSPELLABLE: Final = frozenset(map(chr, (*range(32), 127))) - frozenset("\b\t\n\f\r")
@@ -141,6 +143,15 @@ def _is_true(schema: object) -> bool:
 def _drop_true(node: dict[str, Any], keyword: str) -> None:
     if keyword in node and _is_true(node[keyword]):
         del node[keyword]
+
+
+def _types(node: dict[str, Any], path: Path) -> None:
+    given = node.get("type", [])
+    for one in given if isinstance(given, list) else [given]:
+        if one not in _TYPES:
+            raise ValueError(
+                f'"type" at #{pointer(path[1:])} is {shortened(repr(one), 64)}; it is one of {", ".join(_TYPES)}'
+            )
 
 
 def _formats(node: dict[str, Any], path: Path) -> None:
@@ -283,6 +294,7 @@ def _plain(value: Decimal) -> int | float:
 
 
 _REWRITES: Final[tuple[Callable[[dict[str, Any], Path], None], ...]] = (
+    _types,
     _conditions,
     _arrays,
     _objects,

@@ -140,7 +140,7 @@ def test_each_kind_of_structured_output_works(cluster: Cluster) -> None:
     assert client.generate(PROMPT, json_object=True, **greedy).text.startswith("{")
     cut = client.generate(PROMPT, json_schema=ITEMS, max_tokens=20, temperature=0.0)
     assert (cut.finish_reason, cut.usage.completion_tokens) == ("length", 20)
-    with pytest.raises(InvalidRequest, match=r"json_schema: got one with an error \(Unsatisfiable schema"):
+    with pytest.raises(InvalidRequest, match=r"json_schema: got one that cannot be used \(Unsatisfiable schema"):
         client.generate(PROMPT, json_schema={"type": "string", "minLength": 5, "maxLength": 2})
     with pytest.raises(InvalidRequest, match='"not" at # excludes every document'):
         client.generate(PROMPT, json_schema={"not": {}})

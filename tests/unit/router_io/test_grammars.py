@@ -100,7 +100,9 @@ async def test_a_slow_grammar_is_ended_and_cached() -> None:
     check = GrammarCheck(FOLDER, check_s=60.0)
     try:
         refused = await refusal(check, SLOW)
-        assert refused == f"json_schema: got one with an error ({grammars.TOO_LONG}), expected {grammars.EXPECTED}"
+        assert (
+            refused == f"json_schema: got one that cannot be used ({grammars.TOO_LONG}), expected {grammars.EXPECTED}"
+        )
         alive = pids(check)
         assert len(alive) == 2, "a slow grammar ends a child, and no process with a vocabulary"
         await check.check(GOOD, MODEL)
@@ -191,7 +193,7 @@ async def test_admission_refuses_before_a_request_is_placed() -> None:
         message.sampling.structured_output.json_schema = GOOD.text
         assert (await admission.prepare(message, MODEL, None)).sampling.grammar == GOOD
         message.sampling.structured_output.json_schema = "false"
-        with pytest.raises(InvalidRequest, match=r"json_schema: got one with an error \(Unsatisfiable"):
+        with pytest.raises(InvalidRequest, match=r"json_schema: got one that cannot be used \(Unsatisfiable"):
             await admission.prepare(message, MODEL, None)
     finally:
         await admission.close()

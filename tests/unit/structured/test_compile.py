@@ -57,7 +57,16 @@ REFUSED: dict[str, tuple[Grammar, str]] = {
     ),
     "a reference to nothing": (json_schema({"$ref": "#/$defs/a"}), "does not exist"),
     "a reference to elsewhere": (json_schema({"$ref": "https://example.org/a"}), "nothing is fetched"),
-    "an unknown type": (json_schema({"type": "text"}), "Invalid type"),
+    "an unknown type": (
+        json_schema({"items": {"type": ["null", "text"]}}),
+        "\"type\" at #/items is 'text'; it is one of null",
+    ),
+    "a type that is no text": (json_schema({"type": {}}), '"type" at # is {}'),
+    "a pattern within a schema": (
+        json_schema({"properties": {"a": {"pattern": "ab(c"}}}),
+        "the pattern 'ab(c': unclosed group at character 3",
+    ),
+    "a regex of two lines": (Grammar(GrammarKind.REGEX, "ab\n[z-a]"), "invalid character class range"),
     "nothing, in another spelling": (json_schema({"not": {}}), '"not" at # excludes every document'),
     "a number that no float holds": (json_schema({"enum": [1, 2**53 + 1]}), '"enum" at #'),
     "a control character without a short escape": (json_schema({"const": {"a": ["\x01"]}}), '"const" at #'),
@@ -66,9 +75,13 @@ REFUSED: dict[str, tuple[Grammar, str]] = {
     "no schema": (json_schema([1]), "a JSON object"),
     "a deep one": (Grammar(GrammarKind.JSON_SCHEMA, '{"items":' * 3000 + "{}" + "}" * 3000), "recursion"),
     "look-around": (Grammar(GrammarKind.REGEX, "(?=a)b"), "look-around"),
-    "an open group": (Grammar(GrammarKind.REGEX, "(a"), "unclosed group"),
+    "an open group": (Grammar(GrammarKind.REGEX, "(a"), "unclosed group at character 1"),
     "a regex that nothing meets": (Grammar(GrammarKind.REGEX, "[^\\s\\S]"), "no document meets it"),
-    "half a rule": (Grammar(GrammarKind.LARK, 'start: "a'), "lexer error"),
+    "half a rule": (Grammar(GrammarKind.LARK, 'start: "a'), "line 1, column 10: lexer error"),
+    "an unknown rule": (
+        Grammar(GrammarKind.LARK, 'start: one\n\none: "b" two\n'),
+        'line 3, column 6: unknown name: "two"',
+    ),
     "no start": (Grammar(GrammarKind.LARK, 'one: "a"'), "start"),
     "a rule that never ends": (Grammar(GrammarKind.LARK, 'start: one\none: "a" one'), "Too many items"),
     "lenient JSON within a grammar": (
@@ -93,6 +106,12 @@ UNSUPPORTED: dict[str, Any] = {
     "$dynamicRef": "#",
     "$recursiveRef": "#",
 }
+
+
+def test_no_place_is_named_in_a_grammar_with_schemas(compiler: Compiler) -> None:
+    """They are compiled in another form, so that it would be a place in another text."""
+    grammar = Grammar(GrammarKind.LARK, 'start: %json {"type":\n"null"} two')
+    assert reason_against(compiler, grammar) == 'unknown name: "two"'
 
 
 @pytest.mark.parametrize("name", REFUSED)
