@@ -208,6 +208,7 @@ def _encoded(text: str, tokenizer: Tokenizer, folder: Path) -> list[int]:
 
 
 def _model(asked: str | None) -> Iterator[CheckResult]:
+    from pdserve.engine.checkpoint_sizes import check_sizes
     from pdserve.engine.config import read_config
     from pdserve.engine.safetensors_file import open_checkpoint
     from pdserve.launch.settings import bundled_model
@@ -218,8 +219,8 @@ def _model(asked: str | None) -> Iterator[CheckResult]:
         return
     try:
         folder = Path(find_model(asked)) if asked else bundled_model()
-        read_config(folder)
-        checkpoint = open_checkpoint(folder)
+        config, checkpoint = read_config(folder), open_checkpoint(folder)
+        check_sizes(config, checkpoint.tensors)
         size = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
         yield CheckResult(
             "ok", "model", f"{model_name(str(folder))}: {len(checkpoint.tensors)} tensors, {size / 2**20:.0f} MiB"

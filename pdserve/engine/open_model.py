@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pdserve.bounded_file import opened
 from pdserve.core.errors import ModelError
+from pdserve.engine.checkpoint_sizes import check_sizes
 from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.packed_scheme import PackedScheme
 from pdserve.engine.rope import inverse_frequencies
@@ -55,6 +56,7 @@ def open_model(folder: Path, *, has_weights: bool = True) -> OpenedModel:
     if not has_weights:
         return OpenedModel(config, None)
     checkpoint = open_checkpoint(folder)
+    check_sizes(config, checkpoint.tensors)
     found, corrections = with_own_head(config, checkpoint), []
     if found != config:
         corrections.append(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from pdserve.config import WorkerConfig
+from pdserve.engine.checkpoint_sizes import check_sizes
 from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.host_limits import free_bytes, usable_cores
 from pdserve.engine.load import toy_blocks
@@ -45,6 +46,8 @@ def capacity_warnings(spec: ClusterSpec) -> list[str]:
     model = None if spec.model in TOY_MODELS else read_config(Path(spec.model))
     configs = [worker_config(spec, index)[1] for index in range(spec.prefill + spec.decode)]
     stored = None if model is None or configs[0].load != "auto" else open_checkpoint(Path(spec.model))
+    if model is not None and stored is not None:
+        check_sizes(model, stored.tensors)
     has_gpus, free = bool(spec.gpus), free_bytes()
     footprints = [footprint(one, model, stored, free, is_on_cpu=one.device == "cpu" or not has_gpus) for one in configs]
     return warnings(footprints, cores=usable_cores(), free=free)

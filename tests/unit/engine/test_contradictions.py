@@ -26,6 +26,8 @@ from pdserve.engine.rope import inverse_frequencies
 from pdserve.engine.safetensors_file import open_checkpoint
 from pdserve.engine.sharding import Shard
 from pdserve.engine.weights import load_weights
+from pdserve.launch.capacity import capacity_warnings
+from pdserve.launch.spec import ClusterSpec
 from tests.unit.engine.conftest import TINY
 from tests.unit.engine.test_int4 import pack_folder
 from tests.unit.engine.test_quantised import quantise_folder
@@ -203,17 +205,17 @@ CONTRADICTIONS: Mapping[str, tuple[str, Callable[[Tensors], object] | None, Conf
     "untied without a head": ("llama-tied-biased", None, {"tie_word_embeddings": False}, HEAD),
     "tied, a head of another vocabulary": ("llama-tied-biased", put(HEAD, 400, 64), {}, HEAD),
     "tied, a head with a bias": ("llama-tied-biased", put("lm_head.bias", 384), {}, "lm_head.bias"),
-    "more tokens than rows": ("llama", None, {"vocab_size": 400}, EMBEDDING),
-    "fewer tokens than rows": ("llama", None, {"vocab_size": 380}, EMBEDDING),
+    "more tokens than rows": ("llama", None, {"vocab_size": 400}, "vocab_size"),
+    "fewer tokens than rows": ("llama", None, {"vocab_size": 380}, "vocab_size"),
     "head of another size": ("llama", put(HEAD, 380, 64), {}, HEAD),
-    "more layers": ("llama", None, {"num_hidden_layers": 4}, "model.layers.3."),
-    "fewer layers": ("llama", None, {"num_hidden_layers": 2}, "model.layers.2."),
+    "more layers": ("llama", None, {"num_hidden_layers": 4}, "num_hidden_layers"),
+    "fewer layers": ("llama", None, {"num_hidden_layers": 2}, "num_hidden_layers"),
     "layers with other numbers": ("llama", rename_layer, {}, "model.layers.2."),
-    "another hidden size": ("llama", None, {"hidden_size": 32, "head_dim": 16}, EMBEDDING),
-    "another mlp size": ("llama", None, {"intermediate_size": 80}, "mlp."),
-    "more query heads": ("llama", None, {"num_attention_heads": 8, "head_dim": 16}, "self_attn."),
-    "another number of kv heads": ("llama", None, {"num_key_value_heads": 4}, "self_attn.k_proj"),
-    "another head size": ("llama", None, {"head_dim": 8}, "self_attn."),
+    "another hidden size": ("llama", None, {"hidden_size": 32, "head_dim": 16}, "hidden_size"),
+    "another mlp size": ("llama", None, {"intermediate_size": 80}, "intermediate_size"),
+    "more query heads": ("llama", None, {"num_attention_heads": 8, "head_dim": 16}, "num_attention_heads"),
+    "another number of kv heads": ("llama", None, {"num_key_value_heads": 4}, "num_key_value_heads"),
+    "another head size": ("llama", None, {"head_dim": 8}, "head_dim"),
     "biases that config denies": ("llama-tied-biased", None, {"attention_bias": False}, ".bias"),
     "mlp biases that config denies": ("llama-tied-biased", None, {"mlp_bias": False}, "mlp."),
     "no biases that config states": ("llama", None, {"attention_bias": True}, ".bias"),
@@ -224,9 +226,9 @@ CONTRADICTIONS: Mapping[str, tuple[str, Callable[[Tensors], object] | None, Conf
     "norms of queries": ("llama", put(f"{LAYER}self_attn.q_norm.weight", 16), {}, "q_norm"),
     "no norms of queries": ("qwen3", drop(f"{LAYER}self_attn.q_norm.weight"), {}, "q_norm"),
     "norms of queries of all heads": ("qwen3", put(f"{LAYER}self_attn.q_norm.weight", 128), {}, "q_norm"),
-    "more experts": ("qwen3-moe-renormalised", None, {"num_local_experts": 17}, "mlp."),
-    "fewer experts": ("qwen3-moe-renormalised", None, {"num_local_experts": 15}, "mlp."),
-    "experts of another size": ("qwen3-moe-renormalised", None, {"moe_intermediate_size": 16}, "experts."),
+    "more experts": ("qwen3-moe-renormalised", None, {"num_local_experts": 17}, "experts"),
+    "fewer experts": ("qwen3-moe-renormalised", None, {"num_local_experts": 15}, "experts"),
+    "experts of another size": ("qwen3-moe-renormalised", None, {"moe_intermediate_size": 16}, "size of each expert"),
     "a dense layer with experts": ("qwen3-moe-renormalised", None, {"mlp_only_layers": [0]}, "model.layers.0.mlp."),
     "experts in a dense layer": ("qwen3-moe", None, {"mlp_only_layers": []}, "model.layers.1.mlp."),
     "norms after the mlp": ("gemma2", drop(f"{LAYER}post_feedforward_layernorm.weight"), {}, "post_feedforward"),
@@ -252,6 +254,37 @@ def test_what_the_tensors_contradict_is_refused_by_name(which: str, copied: Call
     with pytest.raises(ModelError) as caught:
         load_opened(folder)
     assert named in caught.value.field
+
+
+#: changes of config.json, and the whole error, which the launcher reports before it starts a worker
+SIZES: Mapping[str, tuple[str, Config, str]] = {
+    "layers": (
+        "llama",
+        {"num_hidden_layers": 12},
+        "config.json: num_hidden_layers: got 12, expected 3, because the weights have the layers 0 to 2",
+    ),
+    "hidden size": (
+        "llama",
+        {"hidden_size": 32, "head_dim": 16},
+        "config.json: hidden_size: got 32, expected 64, because model.embed_tokens.weight has the shape [384, 64]",
+    ),
+    "head size": ("qwen3", {"head_dim": 8}, "config.json: head_dim: got 8, expected "),
+    "keys": ("llama", {"num_key_value_heads": 4}, "config.json: num_key_value_heads * head_dim: got 64, expected 32, "),
+    "experts": ("qwen3-moe-renormalised", {"num_local_experts": 17}, "config.json: the number of experts: got 17, "),
+}
+
+
+@pytest.mark.parametrize("which", SIZES)
+def test_sizes_are_compared_before_the_start(which: str, copied: Callable[[str], Path]) -> None:
+    name, config, words = SIZES[which]
+    folder = copied(name)
+    spec = ClusterSpec(model=str(folder))
+    capacity_warnings(spec)
+    edit(folder, None, **config)
+    with pytest.raises(ModelError) as caught:
+        capacity_warnings(spec)
+    assert caught.value.message.startswith(words)
+    capacity_warnings(ClusterSpec(model=str(folder), settings={"worker": {"load": "dummy"}}))  # generated weights
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
