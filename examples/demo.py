@@ -183,10 +183,11 @@ def show_reasons(client: Client, done: Completion) -> None:
         where = f"{candidate.decode_worker} alone"
         if candidate.prefill_worker:
             where = f"{candidate.prefill_worker} → {candidate.decode_worker}"
+        preference = f" (of it {percent(candidate.preference)} preference)" if candidate.preference else ""
         chosen = "  ← chosen" if candidate.is_chosen else ""
         print(
             f"  {where:<10} predicted TTFT {milliseconds(candidate.predicted_ttft_s)}, "
-            f"TPOT {milliseconds(candidate.predicted_tpot_s)}, cost {percent(candidate.cost)}{chosen}"
+            f"TPOT {milliseconds(candidate.predicted_tpot_s)}, cost {percent(candidate.cost)}{preference}{chosen}"
         )
 
 

@@ -143,4 +143,5 @@ def _candidate(candidate: Candidate, decision: Decision) -> cluster_pb2.Candidat
         is_feasible=candidate.is_feasible,
         is_chosen=is_chosen(candidate, decision),
         cost=candidate.cost if candidate.cost is not None and math.isfinite(candidate.cost) else None,
+        preference=candidate.preference,
     )

@@ -18,7 +18,13 @@ from pdserve.core.errors import ConfigError, NotFound, PdserveError
 from pdserve.core.json_text import to_json
 
 HELP = "explain the placement of a request"
-HEAD: Final = ("", "PREFILL", "DECODE", "TTFT", "TPOT", "SLACK", "KEEPS TPOT", "COST")
+HEAD: Final = ("", "PREFILL", "DECODE", "TTFT", "TPOT", "SLACK", "KEEPS TPOT", "LOST", "PREFERENCE", "COST")
+#: Below the table; docs/explain.md has more.
+COST_NOTES: Final = (
+    "LOST        time that this and other requests lose by the placement, in shares of their targets",
+    "PREFERENCE  against (+) a decode worker alone while a prefill worker is free; for it (-) with a short prompt",
+    "COST        LOST + PREFERENCE; the lowest one is chosen",
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +101,8 @@ def render(explanation: Explanation) -> str:
     lines += ["", *_outcome(one)]
     if one.candidates:
         lines += ["", *_table([HEAD, *map(_row, one.candidates)])]
+    if any(each.cost is not None for each in one.candidates):
+        lines += ["", *COST_NOTES]
     return "\n".join(lines)
 
 
@@ -125,6 +133,7 @@ def _against(slo_s: float, predicted_s: float | None, actual_s: float | None) ->
 
 
 def _row(candidate: ExplainedCandidate) -> tuple[str, ...]:
+    cost, preference = candidate.cost, candidate.preference
     return (
         "->" if candidate.is_chosen else "",
         candidate.prefill_worker or "(itself)",
@@ -133,7 +142,9 @@ def _row(candidate: ExplainedCandidate) -> tuple[str, ...]:
         _ms(candidate.predicted_tpot_s),
         "-" if candidate.slack is None else f"{candidate.slack:+.1%}",
         "yes" if candidate.is_feasible else "no",
-        "-" if candidate.cost is None else f"{candidate.cost:.1%}",
+        "-" if cost is None or preference is None else f"{cost - preference:.1%}",
+        "-" if cost is None or preference is None else f"{preference:+.1%}",
+        "-" if cost is None else f"{cost:.1%}",
     )
 
 

@@ -149,6 +149,7 @@ class ExplainedCandidate:
     # The time that this and other requests lose, in shares of targets, plus the preference for or against a local
     # placement, so it can be negative; policy goodput only
     cost: float | None = None
+    preference: float | None = None  # that part of the cost; None if the router did not send it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,7 @@ class PlacementOption:
     cost: float
     opens_in_s: float  # 0: the request can start now
     slack: float  # the smaller one of TTFT and TPOT slack
+    preference: float  # the part of `cost` that is no time
 
 
 def tandem_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: float) -> float:
@@ -323,10 +324,10 @@ def _local(
     goes_first = decode.totals.prefills <= 1 and queue_s > max(slo.ttft_s, read_s)
     opens_s = 0.0 if queue_s <= early_s or goes_first else queue_s - early_s
     cost = (ttft_s + WORK_WEIGHT * read_s) / slo.ttft_s + read_s * stall_share / (steps * slo.tpot_s)
-    if short < math.inf:
-        cost += WORTH_WAITING if uncached > short else -WORTH_WAITING
+    preference = 0.0 if short == math.inf else WORTH_WAITING if uncached > short else -WORTH_WAITING
+    error = decode.cost.step_error
     return _option(
-        request, steps, None, decode, load, ttft_s, step_s, residents_s, cost, opens_s, decode.cost.step_error
+        request, steps, None, decode, load, ttft_s, step_s, residents_s, cost + preference, opens_s, error, preference
     )
 
 
@@ -347,6 +348,7 @@ def _option(
     cost: float,
     opens_in_s: float,
     error: float,
+    preference: float = 0.0,
 ) -> PlacementOption:
     slo, sure, tightest_s = request.slo, load.sure, load.tightest_s
     own = 1.0 - tpot_s * sure / slo.tpot_s
@@ -362,4 +364,6 @@ def _option(
         tpot_slack = own if own < theirs else theirs
     slack = ttft_slack if ttft_slack < tpot_slack else tpot_slack
     harms = theirs < 0.0
-    return PlacementOption(prefill, decode, ttft_s, tpot_s, ttft_slack, tpot_slack, harms, cost, opens_in_s, slack)
+    return PlacementOption(
+        prefill, decode, ttft_s, tpot_s, ttft_slack, tpot_slack, harms, cost, opens_in_s, slack, preference
+    )

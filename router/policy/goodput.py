@@ -146,6 +146,7 @@ def _candidate(option: PlacementOption) -> Candidate:
         option.slack,
         option.tpot_slack >= 0.0,
         option.cost,
+        option.preference,
     )
 
 

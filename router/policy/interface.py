@@ -84,6 +84,7 @@ class Candidate(NamedTuple):
     slack: float  # min over both targets of (target - prediction) / target, including the wait so far
     is_feasible: bool  # every TPOT target on the decode worker is met
     cost: float | None = None  # PlacementOption.cost; None for policies that compare nothing of that kind
+    preference: float | None = None  # the part of the cost that is no time
 
 
 @dataclass(slots=True, kw_only=True)

@@ -127,7 +127,7 @@ export function createRequestDetail(body, explain) {
       element("p", { className: "muted", text: reason }),
     ];
     if (explanation.ended_because) nodes.push(element("p", { text: `Ended: ${explanation.ended_because}` }));
-    if (candidates?.length) nodes.push(table(["placement", "TTFT", "TPOT", "slack", "keeps TPOT", "cost"], candidates.map(candidateRow)));
+    if (candidates?.length) nodes.push(table(["placement", "TTFT", "TPOT", "slack", "keeps TPOT", "lost", "preference", "cost"], candidates.map(candidateRow)));
     else nodes.push(element("p", { className: "muted", text: "No placement was compared." }));
     return parts.decision.replaceChildren(...nodes);
   }
@@ -141,8 +141,10 @@ export function createRequestDetail(body, explain) {
     const route = candidate.prefill_worker ? `${candidate.prefill_worker} → ${candidate.decode_worker}` : `${candidate.decode_worker} (local)`;
     // The smaller margin of both targets, as a share of the target.
     const slack = candidate.slack === null || candidate.slack === undefined ? "–" : `${candidate.slack > 0 ? "+" : ""}${Math.round(candidate.slack * 100)} %`;
-    // The time that this and other requests lose, in shares of their targets.
-    const cost = candidate.cost === null || candidate.cost === undefined ? "–" : `${(candidate.cost * 100).toFixed(1)} %`;
+    // The time that this and other requests lose, in shares of their targets, plus the policy's preference.
+    const share = (value) => Number.isFinite(value) ? `${(value * 100).toFixed(1)} %` : "–";
+    const { cost = null, preference = null } = candidate;
+    const lost = cost === null || preference === null ? null : cost - preference;
     // Predictions count from the decision.
     const ttftTarget = explanation.slo_ttft_s === null ? null : explanation.slo_ttft_s - explanation.waited_s;
     return element("tr", { className: candidate.is_chosen ? "chosen" : "" }, [
@@ -151,7 +153,9 @@ export function createRequestDetail(body, explain) {
       cell(candidate.predicted_tpot_s, explanation.slo_tpot_s),
       element("td", { className: "number", text: slack }),
       element("td", { className: "number", text: candidate.is_feasible ? "yes" : "no" }),
-      element("td", { className: "number", text: cost }),
+      element("td", { className: "number", text: share(lost) }),
+      element("td", { className: "number", text: share(cost === null ? null : preference) }),
+      element("td", { className: "number", text: share(cost) }),
     ]);
   }
 

@@ -30,6 +30,7 @@ EXPLANATION = Explanation(
             is_feasible=True,
             is_chosen=True,
             cost=0.0264,
+            preference=0.0,
         ),
         ExplainedCandidate(
             prefill_worker="",
@@ -39,6 +40,8 @@ EXPLANATION = Explanation(
             slack=-0.25,
             is_feasible=False,
             is_chosen=False,
+            cost=0.051,
+            preference=0.03,
         ),
     ),
     waited_s=0.1,
@@ -128,7 +131,21 @@ def test_predicted_and_actual_times_count_from_arrival() -> None:
     assert table["TTFT"][1:] == ["2,000.0", "ms", "400.0", "ms", "500.0", "ms", "-20%"]
     assert table["TPOT"][1:] == ["200.0", "ms", "20.0", "ms", "25.0", "ms", "-20%"]
     assert [line.split()[:3] for line in lines if "d0" in line] == [["->", "p0", "d0"], ["(itself)", "d0", "900.0"]]
-    assert [line.split()[-1] for line in lines if "d0" in line] == ["2.6%", "-"]
+    assert [line.split()[-3:] for line in lines if "d0" in line] == [
+        ["2.6%", "+0.0%", "2.6%"],
+        ["2.1%", "+3.0%", "5.1%"],
+    ]
+    assert {"LOST", "PREFERENCE", "COST"} <= {line.split()[0] for line in lines if line.strip()}, "each is explained"
+
+
+def test_costs_of_other_routers_and_policies_are_shown_as_far_as_known() -> None:
+    chosen, other = EXPLANATION.candidates
+    older = dataclasses.replace(chosen, preference=None)
+    plain = dataclasses.replace(other, cost=None, preference=None)
+    lines = render(dataclasses.replace(EXPLANATION, candidates=(older, plain))).splitlines()
+    assert [line.split()[-3:] for line in lines if "d0" in line] == [["-", "-", "2.6%"], ["-", "-", "-"]]
+    lines = render(dataclasses.replace(EXPLANATION, candidates=(plain,))).splitlines()
+    assert lines[-1].split()[-1] == "-", "no words about costs"
 
 
 def test_a_resumed_request_has_no_predicted_ttft() -> None:

@@ -191,6 +191,7 @@ def test_local_costs_match_the_documented_formula(seed: int, is_only: bool, shor
         )
         if short < math.inf:
             cost += WORTH_WAITING if uncached > short else -WORTH_WAITING
+        assert option.preference == (0.0 if short == math.inf else math.copysign(WORTH_WAITING, uncached - short - 0.5))
         assert option.cost == pytest.approx(cost)
         check_slack(request, option, residents_s, decode.cost.step_error)
         early_s = min(load.batch_s, EARLY_SHARE * slo.ttft_s)
