@@ -156,7 +156,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         choices=LOG_LEVELS,
         default=keep,
-        help=f"least level that the processes log; also in {LOG_LEVEL_ENV} (info)",
+        help=f"least level that the processes log; also in {LOG_LEVEL_ENV} (info; during the start, warning)",
     )
     add(
         "--log-dir",
@@ -225,7 +225,8 @@ def run(args: argparse.Namespace) -> int:
     if "served_model_name" in flags:
         flags["served_model_name"] = joined(flags["served_model_name"])
     defaults: dict[str, Any] = {"http": SERVE_PORT} if args.command == "serve" else {}
-    defaults["log_level"] = os.environ.get(LOG_LEVEL_ENV) or "info"
+    if level := os.environ.get(LOG_LEVEL_ENV):
+        defaults["log_level"] = level
     if "log_format" in flags:
         os.environ[FORMAT_ENV] = flags.pop("log_format")  # the processes inherit it
 

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from pdserve.telemetry.logs import json_line
 
 _WIDTH: Final = 10
 _MOST_PARTS: Final = 16  # phases of one worker's start
+_MOST_HELD: Final = 1000  # lines
+_DETAIL: Final = re.compile(r"[0-9-]+ [0-9:,]+ INFO ")  # the level of a line that FieldFormatter has made
 _MEMORY: Final = re.compile(r"(?:^| )memory (\{.*\})$")
 _PARTS: Final = {  # parts of a memory plan, with their column names
     "usable": "usable",
@@ -61,7 +64,11 @@ class LauncherReport:
         *,
         is_quiet: bool = False,
         is_json: bool = False,
+        holds_details: bool = False,
     ) -> None:
+        """`holds_details`: until `ready`, lines of level INFO are held back, and shown only if the start fails. Those
+        in files or JSON are always written."""
+        self._held: deque[str] | None = deque(maxlen=_MOST_HELD) if holds_details else None
         self._began_s = time.monotonic()
         self._log_dir, self._log_limits = log_dir, log_limits or LogLimits()
         self._is_quiet, self._is_json = is_quiet, is_json
@@ -110,7 +117,7 @@ class LauncherReport:
         if self._log_dir is None and self._is_json:
             return lambda line: self._err(json_line(name, line))
         if self._log_dir is None:
-            return lambda line: self._err(f"{name:<{_WIDTH}} | {line}")
+            return lambda line: self._show(f"{name:<{_WIDTH}} | {line}", is_detail=_DETAIL.match(line) is not None)
         if name not in self._files:
             with _a_folder(self._log_dir):
                 path = self._log_dir / f"{name}.log"
@@ -170,6 +177,18 @@ class LauncherReport:
 
     # -- the end of the start ------------------------------------------------------------------------------------
 
+    def failed(self) -> None:
+        """Shows what was held back."""
+        held, self._held = self._held or (), None
+        for line in held:
+            self._err(line)
+
+    def _show(self, text: str, *, is_detail: bool) -> None:
+        if is_detail and self._held is not None:
+            self._held.append(text)
+        else:
+            self._err(text)
+
     def _err(self, text: str) -> None:
         self._status.line(text)
         if self._status.is_terminal:
@@ -194,6 +213,10 @@ class LauncherReport:
 
     def ready(self, line: str) -> None:
         self.settled()
+        if self._held:
+            count = len(self._held)
+            self.say("launcher", f"{count} log lines of the start are not shown; --log-level info shows them")
+        self._held = None
         if self._is_json:
             line = json_line("launcher", json.dumps({"elapsed_s": round(self.elapsed_s, 3), "message": line}))
         sys.stdout.write(line + "\n")

@@ -52,7 +52,8 @@ async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
     _allow_descriptors(asked)
     stop, hurry = asyncio.Event(), asyncio.Event()
     _on_signals(stop, hurry)
-    report = LauncherReport(asked.log_dir, asked.log_limits, is_json=log_format() == JSON)
+    is_json, holds_details = log_format() == JSON, not asked.is_level_given
+    report = LauncherReport(asked.log_dir, asked.log_limits, is_json=is_json, holds_details=holds_details)
     hangup = asyncio.Event()
     if not is_on_terminal():
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
@@ -65,7 +66,11 @@ async def serve(asked: Asked, read_again: Callable[[], Asked]) -> int:
     tasks = [asyncio.create_task(_tick(report))]
     is_graceful = False
     try:
-        address = await _unless_set(stop, cluster)
+        try:
+            address = await _unless_set(stop, cluster)
+        except PdserveError:
+            report.failed()
+            raise
         if address is None:
             return INTERRUPTED
         report.table()

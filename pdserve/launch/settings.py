@@ -51,6 +51,7 @@ class Asked:
     log_dir: Path | None
     log_limits: LogLimits
     log_level: str
+    is_level_given: bool  # by a flag, the file or the environment
     own_secrets: frozenset[str]  # settings that the launcher chose at random, because none was given
 
 
@@ -151,6 +152,7 @@ def read(
         log_dir=Path(log_dir) if log_dir else None,
         log_limits=LogLimits(**limits),
         log_level=log_level,
+        is_level_given="log_level" in found,
         own_secrets=frozenset(own_secrets),
     )
 

@@ -30,7 +30,7 @@ ANSWER = toy_answer("hello", 4)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Running]:
-    flags = ["--model", "toy", "--tls", "auto", "--http", "0", "--transport", "tcp"]
+    flags = ["--model", "toy", "--tls", "auto", "--http", "0", "--transport", "tcp", "--log-level", "info"]
     metrics = ["--metrics", str(free_ports(5))]
     patient = ["--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"]
     with Running.start(*flags, *metrics, *patient) as running:

@@ -628,7 +628,7 @@ def test_a_flag_prevails_over_a_wrong_log_level_of_the_environment(
     assert main(["up", "toy"]) == 2
     assert "log_level: got loud" in capsys.readouterr().err
     assert main(["up", "toy", "--log-level", "warning"]) == 0
-    assert [one.log_level for one in asked] == ["warning"]
+    assert [(one.log_level, one.is_level_given) for one in asked] == [("warning", True)]
 
 
 def test_two_different_models_are_an_error(asked: list[Asked], capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,39 @@ def test_a_restarted_process_appends_to_its_log(tmp_path: Path) -> None:
     report.relay("p0")("after")
     report.close()
     assert (tmp_path / "p0.log").read_text() == "before\nafter\n"
+
+
+@pytest.mark.parametrize("ends", [LauncherReport.failed, lambda report: report.ready("pdserve ready")])
+def test_details_of_the_start_are_held_until_it_fails(
+    ends: Callable[[LauncherReport], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    detail, warning = (f"2026-11-27 14:22:04,758 {level} d0 pdserve.worker: text" for level in ("INFO", "WARNING"))
+    report = LauncherReport(holds_details=True)
+    take = report.relay("d0")
+    for line in (detail, warning, "Traceback:", f"said {detail}", detail):
+        take(line)
+    shown = [f"d0         | {line}" for line in (warning, "Traceback:", f"said {detail}")]
+    assert capsys.readouterr().err.splitlines() == shown
+    ends(report)
+    later = capsys.readouterr().err.splitlines()
+    if ends is LauncherReport.failed:
+        assert later == [f"d0         | {detail}"] * 2
+    else:
+        [words] = later
+        assert words.endswith("launcher   2 log lines of the start are not shown; --log-level info shows them")
+    take(detail)
+    assert capsys.readouterr().err.splitlines() == [f"d0         | {detail}"], "only the start is quiet"
+
+
+@pytest.mark.parametrize(("is_json", "is_in_files"), [(True, False), (False, True)])
+def test_details_in_files_and_in_json_are_complete(
+    is_json: bool, is_in_files: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    detail = "2026-11-27 14:22:04,758 INFO d0 pdserve.worker: text"
+    report = LauncherReport(tmp_path if is_in_files else None, is_json=is_json, holds_details=True)
+    report.relay("d0")(detail)
+    report.close()
+    assert detail in ((tmp_path / "d0.log").read_text() if is_in_files else capsys.readouterr().err)
 
 
 def test_a_full_disk_is_reported_once() -> None:
