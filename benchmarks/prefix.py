@@ -35,9 +35,8 @@ SEED = bytes(32)
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=300)
-    parser.add_argument("--tcp", action="store_true", help="loopback TCP instead of a unix socket")
     arguments = parser.parse_args()
-    with EmbeddedRedis.start(is_unix=not arguments.tcp) as server:
+    with EmbeddedRedis.start() as server:
         chains = [[os.urandom(16) for _ in range(max(LENGTHS))] for _ in range(CHAINS)]
         index = RedisIndex(server.url, "bench", hash_seed=SEED, timeout_s=10.0)
         await index.start()

@@ -71,7 +71,7 @@ class Server:
 
     def replace(self) -> None:
         self.redis.kill()
-        self.redis = EmbeddedRedis.start(port=self.redis.port, password=self.redis.password)
+        self.redis = EmbeddedRedis.start(self.redis.path)
 
 
 Fault = Callable[[Server], AbstractAsyncContextManager[None]]

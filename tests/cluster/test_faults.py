@@ -50,7 +50,7 @@ def test_requests_succeed_without_redis_and_the_index_refills(tmp_path: Path) ->
     try:
         with Cluster(*flags, env={"PDSERVE_REDIS": redis.url}) as cluster:
             asyncio.run(_ask_until_back(cluster, redis, away_s))
-            redis = EmbeddedRedis.start(port=redis.port, password=redis.password)
+            redis = EmbeddedRedis.start(redis.path)
             cached = max(worker.evictable_blocks for worker in cluster.client.topology().workers)
             assert cached > 20
             deadline = time.monotonic() + 30

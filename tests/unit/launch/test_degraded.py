@@ -13,6 +13,7 @@ from pdserve.launch.degraded import degradations, endpoint_answers
 from pdserve.launch.serve import ready_line
 from pdserve.launch.spec import ClusterSpec
 from pdserve.prefix.embedded import EmbeddedRedis
+from tests.support.tcp_redis import PASSWORD, listen_on_tcp
 
 DEAD = "127.0.0.1:1"
 SPEC = ClusterSpec(model="toy", redis=f"redis://:pa55@{DEAD}/0", settings={"router": {"otlp": DEAD}})
@@ -37,7 +38,7 @@ async def test_nothing_is_missing_if_all_services_answer() -> None:
 
 
 async def test_a_redis_that_is_reached_by_its_socket(tmp_path: Path) -> None:
-    with EmbeddedRedis.start(is_unix=True) as redis:
+    with EmbeddedRedis.start() as redis:
         spec = ClusterSpec(model="toy", redis=redis.url)
         assert await degradations(spec, has_own_redis=False) == []
         assert f"redis {redis.url.removeprefix('unix://')}," in ready_line(spec, "a:1", [])
@@ -45,7 +46,7 @@ async def test_a_redis_that_is_reached_by_its_socket(tmp_path: Path) -> None:
 
 async def test_a_wrong_password_is_an_error() -> None:
     with EmbeddedRedis.start() as redis:
-        spec = dataclasses.replace(SPEC, redis=redis.url.replace(redis.password, "pa55"))
+        spec = dataclasses.replace(SPEC, redis=listen_on_tcp(redis).replace(PASSWORD, "pa55"))
         with pytest.raises(ConfigError, match="password") as caught:
             await degradations(spec, has_own_redis=False)
     assert "pa55" not in str(caught.value)

@@ -15,6 +15,7 @@ from pdserve.launch.running import Running
 from pdserve.launch.spec import ClusterSpec
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.registry import Registry
+from tests.support.tcp_redis import PASSWORD, listen_on_tcp
 
 from .conftest import is_alive, until
 
@@ -47,9 +48,12 @@ async def test_clusters_with_different_names_share_a_redis(neighbour: Running, r
     await check_alone(asked(redis.url, cluster="blue"))
 
 
-async def test_a_wrong_password_is_rejected(redis: EmbeddedRedis) -> None:
-    with pytest.raises(ConfigError, match=r"redis: got redis://\*\*\*@127.0.0.1:\d+/0, expected .* password"):
-        await check_alone(asked(redis.url.replace(redis.password, "wrong")))
+async def test_a_wrong_password_is_rejected() -> None:
+    with EmbeddedRedis.start() as redis:
+        url = listen_on_tcp(redis)
+        await check_alone(asked(url))
+        with pytest.raises(ConfigError, match=r"redis: got redis://\*\*\*@127.0.0.1:\d+/0, expected .* password"):
+            await check_alone(asked(url.replace(PASSWORD, "wrong")))
 
 
 async def test_a_silent_redis_does_not_stop_the_start() -> None:

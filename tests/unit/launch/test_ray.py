@@ -44,7 +44,7 @@ async def test_a_redis_that_does_not_answer_ends_the_start_with_the_cause(capsys
 
 
 async def test_a_database_that_redis_lacks_is_named(tmp_path: Path) -> None:
-    with EmbeddedRedis.start(path=tmp_path / "socket") as redis, pytest.raises(ConfigError, match="DB index"):
+    with EmbeddedRedis.start(tmp_path / "socket") as redis, pytest.raises(ConfigError, match="DB index"):
         await check_redis(ClusterSpec(model="toy", redis=f"{redis.url}?db=99"), LauncherReport(), 0.3)
 
 

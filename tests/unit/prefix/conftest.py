@@ -10,7 +10,7 @@ from pdserve.prefix.embedded import EmbeddedRedis
 
 @pytest.fixture(scope="module")
 def module_server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start(is_unix=True) as server:
+    with EmbeddedRedis.start() as server:
         yield server
 
 
@@ -23,6 +23,6 @@ def url(module_server: EmbeddedRedis) -> Iterator[str]:
 
 @pytest.fixture
 def mortal() -> Iterator[EmbeddedRedis]:
-    """On a TCP port, so that another can take its place."""
+    """Its own, so that a test may kill it."""
     with EmbeddedRedis.start() as server:
         yield server

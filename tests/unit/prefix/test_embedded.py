@@ -10,63 +10,41 @@ import pytest
 import redis
 
 from pdserve.core.errors import ConfigError
+from pdserve.owned_folder import sweep
 from pdserve.prefix.embedded import EmbeddedRedis
 
 
-def test_embedded_redis_listens_on_loopback_and_stores_nothing() -> None:
+def test_it_is_open_to_its_user_only_and_stores_nothing() -> None:
     with EmbeddedRedis.start() as server, redis.Redis.from_url(server.url) as client:
         assert client.set("key", "value")
-        assert client.config_get("bind")["bind"] == "127.0.0.1"
         assert client.config_get("save")["save"] == ""
+        assert client.config_get("port")["port"] == "0"
+        assert server.path.parent.stat().st_mode & 0o077 == 0
         assert server.is_alive
     assert not psutil.pid_exists(server.pid)
-
-
-def test_a_unix_socket_is_open_to_its_user_only() -> None:
-    with EmbeddedRedis.start(is_unix=True) as server, redis.Redis.from_url(server.url) as client:
-        assert client.ping()
-        path = server.url.removeprefix("unix://")
-        assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0
-        assert client.config_get("port")["port"] == "0"
-    assert not os.path.exists(os.path.dirname(path))
-
-
-def test_strangers_are_rejected() -> None:
-    with EmbeddedRedis.start() as server:
-        for url in (f"redis://127.0.0.1:{server.port}/0", f"redis://:wrong@127.0.0.1:{server.port}/0"):
-            with redis.Redis.from_url(url) as stranger, pytest.raises(redis.exceptions.AuthenticationError):
-                stranger.sadd("{pd:default}:workers", "d9")
-        with redis.Redis.from_url(server.url) as client:
-            assert client.dbsize() == 0
+    assert not server.path.parent.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_password_is_not_in_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_inherits_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDSERVE_TOKEN", "secret-of-callers")
     with EmbeddedRedis.start() as server:
         shown = b"".join(Path(f"/proc/{server.pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
-    assert server.password.encode() not in shown
     assert b"secret-of-callers" not in shown
 
 
-def test_passwords_differ_unless_given() -> None:
-    with EmbeddedRedis.start() as one, EmbeddedRedis.start() as other, EmbeddedRedis.start(password="same") as third:
-        assert one.password != other.password
-        assert len(one.password) == 64
-        assert third.url == f"redis://:same@127.0.0.1:{third.port}/0"
+def test_a_path_that_cannot_be_used_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"redis socket: got .*, expected one that Redis can listen on: "):
+        EmbeddedRedis.start(tmp_path / "absent" / "redis.sock")
 
 
-def test_a_taken_port_is_a_config_error() -> None:
-    with EmbeddedRedis.start() as server, pytest.raises(ConfigError, match=r"redis port: got \d+ \(port in use\)"):
-        EmbeddedRedis.start(port=server.port)
-
-
-def test_embedded_redis_restarts_on_its_port() -> None:
+def test_another_takes_the_place_of_a_killed_one() -> None:
     with EmbeddedRedis.start() as server:
         server.kill()
         assert not server.is_alive
-        with EmbeddedRedis.start(port=server.port) as again, redis.Redis.from_url(again.url) as client:
+        with EmbeddedRedis.start(server.path) as again, redis.Redis.from_url(again.url) as client:
             assert client.ping()
+            assert again.url == server.url
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
@@ -90,4 +68,5 @@ def test_embedded_redis_ends_with_a_killed_parent(tmp_path: Path) -> None:
     while psutil.pid_exists(server_pid) and psutil.Process(server_pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end_s, "the server outlived its parent"
         time.sleep(0.01)
+    sweep(tmp_path)  # as the next launcher does
     assert list(tmp_path.iterdir()) == []

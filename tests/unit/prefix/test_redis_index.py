@@ -20,6 +20,7 @@ from pdserve.prefix.keys import bit_offset, fingerprint_of, index_tag, owner_of,
 from pdserve.prefix.lease import GRACE_LEASES
 from pdserve.prefix.redis_index import RedisIndex, _between, _probes
 from pdserve.prefix.registry import Registry
+from tests.support.tcp_redis import listen_on_tcp
 from tests.unit.prefix.given import SEED, chain, crash, following, publisher, publishing, until, until_found
 
 TAG = index_tag("test", fingerprint_of(SEED))
@@ -285,9 +286,16 @@ async def test_an_empty_redis_is_refilled_after_a_restart(mortal: EmbeddedRedis)
             assert await index.lookup(blocks) == {}
         assert time.perf_counter() - began_s < 10.0, "each lookup waited for a Redis that is gone"
         worker.offer(removed=blocks[50:])
-        with EmbeddedRedis.start(port=mortal.port, password=mortal.password):
+        with EmbeddedRedis.start(mortal.path):
             await until_found(index, blocks, {"w": 50})
             assert worker.num_snapshots == 2
+
+
+async def test_a_redis_on_tcp_with_a_password(mortal: EmbeddedRedis) -> None:
+    url = listen_on_tcp(mortal)
+    async with following(url) as index, publishing(url, "w") as worker:
+        worker.offer(stored=chain(4))
+        await until_found(index, chain(4), {"w": 4})
 
 
 async def test_a_hanging_redis_is_skipped_after_a_few_late_answers(mortal: EmbeddedRedis) -> None:

@@ -78,7 +78,7 @@ async def test_known_workers_stay_without_redis(mortal: EmbeddedRedis) -> None:
         mortal.kill()
         await until(lambda: not registry._is_available)
         assert ids(registry.workers) == ["w"]
-        with EmbeddedRedis.start(port=mortal.port, password=mortal.password):
+        with EmbeddedRedis.start(mortal.path):
             await until(lambda: registry._is_available and worker.is_connected)
             assert ids(registry.workers) == ["w"]
     assert len(seen) == 1

@@ -45,7 +45,7 @@ async def behind_tls(path: str, context: ssl.SSLContext) -> AsyncIterator[int]:
 
 async def test_redis_over_tls_needs_its_ca(tmp_path: Path) -> None:
     ours, other = TestAuthority(tmp_path / "ours"), TestAuthority(tmp_path / "other", "another CA")
-    with EmbeddedRedis.start(is_unix=True) as redis:
+    with EmbeddedRedis.start() as redis:
         async with behind_tls(redis.url.removeprefix("unix://"), ours.tls("redis").current().caller_server) as port:
             url = f"rediss://127.0.0.1:{port}/0"
             assert await redis_answers(f"{url}?ssl_ca_certs={ours.ca}")
@@ -55,7 +55,7 @@ async def test_redis_over_tls_needs_its_ca(tmp_path: Path) -> None:
 
 async def test_a_cluster_uses_redis_over_tls(tmp_path: Path) -> None:
     ours = TestAuthority(tmp_path)
-    with EmbeddedRedis.start(is_unix=True) as redis:
+    with EmbeddedRedis.start() as redis:
         async with behind_tls(redis.url.removeprefix("unix://"), ours.tls("redis").current().caller_server) as port:
             both = {"redis": f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={ours.ca}"}
             patient = {"slo_ttft_s": 120.0, "slo_tpot_s": 20.0}

@@ -28,7 +28,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 @pytest.fixture
 def redis() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start(is_unix=True) as server:
+    with EmbeddedRedis.start() as server:
         yield server
 
 
