@@ -10,6 +10,7 @@ Each byte of a connection is counted: as a part of a head, of a body, of a chunk
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import socket
@@ -17,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -25,6 +26,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from pdserve.core.log_limit import LogLimit
 from pdserve.gateway import errors, sse
 from pdserve.gateway.handshake import Handshake
+
+if TYPE_CHECKING:
+    from pdserve.gateway.arrivals import Arrival
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +61,8 @@ class Connections:
     """All open connections of a server. Those without a request are closed first when there are too many."""
 
     limits: ConnectionLimits
-    idle: OrderedDict[Connection | Handshake, None] = field(default_factory=OrderedDict)  # longest idle first
-    lingering: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # oldest first
+    idle: OrderedDict[Connection | Handshake | Arrival, None] = field(default_factory=OrderedDict)  # longest idle first
+    lingering: OrderedDict[Connection | Arrival, None] = field(default_factory=OrderedDict)  # oldest first
     num_open: int = 0  # without the lingering ones
     num_dropped: int = 0
     failures: LogLimit = field(default_factory=LogLimit)  # of TLS handshakes
@@ -79,7 +83,7 @@ class Connections:
         oldest.end_idle()
         return True
 
-    def linger(self, connection: Connection) -> None:
+    def linger(self, connection: Connection | Arrival) -> None:
         self.num_open -= 1
         self.idle.pop(connection, None)
         if len(self.lingering) >= MAX_LINGERING:
@@ -113,7 +117,6 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         if not self._all.make_room():
             self._reject_busy()
             return
-        _set_options(transport, self._all.limits.stall_s)
         self._all.idle[self] = None
         self._wait(self._all.limits.header_s)
 
@@ -356,14 +359,13 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
             if has_begun:
                 self.drop()
                 return
-        body = sse.to_json(errors.body(message, kind, code))
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        head, body = _rejection(status, kind, code, message)
         is_head = self.parser is not None and self.parser.get_method() == b"HEAD"
-        self.transport.write(STATUS_LINE[status] + head + (b"" if is_head else body))
+        self.transport.write(head if is_head else head + body)
         self._linger()
 
     def _reject_busy(self) -> None:
-        self._reject(503, "server_error", "too_many_connections", "too many open connections")
+        self._reject(*_BUSY)
 
     def _linger(self) -> None:
         if not self._is_open or self.transport.is_closing():
@@ -372,7 +374,8 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc]
         self._all.linger(self)
         self._wait(LINGER_S)
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has closed the connection
+                self.transport.write_eof()
         self.flow.resume_reading()
 
 
@@ -405,20 +408,30 @@ class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]
             self._connection.read_again(data[offer.args[0] :])
 
 
+def _rejection(status: int, kind: str, code: str, message: str) -> tuple[bytes, bytes]:
+    """Head and body."""
+    body = sse.to_json(errors.body(message, kind, code))
+    head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+    return STATUS_LINE[status] + head, body
+
+
+_BUSY: Final = (503, "server_error", "too_many_connections", "too many open connections")
+BUSY: Final = b"".join(_rejection(*_BUSY))
+
+
 def _invalid(message: str) -> tuple[int, str, str, str]:
     return 400, "invalid_request_error", "invalid_http", message
 
 
-def _set_options(transport: asyncio.Transport, stall_s: float) -> None:
-    """Makes the kernel send each chunk at once, and close a connection whose client reads nothing or whose host has
-    disappeared (Linux only)."""
-    sock = transport.get_extra_info("socket")
-    # asyncio sets it only on sockets that were made with the number of TCP; without it, a chunk waits 40 ms for an ACK.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def set_options(listener: socket.socket, stall_s: float) -> None:
+    """Of the connections that it accepts from now on. The kernel sends each chunk at once, and closes a connection
+    whose client reads nothing or whose host has disappeared (Linux only)."""
+    # Without it, a chunk waits 40 ms for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, final
 
 import uvicorn
@@ -22,7 +21,8 @@ from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InternalError, NoWorkers, Unauthenticated
 from pdserve.core.hosts import is_loopback_host
 from pdserve.gateway.app import Gateway
-from pdserve.gateway.connection import Connection, ConnectionLimits, Connections
+from pdserve.gateway.arrivals import Arrivals
+from pdserve.gateway.connection import BUSY, Connection, ConnectionLimits, Connections, set_options
 from pdserve.gateway.handshake import Handshake
 from pdserve.gateway.shutdown import Shutdown
 from pdserve.listening import bind_error, ignore_poller_races, share_port
@@ -38,9 +38,6 @@ STOP_S: Final = 5.0
 LAST_WORDS_S: Final = 1.0  # in which each request gets its error at the end
 FLUSH_S: Final = 1  # after it, in which the errors reach the clients; uvicorn takes whole seconds
 TICKS_S: Final = 0.5  # of uvicorn, which looks at its flags every tenth of a second
-MAX_BACKLOG: Final = 128
-# Connections that wait in the kernel; it has a limit of its own. If there is no room, a client tries again after 1 s.
-KERNEL_BACKLOG: Final = 65_535
 
 
 @final
@@ -67,6 +64,8 @@ class GatewayHost:
         self._connections = Connections(limits=_connection_limits(config))
         self._gateway: Gateway | None = None
         self._server: uvicorn.Server | None = None
+        self._listener: socket.socket | None = None
+        self._arrivals: Arrivals | None = None
         self._shutdown = Shutdown()
         self._draining: asyncio.Task[None] | None = None  # a reference, because the loop does not keep tasks alive
         self._has_ended = threading.Event()
@@ -108,6 +107,8 @@ class GatewayHost:
         self._connections.limits = _connection_limits(config)
         if self._gateway is not None:
             self._gateway.config = config
+        if self._listener is not None and self._listener.fileno() >= 0:
+            set_options(self._listener, config.stall_s)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -119,18 +120,19 @@ class GatewayHost:
             await _check_closed(client, config.host)
         if config.metrics_port:
             self._metrics.serve(config.metrics_port, config.metrics_host or config.host, self._tls)
-        listener = _listen(config.host, config.port)
+        self._listener = listener = _listen(config.host, config.port)
+        set_options(listener, config.stall_s)
         host, port = listener.getsockname()[:2]
         self._gateway = gateway = Gateway(config, client, self._metrics, self._shutdown, needs_token=not is_local)
-        self._server = server = uvicorn.Server(_uvicorn_config(config, gateway.app(), self._connections, self._tls))
-        serving = asyncio.create_task(self._serve(server, listener, client))
+        self._server = server = uvicorn.Server(_uvicorn_config(gateway.app()))
+        serving = asyncio.create_task(self._serve(server, client))
         serving.add_done_callback(lambda _: self._has_ended.set())
         while not server.started:
             if serving.done():
                 serving.result()
                 raise InternalError("the HTTP server ended at its start")
             await asyncio.sleep(0.001)
-        listener.listen(KERNEL_BACKLOG)
+        self._arrivals = self._accept(server, listener)
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info("gateway is up", extra={"address": self.address, "router": config.router})
         return self.address
@@ -149,10 +151,26 @@ class GatewayHost:
             transport=transport,
         )
 
-    async def _serve(self, server: uvicorn.Server, listener: socket.socket, client: AsyncClient) -> None:
+    def _accept(self, server: uvicorn.Server, listener: socket.socket) -> Arrivals:
+        def http() -> Connection:
+            return Connection(server.config, server.server_state, {}, connections=self._connections)
+
+        if self._tls is None or not self._tls.files.cert:
+            return Arrivals(listener, self._connections, http, BUSY)
+        tls = self._tls
+        # Before the handshake there is no way to answer.
+        return Arrivals(listener, self._connections, lambda: Handshake(http(), self._connections, tls), b"")
+
+    def _exit(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.close()
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def _serve(self, server: uvicorn.Server, client: AsyncClient) -> None:
         measuring = asyncio.create_task(self._measure_forever())
         try:
-            await server.serve(sockets=[listener])
+            await server.serve(sockets=[])
         finally:
             measuring.cancel()
             await client.close()
@@ -176,12 +194,12 @@ class GatewayHost:
 
     async def _finish(self) -> None:
         await self._shutdown.interrupt(LAST_WORDS_S)
-        if self._server is not None:
-            self._server.should_exit = True
+        self._exit()
 
     def _abort(self) -> None:
+        self._exit()
         if self._server is not None:
-            self._server.should_exit = self._server.force_exit = True
+            self._server.force_exit = True
             for one in list(self._server.server_state.connections):
                 one.transport.abort()  # type: ignore[union-attr]
 
@@ -244,19 +262,9 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _uvicorn_config(
-    config: GatewayConfig, app: Any, connections: Connections, tls: ReloadingCertificates | None
-) -> uvicorn.Config:
-    protocol: Callable[..., Any] = functools.partial(Connection, connections=connections)
-    if tls is not None and tls.files.cert:
-        make_http, certificates = protocol, tls
-
-        def protocol(**kwargs: Any) -> Handshake:
-            return Handshake(make_http(**kwargs), connections, certificates)
-
+def _uvicorn_config(app: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=protocol,  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
@@ -264,7 +272,4 @@ def _uvicorn_config(
         proxy_headers=False,
         server_header=False,
         timeout_graceful_shutdown=FLUSH_S,  # the drain has ended
-        # asyncio accepts this many connections at a time. The number is small so that each one is read before it counts
-        # as idle. asyncio also gives it to the kernel, until _start() sets KERNEL_BACKLOG.
-        backlog=max(1, min(MAX_BACKLOG, config.max_connections // 4)),
     )

@@ -16,7 +16,7 @@ import pytest
 
 from pdserve import Client, ConfigError, Unauthenticated
 from pdserve.gateway import connection
-from pdserve.gateway.server import MAX_BACKLOG
+from pdserve.gateway.arrivals import MAX_ACCEPTED
 from tests.unit.gateway.conftest import WAIT_S, Served, gateway, is_idle, read_all, serve, until
 
 Connect = Callable[[str], socket.socket]
@@ -72,7 +72,7 @@ def test_many_connections_wait_for_a_busy_gateway(toy: Served, raw: Connect) -> 
         host._loop.call_soon_threadsafe(block)
         assert is_busy.wait(WAIT_S)
         name, _, port = host.address.rpartition(":")
-        opened = [stack.enter_context(socket.socket()) for _ in range(2 * MAX_BACKLOG)]
+        opened = [stack.enter_context(socket.socket()) for _ in range(2 * MAX_ACCEPTED)]
         for one in opened:
             one.setblocking(False)
             one.connect_ex((name, int(port)))

@@ -1,0 +1,173 @@
+"""Accepts connections, and keeps each one as a bare socket until its client has sent something.
+
+All clients share the kernel's queue of connections, and wait for those before them. A bare socket costs a fifth of
+asyncio's transport and uvicorn's protocol. So one client cannot open connections that send nothing much faster than
+they are accepted and, above the limit, closed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Final, final
+
+from pdserve.core.log_limit import LogLimit
+from pdserve.gateway.connection import LINGER_S, Connections
+
+# In one turn of the event loop. Few enough that those which have sent something are known before any has to make room.
+MAX_ACCEPTED: Final = 128
+# Connections that wait in the kernel; it has a limit of its own. If there is no room, a client tries again after 1 s.
+KERNEL_BACKLOG: Final = 65_535
+RETRY_S: Final = 1.0  # without descriptors or memory for another socket
+_NO_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+log = logging.getLogger(__name__)
+
+
+@final
+class Arrivals:
+    def __init__(
+        self,
+        listener: socket.socket,
+        connections: Connections,
+        make_protocol: Callable[[], asyncio.BaseProtocol],
+        rejection: bytes,
+    ) -> None:
+        """Runs on the current event loop, until close(). `rejection` answers a client that makes room for others."""
+        self.rejection = rejection
+        self.connections = connections
+        self._listener, self._make_protocol = listener, make_protocol
+        self._waiting: dict[int, Arrival] = {}  # by descriptor
+        self._poll = select.epoll()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failures = LogLimit()
+        self._loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        listener.listen(KERNEL_BACKLOG)
+        self._loop.add_reader(listener, self._accept)
+        self._loop.add_reader(self._poll, self._hand_over)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._poll.closed:
+            return
+        self._loop.remove_reader(self._listener)
+        self._loop.remove_reader(self._poll)
+        for one in list(self._waiting.values()):
+            one.drop()
+        self._poll.close()
+        self._listener.close()
+
+    def forget(self, descriptor: int) -> None:
+        if self._waiting.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        if self._tasks:  # those which have sent something are served before more are accepted
+            return
+        for _ in range(max(1, min(MAX_ACCEPTED, self.connections.limits.max_connections // 4))):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                break
+            except OSError as error:
+                if error.errno not in _NO_RESOURCES:
+                    raise
+                self._pause(error)
+                break
+            sock.setblocking(False)
+            self.connections.num_open += 1
+            arrival = Arrival(sock, self)
+            has_room = self.connections.make_room()
+            self.connections.idle[arrival] = None
+            if has_room:
+                self._waiting[sock.fileno()] = arrival
+                self._poll.register(sock, select.EPOLLIN)
+            else:
+                arrival.end_idle()
+        self._hand_over()
+
+    def _pause(self, error: OSError) -> None:
+        """Because the event loop would call _accept() without end."""
+        if count := self._failures.due(time.monotonic()):
+            log.error("connections cannot be accepted", extra={"times": count, "cause": str(error)})
+        self._loop.remove_reader(self._listener)
+        self._loop.call_later(RETRY_S, self._resume)
+
+    def _resume(self) -> None:
+        if not self._poll.closed:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _hand_over(self) -> None:
+        for descriptor, _ in self._poll.poll(0):
+            arrival = self._waiting[descriptor]
+            if not arrival.has_sent():
+                arrival.drop()
+                continue
+            task = self._loop.create_task(self._connect(arrival.release()))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, sock: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, sock)
+        except OSError:  # the client has closed it
+            sock.close()
+
+
+@final
+class Arrival:
+    """A connection whose client has sent nothing yet."""
+
+    __slots__ = ("_arrivals", "_is_open", "_sock", "_timer")
+
+    def __init__(self, sock: socket.socket, arrivals: Arrivals) -> None:
+        self._sock, self._arrivals, self._is_open = sock, arrivals, True
+        self._wait(arrivals.connections.limits.header_s)
+
+    def has_sent(self) -> bool:
+        """False if the client has closed it. For a socket that has something to read."""
+        try:
+            return bool(self._sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    def release(self) -> socket.socket:
+        """The socket, which then counts no longer."""
+        connections = self._arrivals.connections
+        self._timer.cancel()
+        self._arrivals.forget(self._sock.fileno())
+        if self._is_open:
+            self._is_open = False
+            connections.num_open -= 1
+        connections.idle.pop(self, None)
+        connections.lingering.pop(self, None)
+        return self._sock
+
+    def drop(self) -> None:
+        self.release().close()
+
+    def end_idle(self) -> None:
+        """Its request may be on its way, so it gets an answer, and time to read it."""
+        if not self._arrivals.rejection:
+            self.drop()
+            return
+        self._timer.cancel()
+        self._arrivals.forget(self._sock.fileno())
+        with contextlib.suppress(OSError):  # the client has closed it
+            self._sock.send(self._arrivals.rejection, socket.MSG_MORE)  # in one packet with the end
+            self._sock.shutdown(socket.SHUT_WR)
+        self._is_open = False
+        self._arrivals.connections.linger(self)
+        self._wait(LINGER_S)
+
+    def _wait(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.drop)

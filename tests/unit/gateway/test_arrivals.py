@@ -1,0 +1,144 @@
+"""Connections whose clients have sent nothing yet are bare sockets, with the same limits as all others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+import struct
+
+import pytest
+
+from pdserve.config import GatewayConfig
+from pdserve.gateway import arrivals
+from pdserve.gateway.arrivals import Arrivals
+from pdserve.gateway.connection import Connection, Connections
+from pdserve.gateway.server import GatewayHost, _connection_limits
+from tests.unit.gateway.conftest import WAIT_S, Served, gateway, read_all, until
+from tests.unit.gateway.test_limits import OK, Connect, code_of, exchange, post, read_one, status_of
+
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close() resets the connection
+
+
+def num_protocols(host: GatewayHost) -> int:
+    assert host._server is not None
+    return len(host._server.server_state.connections)
+
+
+def test_a_silent_connection_has_no_protocol(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router) as host:
+        silent = raw(host.address)
+        until(lambda: host._connections.num_open == 1)
+        assert num_protocols(host) == 0
+        silent.sendall(post(connection="keep-alive"))
+        assert status_of(read_one(silent)) == 200
+        assert (num_protocols(host), host._connections.num_open) == (1, 1)
+
+
+def test_a_flood_of_silent_connections_gets_no_protocol(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router, max_connections=4) as host:
+        flood = [raw(host.address) for _ in range(40)]
+        until(lambda: host._connections.num_dropped == 36)
+        assert (num_protocols(host), host._connections.num_open) == (0, 4)
+        assert status_of(exchange(raw(host.address), post())) == 200
+        for one in flood[:36]:
+            assert code_of(read_all(one)) == "too_many_connections"
+        assert status_of(exchange(flood[-1], post())) == 200
+
+
+def test_a_rejected_silent_connection_lingers_for_limited_time(
+    toy: Served, raw: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "LINGER_S", 0.2)
+    with gateway(toy.router, max_connections=1) as host:
+        silent = [raw(host.address) for _ in range(3)]
+        until(lambda: host._connections.num_dropped == 2)
+        until(lambda: not host._connections.lingering)
+        assert (host._connections.num_open, len(host._connections.idle)) == (1, 1)
+        assert status_of(exchange(silent[-1], post())) == 200
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_client_that_closes_a_silent_connection_frees_it(toy: Served, raw: Connect, is_reset: bool) -> None:
+    with gateway(toy.router) as host:
+        silent = raw(host.address)
+        until(lambda: host._connections.num_open == 1)
+        if is_reset:
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        silent.close()
+        until(lambda: host._connections.num_open == 0)
+        assert not host._connections.idle
+
+
+def test_silent_connections_end_with_the_gateway(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router) as host:
+        silent = raw(host.address)
+        until(lambda: host._connections.num_open == 1)
+    assert read_all(silent) == b""
+    assert host._connections.num_open == 0
+
+
+def test_accepted_connections_have_the_options_of_a_reload(toy: Served, raw: Connect) -> None:
+    with gateway(toy.router) as host:
+        host.reload({"stall_s": 3.0})
+        client = raw(host.address)
+        client.sendall(post(connection="keep-alive"))
+        assert status_of(read_one(client)) == 200
+        until(lambda: len(host._connections.idle) == 1)
+        [accepted] = host._connections.idle
+        assert isinstance(accepted, Connection)
+        sock = accepted.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 3000
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+def test_a_connection_that_its_client_has_closed_makes_room(toy: Served, raw: Connect) -> None:
+    """Its error must not reach the connection for which it makes room: that one would have no limits."""
+    with gateway(toy.router) as host:
+        client = raw(host.address)
+        client.sendall(post(OK)[:10])
+        until(lambda: num_protocols(host) == 1)
+
+        async def close_and_make_room() -> None:
+            client.close()  # the event loop does not know it yet; an answer is then answered by a reset
+            [accepted] = host._connections.idle
+            accepted.end_idle()
+
+        asyncio.run_coroutine_threadsafe(close_and_make_room(), host._loop).result(WAIT_S)
+        until(lambda: host._connections.num_open == 0 and not host._connections.lingering)
+
+
+def test_accepting_goes_on_when_descriptors_are_free_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arrivals, "RETRY_S", 0.01)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def accept() -> int:
+        with socket.socket() as listener, socket.socket() as client:
+            listener.bind(("127.0.0.1", 0))
+            connections = Connections(limits=_connection_limits(GatewayConfig(router="h:1")))
+            accepting = Arrivals(listener, connections, asyncio.Protocol, b"")
+            try:
+                free = os.dup(0)
+                os.close(free)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+                client.setblocking(False)
+                client.connect_ex(listener.getsockname())
+                async with asyncio.timeout(WAIT_S):
+                    while not caplog.records:
+                        await asyncio.sleep(0.01)
+                    assert connections.num_open == 0
+                    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+                    while connections.num_open == 0:
+                        await asyncio.sleep(0.01)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+                accepting.close()
+            return connections.num_open
+
+    with caplog.at_level(logging.ERROR):
+        assert asyncio.run(accept()) == 0
+    assert [one.getMessage() for one in caplog.records] == ["connections cannot be accepted"]
