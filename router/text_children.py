@@ -23,11 +23,12 @@ from router.child_pool import Children, LoadFailed, More, Purpose
 from router.fair_queue import ClientKey, QueueLimits
 from router.tokenizing import LONG_BYTES, LONG_CHARS, MAX_WAITING, MAX_WAITING_BYTES
 
-# A long chat of 128 KiB takes 0.01 s. A chat waits for as much work of each new client whose chat came before it.
-QUICK_CPU_S: Final = 0.03
+# A small chat takes 0.002 s in a new process, and a longer one has more time, as below. A chat waits for this much work
+# of each new client whose chat came before it.
+QUICK_CPU_S: Final = 0.01
 SLOW_CPU_S: Final = 1.0
 WALL_S: Final = 4.0
-# More time for a long request, in addition to SLOW_CPU_S.
+# More time for a long request, in addition to both.
 RENDERED_BYTES_PER_S: Final = 2**21
 ENCODED_BYTES_PER_S: Final = 2**18
 MEMORY_PER_BYTE: Final = 400  # of a text that is encoded
