@@ -26,6 +26,7 @@ from typing import Final, final
 from pdserve.launch.running import Running
 
 SCRAPE_S: Final = 10.0
+MAX_WAIT_S: Final = 0.3  # of a request of others
 
 
 @final

@@ -12,11 +12,10 @@ from collections import Counter
 from typing import Final
 
 from benchmarks.attacks.http_port import port_of, send_all
-from benchmarks.attacks.row import AttackResult, AttackRow, AttackTarget, is_closed
+from benchmarks.attacks.row import MAX_WAIT_S, AttackResult, AttackRow, AttackTarget, is_closed
 
 SIZES: Final = (2,) * 515 + (4 * 2**20,) * 48
 ENDS_S: Final = 20.0
-LATE_S: Final = 0.3
 HEALTH: Final = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 WRONG: Final = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer wrong\r\nconnection: close\r\n\r\n"
 
@@ -50,7 +49,7 @@ def attack(target: AttackTarget) -> AttackResult:
             time.sleep(0.1)
     if left:
         complaints.append(f"{len(left)} slow bodies were not ended")
-    if longest_s > LATE_S:
+    if longest_s > MAX_WAIT_S:
         complaints.append(f"another caller waited {longest_s:.2f} s")
     return AttackResult(
         attempts=len(SIZES),
