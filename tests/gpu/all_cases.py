@@ -9,7 +9,6 @@ from typing import Any
 
 from tests.gpu import (
     case_attention,
-    case_extents,
     case_flatten,
     case_forbid,
     case_fp8,
@@ -34,7 +33,6 @@ FILES = (
     case_sampling,
     case_forbid,
     case_penalties,
-    case_extents,
     case_relay,
 )
 CASES = [case for file in FILES for case in file.CASES]

@@ -44,36 +44,3 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
         mixed = (word + (index + 1) * GOLDEN) * MIX & _MASK
         total += mixed ^ (mixed >> 32)
     return total & _MASK
-
-
-def part_extents(
-    *,
-    num_layers: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_bytes: int,
-    scales_first: int | None,
-    layers: range,
-    heads: range,
-) -> tuple[StridedExtent, ...]:
-    """The extents of layers and kv heads of a block-major block [L, 2, C, K, D]; head_bytes is one head of one token.
-
-    `scales_first` is where the float32 scales begin, None for a block without.
-    """
-    if not layers or not heads or layers.stop > num_layers or heads.stop > num_kv_heads:
-        raise ValueError(f"layers {layers}, heads {heads} of a block of {num_layers} layers and {num_kv_heads} heads")
-    rows = 2 * block_size  # keys, then values
-    extents = []
-    for first, item_bytes in ((0, head_bytes), (scales_first, 4)):
-        if first is None:
-            continue
-        layer_bytes = rows * num_kv_heads * item_bytes
-        at = first + layers.start * layer_bytes
-        if len(heads) == num_kv_heads:
-            extents.append(StridedExtent(at, len(layers) * layer_bytes))
-        else:
-            run = len(heads) * item_bytes
-            extents.append(
-                StridedExtent(at + heads.start * item_bytes, run, len(layers) * rows, num_kv_heads * item_bytes)
-            )
-    return tuple(extents)

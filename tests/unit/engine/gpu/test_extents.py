@@ -1,15 +1,6 @@
 import numpy as np
-import pytest
-import torch
 
-from pdserve.engine.gpu.extent import GOLDEN, MIX, StridedExtent, checksum, part_extents
-from tests.gpu.case_extents import CASES
-from tests.gpu.cases import Case
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_extents_are_copied_and_wrong_ones_detected(case: Case, device: torch.device) -> None:
-    assert case.check(device) <= case.bound
+from pdserve.engine.gpu.extent import GOLDEN, MIX, checksum
 
 
 def test_numpy_computes_the_checksum_on_the_host() -> None:
@@ -32,18 +23,3 @@ def test_changed_or_swapped_words_change_the_checksum() -> None:
     assert checksum(swapped.tobytes()) != whole
     assert checksum(b"") == 0
     assert checksum(bytes(4)) != checksum(bytes(8))
-
-
-def test_parts_are_runs_of_a_block() -> None:
-    shape = {"num_layers": 4, "block_size": 16, "num_kv_heads": 2, "head_bytes": 32}
-    layer = 2 * 16 * 2 * 32
-    assert part_extents(**shape, scales_first=None, layers=range(1, 3), heads=range(2)) == (
-        StridedExtent(layer, 2 * layer),
-    )
-    values, scales = part_extents(**shape, scales_first=4 * layer, layers=range(4), heads=range(1, 2))
-    assert values == StridedExtent(32, 32, 4 * 32, 64)
-    assert scales == StridedExtent(4 * layer + 4, 4, 4 * 32, 8)
-    with pytest.raises(ValueError):
-        part_extents(**shape, scales_first=None, layers=range(5), heads=range(2))
-    with pytest.raises(ValueError):
-        part_extents(**shape, scales_first=None, layers=range(0), heads=range(2))
