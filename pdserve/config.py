@@ -13,9 +13,9 @@ from pdserve.bounded_file import MAX_SETTINGS_BYTES, read_text
 from pdserve.core.bearer import check_token
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import check_endpoint, is_loopback_host
+from pdserve.core.hosts import PORTS, check_endpoint, is_loopback_host
 from pdserve.core.policies import POLICIES
-from pdserve.core.setting import LARGEST_COUNT, PORTS, check_fields, setting
+from pdserve.core.setting import LARGEST_COUNT, check_fields, setting
 from pdserve.core.tls_settings import CallerTlsSettings, TlsSettings, check_tls
 
 TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")

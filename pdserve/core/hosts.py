@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.setting import PORTS
 from pdserve.core.urls import hide_password
+
+PORTS: Final = (0, 65_535)
 
 _ENDPOINT: Final = re.compile(
     r"((?P<name>[^\s\[\]:/@,?#]+)|\[(?P<ipv6>[0-9a-fA-F:.]+(%[\w.-]+)?)\]):(?P<port>[0-9]{1,5})",

@@ -15,7 +15,6 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.urls import has_password
 
 LARGEST_COUNT: Final = 2**31 - 1  # limit of fields that are sent as int32
-PORTS: Final = (0, 65_535)
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")  # used in Redis keys and file names
 
 

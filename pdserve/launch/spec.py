@@ -13,8 +13,8 @@ from pdserve.config import RAY_STRATEGIES, GatewayConfig, RouterConfig, WorkerCo
 from pdserve.config_flags import to_env, to_flags
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
-from pdserve.core.hosts import check_endpoint, endpoint_of, join
-from pdserve.core.setting import PORTS, Range
+from pdserve.core.hosts import PORTS, check_endpoint, endpoint_of, join
+from pdserve.core.setting import Range
 from pdserve.core.types import Role
 from pdserve.launch.cluster_tls import ClusterTls
 from pdserve.launch.keys import Kind, Value, check_settings
